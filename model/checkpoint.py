@@ -1,0 +1,97 @@
+"""Weights on disk, in the layout of transformers: config.json, model.safetensors and the tokenizer's files in a folder."""
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from .model import MiniMindConfig, MiniMindForCausalLM
+
+# model_type in config.json -> (transformers' class, what tells it from the others)
+FAMILIES = {
+    "qwen3": ("Qwen3ForCausalLM", {"qk_norm": True, "qkv_bias": False}),
+    "qwen2": ("Qwen2ForCausalLM", {"qk_norm": False, "qkv_bias": True}),
+    "llama": ("LlamaForCausalLM", {"qk_norm": False, "qkv_bias": False}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {"qk_norm": True, "qkv_bias": False}),
+}
+
+
+def load_pretrained(path, *, dtype=None, device=None):
+    """The model in a folder; dtype None keeps the type that the weights were saved in. ValueError if it can't be ours."""
+    path = Path(path)
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path}: no config.json there; give a folder that holds config.json and model.safetensors")
+    model = MiniMindForCausalLM(read_config(path))
+    state = read_weights(path)
+    if model.config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if wrong := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
+        raise ValueError(f"{path}: {wrong[0]} should have shape {expected.get(wrong[0])} by config.json and has "
+                         f"{found.get(wrong[0])} in the weights ({len(wrong)} such tensors); the two files do not belong together")
+    model.load_state_dict(state)
+    return model.to(device=device, dtype=dtype or state["model.norm.weight"].dtype)
+
+
+def read_weights(path):
+    """All tensors of a folder, from one file or from the shards that an index lists."""
+    index = path / "model.safetensors.index.json"
+    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    state = {}
+    for name in files:
+        if not (path / name).is_file():
+            raise ValueError(f"{path}: {name} is missing; copy it next to config.json")
+        state.update(load_file(path / name))
+    return state
+
+
+def read_config(path):
+    """config.json as a MiniMindConfig, whether transformers 4 wrote it (rope_theta) or transformers 5 (rope_parameters)."""
+    saved = json.loads((Path(path) / "config.json").read_text())
+    if saved.get("model_type") not in FAMILIES:
+        raise ValueError(f"{path}/config.json: model_type {saved.get('model_type')!r} is none of {', '.join(FAMILIES)}, "
+                         "the architectures that model/model.py builds; choose weights of one of these")
+    rope = saved.get("rope_parameters") or saved.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ValueError(f"{path}/config.json: rope scaling {rope!r} is not supported; choose weights without it")
+    saved.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
+    if saved.get("head_dim") is None:
+        saved["head_dim"] = saved["hidden_size"] // saved["num_attention_heads"]
+    saved.update(FAMILIES[saved["model_type"]][1])
+    return MiniMindConfig(**{field.name: saved[field.name] for field in fields(MiniMindConfig) if field.name in saved})
+
+
+def save_pretrained(model, tokenizer, path):
+    """Writes a folder that load_pretrained, transformers and the serving stacks load; the files change all at once."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(hub_config(model), indent=2) + "\n")
+    tokenizer.save_pretrained(path)
+
+
+def hub_config(model):
+    """What config.json holds: our fields under transformers' names, the rope base in its old and its new place."""
+    ours = vars(model.config).copy()
+    switches = {name: ours.pop(name) for name in ("qk_norm", "qkv_bias")}
+    if model.config.num_experts:
+        model_type = "qwen3_moe"
+    else:
+        model_type = next(kind for kind, (_, family) in FAMILIES.items() if family == switches)
+        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"):
+            del ours[name]
+    return {
+        "architectures": [FAMILIES[model_type][0]],
+        "model_type": model_type,
+        **ours,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.config.rope_theta},
+        "torch_dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+    }

@@ -1,0 +1,225 @@
+"""The policy: one decoder-only transformer, from scratch.
+
+RMSNorm, rotary positions, grouped-query attention, SwiGLU, and three switches that make it one of four families:
+
+    qk_norm   qkv_bias   num_experts      the network is transformers'
+       yes       no           0           Qwen3        (the weights that we ship)
+       no        yes          0           Qwen2, Qwen2.5
+       no        no           0           Llama
+       yes       no          > 0          Qwen3-MoE
+
+Parameter names and numerics are those of transformers' classes, so a state dict moves either way without renaming.
+Letters in the shapes: N sequences, T new tokens, S tokens attended to, D hidden size, H heads, K key/value heads,
+d head size, V vocabulary.
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass
+class MiniMindConfig:
+    """Sizes and switches. The defaults are those of the weights that we ship, but for the vocabulary."""
+    vocab_size: int = 512
+    hidden_size: int = 128
+    intermediate_size: int = 352
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = True
+    qk_norm: bool = True
+    qkv_bias: bool = False
+    num_experts: int = 0                # 0: a dense feed-forward in every layer
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 176
+    norm_topk_prob: bool = True         # the chosen experts' weights add up to 1
+    initializer_range: float = 0.02
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x):
+        x32 = x.float()     # the mean of squares overflows in half precision
+        return self.weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def rotary_tables(positions, head_dim, theta):
+    """cos and sin of position * theta^(-2i/d), (N, 1, T, d), the d/2 angles twice in a row; float32."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)   # (d/2,)
+    angles = positions[:, None, :, None].float() * frequencies                                           # (N, 1, T, d/2)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x, rotary):
+    """Turns each pair (x_i, x_{i+d/2}) by its angle, so that q.k depends only on the distance of two tokens."""
+    cos, sin = (table.to(x.dtype) for table in rotary)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class KVCache:
+    """Keys and values of all layers with room for `max_length` tokens each, of which `length` are filled."""
+
+    def __init__(self, max_length):
+        self.max_length, self.length = max_length, 0
+        self.layers = {}                                    # layer -> (keys, values), each (N, K, max_length, d)
+
+    def append(self, layer, k, v):
+        """Writes (N, K, T, d) behind the `length` filled columns; returns the views of all columns so far."""
+        if layer not in self.layers:
+            N, K, _, d = v.shape
+            self.layers[layer] = v.new_empty(N, K, self.max_length, d), v.new_empty(N, K, self.max_length, d)
+        keys, values = self.layers[layer]
+        end = self.length + v.shape[2]
+        keys[:, :, self.length:end], values[:, :, self.length:end] = k, v
+        return keys[:, :, :end], values[:, :, :end]
+
+    def select(self, rows):
+        """Keeps these sequences, in this order; an index may occur more than once."""
+        self.layers = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self.layers.items()}
+
+
+class Attention(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        q_size, kv_size = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x, rotary, mask, cache):
+        N, T, _ = x.shape
+        q = self.q_norm(self.q_proj(x).view(N, T, -1, self.head_dim)).transpose(1, 2)   # (N, H, T, d)
+        k = self.k_norm(self.k_proj(x).view(N, T, -1, self.head_dim)).transpose(1, 2)   # (N, K, T, d)
+        v = self.v_proj(x).view(N, T, -1, self.head_dim).transpose(1, 2)                # (N, K, T, d)
+        q, k = rotate(q, rotary), rotate(k, rotary)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)                                       # (N, K, S, d)
+        # Without a mask the rows hold no padding: plain causal attention, or a single token that sees everything.
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1, enable_gqa=True)
+        return self.o_proj(x.transpose(1, 2).reshape(N, T, -1))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config, intermediate_size):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token goes through its `num_experts_per_tok` best experts, weighted by the router's softmax."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = nn.ModuleList(SwiGLU(config, config.moe_intermediate_size) for _ in range(config.num_experts))
+
+    def forward(self, x):
+        tokens = x.reshape(-1, x.shape[-1])                                             # (N*T, D)
+        weights, chosen = self.gate(tokens).float().softmax(-1).topk(self.top_k)        # (N*T, k)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(tokens)
+        for index, expert in enumerate(self.experts):
+            token, slot = (chosen == index).nonzero(as_tuple=True)
+            out = out.index_add(0, token, (expert(tokens[token]) * weights[token, slot, None]).to(out.dtype))
+        return out.view_as(x)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MixtureOfExperts(config) if config.num_experts else SwiGLU(config, config.intermediate_size)
+
+    def forward(self, x, rotary, mask, cache):
+        x = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Token ids -> final-norm hidden states: what a language-model head or a reward head reads."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids, attention_mask=None, cache=None):
+        """input_ids (N, T); attention_mask (N, S) 0/1 over the cached tokens and the new ones; -> (N, T, D)."""
+        T, past = input_ids.shape[1], cache.length if cache is not None else 0
+        if attention_mask is None:
+            positions = torch.arange(past, past + T, device=input_ids.device)[None]     # (1, T)
+        else:
+            positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past:]          # (N, T): padding takes no position
+        rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
+        mask = visible(attention_mask, T)
+        x = self.embed_tokens(input_ids)                                                # (N, T, D)
+        for layer in self.layers:
+            x = layer(x, rotary, mask, cache)
+        if cache is not None:
+            cache.length += T
+        return self.norm(x)
+
+
+def visible(attention_mask, T):
+    """Which of the S tokens each of the last T may see, (N, 1, T, S) bool: the real ones, no later than itself."""
+    if attention_mask is None:
+        return None
+    real = attention_mask.bool()[:, None, None, :]                                      # (N, 1, 1, S)
+    if T == 1:
+        return real
+    S = attention_mask.shape[1]
+    row = torch.arange(S - T, S, device=attention_mask.device)[:, None]                 # (T, 1)
+    column = torch.arange(S, device=attention_mask.device)                              # (S,)
+    # A padding token sees itself: a softmax over nothing would be NaN, and NaN spreads.
+    return (real & (column <= row)) | (column == row)
+
+
+class MiniMindForCausalLM(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.apply(self._init_weights)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, input_ids, attention_mask=None, *, logits_to_keep=0, cache=None):
+        """Logits (N, T, V), or (N, k, V) of the last k = logits_to_keep positions: the head is the dearest matrix."""
+        hidden = self.model(input_ids, attention_mask, cache)
+        return self.lm_head(hidden[:, -logits_to_keep:])

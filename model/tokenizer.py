@@ -1,0 +1,31 @@
+"""A byte-level tokenizer: any text survives a round trip, digits stand alone, the tags are one token each."""
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+# Ids 0, 1, 2. Special: decoding can leave them out, and text from a user is not meant to contain them.
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+# Ordinary tokens: the rewards must still see them in decoded text.
+TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def train_tokenizer(texts, vocab_size=512):
+    """Byte-pair encoding over 256 bytes: at most vocab_size tokens, fewer when nothing is left to merge."""
+    tokenizer = Tokenizer(models.BPE())
+    # Words merge; a digit, a sign or a line break never does, so that arithmetic reads one symbol at a time.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(r" ?\p{L}+| |\n|[^\s\p{L}]"), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size - len(TAGS), special_tokens=[PAD, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, chat_template=CHAT_TEMPLATE,
+                                   model_max_length=2048, clean_up_tokenization_spaces=False)

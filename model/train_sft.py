@@ -1,0 +1,119 @@
+"""Trains a policy on conversations: from nothing (pretraining) or from other weights (fine-tuning).
+
+The shipped weights are three runs of this script, each a stage that starts where the last one ended:
+
+    python -m dataset.arithmetic --sft out/sft
+    python -m model.train_sft --data out/sft/pretrain.jsonl --save out/pretrain_128
+    python -m model.train_sft --data out/sft/full_sft.jsonl --init out/pretrain_128 --save model/weights/full_sft_128 ...
+    python -m model.train_sft --data out/sft/reason.jsonl --init out/pretrain_128 --save model/weights/reason_128 ...
+
+The loss is the mean cross-entropy over the tokens of the assistant's turns, <|im_end|> included: a model that never
+learns to stop never stops.
+"""
+import argparse
+import json
+import math
+import random
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoTokenizer
+
+from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, save_pretrained
+from .tokenizer import train_tokenizer
+
+
+def encode(chats, tokenizer):
+    """For each chat its token ids, and labels: the same ids where the assistant speaks, -100 elsewhere."""
+    header = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    texts = tokenizer.apply_chat_template(chats, tokenize=False)
+    examples = []
+    for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
+        labels, speaking = [], False
+        for i, token in enumerate(ids):
+            labels.append(token if speaking else -100)
+            if token == tokenizer.eos_token_id:
+                speaking = False
+            elif ids[max(0, i + 1 - len(header)):i + 1] == header:
+                speaking = True
+        examples.append((ids, labels))
+    return examples
+
+
+def batches(examples, batch_size, rng):
+    """Endless batches of examples of similar length, padded on the right; every epoch in a new order."""
+    while True:
+        order = list(range(len(examples)))
+        rng.shuffle(order)
+        for start in range(0, len(order) - 32 * batch_size + 1, 32 * batch_size):
+            chunk = sorted(order[start:start + 32 * batch_size], key=lambda i: len(examples[i][0]))
+            groups = [chunk[i:i + batch_size] for i in range(0, len(chunk), batch_size)]
+            rng.shuffle(groups)
+            for group in groups:
+                yield [examples[i] for i in group]
+
+
+def loss_of(model, batch, device):
+    length = max(len(ids) for ids, _ in batch)
+    ids = torch.tensor([ids + [0] * (length - len(ids)) for ids, _ in batch], device=device)                # (N, T)
+    labels = torch.tensor([labels + [-100] * (length - len(labels)) for _, labels in batch], device=device)
+    # Padding on the right needs no mask: nothing before it can see it.
+    logits = model(ids)[:, :-1].float()                                                                      # (N, T-1, V)
+    return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="a jsonl file of conversations")
+    parser.add_argument("--save", type=Path, required=True, help="the folder that the weights go to")
+    parser.add_argument("--init", type=Path, help="weights to start from; without it a new model and a new tokenizer")
+    parser.add_argument("--hidden_size", type=int, default=128)
+    parser.add_argument("--num_hidden_layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--batch_size", type=int, default=32)
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--warmup_steps", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    torch.manual_seed(args.seed)
+    rng = random.Random(args.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with open(args.data, encoding="utf-8") as file:
+        chats = [json.loads(line)["conversations"] for line in file]
+    if args.init:
+        tokenizer = AutoTokenizer.from_pretrained(args.init)
+        model = load_pretrained(args.init, dtype=torch.float32, device=device)
+    else:
+        texts = [message[key] for chat in chats[:5000] for message in chat for key in ("role", "content")]
+        tokenizer = train_tokenizer(texts)
+        model = MiniMindForCausalLM(MiniMindConfig(
+            vocab_size=len(tokenizer), hidden_size=args.hidden_size, num_hidden_layers=args.num_hidden_layers,
+            intermediate_size=32 * math.ceil(args.hidden_size * 8 / 3 / 32), num_attention_heads=args.hidden_size // 32,
+            num_key_value_heads=args.hidden_size // 64,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).to(device)
+    examples = encode(chats, tokenizer)
+    print(f"{len(examples)} chats, {sum(len(ids) for ids, _ in examples) / len(examples):.0f} tokens each; "
+          f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / args.warmup_steps)
+                                                 * (0.01 + 0.99 * (1 + math.cos(math.pi * step / args.steps)) / 2))
+    source, start = batches(examples, args.batch_size, rng), time.time()
+    for step in range(1, args.steps + 1):
+        loss = loss_of(model, next(source), device)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0:
+            print(f"step {step}/{args.steps}  loss {loss.item():.4f}  {time.time() - start:.0f} s", flush=True)
+    save_pretrained(model.to(torch.bfloat16), tokenizer, args.save)
+    print(f"saved {args.save}")
+
+
+if __name__ == "__main__":
+    main()
