@@ -1,0 +1,94 @@
+"""jsonl -> prompts: the chats that the policy completes, with the columns that its rewards need."""
+import json
+
+import torch
+from torch.utils.data import Dataset
+
+
+class PromptDataset(Dataset):
+    """The lines of a jsonl file. Two forms may be mixed:
+
+        {"conversations": [{"role": "user", "content": "..."}, ...], "answer": "42"}     a last assistant turn is dropped
+        {"prompt": "..." or a list of turns, "answer": "42"}                             or "question" instead of "prompt"
+
+    An item is {"messages": [...], and every other column of its line}. ValueError names the file, line and field at fault.
+    """
+
+    def __init__(self, path):
+        self.rows = []
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    self.rows.append(read_row(line, f"{path}, line {number}"))
+        if not self.rows:
+            raise ValueError(f"{path}: the file holds no prompts; give one with a JSON object on each line")
+        self.columns = sorted({name for row in self.rows for name in row} - {"messages"})
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def read_row(line, where):
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); write one object per line") from None
+    field = next((name for name in ("conversations", "prompt", "question") if name in row), None) if isinstance(row, dict) else None
+    if field is None:
+        raise ValueError(f"{where}: no field conversations, prompt or question; one of them must hold the prompt")
+    messages = row.pop(field)
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    ok = isinstance(messages, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str) for turn in messages)
+    if not ok:
+        raise ValueError(f"{where}: {field} must be a text or a list of turns, each with a role and a content")
+    if messages and messages[-1]["role"] == "assistant":    # the reply of a demonstration: ours is to be sampled
+        messages = messages[:-1]
+    if not messages:
+        raise ValueError(f"{where}: {field} holds nothing to reply to; it needs at least one turn of a user")
+    return {"messages": messages, **row}
+
+
+class PromptCollator:
+    """Items -> one batch: {"prompts", "prompt_ids", "prompt_mask", "columns"}, texts rendered by the chat template."""
+
+    def __init__(self, tokenizer, max_seq_len):
+        self.tokenizer, self.max_seq_len = tokenizer, max_seq_len
+
+    def __call__(self, items):
+        """prompt_ids and prompt_mask are (B, P), padded on the left; of a longer prompt the last max_seq_len tokens stay."""
+        texts = [self.tokenizer.apply_chat_template(item["messages"], tokenize=False, add_generation_prompt=True)
+                 for item in items]
+        ids = [ids[-self.max_seq_len:] for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        P = max(map(len, ids))
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+        names = {name for item in items for name in item}
+        return {
+            "prompts": texts,
+            "prompt_ids": torch.tensor([[pad] * (P - len(row)) + row for row in ids]),
+            "prompt_mask": torch.tensor([[0] * (P - len(row)) + [1] * len(row) for row in ids]),
+            "columns": {name: [item.get(name) for item in items] for name in sorted(names)},
+        }
+
+
+def rows_of_step(step, num_rows, prompts_per_rank, *, rank=0, world_size=1, seed=0):
+    """The rows that a rank reads at a step (from 1): a new order every epoch, known from (seed, step) alone.
+
+    A step takes `prompts_per_rank` rows for each rank, the last one of an epoch what is left. Nothing depends on the
+    steps before, so that a resumed run reads what it would have read without the stop.
+    """
+    per_step = prompts_per_rank * world_size
+    epoch, position = divmod(step - 1, steps_per_epoch(num_rows, prompts_per_rank, world_size))
+    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed + 1_000_003 * epoch)).tolist()
+    rows = order[position * per_step:(position + 1) * per_step]
+    return rows[:len(rows) // world_size * world_size][rank::world_size]    # as many for every rank
+
+
+def steps_per_epoch(num_rows, prompts_per_rank, world_size=1):
+    """Steps that read the file once; a rest too small to give every rank a prompt makes no step."""
+    full, rest = divmod(num_rows, prompts_per_rank * world_size)
+    return full + (rest >= world_size)
