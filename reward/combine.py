@@ -1,0 +1,55 @@
+"""From names to functions, and from several rewards to one number per completion."""
+import importlib
+import traceback
+import warnings
+
+import torch
+
+from .reward_model import load_reward_model, reward_model_reward
+from .rules import accuracy_reward, format_reward, tag_reward
+
+RULES = {"format": format_reward, "tag": tag_reward, "accuracy": accuracy_reward}
+
+
+def load_reward_funcs(names, *, reward_model_path=None, reasoning=True, device="cpu"):
+    """The functions behind `format`, `tag`, `rm`, `accuracy` and `module:function`. ValueError names the one that is not there."""
+    funcs = []
+    for name in names:
+        if name == "rm":
+            funcs.append(reward_model_reward(load_reward_model(reward_model_path, device=device), reasoning=reasoning))
+        elif ":" in name:
+            module, _, function = name.partition(":")
+            try:
+                funcs.append(getattr(importlib.import_module(module), function))
+            except (ImportError, AttributeError) as error:
+                raise ValueError(f"--reward_funcs {name}: {error}; write module:function, the module importable from here") from None
+        elif name in RULES:
+            funcs.append(RULES[name])
+        else:
+            raise ValueError(f"--reward_funcs {name}: no such reward; choose from {', '.join(RULES)}, rm, or give module:function")
+    return funcs
+
+
+def combine_rewards(prompts, completions, reward_funcs, reward_weights, **columns):
+    """The weighted sum of all rewards, (N,), and each one's values by its name, {name: (N,)}, all float32.
+
+    A None is NaN among the values and adds nothing to the sum; a completion that no function judged has reward NaN. A
+    function that raises has judged nothing this time: a warning says so, and the run goes on.
+    """
+    per_function = {}
+    for function in reward_funcs:
+        try:
+            values = function(prompts=prompts, completions=completions, **columns)
+            values = torch.tensor([float("nan") if value is None else float(value) for value in values])
+            if len(values) != len(completions):
+                raise ValueError(f"it returned {len(values)} rewards for {len(completions)} completions")
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            warnings.warn(f"reward function {function.__name__} failed and judged nothing in this step: "
+                          f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})")
+            values = torch.full((len(completions),), float("nan"))
+        per_function[function.__name__] = values
+    values = torch.stack(list(per_function.values()))                                   # (functions, N)
+    rewards = (values * torch.tensor(reward_weights)[:, None]).nansum(0)
+    rewards[values.isnan().all(0)] = float("nan")
+    return rewards, per_function

@@ -1,0 +1,93 @@
+"""Trains a reward model on preference pairs: of two replies to one prompt, the better one is to get the higher score.
+
+    python -m reward.train_reward_model --data out/sft/preference.jsonl --heldout out/sft/preference_heldout.jsonl \\
+        --init out/pretrain_128 --save reward/weights/reward_128
+
+The loss is Bradley and Terry's, -log sigmoid(score(chosen) - score(rejected)), which reads the difference of two scores
+as the log-odds that the first reply is better; a small pull keeps the two centred on 0, where the clip expects them.
+"""
+import argparse
+import json
+import math
+import random
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoTokenizer
+
+from model import load_pretrained
+
+from .reward_model import RewardModel
+
+CENTERING = 0.01
+
+
+def read_pairs(path):
+    """[(chosen chat, rejected chat, kind)]"""
+    with open(path, encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    return [(*(row["conversations"] + [{"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")),
+             row.get("kind", "all")) for row in rows]
+
+
+def accuracy_by_kind(model, pairs):
+    """{kind: share of pairs whose chosen reply scores higher}, and of all of them."""
+    chosen, rejected = (model.get_scores([pair[side] for pair in pairs]) for side in (0, 1))
+    right = defaultdict(list)
+    for (_, _, kind), better, worse in zip(pairs, chosen, rejected):
+        right[kind].append(better > worse)
+        right["all"].append(better > worse)
+    return {kind: sum(values) / len(values) for kind, values in sorted(right.items())}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help='a jsonl file of {"conversations", "chosen", "rejected"}')
+    parser.add_argument("--heldout", type=Path, required=True, help="pairs of the same form that are only measured on")
+    parser.add_argument("--init", type=Path, required=True, help="a language model whose backbone the reward model starts from")
+    parser.add_argument("--save", type=Path, required=True, help="the folder that the weights go to")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--batch_size", type=int, default=32, help="pairs per step")
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--warmup_steps", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    torch.manual_seed(args.seed)
+    rng = random.Random(args.seed)
+    backbone = load_pretrained(args.init, dtype=torch.float32)
+    model = RewardModel(backbone.config, AutoTokenizer.from_pretrained(args.init))
+    model.model = backbone.model
+    torch.nn.init.normal_(model.score.weight, std=0.02)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    pairs, heldout = read_pairs(args.data), read_pairs(args.heldout)
+    print(f"{len(pairs)} pairs; before training {accuracy_by_kind(model, heldout)}")
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / args.warmup_steps)
+                                                 * (0.01 + 0.99 * (1 + math.cos(math.pi * step / args.steps)) / 2))
+    start = time.time()
+    for step in range(1, args.steps + 1):
+        batch = rng.sample(pairs, args.batch_size)
+        scores = model(*model.encode([pair[side] for side in (0, 1) for pair in batch]))            # (2 * pairs,)
+        chosen, rejected = scores.chunk(2)
+        loss = -F.logsigmoid(chosen - rejected).mean() + CENTERING * (chosen + rejected).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0:
+            print(f"step {step}/{args.steps}  loss {loss.item():.4f}  {time.time() - start:.0f} s", flush=True)
+        if step % 1000 == 0 or step == args.steps:
+            print("held-out pairs ordered right: "
+                  + ", ".join(f"{kind} {value:.1%}" for kind, value in accuracy_by_kind(model, heldout).items()), flush=True)
+    model.to(torch.bfloat16).save_pretrained(args.save)
+    print(f"saved {args.save}")
+
+
+if __name__ == "__main__":
+    main()
