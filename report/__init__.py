@@ -1,0 +1,13 @@
+"""What a run tells: `Report` while it trains, `draw_curves` at any time (also `python -m report.curves out/run_a`)."""
+
+from .report import Report
+
+__all__ = ["Report", "draw_curves"]
+
+
+def __getattr__(name):
+    # On first use, not at import: matplotlib is slow to load, and `python -m report.curves` would load that module twice.
+    if name == "draw_curves":
+        from .curves import draw_curves
+        return draw_curves
+    raise AttributeError(f"module 'report' has no attribute '{name}'")
