@@ -1,0 +1,616 @@
+"""Group Relative Policy Optimization, from scratch.
+
+GRPO (DeepSeekMath, arXiv 2402.03300) teaches a language model from rewards alone, with no critic: it answers each
+prompt several times, and every answer is judged against the others. Better than its siblings: more likely next time.
+
+    A_i     = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + eps)                         the advantage of answer i in its group
+    ratio_t = pi(o_t | q, o_<t) / pi_old(o_t | q, o_<t)                              how far the policy moved since sampling
+    loss    = - mean over answers of mean over tokens of
+                [ min(ratio_t A_i, clip(ratio_t, 1-epsilon_low, 1+epsilon_high) A_i) - beta KL_t(pi || pi_ref) ]
+
+One step, for B prompts and G = num_generations answers to each:
+    1. ask        sample G completions of every prompt                                  model/sampler.py
+    2. judge      rewards, then advantages within each group                            reward/
+    3. remember   log-probabilities of the tokens under the old and the reference policy
+    4. learn      clipped gradient steps on micro-batches
+    5. report     metrics, a progress bar, pictures, weights                            report/
+
+Letters: B prompts, G generations per prompt, N = B*G completions, P prompt tokens, R completion tokens, T = P+R, V vocabulary.
+
+    python train_grpo.py                                          the default task: minutes on a laptop without a GPU
+    torchrun --nproc_per_node=2 train_grpo.py --reasoning 1       on two processes
+    python train_grpo.py --help                                   every flag
+
+Where we differ from the papers and from other code, on purpose:
+  - std is the sample standard deviation (n-1), and eps = 1e-4, as in TRL; the paper does not say which.
+  - log-probabilities are float32 and those of the distribution that was sampled: the same temperature, no top-k or
+    top-p, exact masks and positions under padding. So the first ratio after sampling is 1.
+  - the averages of the loss run over the whole optimizer step, all micro-batches and ranks, so that neither
+    micro_batch_size nor the number of processes changes the gradient. Ranks add their gradients up in plain sight.
+  - the loss reads about 0 all the time: advantages of a group add up to 0 and the ratio is about 1. Watch the reward.
+"""
+import argparse
+import copy
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
+
+from dataset import PromptCollator, PromptDataset, rows_of_step, steps_per_epoch
+from model import load_pretrained, sample, save_pretrained
+from report import Report
+from reward import accuracy_reward, combine_rewards, load_reward_funcs
+
+HERE = Path(__file__).parent
+
+# --- the objective ----------------------------------------------------------------------------------------------------
+
+
+def group_advantages(rewards, num_generations, *, eps=1e-4):
+    """How much better each completion is than its siblings, in standard deviations of its group.
+
+        A = (r - mean(group)) / (std(group) + eps)           std with n-1; DeepSeekMath, section 4.1.2
+
+    rewards (N,) with the G completions of one prompt adjacent -> (N,). A NaN was not judged: it is left out of mean and
+    std and gets advantage 0. Four answers to 7 + 3*7 - wrong; right in the right format; right; wrong:
+
+    >>> group_advantages(torch.tensor([0.1, 1.1, 1.0, 0.1]), 4)
+    tensor([-0.8635,  0.9544,  0.7726, -0.8635])
+    """
+    groups = rewards.view(-1, num_generations)                                          # (B, G)
+    mean = groups.nanmean(1, keepdim=True)                                              # (B, 1)
+    deviation = (groups - mean).nan_to_num(0.0)                                         # (B, G)
+    judged = (~groups.isnan()).sum(1, keepdim=True)                                     # (B, 1)
+    std = (deviation.pow(2).sum(1, keepdim=True) / (judged - 1).clamp(min=1)).sqrt()
+    return (deviation / (std + eps)).view(-1)
+
+
+def completion_mask(completion_ids, eos_token_id):
+    """(N, R): 1 up to and including the first EOS, all 1 where there is none. The EOS is trained: stopping is a skill."""
+    eos = torch.tensor([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id, device=completion_ids.device)
+    is_eos = torch.isin(completion_ids, eos).int()                                      # (N, R)
+    return (is_eos.cumsum(1) - is_eos == 0).int()           # no EOS before this token
+
+
+def kl_penalty(logps, ref_logps):
+    """The k3 estimate of KL(pi || pi_ref) per token: e^x - x - 1 with x = log pi_ref - log pi; never negative.
+
+    x is clamped to +-20 against overflow, the result is not: a clamp there would stop the pull back when it is needed most.
+    """
+    x = (ref_logps - logps).clamp(-20, 20)
+    return x.exp() - x - 1                                                              # (N, R)
+
+
+def clipped_policy_loss(logps, old_logps, advantages, *, epsilon_low, epsilon_high):
+    """PPO's surrogate per token, -min(ratio A, clip(ratio) A), and where the clip holds the policy back; both (N, R).
+
+    The clip takes the gradient of a token away once it has moved by epsilon in the direction that its advantage wants.
+    """
+    ratio = (logps - old_logps).exp()                                                   # (N, R)
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    surrogate = torch.min(ratio * advantages, clipped * advantages)
+    is_clipped = ((ratio < 1 - epsilon_low) & (advantages < 0)) | ((ratio > 1 + epsilon_high) & (advantages > 0))
+    return -surrogate, is_clipped
+
+
+def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, epsilon_low=0.2, epsilon_high=0.2,
+              num_sequences=None, num_tokens=None):
+    """The loss of the docstring above: mean over sequences of the mean over their tokens; and metrics as detached scalars.
+
+    logps, old_logps, ref_logps (N, R) or None; advantages (N,) or (N, R); mask (N, R). num_sequences and num_tokens are
+    totals of the whole optimizer step, over all micro-batches and ranks (None: this call is the whole step): losses and
+    metrics of the parts then add up to those of the step. Rows that are masked out count in num_sequences.
+    """
+    advantages = advantages if advantages.dim() == 2 else advantages[:, None]           # (N, 1) or (N, R)
+    num_sequences = len(mask) if num_sequences is None else num_sequences
+    num_tokens = mask.sum().clamp(min=1) if num_tokens is None else num_tokens
+    per_token, is_clipped = clipped_policy_loss(logps, old_logps, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    metrics = {"clip_ratio/region_mean": (is_clipped * mask).sum() / num_tokens}
+    if beta:
+        kl = kl_penalty(logps, ref_logps)                                               # (N, R)
+        per_token = per_token + beta * kl
+        metrics["kl"] = (kl.detach() * mask).sum() / num_tokens
+    per_sequence = (per_token * mask).sum(1) / mask.sum(1).clamp(min=1)                 # (N,)
+    return per_sequence.sum() / num_sequences, metrics
+
+
+# --- log-probabilities ------------------------------------------------------------------------------------------------
+
+
+def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temperature=1.0, with_entropy=False):
+    """log pi(token | all before) of the last R = num_completion_tokens of input_ids (N, T): (N, R) in float32.
+
+    With `with_entropy` also the entropy of each of these distributions, (N, R), in nats and without gradient.
+    """
+    R = num_completion_tokens
+    # The logits at one position are about the next token: one position earlier, and none for the last.
+    logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, :-1].float() / temperature   # (N, R, V)
+    log_normalizer = logits.logsumexp(-1)                                               # (N, R)
+    logps = logits.gather(-1, input_ids[:, -R:, None])[..., 0] - log_normalizer         # (N, R)
+    if not with_entropy:
+        return logps
+    with torch.no_grad():
+        expected_logit = ((logits - log_normalizer[..., None]).exp() * logits).sum(-1)
+    return logps, log_normalizer.detach() - expected_logit                              # H = log Z - E[logit]
+
+
+@dataclass
+class Rollout:
+    """What one rank sampled in one step; micro-batches are slices of it."""
+    prompt_ids: torch.Tensor                    # (N, P) padded on the left, each prompt G times
+    prompt_mask: torch.Tensor                   # (N, P)
+    completion_ids: torch.Tensor                # (N, R) padded on the right
+    mask: torch.Tensor                          # (N, R)
+    advantages: torch.Tensor = None             # (N,)
+    old_logps: torch.Tensor = None              # (N, R); None: the policy has not moved since it sampled
+    ref_logps: torch.Tensor = None              # (N, R); None: no reference model
+
+    def rows(self, start, end):
+        """These completions, without the columns that are padding in all of them."""
+        P, R = (int(m[start:end].sum(1).max()) for m in (self.prompt_mask, self.mask))
+        prompt, completion = (lambda x: x[start:end, -P:]), (lambda x: None if x is None else x[start:end, :R])
+        return Rollout(prompt(self.prompt_ids), prompt(self.prompt_mask), completion(self.completion_ids), completion(self.mask),
+                       self.advantages[start:end], completion(self.old_logps), completion(self.ref_logps))
+
+    def logps(self, model, *, temperature, with_entropy=False):
+        """token_logps of the completions under a model."""
+        return token_logps(model, torch.cat((self.prompt_ids, self.completion_ids), dim=1), torch.cat((self.prompt_mask, self.mask), dim=1),
+                           self.mask.shape[1], temperature=temperature, with_entropy=with_entropy)
+
+
+# --- the steps --------------------------------------------------------------------------------------------------------
+
+
+def ask(model, batch, *, num_generations, **sampling):
+    """Step 1: a Rollout with G completions of each prompt of the batch."""
+    device = next(model.parameters()).device
+    prompt_ids, prompt_mask = batch["prompt_ids"].to(device), batch["prompt_mask"].to(device)           # (B, P)
+    completion_ids, _ = sample(model, prompt_ids, prompt_mask, num_generations=num_generations, **sampling)   # (N, R)
+    return Rollout(prompt_ids.repeat_interleave(num_generations, 0), prompt_mask.repeat_interleave(num_generations, 0),
+                   completion_ids, completion_mask(completion_ids, sampling["eos_token_id"]))
+
+
+def judge(rollout, batch, tokenizer, reward_funcs, reward_weights, *, num_generations):
+    """Step 2: texts, rewards (N,), each function's own, and, into the rollout, advantages within each group."""
+    repeat = lambda items: [item for item in items for _ in range(num_generations)]     # a a a b b b, as the completions
+    ids = [row[mask.bool()].tolist() for row, mask in zip(rollout.completion_ids.cpu(), rollout.mask.cpu())]
+    completions = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    columns = {name: repeat(values) for name, values in batch["columns"].items()}
+    rewards, per_function = combine_rewards(repeat(batch["prompts"]), completions, reward_funcs, reward_weights,
+                                            completion_ids=ids, **columns)
+    rollout.advantages = group_advantages(rewards, num_generations).to(rollout.mask.device)
+    return completions, rewards, per_function
+
+
+@torch.no_grad()
+def remember(model, rollout, *, micro_batch_size, temperature):
+    """Step 3: the log-probabilities of the rollout's tokens under a policy that does not learn from them, (N, R)."""
+    logps = torch.zeros_like(rollout.mask, dtype=torch.float32)
+    for start in range(0, len(logps), micro_batch_size):
+        part = rollout.rows(start, start + micro_batch_size)
+        logps[start:start + micro_batch_size, :part.mask.shape[1]] = part.logps(model, temperature=temperature)
+    return logps
+
+
+def learn(model, optimizer, rollout, world, *, num_iterations, micro_batch_size, temperature, grad_clip, **objective):
+    """Step 4: `num_iterations` optimizer steps on the rollout; returns loss and metrics of the step, over all ranks."""
+    num_sequences, num_tokens = world.sum(torch.stack((torch.tensor(len(rollout.mask)), rollout.mask.sum().cpu()))).tolist()
+    totals, grad_norm = {}, 0.0
+    for _ in range(num_iterations):
+        optimizer.zero_grad(set_to_none=False)
+        for start in range(0, len(rollout.mask), micro_batch_size):
+            part = rollout.rows(start, start + micro_batch_size)
+            logps, entropy = part.logps(model, temperature=temperature, with_entropy=True)
+            # On the first pass the policy is the one that sampled: the ratio is 1, its gradient is not 0.
+            old_logps = logps.detach() if part.old_logps is None else part.old_logps
+            loss, metrics = grpo_loss(logps, old_logps, part.advantages, part.mask, ref_logps=part.ref_logps,
+                                      num_sequences=num_sequences, num_tokens=num_tokens, **objective)
+            loss.backward()
+            metrics |= {"loss": loss.detach(), "entropy": (entropy * part.mask).sum() / num_tokens}
+            totals = {name: totals.get(name, 0.0) + value / num_iterations for name, value in metrics.items()}
+        world.sum_gradients(model)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+        if grad_norm.isfinite():        # the same number on every rank: all of them skip, or none
+            optimizer.step()
+    return dict(zip(totals, world.sum(torch.stack(list(totals.values())).cpu()).tolist())) | {"grad_norm": grad_norm.item()}
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(model, problems, collate, world, *, num_generations, batch_size, **sampling):
+    """Accuracy on held-out problems: of k = num_generations samples each, of the best of these (pass@k), and greedy."""
+    tokenizer, totals = collate.tokenizer, torch.zeros(5, dtype=torch.float64)
+    problems = problems[world.rank::world.size]
+    for start in range(0, len(problems), batch_size):
+        batch = collate(problems[start:start + batch_size])
+        answers = batch["columns"].get("answer", [None] * len(batch["prompts"]))
+        right = {}
+        for greedy, k in ((False, num_generations), (True, 1)):
+            rollout = ask(model, batch, num_generations=k, greedy=greedy, **sampling)
+            texts = tokenizer.batch_decode([ids[mask.bool()] for ids, mask in zip(rollout.completion_ids, rollout.mask)], skip_special_tokens=True)
+            scores = accuracy_reward(None, texts, [answer for answer in answers for _ in range(k)])
+            right[greedy] = torch.tensor([score or 0.0 for score in scores]).view(-1, k)                # (B, k)
+            if not greedy:
+                tokens = rollout.mask.sum(1).double().mean().item() * len(answers)
+        totals += torch.tensor([len(answers), right[False].mean(1).sum(), right[True].sum(), right[False].amax(1).sum(), tokens])
+    count, *sums = world.sum(totals).tolist()
+    names = ("eval/accuracy", "eval/greedy_accuracy", f"eval/pass@{num_generations}", "eval/mean_length")
+    return dict(zip(names, (value / count for value in sums)))
+
+
+# --- processes, checkpoints -------------------------------------------------------------------------------------------
+
+
+class World:
+    """The processes that torchrun started, one rank each, or just this one."""
+
+    def __init__(self, device=None):
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        if device == "cuda":
+            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+            torch.cuda.set_device(device)
+        self.device = torch.device(device)
+        if self.size > 1:
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+
+    def sum(self, tensor):
+        """The sum of the ranks' tensors, on every rank."""
+        if self.size > 1:
+            tensor = tensor.to(self.device if self.device.type == "cuda" else "cpu")
+            dist.all_reduce(tensor)
+        return tensor
+
+    def sum_gradients(self, model):
+        """Each rank's loss is its share of the step's, so the step's gradient is the sum of theirs: the same on all ranks."""
+        if self.size > 1:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+
+    def gather(self, rows):
+        """The ranks' lists, one behind the other."""
+        if self.size == 1:
+            return rows
+        lists = [None] * self.size
+        dist.all_gather_object(lists, rows)
+        return [row for rows in lists for row in rows]
+
+    def close(self):
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def save_checkpoint(folder, model, tokenizer, optimizer, progress):
+    """Everything that a resume needs. The old checkpoint stays whole until the new one is."""
+    new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    save_pretrained(model, tokenizer, new)
+    torch.save({"optimizer": optimizer.state_dict(), **progress}, new / "optimizer.pt")
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_checkpoint(folder, model, optimizer):
+    """Puts weights and optimizer back to what they were; returns the steps done and the tokens sampled so far."""
+    folder = folder if folder.exists() else folder.with_name(folder.name + ".old")      # a crash between the two renames
+    if not (folder / "optimizer.pt").is_file():
+        raise ValueError(f"--resume: no checkpoint in {folder}; start the run without --resume, or name it with --run_name")
+    model.load_state_dict(load_pretrained(folder).state_dict())
+    saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+    optimizer.load_state_dict(saved["optimizer"])
+    return saved["step"], saved["num_tokens"]
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default to each sentence, where there is one to tell."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, argparse.SUPPRESS) else f"{action.help} (default: %(default)s)"
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(
+        formatter_class=HelpFormatter, add_help=True,
+        description="Group Relative Policy Optimization. Without flags: a small model learns arithmetic, in minutes on a laptop.")
+
+    first = parser.add_argument_group("the six that matter first")
+    first.add_argument("--reasoning", type=int, choices=(0, 1), default=1, help="1: start from reason_* weights, reward format and tags, and let the reward model score the answer again; 0: full_sft_* weights, no format")
+    first.add_argument("--num_generations", type=int, default=8, help="G, completions per prompt: the group that an answer is compared with")
+    first.add_argument("--batch_size", type=int, default=16, help="prompts per rank in one step (times accumulation_steps)")
+    first.add_argument("--learning_rate", type=float, default=3e-4, help="peak of AdamW's learning rate; real models want 1e-6 or so")
+    first.add_argument("--max_gen_len", type=int, default=96, help="tokens that a completion has at most")
+    first.add_argument("--beta", type=float, default=0.02, help="weight of the KL penalty that holds the policy near the reference; 0: no reference model")
+
+    ask_ = parser.add_argument_group("1. ask: weights, prompts, sampling")
+    ask_.add_argument("--model_path", help="a folder of weights; without it reason_<hidden_size> or full_sft_<hidden_size>, looked up in out_dir, then in model/weights")
+    ask_.add_argument("--tokenizer_path", help="a folder with the tokenizer, where it does not lie beside the weights")
+    ask_.add_argument("--hidden_size", type=int, default=128, help="picks the weights by their name")
+    ask_.add_argument("--num_hidden_layers", type=int, help="refuse weights with another number of layers")
+    ask_.add_argument("--use_moe", type=int, choices=(0, 1), default=0, help="pick the weights whose name ends in _moe")
+    ask_.add_argument("--data_path", default=str(HERE / "dataset/train.jsonl"), help="the training prompts, a jsonl file")
+    ask_.add_argument("--max_seq_len", type=int, default=66, help="tokens of a prompt at most; of a longer one the last are kept")
+    ask_.add_argument("--num_workers", type=int, default=0, help="processes that read prompts ahead")
+    ask_.add_argument("--temperature", type=float, default=1.0, help="sampling temperature, in training and evaluation")
+
+    judge_ = parser.add_argument_group("2. judge: rewards")
+    judge_.add_argument("--reward_funcs", nargs="+", metavar="NAME", help="format, tag, rm, accuracy, or module:function of your own (default: format tag rm accuracy with --reasoning 1, rm accuracy with 0)")
+    judge_.add_argument("--reward_weights", nargs="+", type=float, metavar="W", help="one weight for each of reward_funcs (default: all 1)")
+    judge_.add_argument("--reward_model_path", help="a folder with a reward model; without it reward_<hidden_size>, looked up in out_dir, then in reward/weights")
+
+    learn_ = parser.add_argument_group("3. and 4. remember and learn: the objective, the optimizer")
+    learn_.add_argument("--epsilon_low", type=float, default=0.2, help="the ratio is clipped at 1 - epsilon_low")
+    learn_.add_argument("--epsilon_high", type=float, default=0.2, help="the ratio is clipped at 1 + epsilon_high")
+    learn_.add_argument("--num_iterations", type=int, default=1, help="optimizer steps on each rollout; with 1 the ratio is always 1 and nothing is clipped")
+    learn_.add_argument("--accumulation_steps", type=int, default=1, help="multiplies the prompts of a step")
+    learn_.add_argument("--micro_batch_size", type=int, default=64, help="completions that go through the model at once; changes memory, never the result")
+    learn_.add_argument("--epochs", type=int, default=1, help="how often the prompts are read")
+    learn_.add_argument("--max_steps", type=int, default=150, help="steps at most; 0: as many as the epochs have")
+    learn_.add_argument("--warmup_steps", type=int, default=3, help="steps over which the learning rate rises; then it falls along a cosine to a tenth")
+    learn_.add_argument("--weight_decay", type=float, default=0.0, help="AdamW's weight decay")
+    learn_.add_argument("--grad_clip", type=float, default=1.0, help="the gradient's norm at most")
+
+    report_ = parser.add_argument_group("5. report: evaluation, logs, weights")
+    report_.add_argument("--eval_data_path", default=str(HERE / "dataset/heldout.jsonl"), help="held-out problems, a jsonl file with answers")
+    report_.add_argument("--eval_interval", type=int, default=25, help="steps between evaluations; there is one before and one after training too; 0: never")
+    report_.add_argument("--eval_samples", type=int, default=1000, help="held-out problems per evaluation")
+    report_.add_argument("--num_generations_eval", type=int, default=2, help="k, the samples per problem that eval/accuracy and eval/pass@k come from")
+    report_.add_argument("--eval_only", action="store_true", help="evaluate the weights and stop")
+    report_.add_argument("--out_dir", default="out", help="runs are written to out_dir/run_name")
+    report_.add_argument("--run_name", help="name of the run (default: grpo_<weights>)")
+    report_.add_argument("--log_interval", type=int, default=1, help="steps between lines of progress where there is no terminal")
+    report_.add_argument("--save_interval", type=int, default=50, help="steps between checkpoints and pictures")
+    report_.add_argument("--resume", action="store_true", help="go on from the run's checkpoint, to the same end as without the stop")
+    report_.add_argument("--swanlab", choices=("disabled", "offline", "local", "online"), default="disabled", help="track with SwanLab; only online wants an account")
+    report_.add_argument("--use_wandb", action="store_true", help="the same as --swanlab online")
+    report_.add_argument("--wandb_project", default="MiniGRPO", help="the project's name in SwanLab")
+
+    machine = parser.add_argument_group("the machine")
+    machine.add_argument("--device", help="cpu, cuda or mps (default: the best one here)")
+    machine.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="bfloat16: matrix products in bfloat16, weights stay float32; auto: bfloat16 on GPUs that are good at it")
+    machine.add_argument("--seed", type=int, default=42, help="of the order of prompts and of sampling")
+    machine.add_argument("--ddp", action="store_true", help="accepted and without effect: torchrun says it all")
+
+    args = parser.parse_args(argv)
+    check_args(args, parser)
+    return args
+
+
+def check_args(args, parser):
+    """Refuses what can't work, by the flag's name."""
+    for name in ("batch_size", "max_gen_len", "max_seq_len", "num_iterations", "accumulation_steps", "micro_batch_size", "epochs",
+                 "num_generations_eval", "eval_samples", "log_interval", "save_interval"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} is {getattr(args, name)}; it must be at least 1")
+    for name in ("beta", "epsilon_low", "epsilon_high", "max_steps", "warmup_steps", "weight_decay", "eval_interval", "num_workers"):
+        if getattr(args, name) < 0:
+            parser.error(f"--{name} is {getattr(args, name)}; it must not be negative")
+    for name in ("learning_rate", "temperature", "grad_clip"):
+        if not getattr(args, name) > 0:
+            parser.error(f"--{name} is {getattr(args, name)}; it must be above 0")
+    if args.num_generations < 2:
+        parser.error(f"--num_generations is {args.num_generations}; a group needs at least 2 completions to compare")
+    args.reward_funcs = args.reward_funcs or (["format", "tag", "rm", "accuracy"] if args.reasoning else ["rm", "accuracy"])
+    args.reward_weights = args.reward_weights or [1.0] * len(args.reward_funcs)
+    if len(args.reward_weights) != len(args.reward_funcs):
+        parser.error(f"--reward_weights has {len(args.reward_weights)} numbers for {len(args.reward_funcs)} reward functions "
+                     f"({' '.join(args.reward_funcs)}); give one for each")
+    if args.use_wandb:
+        args.swanlab = "online"
+    suffix = f"{args.hidden_size}{'_moe' if args.use_moe else ''}"
+    weights = f"{'reason' if args.reasoning else 'full_sft'}_{suffix}"
+    args.model_path = args.model_path or str(find_weights(weights, args.out_dir, HERE / "model/weights"))
+    args.reward_model_path = args.reward_model_path or str(find_weights(f"reward_{suffix}", args.out_dir, HERE / "reward/weights"))
+    args.run_name = args.run_name or f"grpo_{Path(args.model_path).name}"
+
+
+def find_weights(name, *folders):
+    """The first folder that holds weights of this name; the last one's path if none does, for the error to name."""
+    return next((Path(folder) / name for folder in folders if (Path(folder) / name / "config.json").is_file()), Path(folders[-1]) / name)
+
+
+def lr_at(step, total_steps, *, peak, warmup_steps):
+    """Learning rate of a step (from 1): a linear rise, then a cosine from the peak to a tenth of it."""
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+@contextmanager
+def user_errors(rank):
+    """A user's mistake, found while the run is set up, ends it with its one sentence and exit code 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if rank == 0:
+            print(f"train_grpo.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+# --- main -------------------------------------------------------------------------------------------------------------
+
+
+def load_policy(args, device):
+    """The tokenizer and the weights that the run starts from, float32 whatever they were saved in: small updates must add up."""
+    model = load_pretrained(args.model_path, dtype=torch.float32, device=device)
+    if args.num_hidden_layers not in (None, model.config.num_hidden_layers):
+        raise ValueError(f"--num_hidden_layers {args.num_hidden_layers}: {args.model_path} has {model.config.num_hidden_layers} layers; leave the flag out")
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_path or args.model_path)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{args.tokenizer_path or args.model_path}: the tokenizer has no EOS token, so no answer could end; give another --tokenizer_path")
+    return tokenizer, model
+
+
+def eos_token_ids(model, tokenizer):
+    """Every token that ends a reply: the tokenizer's, and those that the weights' configuration names."""
+    configured = model.config.eos_token_id if model.config.eos_token_id is not None else []
+    return sorted({tokenizer.eos_token_id, *([configured] if isinstance(configured, int) else configured)})
+
+
+def in_precision(model, dtype, device):
+    """Lets every forward of the model, whoever calls it, make its matrix products in bfloat16 where --dtype asks for it."""
+    if dtype == "bfloat16" or dtype == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        forward = model.forward
+        model.forward = lambda *inputs, **options: torch.autocast(device.type, torch.bfloat16)(forward)(*inputs, **options)
+    return model
+
+
+def seed_of(*numbers):
+    """One seed from several numbers, so that each (seed, step, rank) draws on its own: nothing to save for a resume."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1_000_003 + number) % 2**62
+    return seed
+
+
+@contextmanager
+def timed(timings, phase, device):
+    """Adds the seconds of a phase to timings["timing_s/<phase>"]."""
+    start = time.perf_counter()
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)      # a GPU works on after the call has returned
+    timings[f"timing_s/{phase}"] = timings.get(f"timing_s/{phase}", 0.0) + time.perf_counter() - start
+
+
+def step_metrics(world, rollout, rewards, per_function, *, num_generations, eos_token_id):
+    """What steps 1 and 2 gave, over the completions of all ranks, by TRL's names."""
+    lengths = rollout.mask.sum(1).cpu()                                                 # (N,)
+    ended = torch.isin(rollout.completion_ids.cpu().gather(1, lengths[:, None] - 1)[:, 0], torch.tensor(eos_token_id))
+    table = torch.stack((rewards, lengths, ended, *per_function.values()), dim=1)       # (N, 3 + functions)
+    rewards, lengths, ended, *values = torch.tensor(world.gather(table.tolist())).T
+    if rewards.isnan().all():
+        raise ValueError("no completion of this step was judged: every reward function returned None or failed; "
+                         "check that --reward_funcs fit the data")
+    group_std = rewards.view(-1, num_generations).std(1)                                # (B,)
+    metrics = {
+        "reward": rewards.nanmean(), "reward_std": group_std.nanmean(), "frac_reward_zero_std": (group_std < 1e-6).float().mean(),
+        "completions/mean_length": lengths.mean(), "completions/min_length": lengths.min(), "completions/max_length": lengths.max(),
+        "completions/clipped_ratio": 1 - ended.mean(), "step_tokens": lengths.sum(),
+    }
+    for name, value in zip(per_function, values):
+        judged = value[~value.isnan()]
+        metrics |= {f"rewards/{name}/mean": judged.mean(), f"rewards/{name}/std": judged.std()}
+    return {name: value.item() for name, value in metrics.items()}
+
+
+def intro(args, model, world, num_problems, last):
+    """What is about to happen, in a few lines."""
+    prompts = args.batch_size * args.accumulation_steps * world.size
+    return [
+        f"policy   {args.model_path}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, on {world.size} x {world.device.type}",
+        f"prompts  {args.data_path}: {num_problems:,}; held out for evaluation: {args.eval_data_path}",
+        f"steps    {last}, each {prompts} prompts x {args.num_generations} completions of at most {args.max_gen_len} tokens",
+        f"reward   {' + '.join(name if weight == 1 else f'{weight:g} {name}' for name, weight in zip(args.reward_funcs, args.reward_weights))}",
+        "The loss will read about 0 all the time: the advantages of a group cancel out. Watch the reward and the held-out accuracy.",
+    ]
+
+
+def main():
+    args = parse_args()
+    world = World(args.device)
+    device, run_dir = world.device, Path(args.out_dir) / args.run_name
+    with user_errors(world.rank):
+        tokenizer, policy = load_policy(args, device)
+        problems, heldout = PromptDataset(args.data_path), PromptDataset(args.eval_data_path)[:args.eval_samples]
+        reward_funcs = load_reward_funcs(args.reward_funcs, reward_model_path=args.reward_model_path,
+                                         reasoning=args.reasoning, device=device)
+        reference = in_precision(copy.deepcopy(policy), args.dtype, device) if args.beta > 0 else None
+        policy = in_precision(policy, args.dtype, device)
+        optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), weight_decay=args.weight_decay)
+        first, num_tokens = load_checkpoint(run_dir / "checkpoint", policy, optimizer) if args.resume else (0, 0)
+    prompts_per_rank = args.batch_size * args.accumulation_steps
+    last = min(args.epochs * steps_per_epoch(len(problems), prompts_per_rank, world.size), args.max_steps or math.inf)
+    collate = PromptCollator(tokenizer, args.max_seq_len)
+    batches = DataLoader(problems, collate_fn=collate, num_workers=args.num_workers, batch_sampler=[
+        rows_of_step(step, len(problems), prompts_per_rank, rank=world.rank, world_size=world.size, seed=args.seed)
+        for step in range(first + 1, last + 1)])
+    G, eos = args.num_generations, eos_token_ids(policy, tokenizer)
+    generator = torch.Generator(device)
+    sampling = dict(max_new_tokens=args.max_gen_len, temperature=args.temperature, eos_token_id=eos,
+                    pad_token_id=tokenizer.pad_token_id or 0, generator=generator)
+    scoring = dict(micro_batch_size=args.micro_batch_size, temperature=args.temperature)
+
+    def measure(step):
+        generator.manual_seed(seed_of(args.seed, 1, step, world.rank))
+        return evaluate(policy, heldout, collate, world, num_generations=args.num_generations_eval, batch_size=256, **sampling)
+
+    if args.eval_only:
+        results = measure(0)
+        if world.rank == 0:
+            print(json.dumps(results, indent=2))
+        return
+    with Report(run_dir, args, total_steps=last, start_step=first, active=world.rank == 0) as report:
+        report.intro(intro(args, policy, world, len(problems), last))
+        if args.eval_interval and first == 0:
+            report.evaluation(0, measure(0))
+        for step, batch in enumerate(batches, start=first + 1):
+            timings = {}
+            # 1. ask: G completions of every prompt
+            with timed(timings, "rollout", device):
+                generator.manual_seed(seed_of(args.seed, 0, step, world.rank))
+                rollout = ask(policy, batch, num_generations=G, **sampling)
+            # 2. judge: rewards, then advantages within each group
+            with timed(timings, "reward", device):
+                completions, rewards, per_function = judge(rollout, batch, tokenizer, reward_funcs, args.reward_weights, num_generations=G)
+            # 3. remember: log-probabilities under the policy that sampled, where it will move more than once, and the reference
+            if args.num_iterations > 1:
+                with timed(timings, "old_logps", device):
+                    rollout.old_logps = remember(policy, rollout, **scoring)
+            if reference is not None:
+                with timed(timings, "ref_logps", device):
+                    rollout.ref_logps = remember(reference, rollout, **scoring)
+            # 4. learn: clipped gradient steps on micro-batches
+            with timed(timings, "update", device):
+                lr = lr_at(step, last, peak=args.learning_rate, warmup_steps=args.warmup_steps)
+                optimizer.param_groups[0]["lr"] = lr
+                learnt = learn(policy, optimizer, rollout, world, num_iterations=args.num_iterations, grad_clip=args.grad_clip,
+                               beta=args.beta, epsilon_low=args.epsilon_low, epsilon_high=args.epsilon_high, **scoring)
+            # 5. report: metrics, now and then an evaluation, a checkpoint and a picture
+            metrics = learnt | step_metrics(world, rollout, rewards, per_function, num_generations=G, eos_token_id=eos)
+            if args.eval_interval and (step % args.eval_interval == 0 or step == last):
+                with timed(timings, "eval", device):
+                    evaluation = measure(step)
+                report.evaluation(step, evaluation)
+                metrics |= evaluation
+            num_tokens += metrics["step_tokens"]
+            if world.rank == 0 and (step % args.save_interval == 0 or step == last):
+                with timed(timings, "checkpoint", device):
+                    save_checkpoint(run_dir / "checkpoint", policy, tokenizer, optimizer, {"step": step, "num_tokens": num_tokens})
+                    report.draw()
+            seconds = sum(timings.values())
+            report.step(step, metrics | timings | {"num_tokens": num_tokens, "learning_rate": lr, "step_time": seconds,
+                                                   "perf/throughput": metrics["step_tokens"] / seconds})
+            report.completions(step, [
+                {"prompt": batch["prompts"][i // G], "completion": completions[i], "reward": rewards[i].item(),
+                 **{name: values[i].item() for name, values in per_function.items()}, "advantage": rollout.advantages[i].item()}
+                for i in range(len(completions))])
+            if step in (first + 1, last):
+                report.group(step, batch["prompts"][0], completions[:G], rewards[:G], {name: values[:G] for name, values in per_function.items()},
+                             rollout.advantages[:G])
+        if world.rank == 0:
+            save_pretrained(policy, tokenizer, run_dir / "final")
+    world.close()
+
+
+if __name__ == "__main__":
+    main()
