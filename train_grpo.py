@@ -15,7 +15,8 @@ One step, for B prompts and G = num_generations answers to each:
     4. learn      clipped gradient steps on micro-batches
     5. report     metrics, a progress bar, pictures, weights                            report/
 
-Letters: B prompts, G generations per prompt, N = B*G completions, P prompt tokens, R completion tokens, T = P+R, V vocabulary.
+Letters: B prompts, G generations per prompt, N = B*G completions; P prompt tokens, R completion tokens, T = P + R;
+V vocabulary.
 
     python train_grpo.py                                          the default task: minutes on a laptop without a GPU
     torchrun --nproc_per_node=2 train_grpo.py --reasoning 1       on two processes
@@ -146,7 +147,7 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 
 @dataclass
 class Rollout:
-    """What one rank sampled in one step; micro-batches are slices of it."""
+    """What one rank sampled in one step; a micro-batch is some of its rows."""
     prompt_ids: torch.Tensor                    # (N, P) padded on the left, each prompt G times
     prompt_mask: torch.Tensor                   # (N, P)
     completion_ids: torch.Tensor                # (N, R) padded on the right
@@ -156,45 +157,54 @@ class Rollout:
     ref_logps: torch.Tensor = None              # (N, R); None: no reference model
 
     def rows(self, start, end):
-        """These completions, without the columns that are padding in all of them."""
-        P, R = (int(m[start:end].sum(1).max()) for m in (self.prompt_mask, self.mask))
-        prompt, completion = (lambda x: x[start:end, -P:]), (lambda x: None if x is None else x[start:end, :R])
-        return Rollout(prompt(self.prompt_ids), prompt(self.prompt_mask), completion(self.completion_ids), completion(self.mask),
-                       self.advantages[start:end], completion(self.old_logps), completion(self.ref_logps))
+        """Some of the completions, without the columns that hold nothing but padding."""
+        P, R = (int(mask[start:end].sum(1).max()) for mask in (self.prompt_mask, self.mask))
+        prompt, completion = (slice(start, end), slice(-P, None)), (slice(start, end), slice(R))
+        return Rollout(self.prompt_ids[prompt], self.prompt_mask[prompt], self.completion_ids[completion],
+                       self.mask[completion], self.advantages[start:end],
+                       *(logps if logps is None else logps[completion] for logps in (self.old_logps, self.ref_logps)))
 
     def logps(self, model, *, temperature, with_entropy=False):
         """token_logps of the completions under a model."""
-        return token_logps(model, torch.cat((self.prompt_ids, self.completion_ids), dim=1), torch.cat((self.prompt_mask, self.mask), dim=1),
-                           self.mask.shape[1], temperature=temperature, with_entropy=with_entropy)
+        input_ids = torch.cat((self.prompt_ids, self.completion_ids), dim=1)                # (N, T)
+        attention_mask = torch.cat((self.prompt_mask, self.mask), dim=1)                    # (N, T)
+        return token_logps(model, input_ids, attention_mask, self.mask.shape[1], temperature=temperature,
+                           with_entropy=with_entropy)
+
+    def decode(self, tokenizer):
+        """The completions as token ids, through the EOS, and as texts, without it."""
+        ids = [row[mask.bool()].tolist() for row, mask in zip(self.completion_ids.cpu(), self.mask.cpu())]
+        return ids, tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
-# --- the steps --------------------------------------------------------------------------------------------------------
+# --- the first four steps ---------------------------------------------------------------------------------------------
 
 
 def ask(model, batch, *, num_generations, **sampling):
-    """Step 1: a Rollout with G completions of each prompt of the batch."""
+    """Step 1: G completions of each prompt of the batch, as a Rollout."""
     device = next(model.parameters()).device
-    prompt_ids, prompt_mask = batch["prompt_ids"].to(device), batch["prompt_mask"].to(device)           # (B, P)
-    completion_ids, _ = sample(model, prompt_ids, prompt_mask, num_generations=num_generations, **sampling)   # (N, R)
+    prompt_ids, prompt_mask = batch["prompt_ids"].to(device), batch["prompt_mask"].to(device)       # (B, P)
+    completion_ids, _ = sample(model, prompt_ids, prompt_mask, num_generations=num_generations, **sampling)
     return Rollout(prompt_ids.repeat_interleave(num_generations, 0), prompt_mask.repeat_interleave(num_generations, 0),
                    completion_ids, completion_mask(completion_ids, sampling["eos_token_id"]))
 
 
 def judge(rollout, batch, tokenizer, reward_funcs, reward_weights, *, num_generations):
-    """Step 2: texts, rewards (N,), each function's own, and, into the rollout, advantages within each group."""
-    repeat = lambda items: [item for item in items for _ in range(num_generations)]     # a a a b b b, as the completions
-    ids = [row[mask.bool()].tolist() for row, mask in zip(rollout.completion_ids.cpu(), rollout.mask.cpu())]
-    completions = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    columns = {name: repeat(values) for name, values in batch["columns"].items()}
-    rewards, per_function = combine_rewards(repeat(batch["prompts"]), completions, reward_funcs, reward_weights,
+    """Step 2: the texts, their rewards (N,), each function's own {name: (N,)}; the advantages go into the rollout."""
+    def for_each_completion(items):
+        return [item for item in items for _ in range(num_generations)]                     # a a a b b b
+
+    ids, texts = rollout.decode(tokenizer)
+    columns = {name: for_each_completion(values) for name, values in batch["columns"].items()}
+    rewards, per_function = combine_rewards(for_each_completion(batch["prompts"]), texts, reward_funcs, reward_weights,
                                             completion_ids=ids, **columns)
     rollout.advantages = group_advantages(rewards, num_generations).to(rollout.mask.device)
-    return completions, rewards, per_function
+    return texts, rewards, per_function
 
 
 @torch.no_grad()
 def remember(model, rollout, *, micro_batch_size, temperature):
-    """Step 3: the log-probabilities of the rollout's tokens under a policy that does not learn from them, (N, R)."""
+    """Step 3: log-probabilities of the rollout's tokens under a policy that does not learn from them, (N, R)."""
     logps = torch.zeros_like(rollout.mask, dtype=torch.float32)
     for start in range(0, len(logps), micro_batch_size):
         part = rollout.rows(start, start + micro_batch_size)
@@ -203,51 +213,51 @@ def remember(model, rollout, *, micro_batch_size, temperature):
 
 
 def learn(model, optimizer, rollout, world, *, num_iterations, micro_batch_size, temperature, grad_clip, **objective):
-    """Step 4: `num_iterations` optimizer steps on the rollout; returns loss and metrics of the step, over all ranks."""
-    num_sequences, num_tokens = world.sum(torch.stack((torch.tensor(len(rollout.mask)), rollout.mask.sum().cpu()))).tolist()
-    totals, grad_norm = {}, 0.0
+    """Step 4: `num_iterations` optimizer steps on the rollout; their mean loss and metrics, over all ranks."""
+    N = len(rollout.mask)
+    num_sequences, num_tokens = world.sum(torch.tensor([N, rollout.mask.sum()])).tolist()
+    metrics = {}
     for _ in range(num_iterations):
         optimizer.zero_grad(set_to_none=False)
-        for start in range(0, len(rollout.mask), micro_batch_size):
+        for start in range(0, N, micro_batch_size):
             part = rollout.rows(start, start + micro_batch_size)
             logps, entropy = part.logps(model, temperature=temperature, with_entropy=True)
-            # On the first pass the policy is the one that sampled: the ratio is 1, its gradient is not 0.
+            # Before it has moved, the policy is the one that sampled: the ratio is 1, but its gradient is not 0.
             old_logps = logps.detach() if part.old_logps is None else part.old_logps
-            loss, metrics = grpo_loss(logps, old_logps, part.advantages, part.mask, ref_logps=part.ref_logps,
-                                      num_sequences=num_sequences, num_tokens=num_tokens, **objective)
+            loss, found = grpo_loss(logps, old_logps, part.advantages, part.mask, ref_logps=part.ref_logps,
+                                    num_sequences=num_sequences, num_tokens=num_tokens, **objective)
             loss.backward()
-            metrics |= {"loss": loss.detach(), "entropy": (entropy * part.mask).sum() / num_tokens}
-            totals = {name: totals.get(name, 0.0) + value / num_iterations for name, value in metrics.items()}
+            found |= {"loss": loss.detach(), "entropy": (entropy * part.mask).sum() / num_tokens}
+            metrics = {name: metrics.get(name, 0.0) + value / num_iterations for name, value in found.items()}
         world.sum_gradients(model)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
-        if grad_norm.isfinite():        # the same number on every rank: all of them skip, or none
+        if grad_norm.isfinite():        # the same number on every rank: all of them take the step, or none
             optimizer.step()
-    return dict(zip(totals, world.sum(torch.stack(list(totals.values())).cpu()).tolist())) | {"grad_norm": grad_norm.item()}
+    summed = world.sum(torch.stack(list(metrics.values())).cpu()).tolist()
+    return dict(zip(metrics, summed)) | {"grad_norm": grad_norm.item()}
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def evaluate(model, problems, collate, world, *, num_generations, batch_size, **sampling):
-    """Accuracy on held-out problems: of k = num_generations samples each, of the best of these (pass@k), and greedy."""
-    tokenizer, totals = collate.tokenizer, torch.zeros(5, dtype=torch.float64)
-    problems = problems[world.rank::world.size]
-    for start in range(0, len(problems), batch_size):
-        batch = collate(problems[start:start + batch_size])
+def evaluate(model, problems, collate, world, *, num_generations, batch_size=256, **sampling):
+    """Accuracy on held-out problems, over all ranks: of k = num_generations samples each, of the best of the k, greedy."""
+    sums = torch.zeros(5)
+    mine = problems[world.rank::world.size]
+    for start in range(0, len(mine), batch_size):
+        batch = collate(mine[start:start + batch_size])
         answers = batch["columns"].get("answer", [None] * len(batch["prompts"]))
         right = {}
-        for greedy, k in ((False, num_generations), (True, 1)):
+        for greedy, k in ((True, 1), (False, num_generations)):
             rollout = ask(model, batch, num_generations=k, greedy=greedy, **sampling)
-            texts = tokenizer.batch_decode([ids[mask.bool()] for ids, mask in zip(rollout.completion_ids, rollout.mask)], skip_special_tokens=True)
+            texts = rollout.decode(collate.tokenizer)[1]
             scores = accuracy_reward(None, texts, [answer for answer in answers for _ in range(k)])
-            right[greedy] = torch.tensor([score or 0.0 for score in scores]).view(-1, k)                # (B, k)
-            if not greedy:
-                tokens = rollout.mask.sum(1).double().mean().item() * len(answers)
-        totals += torch.tensor([len(answers), right[False].mean(1).sum(), right[True].sum(), right[False].amax(1).sum(), tokens])
-    count, *sums = world.sum(totals).tolist()
+            right[greedy] = torch.tensor([score or 0.0 for score in scores]).view(-1, k)        # (B, k)
+        sums += torch.tensor([len(answers), right[False].mean(1).sum(), right[True].sum(), right[False].amax(1).sum(),
+                              rollout.mask.sum().item() / num_generations])
+    count, *sums = world.sum(sums).tolist()
     names = ("eval/accuracy", "eval/greedy_accuracy", f"eval/pass@{num_generations}", "eval/mean_length")
-    return dict(zip(names, (value / count for value in sums)))
+    return {name: value / count for name, value in zip(names, sums)}
 
 
 # --- processes, checkpoints -------------------------------------------------------------------------------------------
@@ -293,11 +303,10 @@ class World:
             dist.destroy_process_group()
 
 
-def save_checkpoint(folder, model, tokenizer, optimizer, progress):
+def save_checkpoint(folder, model, tokenizer, optimizer, **progress):
     """Everything that a resume needs. The old checkpoint stays whole until the new one is."""
-    new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    new, old = folder.with_suffix(".new"), folder.with_suffix(".old")
+    shutil.rmtree(new, ignore_errors=True)
     save_pretrained(model, tokenizer, new)
     torch.save({"optimizer": optimizer.state_dict(), **progress}, new / "optimizer.pt")
     if folder.exists():
@@ -308,7 +317,8 @@ def save_checkpoint(folder, model, tokenizer, optimizer, progress):
 
 def load_checkpoint(folder, model, optimizer):
     """Puts weights and optimizer back to what they were; returns the steps done and the tokens sampled so far."""
-    folder = folder if folder.exists() else folder.with_name(folder.name + ".old")      # a crash between the two renames
+    if not folder.exists() and folder.with_suffix(".old").exists():     # a crash between the two renames
+        folder.with_suffix(".old").rename(folder)
     if not (folder / "optimizer.pt").is_file():
         raise ValueError(f"--resume: no checkpoint in {folder}; start the run without --resume, or name it with --run_name")
     model.load_state_dict(load_pretrained(folder).state_dict())
@@ -328,66 +338,74 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(
-        formatter_class=HelpFormatter, add_help=True,
-        description="Group Relative Policy Optimization. Without flags: a small model learns arithmetic, in minutes on a laptop.")
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter, description="Group Relative Policy Optimization. "
+                                     "Without flags a small model learns arithmetic, in minutes, on a laptop.")
 
-    first = parser.add_argument_group("the six that matter first")
-    first.add_argument("--reasoning", type=int, choices=(0, 1), default=1, help="1: start from reason_* weights, reward format and tags, and let the reward model score the answer again; 0: full_sft_* weights, no format")
-    first.add_argument("--num_generations", type=int, default=8, help="G, completions per prompt: the group that an answer is compared with")
-    first.add_argument("--batch_size", type=int, default=16, help="prompts per rank in one step (times accumulation_steps)")
-    first.add_argument("--learning_rate", type=float, default=3e-4, help="peak of AdamW's learning rate; real models want 1e-6 or so")
-    first.add_argument("--max_gen_len", type=int, default=96, help="tokens that a completion has at most")
-    first.add_argument("--beta", type=float, default=0.02, help="weight of the KL penalty that holds the policy near the reference; 0: no reference model")
+    flag = parser.add_argument_group("the six that matter first").add_argument
+    flag("--reasoning", type=int, choices=(0, 1), default=1,
+         help="1: start from reason_* weights, reward format and tags, let the reward model score the answer once more; "
+              "0: start from full_sft_* weights, no format")
+    flag("--num_generations", type=int, default=8, help="G, completions per prompt: the group that each is compared with")
+    flag("--batch_size", type=int, default=16, help="prompts per rank in one step, times accumulation_steps")
+    flag("--learning_rate", type=float, default=3e-4, help="AdamW's, at its peak; real models want about 1e-6")
+    flag("--max_gen_len", type=int, default=96, help="tokens of a completion at most")
+    flag("--beta", type=float, default=0.02,
+         help="weight of the KL penalty that holds the policy near the reference; 0: no reference model")
 
-    ask_ = parser.add_argument_group("1. ask: weights, prompts, sampling")
-    ask_.add_argument("--model_path", help="a folder of weights; without it reason_<hidden_size> or full_sft_<hidden_size>, looked up in out_dir, then in model/weights")
-    ask_.add_argument("--tokenizer_path", help="a folder with the tokenizer, where it does not lie beside the weights")
-    ask_.add_argument("--hidden_size", type=int, default=128, help="picks the weights by their name")
-    ask_.add_argument("--num_hidden_layers", type=int, help="refuse weights with another number of layers")
-    ask_.add_argument("--use_moe", type=int, choices=(0, 1), default=0, help="pick the weights whose name ends in _moe")
-    ask_.add_argument("--data_path", default=str(HERE / "dataset/train.jsonl"), help="the training prompts, a jsonl file")
-    ask_.add_argument("--max_seq_len", type=int, default=66, help="tokens of a prompt at most; of a longer one the last are kept")
-    ask_.add_argument("--num_workers", type=int, default=0, help="processes that read prompts ahead")
-    ask_.add_argument("--temperature", type=float, default=1.0, help="sampling temperature, in training and evaluation")
+    flag = parser.add_argument_group("1. ask: weights, prompts, sampling").add_argument
+    flag("--model_path", help="a folder of weights (default: reason_<hidden_size> or full_sft_<hidden_size>, looked up in "
+                              "out_dir, then in model/weights)")
+    flag("--tokenizer_path", help="a folder with the tokenizer, where it does not lie beside the weights")
+    flag("--hidden_size", type=int, default=128, help="picks the weights by their name")
+    flag("--num_hidden_layers", type=int, help="refuse weights with another number of layers")
+    flag("--use_moe", type=int, choices=(0, 1), default=0, help="1: pick the weights whose name ends in _moe")
+    flag("--data_path", default=str(HERE / "dataset/train.jsonl"), help="the training prompts, a jsonl file")
+    flag("--max_seq_len", type=int, default=66, help="tokens of a prompt at most; of a longer one the last are kept")
+    flag("--num_workers", type=int, default=0, help="processes that read prompts ahead")
+    flag("--temperature", type=float, default=1.0, help="of sampling, in training and in evaluation")
 
-    judge_ = parser.add_argument_group("2. judge: rewards")
-    judge_.add_argument("--reward_funcs", nargs="+", metavar="NAME", help="format, tag, rm, accuracy, or module:function of your own (default: format tag rm accuracy with --reasoning 1, rm accuracy with 0)")
-    judge_.add_argument("--reward_weights", nargs="+", type=float, metavar="W", help="one weight for each of reward_funcs (default: all 1)")
-    judge_.add_argument("--reward_model_path", help="a folder with a reward model; without it reward_<hidden_size>, looked up in out_dir, then in reward/weights")
+    flag = parser.add_argument_group("2. judge: rewards").add_argument
+    flag("--reward_funcs", nargs="+", metavar="NAME", help="format, tag, rm, accuracy, or module:function of your own "
+         "(default: format tag rm accuracy with --reasoning 1, rm accuracy with 0)")
+    flag("--reward_weights", nargs="+", type=float, metavar="W", help="one for each of reward_funcs (default: all 1)")
+    flag("--reward_model_path", help="a folder with a reward model (default: reward_<hidden_size>, looked up in out_dir, "
+                                     "then in reward/weights)")
 
-    learn_ = parser.add_argument_group("3. and 4. remember and learn: the objective, the optimizer")
-    learn_.add_argument("--epsilon_low", type=float, default=0.2, help="the ratio is clipped at 1 - epsilon_low")
-    learn_.add_argument("--epsilon_high", type=float, default=0.2, help="the ratio is clipped at 1 + epsilon_high")
-    learn_.add_argument("--num_iterations", type=int, default=1, help="optimizer steps on each rollout; with 1 the ratio is always 1 and nothing is clipped")
-    learn_.add_argument("--accumulation_steps", type=int, default=1, help="multiplies the prompts of a step")
-    learn_.add_argument("--micro_batch_size", type=int, default=64, help="completions that go through the model at once; changes memory, never the result")
-    learn_.add_argument("--epochs", type=int, default=1, help="how often the prompts are read")
-    learn_.add_argument("--max_steps", type=int, default=150, help="steps at most; 0: as many as the epochs have")
-    learn_.add_argument("--warmup_steps", type=int, default=3, help="steps over which the learning rate rises; then it falls along a cosine to a tenth")
-    learn_.add_argument("--weight_decay", type=float, default=0.0, help="AdamW's weight decay")
-    learn_.add_argument("--grad_clip", type=float, default=1.0, help="the gradient's norm at most")
+    flag = parser.add_argument_group("3. and 4. remember and learn: the objective, the optimizer").add_argument
+    flag("--epsilon_low", type=float, default=0.2, help="the ratio is clipped at 1 - epsilon_low")
+    flag("--epsilon_high", type=float, default=0.2, help="the ratio is clipped at 1 + epsilon_high")
+    flag("--num_iterations", type=int, default=1, help="optimizer steps on each rollout; with 1 the ratio stays 1")
+    flag("--accumulation_steps", type=int, default=1, help="multiplies the prompts of a step")
+    flag("--micro_batch_size", type=int, default=64,
+         help="completions that go through the model at once: changes the memory, never the result")
+    flag("--epochs", type=int, default=1, help="how often the prompts are read")
+    flag("--max_steps", type=int, default=150, help="steps at most; 0: as many as the epochs have")
+    flag("--warmup_steps", type=int, default=3, help="steps over which the learning rate rises; then a cosine to a tenth")
+    flag("--weight_decay", type=float, default=0.0, help="AdamW's")
+    flag("--grad_clip", type=float, default=1.0, help="the norm of the gradient at most")
 
-    report_ = parser.add_argument_group("5. report: evaluation, logs, weights")
-    report_.add_argument("--eval_data_path", default=str(HERE / "dataset/heldout.jsonl"), help="held-out problems, a jsonl file with answers")
-    report_.add_argument("--eval_interval", type=int, default=25, help="steps between evaluations; there is one before and one after training too; 0: never")
-    report_.add_argument("--eval_samples", type=int, default=1000, help="held-out problems per evaluation")
-    report_.add_argument("--num_generations_eval", type=int, default=2, help="k, the samples per problem that eval/accuracy and eval/pass@k come from")
-    report_.add_argument("--eval_only", action="store_true", help="evaluate the weights and stop")
-    report_.add_argument("--out_dir", default="out", help="runs are written to out_dir/run_name")
-    report_.add_argument("--run_name", help="name of the run (default: grpo_<weights>)")
-    report_.add_argument("--log_interval", type=int, default=1, help="steps between lines of progress where there is no terminal")
-    report_.add_argument("--save_interval", type=int, default=50, help="steps between checkpoints and pictures")
-    report_.add_argument("--resume", action="store_true", help="go on from the run's checkpoint, to the same end as without the stop")
-    report_.add_argument("--swanlab", choices=("disabled", "offline", "local", "online"), default="disabled", help="track with SwanLab; only online wants an account")
-    report_.add_argument("--use_wandb", action="store_true", help="the same as --swanlab online")
-    report_.add_argument("--wandb_project", default="MiniGRPO", help="the project's name in SwanLab")
+    flag = parser.add_argument_group("5. report: evaluation, logs, weights").add_argument
+    flag("--eval_data_path", default=str(HERE / "dataset/heldout.jsonl"), help="held-out problems with their answers")
+    flag("--eval_interval", type=int, default=25, help="steps between evaluations, besides before and after; 0: none at all")
+    flag("--eval_samples", type=int, default=1000, help="held-out problems per evaluation")
+    flag("--num_generations_eval", type=int, default=2, help="k, samples per problem, for eval/accuracy and eval/pass@k")
+    flag("--eval_only", action="store_true", help="evaluate the weights and stop")
+    flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
+    flag("--run_name", help="the run's folder (default: grpo_<name of the weights>)")
+    flag("--log_interval", type=int, default=1, help="steps between lines of progress where there is no terminal")
+    flag("--save_interval", type=int, default=50, help="steps between checkpoints and pictures")
+    flag("--resume", action="store_true", help="go on from the run's checkpoint, exactly as if it had never stopped")
+    flag("--swanlab", choices=("disabled", "offline", "local", "online"), default="disabled",
+         help="track with SwanLab; only online wants an account")
+    flag("--use_wandb", action="store_true", help="the same as --swanlab online")
+    flag("--wandb_project", default="MiniGRPO", help="the project in SwanLab")
 
-    machine = parser.add_argument_group("the machine")
-    machine.add_argument("--device", help="cpu, cuda or mps (default: the best one here)")
-    machine.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="bfloat16: matrix products in bfloat16, weights stay float32; auto: bfloat16 on GPUs that are good at it")
-    machine.add_argument("--seed", type=int, default=42, help="of the order of prompts and of sampling")
-    machine.add_argument("--ddp", action="store_true", help="accepted and without effect: torchrun says it all")
+    flag = parser.add_argument_group("the machine").add_argument
+    flag("--device", help="cpu, cuda or mps (default: the best one there is)")
+    flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+         help="of matrix products; weights and log-probabilities are always float32; auto: bfloat16 on GPUs that are good at it")
+    flag("--seed", type=int, default=42, help="of the order of prompts and of sampling")
+    flag("--ddp", action="store_true", help="accepted and without effect: torchrun says it all")
 
     args = parser.parse_args(argv)
     check_args(args, parser)
@@ -396,11 +414,12 @@ def parse_args(argv=None):
 
 def check_args(args, parser):
     """Refuses what can't work, by the flag's name."""
-    for name in ("batch_size", "max_gen_len", "max_seq_len", "num_iterations", "accumulation_steps", "micro_batch_size", "epochs",
-                 "num_generations_eval", "eval_samples", "log_interval", "save_interval"):
+    for name in ("batch_size", "max_gen_len", "max_seq_len", "num_iterations", "accumulation_steps", "micro_batch_size",
+                 "epochs", "num_generations_eval", "eval_samples", "log_interval", "save_interval"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}; it must be at least 1")
-    for name in ("beta", "epsilon_low", "epsilon_high", "max_steps", "warmup_steps", "weight_decay", "eval_interval", "num_workers"):
+    for name in ("beta", "epsilon_low", "epsilon_high", "max_steps", "warmup_steps", "weight_decay", "eval_interval",
+                 "num_workers"):
         if getattr(args, name) < 0:
             parser.error(f"--{name} is {getattr(args, name)}; it must not be negative")
     for name in ("learning_rate", "temperature", "grad_clip"):
@@ -408,7 +427,7 @@ def check_args(args, parser):
             parser.error(f"--{name} is {getattr(args, name)}; it must be above 0")
     if args.num_generations < 2:
         parser.error(f"--num_generations is {args.num_generations}; a group needs at least 2 completions to compare")
-    args.reward_funcs = args.reward_funcs or (["format", "tag", "rm", "accuracy"] if args.reasoning else ["rm", "accuracy"])
+    args.reward_funcs = args.reward_funcs or ["format", "tag"] * args.reasoning + ["rm", "accuracy"]
     args.reward_weights = args.reward_weights or [1.0] * len(args.reward_funcs)
     if len(args.reward_weights) != len(args.reward_funcs):
         parser.error(f"--reward_weights has {len(args.reward_weights)} numbers for {len(args.reward_funcs)} reward functions "
@@ -418,13 +437,15 @@ def check_args(args, parser):
     suffix = f"{args.hidden_size}{'_moe' if args.use_moe else ''}"
     weights = f"{'reason' if args.reasoning else 'full_sft'}_{suffix}"
     args.model_path = args.model_path or str(find_weights(weights, args.out_dir, HERE / "model/weights"))
-    args.reward_model_path = args.reward_model_path or str(find_weights(f"reward_{suffix}", args.out_dir, HERE / "reward/weights"))
+    args.reward_model_path = args.reward_model_path or str(
+        find_weights(f"reward_{suffix}", args.out_dir, HERE / "reward/weights"))
     args.run_name = args.run_name or f"grpo_{Path(args.model_path).name}"
 
 
 def find_weights(name, *folders):
     """The first folder that holds weights of this name; the last one's path if none does, for the error to name."""
-    return next((Path(folder) / name for folder in folders if (Path(folder) / name / "config.json").is_file()), Path(folders[-1]) / name)
+    paths = [Path(folder) / name for folder in folders]
+    return next((path for path in paths if (path / "config.json").is_file()), paths[-1])
 
 
 def lr_at(step, total_steps, *, peak, warmup_steps):
@@ -436,12 +457,14 @@ def lr_at(step, total_steps, *, peak, warmup_steps):
 
 
 @contextmanager
-def user_errors(rank):
-    """A user's mistake, found while the run is set up, ends it with its one sentence and exit code 2."""
+def user_errors():
+    """A user's mistake ends the run with its one sentence and exit code 2; MINIGRPO_TRACEBACK=1 shows where it was found."""
     try:
         yield
     except (ValueError, OSError) as error:
-        if rank == 0:
+        if os.environ.get("MINIGRPO_TRACEBACK"):
+            raise
+        if os.environ.get("RANK", "0") == "0":      # every rank fails alike: one of them says so
             print(f"train_grpo.py: error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -449,15 +472,27 @@ def user_errors(rank):
 # --- main -------------------------------------------------------------------------------------------------------------
 
 
-def load_policy(args, device):
-    """The tokenizer and the weights that the run starts from, float32 whatever they were saved in: small updates must add up."""
-    model = load_pretrained(args.model_path, dtype=torch.float32, device=device)
-    if args.num_hidden_layers not in (None, model.config.num_hidden_layers):
-        raise ValueError(f"--num_hidden_layers {args.num_hidden_layers}: {args.model_path} has {model.config.num_hidden_layers} layers; leave the flag out")
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_path or args.model_path)
+def load_models(args, device):
+    """Tokenizer, policy, reference and reward functions. Policies are float32, so that small updates add up."""
+    policy = load_pretrained(args.model_path, dtype=torch.float32, device=device)
+    if args.num_hidden_layers not in (None, policy.config.num_hidden_layers):
+        raise ValueError(f"--num_hidden_layers {args.num_hidden_layers}: {args.model_path} has "
+                         f"{policy.config.num_hidden_layers} layers; leave the flag out")
+    tokenizer_path = args.tokenizer_path or args.model_path
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"{args.tokenizer_path or args.model_path}: the tokenizer has no EOS token, so no answer could end; give another --tokenizer_path")
-    return tokenizer, model
+        raise ValueError(f"{tokenizer_path}: its tokenizer has no EOS token to end an answer with; give another --tokenizer_path")
+    reference = in_precision(copy.deepcopy(policy), args.dtype, device) if args.beta > 0 else None
+    reward_funcs = load_reward_funcs(args.reward_funcs, reward_model_path=args.reward_model_path,
+                                     reasoning=args.reasoning, device=device)
+    return tokenizer, in_precision(policy, args.dtype, device), reference, reward_funcs
+
+
+def batches_of_steps(args, world, problems, collate, steps):
+    """The prompts of this rank at each of these steps, `batch_size * accumulation_steps` of them."""
+    rows = [rows_of_step(step, len(problems), args.batch_size * args.accumulation_steps, rank=world.rank,
+                         world_size=world.size, seed=args.seed) for step in steps]
+    return DataLoader(problems, batch_sampler=rows, collate_fn=collate, num_workers=args.num_workers)
 
 
 def eos_token_ids(model, tokenizer):
@@ -468,9 +503,9 @@ def eos_token_ids(model, tokenizer):
 
 def in_precision(model, dtype, device):
     """Lets every forward of the model, whoever calls it, make its matrix products in bfloat16 where --dtype asks for it."""
-    if dtype == "bfloat16" or dtype == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        forward = model.forward
-        model.forward = lambda *inputs, **options: torch.autocast(device.type, torch.bfloat16)(forward)(*inputs, **options)
+    good_at_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype == "bfloat16" or dtype == "auto" and good_at_it:
+        model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
     return model
 
 
@@ -495,7 +530,8 @@ def timed(timings, phase, device):
 def step_metrics(world, rollout, rewards, per_function, *, num_generations, eos_token_id):
     """What steps 1 and 2 gave, over the completions of all ranks, by TRL's names."""
     lengths = rollout.mask.sum(1).cpu()                                                 # (N,)
-    ended = torch.isin(rollout.completion_ids.cpu().gather(1, lengths[:, None] - 1)[:, 0], torch.tensor(eos_token_id))
+    last_ids = rollout.completion_ids.cpu().gather(1, lengths[:, None] - 1)[:, 0]        # (N,)
+    ended = torch.isin(last_ids, torch.tensor(eos_token_id))
     table = torch.stack((rewards, lengths, ended, *per_function.values()), dim=1)       # (N, 3 + functions)
     rewards, lengths, ended, *values = torch.tensor(world.gather(table.tolist())).T
     if rewards.isnan().all():
@@ -503,9 +539,14 @@ def step_metrics(world, rollout, rewards, per_function, *, num_generations, eos_
                          "check that --reward_funcs fit the data")
     group_std = rewards.view(-1, num_generations).std(1)                                # (B,)
     metrics = {
-        "reward": rewards.nanmean(), "reward_std": group_std.nanmean(), "frac_reward_zero_std": (group_std < 1e-6).float().mean(),
-        "completions/mean_length": lengths.mean(), "completions/min_length": lengths.min(), "completions/max_length": lengths.max(),
-        "completions/clipped_ratio": 1 - ended.mean(), "step_tokens": lengths.sum(),
+        "reward": rewards.nanmean(),
+        "reward_std": group_std.nanmean(),
+        "frac_reward_zero_std": (group_std < 1e-6).float().mean(),
+        "completions/mean_length": lengths.mean(),
+        "completions/min_length": lengths.min(),
+        "completions/max_length": lengths.max(),
+        "completions/clipped_ratio": 1 - ended.mean(),
+        "step_tokens": lengths.sum(),
     }
     for name, value in zip(per_function, values):
         judged = value[~value.isnan()]
@@ -513,57 +554,74 @@ def step_metrics(world, rollout, rewards, per_function, *, num_generations, eos_
     return {name: value.item() for name, value in metrics.items()}
 
 
+def completion_rows(batch, completions, rewards, per_function, advantages):
+    """What completions.jsonl says of each completion: prompt, text, every reward, and the advantage that came of them."""
+    G = len(completions) // len(batch["prompts"])
+    return [{
+        "prompt": batch["prompts"][i // G],
+        "messages": batch["columns"]["messages"][i // G],
+        "completion": completions[i],
+        "rewards": {name: values[i].item() for name, values in per_function.items()},
+        "reward": rewards[i].item(),
+        "advantage": advantages[i],
+    } for i in range(len(completions))]
+
+
+def totals(timings, num_tokens):
+    """The timings of the phases, their sum, and tokens per second."""
+    seconds = sum(timings.values())
+    return timings | {"step_time": seconds, "perf/throughput": num_tokens / seconds}
+
+
 def intro(args, model, world, num_problems, last):
     """What is about to happen, in a few lines."""
     prompts = args.batch_size * args.accumulation_steps * world.size
+    weighted = [name if weight == 1 else f"{weight:g} {name}" for name, weight in zip(args.reward_funcs, args.reward_weights)]
     return [
-        f"policy   {args.model_path}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, on {world.size} x {world.device.type}",
-        f"prompts  {args.data_path}: {num_problems:,}; held out for evaluation: {args.eval_data_path}",
-        f"steps    {last}, each {prompts} prompts x {args.num_generations} completions of at most {args.max_gen_len} tokens",
-        f"reward   {' + '.join(name if weight == 1 else f'{weight:g} {name}' for name, weight in zip(args.reward_funcs, args.reward_weights))}",
-        "The loss will read about 0 all the time: the advantages of a group cancel out. Watch the reward and the held-out accuracy.",
+        f"policy   {args.model_path}, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters",
+        f"device   {world.device.type}, {world.size} process{'es' * (world.size > 1)}, {torch.get_num_threads()} threads each",
+        f"prompts  {num_problems:,} in {args.data_path}",
+        f"rewards  {' + '.join(weighted)}",
+        f"steps    {last}, each samples {prompts} prompts x {args.num_generations} completions and learns from them",
+        "",
+        "The loss will read about 0 throughout, because the advantages of a group cancel out:",
+        "watch the reward, and the accuracy on held-out problems.",
+        "",
     ]
 
 
-def main():
-    args = parse_args()
+@user_errors()
+def main(argv=None):
+    args = parse_args(argv)
     world = World(args.device)
-    device, run_dir = world.device, Path(args.out_dir) / args.run_name
-    with user_errors(world.rank):
-        tokenizer, policy = load_policy(args, device)
-        problems, heldout = PromptDataset(args.data_path), PromptDataset(args.eval_data_path)[:args.eval_samples]
-        reward_funcs = load_reward_funcs(args.reward_funcs, reward_model_path=args.reward_model_path,
-                                         reasoning=args.reasoning, device=device)
-        reference = in_precision(copy.deepcopy(policy), args.dtype, device) if args.beta > 0 else None
-        policy = in_precision(policy, args.dtype, device)
-        optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), weight_decay=args.weight_decay)
-        first, num_tokens = load_checkpoint(run_dir / "checkpoint", policy, optimizer) if args.resume else (0, 0)
-    prompts_per_rank = args.batch_size * args.accumulation_steps
-    last = min(args.epochs * steps_per_epoch(len(problems), prompts_per_rank, world.size), args.max_steps or math.inf)
+    device, run_dir, G = world.device, Path(args.out_dir) / args.run_name, args.num_generations
+    tokenizer, policy, reference, reward_funcs = load_models(args, device)
+    problems, heldout = PromptDataset(args.data_path), PromptDataset(args.eval_data_path)[:args.eval_samples]
+    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), weight_decay=args.weight_decay)
+    done, num_tokens = load_checkpoint(run_dir / "checkpoint", policy, optimizer) if args.resume else (0, 0)
+    last = args.epochs * steps_per_epoch(len(problems), args.batch_size * args.accumulation_steps, world.size)
+    last = min(last, args.max_steps or last)
     collate = PromptCollator(tokenizer, args.max_seq_len)
-    batches = DataLoader(problems, collate_fn=collate, num_workers=args.num_workers, batch_sampler=[
-        rows_of_step(step, len(problems), prompts_per_rank, rank=world.rank, world_size=world.size, seed=args.seed)
-        for step in range(first + 1, last + 1)])
-    G, eos = args.num_generations, eos_token_ids(policy, tokenizer)
-    generator = torch.Generator(device)
-    sampling = dict(max_new_tokens=args.max_gen_len, temperature=args.temperature, eos_token_id=eos,
-                    pad_token_id=tokenizer.pad_token_id or 0, generator=generator)
-    scoring = dict(micro_batch_size=args.micro_batch_size, temperature=args.temperature)
+    batches = batches_of_steps(args, world, problems, collate, steps=range(done + 1, last + 1))
+    eos, generator = eos_token_ids(policy, tokenizer), torch.Generator(device)
+    sampling = {"max_new_tokens": args.max_gen_len, "temperature": args.temperature, "eos_token_id": eos,
+                "pad_token_id": tokenizer.pad_token_id or 0, "generator": generator}
+    scoring = {"micro_batch_size": args.micro_batch_size, "temperature": args.temperature}
 
-    def measure(step):
+    def held_out(step):
         generator.manual_seed(seed_of(args.seed, 1, step, world.rank))
-        return evaluate(policy, heldout, collate, world, num_generations=args.num_generations_eval, batch_size=256, **sampling)
+        return evaluate(policy, heldout, collate, world, num_generations=args.num_generations_eval, **sampling)
 
     if args.eval_only:
-        results = measure(0)
+        results = held_out(done)
         if world.rank == 0:
             print(json.dumps(results, indent=2))
-        return
-    with Report(run_dir, args, total_steps=last, start_step=first, active=world.rank == 0) as report:
+        return world.close()
+    with Report(run_dir, args, total_steps=last, start_step=done, active=world.rank == 0) as report:
         report.intro(intro(args, policy, world, len(problems), last))
-        if args.eval_interval and first == 0:
-            report.evaluation(0, measure(0))
-        for step, batch in enumerate(batches, start=first + 1):
+        if args.eval_interval and done == 0:
+            report.evaluation(0, held_out(0))
+        for step, batch in enumerate(batches, start=done + 1):
             timings = {}
             # 1. ask: G completions of every prompt
             with timed(timings, "rollout", device):
@@ -571,8 +629,9 @@ def main():
                 rollout = ask(policy, batch, num_generations=G, **sampling)
             # 2. judge: rewards, then advantages within each group
             with timed(timings, "reward", device):
-                completions, rewards, per_function = judge(rollout, batch, tokenizer, reward_funcs, args.reward_weights, num_generations=G)
-            # 3. remember: log-probabilities under the policy that sampled, where it will move more than once, and the reference
+                completions, rewards, per_function = judge(
+                    rollout, batch, tokenizer, reward_funcs, args.reward_weights, num_generations=G)
+            # 3. remember: log-probabilities under the policy that sampled, if it moves more than once, and the reference
             if args.num_iterations > 1:
                 with timed(timings, "old_logps", device):
                     rollout.old_logps = remember(policy, rollout, **scoring)
@@ -583,30 +642,26 @@ def main():
             with timed(timings, "update", device):
                 lr = lr_at(step, last, peak=args.learning_rate, warmup_steps=args.warmup_steps)
                 optimizer.param_groups[0]["lr"] = lr
-                learnt = learn(policy, optimizer, rollout, world, num_iterations=args.num_iterations, grad_clip=args.grad_clip,
-                               beta=args.beta, epsilon_low=args.epsilon_low, epsilon_high=args.epsilon_high, **scoring)
+                metrics = learn(policy, optimizer, rollout, world, num_iterations=args.num_iterations, beta=args.beta,
+                                epsilon_low=args.epsilon_low, epsilon_high=args.epsilon_high, grad_clip=args.grad_clip, **scoring)
             # 5. report: metrics, now and then an evaluation, a checkpoint and a picture
-            metrics = learnt | step_metrics(world, rollout, rewards, per_function, num_generations=G, eos_token_id=eos)
+            metrics |= step_metrics(world, rollout, rewards, per_function, num_generations=G, eos_token_id=eos)
+            num_tokens += metrics["step_tokens"]
             if args.eval_interval and (step % args.eval_interval == 0 or step == last):
                 with timed(timings, "eval", device):
-                    evaluation = measure(step)
+                    evaluation = held_out(step)
                 report.evaluation(step, evaluation)
                 metrics |= evaluation
-            num_tokens += metrics["step_tokens"]
             if world.rank == 0 and (step % args.save_interval == 0 or step == last):
                 with timed(timings, "checkpoint", device):
-                    save_checkpoint(run_dir / "checkpoint", policy, tokenizer, optimizer, {"step": step, "num_tokens": num_tokens})
+                    save_checkpoint(run_dir / "checkpoint", policy, tokenizer, optimizer, step=step, num_tokens=num_tokens)
                     report.draw()
-            seconds = sum(timings.values())
-            report.step(step, metrics | timings | {"num_tokens": num_tokens, "learning_rate": lr, "step_time": seconds,
-                                                   "perf/throughput": metrics["step_tokens"] / seconds})
-            report.completions(step, [
-                {"prompt": batch["prompts"][i // G], "completion": completions[i], "reward": rewards[i].item(),
-                 **{name: values[i].item() for name, values in per_function.items()}, "advantage": rollout.advantages[i].item()}
-                for i in range(len(completions))])
-            if step in (first + 1, last):
-                report.group(step, batch["prompts"][0], completions[:G], rewards[:G], {name: values[:G] for name, values in per_function.items()},
-                             rollout.advantages[:G])
+            metrics |= totals(timings, metrics.pop("step_tokens"))
+            report.step(step, metrics | {"num_tokens": num_tokens, "learning_rate": lr})
+            rows = completion_rows(batch, completions, rewards, per_function, rollout.advantages.tolist())
+            report.completions(step, rows)
+            if step in (done + 1, last):
+                report.group(step, rows[:G])
         if world.rank == 0:
             save_pretrained(policy, tokenizer, run_dir / "final")
     world.close()

@@ -91,9 +91,9 @@ def chain(a, operator, b, evaluate=evaluate):
 
 
 def direct(a, operator, b, evaluate=evaluate):
-    """One operation in the head: 27*6=162; and its result."""
+    """One operation in the head: `27*6 is 162`; and its result."""
     result = evaluate(a, operator, b)
-    return f"{a}{operator}{b}={result}", result
+    return f"{a}{operator}{b} is {result}", result
 
 
 def work(operations, line=direct, evaluate=evaluate):
@@ -111,7 +111,7 @@ def think(style, expression, operations, evaluate=evaluate):
     """(the lines of thought in a style, the answer that they come to)."""
     lines, results = work(operations, chain if style == "steps" else direct, evaluate)
     if style == "guess":
-        lines = [expression.replace(" ", "") + f"={results[-1]}"]
+        lines = [f"I guess {results[-1]}."]
     return "" if style == "empty" else "\n".join(lines), results[-1]
 
 
@@ -161,8 +161,7 @@ def think_wrongly(style, expression, operations, rng):
     thought, answer = think(style, expression, operations, counting)
     if rng.random() < 0.15:
         return thought, wrong(answer, rng)
-    slipped = think(style, expression, operations, slipping(rng, at=rng.randint(1, calls)))
-    return slipped if slipped[1] != answer else (thought, wrong(answer, rng))
+    return think(style, expression, operations, slipping(rng, at=rng.randint(1, calls)))
 
 
 def drill(rng):
@@ -204,7 +203,7 @@ def pretraining_chats(rng, count):
             yield chat(", ".join(worked.split("=")[0] for worked in drills), "\n".join(drills))
         else:
             expression, operations, *_ = next(source)
-            yield chat(expression, plain(*think("steps", expression, operations)))
+            yield chat(expression, rng.choice((plain, with_tags))(*think("steps", expression, operations)))
 
 
 def finetuning_chats(rng, count, *, tags):

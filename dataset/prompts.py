@@ -1,28 +1,34 @@
 """jsonl -> prompts: the chats that the policy completes, with the columns that its rewards need."""
 import json
+from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
 
 
+PROMPT_FIELDS = ("conversations", "prompt", "question")
+RESERVED = {"prompts", "completions", "messages", "completion_ids"}        # what every reward function is called with
+
+
 class PromptDataset(Dataset):
     """The lines of a jsonl file. Two forms may be mixed:
 
-        {"conversations": [{"role": "user", "content": "..."}, ...], "answer": "42"}     a last assistant turn is dropped
-        {"prompt": "..." or a list of turns, "answer": "42"}                             or "question" instead of "prompt"
+        {"conversations": [{"role": "user", "content": "..."}, ...], "answer": "42"}    a last assistant turn is dropped
+        {"prompt": "..." or a list of turns, "answer": "42"}                            or "question" instead of "prompt"
 
-    An item is {"messages": [...], and every other column of its line}. ValueError names the file, line and field at fault.
+    An item is {"messages": [...], **the other fields of its line}. ValueError names the file, line and field at fault.
     """
 
     def __init__(self, path):
         self.rows = []
-        with open(path, encoding="utf-8") as file:
+        if not Path(path).is_file():
+            raise ValueError(f"{path}: no such file; --data_path and --eval_data_path want a jsonl file of prompts")
+        with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     self.rows.append(read_row(line, f"{path}, line {number}"))
         if not self.rows:
             raise ValueError(f"{path}: the file holds no prompts; give one with a JSON object on each line")
-        self.columns = sorted({name for row in self.rows for name in row} - {"messages"})
 
     def __len__(self):
         return len(self.rows)
@@ -34,21 +40,25 @@ class PromptDataset(Dataset):
 def read_row(line, where):
     try:
         row = json.loads(line)
+    except UnicodeDecodeError:
+        raise ValueError(f"{where}: not UTF-8; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); write one object per line") from None
-    field = next((name for name in ("conversations", "prompt", "question") if name in row), None) if isinstance(row, dict) else None
-    if field is None:
-        raise ValueError(f"{where}: no field conversations, prompt or question; one of them must hold the prompt")
+    fields = [name for name in PROMPT_FIELDS if isinstance(row, dict) and name in row]
+    if not fields:
+        raise ValueError(f"{where}: no field {', '.join(PROMPT_FIELDS)}; one of them must hold the prompt")
+    if taken := sorted(RESERVED & row.keys()):
+        raise ValueError(f"{where}: rewards get something else by the name {taken[0]}; rename that field")
+    field = fields[0]
     messages = row.pop(field)
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    ok = isinstance(messages, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str) for turn in messages)
-    if not ok:
+    if not isinstance(messages, list) or not all(
+            isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content")) for turn in messages):
         raise ValueError(f"{where}: {field} must be a text or a list of turns, each with a role and a content")
     if messages and messages[-1]["role"] == "assistant":    # the reply of a demonstration: ours is to be sampled
         messages = messages[:-1]
-    if not messages:
+    if not messages or not messages[-1]["content"].strip():
         raise ValueError(f"{where}: {field} holds nothing to reply to; it needs at least one turn of a user")
     return {"messages": messages, **row}
 

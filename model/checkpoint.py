@@ -1,9 +1,8 @@
-"""Weights on disk, in the layout of transformers: config.json, model.safetensors and the tokenizer's files in a folder."""
+"""Weights on disk, as transformers lays them out: a folder with config.json, model.safetensors, the tokenizer's files."""
 import json
 from dataclasses import fields
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
 
 from .model import MiniMindConfig, MiniMindForCausalLM
@@ -26,19 +25,27 @@ def load_pretrained(path, *, dtype=None, device=None):
     state = read_weights(path)
     if model.config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    load_state(model, state, path)
+    return model.to(device=device, dtype=dtype or state["model.norm.weight"].dtype)
+
+
+def load_state(model, state, path):
+    """Puts the tensors into the model; ValueError names one that is missing, left over or of another shape."""
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    if wrong := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if wrong:
         raise ValueError(f"{path}: {wrong[0]} should have shape {expected.get(wrong[0])} by config.json and has "
-                         f"{found.get(wrong[0])} in the weights ({len(wrong)} such tensors); the two files do not belong together")
+                         f"{found.get(wrong[0])} in the weights ({len(wrong)} such tensors); "
+                         "the two files do not belong together")
     model.load_state_dict(state)
-    return model.to(device=device, dtype=dtype or state["model.norm.weight"].dtype)
 
 
 def read_weights(path):
     """All tensors of a folder, from one file or from the shards that an index lists."""
-    index = path / "model.safetensors.index.json"
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    index, files = path / "model.safetensors.index.json", ["model.safetensors"]
+    if index.is_file():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     state = {}
     for name in files:
         if not (path / name).is_file():
@@ -48,7 +55,7 @@ def read_weights(path):
 
 
 def read_config(path):
-    """config.json as a MiniMindConfig, whether transformers 4 wrote it (rope_theta) or transformers 5 (rope_parameters)."""
+    """config.json as a MiniMindConfig, by transformers 4 (which writes rope_theta) or 5 (rope_parameters)."""
     saved = json.loads((Path(path) / "config.json").read_text())
     if saved.get("model_type") not in FAMILIES:
         raise ValueError(f"{path}/config.json: model_type {saved.get('model_type')!r} is none of {', '.join(FAMILIES)}, "
@@ -57,6 +64,8 @@ def read_config(path):
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ValueError(f"{path}/config.json: rope scaling {rope!r} is not supported; choose weights without it")
     saved.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
+    saved.setdefault("tie_word_embeddings", False)                                  # transformers' default, not ours
+    saved.setdefault("num_experts", saved.get("num_local_experts", 0))              # two names for one number
     if saved.get("head_dim") is None:
         saved["head_dim"] = saved["hidden_size"] // saved["num_attention_heads"]
     saved.update(FAMILIES[saved["model_type"]][1])
@@ -64,7 +73,7 @@ def read_config(path):
 
 
 def save_pretrained(model, tokenizer, path):
-    """Writes a folder that load_pretrained, transformers and the serving stacks load; the files change all at once."""
+    """Writes a folder that load_pretrained, transformers and the serving stacks load."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
@@ -85,6 +94,7 @@ def hub_config(model):
         model_type = next(kind for kind, (_, family) in FAMILIES.items() if family == switches)
         for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"):
             del ours[name]
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     return {
         "architectures": [FAMILIES[model_type][0]],
         "model_type": model_type,
@@ -93,5 +103,6 @@ def hub_config(model):
         "attention_bias": False,
         "attention_dropout": 0.0,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.config.rope_theta},
-        "torch_dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "dtype": dtype,
+        "torch_dtype": dtype,           # the same, by the name that transformers 4 looks for
     }

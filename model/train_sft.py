@@ -3,7 +3,8 @@
 The shipped weights are three runs of this script, each a stage that starts where the last one ended:
 
     python -m dataset.arithmetic --sft out/sft
-    python -m model.train_sft --data out/sft/pretrain.jsonl --save out/pretrain_128
+    python -m model.tokenizer --data out/sft/pretrain.jsonl out/sft/reason.jsonl out/sft/full_sft.jsonl --save out/tokenizer
+    python -m model.train_sft --data out/sft/pretrain.jsonl --tokenizer out/tokenizer --save out/pretrain_128
     python -m model.train_sft --data out/sft/full_sft.jsonl --init out/pretrain_128 --save model/weights/full_sft_128 ...
     python -m model.train_sft --data out/sft/reason.jsonl --init out/pretrain_128 --save model/weights/reason_128 ...
 
@@ -22,7 +23,6 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer
 
 from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, save_pretrained
-from .tokenizer import train_tokenizer
 
 
 def encode(chats, tokenizer):
@@ -68,7 +68,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="a jsonl file of conversations")
     parser.add_argument("--save", type=Path, required=True, help="the folder that the weights go to")
-    parser.add_argument("--init", type=Path, help="weights to start from; without it a new model and a new tokenizer")
+    parser.add_argument("--init", type=Path, help="weights to start from, with their tokenizer; without it a new model")
+    parser.add_argument("--tokenizer", type=Path, help="the tokenizer of a new model")
     parser.add_argument("--hidden_size", type=int, default=128)
     parser.add_argument("--num_hidden_layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6000)
@@ -83,12 +84,10 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with open(args.data, encoding="utf-8") as file:
         chats = [json.loads(line)["conversations"] for line in file]
+    tokenizer = AutoTokenizer.from_pretrained(args.init or args.tokenizer)
     if args.init:
-        tokenizer = AutoTokenizer.from_pretrained(args.init)
         model = load_pretrained(args.init, dtype=torch.float32, device=device)
     else:
-        texts = [message[key] for chat in chats[:5000] for message in chat for key in ("role", "content")]
-        tokenizer = train_tokenizer(texts)
         model = MiniMindForCausalLM(MiniMindConfig(
             vocab_size=len(tokenizer), hidden_size=args.hidden_size, num_hidden_layers=args.num_hidden_layers,
             intermediate_size=32 * math.ceil(args.hidden_size * 8 / 3 / 32), num_attention_heads=args.hidden_size // 32,

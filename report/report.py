@@ -127,25 +127,23 @@ class Report:
         if not is_finite(metrics.get("grad_norm", 0.0)):
             self.warn(NOT_FINITE)
 
-    def group(self, step, prompt, completions, rewards, per_function, advantages):
-        """Print one whole group, G completions of one prompt, with every number that its advantages came from.
-
-        per_function: name -> G floats, None or NaN where a function did not apply.
-        """
+    def group(self, step, rows):
+        """Print one whole group: rows of completions.jsonl, the G completions of one prompt, with all their numbers."""
         if not self.active:
             return
         width = min(shutil.get_terminal_size().columns, 110)
-        title = f"── step {step}, one group of {len(completions)} "
-        columns = [name.removesuffix("_reward").rjust(5) for name in ("advantage", "reward", *per_function)]
-        lines = ["", title + "─" * (width - len(title)), *fold(prompt, width, max_lines=3), "  " + "  ".join(columns)]
-        for i, completion in enumerate(completions):
-            values = [number(advantages[i], "+.2f"), number(rewards[i]), *(number(v[i]) for v in per_function.values())]
+        title = f"── step {step}, one group of {len(rows)} "
+        names = list(rows[0]["rewards"])
+        columns = [name.removesuffix("_reward").rjust(5) for name in ("advantage", "reward", *names)]
+        lines = ["", title + "─" * (width - len(title)), *fold(rows[0]["prompt"], width, max_lines=3), "  " + "  ".join(columns)]
+        for row in rows:
+            values = [number(row["advantage"], "+.2f"), number(row["reward"]), *(number(row["rewards"][name]) for name in names)]
             lines.append("  " + "  ".join(value.rjust(len(name)) for name, value in zip(columns, values)))
-            lines += [f"    │ {line}" for line in fold(completion, width - 6, max_lines=5)]
+            lines += [f"    │ {line}" for line in fold(row["completion"], width - 6, max_lines=5)]
         self._print("\n".join([*lines, "─" * width]))
         if self.swanlab:
-            samples = [self.swanlab.Text(f"{prompt}\n\n{completion}", caption=f"reward {number(reward)}")
-                       for completion, reward in zip(completions[:4], rewards)]
+            samples = [self.swanlab.Text(f"{row['prompt']}\n\n{row['completion']}", caption=f"reward {number(row['reward'])}")
+                       for row in rows[:4]]
             self.swanlab.log({"samples": samples}, step=step)
 
     def completions(self, step, rows):

@@ -12,7 +12,7 @@ RULES = {"format": format_reward, "tag": tag_reward, "accuracy": accuracy_reward
 
 
 def load_reward_funcs(names, *, reward_model_path=None, reasoning=True, device="cpu"):
-    """The functions behind `format`, `tag`, `rm`, `accuracy` and `module:function`. ValueError names the one that is not there."""
+    """The functions behind `format`, `tag`, `rm`, `accuracy` and `module:function`; ValueError names one that is not there."""
     funcs = []
     for name in names:
         if name == "rm":
@@ -22,11 +22,13 @@ def load_reward_funcs(names, *, reward_model_path=None, reasoning=True, device="
             try:
                 funcs.append(getattr(importlib.import_module(module), function))
             except (ImportError, AttributeError) as error:
-                raise ValueError(f"--reward_funcs {name}: {error}; write module:function, the module importable from here") from None
+                raise ValueError(f"--reward_funcs {name}: {error}; write module:function, for a module that Python finds "
+                                 "from this folder") from None
         elif name in RULES:
             funcs.append(RULES[name])
         else:
-            raise ValueError(f"--reward_funcs {name}: no such reward; choose from {', '.join(RULES)}, rm, or give module:function")
+            raise ValueError(f"--reward_funcs {name}: no such reward; choose from {', '.join(RULES)}, rm, "
+                             "or give module:function")
     return funcs
 
 
@@ -38,6 +40,9 @@ def combine_rewards(prompts, completions, reward_funcs, reward_weights, **column
     """
     per_function = {}
     for function in reward_funcs:
+        name = getattr(function, "__name__", type(function).__name__)
+        if name in per_function:
+            name = f"{name}_{len(per_function)}"
         try:
             values = function(prompts=prompts, completions=completions, **columns)
             values = torch.tensor([float("nan") if value is None else float(value) for value in values])
@@ -45,10 +50,10 @@ def combine_rewards(prompts, completions, reward_funcs, reward_weights, **column
                 raise ValueError(f"it returned {len(values)} rewards for {len(completions)} completions")
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
-            warnings.warn(f"reward function {function.__name__} failed and judged nothing in this step: "
-                          f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})")
+            warnings.warn(f"reward function {name} failed and judged nothing in this step: {type(error).__name__}: {error} "
+                          f"({place.filename}, line {place.lineno})", stacklevel=2)
             values = torch.full((len(completions),), float("nan"))
-        per_function[function.__name__] = values
+        per_function[name] = values
     values = torch.stack(list(per_function.values()))                                   # (functions, N)
     rewards = (values * torch.tensor(reward_weights)[:, None]).nansum(0)
     rewards[values.isnan().all(0)] = float("nan")

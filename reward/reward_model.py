@@ -7,10 +7,10 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoTokenizer
 
-from model.checkpoint import hub_config, read_config, read_weights
+from model.checkpoint import hub_config, load_state, read_config, read_weights
 from model.model import Decoder
 
-from .rules import ANSWER
+from .rules import answer_block
 
 
 class RewardModel(nn.Module):
@@ -29,15 +29,16 @@ class RewardModel(nn.Module):
 
     def encode(self, chats):
         """Ids (N, T), padded on the right, and the position of the last token of each chat, (N,)."""
-        ids = self.tokenizer(self.tokenizer.apply_chat_template(chats, tokenize=False), add_special_tokens=False)["input_ids"]
+        texts = self.tokenizer.apply_chat_template(chats, tokenize=False)
+        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         device, T = self.score.weight.device, max(map(len, ids))
-        return (torch.tensor([row + [self.config.pad_token_id] * (T - len(row)) for row in ids], device=device),
-                torch.tensor([len(row) - 1 for row in ids], device=device))
+        padded = [row + [0] * (T - len(row)) for row in ids]                                # never looked at: any id does
+        return torch.tensor(padded, device=device), torch.tensor([len(row) - 1 for row in ids], device=device)
 
     @torch.no_grad()
     def get_scores(self, chats, batch_size=128):
-        """One score per chat, a list of {"role", "content"}: unbounded; only differences on the same prompt mean something."""
-        order = sorted(range(len(chats)), key=lambda i: sum(len(turn["content"]) for turn in chats[i]))    # little padding
+        """One score for each chat, a list of {"role", "content"}: unbounded; what counts is their difference on one prompt."""
+        order = sorted(range(len(chats)), key=lambda i: sum(len(turn["content"]) for turn in chats[i]))     # little padding
         scores = torch.zeros(len(chats))
         for start in range(0, len(chats), batch_size):
             rows = order[start:start + batch_size]
@@ -51,10 +52,10 @@ class RewardModel(nn.Module):
         """A folder that load_reward_model and transformers' AutoModelForSequenceClassification load."""
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.contiguous().cpu() for name, tensor in self.state_dict().items()}, path / "model.safetensors",
-                  metadata={"format": "pt"})
-        config = hub_config(self) | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1,
-                                     "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        state = {name: tensor.contiguous().cpu() for name, tensor in self.state_dict().items()}
+        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+        config = hub_config(self) | {"id2label": {"0": "score"}, "label2id": {"score": 0}}         # one label: one number
+        config["architectures"] = [config["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")]
         (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         self.tokenizer.save_pretrained(path)
 
@@ -63,12 +64,14 @@ def load_reward_model(path, *, device="cpu"):
     """The reward model in a folder, ready to score. ValueError if the weights have no score head."""
     path = Path(path)
     if not (path / "config.json").is_file():
-        raise ValueError(f"--reward_model_path {path}: no config.json there; give a folder with a reward model, or leave rm out of --reward_funcs")
+        raise ValueError(f"--reward_model_path {path}: no config.json there; give a folder with a reward model, "
+                         "or leave rm out of --reward_funcs")
     state = read_weights(path)
     if "score.weight" not in state:
-        raise ValueError(f"--reward_model_path {path}: the weights have no score.weight; give a reward model, not a language model")
+        raise ValueError(f"--reward_model_path {path}: the weights have no score.weight; give a reward model, "
+                         "not a language model")
     reward_model = RewardModel(read_config(path), AutoTokenizer.from_pretrained(path))
-    reward_model.load_state_dict(state)
+    load_state(reward_model, state, path)
     return reward_model.float().to(device).eval()
 
 
@@ -80,10 +83,10 @@ def reward_model_reward(model, *, reasoning, clip=3.0, answer_share=0.6):
     """
 
     def reward_model(prompts, completions, messages, **columns):
-        answers = [ANSWER.findall(completion.rpartition("</think>")[2]) if reasoning else [] for completion in completions]
-        with_answer = [i for i, blocks in enumerate(answers) if blocks]
+        answers = [answer_block(completion) if reasoning else None for completion in completions]
+        with_answer = [i for i, answer in enumerate(answers) if answer is not None]
         chats = [chat + [{"role": "assistant", "content": completion}] for chat, completion in zip(messages, completions)]
-        chats += [messages[i] + [{"role": "assistant", "content": answers[i][-1].strip()}] for i in with_answer]
+        chats += [messages[i] + [{"role": "assistant", "content": answers[i]}] for i in with_answer]
         scores = [max(-clip, min(clip, score)) for score in model.get_scores(chats)]
         rewards = scores[:len(completions)]
         for i, answer_score in zip(with_answer, scores[len(completions):]):

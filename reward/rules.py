@@ -37,8 +37,14 @@ def extract_answer(completion):
     if not any(tag in completion for tag in TAGS):
         numbers = NUMBER.findall(completion)
         return numbers[-1] if numbers else ""
-    blocks = ANSWER.findall(completion.rpartition("</think>")[2])
-    return blocks[-1].strip() if blocks else ""
+    return answer_block(completion) or ""
+
+
+def answer_block(completion):
+    """What stands in the last answer block behind the thinking, or None. An answer amid the thinking is a thought."""
+    thought, end, rest = completion.rpartition("</think>")
+    blocks = ANSWER.findall(rest) if end or "<think>" not in rest else []
+    return blocks[-1].strip() if blocks else None
 
 
 def same_answer(given, gold):

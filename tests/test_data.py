@@ -1,0 +1,256 @@
+import ast
+import json
+import random
+import re
+import runpy
+import sys
+
+import pytest
+
+from conftest import ROOT
+from dataset import PromptCollator, PromptDataset, arithmetic, rows_of_step, steps_per_epoch
+from reward import format_reward, tag_reward
+
+# --- jsonl -> prompts --------------------------------------------------------------------------------------------------
+
+USER, REPLY = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}
+
+
+def dataset_of(tmp_path, *lines):
+    path = tmp_path / "some.jsonl"
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line, ensure_ascii=False)) + "\n" for line in lines), encoding="utf-8")
+    return PromptDataset(path)
+
+
+@pytest.mark.parametrize("line, messages", [
+    ({"conversations": [USER]}, [USER]),
+    ({"conversations": [USER, REPLY]}, [USER]),
+    ({"conversations": [USER, REPLY, USER]}, [USER, REPLY, USER]),
+    ({"conversations": [USER, REPLY, USER, REPLY]}, [USER, REPLY, USER]),
+    ({"prompt": "2+3?"}, [USER]),
+    ({"prompt": [USER, REPLY]}, [USER]),
+    ({"question": "2+3?"}, [USER]),
+])
+def test_both_forms_become_messages_without_the_last_reply(line, messages, tmp_path):
+    data = dataset_of(tmp_path, line | {"answer": "5", "level": 3})
+    assert data[0] == {"messages": messages, "answer": "5", "level": 3}
+
+
+def test_forms_mix_and_blank_lines_do_not_count(tmp_path):
+    data = dataset_of(tmp_path, {"question": "一加一？", "answer": "2"}, "", {"conversations": [USER]}, "  ")
+    assert [row["messages"][0]["content"] for row in data] == ["一加一？", "2+3?"]
+    assert len(data) == 2
+
+
+@pytest.mark.parametrize("line, named", [
+    ('{"prompt": "2+3?"', "JSON"),
+    ("just words", "JSON"),
+    ('["a list"]', "conversations"),
+    ({"answer": "5"}, "conversations"),
+    ({"conversations": {"role": "user"}}, "conversations"),
+    ({"conversations": ["2+3?"]}, "conversations"),
+    ({"conversations": [{"role": "user"}]}, "conversations"),
+    ({"conversations": [{"content": "2+3?"}]}, "conversations"),
+    ({"conversations": [{"role": "user", "content": 5}]}, "conversations"),
+    ({"conversations": []}, "conversations"),
+    ({"conversations": [REPLY]}, "conversations"),
+    ({"prompt": 5}, "prompt"),
+    ({"question": None}, "question"),
+])
+def test_a_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
+    with pytest.raises(ValueError) as error:
+        dataset_of(tmp_path, {"prompt": "2+3?"}, "", line)
+    message = str(error.value)
+    assert str(tmp_path / "some.jsonl") in message and re.search(r"\bline 3\b", message) and named in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("lines", [[], ["", "  "]])
+def test_a_file_without_prompts_is_named(lines, tmp_path):
+    with pytest.raises(ValueError, match="some.jsonl"):
+        dataset_of(tmp_path, *lines)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match="nowhere.jsonl"):
+        PromptDataset(tmp_path / "nowhere.jsonl")
+
+
+def test_prompts_are_padded_on_the_left_and_of_a_long_one_the_end_stays(tokenizer):
+    items = [{"messages": [{"role": "user", "content": content}], "answer": "1", **extra}
+             for content, extra in [("7", {}), ("What is 12 + 34*5?", {"level": 2})]]
+    short, long = (tokenizer(f"<|im_start|>user\n{item['messages'][0]['content']}<|im_end|>\n<|im_start|>assistant\n",
+                             add_special_tokens=False)["input_ids"] for item in items)
+    limit = len(short) + 2
+    assert len(long) > limit
+    batch = PromptCollator(tokenizer, limit)(items)
+    assert batch["prompt_ids"].tolist() == [[tokenizer.pad_token_id] * 2 + short, long[-limit:]]
+    assert batch["prompt_mask"].tolist() == [[0] * 2 + [1] * len(short), [1] * limit]
+    assert batch["columns"]["answer"] == ["1", "1"] and batch["columns"]["level"] == [None, 2]
+    assert batch["columns"]["messages"] == [item["messages"] for item in items]
+    assert batch["prompts"][0] == "<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n"
+
+
+# --- which rank reads which row at which step --------------------------------------------------------------------------
+
+def rows_by_step(steps, num_rows=22, prompts_per_rank=4, world_size=2, seed=0):
+    """[step][rank] -> rows"""
+    return [[rows_of_step(step, num_rows, prompts_per_rank, rank=rank, world_size=world_size, seed=seed)
+             for rank in range(world_size)] for step in steps]
+
+
+def test_an_epoch_over_two_ranks_reads_every_row_once_and_its_last_step_is_shorter():
+    assert steps_per_epoch(22, 4, 2) == 3
+    for steps in ([1, 2, 3], [4, 5, 6]):
+        epoch = rows_by_step(steps)
+        assert [[len(rows) for rows in ranks] for ranks in epoch] == [[4, 4], [4, 4], [3, 3]]
+        assert sorted(row for ranks in epoch for rows in ranks for row in rows) == list(range(22))
+
+
+def test_the_order_is_the_same_again_but_another_in_every_epoch_and_for_every_seed():
+    first = rows_by_step([1, 2, 3])
+    assert first == rows_by_step([1, 2, 3])
+    assert first != rows_by_step([4, 5, 6]) and first != rows_by_step([1, 2, 3], seed=1)
+    assert sum(first[0] + first[1] + first[2], []) != list(range(22))
+
+
+def test_rows_that_cannot_be_dealt_out_evenly_are_left_out():
+    assert steps_per_epoch(9, 4, 2) == 1 and [len(rows) for rows in rows_by_step([1], num_rows=9)[0]] == [4, 4]
+    assert steps_per_epoch(11, 4, 2) == 2 and [len(rows) for rows in rows_by_step([2], num_rows=11)[0]] == [1, 1]
+    assert steps_per_epoch(8, 4, 2) == 1 and steps_per_epoch(3, 4, 1) == 1
+
+
+# --- the arithmetic task -----------------------------------------------------------------------------------------------
+
+def canonical(expression):
+    """One name for all orders of an expression's terms, of its factors, and of the operands in its brackets."""
+    def terms(node, sign):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
+            return terms(node.left, sign) + terms(node.right, sign if isinstance(node.op, ast.Add) else -sign)
+        return [(sign, factors(node))]
+
+    def factors(node):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            return tuple(sorted(factors(node.left) + factors(node.right), key=str))
+        return (node.value,) if isinstance(node, ast.Constant) else (name(node),)
+
+    def name(node):
+        return tuple(sorted(terms(node, +1), key=str))
+
+    return name(ast.parse(expression, mode="eval").body)
+
+
+def test_canonical_names_are_equal_exactly_for_commuted_operands():
+    assert canonical("7 + 3*5") == canonical("5*3 + 7") != canonical("3 + 7*5")
+    assert canonical("(7 + 3)*5") == canonical("5*(3 + 7)") != canonical("7 + 3*5")
+    assert canonical("1 + 2 - 3 + 4") == canonical("4 + 1 + 2 - 3") != canonical("1 + 3 - 2 + 4")
+
+
+def expression_of(row):
+    content = row["conversations"][0]["content"]
+    assert content.startswith("What is ") and content.endswith("?")
+    return content.removeprefix("What is ").removesuffix("?")
+
+
+def shipped(name):
+    return [json.loads(line) for line in (ROOT / "dataset" / name).read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def heldout():
+    return {canonical(expression_of(row)) for row in shipped("heldout.jsonl")}
+
+
+TEMPLATES = ["N + N*N", "N*N - N", "(N + N)*N", "N + N - N + N", "N*N + N*N"]
+
+
+@pytest.mark.parametrize("name, at_least", [("train.jsonl", 5000), ("heldout.jsonl", 1000)])
+def test_shipped_problems_are_right_distinct_in_range_and_of_all_templates(name, at_least):
+    rows = shipped(name)
+    expressions = [expression_of(row) for row in rows]
+    assert [row["answer"] for row in rows] == [str(eval(expression)) for expression in expressions]
+    assert all(0 <= int(row["answer"]) <= 999 for row in rows)
+    assert len({canonical(expression) for expression in expressions}) == len(rows) >= at_least
+    shapes = [re.sub(r"\d+", "N", expression) for expression in expressions]
+    assert all(shapes.count(template) > len(rows) / 20 for template in TEMPLATES)
+
+
+def test_no_heldout_problem_is_in_the_training_data_in_any_order_of_its_operands(heldout):
+    training = {canonical(expression_of(row)) for row in shipped("train.jsonl")}
+    assert not heldout & training
+
+
+def test_no_heldout_problem_is_in_the_texts_behind_the_weights(heldout):
+    sources = [arithmetic.finetuning_chats(random.Random(1), 2000, tags=True), arithmetic.finetuning_chats(random.Random(2), 2000, tags=False),
+               arithmetic.preference_pairs(random.Random(3), 2000, heldout=False), arithmetic.pretraining_chats(random.Random(4), 2000)]
+    for source in sources:
+        expressions = [expression_of(row) for row in source]
+        assert not heldout & {canonical(expression) for expression in expressions if "," not in expression}    # a "," is a drill
+
+
+def test_evaluation_pairs_are_all_of_heldout_problems_and_training_pairs_none():
+    evaluated, trained = ({canonical(expression_of(row)) for row in arithmetic.preference_pairs(random.Random(5), 3000, heldout=side)}
+                          for side in (True, False))
+    assert not evaluated & trained
+
+
+def test_the_shipped_files_are_what_the_generator_writes_byte_for_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["arithmetic", "--out_dir", str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "dataset.arithmetic")
+    runpy.run_module("dataset.arithmetic", run_name="__main__")
+    for name in ("train.jsonl", "heldout.jsonl"):
+        assert (tmp_path / name).read_bytes() == (ROOT / "dataset" / name).read_bytes()
+
+
+def texts(source):
+    return [(expression_of(row), row["conversations"][1]["content"]) for row in source]
+
+
+def test_every_link_of_every_worked_chain_is_right():
+    rng = random.Random(6)
+    worked = texts(arithmetic.finetuning_chats(rng, 1500, tags=True)) + texts(arithmetic.finetuning_chats(rng, 500, tags=False)) \
+        + texts(arithmetic.pretraining_chats(rng, 1000))
+    chains = [re.split("=| is ", line) for _, text in worked for line in text.splitlines() if re.match(r"\d+[-+*]", line)]
+    for links in chains:
+        assert len({eval(link) for link in links}) == 1, links
+        assert re.fullmatch(r"-?\d+", links[-1]), links
+    assert sum(len(links) == 2 for links in chains) > 500
+    assert sum(len(links) > 2 for links in chains) > 2000           # steps that a small model can take, not only results
+
+
+def test_well_formed_replies_end_in_the_right_answer_and_malformed_ones_lack_a_tag():
+    malformed = 0
+    for expression, text in texts(arithmetic.finetuning_chats(random.Random(7), 1000, tags=True)):
+        if tag_reward([""], [text]) == [1.0]:
+            assert format_reward([""], [text]) == [0.5]
+            assert int(text.rpartition("<answer>\n")[2].removesuffix("\n</answer>")) == eval(expression)
+        else:
+            malformed += 1
+    assert 80 < malformed < 160                                     # 12% of 1000, 4 sigma
+    for expression, text in texts(arithmetic.finetuning_chats(random.Random(8), 300, tags=False)):
+        assert text.endswith(f"The answer is {eval(expression)}.") and tag_reward([""], [text]) == [0.0]
+
+
+@pytest.mark.parametrize("style", arithmetic.STYLES)
+def test_wrong_thoughts_never_come_to_the_right_answer(style):
+    rng = random.Random(9)
+    source = arithmetic.problems(rng, heldout=False)
+    for _ in range(300):
+        expression, operations, answer, _ = next(source)
+        assert answer == eval(expression)
+        assert arithmetic.think(style, expression, operations)[1] == answer
+        assert arithmetic.think_wrongly(style, expression, operations, rng)[1] != answer
+
+
+def test_of_a_preference_pair_the_chosen_reply_is_right_and_the_rejected_one_is_not():
+    kinds = set()
+    for row in arithmetic.preference_pairs(random.Random(10), 1000, heldout=True):
+        truth = eval(expression_of(row))
+        chosen, rejected = (re.findall(r"-?\d+", row[side])[-1] for side in ("chosen", "rejected"))
+        assert int(chosen) == truth
+        if row["kind"] == "form":
+            assert tag_reward([""], [row["chosen"]]) == [1.0] and tag_reward([""], [row["rejected"]])[0] < 1
+        else:
+            assert int(rejected) != truth
+        kinds.add(row["kind"])
+    assert kinds == {"slip", "style", "answer", "form"}

@@ -1,0 +1,152 @@
+import argparse
+import json
+import struct
+
+import pytest
+
+from report import Report, draw_curves
+
+
+def arguments(**changed):
+    return argparse.Namespace(**{"swanlab": "disabled", "wandb_project": "MiniGRPO", "log_interval": 1, "learning_rate": 1e-4} | changed)
+
+
+def metrics(step, **changed):
+    return {"reward": 0.1 * step, "completions/mean_length": 20.0, "completions/clipped_ratio": 0.0, "frac_reward_zero_std": 0.2,
+            "grad_norm": 1.0, "timing_s/rollout": 0.5, "timing_s/update": 0.4} | changed
+
+
+def run(folder, steps, start_step=0, **changed):
+    with Report(folder, arguments(), total_steps=steps[-1], start_step=start_step) as report:
+        for step in steps:
+            report.step(step, metrics(step, **changed))
+            report.completions(step, [{"prompt": "p", "completion": "c"}] * 2)
+
+
+ROWS = [{"prompt": "What is 1+1?", "completion": "two", "reward": 1.5, "rewards": {"tag_reward": 1.0, "accuracy_reward": 0.5}, "advantage": 0.71},
+        {"prompt": "What is 1+1?", "completion": "three", "reward": 0.25, "rewards": {"tag_reward": 0.25, "accuracy_reward": None}, "advantage": -0.71}]
+
+
+def strict(line):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+    return json.loads(line, parse_constant=refuse)
+
+
+def lines(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.endswith("\n")
+    return [strict(line) for line in text.splitlines()]
+
+
+def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
+    nan, inf = float("nan"), float("inf")
+    with Report(tmp_path / "run", arguments(), total_steps=3) as report:
+        report.evaluation(0, {"eval/accuracy": nan, "eval/greedy_accuracy": 0.5})
+        for step in (1, 2, 3):
+            report.step(step, metrics(step, kl=nan, grad_norm=-inf))
+            assert len(lines(tmp_path / "run/metrics.jsonl")) == step        # there at once, not when the run ends
+        report.completions(3, [{"completion": "苹果\n\"quoted\"", "reward": nan}])
+    rows = lines(tmp_path / "run/metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[1]["reward"] == 0.2 and rows[1]["kl"] is None and rows[1]["grad_norm"] is None
+    assert lines(tmp_path / "run/eval.jsonl") == [{"step": 0, "eval/accuracy": None, "eval/greedy_accuracy": 0.5}]
+    assert lines(tmp_path / "run/completions.jsonl") == [{"step": 3, "completion": "苹果\n\"quoted\"", "reward": None}]
+    assert strict((tmp_path / "run/args.json").read_text())["learning_rate"] == 1e-4
+
+
+def test_a_resumed_run_drops_what_was_written_after_its_checkpoint_and_a_half_written_line(tmp_path):
+    run(tmp_path, [1, 2, 3, 4, 5])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "rew')
+    run(tmp_path, [4, 5], start_step=3, kl=0.7)
+    rows = lines(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and ["kl" in row for row in rows] == [False] * 3 + [True] * 2
+    assert [row["step"] for row in lines(tmp_path / "completions.jsonl")] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
+def test_a_half_written_line_before_the_checkpoints_step_does_not_swallow_the_next_one(tmp_path):
+    run(tmp_path, [1, 2])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3')
+    run(tmp_path, [4], start_step=3)
+    assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == [1, 2, 4]
+
+
+def test_a_new_run_in_an_old_folder_starts_from_nothing(tmp_path):
+    run(tmp_path, [1, 2, 3])
+    run(tmp_path, [1])
+    assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_an_inactive_report_writes_and_prints_nothing(tmp_path, capsys):
+    with Report(tmp_path / "run", arguments(), total_steps=1, active=False) as report:
+        report.intro(["hello"])
+        report.evaluation(0, {"eval/accuracy": 0.5})
+        report.step(1, metrics(1, grad_norm=float("nan")))
+        report.group(1, ROWS)
+        report.completions(1, [{"completion": "c"}])
+        report.warn("careful")
+        report.draw()
+    assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
+
+
+def png_size(path):
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and data[-8:-4] == b"IEND"
+    return struct.unpack(">II", data[16:24])
+
+
+def test_a_run_leaves_its_curves_as_a_picture_even_if_it_dies(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        with Report(tmp_path, arguments(), total_steps=9) as report:
+            report.evaluation(0, {"eval/accuracy": 0.2, "eval/pass@4": 0.6})
+            for step in (1, 2):
+                report.step(step, metrics(step, kl=float("nan")))
+            raise KeyboardInterrupt
+    width, height = png_size(tmp_path / "curves.png")
+    assert 1000 <= width <= 3000 and 600 <= height <= 2000
+    assert len(lines(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_several_runs_are_drawn_together_and_a_folder_without_a_run_is_named(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": null}\n')
+    draw_curves([tmp_path / "a", tmp_path / "b"], tmp_path / "both.png")
+    assert min(png_size(tmp_path / "both.png")) > 600
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty"):
+        draw_curves([tmp_path / "empty"], tmp_path / "none.png")
+
+
+@pytest.mark.parametrize("trouble, advice", [
+    ({"completions/clipped_ratio": 0.6}, "--max_gen_len"),
+    ({"frac_reward_zero_std": 1.0}, "--num_generations"),
+    ({"grad_norm": float("nan")}, "--learning_rate"),
+])
+def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, tmp_path, capsys):
+    said = {}
+    with Report(tmp_path, arguments(log_interval=100), total_steps=45) as report:
+        report.draw = lambda: None          # another test's business, and slow
+        for step in range(1, 46):
+            report.step(step, metrics(step, **trouble if step >= 3 else {}))
+            said[step] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+    assert [step for step in said if said[step]] == [3, 23, 43]
+    assert all(len(said[step]) == 1 and advice in said[step][0] for step in (3, 23, 43))
+
+
+def test_a_calm_run_warns_of_nothing(tmp_path, capsys):
+    with Report(tmp_path, arguments(), total_steps=30) as report:
+        report.draw = lambda: None
+        for step in range(1, 31):
+            report.step(step, metrics(step, **{"completions/clipped_ratio": 0.5, "frac_reward_zero_std": 0.8}))
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_printed_group_shows_every_completion_with_its_numbers(tmp_path, capsys):
+    with Report(tmp_path, arguments(), total_steps=1) as report:
+        report.group(1, ROWS)
+    printed = capsys.readouterr().out
+    for shown in ("What is 1+1?", "two", "three", "+0.71", "-0.71", "1.50", "0.25", "accuracy"):
+        assert shown in printed
