@@ -1,19 +1,20 @@
 """Group Relative Policy Optimization, from scratch.
 
-GRPO (DeepSeekMath, arXiv 2402.03300) teaches a language model from rewards alone, with no critic: it answers each
-prompt several times, and every answer is judged against the others. Better than its siblings: more likely next time.
+GRPO (DeepSeekMath, arXiv 2402.03300) teaches a language model from rewards alone, without a critic: it answers each
+prompt several times, and each answer is judged against its siblings. Answers better than their group's average become
+more likely, worse ones less.
 
-    A_i     = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + eps)                         the advantage of answer i in its group
-    ratio_t = pi(o_t | q, o_<t) / pi_old(o_t | q, o_<t)                              how far the policy moved since sampling
+    A_i     = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + eps)                      advantage of answer i within its group
+    ratio_t = pi(o_t | q, o_<t) / pi_old(o_t | q, o_<t)                           how far the policy moved since sampling
     loss    = - mean over answers of mean over tokens of
                 [ min(ratio_t A_i, clip(ratio_t, 1-epsilon_low, 1+epsilon_high) A_i) - beta KL_t(pi || pi_ref) ]
 
 One step, for B prompts and G = num_generations answers to each:
-    1. ask        sample G completions of every prompt                                  model/sampler.py
-    2. judge      rewards, then advantages within each group                            reward/
-    3. remember   log-probabilities of the tokens under the old and the reference policy
+    1. ask        sample G completions of every prompt                                             model/sampler.py
+    2. judge      rewards, then advantages within each group                                       reward/
+    3. remember   log-probabilities under the reference, and under the old policy if there is more than one update
     4. learn      clipped gradient steps on micro-batches
-    5. report     metrics, a progress bar, pictures, weights                            report/
+    5. report     metrics, a progress bar, pictures, weights                                       report/
 
 Letters: B prompts, G generations per prompt, N = B*G completions; P prompt tokens, R completion tokens, T = P + R;
 V vocabulary.
@@ -23,21 +24,21 @@ V vocabulary.
     python train_grpo.py --help                                   every flag
 
 Where we differ from the papers and from other code, on purpose:
-  - std is the sample standard deviation (n-1), and eps = 1e-4, as in TRL; the paper does not say which.
+  - std is the sample standard deviation (n-1) plus eps = 1e-4, as in TRL; the paper specifies neither.
   - log-probabilities are float32 and those of the distribution that was sampled: the same temperature, no top-k or
-    top-p, exact masks and positions under padding. So the first ratio after sampling is 1.
-  - the averages of the loss run over the whole optimizer step, all micro-batches and ranks, so that neither
-    micro_batch_size nor the number of processes changes the gradient. Ranks add their gradients up in plain sight.
-  - the loss reads about 0 all the time: advantages of a group add up to 0 and the ratio is about 1. Watch the reward.
+    top-p, exact masks and positions under padding. pi_old is computed by the training code, not taken from the sampler,
+    so that the first ratio is exactly 1.
+  - averages run over the whole optimizer step, all micro-batches and ranks, so that neither micro_batch_size nor the
+    number of processes changes the gradient. Gradients are summed over the ranks in plain sight, without a wrapper.
+  - with one update per rollout, the default, the clip never acts, and the printed loss is just beta * KL, about 0: the
+    advantages of a group cancel in its value, though not in its gradient. Watch the reward.
 """
 import argparse
 import copy
 import json
 import math
 import os
-import shutil
 import sys
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +49,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 from dataset import PromptCollator, PromptDataset, rows_of_step, steps_per_epoch
-from model import load_pretrained, sample, save_pretrained
-from report import Report
+from model import discard_checkpoint, load_checkpoint, load_pretrained, sample, save_checkpoint, save_pretrained
+from report import Report, rollout_metrics
 from reward import accuracy_reward, combine_rewards, load_reward_funcs
 
 HERE = Path(__file__).parent
@@ -62,8 +63,9 @@ def group_advantages(rewards, num_generations, *, eps=1e-4):
 
         A = (r - mean(group)) / (std(group) + eps)           std with n-1; DeepSeekMath, section 4.1.2
 
-    rewards (N,) with the G completions of one prompt adjacent -> (N,). A NaN was not judged: it is left out of mean and
-    std and gets advantage 0. Four answers to 7 + 3*7 - wrong; right in the right format; right; wrong:
+    rewards (N,) with the G completions of one prompt adjacent -> (N,). NaN marks a completion that no reward judged: it
+    is left out of mean and std and gets advantage 0. Four answers to `7 + 3*7`: a wrong one, one that is right and well
+    formatted, one that is right, another wrong one:
 
     >>> group_advantages(torch.tensor([0.1, 1.1, 1.0, 0.1]), 4)
     tensor([-0.8635,  0.9544,  0.7726, -0.8635])
@@ -84,18 +86,19 @@ def completion_mask(completion_ids, eos_token_id):
 
 
 def kl_penalty(logps, ref_logps):
-    """The k3 estimate of KL(pi || pi_ref) per token: e^x - x - 1 with x = log pi_ref - log pi; never negative.
+    """The k3 estimate of KL(pi || pi_ref) per token: e^x - x - 1 with x = log pi_ref - log pi; never negative (N, R).
 
-    x is clamped to +-20 against overflow, the result is not: a clamp there would stop the pull back when it is needed most.
+    x is clamped at 20 only because e^x would overflow. There is no clamp below and none on the result: a clamp removes
+    the gradient, the pull back, exactly where the policy has drifted furthest.
     """
-    x = (ref_logps - logps).clamp(-20, 20)
+    x = (ref_logps - logps).clamp(max=20)
     return x.exp() - x - 1                                                              # (N, R)
 
 
 def clipped_policy_loss(logps, old_logps, advantages, *, epsilon_low, epsilon_high):
     """PPO's surrogate per token, -min(ratio A, clip(ratio) A), and where the clip holds the policy back; both (N, R).
 
-    The clip takes the gradient of a token away once it has moved by epsilon in the direction that its advantage wants.
+    Once a token's ratio has moved past epsilon in the direction that its advantage favours, the clip removes its gradient.
     """
     ratio = (logps - old_logps).exp()                                                   # (N, R)
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
@@ -106,16 +109,17 @@ def clipped_policy_loss(logps, old_logps, advantages, *, epsilon_low, epsilon_hi
 
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, epsilon_low=0.2, epsilon_high=0.2,
               num_sequences=None, num_tokens=None):
-    """The loss of the docstring above: mean over sequences of the mean over their tokens; and metrics as detached scalars.
+    """GRPO's loss, the mean over sequences of the mean over their tokens, and metrics as detached scalars.
 
-    logps, old_logps, ref_logps (N, R) or None; advantages (N,) or (N, R); mask (N, R). num_sequences and num_tokens are
-    totals of the whole optimizer step, over all micro-batches and ranks (None: this call is the whole step): losses and
-    metrics of the parts then add up to those of the step. Rows that are masked out count in num_sequences.
+    logps, old_logps (N, R); ref_logps (N, R), or None if beta is 0; advantages (N,) or (N, R); mask (N, R). num_sequences
+    and num_tokens are totals of the whole optimizer step, over all micro-batches and ranks (None: this call is the whole
+    step): losses and metrics of the parts then add up to those of the step. Masked-out rows count in num_sequences.
     """
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]           # (N, 1) or (N, R)
     num_sequences = len(mask) if num_sequences is None else num_sequences
     num_tokens = mask.sum().clamp(min=1) if num_tokens is None else num_tokens
-    per_token, is_clipped = clipped_policy_loss(logps, old_logps, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    per_token, is_clipped = clipped_policy_loss(logps, old_logps, advantages,
+                                                epsilon_low=epsilon_low, epsilon_high=epsilon_high)     # (N, R) both
     metrics = {"clip_ratio/region_mean": (is_clipped * mask).sum() / num_tokens}
     if beta:
         kl = kl_penalty(logps, ref_logps)                                               # (N, R)
@@ -134,7 +138,7 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     With `with_entropy` also the entropy of each of these distributions, (N, R), in nats and without gradient.
     """
     R = num_completion_tokens
-    # The logits at one position are about the next token: one position earlier, and none for the last.
+    # Logits at position t predict token t+1: start one position early, drop the last.
     logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, :-1].float() / temperature   # (N, R, V)
     log_normalizer = logits.logsumexp(-1)                                               # (N, R)
     logps = logits.gather(-1, input_ids[:, -R:, None])[..., 0] - log_normalizer         # (N, R)
@@ -159,10 +163,12 @@ class Rollout:
     def rows(self, start, end):
         """Some of the completions, without the columns that hold nothing but padding."""
         P, R = (int(mask[start:end].sum(1).max()) for mask in (self.prompt_mask, self.mask))
-        prompt, completion = (slice(start, end), slice(-P, None)), (slice(start, end), slice(R))
-        return Rollout(self.prompt_ids[prompt], self.prompt_mask[prompt], self.completion_ids[completion],
-                       self.mask[completion], self.advantages[start:end],
-                       *(logps if logps is None else logps[completion] for logps in (self.old_logps, self.ref_logps)))
+
+        def cut(x):
+            return None if x is None else x[start:end, :R]
+
+        return Rollout(self.prompt_ids[start:end, -P:], self.prompt_mask[start:end, -P:], cut(self.completion_ids),
+                       cut(self.mask), self.advantages[start:end], cut(self.old_logps), cut(self.ref_logps))
 
     def logps(self, model, *, temperature, with_entropy=False):
         """token_logps of the completions under a model."""
@@ -190,21 +196,20 @@ def ask(model, batch, *, num_generations, **sampling):
 
 
 def judge(rollout, batch, tokenizer, reward_funcs, reward_weights, *, num_generations):
-    """Step 2: the texts, their rewards (N,), each function's own {name: (N,)}; the advantages go into the rollout."""
+    """Step 2: the completions as texts, their rewards (N,), and each function's own {name: (N,)}."""
     def for_each_completion(items):
         return [item for item in items for _ in range(num_generations)]                     # a a a b b b
 
-    ids, texts = rollout.decode(tokenizer)
+    ids, completions = rollout.decode(tokenizer)
     columns = {name: for_each_completion(values) for name, values in batch["columns"].items()}
-    rewards, per_function = combine_rewards(for_each_completion(batch["prompts"]), texts, reward_funcs, reward_weights,
-                                            completion_ids=ids, **columns)
-    rollout.advantages = group_advantages(rewards, num_generations).to(rollout.mask.device)
-    return texts, rewards, per_function
+    rewards, per_function = combine_rewards(for_each_completion(batch["prompts"]), completions, reward_funcs,
+                                            reward_weights, completion_ids=ids, **columns)
+    return completions, rewards, per_function
 
 
 @torch.no_grad()
 def remember(model, rollout, *, micro_batch_size, temperature):
-    """Step 3: log-probabilities of the rollout's tokens under a policy that does not learn from them, (N, R)."""
+    """Step 3: log-probabilities of the rollout's tokens under a frozen policy, the old one or the reference, (N, R)."""
     logps = torch.zeros_like(rollout.mask, dtype=torch.float32)
     for start in range(0, len(logps), micro_batch_size):
         part = rollout.rows(start, start + micro_batch_size)
@@ -213,22 +218,22 @@ def remember(model, rollout, *, micro_batch_size, temperature):
 
 
 def learn(model, optimizer, rollout, world, *, num_iterations, micro_batch_size, temperature, grad_clip, **objective):
-    """Step 4: `num_iterations` optimizer steps on the rollout; their mean loss and metrics, over all ranks."""
+    """Step 4: `num_iterations` optimizer steps. Loss and metrics are summed over the ranks and averaged over the steps."""
     N = len(rollout.mask)
     num_sequences, num_tokens = world.sum(torch.tensor([N, rollout.mask.sum()])).tolist()
     metrics = {}
     for _ in range(num_iterations):
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
         for start in range(0, N, micro_batch_size):
             part = rollout.rows(start, start + micro_batch_size)
             logps, entropy = part.logps(model, temperature=temperature, with_entropy=True)
             # Before it has moved, the policy is the one that sampled: the ratio is 1, but its gradient is not 0.
             old_logps = logps.detach() if part.old_logps is None else part.old_logps
-            loss, found = grpo_loss(logps, old_logps, part.advantages, part.mask, ref_logps=part.ref_logps,
-                                    num_sequences=num_sequences, num_tokens=num_tokens, **objective)
+            loss, part_metrics = grpo_loss(logps, old_logps, part.advantages, part.mask, ref_logps=part.ref_logps,
+                                           num_sequences=num_sequences, num_tokens=num_tokens, **objective)
             loss.backward()
-            found |= {"loss": loss.detach(), "entropy": (entropy * part.mask).sum() / num_tokens}
-            metrics = {name: metrics.get(name, 0.0) + value / num_iterations for name, value in found.items()}
+            part_metrics |= {"loss": loss.detach(), "entropy": (entropy * part.mask).sum() / num_tokens}
+            metrics = {name: metrics.get(name, 0.0) + value / num_iterations for name, value in part_metrics.items()}
         world.sum_gradients(model)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
         if grad_norm.isfinite():        # the same number on every rank: all of them take the step, or none
@@ -240,42 +245,48 @@ def learn(model, optimizer, rollout, world, *, num_iterations, micro_batch_size,
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-def evaluate(model, problems, collate, world, *, num_generations, batch_size=256, **sampling):
-    """Accuracy on held-out problems, over all ranks: of k = num_generations samples each, of the best of the k, greedy."""
+def evaluate(model, problems, collate, world, *, num_generations, batch_size, **sampling):
+    """Held-out accuracy over all ranks: the mean over k = num_generations samples, any of the k right (pass@k), greedy."""
     sums = torch.zeros(5)
     mine = problems[world.rank::world.size]
     for start in range(0, len(mine), batch_size):
         batch = collate(mine[start:start + batch_size])
-        answers = batch["columns"].get("answer", [None] * len(batch["prompts"]))
-        right = {}
-        for greedy, k in ((True, 1), (False, num_generations)):
+        correct = {}
+        for greedy, k in ((False, num_generations), (True, 1)):
             rollout = ask(model, batch, num_generations=k, greedy=greedy, **sampling)
-            texts = rollout.decode(collate.tokenizer)[1]
-            scores = accuracy_reward(None, texts, [answer for answer in answers for _ in range(k)])
-            right[greedy] = torch.tensor([score or 0.0 for score in scores]).view(-1, k)        # (B, k)
-        sums += torch.tensor([len(answers), right[False].mean(1).sum(), right[True].sum(), right[False].amax(1).sum(),
-                              rollout.mask.sum().item() / num_generations])
+            answers = [answer for answer in batch["columns"]["answer"] for _ in range(k)]
+            scores = accuracy_reward(None, rollout.decode(collate.tokenizer)[1], answers)
+            correct[greedy] = torch.tensor(scores).view(-1, k)                              # (B, k)
+            if not greedy:
+                length = rollout.mask.sum().item() / k
+        sums += torch.tensor([len(correct[True]), correct[False].mean(1).sum(), correct[True].sum(),
+                              correct[False].amax(1).sum(), length])
     count, *sums = world.sum(sums).tolist()
     names = ("eval/accuracy", "eval/greedy_accuracy", f"eval/pass@{num_generations}", "eval/mean_length")
     return {name: value / count for name, value in zip(names, sums)}
 
 
-# --- processes, checkpoints -------------------------------------------------------------------------------------------
+# --- processes --------------------------------------------------------------------------------------------------------
 
 
 class World:
     """The processes that torchrun started, one rank each, or just this one."""
 
     def __init__(self, device=None):
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        if device == "cuda":
-            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-            torch.cuda.set_device(device)
+        self.rank, self.size = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
+        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        usable = {"cuda": torch.cuda.device_count() >= on_this_machine,             # nccl wants a GPU for each process
+                  "mps": torch.backends.mps.is_available() and self.size == 1,      # gloo cannot add up MPS tensors
+                  "cpu": True}
+        device = device or next(name for name in usable if usable[name])
+        if not usable[device]:
+            raise ValueError(f"--device {device}: there is none for each of the {on_this_machine} processes; choose another")
         self.device = torch.device(device)
+        if device == "cuda":
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK") or 0))
+            torch.cuda.set_device(self.device)
         if self.size > 1:
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+            dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
     def sum(self, tensor):
         """The sum of the ranks' tensors, on every rank."""
@@ -285,7 +296,7 @@ class World:
         return tensor
 
     def sum_gradients(self, model):
-        """Each rank's loss is its share of the step's, so the step's gradient is the sum of theirs: the same on all ranks."""
+        """A rank's loss is its share of the step's loss, so the gradients are summed, not averaged."""
         if self.size > 1:
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
@@ -303,42 +314,21 @@ class World:
             dist.destroy_process_group()
 
 
-def save_checkpoint(folder, model, tokenizer, optimizer, **progress):
-    """Everything that a resume needs. The old checkpoint stays whole until the new one is."""
-    new, old = folder.with_suffix(".new"), folder.with_suffix(".old")
-    shutil.rmtree(new, ignore_errors=True)
-    save_pretrained(model, tokenizer, new)
-    torch.save({"optimizer": optimizer.state_dict(), **progress}, new / "optimizer.pt")
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def load_checkpoint(folder, model, optimizer):
-    """Puts weights and optimizer back to what they were; returns the steps done and the tokens sampled so far."""
-    if not folder.exists() and folder.with_suffix(".old").exists():     # a crash between the two renames
-        folder.with_suffix(".old").rename(folder)
-    if not (folder / "optimizer.pt").is_file():
-        raise ValueError(f"--resume: no checkpoint in {folder}; start the run without --resume, or name it with --run_name")
-    model.load_state_dict(load_pretrained(folder).state_dict())
-    saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(saved["optimizer"])
-    return saved["step"], saved["num_tokens"]
-
-
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the default to each sentence, where there is one to tell."""
+    """Adds the default to each sentence, where there is one to tell, and says what a value is rather than its name again."""
+
+    def _get_default_metavar_for_optional(self, action):
+        return {int: "INT", float: "FLOAT"}.get(action.type, "TEXT")
 
     def _get_help_string(self, action):
         return action.help if action.default in (None, argparse.SUPPRESS) else f"{action.help} (default: %(default)s)"
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter, description="Group Relative Policy Optimization. "
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter, usage="%(prog)s [flags]", description="Group Relative Policy Optimization. "
                                      "Without flags a small model learns arithmetic, in minutes, on a laptop.")
 
     flag = parser.add_argument_group("the six that matter first").add_argument
@@ -355,11 +345,11 @@ def parse_args(argv=None):
     flag = parser.add_argument_group("1. ask: weights, prompts, sampling").add_argument
     flag("--model_path", help="a folder of weights (default: reason_<hidden_size> or full_sft_<hidden_size>, looked up in "
                               "out_dir, then in model/weights)")
-    flag("--tokenizer_path", help="a folder with the tokenizer, where it does not lie beside the weights")
+    flag("--tokenizer_path", help="a folder with the tokenizer, if it is not in the folder of the weights")
     flag("--hidden_size", type=int, default=128, help="picks the weights by their name")
     flag("--num_hidden_layers", type=int, help="refuse weights with another number of layers")
     flag("--use_moe", type=int, choices=(0, 1), default=0, help="1: pick the weights whose name ends in _moe")
-    flag("--data_path", default=str(HERE / "dataset/train.jsonl"), help="the training prompts, a jsonl file")
+    flag("--data_path", help="the training prompts, a jsonl file (default: dataset/train.jsonl)")
     flag("--max_seq_len", type=int, default=66, help="tokens of a prompt at most; of a longer one the last are kept")
     flag("--num_workers", type=int, default=0, help="processes that read prompts ahead")
     flag("--temperature", type=float, default=1.0, help="of sampling, in training and in evaluation")
@@ -377,7 +367,7 @@ def parse_args(argv=None):
     flag("--num_iterations", type=int, default=1, help="optimizer steps on each rollout; with 1 the ratio stays 1")
     flag("--accumulation_steps", type=int, default=1, help="multiplies the prompts of a step")
     flag("--micro_batch_size", type=int, default=64,
-         help="completions that go through the model at once: changes the memory, never the result")
+         help="completions that go through the model at once in steps 3 and 4: changes the memory, never the result")
     flag("--epochs", type=int, default=1, help="how often the prompts are read")
     flag("--max_steps", type=int, default=150, help="steps at most; 0: as many as the epochs have")
     flag("--warmup_steps", type=int, default=3, help="steps over which the learning rate rises; then a cosine to a tenth")
@@ -385,9 +375,10 @@ def parse_args(argv=None):
     flag("--grad_clip", type=float, default=1.0, help="the norm of the gradient at most")
 
     flag = parser.add_argument_group("5. report: evaluation, logs, weights").add_argument
-    flag("--eval_data_path", default=str(HERE / "dataset/heldout.jsonl"), help="held-out problems with their answers")
-    flag("--eval_interval", type=int, default=25, help="steps between evaluations, besides before and after; 0: none at all")
+    flag("--eval_data_path", help="held-out problems with answers, a jsonl file (default: dataset/heldout.jsonl)")
+    flag("--eval_interval", type=int, default=25, help="steps between evaluations; one also runs before and after; 0: none")
     flag("--eval_samples", type=int, default=1000, help="held-out problems per evaluation")
+    flag("--eval_batch_size", type=int, default=256, help="held-out problems that are answered at once")
     flag("--num_generations_eval", type=int, default=2, help="k, samples per problem, for eval/accuracy and eval/pass@k")
     flag("--eval_only", action="store_true", help="evaluate the weights and stop")
     flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
@@ -401,11 +392,11 @@ def parse_args(argv=None):
     flag("--wandb_project", default="MiniGRPO", help="the project in SwanLab")
 
     flag = parser.add_argument_group("the machine").add_argument
-    flag("--device", help="cpu, cuda or mps (default: the best one there is)")
+    flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first of these that is there)")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
-         help="of matrix products; weights and log-probabilities are always float32; auto: bfloat16 on GPUs that are good at it")
+         help="of matrix products; weights and log-probabilities stay float32; auto: bfloat16 on GPUs made for it")
     flag("--seed", type=int, default=42, help="of the order of prompts and of sampling")
-    flag("--ddp", action="store_true", help="accepted and without effect: torchrun says it all")
+    flag("--ddp", action="store_true", help="ignored: use torchrun")
 
     args = parser.parse_args(argv)
     check_args(args, parser)
@@ -415,7 +406,7 @@ def parse_args(argv=None):
 def check_args(args, parser):
     """Refuses what can't work, by the flag's name."""
     for name in ("batch_size", "max_gen_len", "max_seq_len", "num_iterations", "accumulation_steps", "micro_batch_size",
-                 "epochs", "num_generations_eval", "eval_samples", "log_interval", "save_interval"):
+                 "epochs", "num_generations_eval", "eval_samples", "eval_batch_size", "log_interval", "save_interval"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}; it must be at least 1")
     for name in ("beta", "epsilon_low", "epsilon_high", "max_steps", "warmup_steps", "weight_decay", "eval_interval",
@@ -427,11 +418,13 @@ def check_args(args, parser):
             parser.error(f"--{name} is {getattr(args, name)}; it must be above 0")
     if args.num_generations < 2:
         parser.error(f"--num_generations is {args.num_generations}; a group needs at least 2 completions to compare")
+    args.data_path = args.data_path or str(HERE / "dataset/train.jsonl")
+    args.eval_data_path = args.eval_data_path or str(HERE / "dataset/heldout.jsonl")
     args.reward_funcs = args.reward_funcs or ["format", "tag"] * args.reasoning + ["rm", "accuracy"]
     args.reward_weights = args.reward_weights or [1.0] * len(args.reward_funcs)
     if len(args.reward_weights) != len(args.reward_funcs):
-        parser.error(f"--reward_weights has {len(args.reward_weights)} numbers for {len(args.reward_funcs)} reward functions "
-                     f"({' '.join(args.reward_funcs)}); give one for each")
+        parser.error(f"--reward_weights has {len(args.reward_weights)} numbers for {len(args.reward_funcs)} reward "
+                     f"functions ({' '.join(args.reward_funcs)}); give one for each")
     if args.use_wandb:
         args.swanlab = "online"
     suffix = f"{args.hidden_size}{'_moe' if args.use_moe else ''}"
@@ -448,27 +441,6 @@ def find_weights(name, *folders):
     return next((path for path in paths if (path / "config.json").is_file()), paths[-1])
 
 
-def lr_at(step, total_steps, *, peak, warmup_steps):
-    """Learning rate of a step (from 1): a linear rise, then a cosine from the peak to a tenth of it."""
-    if step <= warmup_steps:
-        return peak * step / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-
-
-@contextmanager
-def user_errors():
-    """A user's mistake ends the run with its one sentence and exit code 2; MINIGRPO_TRACEBACK=1 shows where it was found."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        if os.environ.get("MINIGRPO_TRACEBACK"):
-            raise
-        if os.environ.get("RANK", "0") == "0":      # every rank fails alike: one of them says so
-            print(f"train_grpo.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 # --- main -------------------------------------------------------------------------------------------------------------
 
 
@@ -481,17 +453,32 @@ def load_models(args, device):
     tokenizer_path = args.tokenizer_path or args.model_path
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"{tokenizer_path}: its tokenizer has no EOS token to end an answer with; give another --tokenizer_path")
-    reference = in_precision(copy.deepcopy(policy), args.dtype, device) if args.beta > 0 else None
+        raise ValueError(f"{tokenizer_path}: its tokenizer has no EOS token to end an answer with; "
+                         "give another --tokenizer_path")
+    # Copied before either is wrapped: a copied wrapper would go on calling the policy.
+    reference = copy.deepcopy(policy) if args.beta > 0 else None
+    if reference is not None:
+        in_precision(reference, args.dtype, device)
     reward_funcs = load_reward_funcs(args.reward_funcs, reward_model_path=args.reward_model_path,
                                      reasoning=args.reasoning, device=device)
     return tokenizer, in_precision(policy, args.dtype, device), reference, reward_funcs
 
 
+def read_heldout(args):
+    """The held-out problems that an exam asks, those with an answer; none are read where no exam is held."""
+    if not (args.eval_interval or args.eval_only):
+        return []
+    problems = [row for row in PromptDataset(args.eval_data_path) if row.get("answer") is not None][:args.eval_samples]
+    if not problems:
+        raise ValueError(f"--eval_data_path {args.eval_data_path}: no line has an answer to compare with; add the field, "
+                         "or train with --eval_interval 0")
+    return problems
+
+
 def batches_of_steps(args, world, problems, collate, steps):
     """The prompts of this rank at each of these steps, `batch_size * accumulation_steps` of them."""
-    rows = [rows_of_step(step, len(problems), args.batch_size * args.accumulation_steps, rank=world.rank,
-                         world_size=world.size, seed=args.seed) for step in steps]
+    rows = (rows_of_step(step, len(problems), args.batch_size * args.accumulation_steps, rank=world.rank,
+                         world_size=world.size, seed=args.seed) for step in steps)
     return DataLoader(problems, batch_sampler=rows, collate_fn=collate, num_workers=args.num_workers)
 
 
@@ -503,10 +490,18 @@ def eos_token_ids(model, tokenizer):
 
 def in_precision(model, dtype, device):
     """Lets every forward of the model, whoever calls it, make its matrix products in bfloat16 where --dtype asks for it."""
-    good_at_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    if dtype == "bfloat16" or dtype == "auto" and good_at_it:
+    made_for_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype == "bfloat16" or dtype == "auto" and made_for_it:
         model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
     return model
+
+
+def lr_at(step, last_step, *, peak, warmup_steps):
+    """Learning rate of a step (from 1): a linear rise, then a cosine from the peak to a tenth of it."""
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    progress = (step - warmup_steps) / max(1, last_step - warmup_steps)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
 def seed_of(*numbers):
@@ -517,77 +512,32 @@ def seed_of(*numbers):
     return seed
 
 
-@contextmanager
-def timed(timings, phase, device):
-    """Adds the seconds of a phase to timings["timing_s/<phase>"]."""
-    start = time.perf_counter()
-    yield
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)      # a GPU works on after the call has returned
-    timings[f"timing_s/{phase}"] = timings.get(f"timing_s/{phase}", 0.0) + time.perf_counter() - start
-
-
-def step_metrics(world, rollout, rewards, per_function, *, num_generations, eos_token_id):
-    """What steps 1 and 2 gave, over the completions of all ranks, by TRL's names."""
-    lengths = rollout.mask.sum(1).cpu()                                                 # (N,)
-    last_ids = rollout.completion_ids.cpu().gather(1, lengths[:, None] - 1)[:, 0]        # (N,)
-    ended = torch.isin(last_ids, torch.tensor(eos_token_id))
-    table = torch.stack((rewards, lengths, ended, *per_function.values()), dim=1)       # (N, 3 + functions)
-    rewards, lengths, ended, *values = torch.tensor(world.gather(table.tolist())).T
-    if rewards.isnan().all():
-        raise ValueError("no completion of this step was judged: every reward function returned None or failed; "
-                         "check that --reward_funcs fit the data")
-    group_std = rewards.view(-1, num_generations).std(1)                                # (B,)
-    metrics = {
-        "reward": rewards.nanmean(),
-        "reward_std": group_std.nanmean(),
-        "frac_reward_zero_std": (group_std < 1e-6).float().mean(),
-        "completions/mean_length": lengths.mean(),
-        "completions/min_length": lengths.min(),
-        "completions/max_length": lengths.max(),
-        "completions/clipped_ratio": 1 - ended.mean(),
-        "step_tokens": lengths.sum(),
-    }
-    for name, value in zip(per_function, values):
-        judged = value[~value.isnan()]
-        metrics |= {f"rewards/{name}/mean": judged.mean(), f"rewards/{name}/std": judged.std()}
-    return {name: value.item() for name, value in metrics.items()}
-
-
-def completion_rows(batch, completions, rewards, per_function, advantages):
-    """What completions.jsonl says of each completion: prompt, text, every reward, and the advantage that came of them."""
-    G = len(completions) // len(batch["prompts"])
+def describe(rollout, batch, completions, rewards, per_function, eos_token_id):
+    """A row of completions.jsonl for each completion: prompt, text, every reward, and the advantage that came of them."""
+    G, lengths = len(completions) // len(batch["prompts"]), rollout.mask.sum(1)             # (N,)
+    last_ids = rollout.completion_ids.gather(1, lengths[:, None] - 1)[:, 0].tolist()
     return [{
         "prompt": batch["prompts"][i // G],
         "messages": batch["columns"]["messages"][i // G],
         "completion": completions[i],
+        "length": int(lengths[i]),
+        "ended": last_ids[i] in eos_token_id,
         "rewards": {name: values[i].item() for name, values in per_function.items()},
         "reward": rewards[i].item(),
-        "advantage": advantages[i],
+        "advantage": rollout.advantages[i].item(),
     } for i in range(len(completions))]
 
 
-def totals(timings, num_tokens):
-    """The timings of the phases, their sum, and tokens per second."""
-    seconds = sum(timings.values())
-    return timings | {"step_time": seconds, "perf/throughput": num_tokens / seconds}
-
-
-def intro(args, model, world, num_problems, last):
-    """What is about to happen, in a few lines."""
-    prompts = args.batch_size * args.accumulation_steps * world.size
-    weighted = [name if weight == 1 else f"{weight:g} {name}" for name, weight in zip(args.reward_funcs, args.reward_weights)]
-    return [
-        f"policy   {args.model_path}, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters",
-        f"device   {world.device.type}, {world.size} process{'es' * (world.size > 1)}, {torch.get_num_threads()} threads each",
-        f"prompts  {num_problems:,} in {args.data_path}",
-        f"rewards  {' + '.join(weighted)}",
-        f"steps    {last}, each samples {prompts} prompts x {args.num_generations} completions and learns from them",
-        "",
-        "The loss will read about 0 throughout, because the advantages of a group cancel out:",
-        "watch the reward, and the accuracy on held-out problems.",
-        "",
-    ]
+@contextmanager
+def user_errors():
+    """A user's mistake ends the run with its one sentence and exit code 2; MINIGRPO_TRACEBACK=1 shows where it was found."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if os.environ.get("MINIGRPO_TRACEBACK"):
+            raise
+        print(f"train_grpo.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 @user_errors()
@@ -596,72 +546,76 @@ def main(argv=None):
     world = World(args.device)
     device, run_dir, G = world.device, Path(args.out_dir) / args.run_name, args.num_generations
     tokenizer, policy, reference, reward_funcs = load_models(args, device)
-    problems, heldout = PromptDataset(args.data_path), PromptDataset(args.eval_data_path)[:args.eval_samples]
+    problems, heldout = PromptDataset(args.data_path), read_heldout(args)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), weight_decay=args.weight_decay)
-    done, num_tokens = load_checkpoint(run_dir / "checkpoint", policy, optimizer) if args.resume else (0, 0)
-    last = args.epochs * steps_per_epoch(len(problems), args.batch_size * args.accumulation_steps, world.size)
-    last = min(last, args.max_steps or last)
+    steps_done, num_tokens = load_checkpoint(run_dir / "checkpoint", policy, optimizer) if args.resume else (0, 0)
+    last_step = args.epochs * steps_per_epoch(len(problems), args.batch_size * args.accumulation_steps, world.size)
+    last_step = min(last_step, args.max_steps or last_step)
     collate = PromptCollator(tokenizer, args.max_seq_len)
-    batches = batches_of_steps(args, world, problems, collate, steps=range(done + 1, last + 1))
+    batches = batches_of_steps(args, world, problems, collate, range(steps_done + 1, last_step + 1))
     eos, generator = eos_token_ids(policy, tokenizer), torch.Generator(device)
     sampling = {"max_new_tokens": args.max_gen_len, "temperature": args.temperature, "eos_token_id": eos,
                 "pad_token_id": tokenizer.pad_token_id or 0, "generator": generator}
-    scoring = {"micro_batch_size": args.micro_batch_size, "temperature": args.temperature}
+    logps_of = {"micro_batch_size": args.micro_batch_size, "temperature": args.temperature}
 
-    def held_out(step):
+    def exam(step):
         generator.manual_seed(seed_of(args.seed, 1, step, world.rank))
-        return evaluate(policy, heldout, collate, world, num_generations=args.num_generations_eval, **sampling)
+        return evaluate(policy, heldout, collate, world, num_generations=args.num_generations_eval,
+                        batch_size=args.eval_batch_size, **sampling)
 
     if args.eval_only:
-        results = held_out(done)
+        results = exam(steps_done)
         if world.rank == 0:
             print(json.dumps(results, indent=2))
-        return world.close()
-    with Report(run_dir, args, total_steps=last, start_step=done, active=world.rank == 0) as report:
-        report.intro(intro(args, policy, world, len(problems), last))
-        if args.eval_interval and done == 0:
-            report.evaluation(0, held_out(0))
-        for step, batch in enumerate(batches, start=done + 1):
-            timings = {}
+        world.close()
+        return
+    if world.rank == 0 and not args.resume:
+        discard_checkpoint(run_dir / "checkpoint")
+    with Report(run_dir, args, total_steps=last_step, start_step=steps_done, active=world.rank == 0) as report:
+        report.intro(policy, device, world.size, len(problems))
+        if args.eval_interval and steps_done == 0:
+            report.evaluation(0, exam(0))
+        for step, batch in enumerate(batches, start=steps_done + 1):
             # 1. ask: G completions of every prompt
-            with timed(timings, "rollout", device):
+            with report.timed("rollout"):
                 generator.manual_seed(seed_of(args.seed, 0, step, world.rank))
                 rollout = ask(policy, batch, num_generations=G, **sampling)
             # 2. judge: rewards, then advantages within each group
-            with timed(timings, "reward", device):
+            with report.timed("reward"):
                 completions, rewards, per_function = judge(
                     rollout, batch, tokenizer, reward_funcs, args.reward_weights, num_generations=G)
+                rollout.advantages = group_advantages(rewards, G).to(device)
+                rows = world.gather(describe(rollout, batch, completions, rewards, per_function, eos))
+                metrics = rollout_metrics(rows, G)
             # 3. remember: log-probabilities under the policy that sampled, if it moves more than once, and the reference
             if args.num_iterations > 1:
-                with timed(timings, "old_logps", device):
-                    rollout.old_logps = remember(policy, rollout, **scoring)
+                with report.timed("old_logps"):
+                    rollout.old_logps = remember(policy, rollout, **logps_of)
             if reference is not None:
-                with timed(timings, "ref_logps", device):
-                    rollout.ref_logps = remember(reference, rollout, **scoring)
+                with report.timed("ref_logps"):
+                    rollout.ref_logps = remember(reference, rollout, **logps_of)
             # 4. learn: clipped gradient steps on micro-batches
-            with timed(timings, "update", device):
-                lr = lr_at(step, last, peak=args.learning_rate, warmup_steps=args.warmup_steps)
+            with report.timed("update"):
+                lr = lr_at(step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
                 optimizer.param_groups[0]["lr"] = lr
-                metrics = learn(policy, optimizer, rollout, world, num_iterations=args.num_iterations, beta=args.beta,
-                                epsilon_low=args.epsilon_low, epsilon_high=args.epsilon_high, grad_clip=args.grad_clip, **scoring)
-            # 5. report: metrics, now and then an evaluation, a checkpoint and a picture
-            metrics |= step_metrics(world, rollout, rewards, per_function, num_generations=G, eos_token_id=eos)
-            num_tokens += metrics["step_tokens"]
-            if args.eval_interval and (step % args.eval_interval == 0 or step == last):
-                with timed(timings, "eval", device):
-                    evaluation = held_out(step)
-                report.evaluation(step, evaluation)
-                metrics |= evaluation
-            if world.rank == 0 and (step % args.save_interval == 0 or step == last):
-                with timed(timings, "checkpoint", device):
-                    save_checkpoint(run_dir / "checkpoint", policy, tokenizer, optimizer, step=step, num_tokens=num_tokens)
-                    report.draw()
-            metrics |= totals(timings, metrics.pop("step_tokens"))
-            report.step(step, metrics | {"num_tokens": num_tokens, "learning_rate": lr})
-            rows = completion_rows(batch, completions, rewards, per_function, rollout.advantages.tolist())
-            report.completions(step, rows)
-            if step in (done + 1, last):
+                metrics |= learn(policy, optimizer, rollout, world, num_iterations=args.num_iterations, beta=args.beta,
+                                 epsilon_low=args.epsilon_low, epsilon_high=args.epsilon_high,
+                                 grad_clip=args.grad_clip, **logps_of)
+            # 5. report: metrics, now and then an exam, a checkpoint, a picture
+            num_tokens += metrics["tokens"]
+            metrics |= {"num_tokens": num_tokens, "learning_rate": lr}
+            if args.eval_interval and (step % args.eval_interval == 0 or step == last_step):
+                with report.timed("eval"):
+                    results = exam(step)
+                report.evaluation(step, results)
+                metrics |= results
+            report.step(step, metrics, rows)
+            if step in (steps_done + 1, last_step):
                 report.group(step, rows[:G])
+            if world.rank == 0 and (step % args.save_interval == 0 or step == last_step):
+                with report.timed("checkpoint"):
+                    save_checkpoint(run_dir / "checkpoint", policy, tokenizer, optimizer, step=step, num_tokens=num_tokens)
+                report.draw()
         if world.rank == 0:
             save_pretrained(policy, tokenizer, run_dir / "final")
     world.close()

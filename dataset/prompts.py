@@ -43,7 +43,7 @@ def read_row(line, where):
     except UnicodeDecodeError:
         raise ValueError(f"{where}: not UTF-8; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); write one object per line") from None
+        raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); write one object a line") from None
     fields = [name for name in PROMPT_FIELDS if isinstance(row, dict) and name in row]
     if not fields:
         raise ValueError(f"{where}: no field {', '.join(PROMPT_FIELDS)}; one of them must hold the prompt")
@@ -54,7 +54,8 @@ def read_row(line, where):
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list) or not all(
-            isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content")) for turn in messages):
+            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+            for turn in messages):
         raise ValueError(f"{where}: {field} must be a text or a list of turns, each with a role and a content")
     if messages and messages[-1]["role"] == "assistant":    # the reply of a demonstration: ours is to be sampled
         messages = messages[:-1]

@@ -1,5 +1,6 @@
-from .checkpoint import load_pretrained, save_pretrained
+from .checkpoint import discard_checkpoint, load_checkpoint, load_pretrained, save_checkpoint, save_pretrained
 from .model import MiniMindConfig, MiniMindForCausalLM
 from .sampler import sample
 
-__all__ = ["MiniMindConfig", "MiniMindForCausalLM", "load_pretrained", "sample", "save_pretrained"]
+__all__ = ["MiniMindConfig", "MiniMindForCausalLM", "discard_checkpoint", "load_checkpoint", "load_pretrained", "sample",
+           "save_checkpoint", "save_pretrained"]

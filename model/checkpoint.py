@@ -1,8 +1,10 @@
 """Weights on disk, as transformers lays them out: a folder with config.json, model.safetensors, the tokenizer's files."""
 import json
+import shutil
 from dataclasses import fields
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from .model import MiniMindConfig, MiniMindForCausalLM
@@ -81,7 +83,15 @@ def save_pretrained(model, tokenizer, path):
         state.pop("lm_head.weight", None)
     save_file(state, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(hub_config(model), indent=2) + "\n")
+    save_tokenizer(tokenizer, path)
+
+
+def save_tokenizer(tokenizer, path):
+    """The tokenizer's files, under the class name that transformers 4 knows too: to 5 it is the same class."""
     tokenizer.save_pretrained(path)
+    config = Path(path) / "tokenizer_config.json"
+    text = config.read_text(encoding="utf-8").replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
+    config.write_text(text, encoding="utf-8")
 
 
 def hub_config(model):
@@ -106,3 +116,34 @@ def hub_config(model):
         "dtype": dtype,
         "torch_dtype": dtype,           # the same, by the name that transformers 4 looks for
     }
+
+
+def save_checkpoint(folder, model, tokenizer, optimizer, **progress):
+    """Everything that a resume needs. The old checkpoint stays whole until the new one is."""
+    new, old = folder.with_suffix(".new"), folder.with_suffix(".old")
+    shutil.rmtree(new, ignore_errors=True)
+    save_pretrained(model, tokenizer, new)
+    torch.save({"optimizer": optimizer.state_dict(), **progress}, new / "optimizer.pt")
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_checkpoint(folder, model, optimizer):
+    """Puts weights and optimizer back to what they were; returns the steps done and the tokens sampled so far."""
+    if not folder.exists():                                 # a crash between the two renames leaves the old one
+        folder = folder.with_suffix(".old")
+    if not (folder / "optimizer.pt").is_file():
+        raise ValueError(f"--resume: no checkpoint in {folder}; start the run without --resume, or name it with --run_name")
+    model.load_state_dict(load_pretrained(folder).state_dict())
+    saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+    optimizer.load_state_dict(saved["optimizer"])
+    return saved["step"], saved["num_tokens"]
+
+
+def discard_checkpoint(folder):
+    """A new run by an old name starts over: what it might resume from is its own."""
+    for path in (folder, folder.with_suffix(".old")):
+        shutil.rmtree(path, ignore_errors=True)

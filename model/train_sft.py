@@ -8,8 +8,8 @@ The shipped weights are three runs of this script, each a stage that starts wher
     python -m model.train_sft --data out/sft/full_sft.jsonl --init out/pretrain_128 --save model/weights/full_sft_128 ...
     python -m model.train_sft --data out/sft/reason.jsonl --init out/pretrain_128 --save model/weights/reason_128 ...
 
-The loss is the mean cross-entropy over the tokens of the assistant's turns, <|im_end|> included: a model that never
-learns to stop never stops.
+The loss is the cross-entropy of the tokens of the assistant's turns, <|im_end|> included: a model that never learns to
+stop never stops.
 """
 import argparse
 import json
@@ -55,13 +55,16 @@ def batches(examples, batch_size, rng):
                 yield [examples[i] for i in group]
 
 
-def loss_of(model, batch, device):
+def loss_of(model, batch, tokens_per_batch, device):
     length = max(len(ids) for ids, _ in batch)
     ids = torch.tensor([ids + [0] * (length - len(ids)) for ids, _ in batch], device=device)                # (N, T)
     labels = torch.tensor([labels + [-100] * (length - len(labels)) for _, labels in batch], device=device)
     # Padding on the right needs no mask: nothing before it can see it.
     logits = model(ids)[:, :-1].float()                                                                      # (N, T-1, V)
-    return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    # Divided by what a batch holds on average, not by what this one holds: a batch of short replies would else count more
+    # per token, and the model would give short replies more often than its teacher.
+    total = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+    return total / tokens_per_batch
 
 
 def main():
@@ -100,9 +103,10 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / args.warmup_steps)
                                                  * (0.01 + 0.99 * (1 + math.cos(math.pi * step / args.steps)) / 2))
+    tokens_per_batch = args.batch_size * sum(label != -100 for _, labels in examples for label in labels) / len(examples)
     source, start = batches(examples, args.batch_size, rng), time.time()
     for step in range(1, args.steps + 1):
-        loss = loss_of(model, next(source), device)
+        loss = loss_of(model, next(source), tokens_per_batch, device)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -17,8 +17,10 @@ import sys
 import textwrap
 import time
 from collections import deque
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 # The field's most common accidents, and the way out of each.
@@ -43,6 +45,7 @@ class Report:
         self.current_step = start_step
         self.held_out = None                    # the last held-out accuracy, sampled
         self.dead_groups = deque(maxlen=10)     # frac_reward_zero_std of the last steps
+        self.timings = {}                       # timing_s/<phase> -> seconds, since the last step
         self.warned_at = {}                     # text of a warning -> step at which it was last printed
 
     def __enter__(self):
@@ -82,10 +85,36 @@ class Report:
 
     # ---- what the training loop calls -------------------------------------------------------------------------------
 
-    def intro(self, lines):
+    def intro(self, policy, device, num_processes, num_prompts):
         """Print what a user should know before the first step."""
-        if self.active:
-            self._print("\n".join(lines))
+        if not self.active:
+            return
+        args = self.args
+        rewards = [name if weight == 1 else f"{weight:g} {name}"
+                   for name, weight in zip(args.reward_funcs, args.reward_weights)]
+        size = sum(parameter.numel() for parameter in policy.parameters())
+        prompts = args.batch_size * args.accumulation_steps * num_processes
+        self._print("\n".join([
+            f"policy   {short(Path(args.model_path))}, {size / 1e6:,.2f} M parameters",
+            f"device   {device.type}, {num_processes} process{'es' * (num_processes > 1)}",
+            f"prompts  {num_prompts:,} in {short(Path(args.data_path))}",
+            f"rewards  {' + '.join(rewards)}",
+            f"steps    {self.total_steps}, each with {prompts} prompts x {args.num_generations} completions",
+            f"files    {short(self.run_dir)}/",
+            "",
+            "The loss will read about 0 all the time: in its value, though not in its gradient, the advantages of a group",
+            "cancel out. Whether the policy learns shows in the reward, and in the accuracy on held-out problems.",
+            "",
+        ]))
+
+    @contextmanager
+    def timed(self, phase):
+        """Time a phase of a step; what comes after step() counts for the next one."""
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()            # a GPU works on after the call has returned
+        self.timings[f"timing_s/{phase}"] = self.timings.get(f"timing_s/{phase}", 0.0) + time.perf_counter() - start
 
     def evaluation(self, step, metrics):
         """Write and print one held-out evaluation; step 0 is before training."""
@@ -104,12 +133,22 @@ class Report:
             parts.append(f"{metrics['eval/mean_length']:.0f} tokens")
         self._print(f"step {step:>3}  held-out accuracy {', '.join(parts)}")
 
-    def step(self, step, metrics):
-        """Write one training step, move the bar, and warn of what usually goes wrong."""
+    def step(self, step, metrics, rows):
+        """Write one training step and its completions, move the bar, and warn of what usually goes wrong.
+
+        To the metrics come the seconds of each phase, their sum, and tokens sampled per second of all but evaluation and
+        checkpoint. rows: a dict for each completion, with its prompt, text, rewards and advantage.
+        """
         if not self.active:
             return
         self.current_step = step
+        aside = sum(self.timings.get(f"timing_s/{phase}", 0.0) for phase in ("eval", "checkpoint"))
+        seconds = sum(self.timings.values())
+        metrics = metrics | self.timings | {"step_time": seconds, "perf/throughput": metrics["tokens"] / (seconds - aside)}
+        self.timings = {}
         self._write("metrics", {"step": step, **metrics})
+        for row in rows:
+            self._write("completions", {"step": step, **row})
         self._log({key: value for key, value in metrics.items() if not key.startswith("eval/")}, step)
 
         numbers = self._numbers(step, metrics)
@@ -135,22 +174,18 @@ class Report:
         title = f"── step {step}, one group of {len(rows)} "
         names = list(rows[0]["rewards"])
         columns = [name.removesuffix("_reward").rjust(5) for name in ("advantage", "reward", *names)]
-        lines = ["", title + "─" * (width - len(title)), *fold(rows[0]["prompt"], width, max_lines=3), "  " + "  ".join(columns)]
+        lines = ["", title + "─" * (width - len(title)), *fold(rows[0]["prompt"], width, max_lines=3)]
+        lines.append("  " + "  ".join(columns))
         for row in rows:
-            values = [number(row["advantage"], "+.2f"), number(row["reward"]), *(number(row["rewards"][name]) for name in names)]
+            values = [number(row["advantage"], "+.2f"), number(row["reward"])]
+            values += [number(row["rewards"][name]) for name in names]
             lines.append("  " + "  ".join(value.rjust(len(name)) for name, value in zip(columns, values)))
             lines += [f"    │ {line}" for line in fold(row["completion"], width - 6, max_lines=5)]
         self._print("\n".join([*lines, "─" * width]))
         if self.swanlab:
-            samples = [self.swanlab.Text(f"{row['prompt']}\n\n{row['completion']}", caption=f"reward {number(row['reward'])}")
-                       for row in rows[:4]]
+            samples = [self.swanlab.Text(f"{row['prompt']}\n\n{row['completion']}",
+                                         caption=f"reward {number(row['reward'])}") for row in rows[:4]]
             self.swanlab.log({"samples": samples}, step=step)
-
-    def completions(self, step, rows):
-        """Append rows (dicts, one per completion) to completions.jsonl."""
-        if self.active:
-            for row in rows:
-                self._write("completions", {"step": step, **row})
 
     def warn(self, text):
         """Print one line above the bar; the same text is not repeated within 20 steps."""

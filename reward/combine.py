@@ -12,7 +12,7 @@ RULES = {"format": format_reward, "tag": tag_reward, "accuracy": accuracy_reward
 
 
 def load_reward_funcs(names, *, reward_model_path=None, reasoning=True, device="cpu"):
-    """The functions behind `format`, `tag`, `rm`, `accuracy` and `module:function`; ValueError names one that is not there."""
+    """The functions behind `format`, `tag`, `rm`, `accuracy`, `module:function`; ValueError names one that is not there."""
     funcs = []
     for name in names:
         if name == "rm":

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoTokenizer
 
-from model.checkpoint import hub_config, load_state, read_config, read_weights
+from model.checkpoint import hub_config, load_state, read_config, read_weights, save_tokenizer
 from model.model import Decoder
 
 from .rules import answer_block
@@ -22,10 +22,9 @@ class RewardModel(nn.Module):
         self.model = Decoder(config)
         self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
-    def forward(self, input_ids, last):
-        """Scores (N,) of chats input_ids (N, T), padded on the right, that end at the positions `last` (N,)."""
-        hidden = self.model(input_ids)                      # no mask: causal attention never looks at what stands behind
-        return self.score(hidden[torch.arange(len(last), device=last.device), last])[:, 0].float()
+    def forward(self, input_ids):
+        """Scores (N, T) of chats input_ids (N, T), padded on the right, as if each ended with that token."""
+        return self.score(self.model(input_ids))[..., 0].float()        # no mask: nothing looks at what stands behind it
 
     def encode(self, chats):
         """Ids (N, T), padded on the right, and the position of the last token of each chat, (N,)."""
@@ -33,16 +32,19 @@ class RewardModel(nn.Module):
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         device, T = self.score.weight.device, max(map(len, ids))
         padded = [row + [0] * (T - len(row)) for row in ids]                                # never looked at: any id does
-        return torch.tensor(padded, device=device), torch.tensor([len(row) - 1 for row in ids], device=device)
+        last = [len(row) - 1 for row in ids]
+        return torch.tensor(padded, device=device), torch.tensor(last, device=device)
 
     @torch.no_grad()
     def get_scores(self, chats, batch_size=128):
-        """One score for each chat, a list of {"role", "content"}: unbounded; what counts is their difference on one prompt."""
-        order = sorted(range(len(chats)), key=lambda i: sum(len(turn["content"]) for turn in chats[i]))     # little padding
+        """A score for each chat, a list of {"role", "content"}: unbounded; what counts is the difference on one prompt."""
+        lengths = [sum(len(turn["content"]) for turn in chat) for chat in chats]
+        order = sorted(range(len(chats)), key=lengths.__getitem__)                          # little padding in a batch
         scores = torch.zeros(len(chats))
         for start in range(0, len(chats), batch_size):
             rows = order[start:start + batch_size]
-            scores[rows] = self(*self.encode([chats[i] for i in rows])).cpu()
+            input_ids, last = self.encode([chats[i] for i in rows])
+            scores[rows] = self(input_ids).gather(1, last[:, None])[:, 0].cpu()
         return scores.tolist()
 
     def get_score(self, chat):
@@ -57,7 +59,7 @@ class RewardModel(nn.Module):
         config = hub_config(self) | {"id2label": {"0": "score"}, "label2id": {"score": 0}}         # one label: one number
         config["architectures"] = [config["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")]
         (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        self.tokenizer.save_pretrained(path)
+        save_tokenizer(self.tokenizer, path)
 
 
 def load_reward_model(path, *, device="cpu"):

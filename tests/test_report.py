@@ -1,6 +1,8 @@
 import argparse
 import json
+import math
 import struct
+import time
 
 import pytest
 
@@ -13,14 +15,14 @@ def arguments(**changed):
 
 def metrics(step, **changed):
     return {"reward": 0.1 * step, "completions/mean_length": 20.0, "completions/clipped_ratio": 0.0, "frac_reward_zero_std": 0.2,
-            "grad_norm": 1.0, "timing_s/rollout": 0.5, "timing_s/update": 0.4} | changed
+            "grad_norm": 1.0, "tokens": 100} | changed
 
 
 def run(folder, steps, start_step=0, **changed):
     with Report(folder, arguments(), total_steps=steps[-1], start_step=start_step) as report:
         for step in steps:
-            report.step(step, metrics(step, **changed))
-            report.completions(step, [{"prompt": "p", "completion": "c"}] * 2)
+            with report.timed("rollout"):
+                report.step(step, metrics(step, **changed), [{"prompt": "p", "completion": "c"}] * 2)
 
 
 ROWS = [{"prompt": "What is 1+1?", "completion": "two", "reward": 1.5, "rewards": {"tag_reward": 1.0, "accuracy_reward": 0.5}, "advantage": 0.71},
@@ -44,11 +46,14 @@ def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
     with Report(tmp_path / "run", arguments(), total_steps=3) as report:
         report.evaluation(0, {"eval/accuracy": nan, "eval/greedy_accuracy": 0.5})
         for step in (1, 2, 3):
-            report.step(step, metrics(step, kl=nan, grad_norm=-inf))
+            with report.timed("rollout"):
+                time.sleep(0.01)
+            report.step(step, metrics(step, kl=nan, grad_norm=-inf), [{"completion": "苹果\n\"quoted\"", "reward": nan}] * (step == 3))
             assert len(lines(tmp_path / "run/metrics.jsonl")) == step        # there at once, not when the run ends
-        report.completions(3, [{"completion": "苹果\n\"quoted\"", "reward": nan}])
     rows = lines(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[1]["step_time"] == rows[1]["timing_s/rollout"] >= 0.01
+    assert rows[1]["perf/throughput"] == pytest.approx(100 / rows[1]["step_time"])
     assert rows[1]["reward"] == 0.2 and rows[1]["kl"] is None and rows[1]["grad_norm"] is None
     assert lines(tmp_path / "run/eval.jsonl") == [{"step": 0, "eval/accuracy": None, "eval/greedy_accuracy": 0.5}]
     assert lines(tmp_path / "run/completions.jsonl") == [{"step": 3, "completion": "苹果\n\"quoted\"", "reward": None}]
@@ -81,11 +86,11 @@ def test_a_new_run_in_an_old_folder_starts_from_nothing(tmp_path):
 
 def test_an_inactive_report_writes_and_prints_nothing(tmp_path, capsys):
     with Report(tmp_path / "run", arguments(), total_steps=1, active=False) as report:
-        report.intro(["hello"])
+        report.intro(None, None, 1, 1)
         report.evaluation(0, {"eval/accuracy": 0.5})
-        report.step(1, metrics(1, grad_norm=float("nan")))
+        with report.timed("rollout"):
+            report.step(1, metrics(1, grad_norm=float("nan")), ROWS)
         report.group(1, ROWS)
-        report.completions(1, [{"completion": "c"}])
         report.warn("careful")
         report.draw()
     assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
@@ -102,7 +107,7 @@ def test_a_run_leaves_its_curves_as_a_picture_even_if_it_dies(tmp_path):
         with Report(tmp_path, arguments(), total_steps=9) as report:
             report.evaluation(0, {"eval/accuracy": 0.2, "eval/pass@4": 0.6})
             for step in (1, 2):
-                report.step(step, metrics(step, kl=float("nan")))
+                report.step(step, metrics(step, kl=float("nan")), ROWS)
             raise KeyboardInterrupt
     width, height = png_size(tmp_path / "curves.png")
     assert 1000 <= width <= 3000 and 600 <= height <= 2000

@@ -1,0 +1,70 @@
+"""Preference pairs from policies' own replies: of several replies to one problem, a right one is better than a wrong one.
+
+    python -m reward.sample_pairs --policies model/weights/reason_128 model/weights/full_sft_128 \\
+        --prompts dataset/train.jsonl --save out/sft/preference.jsonl
+
+writes {"conversations", "chosen", "rejected", "kind"}, in two kinds: "reply", the replies as they are, and "answer", only
+what they answer. A reward model learns what such pairs have in common, whether or not it is what we mean by better: here
+right replies are mostly the long, worked ones, and wrong ones mostly guesses.
+"""
+import argparse
+import json
+import random
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from dataset import PromptCollator, PromptDataset
+from model import load_pretrained, sample
+
+from .rules import accuracy_reward, extract_answer
+
+
+def replies(path, problems, num_generations, seed):
+    """[(text, right?)] * num_generations for each problem, sampled at temperature 1."""
+    tokenizer, model = AutoTokenizer.from_pretrained(path), load_pretrained(path, dtype=torch.float32)
+    collate, generator = PromptCollator(tokenizer, max_seq_len=66), torch.Generator().manual_seed(seed)
+    for start in range(0, len(problems), 64):
+        batch = collate(problems[start:start + 64])
+        ids, _ = sample(model, batch["prompt_ids"], batch["prompt_mask"], num_generations=num_generations, max_new_tokens=96,
+                        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, generator=generator)
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        answers = [answer for answer in batch["columns"]["answer"] for _ in range(num_generations)]
+        judged = list(zip(texts, accuracy_reward(None, texts, answers)))
+        yield from (judged[i:i + num_generations] for i in range(0, len(judged), num_generations))
+
+
+def pairs_of(group, rng, most):
+    """(right reply, wrong reply) for as many as there are of both, at most `most`."""
+    right, wrong = ([text for text, score in group if score == side] for side in (1.0, 0.0))
+    rng.shuffle(right)
+    rng.shuffle(wrong)
+    return list(zip(right, wrong))[:most]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policies", type=Path, nargs="+", required=True, help="folders of weights to sample from")
+    parser.add_argument("--prompts", type=Path, required=True, help="a jsonl file of problems with answers")
+    parser.add_argument("--save", type=Path, required=True, help="the jsonl file that the pairs go to")
+    parser.add_argument("--num_generations", type=int, default=8, help="replies to each problem")
+    parser.add_argument("--most", type=int, default=2, help="pairs from each problem at most, of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    problems, rng, written = PromptDataset(args.prompts).rows, random.Random(args.seed), 0
+    with open(args.save, "w", encoding="utf-8") as file:
+        for policy in args.policies:
+            for problem, group in zip(problems, replies(policy, problems, args.num_generations, args.seed)):
+                for chosen, rejected in pairs_of(group, rng, args.most):
+                    answers = extract_answer(chosen), extract_answer(rejected)
+                    for kind, (better, worse) in {"reply": (chosen, rejected), "answer": answers}.items():
+                        row = {"conversations": problem["messages"], "chosen": better, "rejected": worse, "kind": kind}
+                        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                        written += 1
+    print(f"wrote {written} pairs to {args.save}")
+
+
+if __name__ == "__main__":
+    main()
