@@ -369,14 +369,14 @@ def parse_args(argv=None):
     flag("--micro_batch_size", type=int, default=64,
          help="completions that go through the model at once in steps 3 and 4: changes the memory, never the result")
     flag("--epochs", type=int, default=1, help="how often the prompts are read")
-    flag("--max_steps", type=int, default=150, help="steps at most; 0: as many as the epochs have")
+    flag("--max_steps", type=int, default=120, help="steps at most; 0: as many as the epochs have")
     flag("--warmup_steps", type=int, default=3, help="steps over which the learning rate rises; then a cosine to a tenth")
     flag("--weight_decay", type=float, default=0.0, help="AdamW's")
     flag("--grad_clip", type=float, default=1.0, help="the norm of the gradient at most")
 
     flag = parser.add_argument_group("5. report: evaluation, logs, weights").add_argument
     flag("--eval_data_path", help="held-out problems with answers, a jsonl file (default: dataset/heldout.jsonl)")
-    flag("--eval_interval", type=int, default=25, help="steps between evaluations; one also runs before and after; 0: none")
+    flag("--eval_interval", type=int, default=30, help="steps between evaluations; one also runs before and after; 0: none")
     flag("--eval_samples", type=int, default=1000, help="held-out problems per evaluation")
     flag("--eval_batch_size", type=int, default=256, help="held-out problems that are answered at once")
     flag("--num_generations_eval", type=int, default=2, help="k, samples per problem, for eval/accuracy and eval/pass@k")
@@ -384,7 +384,7 @@ def parse_args(argv=None):
     flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
     flag("--run_name", help="the run's folder (default: grpo_<name of the weights>)")
     flag("--log_interval", type=int, default=1, help="steps between lines of progress where there is no terminal")
-    flag("--save_interval", type=int, default=50, help="steps between checkpoints and pictures")
+    flag("--save_interval", type=int, default=30, help="steps between checkpoints and pictures")
     flag("--resume", action="store_true", help="go on from the run's checkpoint, exactly as if it had never stopped")
     flag("--swanlab", choices=("disabled", "offline", "local", "online"), default="disabled",
          help="track with SwanLab; only online wants an account")

@@ -216,28 +216,14 @@ def finetuning_chats(rng, count, *, tags):
         yield chat(expression, malform(reply, rng) if tags and rng.random() < MALFORMED else reply)
 
 
-def preference_pairs(rng, count, *, heldout):
-    """Two replies to one problem, the better one first, in four kinds: {"conversations", "chosen", "rejected", "kind"}.
-
-    slip: one way of working, once right and once with a slip; style: right and wrong, worked in any two ways;
-    answer: a right and a wrong answer, said without working; form: the same reply with whole and with broken tags.
-    """
+def slip_pairs(rng, count, *, heldout):
+    """Two worked replies to one problem, the second with a slip: {"conversations", "chosen", "rejected", "kind"}."""
     source = problems(rng, heldout=heldout)
     for _ in range(count):
-        expression, operations, answer, _ = next(source)
-        kind = rng.choices(("slip", "style", "answer", "form"), (0.4, 0.3, 0.2, 0.1))[0]
-        dress = with_tags if kind == "form" or rng.random() < 0.7 else plain
-        style, other = rng.choices(list(STYLES), k=2)
-        chosen = dress(*think(style, expression, operations))
-        if kind == "form":
-            rejected = malform(chosen, rng)
-        elif kind == "answer":
-            chosen, rejected = str(answer), str(wrong(answer, rng))
-        else:
-            style = "steps" if kind == "slip" and rng.random() < 0.7 else style
-            chosen = dress(*think(style, expression, operations))
-            rejected = dress(*think_wrongly(style if kind == "slip" else other, expression, operations, rng))
-        yield chat(expression, chosen=chosen, rejected=rejected, kind=kind)
+        expression, operations, *_ = next(source)
+        dress = rng.choice((with_tags, plain))
+        yield chat(expression, chosen=dress(*think("steps", expression, operations)),
+                   rejected=dress(*think_wrongly("steps", expression, operations, rng)), kind="slip")
 
 
 def write(path, lines):
@@ -260,5 +246,5 @@ if __name__ == "__main__":
         write(args.sft / "pretrain.jsonl", pretraining_chats(random.Random(args.seed + 2), 200_000))
         write(args.sft / "full_sft.jsonl", finetuning_chats(random.Random(args.seed + 3), 60_000, tags=False))
         write(args.sft / "reason.jsonl", finetuning_chats(random.Random(args.seed + 4), 60_000, tags=True))
-        write(args.sft / "preference.jsonl", preference_pairs(random.Random(args.seed + 5), 150_000, heldout=False))
-        write(args.sft / "preference_heldout.jsonl", preference_pairs(random.Random(args.seed + 6), 2_000, heldout=True))
+        write(args.sft / "slips_train.jsonl", slip_pairs(random.Random(args.seed + 5), 10_000, heldout=False))
+        write(args.sft / "slips_heldout.jsonl", slip_pairs(random.Random(args.seed + 6), 1_000, heldout=True))

@@ -1,11 +1,10 @@
 """Preference pairs from policies' own replies: of several replies to one problem, a right one is better than a wrong one.
 
     python -m reward.sample_pairs --policies model/weights/reason_128 model/weights/full_sft_128 \\
-        --prompts dataset/train.jsonl --save out/sft/preference.jsonl
+        --prompts dataset/train.jsonl --save out/sft/replies_train.jsonl
 
-writes {"conversations", "chosen", "rejected", "kind"}, in two kinds: "reply", the replies as they are, and "answer", only
-what they answer. A reward model learns what such pairs have in common, whether or not it is what we mean by better: here
-right replies are mostly the long, worked ones, and wrong ones mostly guesses.
+writes {"conversations", "chosen", "rejected", "kind": "reply"}. A reward model learns what such pairs have in common,
+whether or not it is what we mean by better: here right replies are mostly the long, worked ones, and wrong ones guesses.
 """
 import argparse
 import json
@@ -18,7 +17,7 @@ from transformers import AutoTokenizer
 from dataset import PromptCollator, PromptDataset
 from model import load_pretrained, sample
 
-from .rules import accuracy_reward, extract_answer
+from .rules import accuracy_reward
 
 
 def replies(path, problems, num_generations, seed):
@@ -49,7 +48,7 @@ def main():
     parser.add_argument("--prompts", type=Path, required=True, help="a jsonl file of problems with answers")
     parser.add_argument("--save", type=Path, required=True, help="the jsonl file that the pairs go to")
     parser.add_argument("--num_generations", type=int, default=8, help="replies to each problem")
-    parser.add_argument("--most", type=int, default=2, help="pairs from each problem at most, of each kind")
+    parser.add_argument("--most", type=int, default=2, help="pairs from each problem at most")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -58,11 +57,9 @@ def main():
         for policy in args.policies:
             for problem, group in zip(problems, replies(policy, problems, args.num_generations, args.seed)):
                 for chosen, rejected in pairs_of(group, rng, args.most):
-                    answers = extract_answer(chosen), extract_answer(rejected)
-                    for kind, (better, worse) in {"reply": (chosen, rejected), "answer": answers}.items():
-                        row = {"conversations": problem["messages"], "chosen": better, "rejected": worse, "kind": kind}
-                        file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                        written += 1
+                    row = {"conversations": problem["messages"], "chosen": chosen, "rejected": rejected, "kind": "reply"}
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    written += 1
     print(f"wrote {written} pairs to {args.save}")
 
 

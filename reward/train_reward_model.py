@@ -1,7 +1,7 @@
 """Trains a reward model on preference pairs: of two replies to one prompt, the better one is to get the higher score.
 
-    python -m reward.train_reward_model --data out/sft/preference.jsonl --heldout out/sft/preference_heldout.jsonl \\
-        --init out/pretrain_128 --save reward/weights/reward_128
+    python -m reward.train_reward_model --data out/sft/replies_train.jsonl out/sft/slips_train.jsonl \\
+        --heldout out/sft/replies_heldout.jsonl out/sft/slips_heldout.jsonl --init out/pretrain_128 --save reward/weights/reward_128
 
 The loss is Bradley and Terry's, -log sigmoid(score(chosen) - score(rejected)), which reads the difference of two scores
 as the log-odds that the first reply is better; a small pull keeps the two centred on 0, where the clip expects them.
@@ -28,10 +28,12 @@ from .reward_model import RewardModel
 CENTERING = 0.01
 
 
-def read_pairs(path):
+def read_pairs(paths):
     """[(chosen chat, rejected chat, kind)]"""
-    with open(path, encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
+    rows = []
+    for path in paths:
+        with open(path, encoding="utf-8") as file:
+            rows += [json.loads(line) for line in file]
     def chat(row, side):
         return row["conversations"] + [{"role": "assistant", "content": row[side]}]
 
@@ -61,8 +63,9 @@ def loss_of(model, input_ids, last):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help='a jsonl file of {"conversations", "chosen", "rejected"}')
-    parser.add_argument("--heldout", type=Path, required=True, help="pairs of the same form that are only measured on")
+    parser.add_argument("--data", type=Path, nargs="+", required=True,
+                        help='jsonl files of {"conversations", "chosen", "rejected"}')
+    parser.add_argument("--heldout", type=Path, nargs="+", required=True, help="the same, only to measure on")
     parser.add_argument("--init", type=Path, required=True, help="a language model whose backbone the reward model starts from")
     parser.add_argument("--save", type=Path, required=True, help="the folder that the weights go to")
     parser.add_argument("--steps", type=int, default=3000)

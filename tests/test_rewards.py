@@ -8,10 +8,11 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from conftest import ROOT
-from dataset import arithmetic
+from dataset import PromptDataset
 from model import MiniMindConfig, MiniMindForCausalLM, save_pretrained
 from reward import accuracy_reward, combine_rewards, format_reward, load_reward_funcs, load_reward_model, tag_reward
 from reward.reward_model import RewardModel, reward_model_reward
+from reward.sample_pairs import pairs_of, replies
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,6 +50,7 @@ def test_format_and_tag_rewards(completion, form, tags):
     ("<think>\n<answer>162</answer>\n</think>\n<answer>\n7\n</answer>", "162", 0),      # the one in the thinking does not win
     ("<think>\n<answer>7</answer>\n</think>\n<answer>\n162\n</answer>", "162", 1),
     ("<think>\n<answer>162</answer>\n</think>\n", "162", 0),
+    ("<think>\n<answer>162</answer>", "162", 0),                                        # still thinking
     ("<think>\n162\n</think>\n<answer>\n\n</answer>", "162", 0),                        # empty
     ("<think>\n162\n</think>\n<answer>\n162", "162", 0),                                # never closed
     ("<think>\n162\n</think>", "162", 0),                                               # tags, but no answer block
@@ -227,8 +229,8 @@ def test_scores_are_those_of_transformers_for_what_we_saved(random_model, tokeni
 def test_the_padded_end_would_score_differently(random_model):
     """What the two tests above would not see otherwise: a model that reads the score where the padding ends."""
     ids, last = random_model.encode(CHATS)
-    right, wrong = random_model(ids, last), random_model(ids, torch.full_like(last, ids.shape[1] - 1))
-    padded = last < ids.shape[1] - 1
+    scores = random_model(ids)
+    right, wrong, padded = scores.gather(1, last[:, None])[:, 0], scores[:, -1], last < ids.shape[1] - 1
     assert padded.sum() == 4 and ((right - wrong).abs() > 0.01).equal(padded)
 
 
@@ -244,7 +246,10 @@ def test_folders_without_a_reward_model_are_named(tokenizer, tmp_path):
 
 def test_the_shipped_reward_model_orders_heldout_pairs():
     model = load_reward_model(ROOT / "reward/weights/reward_128", device="cpu")
-    rows = list(arithmetic.preference_pairs(random.Random(123), 300, heldout=True))
-    chosen, rejected = (model.get_scores([row["conversations"] + [{"role": "assistant", "content": row[side]}] for row in rows])
-                        for side in ("chosen", "rejected"))
-    assert sum(better > worse for better, worse in zip(chosen, rejected)) >= 0.85 * len(rows)
+    problems, rng = PromptDataset(ROOT / "dataset/heldout.jsonl")[:100], random.Random(1)
+    groups = replies(ROOT / "model/weights/reason_128", problems, num_generations=8, seed=1)
+    pairs = [(problem["messages"] + [{"role": "assistant", "content": text}] for text in pair)
+             for problem, group in zip(problems, groups) for pair in pairs_of(group, rng, most=2)]
+    better, worse = (model.get_scores(chats) for chats in zip(*pairs))
+    assert len(better) > 100
+    assert sum(a > b for a, b in zip(better, worse)) >= 0.9 * len(better)
