@@ -328,8 +328,9 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter, usage="%(prog)s [flags]", description="Group Relative Policy Optimization. "
-                                     "Without flags a small model learns arithmetic, in minutes, on a laptop.")
+    parser = argparse.ArgumentParser(
+        formatter_class=HelpFormatter, usage="%(prog)s [flags]", description="Group Relative Policy Optimization. "
+        "Without flags a small model learns arithmetic, in minutes, on a laptop.")
 
     flag = parser.add_argument_group("the six that matter first").add_argument
     flag("--reasoning", type=int, choices=(0, 1), default=1,
@@ -465,7 +466,7 @@ def load_models(args, device):
 
 
 def read_heldout(args):
-    """The held-out problems that an exam asks, those with an answer; none are read where no exam is held."""
+    """The held-out problems that have an answer; none where nothing is evaluated."""
     if not (args.eval_interval or args.eval_only):
         return []
     problems = [row for row in PromptDataset(args.eval_data_path) if row.get("answer") is not None][:args.eval_samples]
@@ -558,13 +559,13 @@ def main(argv=None):
                 "pad_token_id": tokenizer.pad_token_id or 0, "generator": generator}
     logps_of = {"micro_batch_size": args.micro_batch_size, "temperature": args.temperature}
 
-    def exam(step):
+    def evaluate_heldout(step):
         generator.manual_seed(seed_of(args.seed, 1, step, world.rank))
         return evaluate(policy, heldout, collate, world, num_generations=args.num_generations_eval,
                         batch_size=args.eval_batch_size, **sampling)
 
     if args.eval_only:
-        results = exam(steps_done)
+        results = evaluate_heldout(steps_done)
         if world.rank == 0:
             print(json.dumps(results, indent=2))
         world.close()
@@ -574,7 +575,7 @@ def main(argv=None):
     with Report(run_dir, args, total_steps=last_step, start_step=steps_done, active=world.rank == 0) as report:
         report.intro(policy, device, world.size, len(problems))
         if args.eval_interval and steps_done == 0:
-            report.evaluation(0, exam(0))
+            report.evaluation(0, evaluate_heldout(0))
         for step, batch in enumerate(batches, start=steps_done + 1):
             # 1. ask: G completions of every prompt
             with report.timed("rollout"):
@@ -601,12 +602,12 @@ def main(argv=None):
                 metrics |= learn(policy, optimizer, rollout, world, num_iterations=args.num_iterations, beta=args.beta,
                                  epsilon_low=args.epsilon_low, epsilon_high=args.epsilon_high,
                                  grad_clip=args.grad_clip, **logps_of)
-            # 5. report: metrics, now and then an exam, a checkpoint, a picture
+            # 5. report: metrics, now and then an evaluation, a checkpoint, a picture
             num_tokens += metrics["tokens"]
             metrics |= {"num_tokens": num_tokens, "learning_rate": lr}
             if args.eval_interval and (step % args.eval_interval == 0 or step == last_step):
                 with report.timed("eval"):
-                    results = exam(step)
+                    results = evaluate_heldout(step)
                 report.evaluation(step, results)
                 metrics |= results
             report.step(step, metrics, rows)

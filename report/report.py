@@ -144,7 +144,8 @@ class Report:
         self.current_step = step
         aside = sum(self.timings.get(f"timing_s/{phase}", 0.0) for phase in ("eval", "checkpoint"))
         seconds = sum(self.timings.values())
-        metrics = metrics | self.timings | {"step_time": seconds, "perf/throughput": metrics["tokens"] / (seconds - aside)}
+        throughput = metrics["tokens"] / max(seconds - aside, 1e-9)
+        metrics = metrics | self.timings | {"step_time": seconds, "perf/throughput": throughput}
         self.timings = {}
         self._write("metrics", {"step": step, **metrics})
         for row in rows:

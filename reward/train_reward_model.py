@@ -1,7 +1,8 @@
 """Trains a reward model on preference pairs: of two replies to one prompt, the better one is to get the higher score.
 
     python -m reward.train_reward_model --data out/sft/replies_train.jsonl out/sft/slips_train.jsonl \\
-        --heldout out/sft/replies_heldout.jsonl out/sft/slips_heldout.jsonl --init out/pretrain_128 --save reward/weights/reward_128
+        --heldout out/sft/replies_heldout.jsonl out/sft/slips_heldout.jsonl \\
+        --init out/pretrain_128 --save reward/weights/reward_128
 
 The loss is Bradley and Terry's, -log sigmoid(score(chosen) - score(rejected)), which reads the difference of two scores
 as the log-odds that the first reply is better; a small pull keeps the two centred on 0, where the clip expects them.
@@ -66,7 +67,7 @@ def main():
     parser.add_argument("--data", type=Path, nargs="+", required=True,
                         help='jsonl files of {"conversations", "chosen", "rejected"}')
     parser.add_argument("--heldout", type=Path, nargs="+", required=True, help="the same, only to measure on")
-    parser.add_argument("--init", type=Path, required=True, help="a language model whose backbone the reward model starts from")
+    parser.add_argument("--init", type=Path, required=True, help="a language model to take the backbone from")
     parser.add_argument("--save", type=Path, required=True, help="the folder that the weights go to")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch_size", type=int, default=32, help="pairs per step")

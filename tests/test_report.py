@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from report import Report, draw_curves
+from report import Report, draw_curves, rollout_metrics
 
 
 def arguments(**changed):
@@ -20,8 +20,7 @@ def metrics(step, **changed):
 def run(folder, steps, start_step=0, **changed):
     with Report(folder, arguments(), total_steps=steps[-1], start_step=start_step) as report:
         for step in steps:
-            with report.timed("rollout"):
-                report.step(step, metrics(step, **changed), [{"prompt": "p", "completion": "c"}] * 2)
+            report.step(step, metrics(step, **changed), [{"prompt": "p", "completion": "c"}] * 2)
 
 
 ROWS = [{"prompt": "What is 1+1?", "completion": "two", "reward": 1.5, "rewards": {"tag_reward": 1.0, "accuracy_reward": 0.5}, "advantage": 0.71},
@@ -87,8 +86,7 @@ def test_an_inactive_report_writes_and_prints_nothing(tmp_path, capsys):
     with Report(tmp_path / "run", arguments(), total_steps=1, active=False) as report:
         report.intro(None, None, 1, 1)
         report.evaluation(0, {"eval/accuracy": 0.5})
-        with report.timed("rollout"):
-            report.step(1, metrics(1, grad_norm=float("nan")), ROWS)
+        report.step(1, metrics(1, grad_norm=float("nan")), ROWS)
         report.group(1, ROWS)
         report.warn("careful")
         report.draw()
@@ -134,7 +132,7 @@ def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, tmp_pa
     with Report(tmp_path, arguments(log_interval=100), total_steps=45) as report:
         report.draw = lambda: None          # another test's business, and slow
         for step in range(1, 46):
-            report.step(step, metrics(step, **trouble if step >= 3 else {}))
+            report.step(step, metrics(step, **trouble if step >= 3 else {}), [])
             said[step] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
     assert [step for step in said if said[step]] == [3, 23, 43]
     assert all(len(said[step]) == 1 and advice in said[step][0] for step in (3, 23, 43))
@@ -144,7 +142,7 @@ def test_a_calm_run_warns_of_nothing(tmp_path, capsys):
     with Report(tmp_path, arguments(), total_steps=30) as report:
         report.draw = lambda: None
         for step in range(1, 31):
-            report.step(step, metrics(step, **{"completions/clipped_ratio": 0.5, "frac_reward_zero_std": 0.8}))
+            report.step(step, metrics(step, **{"completions/clipped_ratio": 0.5, "frac_reward_zero_std": 0.8}), [])
     assert "warning" not in capsys.readouterr().out
 
 
@@ -154,3 +152,15 @@ def test_a_printed_group_shows_every_completion_with_its_numbers(tmp_path, capsy
     printed = capsys.readouterr().out
     for shown in ("What is 1+1?", "two", "three", "+0.71", "-0.71", "1.50", "0.25", "accuracy"):
         assert shown in printed
+
+
+def test_metrics_of_a_rollout_by_hand():
+    nan = float("nan")
+    rows = [{"reward": reward, "rewards": {"brief": brief}, "length": length, "ended": ended} for reward, brief, length, ended in
+            [(1.0, 1.0, 4, True), (2.0, nan, 6, True), (nan, nan, 9, False), (3.0, 2.0, 5, True), (3.0, 3.0, 7, True), (3.0, 4.0, 5, True)]]
+    assert rollout_metrics(rows, 3) == pytest.approx({
+        "reward": 12 / 5, "reward_std": 0.5**0.5 / 2, "frac_reward_zero_std": 1 / 2,
+        "completions/mean_length": 6, "completions/min_length": 4, "completions/max_length": 9, "completions/clipped_ratio": 1 / 6,
+        "tokens": 36, "rewards/brief/mean": 10 / 4, "rewards/brief/std": (5 / 3)**0.5})
+    with pytest.raises(ValueError, match="--reward_funcs"):
+        rollout_metrics([rows[2]] * 3, 3)
