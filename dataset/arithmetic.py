@@ -216,14 +216,16 @@ def finetuning_chats(rng, count, *, tags):
         yield chat(expression, malform(reply, rng) if tags and rng.random() < MALFORMED else reply)
 
 
-def slip_pairs(rng, count, *, heldout):
-    """Two worked replies to one problem, the second with a slip: {"conversations", "chosen", "rejected", "kind"}."""
+def flaw_pairs(rng, count, *, heldout):
+    """A worked reply and the same with a flaw: {"conversations", "chosen", "rejected", "kind"}, the kind "slip" (one link is
+    wrong, and all that follows from it) or "form" (right, but a tag is missing or stands there twice)."""
     source = problems(rng, heldout=heldout)
     for _ in range(count):
         expression, operations, *_ = next(source)
-        dress = rng.choice((with_tags, plain))
-        yield chat(expression, chosen=dress(*think("steps", expression, operations)),
-                   rejected=dress(*think_wrongly("steps", expression, operations, rng)), kind="slip")
+        kind, dress = rng.choice((("form", with_tags), ("slip", with_tags), ("slip", plain)))
+        chosen = dress(*think("steps", expression, operations))
+        rejected = malform(chosen, rng) if kind == "form" else dress(*think_wrongly("steps", expression, operations, rng))
+        yield chat(expression, chosen=chosen, rejected=rejected, kind=kind)
 
 
 def write(path, lines):
@@ -246,5 +248,5 @@ if __name__ == "__main__":
         write(args.sft / "pretrain.jsonl", pretraining_chats(random.Random(args.seed + 2), 200_000))
         write(args.sft / "full_sft.jsonl", finetuning_chats(random.Random(args.seed + 3), 60_000, tags=False))
         write(args.sft / "reason.jsonl", finetuning_chats(random.Random(args.seed + 4), 60_000, tags=True))
-        write(args.sft / "slips_train.jsonl", slip_pairs(random.Random(args.seed + 5), 10_000, heldout=False))
-        write(args.sft / "slips_heldout.jsonl", slip_pairs(random.Random(args.seed + 6), 1_000, heldout=True))
+        write(args.sft / "flaws_train.jsonl", flaw_pairs(random.Random(args.seed + 5), 10_000, heldout=False))
+        write(args.sft / "flaws_heldout.jsonl", flaw_pairs(random.Random(args.seed + 6), 1_000, heldout=True))

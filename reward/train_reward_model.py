@@ -1,7 +1,7 @@
 """Trains a reward model on preference pairs: of two replies to one prompt, the better one is to get the higher score.
 
-    python -m reward.train_reward_model --data out/sft/replies_train.jsonl out/sft/slips_train.jsonl \\
-        --heldout out/sft/replies_heldout.jsonl out/sft/slips_heldout.jsonl \\
+    python -m reward.train_reward_model --data out/sft/replies_train.jsonl out/sft/flaws_train.jsonl \\
+        --heldout out/sft/replies_heldout.jsonl out/sft/flaws_heldout.jsonl \\
         --init out/pretrain_128 --save reward/weights/reward_128
 
 The loss is Bradley and Terry's, -log sigmoid(score(chosen) - score(rejected)), which reads the difference of two scores
@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 from model import load_pretrained
 
 from .reward_model import RewardModel
+from .rules import extract_answer
 
 CENTERING = 0.01
 
@@ -39,6 +40,20 @@ def read_pairs(paths):
         return row["conversations"] + [{"role": "assistant", "content": row[side]}]
 
     return [(chat(row, "chosen"), chat(row, "rejected"), row.get("kind", "all")) for row in rows]
+
+
+def with_bare_answers(pairs, rng, share=1 / 3):
+    """For a share of the pairs of replies another pair, of which one side or both is only the answer that it comes to.
+
+    Rewards score answers on their own too; a model that has never seen one scores it by chance, and by a lot.
+    """
+    bare = []
+    for chosen, rejected, kind in pairs:
+        if kind == "reply" and rng.random() < share:
+            sides = rng.choice(((True, True), (True, False), (False, True)))
+            bare.append((*(chat[:-1] + [chat[-1] | {"content": extract_answer(chat[-1]["content"])}] if strip else chat
+                           for chat, strip in zip((chosen, rejected), sides)), "answer"))
+    return pairs + bare
 
 
 def accuracy_by_kind(model, pairs):
@@ -83,7 +98,7 @@ def main():
     model.model = backbone.model
     torch.nn.init.normal_(model.score.weight, std=0.02)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    pairs, heldout = read_pairs(args.data), read_pairs(args.heldout)
+    pairs, heldout = (with_bare_answers(read_pairs(paths), rng) for paths in (args.data, args.heldout))
     print(f"{len(pairs)} pairs; before training {accuracy_by_kind(model, heldout)}")
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)

@@ -186,14 +186,14 @@ def test_no_heldout_problem_is_in_the_training_data_in_any_order_of_its_operands
 
 def test_no_heldout_problem_is_in_the_texts_behind_the_weights(heldout):
     sources = [arithmetic.finetuning_chats(random.Random(1), 2000, tags=True), arithmetic.finetuning_chats(random.Random(2), 2000, tags=False),
-               arithmetic.slip_pairs(random.Random(3), 2000, heldout=False), arithmetic.pretraining_chats(random.Random(4), 2000)]
+               arithmetic.flaw_pairs(random.Random(3), 2000, heldout=False), arithmetic.pretraining_chats(random.Random(4), 2000)]
     for source in sources:
         expressions = [expression_of(row) for row in source]
         assert not heldout & {canonical(expression) for expression in expressions if "," not in expression}    # a "," is a drill
 
 
 def test_evaluation_pairs_are_all_of_heldout_problems_and_training_pairs_none():
-    evaluated, trained = ({canonical(expression_of(row)) for row in arithmetic.slip_pairs(random.Random(5), 3000, heldout=side)}
+    evaluated, trained = ({canonical(expression_of(row)) for row in arithmetic.flaw_pairs(random.Random(5), 3000, heldout=side)}
                           for side in (True, False))
     assert not evaluated & trained
 
@@ -246,8 +246,15 @@ def test_wrong_thoughts_never_come_to_the_right_answer(style):
         assert arithmetic.think_wrongly(style, expression, operations, rng)[1] != answer
 
 
-def test_of_a_pair_the_chosen_reply_is_right_and_the_rejected_one_is_not():
-    for row in arithmetic.slip_pairs(random.Random(10), 1000, heldout=True):
+def test_of_a_pair_the_chosen_reply_is_right_and_the_rejected_one_is_flawed():
+    kinds = set()
+    for row in arithmetic.flaw_pairs(random.Random(10), 1000, heldout=True):
         truth = eval(expression_of(row))
         chosen, rejected = (int(re.findall(r"-?\d+", row[side])[-1]) for side in ("chosen", "rejected"))
-        assert chosen == truth != rejected
+        assert chosen == truth
+        if row["kind"] == "form":
+            assert tag_reward([""], [row["chosen"]]) == [1.0] and tag_reward([""], [row["rejected"]])[0] < 1
+        else:
+            assert rejected != truth
+        kinds.add(row["kind"])
+    assert kinds == {"form", "slip"}

@@ -113,14 +113,17 @@ def rollout_of_six():
 
 
 def gradient_after_learning(rank, world_size, port, micro_batch_size, folder):
-    """Runs one optimizer step on this rank's share of the six completions and saves what the optimizer saw."""
+    """Saves the gradient of this rank's share of the six completions, and the weights three optimizer steps later."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     world, model = World("cpu"), load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32)
     share = rollout_of_six().rows(*((0, 6) if world_size == 1 else (0, 3) if rank == 0 else (3, 6)))
     metrics = learn(model, torch.optim.SGD(model.parameters(), lr=0.0), share, world, num_iterations=1, grad_clip=1e9, beta=0.1,
                     micro_batch_size=micro_batch_size, temperature=1.0)
-    torch.save(({name: parameter.grad for name, parameter in model.named_parameters()}, metrics), Path(folder) / f"{rank}.pt")
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    learn(model, torch.optim.AdamW(model.parameters(), lr=1e-3), share, world, num_iterations=3, grad_clip=1.0, beta=0.1,
+          micro_batch_size=micro_batch_size, temperature=1.0)
+    torch.save((gradients, metrics, model.state_dict()), Path(folder) / f"{rank}.pt")
     world.close()
 
 
@@ -143,15 +146,16 @@ def test_the_gradient_depends_neither_on_ranks_nor_on_micro_batches(tmp_path, mo
                 torch.set_num_threads(threads)
         else:
             multiprocessing.spawn(gradient_after_learning, (2, port, micro_batch_size, tmp_path), nprocs=2)
-            other, _ = torch.load(tmp_path / "1.pt")
         results.append(torch.load(tmp_path / "0.pt"))
-    whole, whole_metrics = results[0]
+    whole, whole_metrics, _ = results[0]
     scale = max(gradient.abs().max() for gradient in whole.values())
-    for gradients, metrics in results[1:]:
+    for gradients, metrics, _ in results[1:]:
         for name in whole:
             assert torch.allclose(gradients[name], whole[name], rtol=0, atol=1e-6 * scale), name
         assert metrics == pytest.approx(whole_metrics, rel=1e-5)
-    assert all(torch.equal(other[name], results[-1][0][name]) for name in whole)            # the ranks agree to the bit
+    gradients, _, weights = torch.load(tmp_path / "1.pt")       # of two ranks: they agree to the bit, after three steps too
+    assert all(torch.equal(gradients[name], results[-1][0][name]) for name in whole)
+    assert all(torch.equal(weights[name], results[-1][2][name]) for name in weights)
 
 
 @pytest.mark.parametrize("flags, words", [
