@@ -7,7 +7,8 @@ from torch.utils.data import Dataset
 
 
 PROMPT_FIELDS = ("conversations", "prompt", "question")
-RESERVED = {"prompts", "completions", "messages", "completion_ids"}        # what every reward function is called with
+# What rewards are called with besides the columns of the file.
+RESERVED = {"prompts", "completions", "messages", "completion_ids", "reward_funcs", "reward_weights"}
 
 
 class PromptDataset(Dataset):
@@ -49,6 +50,8 @@ def read_row(line, where):
         raise ValueError(f"{where}: no field {', '.join(PROMPT_FIELDS)}; one of them must hold the prompt")
     if taken := sorted(RESERVED & row.keys()):
         raise ValueError(f"{where}: rewards get something else by the name {taken[0]}; rename that field")
+    if row.get("answer") is not None and not str(row["answer"]).strip():
+        raise ValueError(f"{where}: the field answer is empty; give the right answer, or leave the field out")
     field = fields[0]
     messages = row.pop(field)
     if isinstance(messages, str):

@@ -1,6 +1,6 @@
 """Trains a policy on conversations: from nothing (pretraining) or from other weights (fine-tuning).
 
-The shipped weights are three runs of this script, each a stage that starts where the last one ended:
+The shipped weights are three runs of this script, of which the last two start from the first:
 
     python -m dataset.arithmetic --sft out/sft
     python -m model.tokenizer --data out/sft/pretrain.jsonl out/sft/reason.jsonl out/sft/full_sft.jsonl --save out/tokenizer
@@ -67,6 +67,23 @@ def loss_of(model, batch, tokens_per_batch, device):
     return total / tokens_per_batch
 
 
+def optimize(model, next_loss, *, steps, learning_rate, warmup_steps):
+    """AdamW on `next_loss()`, so many steps of it: a linear warm-up, then a cosine to a hundredth of the learning rate."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / warmup_steps)
+                                                 * (0.01 + 0.99 * (1 + math.cos(math.pi * step / steps)) / 2))
+    start = time.time()
+    for step in range(1, steps + 1):
+        loss = next_loss()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0:
+            print(f"step {step}/{steps}  loss {loss.item():.4f}  {time.time() - start:.0f} s", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="a jsonl file of conversations")
@@ -75,7 +92,7 @@ def main():
     parser.add_argument("--tokenizer", type=Path, help="the tokenizer of a new model")
     parser.add_argument("--hidden_size", type=int, default=128)
     parser.add_argument("--num_hidden_layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--warmup_steps", type=int, default=100)
@@ -100,20 +117,10 @@ def main():
     print(f"{len(examples)} chats, {sum(len(ids) for ids, _ in examples) / len(examples):.0f} tokens each; "
           f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / args.warmup_steps)
-                                                 * (0.01 + 0.99 * (1 + math.cos(math.pi * step / args.steps)) / 2))
+    source = batches(examples, args.batch_size, rng)
     tokens_per_batch = args.batch_size * sum(label != -100 for _, labels in examples for label in labels) / len(examples)
-    source, start = batches(examples, args.batch_size, rng), time.time()
-    for step in range(1, args.steps + 1):
-        loss = loss_of(model, next(source), tokens_per_batch, device)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 100 == 0:
-            print(f"step {step}/{args.steps}  loss {loss.item():.4f}  {time.time() - start:.0f} s", flush=True)
+    optimize(model, lambda: loss_of(model, next(source), tokens_per_batch, device), steps=args.steps,
+             learning_rate=args.learning_rate, warmup_steps=args.warmup_steps)
     save_pretrained(model.to(torch.bfloat16), tokenizer, args.save)
     print(f"saved {args.save}")
 

@@ -12,9 +12,7 @@ where the two part, until the shorter one ends: a slip is then felt where it hap
 """
 import argparse
 import json
-import math
 import random
-import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -23,6 +21,7 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer
 
 from model import load_pretrained
+from model.train_sft import optimize
 
 from .reward_model import RewardModel
 from .rules import extract_answer
@@ -84,9 +83,9 @@ def main():
     parser.add_argument("--heldout", type=Path, nargs="+", required=True, help="the same, only to measure on")
     parser.add_argument("--init", type=Path, required=True, help="a language model to take the backbone from")
     parser.add_argument("--save", type=Path, required=True, help="the folder that the weights go to")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch_size", type=int, default=32, help="pairs per step")
-    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--learning_rate", type=float, default=2e-3)
     parser.add_argument("--warmup_steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -101,23 +100,13 @@ def main():
     pairs, heldout = (with_bare_answers(read_pairs(paths), rng) for paths in (args.data, args.heldout))
     print(f"{len(pairs)} pairs; before training {accuracy_by_kind(model, heldout)}")
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / args.warmup_steps)
-                                                 * (0.01 + 0.99 * (1 + math.cos(math.pi * step / args.steps)) / 2))
-    start = time.time()
-    for step in range(1, args.steps + 1):
+    def next_loss():
         batch = rng.sample(pairs, args.batch_size)
-        loss = loss_of(model, *model.encode([pair[side] for side in (0, 1) for pair in batch]))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 100 == 0:
-            print(f"step {step}/{args.steps}  loss {loss.item():.4f}  {time.time() - start:.0f} s", flush=True)
-        if step % 1000 == 0 or step == args.steps:
-            print("held-out pairs ordered right: "
-                  + ", ".join(f"{kind} {value:.1%}" for kind, value in accuracy_by_kind(model, heldout).items()), flush=True)
+        return loss_of(model, *model.encode([pair[side] for side in (0, 1) for pair in batch]))
+
+    optimize(model, next_loss, steps=args.steps, learning_rate=args.learning_rate, warmup_steps=args.warmup_steps)
+    ranked = accuracy_by_kind(model, heldout)
+    print("held-out pairs ordered right: " + ", ".join(f"{kind} {value:.1%}" for kind, value in ranked.items()))
     model.to(torch.bfloat16).save_pretrained(args.save)
     print(f"saved {args.save}")
 

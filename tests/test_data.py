@@ -59,6 +59,8 @@ def test_forms_mix_and_blank_lines_do_not_count(tmp_path):
     ({"question": None}, "question"),
     ({"prompt": " "}, "prompt"),
     ({"prompt": "2+3?", "completions": 1}, "completions"),
+    ({"prompt": "2+3?", "reward_weights": 1}, "reward_weights"),
+    ({"prompt": "2+3?", "answer": " "}, "answer"),
     (b'{"prompt": "2+3?", "answer": "\xff"}', "UTF-8"),
 ])
 def test_a_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
