@@ -35,6 +35,7 @@ Where we differ from the papers and from other code, on purpose:
 """
 import argparse
 import copy
+import functools
 import json
 import math
 import os
@@ -51,18 +52,29 @@ from transformers import AutoTokenizer
 from dataset import PromptCollator, PromptDataset, rows_of_step, steps_per_epoch
 from model import discard_checkpoint, load_checkpoint, load_pretrained, sample, save_checkpoint, save_pretrained
 from report import Report, rollout_metrics
-from reward import accuracy_reward, combine_rewards, load_reward_funcs
+from reward import accuracy_reward, combine_rewards, judge_steps, load_reward_funcs, process_advantages
 
 HERE = Path(__file__).parent
 
 # --- the objective ----------------------------------------------------------------------------------------------------
+# Three independent choices make the family: which ratio (importance_ratio), how it is bounded (clipped_policy_loss,
+# cispo_policy_loss), how tokens are averaged (average). grpo_loss composes them.
 
 
-def group_advantages(rewards, num_generations, *, eps=1e-4):
+def nanstd(x):
+    """Sample standard deviation (n-1) along the last dimension, which stays, of all that is not NaN; 0 of one number."""
+    deviation = (x - x.nanmean(-1, keepdim=True)).nan_to_num(0.0)
+    judged = (~x.isnan()).sum(-1, keepdim=True)
+    return (deviation.pow(2).sum(-1, keepdim=True) / (judged - 1).clamp(min=1)).sqrt()
+
+
+def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_std=None, eps=1e-4):
     """How much better each completion is than its siblings, in standard deviations of its group.
 
         A = (r - mean(group)) / (std(group) + eps)           std with n-1; DeepSeekMath, section 4.1.2
 
+    scale_rewards "batch" divides by the std of all rewards instead, `batch_std` if it is given; "none" does not divide: an
+    easy or hopeless group, with little spread, then does not weigh as much as any other (Dr. GRPO, arXiv 2503.20783).
     rewards (N,) with the G completions of one prompt adjacent -> (N,). NaN marks a completion that no reward judged: it
     is left out of mean and std and gets advantage 0. Four answers to `7 + 3*7`: a wrong one, one that is right and well
     formatted, one that is right, another wrong one:
@@ -71,11 +83,14 @@ def group_advantages(rewards, num_generations, *, eps=1e-4):
     tensor([-0.8635,  0.9544,  0.7726, -0.8635])
     """
     groups = rewards.view(-1, num_generations)                                          # (B, G)
-    mean = groups.nanmean(1, keepdim=True)                                              # (B, 1)
-    deviation = (groups - mean).nan_to_num(0.0)                                         # (B, G)
-    judged = (~groups.isnan()).sum(1, keepdim=True)                                     # (B, 1)
-    std = (deviation.pow(2).sum(1, keepdim=True) / (judged - 1).clamp(min=1)).sqrt()
-    return (deviation / (std + eps)).view(-1)
+    advantages = (groups - groups.nanmean(1, keepdim=True)).nan_to_num(0.0)             # (B, G)
+    if scale_rewards == "group":
+        advantages = advantages / (nanstd(groups) + eps)
+    elif scale_rewards == "batch":
+        advantages = advantages / ((nanstd(rewards) if batch_std is None else batch_std) + eps)
+    elif scale_rewards != "none":
+        raise ValueError(f"scale_rewards is {scale_rewards!r}; choose group, batch or none")
+    return advantages.view(-1)
 
 
 def completion_mask(completion_ids, eos_token_id):
@@ -85,48 +100,131 @@ def completion_mask(completion_ids, eos_token_id):
     return (is_eos.cumsum(1) - is_eos == 0).int()           # no EOS before this token
 
 
-def kl_penalty(logps, ref_logps):
-    """The k3 estimate of KL(pi || pi_ref) per token: e^x - x - 1 with x = log pi_ref - log pi; never negative (N, R).
+def kl_penalty(logps, ref_logps, *, kl_type="k3"):
+    """An estimate of KL(pi || pi_ref) for each token that pi sampled, from x = log pi_ref - log pi alone; (N, R).
 
-    x is clamped at 20 only because e^x would overflow. There is no clamp below and none on the result: a clamp removes
-    the gradient, the pull back, exactly where the policy has drifted furthest.
+        k1  -x             unbiased; as a loss its expected gradient on policy is 0, so it belongs into the reward
+        k2  x^2 / 2        biased, yet the gradient of its mean is that of the KL
+        k3  e^x - x - 1    unbiased and never negative: GRPO's
+        abs |x|
+
+    x is clamped at 20 in k3, only because e^x would overflow. There is no clamp below and none on the result (verl has
+    both): a clamp removes the gradient, the pull back, exactly where the policy has drifted furthest.
     """
-    x = (ref_logps - logps).clamp(max=20)
-    return x.exp() - x - 1                                                              # (N, R)
+    x = ref_logps - logps
+    if kl_type == "k1":
+        return -x
+    if kl_type == "k2":
+        return x.pow(2) / 2
+    if kl_type == "k3":
+        x = x.clamp(max=20)
+        return x.exp() - x - 1
+    if kl_type == "abs":
+        return x.abs()
+    raise ValueError(f"kl_type is {kl_type!r}; choose k1, k2, k3 or abs")
 
 
-def clipped_policy_loss(logps, old_logps, advantages, *, epsilon_low, epsilon_high):
-    """PPO's surrogate per token, -min(ratio A, clip(ratio) A), and where the clip holds the policy back; both (N, R).
+def importance_ratio(logps, old_logps, mask, *, level="token"):
+    """First choice: pi / pi_old of each token, (N, R), or one number for each completion, (N, 1).
 
-    Once a token's ratio has moved past epsilon in the direction that its advantage favours, the clip removes its gradient.
+        token       exp(d_t),  d = log pi - log pi_old        PPO and GRPO
+        sequence    exp(mean of d over the completion)        GSPO, arXiv 2507.18071, equation 7
+        product     exp(sum of d over the completion)         DeepSeek-R1 as printed: the completion is one action
     """
-    ratio = (logps - old_logps).exp()                                                   # (N, R)
+    log_ratio = (logps - old_logps) * mask                                              # (N, R)
+    if level == "token":
+        return log_ratio.exp()
+    log_ratio = log_ratio.sum(1, keepdim=True)                                          # (N, 1)
+    if level == "sequence":
+        log_ratio = log_ratio / mask.sum(1, keepdim=True).clamp(min=1)
+    elif level != "product":
+        raise ValueError(f"importance_sampling_level is {level!r}; choose token or sequence")
+    return log_ratio.exp()
+
+
+def clipped_policy_loss(ratio, advantages, *, epsilon_low, epsilon_high, delta=None):
+    """Second choice: PPO's bound, -min(ratio A, clip(ratio) A), and where the clip holds the policy back, low and high.
+
+    Once a ratio has moved past epsilon in the direction that its advantage favours, the clip removes its gradient. It
+    does nothing against a bad token (A < 0) whose ratio is large: `delta`, above 1 + epsilon_high, caps that one
+    (INTELLECT-2; the same as the constant c of the dual clip, Ye et al. 2020, in verl).
+    """
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-    surrogate = torch.min(ratio * advantages, clipped * advantages)
-    is_clipped = ((ratio < 1 - epsilon_low) & (advantages < 0)) | ((ratio > 1 + epsilon_high) & (advantages > 0))
-    return -surrogate, is_clipped
+    capped = ratio if delta is None else ratio.clamp(max=delta)
+    loss = -torch.min(capped * advantages, clipped * advantages)
+    return loss, (ratio < 1 - epsilon_low) & (advantages < 0), (ratio > 1 + epsilon_high) & (advantages > 0)
 
 
-def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, epsilon_low=0.2, epsilon_high=0.2,
-              num_sequences=None, num_tokens=None):
-    """GRPO's loss, the mean over sequences of the mean over their tokens, and metrics as detached scalars.
+def cispo_policy_loss(ratio, advantages, logps, *, epsilon_high):
+    """Second choice: CISPO's bound, -sg[min(ratio, epsilon_high)] A log pi (MiniMax-M1, arXiv 2506.13585); and where it acts.
 
-    logps, old_logps (N, R); ref_logps (N, R), or None if beta is 0; advantages (N,) or (N, R); mask (N, R). num_sequences
-    and num_tokens are totals of the whole optimizer step, over all micro-batches and ranks (None: this call is the whole
-    step): losses and metrics of the parts then add up to those of the step. Masked-out rows count in num_sequences.
+    The ratio is a weight without gradient, sg, and epsilon_high the cap itself: no token ever loses its gradient.
+    """
+    weight = ratio.detach().clamp(max=epsilon_high)
+    capped = (ratio > epsilon_high) & (advantages > 0)
+    return -weight * advantages * logps, torch.zeros_like(capped), capped
+
+
+def average(per_token, mask, *, loss_type, num_sequences, num_tokens, max_completion_length=None):
+    """Third choice: from one number a token to one number.
+
+        grpo                 mean over completions of the mean over tokens: a token of a long completion counts less
+        bnpo, dapo, cispo    mean over all tokens of the step: a long completion counts more
+        dr_grpo              sum over tokens / (completions * L), L = max_completion_length: a constant, no bias by length
+        r1                   mean over completions of the sum over tokens
+    """
+    if loss_type in ("bnpo", "dapo", "cispo"):
+        return (per_token * mask).sum() / num_tokens
+    per_sequence = (per_token * mask).sum(1)                                            # (N,)
+    if loss_type == "grpo":
+        per_sequence = per_sequence / mask.sum(1).clamp(min=1)
+    elif loss_type == "dr_grpo":
+        if max_completion_length is None:
+            raise ValueError("loss_type dr_grpo divides by max_completion_length; give it")
+        per_sequence = per_sequence / max_completion_length
+    elif loss_type != "r1":
+        raise ValueError(f"loss_type is {loss_type!r}; choose grpo, bnpo, dr_grpo, dapo, cispo or r1")
+    return per_sequence.sum() / num_sequences
+
+
+def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, kl_type="k3", epsilon_low=0.2,
+              epsilon_high=0.2, delta=None, loss_type="grpo", importance_sampling_level="token",
+              max_completion_length=None, entropy=None, entropy_coef=0.0, num_sequences=None, num_tokens=None):
+    """The loss of GRPO and its family, and metrics as detached scalars.
+
+    logps, old_logps (N, R); ref_logps (N, R), or None without a reference; advantages (N,) or (N, R); mask (N, R); entropy (N, R),
+    or None if entropy_coef is 0: its mean over all tokens is added to what is maximised (verl averages it as the rest).
+    num_sequences and num_tokens are totals of the whole optimizer step, over all micro-batches and ranks (None: this
+    call is the whole step): losses and metrics of the parts then add up to those of the step. Masked-out rows count in
+    num_sequences. With loss_type cispo, epsilon_high is a cap above 1, 5 say.
+
+        the paper's GRPO  the defaults                    GSPO   importance_sampling_level sequence
+        Dr. GRPO          dr_grpo, scale_rewards none     CISPO  cispo
+        DAPO              dapo, epsilon_high 0.28         R1     r1
     """
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]           # (N, 1) or (N, R)
     num_sequences = len(mask) if num_sequences is None else num_sequences
     num_tokens = mask.sum().clamp(min=1) if num_tokens is None else num_tokens
-    per_token, is_clipped = clipped_policy_loss(logps, old_logps, advantages,
-                                                epsilon_low=epsilon_low, epsilon_high=epsilon_high)     # (N, R) both
-    metrics = {"clip_ratio/region_mean": (is_clipped * mask).sum() / num_tokens}
-    if beta:
-        kl = kl_penalty(logps, ref_logps)                                               # (N, R)
+    level = "product" if loss_type == "r1" else importance_sampling_level
+    ratio = importance_ratio(logps, old_logps, mask, level=level)                       # (N, R) or (N, 1)
+    if loss_type == "cispo":
+        per_token, low, high = cispo_policy_loss(ratio, advantages, logps, epsilon_high=epsilon_high)
+    else:
+        per_token, low, high = clipped_policy_loss(ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high,
+                                                   delta=delta)
+    if loss_type == "r1":       # one action, one term: spread over the tokens, which will be added up
+        per_token = per_token / mask.sum(1, keepdim=True).clamp(min=1)
+    metrics = {"clip_ratio/low_mean": (low * mask).sum() / num_tokens, "clip_ratio/high_mean": (high * mask).sum() / num_tokens,
+               "clip_ratio/region_mean": ((low | high) * mask).sum() / num_tokens}
+    if beta or ref_logps is not None:
+        kl = kl_penalty(logps, ref_logps, kl_type=kl_type)                              # (N, R)
         per_token = per_token + beta * kl
         metrics["kl"] = (kl.detach() * mask).sum() / num_tokens
-    per_sequence = (per_token * mask).sum(1) / mask.sum(1).clamp(min=1)                 # (N,)
-    return per_sequence.sum() / num_sequences, metrics
+    loss = average(per_token, mask, loss_type=loss_type, num_sequences=num_sequences, num_tokens=num_tokens,
+                   max_completion_length=max_completion_length)
+    if entropy_coef:
+        loss = loss - entropy_coef * (entropy * mask).sum() / num_tokens
+    return loss, metrics
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------
@@ -135,7 +233,7 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, e
 def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temperature=1.0, with_entropy=False):
     """log pi(token | all before) of the last R = num_completion_tokens of input_ids (N, T): (N, R) in float32.
 
-    With `with_entropy` also the entropy of each of these distributions, (N, R), in nats and without gradient.
+    With `with_entropy` also the entropy of each of these distributions, (N, R), in nats.
     """
     R = num_completion_tokens
     # Logits at position t predict token t+1: start one position early, drop the last.
@@ -144,9 +242,8 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     logps = logits.gather(-1, input_ids[:, -R:, None])[..., 0] - log_normalizer         # (N, R)
     if not with_entropy:
         return logps
-    with torch.no_grad():
-        expected_logit = ((logits - log_normalizer[..., None]).exp() * logits).sum(-1)
-    return logps, log_normalizer.detach() - expected_logit                              # H = log Z - E[logit]
+    expected_logit = ((logits - log_normalizer[..., None]).exp() * logits).sum(-1)
+    return logps, log_normalizer - expected_logit                                       # H = log Z - E[logit]
 
 
 @dataclass
@@ -156,19 +253,26 @@ class Rollout:
     prompt_mask: torch.Tensor                   # (N, P)
     completion_ids: torch.Tensor                # (N, R) padded on the right
     mask: torch.Tensor                          # (N, R)
-    advantages: torch.Tensor = None             # (N,)
+    ended: torch.Tensor                         # (N,) False: cut off at the length limit
+    sampling_logps: torch.Tensor                # (N, R) as the sampler computed them
+    advantages: torch.Tensor = None             # (N,) or (N, R)
     old_logps: torch.Tensor = None              # (N, R); None: the policy has not moved since it sampled
     ref_logps: torch.Tensor = None              # (N, R); None: no reference model
 
-    def rows(self, start, end):
+    def rows(self, index):
         """Some of the completions, without the columns that hold nothing but padding."""
-        P, R = (int(mask[start:end].sum(1).max()) for mask in (self.prompt_mask, self.mask))
+        P, R = (int(mask[index].sum(1).max()) for mask in (self.prompt_mask, self.mask))
 
         def cut(x):
-            return None if x is None else x[start:end, :R]
+            return x[index] if x is None or x.dim() == 1 else x[index, :R]
 
-        return Rollout(self.prompt_ids[start:end, -P:], self.prompt_mask[start:end, -P:], cut(self.completion_ids),
-                       cut(self.mask), self.advantages[start:end], cut(self.old_logps), cut(self.ref_logps))
+        ours = {name: None if x is None else cut(x) for name, x in vars(self).items()}
+        return Rollout(**ours | {"prompt_ids": self.prompt_ids[index, -P:], "prompt_mask": self.prompt_mask[index, -P:]})
+
+    def micro_batches(self, index, size):
+        """These rows in parts of at most `size`, alike in length, so that little of what goes through a model is padding."""
+        by_length = index[self.mask[index].sum(1).argsort(stable=True)]
+        return by_length.split(size) if len(index) else ()
 
     def logps(self, model, *, temperature, with_entropy=False):
         """token_logps of the completions under a model."""
@@ -190,13 +294,16 @@ def ask(model, batch, *, num_generations, **sampling):
     """Step 1: G completions of each prompt of the batch, as a Rollout."""
     device = next(model.parameters()).device
     prompt_ids, prompt_mask = batch["prompt_ids"].to(device), batch["prompt_mask"].to(device)       # (B, P)
-    completion_ids, _ = sample(model, prompt_ids, prompt_mask, num_generations=num_generations, **sampling)
+    completion_ids, logps = sample(model, prompt_ids, prompt_mask, num_generations=num_generations, **sampling)
+    mask = completion_mask(completion_ids, sampling["eos_token_id"])
+    last_ids = completion_ids.gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]                # (N,)
+    ended = torch.isin(last_ids, torch.tensor(sampling["eos_token_id"], device=device))
     return Rollout(prompt_ids.repeat_interleave(num_generations, 0), prompt_mask.repeat_interleave(num_generations, 0),
-                   completion_ids, completion_mask(completion_ids, sampling["eos_token_id"]))
+                   completion_ids, mask, ended, logps)
 
 
 def judge(rollout, batch, tokenizer, reward_funcs, reward_weights, *, num_generations):
-    """Step 2: the completions as texts, their rewards (N,), and each function's own {name: (N,)}."""
+    """Step 2, first half: the completions as texts, their rewards (N,), and each function's own {name: (N,)}."""
     def for_each_completion(items):
         return [item for item in items for _ in range(num_generations)]                     # a a a b b b
 
@@ -207,39 +314,96 @@ def judge(rollout, batch, tokenizer, reward_funcs, reward_weights, *, num_genera
     return completions, rewards, per_function
 
 
+def compare(rollout, rewards, tokenizer, world, *, num_generations, scale_rewards, supervision, total_weight, kl_coef):
+    """Step 2, second half: advantages, (N,); with process supervision (N, R), from the steps that reward/process.py judges.
+
+    With kl_coef the KL is a part of the reward, -kl_coef * sum of k1(old, reference), rather than a term of the loss.
+    """
+    if kl_coef:
+        kl = kl_penalty(rollout.old_logps, rollout.ref_logps, kl_type="k1")                 # (N, R)
+        rewards = rewards - kl_coef * (kl * rollout.mask).sum(1).cpu()
+    if supervision == "process":
+        ids, completions = rollout.decode(tokenizer)
+        # A step earns 0 or 1; the mean of the rewards, rather than their sum, puts the outcome on the same scale.
+        step_rewards, step_ends = judge_steps(completions, ids, tokenizer, (rewards / total_weight).tolist())
+        return process_advantages(step_rewards, step_ends, num_generations, rollout.mask)
+    batch_std = nanstd(torch.tensor(world.gather(rewards.tolist())))
+    return group_advantages(rewards, num_generations, scale_rewards=scale_rewards, batch_std=batch_std).to(rollout.mask.device)
+
+
 @torch.no_grad()
 def remember(model, rollout, *, micro_batch_size, temperature):
     """Step 3: log-probabilities of the rollout's tokens under a frozen policy, the old one or the reference, (N, R)."""
-    logps = torch.zeros_like(rollout.mask, dtype=torch.float32)
-    for start in range(0, len(logps), micro_batch_size):
-        part = rollout.rows(start, start + micro_batch_size)
-        logps[start:start + micro_batch_size, :part.mask.shape[1]] = part.logps(model, temperature=temperature)
+    logps = torch.zeros_like(rollout.sampling_logps)
+    for rows in rollout.micro_batches(torch.arange(len(logps), device=logps.device), micro_batch_size):
+        part = rollout.rows(rows)
+        logps[rows, :part.mask.shape[1]] = part.logps(model, temperature=temperature)
     return logps
 
 
-def learn(model, optimizer, rollout, world, *, num_iterations, micro_batch_size, temperature, grad_clip, **objective):
-    """Step 4: `num_iterations` optimizer steps. Loss and metrics are summed over the ranks and averaged over the steps."""
-    N = len(rollout.mask)
-    num_sequences, num_tokens = world.sum(torch.tensor([N, rollout.mask.sum()])).tolist()
-    metrics = {}
-    for _ in range(num_iterations):
-        optimizer.zero_grad()
-        for start in range(0, N, micro_batch_size):
-            part = rollout.rows(start, start + micro_batch_size)
-            logps, entropy = part.logps(model, temperature=temperature, with_entropy=True)
-            # Before it has moved, the policy is the one that sampled: the ratio is 1, but its gradient is not 0.
-            old_logps = logps.detach() if part.old_logps is None else part.old_logps
-            loss, part_metrics = grpo_loss(logps, old_logps, part.advantages, part.mask, ref_logps=part.ref_logps,
-                                           num_sequences=num_sequences, num_tokens=num_tokens, **objective)
-            loss.backward()
-            part_metrics |= {"loss": loss.detach(), "entropy": (entropy * part.mask).sum() / num_tokens}
-            metrics = {name: metrics.get(name, 0.0) + value / num_iterations for name, value in part_metrics.items()}
-        world.sum_gradients(model)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
-        if grad_norm.isfinite():        # the same number on every rank: all of them take the step, or none
-            optimizer.step()
-    summed = world.sum(torch.stack(list(metrics.values())).cpu()).tolist()
-    return dict(zip(metrics, summed)) | {"grad_norm": grad_norm.item()}
+def learn(model, optimizer, rollout, world, *, num_iterations=1, num_minibatches=1, **options):
+    """Step 4: `num_iterations` passes over the rollout, each cut into `num_minibatches` optimizer steps; mean metrics."""
+    rows = torch.arange(len(rollout.mask), device=rollout.mask.device)
+    minibatches = [rows for rows in rows.tensor_split(num_minibatches) if len(rows)]
+    metrics = [update(model, optimizer, rollout, rows, world, **options) for rows in minibatches * num_iterations]
+    return {name: sum(of_one[name] for of_one in metrics) / len(metrics) for name in metrics[0]}
+
+
+def update(model, optimizer, rollout, rows, world, *, micro_batch_size, temperature, grad_clip,
+           mask_truncated_completions=False, **objective):
+    """One optimizer step on these rows of every rank's rollout, and its metrics over all ranks."""
+    counted = rows[rollout.ended[rows]] if mask_truncated_completions else rows
+    # Where the advantage is 0 and nothing else is in the loss, there is no gradient: such a row only counts in the averages.
+    has_gradient = (rollout.advantages.view(len(rollout.mask), -1) != 0).any(1)
+    if rollout.ref_logps is not None or objective.get("entropy_coef"):
+        has_gradient[:] = True
+    learned = counted[has_gradient[counted]]
+    num_sequences, num_tokens, num_learned = world.sum(torch.tensor(
+        [len(rows), rollout.mask[counted].sum(), rollout.mask[learned].sum()])).clamp(min=1).tolist()
+    metrics = {"loss": 0.0}
+    optimizer.zero_grad()
+    for part in map(rollout.rows, rollout.micro_batches(learned, micro_batch_size)):
+        logps, entropy = part.logps(model, temperature=temperature, with_entropy=True)
+        if not objective.get("entropy_coef"):
+            entropy = entropy.detach()                      # at once: what its gradient would need is freed
+        # Before it has moved, the policy is the one that sampled: the ratio is 1, but its gradient is not 0.
+        old_logps = logps.detach() if part.old_logps is None else part.old_logps
+        loss, of_part = grpo_loss(logps, old_logps, part.advantages, part.mask, ref_logps=part.ref_logps, entropy=entropy,
+                                  num_sequences=num_sequences, num_tokens=num_tokens, **objective)
+        loss.backward()
+        of_part |= {"loss": loss.detach(), **drift(logps, old_logps, part, entropy, num_learned)}
+        metrics = add_metrics(metrics, of_part)
+    world.sum_gradients(model)
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+    if grad_norm.isfinite():        # the same number on every rank: all of them take the step, or none
+        optimizer.step()
+    return world.sum_metrics(metrics) | {"grad_norm": grad_norm.item()}
+
+
+@torch.no_grad()
+def drift(logps, old_logps, part, entropy, num_tokens):
+    """A micro-batch's share of the metrics that say how far distributions have moved, means over all tokens but the last.
+
+    entropy, in nats; ppo_kl, the mean of log pi_old - log pi, from the policy that sampled to this one; and between the
+    sampler's probabilities and the trainer's, rollout_probs_diff: 0 but for rounding, or one of the two is wrong.
+    """
+    difference = (old_logps.exp() - part.sampling_logps.exp()).abs() * part.mask
+    means = {"entropy": entropy, "ppo_kl": old_logps - logps, "rollout_probs_diff_mean": difference}
+    means = {name: (value * part.mask).sum() / num_tokens for name, value in means.items()}
+    return means | {"rollout_probs_diff_max": difference.max()}
+
+
+def add_metrics(metrics, more):
+    """Of two parts of a step: shares of a mean add up, of two maxima the larger one counts."""
+    return metrics | {name: max(metrics.get(name, 0.0), value) if name.endswith("_max") else metrics.get(name, 0.0) + value
+                      for name, value in more.items()}
+
+
+@torch.no_grad()
+def sync_reference(reference, policy, *, alpha):
+    """reference <- alpha policy + (1 - alpha) reference, weight by weight (TR-DPO, arXiv 2404.09656)."""
+    for theirs, ours in zip(reference.parameters(), policy.parameters()):
+        theirs.lerp_(ours, alpha)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
@@ -297,9 +461,16 @@ class World:
 
     def sum_gradients(self, model):
         """A rank's loss is its share of the step's loss, so the gradients are summed, not averaged."""
-        if self.size > 1:
-            for parameter in model.parameters():
+        for parameter in model.parameters():
+            if parameter.grad is None:          # nothing on this rank had a gradient
+                parameter.grad = torch.zeros_like(parameter)
+            if self.size > 1:
                 dist.all_reduce(parameter.grad)
+
+    def sum_metrics(self, metrics):
+        """The ranks' shares of their metrics put together, as floats. A rank without a micro-batch has none but the loss."""
+        shares = self.gather([{name: float(value) for name, value in metrics.items()}])
+        return functools.reduce(add_metrics, shares)
 
     def gather(self, rows):
         """The ranks' lists, one behind the other."""
@@ -356,16 +527,43 @@ def parse_args(argv=None):
     flag("--temperature", type=float, default=1.0, help="of sampling, in training and in evaluation")
 
     flag = parser.add_argument_group("2. judge: rewards").add_argument
-    flag("--reward_funcs", nargs="+", metavar="NAME", help="format, tag, rm, accuracy, or module:function of your own "
+    flag("--reward_funcs", nargs="+", metavar="NAME",
+         help="format, tag, rm, accuracy, overlong, repetition, or module:function of your own "
          "(default: format tag rm accuracy with --reasoning 1, rm accuracy with 0)")
     flag("--reward_weights", nargs="+", type=float, metavar="W", help="one for each of reward_funcs (default: all 1)")
     flag("--reward_model_path", help="a folder with a reward model (default: reward_<hidden_size>, looked up in out_dir, "
                                      "then in reward/weights)")
 
-    flag = parser.add_argument_group("3. and 4. remember and learn: the objective, the optimizer").add_argument
+    flag("--reward_timeout", type=float, default=0, help="seconds that a reward function may take for one step before its "
+         "rewards are given up, as if it had failed; 0: no limit")
+    flag("--scale_rewards", choices=("group", "batch", "none"), default="group",
+         help="what advantages are divided by: the std of their group, of the whole step, or nothing (Dr. GRPO)")
+    flag("--supervision", choices=("outcome", "process"), default="outcome",
+         help="outcome: one reward for a completion; process: also one for each line of arithmetic in it, 1 if right")
+    flag("--kl_in_reward", action="store_true", help="subtract beta * KL (k1) from the reward, not from the objective")
+
+    flag = parser.add_argument_group("3. remember: the reference").add_argument
+    flag("--ref_model_sync_steps", type=int, default=0,
+         help="move the reference towards the policy every so many steps; 0: never")
+    flag("--ref_model_mixup_alpha", type=float, default=0.6, help="by which share of the way")
+
+    flag = parser.add_argument_group("4. learn: the objective").add_argument
+    flag("--loss_type", choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "r1"), default="grpo",
+         help="how tokens are averaged; cispo and r1 also bound and take the ratio in their own way")
+    flag("--importance_sampling_level", choices=("token", "sequence"), default="token",
+         help="the ratio of each token, or one for each completion (GSPO; its epsilons are about 3e-4)")
     flag("--epsilon_low", type=float, default=0.2, help="the ratio is clipped at 1 - epsilon_low")
-    flag("--epsilon_high", type=float, default=0.2, help="the ratio is clipped at 1 + epsilon_high")
-    flag("--num_iterations", type=int, default=1, help="optimizer steps on each rollout; with 1 the ratio stays 1")
+    flag("--epsilon_high", type=float, help="the ratio is clipped at 1 + epsilon_high (default: 0.2); with cispo it is "
+         "capped at epsilon_high (default: 5)")
+    flag("--delta", type=float, help="cap on the ratio where the advantage is negative: the dual clip (default: none)")
+    flag("--kl_type", choices=("k1", "k2", "k3", "abs"), help="estimate of the KL (default: k3; k1 in the reward)")
+    flag("--entropy_coef", type=float, default=0.0, help="adds so many times the mean entropy to what is maximised")
+    flag("--mask_truncated_completions", action="store_true", help="learn nothing from completions that never ended")
+    flag("--num_iterations", type=int, default=1, help="passes over each rollout")
+    flag("--num_minibatches", type=int, default=1, help="optimizer steps in each pass. With one of one the ratio stays 1, "
+         "and no clip acts")
+
+    flag = parser.add_argument_group("4. learn: the optimizer").add_argument
     flag("--accumulation_steps", type=int, default=1, help="multiplies the prompts of a step")
     flag("--micro_batch_size", type=int, default=64,
          help="completions that go through the model at once in steps 3 and 4: changes the memory, never the result")
@@ -406,12 +604,13 @@ def parse_args(argv=None):
 
 def check_args(args, parser):
     """Refuses what can't work, by the flag's name."""
-    for name in ("batch_size", "max_gen_len", "max_seq_len", "num_iterations", "accumulation_steps", "micro_batch_size",
+    for name in ("batch_size", "max_gen_len", "max_seq_len", "num_iterations", "num_minibatches", "accumulation_steps",
+                 "micro_batch_size",
                  "epochs", "num_generations_eval", "eval_samples", "eval_batch_size", "log_interval", "save_interval"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}; it must be at least 1")
-    for name in ("beta", "epsilon_low", "epsilon_high", "max_steps", "warmup_steps", "weight_decay", "eval_interval",
-                 "num_workers"):
+    for name in ("beta", "epsilon_low", "max_steps", "warmup_steps", "weight_decay", "eval_interval", "num_workers",
+                 "reward_timeout", "entropy_coef", "ref_model_sync_steps"):
         if getattr(args, name) < 0:
             parser.error(f"--{name} is {getattr(args, name)}; it must not be negative")
     for name in ("learning_rate", "temperature", "grad_clip"):
@@ -419,6 +618,7 @@ def check_args(args, parser):
             parser.error(f"--{name} is {getattr(args, name)}; it must be above 0")
     if args.num_generations < 2:
         parser.error(f"--num_generations is {args.num_generations}; a group needs at least 2 completions to compare")
+    check_objective(args, parser)
     args.data_path = args.data_path or str(HERE / "dataset/train.jsonl")
     args.eval_data_path = args.eval_data_path or str(HERE / "dataset/heldout.jsonl")
     args.reward_funcs = args.reward_funcs or ["format", "tag"] * args.reasoning + ["rm", "accuracy"]
@@ -434,6 +634,41 @@ def check_args(args, parser):
     args.reward_model_path = args.reward_model_path or str(
         find_weights(f"reward_{suffix}", args.out_dir, HERE / "reward/weights"))
     args.run_name = args.run_name or f"grpo_{Path(args.model_path).name}"
+
+
+def check_objective(args, parser):
+    """Refuses choices that do not go together, and fills in the defaults that depend on others."""
+    cispo, group = args.loss_type == "cispo", args.batch_size * args.accumulation_steps * args.num_generations
+    if args.epsilon_high is None:
+        args.epsilon_high = 5.0 if cispo else 0.2
+    one_ratio = "r1" if args.loss_type == "r1" else "sequence" if args.importance_sampling_level == "sequence" else None
+    for wrong, message in (
+        (args.epsilon_high < 0, f"--epsilon_high is {args.epsilon_high}; it must not be negative"),
+        (cispo and args.epsilon_high <= 1, f"--epsilon_high {args.epsilon_high} with --loss_type cispo would scale down "
+         "every token: there it is the cap on the ratio itself; give one above 1, or leave it out for 5"),
+        (cispo and args.delta is not None, "--delta caps the ratio of PPO's clip, and --loss_type cispo has none; "
+         "leave it out: there --epsilon_high is the cap"),
+        (not cispo and args.delta is not None and args.delta <= 1 + args.epsilon_high,
+         f"--delta {args.delta} would undo the clip at 1 + epsilon_high = {1 + args.epsilon_high}; give a larger one"),
+        (args.loss_type == "r1" and args.importance_sampling_level == "sequence", "--loss_type r1 has a ratio of its own, "
+         "the product over the completion; leave --importance_sampling_level out"),
+        (args.supervision == "process" and one_ratio, "--supervision process gives each token its own advantage, but "
+         f"{one_ratio} has one ratio for the whole completion; choose other ones of these two"),
+        (args.supervision == "process" and args.scale_rewards != "group", f"--scale_rewards {args.scale_rewards} does not "
+         "go with --supervision process, which normalises the steps of a group together; leave it out"),
+        (args.kl_in_reward and args.beta == 0, "--kl_in_reward subtracts beta * KL, and --beta is 0; give a --beta above 0"),
+        (args.kl_in_reward and args.kl_type not in (None, "k1"), f"--kl_type {args.kl_type} is for the KL in the loss; "
+         "in the reward it is k1: leave it out, or leave out --kl_in_reward"),
+        (args.ref_model_sync_steps and args.beta == 0, "--ref_model_sync_steps moves a reference, and with --beta 0 there "
+         "is none; give a --beta above 0"),
+        (not 0 < args.ref_model_mixup_alpha <= 1, f"--ref_model_mixup_alpha is {args.ref_model_mixup_alpha}; it must be "
+         "above 0 and at most 1"),
+        (args.num_minibatches > group, f"--num_minibatches {args.num_minibatches} is more than the {group} completions of a "
+         "rank's step; choose fewer"),
+    ):
+        if wrong:
+            parser.error(message)
+    args.kl_type = args.kl_type or "k3"
 
 
 def find_weights(name, *folders):
@@ -460,8 +695,8 @@ def load_models(args, device):
     reference = copy.deepcopy(policy) if args.beta > 0 else None
     if reference is not None:
         in_precision(reference, args.dtype, device)
-    reward_funcs = load_reward_funcs(args.reward_funcs, reward_model_path=args.reward_model_path,
-                                     reasoning=args.reasoning, device=device)
+    reward_funcs = load_reward_funcs(args.reward_funcs, reward_model_path=args.reward_model_path, reasoning=args.reasoning,
+                                     device=device, max_completion_length=args.max_gen_len, timeout=args.reward_timeout)
     return tokenizer, in_precision(policy, args.dtype, device), reference, reward_funcs
 
 
@@ -497,6 +732,19 @@ def in_precision(model, dtype, device):
     return model
 
 
+def settings_of(args):
+    """The flags that steps 1, 2 and 4 read, as their keyword arguments."""
+    sampling = {"max_new_tokens": args.max_gen_len, "temperature": args.temperature}
+    comparison = {"num_generations": args.num_generations, "scale_rewards": args.scale_rewards,
+                  "supervision": args.supervision, "total_weight": sum(map(abs, args.reward_weights)),
+                  "kl_coef": args.beta if args.kl_in_reward else 0.0}
+    learning = {name: getattr(args, name) for name in (
+        "num_iterations", "num_minibatches", "mask_truncated_completions", "grad_clip", "loss_type", "kl_type",
+        "epsilon_low", "epsilon_high", "delta", "importance_sampling_level", "entropy_coef")}
+    learning |= {"beta": 0.0 if args.kl_in_reward else args.beta, "max_completion_length": args.max_gen_len}
+    return sampling, comparison, learning
+
+
 def lr_at(step, last_step, *, peak, warmup_steps):
     """Learning rate of a step (from 1): a linear rise, then a cosine from the peak to a tenth of it."""
     if step <= warmup_steps:
@@ -513,19 +761,20 @@ def seed_of(*numbers):
     return seed
 
 
-def describe(rollout, batch, completions, rewards, per_function, eos_token_id):
-    """A row of completions.jsonl for each completion: prompt, text, every reward, and the advantage that came of them."""
-    G, lengths = len(completions) // len(batch["prompts"]), rollout.mask.sum(1)             # (N,)
-    last_ids = rollout.completion_ids.gather(1, lengths[:, None] - 1)[:, 0].tolist()
+def describe(rollout, batch, completions, rewards, per_function, *, num_generations):
+    """A row of completions.jsonl for each completion: prompt, text, every reward, and the advantage of its first token."""
+    lengths, ended = rollout.mask.sum(1).tolist(), rollout.ended.tolist()
+    answers = batch["columns"].get("answer") or [None] * len(batch["prompts"])
     return [{
-        "prompt": batch["prompts"][i // G],
-        "messages": batch["columns"]["messages"][i // G],
+        "prompt": batch["prompts"][i // num_generations],
+        "messages": batch["columns"]["messages"][i // num_generations],
+        "answer": answers[i // num_generations],
         "completion": completions[i],
-        "length": int(lengths[i]),
-        "ended": last_ids[i] in eos_token_id,
+        "length": lengths[i],
+        "ended": ended[i],
         "rewards": {name: values[i].item() for name, values in per_function.items()},
         "reward": rewards[i].item(),
-        "advantage": rollout.advantages[i].item(),
+        "advantage": rollout.advantages[i].flatten()[0].item(),
     } for i in range(len(completions))]
 
 
@@ -549,14 +798,15 @@ def main(argv=None):
     tokenizer, policy, reference, reward_funcs = load_models(args, device)
     problems, heldout = PromptDataset(args.data_path), read_heldout(args)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), weight_decay=args.weight_decay)
-    steps_done, num_tokens = load_checkpoint(run_dir / "checkpoint", policy, optimizer) if args.resume else (0, 0)
+    steps_done, num_tokens = load_checkpoint(run_dir / "checkpoint", policy, optimizer, reference) if args.resume else (0, 0)
     last_step = args.epochs * steps_per_epoch(len(problems), args.batch_size * args.accumulation_steps, world.size)
     last_step = min(last_step, args.max_steps or last_step)
     collate = PromptCollator(tokenizer, args.max_seq_len)
     batches = batches_of_steps(args, world, problems, collate, range(steps_done + 1, last_step + 1))
-    eos, generator = eos_token_ids(policy, tokenizer), torch.Generator(device)
-    sampling = {"max_new_tokens": args.max_gen_len, "temperature": args.temperature, "eos_token_id": eos,
-                "pad_token_id": tokenizer.pad_token_id or 0, "generator": generator}
+    generator = torch.Generator(device)
+    sampling, comparison, learning = settings_of(args)
+    sampling |= {"eos_token_id": eos_token_ids(policy, tokenizer), "pad_token_id": tokenizer.pad_token_id or 0,
+                 "generator": generator}
     logps_of = {"micro_batch_size": args.micro_batch_size, "temperature": args.temperature}
 
     def evaluate_heldout(step):
@@ -581,27 +831,28 @@ def main(argv=None):
             with report.timed("rollout"):
                 generator.manual_seed(seed_of(args.seed, 0, step, world.rank))
                 rollout = ask(policy, batch, num_generations=G, **sampling)
-            # 2. judge: rewards, then advantages within each group
+            # 2. judge: rewards
             with report.timed("reward"):
                 completions, rewards, per_function = judge(
                     rollout, batch, tokenizer, reward_funcs, args.reward_weights, num_generations=G)
-                rollout.advantages = group_advantages(rewards, G).to(device)
-                rows = world.gather(describe(rollout, batch, completions, rewards, per_function, eos))
-                metrics = rollout_metrics(rows, G)
-            # 3. remember: log-probabilities under the policy that sampled, if it moves more than once, and the reference
-            if args.num_iterations > 1:
+            # 3. remember: log-probabilities under the policy that sampled, where it will have moved, and the reference
+            if args.num_iterations * args.num_minibatches > 1 or args.kl_in_reward:
                 with report.timed("old_logps"):
                     rollout.old_logps = remember(policy, rollout, **logps_of)
             if reference is not None:
                 with report.timed("ref_logps"):
                     rollout.ref_logps = remember(reference, rollout, **logps_of)
-            # 4. learn: clipped gradient steps on micro-batches
+            # 2. again: advantages within each group; here, since with --kl_in_reward the reference has a say in the reward
+            rollout.advantages = compare(rollout, rewards, tokenizer, world, **comparison)
+            rows = world.gather(describe(rollout, batch, completions, rewards, per_function, num_generations=G))
+            metrics = rollout_metrics(rows, G)
+            # 4. learn: clipped gradient steps on mini-batches
             with report.timed("update"):
                 lr = lr_at(step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
                 optimizer.param_groups[0]["lr"] = lr
-                metrics |= learn(policy, optimizer, rollout, world, num_iterations=args.num_iterations, beta=args.beta,
-                                 epsilon_low=args.epsilon_low, epsilon_high=args.epsilon_high,
-                                 grad_clip=args.grad_clip, **logps_of)
+                metrics |= learn(policy, optimizer, rollout, world, **learning, **logps_of)
+                if args.ref_model_sync_steps and step % args.ref_model_sync_steps == 0:
+                    sync_reference(reference, policy, alpha=args.ref_model_mixup_alpha)
             # 5. report: metrics, now and then an evaluation, a checkpoint, a picture
             num_tokens += metrics["tokens"]
             metrics |= {"num_tokens": num_tokens, "learning_rate": lr}
@@ -615,7 +866,8 @@ def main(argv=None):
                 report.group(step, rows[:G])
             if world.rank == 0 and (step % args.save_interval == 0 or step == last_step):
                 with report.timed("checkpoint"):
-                    save_checkpoint(run_dir / "checkpoint", policy, tokenizer, optimizer, step=step, num_tokens=num_tokens)
+                    save_checkpoint(run_dir / "checkpoint", policy, tokenizer, optimizer, step=step, num_tokens=num_tokens,
+                                    reference=reference if args.ref_model_sync_steps else None)
                 report.draw()
         if world.rank == 0:
             save_pretrained(policy, tokenizer, run_dir / "final")

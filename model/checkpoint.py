@@ -118,12 +118,13 @@ def hub_config(model):
     }
 
 
-def save_checkpoint(folder, model, tokenizer, optimizer, **progress):
-    """Everything that a resume needs. The old checkpoint stays whole until the new one is."""
+def save_checkpoint(folder, model, tokenizer, optimizer, reference=None, **progress):
+    """Everything that a resume needs; `reference` if it moves. The old checkpoint stays whole until the new one is."""
     new, old = folder.with_suffix(".new"), folder.with_suffix(".old")
     shutil.rmtree(new, ignore_errors=True)
     save_pretrained(model, tokenizer, new)
-    torch.save({"optimizer": optimizer.state_dict(), **progress}, new / "optimizer.pt")
+    moved = {"reference": reference.state_dict()} if reference is not None else {}
+    torch.save({"optimizer": optimizer.state_dict(), **moved, **progress}, new / "optimizer.pt")
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
@@ -131,8 +132,8 @@ def save_checkpoint(folder, model, tokenizer, optimizer, **progress):
     shutil.rmtree(old, ignore_errors=True)
 
 
-def load_checkpoint(folder, model, optimizer):
-    """Puts weights and optimizer back to what they were; returns the steps done and the tokens sampled so far."""
+def load_checkpoint(folder, model, optimizer, reference=None):
+    """Puts weights, optimizer and reference back to what they were; returns the steps done and the tokens sampled so far."""
     if not folder.exists():                                 # a crash between the two renames leaves the old one
         folder = folder.with_suffix(".old")
     if not (folder / "optimizer.pt").is_file():
@@ -140,6 +141,8 @@ def load_checkpoint(folder, model, optimizer):
     model.load_state_dict(load_pretrained(folder).state_dict())
     saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
     optimizer.load_state_dict(saved["optimizer"])
+    if "reference" in saved and reference is not None:
+        reference.load_state_dict(saved["reference"])
     return saved["step"], saved["num_tokens"]
 
 

@@ -1,22 +1,30 @@
 """From names to functions, and from several rewards to one number per completion."""
+import functools
 import importlib
+import threading
 import traceback
 import warnings
 
 import torch
 
+from .penalties import repetition_reward, soft_overlong_reward
 from .reward_model import load_reward_model, reward_model_reward
 from .rules import accuracy_reward, format_reward, tag_reward
 
-RULES = {"format": format_reward, "tag": tag_reward, "accuracy": accuracy_reward}
+RULES = {"format": format_reward, "tag": tag_reward, "accuracy": accuracy_reward, "repetition": repetition_reward}
 
 
-def load_reward_funcs(names, *, reward_model_path=None, reasoning=True, device="cpu"):
-    """The functions behind `format`, `tag`, `rm`, `accuracy`, `module:function`; ValueError names one that is not there."""
+def load_reward_funcs(names, *, reward_model_path=None, reasoning=True, device="cpu", max_completion_length=None, timeout=0):
+    """The functions behind the names of rewards, or behind `module:function`; ValueError names one that is not there.
+
+    max_completion_length is overlong's limit; with a `timeout`, in seconds, a function that takes longer has failed.
+    """
     funcs = []
     for name in names:
         if name == "rm":
             funcs.append(reward_model_reward(load_reward_model(reward_model_path, device=device), reasoning=reasoning))
+        elif name == "overlong":
+            funcs.append(soft_overlong_reward(max_completion_length))
         elif ":" in name:
             module, _, function = name.partition(":")
             try:
@@ -27,9 +35,33 @@ def load_reward_funcs(names, *, reward_model_path=None, reasoning=True, device="
         elif name in RULES:
             funcs.append(RULES[name])
         else:
-            raise ValueError(f"--reward_funcs {name}: no such reward; choose from {', '.join(RULES)}, rm, "
+            raise ValueError(f"--reward_funcs {name}: no such reward; choose from {', '.join(RULES)}, rm, overlong, "
                              "or give module:function")
-    return funcs
+    return [within(timeout, function) for function in funcs] if timeout else funcs
+
+
+def within(seconds, function):
+    """The function, except that it raises TimeoutError after so many seconds. What it was doing goes on, unheard."""
+    @functools.wraps(function)
+    def limited(**arguments):
+        results, errors = [], []
+
+        def call():
+            try:
+                results.append(function(**arguments))
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=call, daemon=True)         # a daemon: a reward that hangs can't keep the run from ending
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            raise TimeoutError(f"it took more than {seconds:g} seconds (--reward_timeout)")
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    return limited
 
 
 def combine_rewards(prompts, completions, reward_funcs, reward_weights, **columns):
