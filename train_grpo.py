@@ -156,7 +156,7 @@ def clipped_policy_loss(ratio, advantages, *, epsilon_low, epsilon_high, delta=N
 
 
 def cispo_policy_loss(ratio, advantages, logps, *, epsilon_high):
-    """Second choice: CISPO's bound, -sg[min(ratio, epsilon_high)] A log pi (MiniMax-M1, arXiv 2506.13585); and where it acts.
+    """Second choice: CISPO's -sg[min(ratio, epsilon_high)] A log pi (MiniMax-M1, arXiv 2506.13585), and where it acts.
 
     The ratio is a weight without gradient, sg, and epsilon_high the cap itself: no token ever loses its gradient.
     """
@@ -192,8 +192,8 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
               max_completion_length=None, entropy=None, entropy_coef=0.0, num_sequences=None, num_tokens=None):
     """The loss of GRPO and its family, and metrics as detached scalars.
 
-    logps, old_logps (N, R); ref_logps (N, R), or None without a reference; advantages (N,) or (N, R); mask (N, R); entropy (N, R),
-    or None if entropy_coef is 0: its mean over all tokens is added to what is maximised (verl averages it as the rest).
+    logps, old_logps (N, R); ref_logps (N, R), or None without a reference; advantages (N,) or (N, R); mask (N, R);
+    entropy (N, R), whose mean over all tokens is added to what is maximised (verl averages it like the rest).
     num_sequences and num_tokens are totals of the whole optimizer step, over all micro-batches and ranks (None: this
     call is the whole step): losses and metrics of the parts then add up to those of the step. Masked-out rows count in
     num_sequences. With loss_type cispo, epsilon_high is a cap above 1, 5 say.
@@ -212,8 +212,8 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
     else:
         per_token, low, high = clipped_policy_loss(ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high,
                                                    delta=delta)
-    if loss_type == "r1":       # one action, one term: spread over the tokens, which will be added up
-        per_token = per_token / mask.sum(1, keepdim=True).clamp(min=1)
+    if loss_type == "r1":
+        per_token = per_token / mask.sum(1, keepdim=True).clamp(min=1)      # one term, though all tokens are added up
     metrics = {"clip_ratio/low_mean": (low * mask).sum() / num_tokens, "clip_ratio/high_mean": (high * mask).sum() / num_tokens,
                "clip_ratio/region_mean": ((low | high) * mask).sum() / num_tokens}
     if beta or ref_logps is not None:
@@ -328,7 +328,8 @@ def compare(rollout, rewards, tokenizer, world, *, num_generations, scale_reward
         step_rewards, step_ends = judge_steps(completions, ids, tokenizer, (rewards / total_weight).tolist())
         return process_advantages(step_rewards, step_ends, num_generations, rollout.mask)
     batch_std = nanstd(torch.tensor(world.gather(rewards.tolist())))
-    return group_advantages(rewards, num_generations, scale_rewards=scale_rewards, batch_std=batch_std).to(rollout.mask.device)
+    advantages = group_advantages(rewards, num_generations, scale_rewards=scale_rewards, batch_std=batch_std)
+    return advantages.to(rollout.mask.device)
 
 
 @torch.no_grad()

@@ -52,7 +52,7 @@ def within(seconds, function):
             except Exception as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=call, daemon=True)         # a daemon: a reward that hangs can't keep the run from ending
+        thread = threading.Thread(target=call, daemon=True)         # daemon: one that hangs can't keep the run from ending
         thread.start()
         thread.join(seconds)
         if thread.is_alive():

@@ -1,4 +1,4 @@
-"""Process supervision: rewards for the steps of the reasoning, not only for what it comes to (DeepSeekMath, section 4.1.3)."""
+"""Process supervision: rewards for the steps of the reasoning, not only for its outcome (DeepSeekMath, section 4.1.3)."""
 import ast
 import operator
 import re

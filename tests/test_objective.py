@@ -25,60 +25,121 @@ def test_advantages_stay_within_their_group_and_leave_out_the_unjudged():
     assert advantages.tolist() == pytest.approx([-1 / (std + 1e-4), 1 / (std + 1e-4), 0, 0, 0, 0, 0, 0, 0], abs=1e-6)
 
 
+def test_advantages_divided_by_the_step_or_not_at_all():
+    rewards = torch.tensor([1.0, 3.0, NAN, 5.0, 5.0, 8.0])                  # means 2 and 6; of all five 4.4
+    std = math.sqrt(sum((r - 4.4) ** 2 for r in (1, 3, 5, 5, 8)) / 4)
+    deviations = [-1, 1, 0, -1, -1, 2]
+    assert group_advantages(rewards, 3, scale_rewards="none").tolist() == deviations
+    assert group_advantages(rewards, 3, scale_rewards="batch").tolist() == pytest.approx([d / (std + 1e-4) for d in deviations])
+    assert group_advantages(rewards, 3, scale_rewards="batch", batch_std=2.0).tolist() == pytest.approx([d / 2.0001 for d in deviations])
+    with pytest.raises(ValueError, match="scale_rewards"):
+        group_advantages(rewards, 3, scale_rewards="all")
+
+
 def test_mask_ends_with_the_first_eos_and_keeps_it():
     ids = torch.tensor([[5, 2, 7, 2], [2, 2, 2, 2], [5, 6, 7, 8], [5, 9, 2, 0]])
     assert completion_mask(ids, 2).tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]
     assert completion_mask(ids, [2, 9]).tolist()[3] == [1, 1, 0, 0]
 
 
-def loop_loss(logps, old_logps, advantages, mask, ref_logps, beta, low, high):
-    """The same formula, a token at a time, in Python's own float64."""
-    total = 0.0
-    for i, advantage in enumerate(advantages):
-        tokens = [t for t in range(len(mask[i])) if mask[i][t]]
-        for t in tokens:
-            ratio = math.exp(logps[i][t] - old_logps[i][t])
-            bounded = max(min(ratio, 1 + high), 1 - low)
+def loop_loss(logps, old_logps, advantages, mask, ref_logps, entropy, *, beta=0.0, kl_type="k3", epsilon_low=0.2, epsilon_high=0.2,
+              delta=math.inf, loss_type="grpo", level="token", L=None, entropy_coef=0.0):
+    """The same formulas, a token at a time, in Python's own float64."""
+    rows = [[t for t in range(len(mask[i])) if mask[i][t]] for i in range(len(mask))]
+    num_tokens, total = sum(map(len, rows)), 0.0
+    for i, tokens in enumerate(rows):
+        log_ratios = [logps[i][t] - old_logps[i][t] for t in tokens]
+        weight = {"grpo": 1 / len(tokens) / len(rows), "dr_grpo": 1 / L / len(rows) if L else None,
+                  "r1": 1 / len(rows)}.get(loss_type, 1 / num_tokens)
+        for t, log_ratio in zip(tokens, log_ratios):
+            A = advantages[i][t] if isinstance(advantages[i], list) else advantages[i]
+            if level == "sequence":
+                log_ratio = sum(log_ratios) / len(tokens)
+            if loss_type == "r1":
+                log_ratio = sum(log_ratios)
+            ratio = math.exp(log_ratio)
+            if loss_type == "cispo":
+                fixed = cispo_weights[i][t] if cispo_weights else min(ratio, epsilon_high)
+                policy = -fixed * A * logps[i][t]
+            else:
+                policy = -min(min(ratio, delta) * A, max(min(ratio, 1 + epsilon_high), 1 - epsilon_low) * A)
             x = ref_logps[i][t] - logps[i][t]
-            total += (-min(ratio * advantage, bounded * advantage) + beta * (math.exp(x) - x - 1)) / len(tokens) / len(advantages)
+            kl = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - x - 1, "abs": abs(x)}[kl_type]
+            total += weight * (policy / (len(tokens) if loss_type == "r1" else 1) + beta * kl) - entropy_coef * entropy[i][t] / num_tokens
     return total
 
 
+cispo_weights = []          # what CISPO holds fixed while its gradient is taken
+
+
 def random_case(seed, N=7, R=9):
+    """logps, old_logps, advantages, mask, ref_logps, entropy: EOS at once, full rows, ratios from 1/50 to 50, both signs of A."""
     rng = torch.Generator().manual_seed(seed)
     logps, old_logps, ref_logps = (-2 + torch.randn(N, R, generator=rng, dtype=torch.float64) for _ in range(3))
     lengths = torch.tensor([1, R, 4, 2, R, 6, 3])
-    return logps, old_logps, torch.randn(N, generator=rng, dtype=torch.float64), (torch.arange(R) < lengths[:, None]).int(), ref_logps
+    return (logps, old_logps, torch.randn(N, generator=rng, dtype=torch.float64), (torch.arange(R) < lengths[:, None]).int(),
+            ref_logps, torch.rand(N, R, generator=rng, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_loss_and_gradient_equal_a_loop_over_tokens(seed):
-    logps, old_logps, advantages, mask, ref_logps = random_case(seed)
-    options = {"beta": 0.3, "epsilon_low": 0.1, "epsilon_high": 0.4}
-    loss, _ = grpo_loss(logps.requires_grad_(), old_logps, advantages, mask, ref_logps=ref_logps, **options)
+FAMILY = [
+    {},
+    {"epsilon_low": 0.1, "epsilon_high": 0.4, "beta": 0.3},
+    {"delta": 1.5},
+    {"loss_type": "bnpo", "beta": 0.3, "kl_type": "k1"},
+    {"loss_type": "dapo", "epsilon_high": 0.28, "entropy_coef": 0.1},
+    {"loss_type": "dr_grpo", "max_completion_length": 20, "beta": 0.3, "kl_type": "k2", "entropy_coef": 0.1},
+    {"loss_type": "cispo", "epsilon_high": 1.3, "beta": 0.3, "kl_type": "abs"},
+    {"loss_type": "r1", "beta": 0.3},
+    {"importance_sampling_level": "sequence", "beta": 0.3},
+    {"importance_sampling_level": "sequence", "loss_type": "dapo", "delta": 1.5},
+    {"importance_sampling_level": "sequence", "loss_type": "dr_grpo", "max_completion_length": 20},
+    {"importance_sampling_level": "sequence", "loss_type": "cispo", "epsilon_high": 1.1},
+]
+
+
+@pytest.mark.parametrize("options", FAMILY, ids=str)
+@pytest.mark.parametrize("per_token", [False, True])
+def test_loss_and_gradient_equal_a_loop_over_tokens(options, per_token):
+    logps, old_logps, advantages, mask, ref_logps, entropy = random_case(len(str(options)))
+    if per_token:
+        advantages = torch.randn(mask.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    loss, _ = grpo_loss(logps.requires_grad_(), old_logps, advantages, mask, ref_logps=ref_logps if "beta" in options else None,
+                        entropy=entropy.requires_grad_(), **options)
     loss.backward()
-    numbers = [x.tolist() for x in (logps.detach(), old_logps, advantages, mask, ref_logps)]
-    assert loss.item() == pytest.approx(loop_loss(*numbers, 0.3, 0.1, 0.4), rel=1e-9)
+    renamed = {{"importance_sampling_level": "level", "max_completion_length": "L"}.get(name, name): value for name, value in options.items()}
+    numbers = [x.tolist() for x in (logps.detach(), old_logps, advantages, mask, ref_logps, entropy.detach())]
+    assert loss.item() == pytest.approx(loop_loss(*numbers, **renamed), rel=1e-9)
+    if options.get("loss_type") == "cispo":
+        level, cap = options.get("importance_sampling_level"), options["epsilon_high"]
+        d = (logps - old_logps).detach() * mask
+        d = (d.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand_as(d) if level == "sequence" else d
+        cispo_weights[:] = d.exp().clamp(max=cap).tolist()
     for i, t in [(0, 0), (1, 3), (2, 3), (2, 4), (4, 8), (6, 1)]:                           # (2, 4) is masked out
-        bumped = [[row[:] for row in numbers[0]] for _ in range(2)]
-        bumped[0][i][t] += 1e-6
-        bumped[1][i][t] -= 1e-6
-        up, down = (loop_loss(values, *numbers[1:], 0.3, 0.1, 0.4) for values in bumped)
-        assert logps.grad[i, t].item() == pytest.approx((up - down) / 2e-6, abs=1e-7)
+        for which, gradient in ((0, logps.grad), (5, entropy.grad if "entropy_coef" in options else torch.zeros(7, 9))):
+            bumped = []
+            for bump in (1e-6, -1e-6):
+                values = [[row[:] for row in x] if k == which else x for k, x in enumerate(numbers)]
+                values[which][i][t] += bump
+                bumped.append(loop_loss(*values, **renamed))
+            assert gradient[i, t].item() == pytest.approx((bumped[0] - bumped[1]) / 2e-6, abs=1e-7)
+    cispo_weights.clear()
 
 
-def test_parts_of_a_step_add_up_to_the_step():
-    logps, old_logps, advantages, mask, ref_logps = random_case(3)
-    whole, whole_metrics = grpo_loss(logps, old_logps, advantages, mask, ref_logps=ref_logps, beta=0.1)
-    parts = [grpo_loss(logps[rows], old_logps[rows], advantages[rows], mask[rows], ref_logps=ref_logps[rows], beta=0.1,
-                       num_sequences=7, num_tokens=int(mask.sum())) for rows in (slice(0, 1), slice(1, 4), slice(4, 7))]
+@pytest.mark.parametrize("options", FAMILY, ids=str)
+def test_parts_of_a_step_add_up_to_the_step(options):
+    logps, old_logps, advantages, mask, ref_logps, entropy = random_case(3)
+    mask[2] = 0                                                             # a completion that is left out still counts as one
+    tensors = {"ref_logps": ref_logps, "entropy": entropy}
+    whole, whole_metrics = grpo_loss(logps, old_logps, advantages, mask, **tensors, **options)
+    parts = [grpo_loss(logps[rows], old_logps[rows], advantages[rows], mask[rows], **{name: x[rows] for name, x in tensors.items()},
+                       num_sequences=7, num_tokens=int(mask.sum()), **options) for rows in (slice(0, 1), slice(1, 4), slice(4, 7))]
     assert sum(loss for loss, _ in parts).item() == pytest.approx(whole.item(), rel=1e-12)
     for name, value in whole_metrics.items():
         assert sum(metrics[name] for _, metrics in parts).item() == pytest.approx(value.item(), rel=1e-6)
 
 
 def test_the_first_ratio_is_1_and_its_gradient_is_the_policy_gradient():
-    logps, _, advantages, mask, _ = random_case(4)
+    logps, _, advantages, mask, *_ = random_case(4)
     logps.requires_grad_()
     loss, metrics = grpo_loss(logps, logps.detach(), advantages, mask)
     loss.backward()
@@ -95,12 +156,32 @@ def test_a_clipped_token_has_no_gradient_and_is_counted():
     # ratio 1.5 with A > 0 and 0.5 with A < 0 have gone far enough; the other two are still pushed back
     assert loss.item() == pytest.approx((-1.2 - 0.5 + 1.5 + 0.8) / 4, rel=1e-6)
     assert logps.grad[:, 0].tolist() == pytest.approx([0, -0.5 / 4, 1.5 / 4, 0])
-    assert metrics["clip_ratio/region_mean"] == 0.5
+    assert metrics == {"clip_ratio/low_mean": 0.25, "clip_ratio/high_mean": 0.25, "clip_ratio/region_mean": 0.5}
 
 
-def test_kl_is_k3_and_survives_extremes():
-    assert kl_penalty(torch.tensor([-1.0]), torch.tensor([-1.5])).item() == pytest.approx(math.exp(-0.5) + 0.5 - 1, abs=1e-6)
-    assert kl_penalty(torch.tensor([-200.0]), torch.tensor([0.0])).isfinite()
+def test_the_four_estimates_of_the_kl():
+    logps, ref_logps = torch.tensor([-1.0]), torch.tensor([-1.5])           # x = -0.5
+    for kl_type, value in (("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) + 0.5 - 1), ("abs", 0.5)):
+        assert kl_penalty(logps, ref_logps, kl_type=kl_type).item() == pytest.approx(value, abs=1e-6)
+    assert kl_penalty(torch.tensor([-200.0]), torch.tensor([0.0])).isfinite()               # e^200 is not
+    drifted = torch.tensor([0.0], requires_grad=True)
+    kl_penalty(drifted, torch.tensor([-50.0])).backward()
+    assert drifted.grad.item() == pytest.approx(1.0)                        # the pull back is still there, 50 nats away
+
+
+def test_cispo_caps_from_above_only_and_never_loses_a_gradient():
+    logps = torch.tensor([8.0, 0.1]).log()[:, None].requires_grad_()
+    loss, metrics = grpo_loss(logps, torch.zeros(2, 1), torch.tensor([1.0, 1.0]), torch.ones(2, 1), loss_type="cispo", epsilon_high=5.0)
+    loss.backward()
+    assert logps.grad[:, 0].tolist() == pytest.approx([-5 / 2, -0.1 / 2])
+    assert metrics["clip_ratio/high_mean"] == 0.5 and metrics["clip_ratio/low_mean"] == 0
+
+
+@pytest.mark.parametrize("options", [{"loss_type": "ppo"}, {"loss_type": "dr_grpo"}, {"importance_sampling_level": "word"}, {"kl_type": "k4", "beta": 1}])
+def test_a_choice_that_is_not_there_is_refused(options):
+    logps = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="choose|give"):
+        grpo_loss(logps, logps, torch.ones(2), torch.ones(2, 3), ref_logps=logps, **options)
 
 
 def test_token_logps_are_those_of_a_softmax_with_temperature(tiny_policy):
