@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_grpo
 from dataset import PromptCollator, PromptDataset
 from model import load_pretrained, sample
-from train_grpo import Rollout, World, completion_mask, group_advantages, learn
+from train_grpo import Rollout, World, compare, completion_mask, group_advantages, learn, remember, sync_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--batch_size", "4", "--num_generations", "4", "--eval_samples", "16", "--max_gen_len", "64"]
@@ -41,12 +42,14 @@ def test_a_run_leaves_all_its_files(three_steps):
     metrics = jsonl(folder / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3]
     for name in ("loss", "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "grad_norm", "learning_rate",
-                 "clip_ratio/region_mean", "completions/mean_length", "completions/min_length", "completions/max_length",
+                 "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "ppo_kl", "rollout_probs_diff_mean",
+                 "rollout_probs_diff_max", "completions/mean_length", "completions/min_length", "completions/max_length",
                  "completions/clipped_ratio", "num_tokens", "step_time", "timing_s/rollout", "timing_s/reward",
                  "timing_s/ref_logps", "timing_s/update", "perf/throughput", "rewards/accuracy_reward/mean",
                  "rewards/format_reward/mean", "rewards/tag_reward/mean", "rewards/reward_model/std"):
         assert all(isinstance(line[name], float | int) for line in metrics), name
     assert metrics[0]["kl"] == pytest.approx(0, abs=1e-6) and metrics[2]["kl"] > 0         # it starts at the reference
+    assert 0 < metrics[0]["rollout_probs_diff_mean"] < metrics[0]["rollout_probs_diff_max"] < 1e-4
     assert metrics[0]["num_tokens"] < metrics[1]["num_tokens"] < metrics[2]["num_tokens"]
     assert [line["step"] for line in jsonl(folder / "eval.jsonl")] == [0, 2, 3]
     assert "eval/accuracy" in metrics[1] and "eval/accuracy" not in metrics[0]
@@ -85,7 +88,8 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     import interrupting
     flags = [*SMALL, "--max_steps", "4", "--save_interval", "2", "--eval_interval", "0", "--reward_funcs", "interrupting:judge",
-             "--num_iterations", "2", "--out_dir", str(tmp_path)]
+             "--num_iterations", "2", "--num_minibatches", "2", "--ref_model_sync_steps", "1", "--kl_in_reward",
+             "--out_dir", str(tmp_path)]
     train_grpo.main([*flags, "--run_name", "unbroken"])
     interrupting.calls, interrupting.stop_at = 0, 4
     with pytest.raises(KeyboardInterrupt):
@@ -99,8 +103,8 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
     assert measured[0] == measured[1]
 
 
-def rollout_of_six():
-    """Six completions of different lengths for two prompts, one of them padded."""
+def rollout_of_six(model):
+    """Six completions of different lengths for two prompts, one of them padded; old and reference policies near the model."""
     generator = torch.Generator().manual_seed(0)
     completion_ids = torch.randint(3, 280, (6, 12), generator=generator)
     for row, length in enumerate((3, 12, 5, 1, 7, 12)):
@@ -108,22 +112,36 @@ def rollout_of_six():
     prompt_ids = torch.randint(3, 280, (2, 9), generator=generator).repeat_interleave(3, 0)
     prompt_mask = torch.ones_like(prompt_ids)
     prompt_mask[3:, :4] = 0
-    return Rollout(prompt_ids, prompt_mask, completion_ids, completion_mask(completion_ids, 2),
-                   torch.tensor([1.0, -0.5, 0.3, -1.2, 0.9, 0.1]), ref_logps=torch.full((6, 12), -3.0))
+    mask = completion_mask(completion_ids, 2)
+    rollout = Rollout(prompt_ids, prompt_mask, completion_ids, mask, mask.sum(1) < 12, torch.zeros(6, 12),
+                      torch.tensor([1.0, -0.5, 0.3, -1.2, 0.0, 0.1]))
+    logps = remember(model, rollout, micro_batch_size=6, temperature=1.0)
+    return replace(rollout, sampling_logps=logps, **{name: logps + 0.3 * torch.randn(6, 12, generator=generator)
+                                                     for name in ("old_logps", "ref_logps")})
 
 
-def gradient_after_learning(rank, world_size, port, micro_batch_size, folder):
-    """Saves the gradient of this rank's share of the six completions, and the weights three optimizer steps later."""
+OBJECTIVES = [{"loss_type": name, "beta": 0.1} for name in ("grpo", "bnpo", "dapo", "r1")] + [
+    {"loss_type": "dr_grpo", "max_completion_length": 12, "entropy_coef": 0.1}, {"loss_type": "cispo", "epsilon_high": 5.0},
+    {"importance_sampling_level": "sequence", "mask_truncated_completions": True}]
+
+
+def gradients_of_learning(rank, world_size, port, micro_batch_size, folder):
+    """Saves the gradient of this rank's share of the six under each objective, and the weights some steps later. In float64: the
+    logits then differ by nothing that float32 shows."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    world, model = World("cpu"), load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32)
-    share = rollout_of_six().rows(*((0, 6) if world_size == 1 else (0, 3) if rank == 0 else (3, 6)))
-    metrics = learn(model, torch.optim.SGD(model.parameters(), lr=0.0), share, world, num_iterations=1, grad_clip=1e9, beta=0.1,
-                    micro_batch_size=micro_batch_size, temperature=1.0)
-    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    learn(model, torch.optim.AdamW(model.parameters(), lr=1e-3), share, world, num_iterations=3, grad_clip=1.0, beta=0.1,
-          micro_batch_size=micro_batch_size, temperature=1.0)
-    torch.save((gradients, metrics, model.state_dict()), Path(folder) / f"{rank}.pt")
+    world, model = World("cpu"), load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float64)
+    share = rollout_of_six(model).rows(torch.arange(6) if world_size == 1 else torch.arange(3) + 3 * rank)
+    options = {"micro_batch_size": micro_batch_size, "temperature": 1.0}
+    results = []
+    for objective in OBJECTIVES:
+        rollout = replace(share, ref_logps=share.ref_logps if "beta" in objective else None)
+        model.zero_grad()
+        metrics = learn(model, torch.optim.SGD(model.parameters(), lr=0.0), rollout, world, grad_clip=1e9, **options, **objective)
+        results.append((torch.cat([parameter.grad.flatten() for parameter in model.parameters()]), metrics))
+    learn(model, torch.optim.AdamW(model.parameters(), lr=1e-3), share, world, num_iterations=2, num_minibatches=2, grad_clip=1.0,
+          beta=0.1, **options)
+    torch.save((results, model.state_dict()), Path(folder) / f"{rank}.pt")
     world.close()
 
 
@@ -134,28 +152,69 @@ def free_port():
 
 
 def test_the_gradient_depends_neither_on_ranks_nor_on_micro_batches(tmp_path, monkeypatch):
-    results = []
-    for world_size, micro_batch_size in ((1, 6), (1, 1), (1, 4), (2, 2)):
-        port = free_port()
+    runs = []
+    for world_size, micro_batch_size in ((1, 6), (1, 1), (1, 3), (2, 2)):
         if world_size == 1:
             with monkeypatch.context() as patch:
                 for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
                     patch.setenv(name, "")              # so that what the call sets is undone
                 threads = torch.get_num_threads()
-                gradient_after_learning(0, 1, port, micro_batch_size, tmp_path)
+                gradients_of_learning(0, 1, free_port(), micro_batch_size, tmp_path)
                 torch.set_num_threads(threads)
         else:
-            multiprocessing.spawn(gradient_after_learning, (2, port, micro_batch_size, tmp_path), nprocs=2)
-        results.append(torch.load(tmp_path / "0.pt"))
-    whole, whole_metrics, _ = results[0]
-    scale = max(gradient.abs().max() for gradient in whole.values())
-    for gradients, metrics, _ in results[1:]:
-        for name in whole:
-            assert torch.allclose(gradients[name], whole[name], rtol=0, atol=1e-6 * scale), name
-        assert metrics == pytest.approx(whole_metrics, rel=1e-5)
-    gradients, _, weights = torch.load(tmp_path / "1.pt")       # of two ranks: they agree to the bit, after three steps too
-    assert all(torch.equal(gradients[name], results[-1][0][name]) for name in whole)
-    assert all(torch.equal(weights[name], results[-1][2][name]) for name in weights)
+            multiprocessing.spawn(gradients_of_learning, (2, free_port(), micro_batch_size, tmp_path), nprocs=2)
+        runs.append(torch.load(tmp_path / "0.pt"))
+    for results, _ in runs[1:]:
+        for (gradient, metrics), (whole, whole_metrics), objective in zip(results, runs[0][0], OBJECTIVES):
+            assert (gradient - whole).abs().max() < 1e-6 * whole.abs().max(), objective
+            assert metrics == pytest.approx(whole_metrics, rel=1e-5, abs=1e-7), objective
+    norms = [gradient.norm().item() for gradient, _ in runs[0][0]]
+    assert len({round(norm, 6) for norm in norms}) == len(norms) - 1           # bnpo and dapo are the same here, by design
+    results, weights = torch.load(tmp_path / "1.pt")            # the two ranks agree to the bit, after four updates too
+    assert all(torch.equal(results[i][0], runs[-1][0][i][0]) for i in range(len(OBJECTIVES)))
+    assert all(torch.equal(weights[name], runs[-1][1][name]) for name in weights)
+
+
+def test_what_has_no_gradient_is_not_computed_but_counts():
+    model = load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32)
+    share = rollout_of_six(model)
+    share.advantages = torch.tensor([1.0, -0.5, 0.0, 0.0, 0.0, 0.0])
+    seen, forward, gradients = [], model.forward, []
+    model.forward = lambda ids, *args, **kwargs: seen.append(len(ids)) or forward(ids, *args, **kwargs)
+    for ref_logps in (None, share.ref_logps):                   # a reference, even of weight 0, wants all rows for its metric
+        share.ref_logps = ref_logps
+        model.zero_grad()
+        metrics = learn(model, torch.optim.SGD(model.parameters(), lr=0.0), share, World("cpu"), grad_clip=1e9, micro_batch_size=6,
+                        temperature=1.0)
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert seen == [2, 6] and (gradients[0] - gradients[1]).norm() < 1e-6 * gradients[1].norm()
+    learned = share.old_logps[share.mask.bool()] - share.sampling_logps[share.mask.bool()]
+    assert metrics["ppo_kl"] == pytest.approx(learned.mean().item(), abs=1e-5)
+    difference = (share.old_logps.exp() - share.sampling_logps.exp())[share.mask.bool()].abs()
+    assert metrics["rollout_probs_diff_mean"] == pytest.approx(difference.mean().item(), rel=1e-5)
+    assert metrics["rollout_probs_diff_max"] == pytest.approx(difference.max().item(), rel=1e-5)
+    share.advantages[:], share.ref_logps = 0.0, None
+    assert learn(model, torch.optim.SGD(model.parameters(), lr=0.0), share, World("cpu"), grad_clip=1.0, micro_batch_size=6,
+                 temperature=1.0)["grad_norm"] == 0 and seen == [2, 6]
+
+
+def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1():
+    mask = completion_mask(torch.tensor([[5, 5, 2], [5, 2, 0], [2, 0, 0], [2, 0, 0], [5, 5, 5], [5, 2, 0]]), 2)
+    rollout = Rollout(None, None, None, mask, None, None, old_logps=torch.full((6, 3), -1.0), ref_logps=torch.full((6, 3), -3.0))
+    rollout.old_logps[3] = -3.5                                             # k1 = -0.5 at its one token, 2 elsewhere
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 3.0])
+    options = {"num_generations": 3, "scale_rewards": "none", "supervision": "outcome", "total_weight": 1.0}
+    penalised = rewards + 0.1 * torch.tensor([-2.0 * 3, -2.0 * 2, -2.0 * 1, 0.5 * 1, -2.0 * 3, -2.0 * 2])
+    assert compare(rollout, rewards, None, World("cpu"), kl_coef=0.1, **options).tolist() == pytest.approx(
+        group_advantages(penalised, 3, scale_rewards="none").tolist(), abs=1e-5)
+    assert compare(rollout, rewards, None, World("cpu"), kl_coef=0.0, **options).tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, -1, 0, 1])
+
+
+def test_the_reference_moves_towards_the_policy():
+    reference, policy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    expected = 0.6 * policy.weight + 0.4 * reference.weight
+    sync_reference(reference, policy, alpha=0.6)
+    assert torch.allclose(reference.weight, expected) and not torch.equal(policy.weight, reference.weight)
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -166,6 +225,16 @@ def test_the_gradient_depends_neither_on_ranks_nor_on_micro_batches(tmp_path, mo
     (["--reward_weights", "1"], ["--reward_weights"]),
     (["--resume", "--run_name", "never_started"], ["--resume", "never_started"]),
     (["--num_hidden_layers", "9"], ["--num_hidden_layers", "4"]),
+    (["--loss_type", "cispo", "--epsilon_high", "0.2"], ["--epsilon_high", "cispo"]),
+    (["--loss_type", "cispo", "--delta", "3"], ["--delta", "cispo"]),
+    (["--delta", "1.1"], ["--delta", "epsilon_high"]),
+    (["--loss_type", "r1", "--importance_sampling_level", "sequence"], ["r1", "--importance_sampling_level"]),
+    (["--supervision", "process", "--loss_type", "r1"], ["--supervision", "r1"]),
+    (["--supervision", "process", "--scale_rewards", "none"], ["--scale_rewards", "--supervision"]),
+    (["--kl_in_reward", "--beta", "0"], ["--kl_in_reward", "--beta"]),
+    (["--kl_in_reward", "--kl_type", "k3"], ["--kl_type", "--kl_in_reward"]),
+    (["--ref_model_sync_steps", "5", "--beta", "0"], ["--ref_model_sync_steps", "--beta"]),
+    (["--num_minibatches", "17"], ["--num_minibatches", "16"]),
 ])
 def test_a_users_mistake_is_one_sentence_and_exit_code_2(flags, words, capsys, tmp_path):
     with pytest.raises(SystemExit) as exit:
