@@ -344,8 +344,8 @@ def parse_args(argv=None):
          help="weight of the KL penalty that holds the policy near the reference; 0: no reference model")
 
     flag = parser.add_argument_group("1. ask: weights, prompts, sampling").add_argument
-    flag("--model_path", help="weights of Qwen3, Qwen2.5, Llama, Qwen3-MoE: a folder or hub id; or MiniMind's .pth (default: "
-                              "reason_<hidden_size> or full_sft_<hidden_size>, looked up in out_dir, then model/weights)")
+    flag("--model_path", help="weights of Qwen3, Qwen2.5, Llama, Qwen3-MoE: a folder or hub id; or MiniMind's .pth (default:"
+                              " reason_<hidden_size> or full_sft_<hidden_size>, looked up in out_dir, then model/weights)")
     flag("--tokenizer_path", help="a folder or hub id with the tokenizer, if it is not with the weights")
     flag("--hidden_size", type=int, default=128, help="picks the weights by their name")
     flag("--num_hidden_layers", type=int, help="refuse weights with another number of layers")

@@ -78,6 +78,8 @@ def load_tokenizer(path):
     if path.is_file():
         raise ValueError(f"{path}: a .pth file has no tokenizer with it; give its folder with --tokenizer_path "
                          "(MiniMind's is the folder model/ of its repository)")
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such folder, so no tokenizer; give one with --tokenizer_path")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:      # transformers has no class of its own for it

@@ -33,7 +33,7 @@ def read_pth(path):
 def check_names(state, path):
     """Refuses a .pth whose tensors are not those of a MiniMind that we build, and says which it is."""
     found = next((reason for part, reason in {
-        "tok_embeddings": "a MiniMind from before April 2025, with other names and rotary positions; choose its newer weights",
+        "tok_embeddings": "a MiniMind from before April 2025, with other names and rotary positions; choose newer weights",
         "shared_experts": "MiniMind2's mixture with shared experts, which model/model.py does not build; "
                           "choose its dense weights, or MiniMind-3",
         "lora": "LoRA's additions to a model; merge them into it with MiniMind's scripts",
