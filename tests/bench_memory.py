@@ -77,6 +77,6 @@ if __name__ == "__main__":
         from model.memory import peak_bytes
         for sizes, changes in ROWS:
             run = RUN | changes
-            measured, told = measure_apart(sizes, run), peak_bytes(MiniMindConfig(**sizes), **run, dtype="float32")["peak"]
-            print(f"hidden {sizes['hidden_size']}, vocabulary {sizes['vocab_size']}, {changes}: measured {measured / 2**20:.0f} MB, "
-                  f"by the formula {told / 2**20:.0f} MB ({told / measured - 1:+.0%})", flush=True)
+            measured, told = measure_apart(sizes, run), peak_bytes(MiniMindConfig(**sizes), **run, gpu=False)["peak"]
+            print(f"hidden {sizes['hidden_size']}, vocabulary {sizes['vocab_size']}, {changes}: measured {measured / 2**20:.0f} MiB, "
+                  f"by the formula {told / 2**20:.0f} MiB ({told / measured - 1:+.0%})", flush=True)

@@ -1,9 +1,6 @@
-import json
-
 import pytest
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from conftest import ROOT
 from model import MiniMindConfig, MiniMindForCausalLM, load_pretrained, sample, save_pretrained
@@ -12,34 +9,7 @@ from model.tokenizer import TAGS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# --- the network against transformers' own ---------------------------------------------------------------------------
-
-FAMILIES = {
-    "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-    "qwen3_untied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
-    "llama": ("Llama", {"tie_word_embeddings": False}),
-    "qwen3_moe": ("Qwen3Moe", {"head_dim": 16, "tie_word_embeddings": False, "num_experts": 5, "num_experts_per_tok": 2,
-                               "moe_intermediate_size": 24, "norm_topk_prob": True}),
-    "qwen3_moe_raw_weights": ("Qwen3Moe", {"head_dim": 16, "tie_word_embeddings": True, "num_experts": 4,
-                                           "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": False}),
-}
-
-
-def reference(family):
-    """A small random model of transformers' class. No parameter keeps a value that would hide it (norm 1, bias 0), and
-    neither the rope base nor the norm's epsilon is a default."""
-    name, switches = FAMILIES[family]
-    config = getattr(transformers, name + "Config")(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 5e5}, pad_token_id=0, **switches)
-    model = getattr(transformers, name + "ForCausalLM")(config).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator) + 1.0 * (parameter.dim() == 1))
-    return model
-
+# --- the network (against transformers' own: test_real_weights.py) ----------------------------------------------------
 
 def left_padded(lengths, vocab_size, seed=0):
     """Random ids (N, T) of these lengths and their mask, padded on the left with id 0."""
@@ -47,67 +17,6 @@ def left_padded(lengths, vocab_size, seed=0):
     T = max(lengths)
     mask = torch.tensor([[0] * (T - length) + [1] * length for length in lengths])
     return torch.randint(1, vocab_size, (len(lengths), T), generator=generator) * mask, mask
-
-
-@torch.no_grad()
-def assert_same_logits(ours, theirs, ids, mask):
-    real = mask.bool()
-    torch.testing.assert_close(ours(ids, mask)[real], theirs(input_ids=ids, attention_mask=mask).logits[real], atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers_whichever_of_the_two_wrote_the_folder(family, tokenizer, tmp_path):
-    theirs = reference(family)
-    theirs.save_pretrained(tmp_path / "theirs")
-    ours = load_pretrained(tmp_path / "theirs")
-    ids, mask = left_padded([12, 7, 1], 61)
-    assert_same_logits(ours, theirs, ids, mask)
-
-    save_pretrained(ours, tokenizer, tmp_path / "ours")
-    config = json.loads((tmp_path / "ours/config.json").read_text())
-    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5      # for transformers 4 and for 5
-    back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32, output_loading_info=True)
-    assert type(back) is type(theirs) and not info["missing_keys"] and not info["unexpected_keys"]
-    assert_same_logits(ours, back, ids, mask)
-    assert_same_logits(load_pretrained(tmp_path / "ours"), theirs, ids, mask)
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "ours")) == len(tokenizer)
-
-
-@pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_untied", "qwen2", "llama"])
-def test_a_state_dict_moves_to_transformers_and_back_without_renaming(family, tmp_path):
-    theirs = reference(family)
-    theirs.save_pretrained(tmp_path)
-    ours = MiniMindForCausalLM(load_pretrained(tmp_path).config)
-    ours.load_state_dict(theirs.state_dict())
-    assert_same_logits(ours, theirs, *left_padded([5, 3], 61))
-    theirs.load_state_dict(ours.state_dict())
-
-
-@pytest.mark.parametrize("family", ["qwen3_tied", "llama"])
-def test_config_json_of_transformers_4_with_rope_theta_at_the_top_is_read_the_same(family, tmp_path):
-    theirs = reference(family)
-    theirs.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["rope_parameters"]
-    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5, "rope_scaling": None}))
-    assert_same_logits(load_pretrained(tmp_path), theirs, *left_padded([12, 7], 61))
-
-
-def test_a_config_json_that_leaves_tie_word_embeddings_out_keeps_the_head_of_the_weights(tmp_path):
-    theirs = reference("llama")         # untied, which is what transformers takes a Llama without the field for
-    theirs.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["tie_word_embeddings"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.tie_word_embeddings is False
-    assert_same_logits(load_pretrained(tmp_path), theirs, *left_padded([5, 3], 61))
-
-
-def test_weights_in_several_files_are_read_like_one(tmp_path):
-    theirs = reference("qwen3_untied")
-    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert not (tmp_path / "model.safetensors").exists()
-    assert_same_logits(load_pretrained(tmp_path), theirs, *left_padded([4, 2], 61))
 
 
 def test_dtype_is_that_of_the_file_unless_asked_for(tokenizer, tmp_path):
@@ -127,50 +36,27 @@ def test_logits_to_keep_gives_the_last_positions_of_all_logits():
         torch.testing.assert_close(model(ids, mask, logits_to_keep=k), full[:, -k:])
 
 
-# --- errors ------------------------------------------------------------------------------------------------------------
-
-def edit_config(folder, **fields):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-def test_a_folder_without_config_json_is_named(tmp_path):
-    with pytest.raises(ValueError, match="config.json") as error:
-        load_pretrained(tmp_path / "nowhere")
-    assert str(tmp_path / "nowhere") in str(error.value)
-
-
-def test_an_unknown_model_type_is_named_with_its_file(tokenizer, tmp_path):
-    save_pretrained(tiny(seed=0), tokenizer, tmp_path)
-    edit_config(tmp_path, model_type="mamba")
-    with pytest.raises(ValueError, match="'mamba'") as error:
-        load_pretrained(tmp_path)
-    assert str(tmp_path) in str(error.value)
-
-
-@pytest.mark.parametrize("fields, tensor", [
-    ({"num_hidden_layers": 3}, "model.layers.2."),                      # tensors are missing
-    ({"num_hidden_layers": 1}, "model.layers.1."),                      # tensors are left over
-    ({"intermediate_size": 40}, "model.layers.0.mlp.down_proj.weight"), # tensors have another shape
-    ({"model_type": "llama"}, "model.layers.0.self_attn.k_norm.weight"),
-])
-def test_weights_that_do_not_fit_config_json_are_named_by_tensor_and_folder(fields, tensor, tokenizer, tmp_path):
-    save_pretrained(tiny(seed=0), tokenizer, tmp_path)
-    edit_config(tmp_path, **fields)
-    with pytest.raises(ValueError) as error:
-        load_pretrained(tmp_path)
-    assert tensor in str(error.value) and str(tmp_path) in str(error.value)
-
-
-def test_a_missing_weights_file_and_scaled_rope_are_named(tokenizer, tmp_path):
-    save_pretrained(tiny(seed=0), tokenizer, tmp_path)
-    edit_config(tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})
-    with pytest.raises(ValueError, match="yarn"):
-        load_pretrained(tmp_path)
-    edit_config(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="model.safetensors"):
-        load_pretrained(tmp_path)
+@pytest.mark.parametrize("experts", [0, 3])
+def test_gradient_checkpointing_computes_each_layer_twice_and_changes_no_gradient(experts):
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(vocab_size=9, hidden_size=16, intermediate_size=24, num_hidden_layers=3, head_dim=4,
+                                               num_experts=experts, moe_intermediate_size=8, initializer_range=0.3))
+    ids, mask = left_padded([6, 3], 9)
+    gradients, calls = {}, []
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    for model.model.gradient_checkpointing in (False, True):
+        model.zero_grad()
+        calls.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=experts > 0):        # what is computed anew is so in bfloat16, too
+            loss = model(ids, mask)[mask.bool()].float().logsumexp(-1).sum()
+        loss.backward()
+        gradients[model.model.gradient_checkpointing] = [parameter.grad for parameter in model.parameters()]
+        assert len(calls) == 1 + model.model.gradient_checkpointing
+    for kept, anew in zip(gradients[False], gradients[True], strict=True):
+        assert kept.abs().max() > 0 and torch.equal(kept, anew)
+    calls.clear()
+    sample(model, ids, mask, num_generations=1, max_new_tokens=2, eos_token_id=99, pad_token_id=0)
+    assert len(calls) == 2                                                      # no gradient, nothing is computed anew
 
 
 # --- the sampler against a full forward for every token --------------------------------------------------------------
