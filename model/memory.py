@@ -50,12 +50,12 @@ def layer_bytes(config, gpu):
     return norms + attention + qk_norm + product * 4 * F    # gate, silu(gate), up, their product
 
 
-def peak_bytes(config, *, num_prompts, num_generations, prompt_length, completion_length, micro_batch_size, reference,
+def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, completion_length, micro_batch_size, reference,
                gradient_checkpointing, gpu):
     """Bytes by what they are for, and the "peak": what stays all the time plus the dearest of sampling, learning and the
-    optimizer's step. gpu: bfloat16 products from float32 weights; else all float32, on the CPU."""
-    n, N = num_parameters(config), num_prompts * num_generations
-    rows, T = min(micro_batch_size, N), prompt_length + completion_length
+    optimizer's step. n: num_parameters(config); gpu: bfloat16 products of float32 weights, else all float32 on the CPU."""
+    N, T = num_prompts * num_generations, prompt_length + completion_length
+    rows = min(micro_batch_size, N)
     product, D, V, L = 2 if gpu else 4, config.hidden_size, config.vocab_size, config.num_hidden_layers
     one_layer = rows * T * layer_bytes(config, gpu)
     parts = {
@@ -83,7 +83,8 @@ def peak_bytes(config, *, num_prompts, num_generations, prompt_length, completio
 def report(name, config, run):
     """For each choice of levers the least that it needs, and the largest micro-batch that fits on each GPU."""
     sizes = [2**i for i in range((run["num_prompts"] * run["num_generations"]).bit_length())]
-    parts = peak_bytes(config, micro_batch_size=1, reference=True, gradient_checkpointing=False, **run)
+    n = num_parameters(config)
+    parts = peak_bytes(config, n, micro_batch_size=1, reference=True, gradient_checkpointing=False, **run)
     GB = {part: f"{size / 2**30:.1f} GB" for part, size in parts.items()}
     print(f"\n{name}: weights {GB['weights']}, as much for gradients and for the reference, twice that for moments; "
           f"the sampler's cache {GB['cache']}")
@@ -91,7 +92,7 @@ def report(name, config, run):
     for levers in LEVERS:
         words = (f"--beta {'above 0' if levers['reference'] else '0, no reference'}"
                  + ", --gradient_checkpointing" * levers["gradient_checkpointing"])
-        peaks = [peak_bytes(config, micro_batch_size=size, **levers, **run)["peak"] for size in sizes]
+        peaks = [peak_bytes(config, n, micro_batch_size=size, **levers, **run)["peak"] for size in sizes]
         fits = [max((size for size, peak in zip(sizes, peaks) if peak <= USABLE * gpu * 2**30), default="-") for gpu in GPUS]
         print(f"  {words:48}{peaks[0] / 2**30:13.1f} GB" + "".join(f"{size:>12}" for size in fits))
 
@@ -110,7 +111,8 @@ def main(argv=None):
     except (ValueError, OSError) as error:
         print(f"model.memory: error: {error}", file=sys.stderr)
         sys.exit(2)
-    print(f"The largest --micro_batch_size that fits: {args['num_prompts']} prompts x {args['num_generations']} completions, "
+    print("The largest --micro_batch_size that fits: "
+          f"{args['num_prompts']} prompts x {args['num_generations']} completions, "
           f"{args['prompt_length']} + {args['completion_length']} tokens, bfloat16 products.")
     for name, config in configs.items():
         report(name, config, args | {"gpu": True})

@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_grpo                                                                               # noqa: E402
 from model import MiniMindConfig, MiniMindForCausalLM                                           # noqa: E402
+from model.memory import num_parameters, peak_bytes                                             # noqa: E402
 
 SMALL = {"vocab_size": 6400, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
          "num_key_value_heads": 2, "head_dim": 64, "qk_norm": False}
@@ -24,7 +25,7 @@ RUN = {"num_prompts": 2, "num_generations": 8, "prompt_length": 32, "completion_
        "reference": True, "gradient_checkpointing": False}
 ROWS = [(SMALL, {}), (SMALL, {"micro_batch_size": 1}), (SMALL, {"micro_batch_size": 16}),
         (SMALL, {"micro_batch_size": 16, "gradient_checkpointing": True}), (SMALL, {"reference": False}),
-        (SMALL, {"num_prompts": 16, "completion_length": 16, "prompt_length": 240, "micro_batch_size": 1}),
+        (SMALL, {"num_prompts": 8, "completion_length": 8, "prompt_length": 120, "micro_batch_size": 1}),
         (LARGE, {}), (LARGE, {"micro_batch_size": 16}), (WIDE, {}), (WIDE, {"micro_batch_size": 16})]
 
 
@@ -44,8 +45,8 @@ def two_steps(sizes, run):
     mask[0, :8] = 0                                             # padding, as in any batch
     logps_of = {"micro_batch_size": run["micro_batch_size"], "temperature": 1.0}
     for _ in range(2):
-        rollout = train_grpo.ask(policy, {"prompt_ids": prompts, "prompt_mask": mask}, num_generations=run["num_generations"],
-                                 max_new_tokens=run["completion_length"], eos_token_id=-1, pad_token_id=0)
+        rollout = train_grpo.ask(policy, {"prompt_ids": prompts, "prompt_mask": mask}, eos_token_id=-1, pad_token_id=0,
+                                 num_generations=run["num_generations"], max_new_tokens=run["completion_length"])
         rollout.advantages = torch.randn(len(rollout.mask))
         if reference is not None:
             rollout.ref_logps = train_grpo.remember(reference, rollout, **logps_of)
@@ -63,10 +64,10 @@ def measure(sizes, run):
 
 def measure_apart(sizes, run):
     """The same in a process of its own, so that no peak hides another."""
-    # Freed tensors go back to the system at once: the peak is then that of the live ones, not of the gaps between them.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run([sys.executable, __file__, json.dumps([sizes, run])], capture_output=True, text=True, check=True,
-                             env=environment)
+    # Large tensors go back to the system when freed: the peak is then that of the live ones, not of gaps between them.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
+    process = subprocess.run([sys.executable, __file__, json.dumps([sizes, run])], env=environment,
+                             capture_output=True, text=True, check=True)
     return int(process.stdout)
 
 
@@ -74,9 +75,9 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         print(measure(*json.loads(sys.argv[1])))
     else:
-        from model.memory import peak_bytes
         for sizes, changes in ROWS:
-            run = RUN | changes
-            measured, told = measure_apart(sizes, run), peak_bytes(MiniMindConfig(**sizes), **run, gpu=False)["peak"]
-            print(f"hidden {sizes['hidden_size']}, vocabulary {sizes['vocab_size']}, {changes}: measured {measured / 2**20:.0f} MiB, "
+            run, config = RUN | changes, MiniMindConfig(**sizes)
+            measured, told = measure_apart(sizes, run), peak_bytes(config, num_parameters(config), **run, gpu=False)["peak"]
+            print(f"hidden {sizes['hidden_size']}, vocabulary {sizes['vocab_size']}, {changes}: "
+                  f"measured {measured / 2**20:.0f} MiB, "
                   f"by the formula {told / 2**20:.0f} MiB ({told / measured - 1:+.0%})", flush=True)

@@ -1,9 +1,14 @@
+import io
+import sys
+
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from bench_memory import RUN, SMALL, measure_apart
 from conftest import ROOT
-from model import MiniMindConfig, MiniMindForCausalLM, load_pretrained, sample, save_pretrained
+from model import MiniMindConfig, MiniMindForCausalLM, chat, load_pretrained, sample, save_pretrained
+from model.memory import SIZES, num_parameters, peak_bytes
 from model.sampler import next_token
 from model.tokenizer import TAGS
 
@@ -39,15 +44,16 @@ def test_logits_to_keep_gives_the_last_positions_of_all_logits():
 @pytest.mark.parametrize("experts", [0, 3])
 def test_gradient_checkpointing_computes_each_layer_twice_and_changes_no_gradient(experts):
     torch.manual_seed(0)
-    model = MiniMindForCausalLM(MiniMindConfig(vocab_size=9, hidden_size=16, intermediate_size=24, num_hidden_layers=3, head_dim=4,
-                                               num_experts=experts, moe_intermediate_size=8, initializer_range=0.3))
+    model = MiniMindForCausalLM(MiniMindConfig(
+        vocab_size=9, hidden_size=16, intermediate_size=24, num_hidden_layers=3, head_dim=4, num_experts=experts,
+        moe_intermediate_size=8, initializer_range=0.3))
     ids, mask = left_padded([6, 3], 9)
     gradients, calls = {}, []
     model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for model.model.gradient_checkpointing in (False, True):
         model.zero_grad()
         calls.clear()
-        with torch.autocast("cpu", torch.bfloat16, enabled=experts > 0):        # what is computed anew is so in bfloat16, too
+        with torch.autocast("cpu", torch.bfloat16, enabled=experts > 0):    # then so is what is computed anew
             loss = model(ids, mask)[mask.bool()].float().logsumexp(-1).sum()
         loss.backward()
         gradients[model.model.gradient_checkpointing] = [parameter.grad for parameter in model.parameters()]
@@ -57,6 +63,60 @@ def test_gradient_checkpointing_computes_each_layer_twice_and_changes_no_gradien
     calls.clear()
     sample(model, ids, mask, num_generations=1, max_new_tokens=2, eos_token_id=99, pad_token_id=0)
     assert len(calls) == 2                                                      # no gradient, nothing is computed anew
+
+
+# --- what a run needs in memory ----------------------------------------------------------------------------------------
+
+def test_the_parameters_of_real_sizes_are_counted_as_the_hub_counts_them():
+    assert {name: num_parameters(config) for name, config in SIZES.items()} == {
+        "MiniMind2 (0.1B)": 104_030_976, "Qwen2.5-0.5B": 494_032_768, "Qwen3-1.7B": 1_720_574_976, "Qwen3-4B": 4_022_468_096}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc, and steers glibc's malloc")
+def test_the_memory_of_a_run_is_foretold_within_a_fifth():
+    sizes, run = SMALL | {"num_hidden_layers": 3}, RUN | {"num_generations": 4, "prompt_length": 80, "completion_length": 24}
+    config = MiniMindConfig(**sizes)
+    foretold = peak_bytes(config, num_parameters(config), gpu=False, **run)["peak"]
+    assert measure_apart(sizes, run) == pytest.approx(foretold, rel=0.2)
+
+
+# --- a chat ------------------------------------------------------------------------------------------------------------
+
+def test_a_chat_streams_whole_characters_and_each_reply_sees_the_turns_before(tokenizer, tmp_path, monkeypatch, capsys):
+    save_pretrained(tiny(seed=0, vocab_size=len(tokenizer)), tokenizer, tmp_path)
+    replies = ["小明有🙂", "<think>naïve</think>"]
+    tokens = iter([i for reply in replies for i in tokenizer(reply)["input_ids"] + [tokenizer.eos_token_id]])
+    monkeypatch.setattr(chat, "next_token", lambda *_: (torch.tensor([next(tokens)]), None))
+    pieces, prompts, stream = [], [], chat.stream
+
+    def listen(model, tokenizer, messages, **sampling):
+        prompts.append([message["content"] for message in messages])
+        for piece in stream(model, tokenizer, messages, **sampling):
+            pieces.append(piece)
+            yield piece
+    monkeypatch.setattr(chat, "stream", listen)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n\nthree\n"))     # an empty line ends it
+    chat.main([str(tmp_path)])
+    assert capsys.readouterr().out == "小明有🙂\n<think>naïve</think>\n"
+    assert [piece for piece in pieces if piece][:4] == list("小明有🙂")      # of several tokens each
+    assert prompts == [["one"], ["one", replies[0], "two"]]
+
+
+def test_a_chat_at_temperature_0_says_what_greedy_sampling_says(tokenizer):
+    model = tiny(seed=3, vocab_size=len(tokenizer))
+    messages = [{"role": "user", "content": "What is 3+4*5?"}]
+    text = "".join(chat.stream(model, tokenizer, messages, max_new_tokens=12, temperature=0))
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+    sampled, _ = sample(model, ids, torch.ones_like(ids), num_generations=1, max_new_tokens=12, greedy=True,
+                        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    assert text == tokenizer.decode(sampled[0], skip_special_tokens=True) != ""
+
+
+def test_a_chat_with_nothing_there_is_one_sentence(capsys):
+    with pytest.raises(SystemExit) as exit:
+        chat.main(["nowhere"])
+    assert exit.value.code == 2 and capsys.readouterr().err.startswith("model.chat: error: nowhere: no config.json")
 
 
 # --- the sampler against a full forward for every token --------------------------------------------------------------
@@ -116,15 +176,15 @@ def sampled():
     """The model, unpadded prompts a, b, c, and 8 completions of each; they end at quite different times."""
     model = tiny(seed=2)
     ids, mask = left_padded(LENGTHS, 8)
-    completion_ids, logps = sample(model, ids, mask, num_generations=8, max_new_tokens=30, temperature=TEMPERATURE, eos_token_id=EOS,
-                                   pad_token_id=PAD, generator=torch.Generator().manual_seed(0))
+    completion_ids, logps = sample(model, ids, mask, num_generations=8, max_new_tokens=30, temperature=TEMPERATURE,
+                                   eos_token_id=EOS, pad_token_id=PAD, generator=torch.Generator().manual_seed(0))
     return model, unpadded(ids, mask), completion_ids, logps
 
 
 def test_sampled_logps_are_those_of_a_full_forward_while_finished_rows_leave_the_batch(sampled):
     model, prompts, completion_ids, logps = sampled
     lengths = sorted(len(through_eos(row, [EOS])) for row in completion_ids)
-    assert lengths[8] < lengths[13] - 1 < lengths[17] - 2           # a third of the rows is finished, later half of the rest, ...
+    assert lengths[8] < lengths[13] - 1 < lengths[17] - 2       # a third of the rows is finished, later half of the rest
     for i, (row, row_logps) in enumerate(zip(completion_ids, logps)):
         completion = through_eos(row, [EOS])
         torch.testing.assert_close(row_logps[:len(completion)], score(model, prompts[i // 8], completion), atol=1e-5, rtol=0)
@@ -134,7 +194,8 @@ def test_the_completions_of_a_prompt_are_adjacent(sampled):
     model, prompts, completion_ids, logps = sampled
     for i, (row, row_logps) in enumerate(zip(completion_ids, logps)):
         completion = through_eos(row, [EOS])
-        fits = [torch.allclose(row_logps[:len(completion)], score(model, prompt, completion), atol=1e-4) for prompt in prompts]
+        fits = [torch.allclose(row_logps[:len(completion)], score(model, prompt, completion), atol=1e-4)
+                for prompt in prompts]
         assert fits == [p == i // 8 for p in range(3)]
 
 
@@ -160,8 +221,8 @@ def test_the_width_is_the_longest_completion_and_a_list_of_eos_ends_at_any_of_th
 
 def test_the_same_generator_seed_samples_the_same_and_another_does_not():
     ids, mask = left_padded(LENGTHS, 8)
-    first, again, other = (sample(tiny(seed=0), ids, mask, num_generations=4, max_new_tokens=9, eos_token_id=EOS, pad_token_id=PAD,
-                                  generator=torch.Generator().manual_seed(seed))[0] for seed in (5, 5, 6))
+    first, again, other = (sample(tiny(seed=0), ids, mask, num_generations=4, max_new_tokens=9, eos_token_id=EOS,
+                                  pad_token_id=PAD, generator=torch.Generator().manual_seed(seed))[0] for seed in (5, 5, 6))
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
@@ -185,7 +246,8 @@ def any_tokenizer(request, tokenizer):
     return tokenizer if request.param == "trained" else AutoTokenizer.from_pretrained(SHIPPED)
 
 
-@pytest.mark.parametrize("text", ["小明有3个苹果，又买了12个。", "🙂👨‍👩‍👧 naïve é", "a\tb\r\n\n  c ", "nul \0 byte", " leading , and n't . spaces ", "7 + 3*7=28", ""])
+@pytest.mark.parametrize("text", ["小明有3个苹果，又买了12个。", "🙂👨‍👩‍👧 naïve é", "a\tb\r\n\n  c ", "nul \0 byte",
+                                  " leading , and n't . spaces ", "7 + 3*7=28", ""])
 def test_any_text_survives_a_round_trip(text, any_tokenizer):
     assert any_tokenizer.decode(any_tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
@@ -194,7 +256,8 @@ def test_each_tag_is_one_ordinary_token_that_decoding_keeps(any_tokenizer):
     assert [len(any_tokenizer(tag, add_special_tokens=False)["input_ids"]) for tag in TAGS] == [1, 1, 1, 1]
     text = "<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>"
     ids = any_tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert any_tokenizer.decode(ids + [any_tokenizer.eos_token_id, any_tokenizer.pad_token_id], skip_special_tokens=True) == text
+    ids += [any_tokenizer.eos_token_id, any_tokenizer.pad_token_id]
+    assert any_tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
 def test_every_digit_and_sign_is_a_token_of_its_own(any_tokenizer):

@@ -4,7 +4,6 @@ import json
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
 
@@ -18,7 +17,7 @@ SHIPPED = str(ROOT / "model/weights/reason_128")
 # --- transformers' own, small and random -------------------------------------------------------------------------------
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 400}      # of the four pairs, one keeps its speed, one is between, two are slowed
+          "original_max_position_embeddings": 400}      # of the four pairs one keeps its speed, one is between, two are slow
 EXPERTS = {"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 FAMILIES = {
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
@@ -66,7 +65,8 @@ def left_padded(lengths, vocab_size=61):
 @torch.no_grad()
 def assert_same_logits(ours, theirs, ids, mask):
     real = mask.bool()
-    torch.testing.assert_close(ours(ids, mask)[real], theirs(input_ids=ids, attention_mask=mask).logits[real], atol=1e-5, rtol=0)
+    expected = theirs(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(ours(ids, mask)[real], expected[real], atol=1e-5, rtol=0)
 
 
 def edit_json(path, remove=(), **fields):
@@ -81,12 +81,13 @@ def test_logits_are_those_of_transformers_whichever_of_the_two_wrote_the_folder(
     ours = load_pretrained(tmp_path / "theirs")
     ids, mask = left_padded([40, 7, 1])
     assert_same_logits(ours, theirs, ids, mask)
+    assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == theirs.config.tie_word_embeddings
 
     save_pretrained(ours, tokenizer, tmp_path / "ours")
     config = json.loads((tmp_path / "ours/config.json").read_text())
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5      # for transformers 4 and for 5
-    with safe_open(tmp_path / "theirs/model.safetensors", "pt") as a, safe_open(tmp_path / "ours/model.safetensors", "pt") as b:
-        assert sorted(a.keys()) == sorted(b.keys())                                     # the hub's names, experts too
+    names = [sorted(load_file(tmp_path / folder / "model.safetensors")) for folder in ("theirs", "ours")]
+    assert names[0] == names[1]                                                         # the hub's, experts too
     back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32, output_loading_info=True)
     assert type(back) is type(theirs) and not info["missing_keys"] and not info["unexpected_keys"]
     assert_same_logits(ours, back, ids, mask)
@@ -114,11 +115,19 @@ def test_config_json_as_on_the_hub_with_rope_theta_at_the_top_is_read_the_same(f
     assert_same_logits(load_pretrained(tmp_path), theirs, *left_padded([40, 7]))
 
 
-@pytest.mark.parametrize("family, fields", [("llama", ["tie_word_embeddings", "head_dim"]), ("llama_linear", ["num_key_value_heads"])])
+@pytest.mark.parametrize("family, fields", [("llama", ["tie_word_embeddings", "head_dim"]),
+                                            ("llama_linear", ["num_key_value_heads"])])
 def test_a_field_that_config_json_leaves_out_is_what_transformers_takes_for_it(family, fields, tmp_path):
     theirs = reference(family)
     theirs.save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", fields)
+    assert_same_logits(load_pretrained(tmp_path), theirs, *left_padded([5, 3]))
+
+
+def test_qwen2s_biases_are_its_own_whatever_attention_bias_says(tmp_path):
+    theirs = reference("qwen2")
+    theirs.save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", attention_bias=True)
     assert_same_logits(load_pretrained(tmp_path), theirs, *left_padded([5, 3]))
 
 
@@ -198,7 +207,8 @@ def test_a_hub_id_is_downloaded_and_a_failure_is_one_sentence(monkeypatch, tmp_p
 CONSTANTS = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 8, "pad_token_id": 0, "eos_token_id": 2,
              "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": True}
 MINIMIND = {
-    "minimind2": ("Llama", {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "intermediate_size": 192, "num_hidden_layers": 3}),
+    "minimind2": ("Llama", {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "intermediate_size": 192,
+                            "num_hidden_layers": 3}),
     "minimind3": ("Qwen3", {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "head_dim": 8, "intermediate_size": 256,
                             "num_hidden_layers": 2}),
     "minimind3_moe": ("Qwen3Moe", {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "head_dim": 8, "intermediate_size": 256,
@@ -257,7 +267,7 @@ def test_minimind2s_experts_are_refused_and_a_pth_without_a_tokenizer_is_told_wh
         load_pretrained(path)
 
 
-# --- a few steps of GRPO ----------------------------------------------------------------------------------------------------
+# --- a few steps of GRPO -----------------------------------------------------------------------------------------------
 
 def any_score(prompts, completions, *, completion_ids, **_):
     """Rewards that random weights earn, too, and each completion another."""
@@ -265,9 +275,10 @@ def any_score(prompts, completions, *, completion_ids, **_):
 
 
 def train(path, out, *flags):
-    train_grpo.main(["--model_path", str(path), "--tokenizer_path", SHIPPED, "--out_dir", str(out), "--run_name", "run", "--max_steps",
-                     "2", "--batch_size", "2", "--num_generations", "3", "--max_gen_len", "6", "--eval_interval", "0",
-                     "--device", "cpu", "--reward_funcs", "format", "tag", "accuracy", "test_real_weights:any_score", *flags])
+    train_grpo.main(["--model_path", str(path), "--tokenizer_path", SHIPPED, "--out_dir", str(out), "--run_name", "run",
+                     "--max_steps", "2", "--batch_size", "2", "--num_generations", "3", "--max_gen_len", "6",
+                     "--eval_interval", "0", "--device", "cpu",
+                     "--reward_funcs", "format", "tag", "accuracy", "test_real_weights:any_score", *flags])
     assert len((out / "run/metrics.jsonl").read_text().splitlines()) == 2
     return AutoModelForCausalLM.from_pretrained(out / "run/final", dtype=torch.float32)
 
@@ -291,6 +302,13 @@ def test_a_few_steps_of_grpo_train_a_minimind(generation, tmp_path):
     assert args.model_path == str(tmp_path / "reason_64.pth") and args.run_name == "grpo_reason_64"
 
 
+@pytest.mark.parametrize("flags", [[], ["--gradient_checkpointing"]])
+def test_gradient_checkpointing_is_a_flag(flags):
+    args = train_grpo.parse_args(["--model_path", SHIPPED, "--reward_funcs", "format", *flags])
+    _, policy, _, _ = train_grpo.load_models(args, torch.device("cpu"))
+    assert policy.model.gradient_checkpointing == bool(flags)
+
+
 def test_a_tokenizer_that_knows_more_tokens_than_the_weights_is_refused(tmp_path, capsys):
     reference("qwen2").save_pretrained(tmp_path / "weights")
     with pytest.raises(SystemExit):
@@ -298,7 +316,7 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_weights_is_refused(tmp_path
     assert "knows 61" in capsys.readouterr().err
 
 
-# --- errors ------------------------------------------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------------------------------
 
 def test_a_folder_without_config_json_is_named(tmp_path):
     with pytest.raises(ValueError, match="config.json") as error:
