@@ -370,7 +370,7 @@ def parse_args(argv=None):
     flag("--micro_batch_size", type=int, default=64,
          help="completions that go through the model at once in steps 3 and 4: changes the memory, never the result")
     flag("--gradient_checkpointing", action="store_true",
-         help="compute activations twice instead of keeping them: less memory, a third more time")
+         help="compute activations twice instead of keeping them: less memory, more time")
     flag("--epochs", type=int, default=1, help="how often the prompts are read")
     flag("--max_steps", type=int, default=120, help="steps at most; 0: as many as the epochs have")
     flag("--warmup_steps", type=int, default=3, help="steps over which the learning rate rises; then a cosine to a tenth")

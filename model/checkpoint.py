@@ -58,23 +58,23 @@ def load_pretrained(path, *, dtype=None, device=None):
     return model.to(device=device, dtype=dtype or state["model.norm.weight"].dtype)
 
 
-def local_path(path):
-    """The path itself, or the folder that the weights of a hub id like Qwen/Qwen3-0.6B were downloaded to."""
+def local_path(path, *, weights=True):
+    """The path itself, or the folder that a hub id like Qwen/Qwen3-0.6B was downloaded to, with its weights or without."""
     if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return Path(path)
     from huggingface_hub import snapshot_download
     try:
-        return Path(snapshot_download(str(path), ignore_patterns=["original/*"],
-                                      allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+        files = ["*.json", "*.jinja", "*.txt", "*.model"] + ["*.safetensors"] * weights
+        return Path(snapshot_download(str(path), allow_patterns=files, ignore_patterns=["original/*"]))
     except Exception as error:      # a dozen classes: no such name, no network, no permission, no space
-        raise ValueError(f"{path}: no such folder here, and the hub did not give weights of this name "
-                         f"({type(error).__name__}); check the spelling, the network, and whether the weights ask for "
-                         "a login (hf auth login)") from error
+        raise ValueError(f"{path}: no such folder here, and the hub did not give anything of this name "
+                         f"({type(error).__name__}); check the spelling, the network, and whether it asks for a login "
+                         "(hf auth login)") from error
 
 
 def load_tokenizer(path):
     """The tokenizer of a folder or a hub id; ValueError if there is none, or none for a chat."""
-    path = local_path(path)
+    path = local_path(path, weights=False)
     if path.is_file():
         raise ValueError(f"{path}: a .pth file has no tokenizer with it; give its folder with --tokenizer_path "
                          "(MiniMind's is the folder model/ of its repository)")

@@ -66,16 +66,15 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
         "bfloat16 weights": 2 * n * gpu,                    # autocast's copies, for as long as a forward or its backward
         "cache": 2 * L * N * config.num_key_value_heads * config.head_dim * T * product,
         "activations": rows * T * L * 4 * D if gradient_checkpointing else L * one_layer,
-        "logits": rows * (completion_length + 1) * V * 4 * 6,       # themselves, by the temperature, gradients, temporaries
-        "head": 4 * V * D,                                  # a second gradient of the largest matrix, before it is added
+        "logits": rows * (completion_length + 1) * V * 4 * 5,       # themselves, by the temperature, gradients, temporaries
     }
     stays = parts["weights"] + parts["moments"] + parts["reference"]
     sampling = parts["gradients"] + parts["bfloat16 weights"] + 1.75 * parts["cache"] + 4 * N * V * 4
-    # The logits are gone before the last layer is computed anew.
-    dearest = max(parts["logits"], one_layer * gradient_checkpointing)
+    # One after the other: all copies of the logits; two of them and the head's gradient; the last layer, computed anew.
+    dearest = max(parts["logits"], parts["logits"] * 2 / 5 + 4 * V * D, one_layer * gradient_checkpointing)
     micro_batch = parts["activations"] + dearest + parts["bfloat16 weights"]
     # The first micro-batch of a step finds no gradients yet: they grow while its activations go.
-    learning = parts["head"] + (micro_batch + parts["gradients"] if rows < N else max(micro_batch, parts["gradients"]))
+    learning = micro_batch + parts["gradients"] if rows < N else max(micro_batch, parts["gradients"])
     stepping = parts["gradients"] + 4 * n * gpu             # on a GPU AdamW takes all square roots at once
     return parts | {"peak": int(stays + max(sampling, learning, stepping))}
 
@@ -107,7 +106,7 @@ def main(argv=None):
     parser.add_argument("--completion_length", type=int, default=1024, help="tokens (default: 1024)")
     args = vars(parser.parse_args(argv))
     try:
-        configs = {path: read_config(local_path(path)) for path in args.pop("paths")} or SIZES
+        configs = {path: read_config(local_path(path, weights=False)) for path in args.pop("paths")} or SIZES
     except (ValueError, OSError) as error:
         print(f"model.memory: error: {error}", file=sys.stderr)
         sys.exit(2)
