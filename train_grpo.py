@@ -455,13 +455,10 @@ def load_models(args, device):
                          f"{policy.config.num_hidden_layers} layers; leave the flag out")
     policy.model.gradient_checkpointing = args.gradient_checkpointing
     tokenizer_path = args.tokenizer_path or args.model_path
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path, policy.config.vocab_size)
     if not eos_token_ids(policy, tokenizer):
         raise ValueError(f"{tokenizer_path}: its tokenizer has no EOS token to end an answer with; "
                          "give another --tokenizer_path")
-    if len(tokenizer) > policy.config.vocab_size:
-        raise ValueError(f"{tokenizer_path}: its tokenizer has {len(tokenizer)} tokens, {args.model_path} knows "
-                         f"{policy.config.vocab_size}; give the tokenizer of these weights with --tokenizer_path")
     # Copied before either is wrapped: a copied wrapper would go on calling the policy.
     reference = copy.deepcopy(policy) if args.beta > 0 else None
     if reference is not None:

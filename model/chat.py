@@ -65,7 +65,7 @@ def main(argv=None):
     try:
         # Half precision is slow on a CPU.
         model = load_pretrained(args.path, dtype=torch.float32 if device == "cpu" else None, device=device)
-        tokenizer = load_tokenizer(args.tokenizer_path or args.path)
+        tokenizer = load_tokenizer(args.tokenizer_path or args.path, model.config.vocab_size)
         chat(model, tokenizer, temperature=args.temperature, max_new_tokens=args.max_new_tokens)
     except (ValueError, OSError) as error:
         print(f"model.chat: error: {error}", file=sys.stderr)

@@ -72,8 +72,8 @@ def local_path(path, *, weights=True):
                          "(hf auth login)") from error
 
 
-def load_tokenizer(path):
-    """The tokenizer of a folder or a hub id; ValueError if there is none, or none for a chat."""
+def load_tokenizer(path, vocab_size):
+    """The tokenizer of a folder or a hub id; ValueError if there is none, or none for a chat, or it knows too many tokens."""
     path = local_path(path, weights=False)
     if path.is_file():
         raise ValueError(f"{path}: a .pth file has no tokenizer with it; give its folder with --tokenizer_path "
@@ -88,6 +88,9 @@ def load_tokenizer(path):
     if tokenizer.chat_template is None:
         raise ValueError(f"{path}: its tokenizer has no chat template to write a prompt with; "
                          "give that of an instruct model with --tokenizer_path")
+    if len(tokenizer) > vocab_size:                     # fewer are common: embeddings are padded to a round number
+        raise ValueError(f"{path}: its tokenizer has {len(tokenizer)} tokens, the weights know {vocab_size}; "
+                         "give the tokenizer of these weights with --tokenizer_path")
     return tokenizer
 
 
