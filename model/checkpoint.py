@@ -73,7 +73,7 @@ def local_path(path, *, weights=True):
 
 
 def load_tokenizer(path, vocab_size):
-    """The tokenizer of a folder or a hub id; ValueError if there is none, or none for a chat, or it knows too many tokens."""
+    """The tokenizer of a folder or a hub id; ValueError if there is none, none for a chat, or one with too many tokens."""
     path = local_path(path, weights=False)
     if path.is_file():
         raise ValueError(f"{path}: a .pth file has no tokenizer with it; give its folder with --tokenizer_path "

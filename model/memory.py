@@ -3,8 +3,8 @@
     python -m model.memory                                        the usual sizes
     python -m model.memory Qwen/Qwen3-0.6B out/my_weights         any weights, by their config.json
 
-The formula counts tensors. On the CPU it is held against measured peaks (tests/bench_memory.py); for a GPU the same counts
-are taken with the bytes of bfloat16 products, and were not measured.
+The formula counts live tensors. On the CPU it came within 15% of measured peaks (tests/bench_memory.py), mostly below: an
+allocator leaves gaps. For a GPU the same counts are taken with the bytes of bfloat16 products, and were not measured.
 """
 import argparse
 import sys

@@ -87,7 +87,7 @@ def test_logits_are_those_of_transformers_whichever_of_the_two_wrote_the_folder(
     config = json.loads((tmp_path / "ours/config.json").read_text())
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5      # for transformers 4 and for 5
     kind = theirs.config.rope_parameters["rope_type"]
-    assert config["rope_parameters"]["rope_type"] == kind == config.get("rope_scaling", {"rope_type": "default"})["rope_type"]
+    assert config["rope_parameters"]["rope_type"] == kind == config.get("rope_scaling", {}).get("rope_type", "default")
     names = [sorted(load_file(tmp_path / folder / "model.safetensors")) for folder in ("theirs", "ours")]
     assert names[0] == names[1]                                                         # the hub's, experts too
     back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32, output_loading_info=True)
