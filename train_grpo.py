@@ -47,10 +47,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer
 
 from dataset import PromptCollator, PromptDataset, rows_of_step, steps_per_epoch
-from model import discard_checkpoint, load_checkpoint, load_pretrained, sample, save_checkpoint, save_pretrained
+from model import (discard_checkpoint, eos_token_ids, load_checkpoint, load_pretrained, load_tokenizer, sample,
+                   save_checkpoint, save_pretrained)
 from report import Report, rollout_metrics
 from reward import accuracy_reward, combine_rewards, judge_steps, load_reward_funcs, process_advantages
 
@@ -516,9 +516,9 @@ def parse_args(argv=None):
          help="weight of the KL penalty that holds the policy near the reference; 0: no reference model")
 
     flag = parser.add_argument_group("1. ask: weights, prompts, sampling").add_argument
-    flag("--model_path", help="a folder of weights (default: reason_<hidden_size> or full_sft_<hidden_size>, looked up in "
-                              "out_dir, then in model/weights)")
-    flag("--tokenizer_path", help="a folder with the tokenizer, if it is not in the folder of the weights")
+    flag("--model_path", help="weights of Qwen3, Qwen2.5, Llama, Qwen3-MoE: a folder or hub id; or MiniMind's .pth (default:"
+                              " reason_<hidden_size> or full_sft_<hidden_size>, looked up in out_dir, then model/weights)")
+    flag("--tokenizer_path", help="a folder or hub id with the tokenizer, if it is not with the weights")
     flag("--hidden_size", type=int, default=128, help="picks the weights by their name")
     flag("--num_hidden_layers", type=int, help="refuse weights with another number of layers")
     flag("--use_moe", type=int, choices=(0, 1), default=0, help="1: pick the weights whose name ends in _moe")
@@ -568,6 +568,8 @@ def parse_args(argv=None):
     flag("--accumulation_steps", type=int, default=1, help="multiplies the prompts of a step")
     flag("--micro_batch_size", type=int, default=64,
          help="completions that go through the model at once in steps 3 and 4: changes the memory, never the result")
+    flag("--gradient_checkpointing", action="store_true",
+         help="compute activations twice instead of keeping them: less memory, more time")
     flag("--epochs", type=int, default=1, help="how often the prompts are read")
     flag("--max_steps", type=int, default=120, help="steps at most; 0: as many as the epochs have")
     flag("--warmup_steps", type=int, default=3, help="steps over which the learning rate rises; then a cosine to a tenth")
@@ -634,7 +636,7 @@ def check_args(args, parser):
     args.model_path = args.model_path or str(find_weights(weights, args.out_dir, HERE / "model/weights"))
     args.reward_model_path = args.reward_model_path or str(
         find_weights(f"reward_{suffix}", args.out_dir, HERE / "reward/weights"))
-    args.run_name = args.run_name or f"grpo_{Path(args.model_path).name}"
+    args.run_name = args.run_name or f"grpo_{Path(args.model_path).name.removesuffix('.pth')}"
 
 
 def check_objective(args, parser):
@@ -673,9 +675,9 @@ def check_objective(args, parser):
 
 
 def find_weights(name, *folders):
-    """The first folder that holds weights of this name; the last one's path if none does, for the error to name."""
-    paths = [Path(folder) / name for folder in folders]
-    return next((path for path in paths if (path / "config.json").is_file()), paths[-1])
+    """The first weights of this name, a folder or a .pth; the path in the last folder if there are none, for the error."""
+    paths = [Path(folder) / file for folder in folders for file in (name, f"{name}.pth")]
+    return next((path for path in paths if path.is_file() or (path / "config.json").is_file()), paths[-2])
 
 
 # --- main -------------------------------------------------------------------------------------------------------------
@@ -687,9 +689,10 @@ def load_models(args, device):
     if args.num_hidden_layers not in (None, policy.config.num_hidden_layers):
         raise ValueError(f"--num_hidden_layers {args.num_hidden_layers}: {args.model_path} has "
                          f"{policy.config.num_hidden_layers} layers; leave the flag out")
+    policy.model.gradient_checkpointing = args.gradient_checkpointing
     tokenizer_path = args.tokenizer_path or args.model_path
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-    if tokenizer.eos_token_id is None:
+    tokenizer = load_tokenizer(tokenizer_path, policy.config.vocab_size)
+    if not eos_token_ids(policy, tokenizer):
         raise ValueError(f"{tokenizer_path}: its tokenizer has no EOS token to end an answer with; "
                          "give another --tokenizer_path")
     # Copied before either is wrapped: a copied wrapper would go on calling the policy.
@@ -717,12 +720,6 @@ def batches_of_steps(args, world, problems, collate, steps):
     rows = (rows_of_step(step, len(problems), args.batch_size * args.accumulation_steps, rank=world.rank,
                          world_size=world.size, seed=args.seed) for step in steps)
     return DataLoader(problems, batch_sampler=rows, collate_fn=collate, num_workers=args.num_workers)
-
-
-def eos_token_ids(model, tokenizer):
-    """Every token that ends a reply: the tokenizer's, and those that the weights' configuration names."""
-    configured = model.config.eos_token_id if model.config.eos_token_id is not None else []
-    return sorted({tokenizer.eos_token_id, *([configured] if isinstance(configured, int) else configured)})
 
 
 def in_precision(model, dtype, device):

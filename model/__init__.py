@@ -1,6 +1,7 @@
-from .checkpoint import discard_checkpoint, load_checkpoint, load_pretrained, save_checkpoint, save_pretrained
+from .checkpoint import (discard_checkpoint, eos_token_ids, load_checkpoint, load_pretrained, load_tokenizer,
+                         save_checkpoint, save_pretrained)
 from .model import MiniMindConfig, MiniMindForCausalLM
 from .sampler import sample
 
-__all__ = ["MiniMindConfig", "MiniMindForCausalLM", "discard_checkpoint", "load_checkpoint", "load_pretrained", "sample",
-           "save_checkpoint", "save_pretrained"]
+__all__ = ["MiniMindConfig", "MiniMindForCausalLM", "discard_checkpoint", "eos_token_ids", "load_checkpoint",
+           "load_pretrained", "load_tokenizer", "sample", "save_checkpoint", "save_pretrained"]

@@ -12,11 +12,13 @@ Parameter names and numerics are those of transformers' classes, so a state dict
 Letters in the shapes: N sequences, T new tokens, S tokens attended to, D hidden size, H heads, K key/value heads,
 d head size, V vocabulary.
 """
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -31,15 +33,20 @@ class MiniMindConfig:
     head_dim: int = 32
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    rope_scaling: dict | None = None    # {"rope_type": "linear" or "llama3", ...}: see rotary_frequencies
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = True
     qk_norm: bool = True
     qkv_bias: bool = False
+    attention_bias: bool = False        # a bias in all four projections; some Llama and Qwen3 weights have it
     num_experts: int = 0                # 0: a dense feed-forward in every layer
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 176
     norm_topk_prob: bool = True         # the chosen experts' weights add up to 1
+    decoder_sparse_step: int = 1        # every so many layers one has experts,
+    mlp_only_layers: list[int] = field(default_factory=list)    # but none of these
     initializer_range: float = 0.02
+    bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
 
@@ -55,10 +62,29 @@ class RMSNorm(nn.Module):
         return self.weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-def rotary_tables(positions, head_dim, theta):
-    """cos and sin of position * theta^(-2i/d), (N, 1, T, d), the d/2 angles twice in a row; float32."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)   # (d/2,)
-    angles = positions[:, None, :, None].float() * frequencies                                           # (N, 1, T, d/2)
+def rotary_frequencies(config, device=None):
+    """Angle per position of each of the d/2 pairs, theta^(-2i/d); (d/2,) float32.
+
+    Weights that were stretched to longer texts turn more slowly, by `factor`: with "linear" every pair does, with "llama3"
+    (Llama 3.1) one that turns less than low_freq_factor times in the original context; one that turns more than
+    high_freq_factor times keeps its speed, and the speeds between go over from one to the other.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
+    frequencies = config.rope_theta ** -exponents
+    scaling = config.rope_scaling or {"rope_type": "default"}
+    if scaling["rope_type"] == "linear":
+        return frequencies / scaling["factor"]
+    if scaling["rope_type"] == "llama3":
+        turns = frequencies * scaling["original_max_position_embeddings"] / (2 * math.pi)
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / scaling["factor"])
+    return frequencies
+
+
+def rotary_tables(positions, frequencies):
+    """cos and sin of position * frequency, (N, 1, T, d), the d/2 angles twice in a row; float32."""
+    angles = positions[:, None, :, None].float() * frequencies                          # (N, 1, T, d/2)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
@@ -97,10 +123,11 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
         q_size, kv_size = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        qkv_bias = config.qkv_bias or config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=qkv_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
@@ -155,7 +182,8 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MixtureOfExperts(config) if config.num_experts else SwiGLU(config, config.intermediate_size)
+        sparse = (layer + 1) % config.decoder_sparse_step == 0 and layer not in config.mlp_only_layers
+        self.mlp = MixtureOfExperts(config) if config.num_experts and sparse else SwiGLU(config, config.intermediate_size)
 
     def forward(self, x, rotary, mask, cache):
         x = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache)
@@ -168,6 +196,7 @@ class Decoder(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.gradient_checkpointing = False     # True: backward computes a layer's activations anew instead of keeping them
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -179,11 +208,12 @@ class Decoder(nn.Module):
             positions = torch.arange(past, past + T, device=input_ids.device)[None]     # (1, T)
         else:
             positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past:]          # (N, T): padding takes no position
-        rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
+        rotary = rotary_tables(positions, rotary_frequencies(self.config, input_ids.device))
         mask = visible(attention_mask, T)
         x = self.embed_tokens(input_ids)                                                # (N, T, D)
+        recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
         for layer in self.layers:
-            x = layer(x, rotary, mask, cache)
+            x = checkpoint(layer, x, rotary, mask, None, use_reentrant=False) if recompute else layer(x, rotary, mask, cache)
         if cache is not None:
             cache.length += T
         return self.norm(x)
@@ -207,10 +237,15 @@ class MiniMindForCausalLM(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.generation_config = {}     # what generation_config.json held: not for us, but for who serves the weights
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.apply(self._init_weights)
-        if config.tie_word_embeddings:
+        self.tie_weights()
+
+    def tie_weights(self):
+        """Makes the head one matrix with the embedding, where the configuration says so."""
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def _init_weights(self, module):

@@ -1,45 +1,20 @@
-import json
+import io
+import sys
 
 import pytest
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
+from bench_memory import RUN, SMALL, measure_apart
 from conftest import ROOT
-from model import MiniMindConfig, MiniMindForCausalLM, load_pretrained, sample, save_pretrained
+from model import MiniMindConfig, MiniMindForCausalLM, chat, load_pretrained, sample, save_pretrained
+from model.memory import SIZES, num_parameters, peak_bytes
 from model.sampler import next_token
 from model.tokenizer import TAGS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# --- the network against transformers' own ---------------------------------------------------------------------------
-
-FAMILIES = {
-    "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-    "qwen3_untied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
-    "llama": ("Llama", {"tie_word_embeddings": False}),
-    "qwen3_moe": ("Qwen3Moe", {"head_dim": 16, "tie_word_embeddings": False, "num_experts": 5, "num_experts_per_tok": 2,
-                               "moe_intermediate_size": 24, "norm_topk_prob": True}),
-    "qwen3_moe_raw_weights": ("Qwen3Moe", {"head_dim": 16, "tie_word_embeddings": True, "num_experts": 4,
-                                           "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": False}),
-}
-
-
-def reference(family):
-    """A small random model of transformers' class. No parameter keeps a value that would hide it (norm 1, bias 0), and
-    neither the rope base nor the norm's epsilon is a default."""
-    name, switches = FAMILIES[family]
-    config = getattr(transformers, name + "Config")(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 5e5}, pad_token_id=0, **switches)
-    model = getattr(transformers, name + "ForCausalLM")(config).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator) + 1.0 * (parameter.dim() == 1))
-    return model
-
+# --- the network (against transformers' own: test_real_weights.py) ----------------------------------------------------
 
 def left_padded(lengths, vocab_size, seed=0):
     """Random ids (N, T) of these lengths and their mask, padded on the left with id 0."""
@@ -47,67 +22,6 @@ def left_padded(lengths, vocab_size, seed=0):
     T = max(lengths)
     mask = torch.tensor([[0] * (T - length) + [1] * length for length in lengths])
     return torch.randint(1, vocab_size, (len(lengths), T), generator=generator) * mask, mask
-
-
-@torch.no_grad()
-def assert_same_logits(ours, theirs, ids, mask):
-    real = mask.bool()
-    torch.testing.assert_close(ours(ids, mask)[real], theirs(input_ids=ids, attention_mask=mask).logits[real], atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers_whichever_of_the_two_wrote_the_folder(family, tokenizer, tmp_path):
-    theirs = reference(family)
-    theirs.save_pretrained(tmp_path / "theirs")
-    ours = load_pretrained(tmp_path / "theirs")
-    ids, mask = left_padded([12, 7, 1], 61)
-    assert_same_logits(ours, theirs, ids, mask)
-
-    save_pretrained(ours, tokenizer, tmp_path / "ours")
-    config = json.loads((tmp_path / "ours/config.json").read_text())
-    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5      # for transformers 4 and for 5
-    back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32, output_loading_info=True)
-    assert type(back) is type(theirs) and not info["missing_keys"] and not info["unexpected_keys"]
-    assert_same_logits(ours, back, ids, mask)
-    assert_same_logits(load_pretrained(tmp_path / "ours"), theirs, ids, mask)
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "ours")) == len(tokenizer)
-
-
-@pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_untied", "qwen2", "llama"])
-def test_a_state_dict_moves_to_transformers_and_back_without_renaming(family, tmp_path):
-    theirs = reference(family)
-    theirs.save_pretrained(tmp_path)
-    ours = MiniMindForCausalLM(load_pretrained(tmp_path).config)
-    ours.load_state_dict(theirs.state_dict())
-    assert_same_logits(ours, theirs, *left_padded([5, 3], 61))
-    theirs.load_state_dict(ours.state_dict())
-
-
-@pytest.mark.parametrize("family", ["qwen3_tied", "llama"])
-def test_config_json_of_transformers_4_with_rope_theta_at_the_top_is_read_the_same(family, tmp_path):
-    theirs = reference(family)
-    theirs.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["rope_parameters"]
-    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5, "rope_scaling": None}))
-    assert_same_logits(load_pretrained(tmp_path), theirs, *left_padded([12, 7], 61))
-
-
-def test_a_config_json_that_leaves_tie_word_embeddings_out_keeps_the_head_of_the_weights(tmp_path):
-    theirs = reference("llama")         # untied, which is what transformers takes a Llama without the field for
-    theirs.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["tie_word_embeddings"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.tie_word_embeddings is False
-    assert_same_logits(load_pretrained(tmp_path), theirs, *left_padded([5, 3], 61))
-
-
-def test_weights_in_several_files_are_read_like_one(tmp_path):
-    theirs = reference("qwen3_untied")
-    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert not (tmp_path / "model.safetensors").exists()
-    assert_same_logits(load_pretrained(tmp_path), theirs, *left_padded([4, 2], 61))
 
 
 def test_dtype_is_that_of_the_file_unless_asked_for(tokenizer, tmp_path):
@@ -127,50 +41,82 @@ def test_logits_to_keep_gives_the_last_positions_of_all_logits():
         torch.testing.assert_close(model(ids, mask, logits_to_keep=k), full[:, -k:])
 
 
-# --- errors ------------------------------------------------------------------------------------------------------------
-
-def edit_config(folder, **fields):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-def test_a_folder_without_config_json_is_named(tmp_path):
-    with pytest.raises(ValueError, match="config.json") as error:
-        load_pretrained(tmp_path / "nowhere")
-    assert str(tmp_path / "nowhere") in str(error.value)
-
-
-def test_an_unknown_model_type_is_named_with_its_file(tokenizer, tmp_path):
-    save_pretrained(tiny(seed=0), tokenizer, tmp_path)
-    edit_config(tmp_path, model_type="mamba")
-    with pytest.raises(ValueError, match="'mamba'") as error:
-        load_pretrained(tmp_path)
-    assert str(tmp_path) in str(error.value)
-
-
-@pytest.mark.parametrize("fields, tensor", [
-    ({"num_hidden_layers": 3}, "model.layers.2."),                      # tensors are missing
-    ({"num_hidden_layers": 1}, "model.layers.1."),                      # tensors are left over
-    ({"intermediate_size": 40}, "model.layers.0.mlp.down_proj.weight"), # tensors have another shape
-    ({"model_type": "llama"}, "model.layers.0.self_attn.k_norm.weight"),
-])
-def test_weights_that_do_not_fit_config_json_are_named_by_tensor_and_folder(fields, tensor, tokenizer, tmp_path):
-    save_pretrained(tiny(seed=0), tokenizer, tmp_path)
-    edit_config(tmp_path, **fields)
-    with pytest.raises(ValueError) as error:
-        load_pretrained(tmp_path)
-    assert tensor in str(error.value) and str(tmp_path) in str(error.value)
+@pytest.mark.parametrize("experts", [0, 3])
+def test_gradient_checkpointing_computes_each_layer_twice_and_changes_no_gradient(experts):
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(
+        vocab_size=9, hidden_size=16, intermediate_size=24, num_hidden_layers=3, head_dim=4, num_experts=experts,
+        moe_intermediate_size=8, initializer_range=0.3))
+    ids, mask = left_padded([6, 3], 9)
+    gradients, calls = {}, []
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    for model.model.gradient_checkpointing in (False, True):
+        model.zero_grad()
+        calls.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=experts > 0):    # then so is what is computed anew
+            loss = model(ids, mask)[mask.bool()].float().logsumexp(-1).sum()
+        loss.backward()
+        gradients[model.model.gradient_checkpointing] = [parameter.grad for parameter in model.parameters()]
+        assert len(calls) == 1 + model.model.gradient_checkpointing
+    for kept, anew in zip(gradients[False], gradients[True], strict=True):
+        assert kept.abs().max() > 0 and torch.equal(kept, anew)
+    calls.clear()
+    sample(model, ids, mask, num_generations=1, max_new_tokens=2, eos_token_id=99, pad_token_id=0)
+    assert len(calls) == 2                                                      # no gradient, nothing is computed anew
 
 
-def test_a_missing_weights_file_and_scaled_rope_are_named(tokenizer, tmp_path):
-    save_pretrained(tiny(seed=0), tokenizer, tmp_path)
-    edit_config(tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})
-    with pytest.raises(ValueError, match="yarn"):
-        load_pretrained(tmp_path)
-    edit_config(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="model.safetensors"):
-        load_pretrained(tmp_path)
+# --- what a run needs in memory ----------------------------------------------------------------------------------------
+
+def test_the_parameters_of_real_sizes_are_counted_as_the_hub_counts_them():
+    assert {name: num_parameters(config) for name, config in SIZES.items()} == {
+        "MiniMind2 (0.1B)": 104_030_976, "Qwen2.5-0.5B": 494_032_768, "Qwen3-1.7B": 1_720_574_976, "Qwen3-4B": 4_022_468_096}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc, and steers glibc's malloc")
+def test_the_memory_of_a_run_is_foretold_within_a_fifth():
+    sizes, run = SMALL | {"num_hidden_layers": 3}, RUN | {"num_generations": 4, "prompt_length": 80, "completion_length": 24}
+    config = MiniMindConfig(**sizes)
+    foretold = peak_bytes(config, num_parameters(config), gpu=False, **run)["peak"]
+    assert measure_apart(sizes, run) == pytest.approx(foretold, rel=0.2)
+
+
+# --- a chat ------------------------------------------------------------------------------------------------------------
+
+def test_a_chat_streams_whole_characters_and_each_reply_sees_the_turns_before(tokenizer, tmp_path, monkeypatch, capsys):
+    save_pretrained(tiny(seed=0, vocab_size=len(tokenizer)), tokenizer, tmp_path)
+    replies = ["小明有🙂", "<think>naïve</think>"]
+    tokens = iter([i for reply in replies for i in tokenizer(reply)["input_ids"] + [tokenizer.eos_token_id]])
+    monkeypatch.setattr(chat, "next_token", lambda *_: (torch.tensor([next(tokens)]), None))
+    pieces, prompts, stream = [], [], chat.stream
+
+    def listen(model, tokenizer, messages, **sampling):
+        prompts.append([message["content"] for message in messages])
+        for piece in stream(model, tokenizer, messages, **sampling):
+            pieces.append(piece)
+            yield piece
+    monkeypatch.setattr(chat, "stream", listen)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n\nthree\n"))     # an empty line ends it
+    chat.main([str(tmp_path)])
+    assert capsys.readouterr().out == "小明有🙂\n<think>naïve</think>\n"
+    assert [piece for piece in pieces if piece][:4] == list("小明有🙂")      # of several tokens each
+    assert prompts == [["one"], ["one", replies[0], "two"]]
+
+
+def test_a_chat_at_temperature_0_says_what_greedy_sampling_says(tokenizer):
+    model = tiny(seed=3, vocab_size=len(tokenizer))
+    messages = [{"role": "user", "content": "What is 3+4*5?"}]
+    text = "".join(chat.stream(model, tokenizer, messages, max_new_tokens=12, temperature=0))
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+    sampled, _ = sample(model, ids, torch.ones_like(ids), num_generations=1, max_new_tokens=12, greedy=True,
+                        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    assert text == tokenizer.decode(sampled[0], skip_special_tokens=True) != ""
+
+
+def test_a_chat_with_nothing_there_is_one_sentence(capsys):
+    with pytest.raises(SystemExit) as exit:
+        chat.main(["nowhere"])
+    assert exit.value.code == 2 and capsys.readouterr().err.startswith("model.chat: error: nowhere: no config.json")
 
 
 # --- the sampler against a full forward for every token --------------------------------------------------------------
@@ -230,15 +176,15 @@ def sampled():
     """The model, unpadded prompts a, b, c, and 8 completions of each; they end at quite different times."""
     model = tiny(seed=2)
     ids, mask = left_padded(LENGTHS, 8)
-    completion_ids, logps = sample(model, ids, mask, num_generations=8, max_new_tokens=30, temperature=TEMPERATURE, eos_token_id=EOS,
-                                   pad_token_id=PAD, generator=torch.Generator().manual_seed(0))
+    completion_ids, logps = sample(model, ids, mask, num_generations=8, max_new_tokens=30, temperature=TEMPERATURE,
+                                   eos_token_id=EOS, pad_token_id=PAD, generator=torch.Generator().manual_seed(0))
     return model, unpadded(ids, mask), completion_ids, logps
 
 
 def test_sampled_logps_are_those_of_a_full_forward_while_finished_rows_leave_the_batch(sampled):
     model, prompts, completion_ids, logps = sampled
     lengths = sorted(len(through_eos(row, [EOS])) for row in completion_ids)
-    assert lengths[8] < lengths[13] - 1 < lengths[17] - 2           # a third of the rows is finished, later half of the rest, ...
+    assert lengths[8] < lengths[13] - 1 < lengths[17] - 2       # a third of the rows is finished, later half of the rest
     for i, (row, row_logps) in enumerate(zip(completion_ids, logps)):
         completion = through_eos(row, [EOS])
         torch.testing.assert_close(row_logps[:len(completion)], score(model, prompts[i // 8], completion), atol=1e-5, rtol=0)
@@ -248,7 +194,8 @@ def test_the_completions_of_a_prompt_are_adjacent(sampled):
     model, prompts, completion_ids, logps = sampled
     for i, (row, row_logps) in enumerate(zip(completion_ids, logps)):
         completion = through_eos(row, [EOS])
-        fits = [torch.allclose(row_logps[:len(completion)], score(model, prompt, completion), atol=1e-4) for prompt in prompts]
+        fits = [torch.allclose(row_logps[:len(completion)], score(model, prompt, completion), atol=1e-4)
+                for prompt in prompts]
         assert fits == [p == i // 8 for p in range(3)]
 
 
@@ -274,8 +221,8 @@ def test_the_width_is_the_longest_completion_and_a_list_of_eos_ends_at_any_of_th
 
 def test_the_same_generator_seed_samples_the_same_and_another_does_not():
     ids, mask = left_padded(LENGTHS, 8)
-    first, again, other = (sample(tiny(seed=0), ids, mask, num_generations=4, max_new_tokens=9, eos_token_id=EOS, pad_token_id=PAD,
-                                  generator=torch.Generator().manual_seed(seed))[0] for seed in (5, 5, 6))
+    first, again, other = (sample(tiny(seed=0), ids, mask, num_generations=4, max_new_tokens=9, eos_token_id=EOS,
+                                  pad_token_id=PAD, generator=torch.Generator().manual_seed(seed))[0] for seed in (5, 5, 6))
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
@@ -299,7 +246,8 @@ def any_tokenizer(request, tokenizer):
     return tokenizer if request.param == "trained" else AutoTokenizer.from_pretrained(SHIPPED)
 
 
-@pytest.mark.parametrize("text", ["小明有3个苹果，又买了12个。", "🙂👨‍👩‍👧 naïve é", "a\tb\r\n\n  c ", "nul \0 byte", " leading , and n't . spaces ", "7 + 3*7=28", ""])
+@pytest.mark.parametrize("text", ["小明有3个苹果，又买了12个。", "🙂👨‍👩‍👧 naïve é", "a\tb\r\n\n  c ", "nul \0 byte",
+                                  " leading , and n't . spaces ", "7 + 3*7=28", ""])
 def test_any_text_survives_a_round_trip(text, any_tokenizer):
     assert any_tokenizer.decode(any_tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
@@ -308,7 +256,8 @@ def test_each_tag_is_one_ordinary_token_that_decoding_keeps(any_tokenizer):
     assert [len(any_tokenizer(tag, add_special_tokens=False)["input_ids"]) for tag in TAGS] == [1, 1, 1, 1]
     text = "<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>"
     ids = any_tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert any_tokenizer.decode(ids + [any_tokenizer.eos_token_id, any_tokenizer.pad_token_id], skip_special_tokens=True) == text
+    ids += [any_tokenizer.eos_token_id, any_tokenizer.pad_token_id]
+    assert any_tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
 def test_every_digit_and_sign_is_a_token_of_its_own(any_tokenizer):

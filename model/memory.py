@@ -1,0 +1,122 @@
+"""How much memory a GRPO run takes, before it is started: what fits on which GPU, and what to change where it does not.
+
+    python -m model.memory                                        the usual sizes
+    python -m model.memory Qwen/Qwen3-0.6B out/my_weights         any weights, by their config.json
+
+The formula counts live tensors. On the CPU it came within 15% of the peaks measured where freed memory goes back at once
+(tests/bench_memory.py); glibc's malloc by itself keeps gaps, with which a process held up to a half more. For a GPU the same
+counts are taken with the bytes of bfloat16 products; that was not measured.
+"""
+import argparse
+import sys
+
+import torch
+
+from .checkpoint import local_path, read_config
+from .model import MiniMindConfig, MiniMindForCausalLM
+
+SIZES = {
+    "MiniMind2 (0.1B)": MiniMindConfig(
+        vocab_size=6400, hidden_size=768, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=96, qk_norm=False),
+    "Qwen2.5-0.5B": MiniMindConfig(
+        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, head_dim=64, qk_norm=False, qkv_bias=True),
+    "Qwen3-1.7B": MiniMindConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128),
+    "Qwen3-4B": MiniMindConfig(
+        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128),
+}
+LEVERS = [{"reference": reference, "gradient_checkpointing": checkpointing}
+          for reference in (True, False) for checkpointing in (False, True)]
+GPUS = (8, 24, 80)          # GiB
+USABLE = 0.92               # the rest goes to CUDA itself and to gaps between tensors
+
+
+def num_parameters(config):
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in MiniMindForCausalLM(config).parameters())
+
+
+def layer_bytes(config, gpu):
+    """Bytes per token that one layer keeps for its backward pass: the inputs of all that multiplies."""
+    D, product = config.hidden_size, 2 if gpu else 4        # the residual stream and the norms stay float32
+    q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    F = config.num_experts_per_tok * config.moe_intermediate_size if config.num_experts else config.intermediate_size
+    norms = 2 * (8 + product) * D                           # two: what came in, that normalised, and the output
+    attention = product * (2 * q_size + 2 * kv_size)        # q, k, v and what came of them
+    qk_norm = (4 + product) * (q_size + kv_size) if config.qk_norm else 0
+    return norms + attention + qk_norm + product * 4 * F    # gate, silu(gate), up, their product
+
+
+def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, completion_length, micro_batch_size, reference,
+               gradient_checkpointing, gpu):
+    """Bytes by what they are for, and the "peak": what stays all the time plus the dearest of sampling, learning and the
+    optimizer's step. n: num_parameters(config); gpu: bfloat16 products of float32 weights, else all float32 on the CPU."""
+    N, T = num_prompts * num_generations, prompt_length + completion_length
+    rows = min(micro_batch_size, N)
+    product, D, V, L = 2 if gpu else 4, config.hidden_size, config.vocab_size, config.num_hidden_layers
+    one_layer = rows * T * layer_bytes(config, gpu)
+    parts = {
+        "weights": 4 * n,
+        "moments": 8 * n,
+        "reference": 4 * n * reference,
+        "gradients": 4 * n,
+        "bfloat16 weights": 2 * n * gpu,                    # autocast's copies, for as long as a forward or its backward
+        "cache": 2 * L * N * config.num_key_value_heads * config.head_dim * T * product,
+        "activations": rows * T * L * 4 * D if gradient_checkpointing else L * one_layer,
+        "logits": rows * (completion_length + 1) * V * 4 * 5,       # themselves, by the temperature, gradients, temporaries
+    }
+    stays = parts["weights"] + parts["moments"] + parts["reference"]
+    sampling = parts["gradients"] + parts["bfloat16 weights"] + 1.75 * parts["cache"] + 4 * N * V * 4
+    # One after the other: all copies of the logits; two of them and the head's gradient; the last layer, computed anew.
+    dearest = max(parts["logits"], parts["logits"] * 2 / 5 + 4 * V * D, one_layer * gradient_checkpointing)
+    micro_batch = parts["activations"] + dearest + parts["bfloat16 weights"]
+    # The first micro-batch of a step finds no gradients yet: they grow while its activations go.
+    learning = micro_batch + parts["gradients"] if rows < N else max(micro_batch, parts["gradients"])
+    stepping = parts["gradients"] + 4 * n * gpu             # on a GPU AdamW takes all square roots at once
+    return parts | {"peak": int(stays + max(sampling, learning, stepping))}
+
+
+def report(name, config, run):
+    """For each choice of levers the least that it needs, and the largest micro-batch that fits on each GPU."""
+    sizes = [2**i for i in range((run["num_prompts"] * run["num_generations"]).bit_length())]
+    n = num_parameters(config)
+    parts = peak_bytes(config, n, micro_batch_size=1, reference=True, gradient_checkpointing=False, **run)
+    GB = {part: f"{size / 2**30:.1f} GB" for part, size in parts.items()}
+    print(f"\n{name}: weights {GB['weights']}, as much for gradients and for the reference, twice that for moments; "
+          f"the sampler's cache {GB['cache']}")
+    print(f"  {'':48}{'needs at least':>16}" + "".join(f"{size:>9} GB" for size in GPUS))
+    for levers in LEVERS:
+        words = (f"--beta {'above 0' if levers['reference'] else '0, no reference'}"
+                 + ", --gradient_checkpointing" * levers["gradient_checkpointing"])
+        peaks = [peak_bytes(config, n, micro_batch_size=size, **levers, **run)["peak"] for size in sizes]
+        fits = [max((size for size, peak in zip(sizes, peaks) if peak <= USABLE * gpu * 2**30), default="-") for gpu in GPUS]
+        print(f"  {words:48}{peaks[0] / 2**30:13.1f} GB" + "".join(f"{size:>12}" for size in fits))
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m model.memory", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="*", help="folders or hub ids of weights (default: three usual sizes)")
+    parser.add_argument("--num_prompts", type=int, default=8, help="prompts of a step (default: 8)")
+    parser.add_argument("--num_generations", type=int, default=8, help="completions of each (default: 8)")
+    parser.add_argument("--prompt_length", type=int, default=256, help="tokens (default: 256)")
+    parser.add_argument("--completion_length", type=int, default=1024, help="tokens (default: 1024)")
+    args = vars(parser.parse_args(argv))
+    try:
+        configs = {path: read_config(local_path(path, weights=False)) for path in args.pop("paths")} or SIZES
+    except (ValueError, OSError) as error:
+        print(f"model.memory: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print("The largest --micro_batch_size that fits: "
+          f"{args['num_prompts']} prompts x {args['num_generations']} completions, "
+          f"{args['prompt_length']} + {args['completion_length']} tokens, bfloat16 products.")
+    for name, config in configs.items():
+        report(name, config, args | {"gpu": True})
+
+
+if __name__ == "__main__":
+    main()
