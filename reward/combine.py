@@ -11,12 +11,15 @@ from .rules import accuracy_reward, format_reward, tag_reward
 RULES = {"format": format_reward, "tag": tag_reward, "accuracy": accuracy_reward}
 
 
-def load_reward_funcs(names, *, reward_model_path=None, reasoning=True, device="cpu"):
-    """The functions behind `format`, `tag`, `rm`, `accuracy`, `module:function`; ValueError names one that is not there."""
+def load_reward_funcs(names, *, reward_model_path=None, device="cpu", **reward_model_options):
+    """The functions behind `format`, `tag`, `rm`, `accuracy`, `module:function`; ValueError names one that is not there.
+
+    The options are those of reward_model_reward: reasoning, clip, scale, answer_share.
+    """
     funcs = []
     for name in names:
         if name == "rm":
-            funcs.append(reward_model_reward(load_reward_model(reward_model_path, device=device), reasoning=reasoning))
+            funcs.append(reward_model_reward(load_reward_model(reward_model_path, device=device), **reward_model_options))
         elif ":" in name:
             module, _, function = name.partition(":")
             try:
