@@ -6,6 +6,7 @@ It was trained to say its score at a token of its own, <|reward|>, which stands 
     <s><|im_start|>user\\n...<|im_end|>\\n<|im_start|>assistant\\n...<|im_end|>\\n<|reward|>
 """
 import json
+from pickle import UnpicklingError
 
 import torch
 from safetensors.torch import load_file
@@ -42,11 +43,14 @@ def internlm2_config(saved, where):
 
 def internlm2_state(tensors, config):
     """Their tensors under our names. Each key/value head's query heads stand before it: q q k v, q q k v, ..."""
-    state = {}
+    state, fused = {}, (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
     for name, tensor in tensors.items():
         for theirs, ours in RENAMED.items():
             name = name.replace(theirs, ours)
         if "attention.wqkv" in name:
+            if tensor.shape != (fused, config.hidden_size):
+                raise ValueError(f"{name} should have shape {(fused, config.hidden_size)} by config.json and has "
+                                 f"{tuple(tensor.shape)}; the two files do not belong together")
             groups = tensor.view(config.num_key_value_heads, -1, config.head_dim, config.hidden_size)   # (K, H/K + 2, d, D)
             for part, rows in (("q", groups[:, :-2]), ("k", groups[:, -2]), ("v", groups[:, -1])):
                 state[name.replace("attention.wqkv", f"self_attn.{part}_proj")] = rows.reshape(-1, config.hidden_size)
@@ -58,7 +62,10 @@ def internlm2_state(tensors, config):
 def read_tensors(folder):
     """All tensors of a folder, from safetensors or from PyTorch's own files, in one piece or in shards."""
     def load_bin(file):
-        return torch.load(file, map_location="cpu", weights_only=True)      # tensors, never code
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)      # tensors, never code
+        except (UnpicklingError, RuntimeError):
+            raise ValueError(f"{file}: it holds something other than tensors, or is cut short; download it again") from None
 
     for name, load in (("model.safetensors", load_file), ("pytorch_model.bin", load_bin)):
         index, files = folder / f"{name}.index.json", [name]

@@ -89,7 +89,8 @@ def load_reward_model(path, *, device="cpu"):
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--reward_model_device {device}: {str(error).splitlines()[0]}; choose cpu, cuda or cuda:1") from None
+        raise ValueError(f"--reward_model_device {device}: {str(error).splitlines()[0]}; choose cpu, or a GPU as cuda:1"
+                         ) from None
     folder = find_folder(path)
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
