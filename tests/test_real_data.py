@@ -1,5 +1,6 @@
 """Files, answers and chat templates as they are found outside: GSM8K, MATH, RLAIF; templates that open the thinking."""
 import json
+import sys
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import AutoTokenizer
 import train_grpo
 from conftest import ROOT
 from dataset import PromptCollator, PromptDataset
-from reward import accuracy_reward, format_reward, rules, tag_reward
+from reward import accuracy_reward, format_reward, load_reward_model, rules, tag_reward
 from train_grpo import Rollout, World, completion_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,7 +56,8 @@ def jsonl(path):
     (r"<answer>Angela</answer>", r"\text{Evelyn}", 0),
     ("", r"\frac{1}{2}", 0),
 ])
-def test_answers_are_found_and_compared(completion, gold, expected):
+def test_answers_are_found_and_compared(completion, gold, expected, monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
     with warnings.catch_warnings(action="error"):               # none of these needs the library
         assert accuracy_reward([""], [completion], answer=[gold]) == [expected]
 
@@ -86,7 +88,7 @@ def test_mathematics_runs_in_a_thread_too_where_there_are_no_alarms():
 
 
 def test_without_the_library_expressions_are_compared_as_written_with_a_warning(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
+    monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.warns(UserWarning, match="math-verify"):
         assert [rules.same_answer(given, r"\frac{1}{2} + x") for given in (r"$\frac{1}{2}+x$", "0.5+x")] == [True, False]
 
@@ -124,7 +126,9 @@ def test_an_rlaif_file_without_answers_trains_on_the_reward_model_and_nothing_is
     assert len(metrics) == 2 and all(line["grad_norm"] > 0 and line["rewards/accuracy_reward/mean"] is None for line in metrics)
     assert not (tmp_path / "rlaif/eval.jsonl").exists() or not jsonl(tmp_path / "rlaif/eval.jsonl")
     done = jsonl(tmp_path / "rlaif/completions.jsonl")
-    assert all(row["reward"] == row["rewards"]["reward_model"] for row in done) and max(abs(row["reward"]) for row in done) > 3
+    scores = load_reward_model(ROOT / "reward/weights/reward_128").get_scores(
+        [row["messages"] + [{"role": "assistant", "content": row["completion"]}] for row in done])
+    assert [row["reward"] for row in done] == pytest.approx([10 * score for score in scores], abs=1e-3)
     for row in done:            # the policy reads the system prompt, if the chat has none of its own; the reward model does not
         own = row["messages"][0]["role"] == "system"
         assert row["prompt"].count("<|im_start|>system") == 1 and ("<answer>" in row["prompt"]) == (not own)
