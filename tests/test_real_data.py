@@ -29,16 +29,16 @@ def jsonl(path):
 # --- answers -----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("completion, gold, expected", [
-    ("<answer>\n1234\n</answer>", "He has 30+1204=<<30+1204=1234>>1234.\n#### 1,234", 1),       # GSM8K
+    ("<answer>\n1234\n</answer>", "He has 30+1204=<<30+1204=1234>>1234.\n#### 1,234", 1),    # GSM8K
     ("<answer>30</answer>", "He has 30+12=<<30+12=42>>42.\n#### 42", 0),
     ("It makes 30 + 12 = $42.", "...\n#### 42", 1),
     ("<answer>-$42.00</answer>", "#### -42", 1),
-    (r"So it is \boxed{42}, which is 6*7.", "42", 1),                                           # the box, not the last number
-    (r"<think>a</think> So \boxed{41}, no: $\boxed{42}$.", "42", 1),                            # thinking, then no tags: the last box
-    (r"<think>\boxed{42}</think> So 41.", "42", 0),                                             # a box amid the thinking is a thought
+    (r"So it is \boxed{42}, which is 6*7.", "42", 1),    # the box, not the last number
+    (r"<think>a</think> So \boxed{41}, no: $\boxed{42}$.", "42", 1),    # thinking, then no tags: the last box
+    (r"<think>\boxed{42}</think> So 41.", "42", 0),    # a box amid the thinking is a thought
     (r"<think>It is \boxed{42}", "42", 0),
     ("<answer>\n$\\boxed{42}$\n</answer>", "42", 1),
-    (r"It is \boxed{42", "42", 1),                                                              # never closed: no box, the last number
+    (r"It is \boxed{42", "42", 1),    # never closed: no box, the last number
     (r"\boxed{\$1,234.50}", 1234.5, 1),
     (r"\boxed{1{,}234}", "1234", 1),
     (r"\boxed{42\%}", "42%", 1),
@@ -47,9 +47,9 @@ def jsonl(path):
     (r"\boxed{90^\circ}", "90", 1),
     (r"\boxed{42\text{ dollars}}", "42", 1),
     (r"\boxed{7\text{ or }8}", "78", 0),
-    ("<answer>1,2</answer>", "12", 0),                                                          # a list, not a number
-    ("<answer>40 + 2</answer>", "42", 0),                                                       # the question is not its own answer
-    (r"\boxed{\frac{1}{2}}", r"Half of it, so $\boxed{\frac{1}{2}}$.", 1),                      # MATH
+    ("<answer>1,2</answer>", "12", 0),    # a list, not a number
+    ("<answer>40 + 2</answer>", "42", 0),    # the question is not its own answer
+    (r"\boxed{\frac{1}{2}}", r"Half of it, so $\boxed{\frac{1}{2}}$.", 1),    # MATH
     (r"<answer>\frac{1}{2}</answer>", r"\boxed{ \frac{1}{2} }", 1),
     (r"\boxed{\text{Evelyn}}", "Evelyn", 1),
     (r"<answer>Evelyn</answer>", r"\text{Evelyn}", 1),
@@ -70,11 +70,12 @@ def test_a_box_is_read_up_to_its_own_brace(text, inside):
     assert rules.boxed(text) == inside
 
 
-EXPRESSIONS = [(r"\frac{1}{2}", "0.5", 1), (r"\frac{1}{2}", r"\frac{2}{4}", 1), ("x^2+2x+1", "(x+1)^2", 1), (r"3\sqrt{13}", r"\sqrt{117}", 1),
-               (r"\left(3, \frac{\pi}{2}\right)", r"(3,\pi/2)", 1), (r"\frac{1}{2}", r"\frac{1}{3}", 0), ("x^2", "2x", 0), (r"\frac{1}{2}", r"\frac{", 0)]
-
-
-@pytest.mark.parametrize("gold, given, expected", EXPRESSIONS)
+@pytest.mark.parametrize("gold, given, expected", [
+    (r"\frac{1}{2}", "0.5", 1), (r"\frac{1}{2}", r"\frac{2}{4}", 1), ("x^2+2x+1", "(x+1)^2", 1),
+    (r"3\sqrt{13}", r"\sqrt{117}", 1),
+    (r"\left(3, \frac{\pi}{2}\right)", r"(3,\pi/2)", 1), (r"\frac{1}{2}", r"\frac{1}{3}", 0), ("x^2", "2x", 0),
+    (r"\frac{1}{2}", r"\frac{", 0),
+])
 def test_expressions_are_compared_as_mathematics(gold, given, expected):
     pytest.importorskip("math_verify")
     assert accuracy_reward([""], [f"<answer>{given}</answer>"], answer=[f"so $\\boxed{{{gold}}}$"]) == [expected]
@@ -97,7 +98,8 @@ def test_without_the_library_expressions_are_compared_as_written_with_a_warning(
 
 def test_a_math_file_has_its_answers_in_boxes(tmp_path):
     data = PromptDataset(write(tmp_path / "math.jsonl", [
-        {"problem": "1/2?", "solution": r"so $\boxed{\frac{1}{2}}$", "level": "1"}, {"problem": "1/2?", "solution": "...", "answer": "0.5"}]))
+        {"problem": "1/2?", "solution": r"so $\boxed{\frac{1}{2}}$", "level": "1"},
+        {"problem": "1/2?", "solution": "...", "answer": "0.5"}]))
     assert data[0]["messages"] == [{"role": "user", "content": "1/2?"}] and data[1]["answer"] == "0.5"
     assert accuracy_reward([""], [r"\boxed{\frac{1}{2}}"], answer=[data[0]["answer"]]) == [1]
     with pytest.raises(ValueError, match="line 1.*answer is empty"):
@@ -105,12 +107,13 @@ def test_a_math_file_has_its_answers_in_boxes(tmp_path):
 
 
 def test_a_gsm8k_file_trains_and_its_test_file_measures(tmp_path):
-    problems = [{"question": row["conversations"][0]["content"], "answer": f"One thinks: 1+2=<<1+2=3>>3.\n#### {row['answer']}"}
+    problems = [{"question": row["conversations"][0]["content"], "answer": f"1+2=<<1+2=3>>3.\n#### {row['answer']}"}
                 for row in jsonl(ROOT / "dataset/heldout.jsonl")[:24]]
     problems[3]["question"] += " Think well." * 99
     with pytest.warns(UserWarning, match="1 of 8 prompts .*dropped"):
-        train_grpo.main([*SMALL, "--data_path", write(tmp_path / "train.jsonl", problems[:8]), "--out_dir", str(tmp_path), "--run_name", "gsm8k",
-                         "--eval_data_path", write(tmp_path / "test.jsonl", problems[8:]), "--overlong_prompts", "drop"])
+        train_grpo.main([*SMALL, "--out_dir", str(tmp_path), "--run_name", "gsm8k", "--overlong_prompts", "drop",
+                         "--data_path", write(tmp_path / "train.jsonl", problems[:8]),
+                         "--eval_data_path", write(tmp_path / "test.jsonl", problems[8:])])
     assert jsonl(tmp_path / "gsm8k/eval.jsonl")[0]["eval/greedy_accuracy"] > 0.4        # known of these weights: 0.75
     rows = jsonl(tmp_path / "gsm8k/completions.jsonl")
     assert len({row["prompt"] for row in rows}) == 7 and not any("Think well" in row["prompt"] for row in rows)
@@ -119,17 +122,20 @@ def test_a_gsm8k_file_trains_and_its_test_file_measures(tmp_path):
 
 def test_an_rlaif_file_without_answers_trains_on_the_reward_model_and_nothing_is_evaluated(tmp_path):
     turns = [{"role": "user", "content": "请用一句话介绍北京。"}, {"role": "assistant", "content": ""}]
-    rows = [{"conversations": turns}, {"conversations": [{"role": "system", "content": "Be brief."}] + turns}, {"conversations": turns * 2}] * 2
-    train_grpo.main([*SMALL, "--data_path", write(tmp_path / "rlaif.jsonl", rows), "--out_dir", str(tmp_path), "--run_name", "rlaif",
-                     "--reasoning", "0", "--reward_model_clip", "0", "--reward_model_scale", "10", "--system_prompt", "r1", "--max_seq_len", "400"])
+    brief = [{"role": "system", "content": "Be brief."}, *turns]
+    data = write(tmp_path / "rlaif.jsonl", [{"conversations": chat} for chat in (turns, brief, turns * 2)] * 2)
+    train_grpo.main([*SMALL, "--data_path", data, "--out_dir", str(tmp_path), "--run_name", "rlaif", "--reasoning", "0",
+                     "--reward_model_clip", "0", "--reward_model_scale", "10", "--system_prompt", "r1",
+                     "--max_seq_len", "400"])
     metrics = jsonl(tmp_path / "rlaif/metrics.jsonl")
-    assert len(metrics) == 2 and all(line["grad_norm"] > 0 and line["rewards/accuracy_reward/mean"] is None for line in metrics)
+    assert len(metrics) == 2 and all(line["grad_norm"] > 0 for line in metrics)
+    assert all(line["rewards/accuracy_reward/mean"] is None for line in metrics)
     assert not (tmp_path / "rlaif/eval.jsonl").exists() or not jsonl(tmp_path / "rlaif/eval.jsonl")
     done = jsonl(tmp_path / "rlaif/completions.jsonl")
     scores = load_reward_model(ROOT / "reward/weights/reward_128").get_scores(
         [row["messages"] + [{"role": "assistant", "content": row["completion"]}] for row in done])
     assert [row["reward"] for row in done] == pytest.approx([10 * score for score in scores], abs=1e-3)
-    for row in done:            # the policy reads the system prompt, if the chat has none of its own; the reward model does not
+    for row in done:            # the policy reads the system prompt where a chat has none of its own, the reward model never
         own = row["messages"][0]["role"] == "system"
         assert row["prompt"].count("<|im_start|>system") == 1 and ("<answer>" in row["prompt"]) == (not own)
         assert own == (row["messages"][0]["content"] == "Be brief.") and row["messages"][-1]["role"] == "user"
@@ -137,8 +143,9 @@ def test_an_rlaif_file_without_answers_trains_on_the_reward_model_and_nothing_is
 
 # --- prompts -----------------------------------------------------------------------------------------------------------
 
-HYBRID = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-          "{% if enable_thinking is defined and enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}")
+HYBRID = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+          "<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking %}<think>\n{% else %}"
+          "<think>\n\n</think>\n\n{% endif %}")
 ITEMS = [{"messages": [{"role": "user", "content": content}], "answer": "162"} for content in ("27*6?", "What is 27*6 + 0?")]
 
 
@@ -153,7 +160,8 @@ def opening(tokenizer, tmp_path):
 
 def test_thinking_is_switched_on_and_what_the_template_opens_is_told(opening, tokenizer):
     batch = PromptCollator(opening, 99)(ITEMS)
-    assert batch["opened"] == ["<think>\n", "<think>\n"] and all(text.endswith("assistant\n<think>\n") for text in batch["prompts"])
+    assert batch["opened"] == ["<think>\n", "<think>\n"]
+    assert all(text.endswith("assistant\n<think>\n") for text in batch["prompts"])
     item = {"messages": [{"role": "user", "content": "What does <think>\n"}]}
     assert PromptCollator(tokenizer, 99)([item])["opened"] == [""]
 
@@ -185,7 +193,8 @@ def test_where_the_template_opens_the_thinking_rewards_and_evaluation_see_the_wh
 
 
 def test_overlong_prompts_are_counted_and_dropped_or_refused(tokenizer):
-    collate = PromptCollator(tokenizer, len(tokenizer(PromptCollator(tokenizer, 99).render(ITEMS[0]["messages"]))["input_ids"]))
+    text = PromptCollator(tokenizer, 99).render(ITEMS[0]["messages"])
+    collate = PromptCollator(tokenizer, len(tokenizer(text)["input_ids"]))
     with pytest.warns(UserWarning, match="some.jsonl: 1 of 2 prompts .*dropped"):
         assert collate.without_overlong(ITEMS, "some.jsonl") == ITEMS[:1]
     assert collate.without_overlong(ITEMS[:1], "some.jsonl") == ITEMS[:1]
@@ -196,14 +205,16 @@ def test_overlong_prompts_are_counted_and_dropped_or_refused(tokenizer):
 
 
 def test_a_template_that_refuses_a_system_prompt_is_a_users_mistake(opening):
-    opening.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + HYBRID
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    opening.chat_template = refusal + HYBRID
     assert PromptCollator(opening, 99)(ITEMS)["prompts"]
     with pytest.raises(ValueError, match="no system role.*--system_prompt"):
         PromptCollator(opening, 99, "Be brief.")(ITEMS)
 
 
-@pytest.mark.parametrize("flags", [["--reward_model_clip", "-1"], ["--reward_model_scale", "0"], ["--reward_model_answer_share", "1.5"]])
-def test_reward_model_flags_out_of_range_are_named(flags, capsys):
+@pytest.mark.parametrize("flag, value", [("--reward_model_clip", "-1"), ("--reward_model_scale", "0"),
+                                         ("--reward_model_answer_share", "1.5")])
+def test_reward_model_flags_out_of_range_are_named(flag, value, capsys):
     with pytest.raises(SystemExit):
-        train_grpo.parse_args(flags)
-    assert flags[0] in capsys.readouterr().err.splitlines()[-1]
+        train_grpo.parse_args([flag, value])
+    assert flag in capsys.readouterr().err.splitlines()[-1]

@@ -17,8 +17,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = ["What is 7 + 3*7?", "user", "assistant", "The answer is 28.\n\nSo there,  twice."]
 CHATS = [
     [{"role": "user", "content": "What is 7 + 3*7?"}, {"role": "assistant", "content": "28"}],
-    [{"role": "system", "content": "Be\nbrief. "}, {"role": "user", "content": "一加一？"}, {"role": "assistant", "content": "7 + 3"},
-     {"role": "user", "content": "What?"}, {"role": "assistant", "content": "The answer\n\nis 28. " * 3}],
+    [{"role": "system", "content": "Be\nbrief. "}, {"role": "user", "content": "一加一？"},
+     {"role": "assistant", "content": "7 + 3"}, {"role": "user", "content": "What?"},
+     {"role": "assistant", "content": "The answer\n\nis 28. " * 3}],
     [{"role": "user", "content": "7"}, {"role": "assistant", "content": ""}],
 ]
 
@@ -33,8 +34,9 @@ def pieces(tmp_path_factory):
     sentencepiece = pytest.importorskip("sentencepiece")
     prefix = tmp_path_factory.mktemp("pieces") / "tokenizer"
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS * 20), model_prefix=str(prefix), model_type="bpe", vocab_size=300, hard_vocab_limit=False,
-        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False, minloglevel=2)
+        sentence_iterator=iter(TEXTS * 20), model_prefix=str(prefix), model_type="bpe", vocab_size=300, minloglevel=2,
+        hard_vocab_limit=False, byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        add_dummy_prefix=False)
     return sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model"), prefix.with_suffix(".model")
 
 
@@ -44,18 +46,22 @@ def internlm2(pieces, tmp_path_factory):
     processor, file = pieces
     V, folder, generator = processor.vocab_size(), tmp_path_factory.mktemp("internlm2"), torch.Generator().manual_seed(0)
     config = {
-        "architectures": ["InternLM2ForRewardModel"], "model_type": "internlm2", "vocab_size": V + 3, "hidden_size": D, "bias": False,
-        "intermediate_size": FF, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV, "rms_norm_eps": EPS,
-        "rope_theta": THETA, "rope_scaling": {"type": "dynamic", "factor": 2.0}, "reward_token_id": V + 2, "bos_token_id": 1, "pad_token_id": 2}
+        "architectures": ["InternLM2ForRewardModel"], "model_type": "internlm2", "vocab_size": V + 3, "hidden_size": D,
+        "intermediate_size": FF, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV,
+        "rms_norm_eps": EPS, "rope_theta": THETA, "rope_scaling": {"type": "dynamic", "factor": 2.0}, "bias": False,
+        "reward_token_id": V + 2, "bos_token_id": 1, "pad_token_id": 2}
 
     def random(*shape):
         return torch.randn(*shape, generator=generator) * 0.5
 
-    tensors = {"model.tok_embeddings.weight": random(V + 3, D), "model.norm.weight": 1 + random(D), "v_head.weight": random(1, D)}
+    tensors = {"model.tok_embeddings.weight": random(V + 3, D), "model.norm.weight": 1 + random(D),
+               "v_head.weight": random(1, D)}
     for layer in (f"model.layers.{i}." for i in range(LAYERS)):
-        tensors |= {layer + "attention.wqkv.weight": random((HEADS + 2 * KV) * D_HEAD, D), layer + "attention.wo.weight": random(D, HEADS * D_HEAD),
+        tensors |= {layer + "attention.wqkv.weight": random((HEADS + 2 * KV) * D_HEAD, D),
+                    layer + "attention.wo.weight": random(D, HEADS * D_HEAD),
                     layer + "feed_forward.w1.weight": random(FF, D), layer + "feed_forward.w3.weight": random(FF, D),
-                    layer + "feed_forward.w2.weight": random(D, FF), layer + "attention_norm.weight": 1 + random(D), layer + "ffn_norm.weight": 1 + random(D)}
+                    layer + "feed_forward.w2.weight": random(D, FF),
+                    layer + "attention_norm.weight": 1 + random(D), layer + "ffn_norm.weight": 1 + random(D)}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.model").write_bytes(file.read_bytes())
     (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {
@@ -95,8 +101,9 @@ def score_by_hand(tensors, ids):
         fused = norm(x, weights[layer + "attention_norm.weight"]) @ weights[layer + "attention.wqkv.weight"].T
         heads = []
         for head in range(HEADS):
-            first = head // groups * (groups + 2)                       # of the slots of D_HEAD columns: its group's first query
-            q, k, v = (fused[:, slot * D_HEAD:(slot + 1) * D_HEAD] for slot in (first + head % groups, first + groups, first + groups + 1))
+            first = head // groups * (groups + 2)           # the slot of D_HEAD columns that its group's first query is in
+            slots = first + head % groups, first + groups, first + groups + 1
+            q, k, v = (fused[:, slot * D_HEAD:(slot + 1) * D_HEAD] for slot in slots)
             scores = turned(q) @ turned(k).T / D_HEAD ** 0.5 + torch.full((T, T), -math.inf).triu(1).nan_to_num(nan=0.0)
             heads.append(scores.softmax(-1) @ v)
         x = x + torch.cat(heads, 1) @ weights[layer + "attention.wo.weight"].T
@@ -137,7 +144,8 @@ def test_internlm2_weights_in_pytorch_shards_with_ids_out_of_the_vocabulary_give
         torch.save({name: tensors[name].half().float() for name in part}, tmp_path / file)
     with pytest.raises(ValueError, match="pytorch_model.bin"):
         load_reward_model(tmp_path)
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {name: file for file, part in shards.items() for name in part}}))
+    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     expected = load_reward_model(folder).get_scores(CHATS)
     assert load_reward_model(tmp_path).get_scores(CHATS) == pytest.approx(expected, abs=0.05)
 
@@ -156,8 +164,8 @@ def test_weights_that_bring_code_along_are_refused(internlm2, tmp_path):
 
 
 @pytest.mark.parametrize("change, says", [
-    ({"bias": True}, "biases"), ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling"), ({"vocab_size": 99}, "<|im_end|>"),
-    ({"num_key_value_heads": 3}, "shape"),
+    ({"bias": True}, "biases"), ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling"),
+    ({"vocab_size": 99}, "<|im_end|>"), ({"num_key_value_heads": 3}, "shape"),
 ])
 def test_internlm2_weights_that_we_would_read_wrong_are_refused(change, says, internlm2, tmp_path):
     config, _, folder = internlm2
@@ -170,13 +178,16 @@ def test_internlm2_weights_that_we_would_read_wrong_are_refused(change, says, in
 
 # --- classifiers -------------------------------------------------------------------------------------------------------
 
-SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_labels=1)
+SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             head_dim=8, num_labels=1)
+CLASSES = {"qwen3": (Qwen3Config, Qwen3ForSequenceClassification), "llama": (LlamaConfig, LlamaForSequenceClassification)}
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
 
 
-def save_classifier(folder, tokenizer_folder, kind, *, bos=False, pad_token_id=None, padding_side="right", template=TEMPLATE, **changes):
+def save_classifier(folder, tokenizer_folder, kind, *, bos=False, pad_token_id=None, padding_side="right",
+                    template=TEMPLATE, **changes):
     """A random classifier by transformers; with `bos` both its tokenizer and its template begin with one, as Llama's do."""
-    config_class, model_class = {"qwen3": (Qwen3Config, Qwen3ForSequenceClassification), "llama": (LlamaConfig, LlamaForSequenceClassification)}[kind]
+    config_class, model_class = CLASSES[kind]
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     tokenizer.chat_template, tokenizer.padding_side = template, padding_side
     if bos:
@@ -203,14 +214,15 @@ def tokenizer_folder(tokenizer, tmp_path_factory):
 
 @pytest.mark.parametrize("kind, options", [
     ("qwen3", dict(padding_side="left", pad_token_id=0)),
-    ("llama", dict(bos=True)),                                          # no pad token at all
-    ("llama", dict(pad_token_id=2)),                                    # the pad token is <|im_end|>, which every chat ends with
+    ("llama", dict(bos=True)),                          # no pad token at all
+    ("llama", dict(pad_token_id=2)),                    # the pad token is <|im_end|>, which every chat ends with
 ])
 @torch.no_grad()
 def test_a_classifier_scores_as_transformers_does_one_chat_at_a_time(kind, options, tokenizer_folder, tmp_path):
     tokenizer = save_classifier(tmp_path, tokenizer_folder, kind, **options)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
-    ids = [tokenizer(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)["input_ids"] for chat in CHATS]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in CHATS]
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     expected = [theirs(torch.tensor([row])).logits.item() for row in ids]
     assert min(abs(a - b) for a in expected for b in expected if a is not b) > 0.05
     model = load_reward_model(tmp_path, device="cpu")
@@ -232,13 +244,14 @@ def test_a_classifier_that_cannot_judge_a_chat_is_refused(options, says, tokeniz
 
 def test_a_classifier_without_its_head_or_with_code_of_its_own_is_refused_in_one_sentence(tokenizer_folder, tmp_path):
     save_classifier(tmp_path, tokenizer_folder, "qwen3")
-    model = Qwen3ForSequenceClassification.from_pretrained(tmp_path)
-    save_file({name: tensor for name, tensor in model.state_dict().items() if name != "score.weight"}, tmp_path / "model.safetensors", {"format": "pt"})
+    state = Qwen3ForSequenceClassification.from_pretrained(tmp_path).state_dict()
+    del state["score.weight"]
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="score.weight"):
         load_reward_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    custom = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForSequenceClassification": "mine.Model"}}
-    (tmp_path / "config.json").write_text(json.dumps(config | custom))
+    code = {"AutoConfig": "mine.Config", "AutoModelForSequenceClassification": "mine.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mine", "auto_map": code}))
     (tmp_path / "mine.py").write_text("raise SystemExit('remote code ran')")
     with pytest.raises(ValueError, match="transformers can't load it") as error:
         load_reward_model(tmp_path)
@@ -256,7 +269,8 @@ def test_a_name_on_the_hub_and_an_unknown_device_are_one_sentence():
 def test_scale_comes_before_the_clip_and_a_clip_of_0_is_none():
     class Fixed:
         def get_scores(self, chats):
-            return [{"long": 5.0, "28": -1.0, "short": -20.0}[chat[-1]["content"]] for chat in chats]
+            known = {"long": 5.0, "short": -20.0, "<answer>28</answer>": 2.0, "28": -1.0}
+            return [known[chat[-1]["content"]] for chat in chats]
 
     def rewards(completions, **options):
         return reward_model_reward(Fixed(), **options)(["p"] * len(completions), completions, [[]] * len(completions))
@@ -264,9 +278,4 @@ def test_scale_comes_before_the_clip_and_a_clip_of_0_is_none():
     assert rewards(["long", "short"], clip=3.0) == [3.0, -3.0]
     assert rewards(["long", "short"], clip=3.0, scale=0.5) == [2.5, -3.0]
     assert rewards(["long", "short"], clip=0.0) == rewards(["long", "short"], clip=math.inf) == [5.0, -20.0]
-    assert reward_model_reward(TagsStripped(), answer_share=0.25)(["p"], ["<answer>28</answer>"], [[]]) == [0.75 * 2 + 0.25 * -1]
-
-
-class TagsStripped:
-    def get_scores(self, chats):
-        return [2.0 if "<answer>" in chat[-1]["content"] else -1.0 for chat in chats]
+    assert rewards(["<answer>28</answer>"], answer_share=0.25) == [0.75 * 2 + 0.25 * -1]
