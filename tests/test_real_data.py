@@ -218,3 +218,9 @@ def test_reward_model_flags_out_of_range_are_named(flag, value, capsys):
     with pytest.raises(SystemExit):
         train_grpo.parse_args([flag, value])
     assert flag in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_reward_model_goes_where_it_is_asked_to(capsys, tmp_path):
+    with pytest.raises(SystemExit) as exit:
+        train_grpo.main([*SMALL, "--out_dir", str(tmp_path), "--reward_model_device", "abacus"])
+    assert exit.value.code == 2 and "--reward_model_device abacus" in capsys.readouterr().err.splitlines()[-1]
