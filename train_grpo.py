@@ -308,8 +308,9 @@ def judge(rollout, batch, tokenizer, reward_funcs, reward_weights, *, num_genera
         return [item for item in items for _ in range(num_generations)]                     # a a a b b b
 
     ids, completions = rollout.decode(tokenizer)
+    replies = [opened + rest for opened, rest in zip(for_each_completion(batch["opened"]), completions)]
     columns = {name: for_each_completion(values) for name, values in batch["columns"].items()}
-    rewards, per_function = combine_rewards(for_each_completion(batch["prompts"]), completions, reward_funcs,
+    rewards, per_function = combine_rewards(for_each_completion(batch["prompts"]), replies, reward_funcs,
                                             reward_weights, completion_ids=ids, **columns)
     return completions, rewards, per_function
 
@@ -420,7 +421,9 @@ def evaluate(model, problems, collate, world, *, num_generations, batch_size, **
         for greedy, k in ((False, num_generations), (True, 1)):
             rollout = ask(model, batch, num_generations=k, greedy=greedy, **sampling)
             answers = [answer for answer in batch["columns"]["answer"] for _ in range(k)]
-            scores = accuracy_reward(None, rollout.decode(collate.tokenizer)[1], answers)
+            opened = [opened for opened in batch["opened"] for _ in range(k)]
+            replies = [start + rest for start, rest in zip(opened, rollout.decode(collate.tokenizer)[1])]
+            scores = accuracy_reward(None, replies, answers)
             correct[greedy] = torch.tensor(scores).view(-1, k)                              # (B, k)
             if not greedy:
                 length = rollout.mask.sum().item() / k
@@ -522,8 +525,12 @@ def parse_args(argv=None):
     flag("--hidden_size", type=int, default=128, help="picks the weights by their name")
     flag("--num_hidden_layers", type=int, help="refuse weights with another number of layers")
     flag("--use_moe", type=int, choices=(0, 1), default=0, help="1: pick the weights whose name ends in _moe")
-    flag("--data_path", help="the training prompts, a jsonl file (default: dataset/train.jsonl)")
-    flag("--max_seq_len", type=int, default=66, help="tokens of a prompt at most; of a longer one the last are kept")
+    flag("--data_path", help="the training prompts, a jsonl file; with one of your own nothing is evaluated unless "
+                             "eval_data_path is given too (default: dataset/train.jsonl)")
+    flag("--max_seq_len", type=int, default=66, help="tokens of a prompt at most")
+    flag("--overlong_prompts", choices=("cut", "drop"), default="cut",
+         help="of a prompt longer than max_seq_len keep the last tokens, or leave it out, counted at the start")
+    flag("--system_prompt", help="a text put before chats without a system turn; r1: a built-in one that asks for the tags")
     flag("--num_workers", type=int, default=0, help="processes that read prompts ahead")
     flag("--temperature", type=float, default=1.0, help="of sampling, in training and in evaluation")
 
@@ -533,8 +540,13 @@ def parse_args(argv=None):
          "(default: format tag rm accuracy with --reasoning 1, rm accuracy with 0)")
     flag("--reward_weights", nargs="+", type=float, metavar="W", help="one for each of reward_funcs (default: all 1)")
     flag("--reward_model_path", help="a folder with a reward model (default: reward_<hidden_size>, looked up in out_dir, "
-                                     "then in reward/weights)")
-
+                                     "then in reward/weights), or owner/name on the hub: a ...ForSequenceClassification "
+                                     "with one label, or internlm/internlm2-1_8b-reward and its like")
+    flag("--reward_model_device", help="where the reward model runs, cpu or cuda:1 (default: where the policy does)")
+    flag("--reward_model_scale", type=float, default=1.0, help="the reward model's score is multiplied by it, then clipped")
+    flag("--reward_model_clip", type=float, default=3.0, help="bounds the score from above and below; 0: no bound")
+    flag("--reward_model_answer_share", type=float, default=0.6,
+         help="with --reasoning 1, the weight of the answer's own score; the whole reply's has the rest")
     flag("--reward_timeout", type=float, default=0, help="seconds that a reward function may take for one step before its "
          "rewards are given up, as if it had failed; 0: no limit")
     flag("--scale_rewards", choices=("group", "batch", "none"), default="group",
@@ -613,15 +625,19 @@ def check_args(args, parser):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}; it must be at least 1")
     for name in ("beta", "epsilon_low", "max_steps", "warmup_steps", "weight_decay", "eval_interval", "num_workers",
-                 "reward_timeout", "entropy_coef", "ref_model_sync_steps"):
+                 "reward_timeout", "reward_model_clip", "entropy_coef", "ref_model_sync_steps"):
         if getattr(args, name) < 0:
             parser.error(f"--{name} is {getattr(args, name)}; it must not be negative")
-    for name in ("learning_rate", "temperature", "grad_clip"):
+    for name in ("learning_rate", "temperature", "grad_clip", "reward_model_scale"):
         if not getattr(args, name) > 0:
             parser.error(f"--{name} is {getattr(args, name)}; it must be above 0")
     if args.num_generations < 2:
         parser.error(f"--num_generations is {args.num_generations}; a group needs at least 2 completions to compare")
+    if not 0 <= args.reward_model_answer_share <= 1:
+        parser.error(f"--reward_model_answer_share is {args.reward_model_answer_share}; it must be between 0 and 1")
     check_objective(args, parser)
+    if args.data_path and not args.eval_data_path and not args.eval_only:
+        args.eval_interval = 0              # the arithmetic problems say nothing about another task
     args.data_path = args.data_path or str(HERE / "dataset/train.jsonl")
     args.eval_data_path = args.eval_data_path or str(HERE / "dataset/heldout.jsonl")
     args.reward_funcs = args.reward_funcs or ["format", "tag"] * args.reasoning + ["rm", "accuracy"]
@@ -699,8 +715,10 @@ def load_models(args, device):
     reference = copy.deepcopy(policy) if args.beta > 0 else None
     if reference is not None:
         in_precision(reference, args.dtype, device)
-    reward_funcs = load_reward_funcs(args.reward_funcs, reward_model_path=args.reward_model_path, reasoning=args.reasoning,
-                                     device=device, max_completion_length=args.max_gen_len, timeout=args.reward_timeout)
+    reward_funcs = load_reward_funcs(
+        args.reward_funcs, reward_model_path=args.reward_model_path, device=args.reward_model_device or device,
+        max_completion_length=args.max_gen_len, timeout=args.reward_timeout, reasoning=args.reasoning,
+        clip=args.reward_model_clip, scale=args.reward_model_scale, answer_share=args.reward_model_answer_share)
     return tokenizer, in_precision(policy, args.dtype, device), reference, reward_funcs
 
 
@@ -795,11 +813,14 @@ def main(argv=None):
     device, run_dir, G = world.device, Path(args.out_dir) / args.run_name, args.num_generations
     tokenizer, policy, reference, reward_funcs = load_models(args, device)
     problems, heldout = PromptDataset(args.data_path), read_heldout(args)
+    collate = PromptCollator(tokenizer, args.max_seq_len, args.system_prompt)
+    if args.overlong_prompts == "drop":
+        problems = collate.without_overlong(problems, args.data_path)
+        heldout = collate.without_overlong(heldout, args.eval_data_path)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), weight_decay=args.weight_decay)
     steps_done, num_tokens = load_checkpoint(run_dir / "checkpoint", policy, optimizer, reference) if args.resume else (0, 0)
     last_step = args.epochs * steps_per_epoch(len(problems), args.batch_size * args.accumulation_steps, world.size)
     last_step = min(last_step, args.max_steps or last_step)
-    collate = PromptCollator(tokenizer, args.max_seq_len)
     batches = batches_of_steps(args, world, problems, collate, range(steps_done + 1, last_step + 1))
     generator = torch.Generator(device)
     sampling, comparison, learning = settings_of(args)

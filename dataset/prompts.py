@@ -1,21 +1,31 @@
 """jsonl -> prompts: the chats that the policy completes, with the columns that its rewards need."""
 import json
+import re
+import warnings
 from pathlib import Path
 
 import torch
+from jinja2 import TemplateError
 from torch.utils.data import Dataset
 
 
-PROMPT_FIELDS = ("conversations", "prompt", "question")
+PROMPT_FIELDS = ("conversations", "prompt", "question", "problem")
 # What rewards are called with besides the columns of the file.
 RESERVED = {"prompts", "completions", "messages", "completion_ids", "reward_funcs", "reward_weights"}
+# --system_prompt r1: asks for what format_reward and tag_reward reward.
+R1_SYSTEM_PROMPT = (
+    "Think before you answer. Write your reasoning between <think> and </think>, then only the final answer between "
+    "<answer> and </answer>, each tag on a line of its own, and nothing else:\n"
+    "<think>\nyour reasoning\n</think>\n<answer>\nthe final answer\n</answer>")
 
 
 class PromptDataset(Dataset):
-    """The lines of a jsonl file. Two forms may be mixed:
+    """The lines of a jsonl file. These forms may be mixed; without an answer only rewards that need none judge:
 
         {"conversations": [{"role": "user", "content": "..."}, ...], "answer": "42"}    a last assistant turn is dropped
-        {"prompt": "..." or a list of turns, "answer": "42"}                            or "question" instead of "prompt"
+        {"prompt": "..." or a list of turns, "answer": "42"}
+        {"question": "...", "answer": "... #### 42"}                                    GSM8K
+        {"problem": "...", "solution": "... \\boxed{42}"}                               MATH, with or without an answer
 
     An item is {"messages": [...], **the other fields of its line}. ValueError names the file, line and field at fault.
     """
@@ -50,7 +60,9 @@ def read_row(line, where):
         raise ValueError(f"{where}: no field {', '.join(PROMPT_FIELDS)}; one of them must hold the prompt")
     if taken := sorted(RESERVED & row.keys()):
         raise ValueError(f"{where}: rewards get something else by the name {taken[0]}; rename that field")
-    if row.get("answer") is not None and not str(row["answer"]).strip():
+    if row.get("answer") is None and "\\boxed" in str(row.get("solution")):
+        row["answer"] = row["solution"]
+    if row.get("answer") is not None and not str(row["answer"]).rpartition("####")[2].strip():
         raise ValueError(f"{where}: the field answer is empty; give the right answer, or leave the field out")
     field = fields[0]
     messages = row.pop(field)
@@ -68,16 +80,41 @@ def read_row(line, where):
 
 
 class PromptCollator:
-    """Items -> one batch: {"prompts", "prompt_ids", "prompt_mask", "columns"}, texts rendered by the chat template."""
+    """Items -> one batch: {"prompts", "prompt_ids", "prompt_mask", "opened", "columns"}, by the tokenizer's chat template.
 
-    def __init__(self, tokenizer, max_seq_len):
+    A system prompt ("r1": the built-in one) goes before chats that have none of their own. Only the policy reads it: the
+    chats in columns["messages"], which a reward model judges, stay as they are in the file.
+    """
+
+    def __init__(self, tokenizer, max_seq_len, system_prompt=None):
         self.tokenizer, self.max_seq_len = tokenizer, max_seq_len
+        self.system_prompt = R1_SYSTEM_PROMPT if system_prompt == "r1" else system_prompt
+
+    def render(self, messages):
+        """The prompt as a text. Templates with a switch for thinking (Qwen3's) have it on; others do not look at it."""
+        if self.system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
+                                                      enable_thinking=True)
+        except TemplateError as error:
+            raise ValueError(f"the tokenizer's chat template refuses the roles {[turn['role'] for turn in messages]}: "
+                             f"{error}; leave --system_prompt out, or write the prompts without that role") from None
+
+    def encode(self, texts):
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     def __call__(self, items):
-        """prompt_ids and prompt_mask are (B, P), padded on the left; of a longer prompt the last max_seq_len tokens stay."""
-        texts = [self.tokenizer.apply_chat_template(item["messages"], tokenize=False, add_generation_prompt=True)
-                 for item in items]
-        ids = [ids[-self.max_seq_len:] for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        """prompt_ids and prompt_mask are (B, P), padded on the left; of a longer prompt the last max_seq_len tokens stay.
+
+        "opened" is what the template itself has written of each reply: `<think>\\n`, or nothing with most templates.
+        """
+        texts = [self.render(item["messages"]) for item in items]
+        ids = self.encode(texts)
+        if max(map(len, ids)) > self.max_seq_len:
+            warnings.warn(f"prompts longer than --max_seq_len {self.max_seq_len} tokens lose their beginning, the system "
+                          "prompt first; raise it, or say --overlong_prompts drop", stacklevel=2)
+        ids = [row[-self.max_seq_len:] for row in ids]
         P = max(map(len, ids))
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
         names = {name for item in items for name in item}
@@ -85,8 +122,20 @@ class PromptCollator:
             "prompts": texts,
             "prompt_ids": torch.tensor([[pad] * (P - len(row)) + row for row in ids]),
             "prompt_mask": torch.tensor([[0] * (P - len(row)) + [1] * len(row) for row in ids]),
+            "opened": [re.search(r"(?:<think>\s*)?\Z", text)[0] for text in texts],
             "columns": {name: [item.get(name) for item in items] for name in sorted(names)},
         }
+
+    def without_overlong(self, rows, path):
+        """The rows whose prompts are max_seq_len tokens long at most; a warning counts the others."""
+        fitting = [row for row in rows if len(self.encode([self.render(row["messages"])])[0]) <= self.max_seq_len]
+        count = len(rows) - len(fitting)
+        dropped = f"{count} of {len(rows)} prompts are longer than --max_seq_len {self.max_seq_len} tokens"
+        if rows and not fitting:
+            raise ValueError(f"{path}: {dropped}; raise it, or say --overlong_prompts cut")
+        if count:
+            warnings.warn(f"{path}: {dropped} and were dropped", stacklevel=2)
+        return fitting
 
 
 def rows_of_step(step, num_rows, prompts_per_rank, *, rank=0, world_size=1, seed=0):

@@ -14,15 +14,17 @@ from .rules import accuracy_reward, format_reward, tag_reward
 RULES = {"format": format_reward, "tag": tag_reward, "accuracy": accuracy_reward, "repetition": repetition_reward}
 
 
-def load_reward_funcs(names, *, reward_model_path=None, reasoning=True, device="cpu", max_completion_length=None, timeout=0):
+def load_reward_funcs(names, *, reward_model_path=None, device="cpu", max_completion_length=None, timeout=0,
+                      **reward_model_options):
     """The functions behind the names of rewards, or behind `module:function`; ValueError names one that is not there.
 
-    max_completion_length is overlong's limit; with a `timeout`, in seconds, a function that takes longer has failed.
+    max_completion_length is overlong's limit; with a `timeout`, in seconds, a function that takes longer has failed. The
+    other options are those of reward_model_reward: reasoning, clip, scale, answer_share.
     """
     funcs = []
     for name in names:
         if name == "rm":
-            funcs.append(reward_model_reward(load_reward_model(reward_model_path, device=device), reasoning=reasoning))
+            funcs.append(reward_model_reward(load_reward_model(reward_model_path, device=device), **reward_model_options))
         elif name == "overlong":
             funcs.append(soft_overlong_reward(max_completion_length))
         elif ":" in name:

@@ -1,49 +1,70 @@
 """Reward models: a network reads a chat and says, in one number, how good the assistant's last turn is."""
 import json
+import math
+import re
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import logging
 
-from model.checkpoint import hub_config, load_state, read_config, read_weights, save_tokenizer
+from model.checkpoint import hub_config, load_state, save_tokenizer
 from model.model import Decoder
 
+from .internlm2 import ARCHITECTURE, InternLM2Tokenizer, internlm2_config, internlm2_state, read_tensors
 from .rules import answer_block
 
 
 class RewardModel(nn.Module):
-    """The policy's backbone with a head of one output; its tensors have the names of Qwen3ForSequenceClassification."""
+    """A causal backbone with a head of one output, which is read at the last token of a chat.
 
-    def __init__(self, config, tokenizer):
+    Without a `backbone` it is the policy's; its tensors then have the names of Qwen3ForSequenceClassification.
+    """
+
+    def __init__(self, config, tokenizer, backbone=None):
         super().__init__()
         self.config, self.tokenizer = config, tokenizer
-        self.model = Decoder(config)
+        self.model = Decoder(config) if backbone is None else backbone
         self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, input_ids):
         """Scores (N, T) of chats input_ids (N, T), padded on the right, as if each ended with that token."""
-        return self.score(self.model(input_ids))[..., 0].float()        # no mask: nothing looks at what stands behind it
+        hidden = self.model(input_ids)                                  # no mask: nothing looks at what stands behind it
+        hidden = getattr(hidden, "last_hidden_state", hidden)           # transformers wraps it up
+        return self.score(hidden.float())[..., 0]                       # float32: bfloat16 scores would come in steps
 
-    def encode(self, chats):
-        """Ids (N, T), padded on the right, and the position of the last token of each chat, (N,)."""
-        texts = self.tokenizer.apply_chat_template(chats, tokenize=False)
-        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        device, T = self.score.weight.device, max(map(len, ids))
+    def tokenize(self, chats):
+        """The ids of each chat, by the model's own template; it renders a BOS itself, so the tokenizer adds none."""
+        return self.tokenizer.apply_chat_template(chats, tokenize=True, return_dict=False)
+
+    def pad(self, ids):
+        """Lists of ids as a tensor (N, T), padded on the right, and the position of each one's last token, (N,)."""
+        pad_id, device, T = self.config.pad_token_id, self.score.weight.device, max(map(len, ids))
         padded = [row + [0] * (T - len(row)) for row in ids]                                # never looked at: any id does
-        last = [len(row) - 1 for row in ids]
+        # Where a template ends in the pad token itself, transformers reads the score before it, and so was it trained.
+        last = [next((t for t in reversed(range(len(row))) if row[t] != pad_id), 0) for row in ids]
         return torch.tensor(padded, device=device), torch.tensor(last, device=device)
 
+    def encode(self, chats):
+        return self.pad(self.tokenize(chats))
+
     @torch.no_grad()
-    def get_scores(self, chats, batch_size=128):
-        """A score for each chat, a list of {"role", "content"}: unbounded; what counts is the difference on one prompt."""
-        lengths = [sum(len(turn["content"]) for turn in chat) for chat in chats]
-        order = sorted(range(len(chats)), key=lengths.__getitem__)                          # little padding in a batch
-        scores = torch.zeros(len(chats))
-        for start in range(0, len(chats), batch_size):
-            rows = order[start:start + batch_size]
-            input_ids, last = self.encode([chats[i] for i in rows])
+    def get_scores(self, chats, max_tokens=None):
+        """A score for each chat, a list of {"role", "content"}: unbounded; what counts is the difference on one prompt.
+
+        A batch holds chats of like length, `max_tokens` with the padding: few on a CPU, so that they stay in its cache.
+        """
+        max_tokens = max_tokens or (2048 if self.score.weight.device.type == "cpu" else 16384)
+        ids = self.tokenize(chats)
+        order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
+        scores = torch.zeros(len(ids))
+        while order:
+            size = max(1, max_tokens // len(ids[order[0]]))
+            rows, order = order[:size], order[size:]
+            input_ids, last = self.pad([ids[i] for i in rows])
             scores[rows] = self(input_ids).gather(1, last[:, None])[:, 0].cpu()
         return scores.tolist()
 
@@ -63,33 +84,85 @@ class RewardModel(nn.Module):
 
 
 def load_reward_model(path, *, device="cpu"):
-    """The reward model in a folder, ready to score. ValueError if the weights have no score head."""
-    path = Path(path)
-    if not (path / "config.json").is_file():
+    """The reward model in a folder or, by its name owner/name, on the hub: a classifier of one label that transformers
+    knows, or InternLM2's. Ready to score, in bfloat16 on a GPU, else in float32. No code that comes with weights is run."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--reward_model_device {device}: {str(error).splitlines()[0]}; choose cpu, or a GPU as cuda:1"
+                         ) from None
+    folder = find_folder(path)
+    saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    if ARCHITECTURE in (saved.get("architectures") or []):
+        config = internlm2_config(saved, folder)
+        model = RewardModel(config, InternLM2Tokenizer(folder, saved))
+        load_state(model, internlm2_state(read_tensors(folder), config), folder)
+    else:
+        model = load_classifier(folder, saved, dtype)
+    model.model.to(dtype)
+    model.score.float()
+    return model.to(device).eval()
+
+
+def find_folder(path):
+    """The folder that `path` names, downloaded first if it is a name on the hub."""
+    folder = Path(path)
+    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        try:
+            folder = Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]))
+            if not list(folder.glob("*.safetensors")):
+                folder = Path(snapshot_download(path, allow_patterns=["pytorch_model*"]))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--reward_model_path {path}: there is no such folder, and the hub did not give it "
+                             f"({type(error).__name__}); check the name and the network, or give a folder") from None
+    if not (folder / "config.json").is_file():
         raise ValueError(f"--reward_model_path {path}: no config.json there; give a folder with a reward model, "
                          "or leave rm out of --reward_funcs")
-    state = read_weights(path)
-    if "score.weight" not in state:
-        raise ValueError(f"--reward_model_path {path}: the weights have no score.weight; give a reward model, "
-                         "not a language model")
-    reward_model = RewardModel(read_config(path), AutoTokenizer.from_pretrained(path))
-    load_state(reward_model, state, path)
-    return reward_model.float().to(device).eval()
+    return folder
 
 
-def reward_model_reward(model, *, reasoning, clip=3.0, answer_share=0.6):
-    """A reward function out of a reward model: its score, clipped to +-clip against rewards that run away.
+def load_classifier(folder, saved, dtype):
+    """A ...ForSequenceClassification of transformers' as a RewardModel: its backbone and its head."""
+    where = f"--reward_model_path {folder}"
+    if not any(name.endswith("ForSequenceClassification") for name in saved.get("architectures") or []):
+        raise ValueError(f"{where}: it holds {saved.get('architectures')}; give a reward model, one of transformers' "
+                         f"...ForSequenceClassification or {ARCHITECTURE}, not a language model")
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        classifier, info = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=False, output_loading_info=True)
+    except (ValueError, OSError, KeyError, RuntimeError) as error:
+        raise ValueError(f"{where}: transformers can't load it: {' '.join(str(error).split())[:200]}; "
+                         "choose another reward model") from None
+    if info["missing_keys"] or classifier.config.num_labels != 1 or not hasattr(classifier, "score"):
+        raise ValueError(f"{where}: its weights are no {type(classifier).__name__} with one label and a head named score "
+                         f"(missing: {sorted(info['missing_keys'])}, labels: {classifier.config.num_labels}); "
+                         "choose another reward model")
+    if not tokenizer.chat_template:
+        raise ValueError(f"{where}: its tokenizer has no chat template to write a chat with; add chat_template.jinja")
+    classifier.config.use_cache = False                                 # keys and values are read once
+    model = RewardModel(classifier.config, tokenizer, backbone=classifier.base_model)
+    model.score = classifier.score
+    return model
+
+
+def reward_model_reward(model, *, reasoning=True, clip=3.0, scale=1.0, answer_share=0.6):
+    """A reward function out of a reward model: scale * its score, clipped to +-clip against rewards that run away.
 
     With `reasoning` the answer is scored once more on its own, as if it were the whole reply, where there is an answer
-    block: 0.4 * score(whole reply) + 0.6 * score(answer alone), each clipped, so that a fine speech does not make up for it.
+    block: 0.4 * score(whole reply) + 0.6 * score(answer alone), each clipped, so that a fine speech does not make up for
+    it; 0.6 is answer_share. A clip of 0 is none.
     """
+    bound = clip or math.inf
 
     def reward_model(prompts, completions, messages, **columns):
         answers = [answer_block(completion) if reasoning else None for completion in completions]
         with_answer = [i for i, answer in enumerate(answers) if answer is not None]
         chats = [chat + [{"role": "assistant", "content": completion}] for chat, completion in zip(messages, completions)]
         chats += [messages[i] + [{"role": "assistant", "content": answers[i]}] for i in with_answer]
-        scores = [max(-clip, min(clip, score)) for score in model.get_scores(chats)]
+        scores = [max(-bound, min(bound, scale * score)) for score in model.get_scores(chats)]
         rewards = scores[:len(completions)]
         for i, answer_score in zip(with_answer, scores[len(completions):]):
             rewards[i] = (1 - answer_share) * rewards[i] + answer_share * answer_score

@@ -89,7 +89,8 @@ def test_prompts_are_padded_on_the_left_and_of_a_long_one_the_end_stays(tokenize
                              add_special_tokens=False)["input_ids"] for item in items)
     limit = len(short) + 2
     assert len(long) > limit
-    batch = PromptCollator(tokenizer, limit)(items)
+    with pytest.warns(UserWarning, match="--max_seq_len"):
+        batch = PromptCollator(tokenizer, limit)(items)
     assert batch["prompt_ids"].tolist() == [[tokenizer.pad_token_id] * 2 + short, long[-limit:]]
     assert batch["prompt_mask"].tolist() == [[0] * 2 + [1] * len(short), [1] * limit]
     assert batch["columns"]["answer"] == ["1", "1"] and batch["columns"]["level"] == [None, 2]

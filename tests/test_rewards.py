@@ -209,7 +209,7 @@ def test_scores_in_a_batch_are_those_of_single_chats(random_model):
     alone = [random_model.get_score(chat) for chat in CHATS]
     assert min(abs(a - b) for a in alone for b in alone if a is not b) > 0.01       # a chat in the wrong row would show
     assert random_model.get_scores(CHATS) == pytest.approx(alone, abs=1e-5)
-    assert random_model.get_scores(CHATS, batch_size=2) == pytest.approx(alone, abs=1e-5)
+    assert random_model.get_scores(CHATS, max_tokens=60) == pytest.approx(alone, abs=1e-5)
 
 
 @torch.no_grad()
@@ -240,7 +240,7 @@ def test_folders_without_a_reward_model_are_named(tokenizer, tmp_path):
     policy = MiniMindForCausalLM(MiniMindConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                                                 num_attention_heads=1, num_key_value_heads=1, head_dim=8))
     save_pretrained(policy, tokenizer, tmp_path / "policy")
-    with pytest.raises(ValueError, match="policy.*score.weight"):
+    with pytest.raises(ValueError, match="policy.*not a language model"):
         load_reward_model(tmp_path / "policy", device="cpu")
 
 
