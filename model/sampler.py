@@ -12,6 +12,8 @@ from torch import nn
 
 from .model import KVCache
 
+CHECK_EVERY = {"cpu": 1}        # steps after which finished rows are looked for; 16 elsewhere: a GPU has to stop and answer
+
 
 def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, temperature=1.0, eos_token_id,
            pad_token_id, generator=None, greedy=False):
@@ -41,11 +43,11 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
             alive &= ~torch.isin(tokens, eos)
             if t + 1 == max_new_tokens:
                 break
-            if device.type == "cpu" or t % 16 == 15:        # a GPU would have to stop and answer
+            if (t + 1) % CHECK_EVERY.get(device.type, 16) == 0:
                 num_alive = int(alive.sum())
                 if num_alive == 0:
                     break
-                if num_alive < 0.75 * len(rows):            # moving the cache costs about a step: not for a few rows
+                if num_alive < 0.75 * len(rows):        # moving the cache costs about a step: not for a few rows
                     keep = alive.nonzero()[:, 0]
                     rows, tokens, alive = rows[keep], tokens[keep], alive[keep]
                     mask = None if mask is None else mask[keep]
