@@ -114,8 +114,11 @@ class KVCache:
         return keys[:, :, :end], values[:, :, :end]
 
     def select(self, rows):
-        """Keeps these sequences, in this order; an index may occur more than once."""
-        self.layers = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self.layers.items()}
+        """Keeps these sequences, in this order; an index may occur more than once. Only what is filled is copied."""
+        for layer, pair in self.layers.items():
+            self.layers[layer] = tuple(old.new_empty(len(rows), *old.shape[1:]) for old in pair)
+            for old, new in zip(pair, self.layers[layer]):
+                new[:, :, :self.length] = old[rows, :, :self.length]
 
 
 class Attention(nn.Module):
@@ -139,9 +142,12 @@ class Attention(nn.Module):
         q, k = rotate(q, rotary), rotate(k, rotary)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)                                       # (N, K, S, d)
+        if T == 1:      # heads that share their keys become rows of one product: (N, K, H/K, d)
+            q = q.view(N, k.shape[1], -1, self.head_dim)
         # Without a mask the rows hold no padding: plain causal attention, or a single token that sees everything.
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1, enable_gqa=True)
-        return self.o_proj(x.transpose(1, 2).reshape(N, T, -1))
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1, enable_gqa=T > 1)
+        x = x if T == 1 else x.transpose(1, 2)
+        return self.o_proj(x.reshape(N, T, -1))
 
 
 class SwiGLU(nn.Module):
