@@ -169,7 +169,8 @@ def test_thinking_is_switched_on_and_what_the_template_opens_is_told(opening, to
 def rollout_of(texts, batch, tokenizer):
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
     ids = torch.tensor([row + [0] * (max(map(len, ids)) - len(row)) for row in ids])
-    return Rollout(batch["prompt_ids"], batch["prompt_mask"], ids, completion_mask(ids, tokenizer.eos_token_id))
+    mask = completion_mask(ids, tokenizer.eos_token_id)
+    return Rollout(batch["prompt_ids"], batch["prompt_mask"], ids, mask, torch.ones(len(ids), dtype=torch.bool), torch.zeros(mask.shape))
 
 
 def test_where_the_template_opens_the_thinking_rewards_and_evaluation_see_the_whole_reply(opening, monkeypatch):
