@@ -214,8 +214,8 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
                                                    delta=delta)
     if loss_type == "r1":
         per_token = per_token / mask.sum(1, keepdim=True).clamp(min=1)      # one term, though all tokens are added up
-    metrics = {"clip_ratio/low_mean": (low * mask).sum() / num_tokens, "clip_ratio/high_mean": (high * mask).sum() / num_tokens,
-               "clip_ratio/region_mean": ((low | high) * mask).sum() / num_tokens}
+    clipped = {"low": low, "high": high, "region": low | high}
+    metrics = {f"clip_ratio/{name}_mean": (where * mask).sum() / num_tokens for name, where in clipped.items()}
     if beta or ref_logps is not None:
         kl = kl_penalty(logps, ref_logps, kl_type=kl_type)                              # (N, R)
         per_token = per_token + beta * kl

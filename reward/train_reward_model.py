@@ -7,12 +7,19 @@
 The loss is Bradley and Terry's, -log sigmoid(score(chosen) - score(rejected)), which reads the difference of two scores
 as the log-odds that the first reply is better; a small pull keeps the two centred on 0, where the clip expects them.
 
+With --completions it is retrained on what a policy has learnt to write, as iterative GRPO asks: right completions of a run
+against wrong ones of the same prompt, and --replay of each batch from what it was trained on before, so as not to forget.
+
+    python -m reward.train_reward_model --completions out/grpo_reason_128/completions.jsonl --replay 0.1 \\
+        --init reward/weights/reward_128 --save out/reward_128 --steps 300 --learning_rate 5e-4
+
 One bit for a whole reply is little to learn from. So the better reply is also to lead at every token from the one on
 where the two part, until the shorter one ends: a slip is then felt where it happens, not thirty tokens later.
 """
 import argparse
 import json
 import random
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -21,24 +28,63 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer
 
 from model import load_pretrained
+from model.checkpoint import load_state, read_config, read_weights
 from model.train_sft import optimize
 
 from .reward_model import RewardModel
-from .rules import extract_answer
+from .rules import accuracy_reward, extract_answer
+from .sample_pairs import pairs_of
 
 CENTERING = 0.01
+KEPT = 1000         # pairs that are saved with the weights, for a later --replay
 
 
 def read_pairs(paths):
     """[(chosen chat, rejected chat, kind)]"""
-    rows = []
-    for path in paths:
-        with open(path, encoding="utf-8") as file:
-            rows += [json.loads(line) for line in file]
     def chat(row, side):
         return row["conversations"] + [{"role": "assistant", "content": row[side]}]
 
-    return [(chat(row, "chosen"), chat(row, "rejected"), row.get("kind", "all")) for row in rows]
+    return [(chat(row, "chosen"), chat(row, "rejected"), row.get("kind", "all")) for row in read_rows(paths)]
+
+
+def read_rows(paths):
+    for path in paths:
+        if not Path(path).is_file():
+            raise ValueError(f"{path}: no such file; give a jsonl file")
+        with open(path, encoding="utf-8") as file:
+            yield from map(json.loads, file)
+
+
+def pairs_of_runs(paths, rng, *, most=2, heldout=0.1):
+    """The pairs to train on and the pairs to measure on, of the completions.jsonl of runs: a right one and a wrong one of
+    the same group, at most `most` of each. A prompt is on one side only, so the second is of prompts never trained on."""
+    groups = defaultdict(list)
+    for path in paths:
+        for row in read_rows([path]):
+            if row.get("answer") is not None:
+                groups[path, row["step"], row["prompt"]].append(row)
+    pairs = {False: [], True: []}
+    for (_, _, prompt), rows in groups.items():
+        right = accuracy_reward(None, [row["completion"] for row in rows], [row["answer"] for row in rows])
+        held_out = random.Random(prompt).random() < heldout
+        for sides in pairs_of([(row["completion"], score) for row, score in zip(rows, right)], rng, most):
+            pairs[held_out].append((*(rows[0]["messages"] + [{"role": "assistant", "content": text}] for text in sides), "reply"))
+    if not (pairs[False] and pairs[True]):
+        raise ValueError(f"{' '.join(map(str, paths))}: hardly a group in which one completion is right and one wrong; "
+                         "give a longer run, on data with an answer")
+    return pairs[False], pairs[True]
+
+
+def load_init(path):
+    """A reward model to go on with, or a language model under a new head."""
+    model = RewardModel(read_config(path), AutoTokenizer.from_pretrained(path))
+    weights = read_weights(path)
+    if "score.weight" in weights:
+        load_state(model, weights, path)
+    else:
+        model.model = load_pretrained(path, dtype=torch.float32).model
+        torch.nn.init.normal_(model.score.weight, std=0.02)
+    return model.float()
 
 
 def with_bare_answers(pairs, rng, share=1 / 3):
@@ -76,12 +122,14 @@ def loss_of(model, input_ids, last):
     return -F.logsigmoid(chosen - rejected).mean() + along + CENTERING * (chosen + rejected).pow(2).mean()
 
 
-def main():
+def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, nargs="+", required=True,
-                        help='jsonl files of {"conversations", "chosen", "rejected"}')
-    parser.add_argument("--heldout", type=Path, nargs="+", required=True, help="the same, only to measure on")
-    parser.add_argument("--init", type=Path, required=True, help="a language model to take the backbone from")
+    parser.add_argument("--data", type=Path, nargs="+", default=[],
+                        help='jsonl files of {"conversations", "chosen", "rejected"} (default: --init\'s pairs.jsonl)')
+    parser.add_argument("--heldout", type=Path, nargs="+", default=[], help="the same, only to measure on")
+    parser.add_argument("--completions", type=Path, nargs="+", default=[], help="completions.jsonl of runs, to retrain on")
+    parser.add_argument("--replay", type=float, default=0.1, help="with --completions, the share of --data in each batch")
+    parser.add_argument("--init", type=Path, required=True, help="a reward model, or a language model to make one of")
     parser.add_argument("--save", type=Path, required=True, help="the folder that the weights go to")
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch_size", type=int, default=32, help="pairs per step")
@@ -89,27 +137,48 @@ def main():
     parser.add_argument("--warmup_steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if not 0 <= args.replay < 1:
+        parser.error(f"--replay is {args.replay}; it is a share, from 0 to below 1")
+    if not (args.data or args.completions):
+        parser.error("nothing to learn from; give --data or --completions")
+    return args
 
+
+def main():
+    args = arguments()
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
-    backbone = load_pretrained(args.init, dtype=torch.float32)
-    model = RewardModel(backbone.config, AutoTokenizer.from_pretrained(args.init))
-    model.model = backbone.model
-    torch.nn.init.normal_(model.score.weight, std=0.02)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    pairs, heldout = (with_bare_answers(read_pairs(paths), rng) for paths in (args.data, args.heldout))
-    print(f"{len(pairs)} pairs; before training {accuracy_by_kind(model, heldout)}")
+    model = load_init(args.init).to("cuda" if torch.cuda.is_available() else "cpu")
+    earlier = with_bare_answers(read_pairs(args.data or [args.init / "pairs.jsonl"]), rng)
+    heldout = with_bare_answers(read_pairs(args.heldout), rng)
+    own = []
+    if args.completions:
+        own, heldout_own = pairs_of_runs(args.completions, rng)
+        own, heldout = with_bare_answers(own, rng), heldout + heldout_own
+    print(f"{len(own) or len(earlier)} pairs; before training {percentages(model, heldout)}")
+    replayed = round(args.replay * args.batch_size) if own else args.batch_size
 
     def next_loss():
-        batch = rng.sample(pairs, args.batch_size)
+        batch = rng.choices(earlier, k=replayed) + rng.choices(own or [None], k=args.batch_size - replayed)
         return loss_of(model, *model.encode([pair[side] for side in (0, 1) for pair in batch]))
 
     optimize(model, next_loss, steps=args.steps, learning_rate=args.learning_rate, warmup_steps=args.warmup_steps)
-    ranked = accuracy_by_kind(model, heldout)
-    print("held-out pairs ordered right: " + ", ".join(f"{kind} {value:.1%}" for kind, value in ranked.items()))
+    print(f"held-out pairs ordered right: {percentages(model, heldout)}")
     model.to(torch.bfloat16).save_pretrained(args.save)
+    with open(args.save / "pairs.jsonl", "w", encoding="utf-8") as file:
+        for chosen, rejected, kind in rng.sample(own + earlier, min(KEPT, len(own + earlier))):
+            row = {"conversations": chosen[:-1], "kind": kind} | {
+                side: chat[-1]["content"] for side, chat in (("chosen", chosen), ("rejected", rejected))}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
     print(f"saved {args.save}")
 
 
+def percentages(model, pairs):
+    return ", ".join(f"{kind} {value:.1%}" for kind, value in accuracy_by_kind(model, pairs).items())
+
+
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"train_reward_model.py: error: {error}")

@@ -1,0 +1,73 @@
+"""Iterative GRPO (DeepSeekMath, Algorithm 1): a policy and its reward model, trained in turns.
+
+    python -m reward.iterate --iterations 2 --run_name turns -- --reward_funcs format tag rm --beta 0.3 --max_steps 60
+
+What stands behind `--` are flags of train_grpo.py. Each iteration is an ordinary run, from the policy that the last one
+left, which is so the reference too; then the reward model is retrained on what that policy wrote, with 10% of its earlier
+data. All of it is in out/: <run_name>_1, reward_<run_name>_1, <run_name>_2, ... The command goes on where it was stopped:
+a link of the chain that is finished is left alone, a run that was cut off is resumed.
+"""
+import argparse
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from .reward_model import load_reward_model
+from .train_reward_model import accuracy_by_kind, pairs_of_runs
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def call(*command):
+    """Runs a Python program from the project's folder; its failure is ours, and it has said why."""
+    result = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT)
+    if result.returncode:
+        sys.exit(result.returncode)
+
+
+def train_policy(run, model, reward_model, flags):
+    if (run / "final" / "config.json").is_file():
+        return
+    start = ["--model_path", model] if model else []
+    resume = ["--resume"] if (run / "checkpoint").is_dir() or (run / "checkpoint.old").is_dir() else []
+    call("train_grpo.py", *flags, *start, *resume, "--reward_model_path", reward_model, "--out_dir", run.parent,
+         "--run_name", run.name)
+
+
+def retrain_reward_model(folder, run, reward_model, args):
+    if (folder / "pairs.jsonl").is_file():              # what it writes last
+        return
+    call("-m", "reward.train_reward_model", "--completions", run / "completions.jsonl", "--replay", args.replay, "--init",
+         reward_model, "--save", folder, "--steps", args.reward_steps, "--learning_rate", args.reward_learning_rate,
+         "--warmup_steps", args.reward_steps // 10)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=2)
+    parser.add_argument("--run_name", default="turns", help="of the folders that the chain writes")
+    parser.add_argument("--out_dir", type=Path, default=ROOT / "out")
+    parser.add_argument("--reward_model_path", type=Path, default=ROOT / "reward/weights/reward_128", help="the first one")
+    parser.add_argument("--replay", type=float, default=0.1, help="the share of earlier pairs when the reward model is retrained")
+    parser.add_argument("--reward_steps", type=int, default=300, help="steps of retraining the reward model")
+    parser.add_argument("--reward_learning_rate", type=float, default=5e-4)
+    parser.add_argument("flags", nargs="*", help="flags of train_grpo.py, behind --")
+    args = parser.parse_args()
+    model, reward_models, runs = None, [args.reward_model_path.resolve()], []
+    for i in range(1, args.iterations + 1):
+        run, folder = (args.out_dir.resolve() / name for name in (f"{args.run_name}_{i}", f"reward_{args.run_name}_{i}"))
+        train_policy(run, model, reward_models[-1], args.flags)
+        retrain_reward_model(folder, run, reward_models[-1], args)
+        model, runs = run / "final", [*runs, run]
+        reward_models.append(folder)
+    print("\nright before wrong, in pairs of completions of prompts that no retraining has seen:")
+    for run in runs:
+        pairs = pairs_of_runs([run / "completions.jsonl"], random.Random(0), most=8)[1]
+        for folder in reward_models:
+            share = accuracy_by_kind(load_reward_model(folder), pairs)["all"]
+            print(f"  {run.name}, {len(pairs)} pairs, by {folder.name}: {share:.1%}")
+
+
+if __name__ == "__main__":
+    main()
