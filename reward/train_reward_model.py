@@ -68,7 +68,8 @@ def pairs_of_runs(paths, rng, *, most=2, heldout=0.1):
         right = accuracy_reward(None, [row["completion"] for row in rows], [row["answer"] for row in rows])
         held_out = random.Random(prompt).random() < heldout
         for sides in pairs_of([(row["completion"], score) for row, score in zip(rows, right)], rng, most):
-            pairs[held_out].append((*(rows[0]["messages"] + [{"role": "assistant", "content": text}] for text in sides), "reply"))
+            chats = (rows[0]["messages"] + [{"role": "assistant", "content": text}] for text in sides)
+            pairs[held_out].append((*chats, "reply"))
     if not (pairs[False] and pairs[True]):
         raise ValueError(f"{' '.join(map(str, paths))}: hardly a group in which one completion is right and one wrong; "
                          "give a longer run, on data with an answer")
