@@ -45,13 +45,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader
 
-from dataset import PromptCollator, PromptDataset, rows_of_step, steps_per_epoch
-from model import (discard_checkpoint, eos_token_ids, load_checkpoint, load_pretrained, load_tokenizer, sample,
-                   save_checkpoint, save_pretrained)
-from report import Report, rollout_metrics
+from dataset import PromptCollator, PromptDataset, batches_of_steps, read_heldout, steps_per_epoch
+from model import (World, discard_checkpoint, eos_token_ids, find_weights, in_precision, load_checkpoint, load_pretrained,
+                   load_tokenizer, sample, save_checkpoint, save_pretrained)
+from report import Report, add_metrics, describe, rollout_metrics
 from reward import accuracy_reward, combine_rewards, judge_steps, load_reward_funcs, process_advantages
 
 HERE = Path(__file__).parent
@@ -379,7 +377,8 @@ def update(model, optimizer, rollout, rows, world, *, micro_batch_size, temperat
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
     if grad_norm.isfinite():        # the same number on every rank: all of them take the step, or none
         optimizer.step()
-    return world.sum_metrics(metrics) | {"grad_norm": grad_norm.item()}
+    shares = world.gather([{name: float(value) for name, value in metrics.items()}])
+    return functools.reduce(add_metrics, shares) | {"grad_norm": grad_norm.item()}
 
 
 @torch.no_grad()
@@ -393,12 +392,6 @@ def drift(logps, old_logps, part, entropy, num_tokens):
     means = {"entropy": entropy, "ppo_kl": old_logps - logps, "rollout_probs_diff_mean": difference}
     means = {name: (value * part.mask).sum() / num_tokens for name, value in means.items()}
     return means | {"rollout_probs_diff_max": difference.max()}
-
-
-def add_metrics(metrics, more):
-    """Of two parts of a step: shares of a mean add up, of two maxima the larger one counts."""
-    return metrics | {name: max(metrics.get(name, 0.0), value) if name.endswith("_max") else metrics.get(name, 0.0) + value
-                      for name, value in more.items()}
 
 
 @torch.no_grad()
@@ -432,61 +425,6 @@ def evaluate(model, problems, collate, world, *, num_generations, batch_size, **
     count, *sums = world.sum(sums).tolist()
     names = ("eval/accuracy", "eval/greedy_accuracy", f"eval/pass@{num_generations}", "eval/mean_length")
     return {name: value / count for name, value in zip(names, sums)}
-
-
-# --- processes --------------------------------------------------------------------------------------------------------
-
-
-class World:
-    """The processes that torchrun started, one rank each, or just this one."""
-
-    def __init__(self, device=None):
-        self.rank, self.size = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
-        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-        usable = {"cuda": torch.cuda.device_count() >= on_this_machine,             # nccl wants a GPU for each process
-                  "mps": torch.backends.mps.is_available() and self.size == 1,      # gloo cannot add up MPS tensors
-                  "cpu": True}
-        device = device or next(name for name in usable if usable[name])
-        if not usable[device]:
-            raise ValueError(f"--device {device}: there is none for each of the {on_this_machine} processes; choose another")
-        self.device = torch.device(device)
-        if device == "cuda":
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK") or 0))
-            torch.cuda.set_device(self.device)
-        if self.size > 1:
-            dist.init_process_group("nccl" if device == "cuda" else "gloo")
-
-    def sum(self, tensor):
-        """The sum of the ranks' tensors, on every rank."""
-        if self.size > 1:
-            tensor = tensor.to(self.device if self.device.type == "cuda" else "cpu")
-            dist.all_reduce(tensor)
-        return tensor
-
-    def sum_gradients(self, model):
-        """A rank's loss is its share of the step's loss, so the gradients are summed, not averaged."""
-        for parameter in model.parameters():
-            if parameter.grad is None:          # nothing on this rank had a gradient
-                parameter.grad = torch.zeros_like(parameter)
-            if self.size > 1:
-                dist.all_reduce(parameter.grad)
-
-    def sum_metrics(self, metrics):
-        """The ranks' shares of their metrics put together, as floats. A rank without a micro-batch has none but the loss."""
-        shares = self.gather([{name: float(value) for name, value in metrics.items()}])
-        return functools.reduce(add_metrics, shares)
-
-    def gather(self, rows):
-        """The ranks' lists, one behind the other."""
-        if self.size == 1:
-            return rows
-        lists = [None] * self.size
-        dist.all_gather_object(lists, rows)
-        return [row for rows in lists for row in rows]
-
-    def close(self):
-        if self.size > 1:
-            dist.destroy_process_group()
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -590,7 +528,8 @@ def parse_args(argv=None):
 
     flag = parser.add_argument_group("5. report: evaluation, logs, weights").add_argument
     flag("--eval_data_path", help="held-out problems with answers, a jsonl file (default: dataset/heldout.jsonl)")
-    flag("--eval_interval", type=int, default=30, help="steps between evaluations; one also runs before and after; 0: none")
+    flag("--eval_interval", type=int, help="steps between evaluations; one also runs before and after; 0: none "
+         "(default: 30; 0 with a data_path of your own and no eval_data_path)")
     flag("--eval_samples", type=int, default=1000, help="held-out problems per evaluation")
     flag("--eval_batch_size", type=int, default=256, help="held-out problems that are answered at once")
     flag("--num_generations_eval", type=int, default=2, help="k, samples per problem, for eval/accuracy and eval/pass@k")
@@ -618,7 +557,9 @@ def parse_args(argv=None):
 
 
 def check_args(args, parser):
-    """Refuses what can't work, by the flag's name."""
+    """Refuses what can't work, by the flag's name, and fills in the defaults that depend on other flags."""
+    if args.eval_interval is None:          # the arithmetic problems say nothing about another task
+        args.eval_interval = 0 if args.data_path and not args.eval_data_path else 30
     for name in ("batch_size", "max_gen_len", "max_seq_len", "num_iterations", "num_minibatches", "accumulation_steps",
                  "micro_batch_size",
                  "epochs", "num_generations_eval", "eval_samples", "eval_batch_size", "log_interval", "save_interval"):
@@ -636,8 +577,6 @@ def check_args(args, parser):
     if not 0 <= args.reward_model_answer_share <= 1:
         parser.error(f"--reward_model_answer_share is {args.reward_model_answer_share}; it must be between 0 and 1")
     check_objective(args, parser)
-    if args.data_path and not args.eval_data_path and not args.eval_only:
-        args.eval_interval = 0              # the arithmetic problems say nothing about another task
     args.data_path = args.data_path or str(HERE / "dataset/train.jsonl")
     args.eval_data_path = args.eval_data_path or str(HERE / "dataset/heldout.jsonl")
     args.reward_funcs = args.reward_funcs or ["format", "tag"] * args.reasoning + ["rm", "accuracy"]
@@ -690,12 +629,6 @@ def check_objective(args, parser):
     args.kl_type = args.kl_type or "k3"
 
 
-def find_weights(name, *folders):
-    """The first weights of this name, a folder or a .pth; the path in the last folder if there are none, for the error."""
-    paths = [Path(folder) / file for folder in folders for file in (name, f"{name}.pth")]
-    return next((path for path in paths if path.is_file() or (path / "config.json").is_file()), paths[-2])
-
-
 # --- main -------------------------------------------------------------------------------------------------------------
 
 
@@ -722,30 +655,14 @@ def load_models(args, device):
     return tokenizer, in_precision(policy, args.dtype, device), reference, reward_funcs
 
 
-def read_heldout(args):
-    """The held-out problems that have an answer; none where nothing is evaluated."""
-    if not (args.eval_interval or args.eval_only):
-        return []
-    problems = [row for row in PromptDataset(args.eval_data_path) if row.get("answer") is not None][:args.eval_samples]
-    if not problems:
-        raise ValueError(f"--eval_data_path {args.eval_data_path}: no line has an answer to compare with; add the field, "
-                         "or train with --eval_interval 0")
-    return problems
-
-
-def batches_of_steps(args, world, problems, collate, steps):
-    """The prompts of this rank at each of these steps, `batch_size * accumulation_steps` of them."""
-    rows = (rows_of_step(step, len(problems), args.batch_size * args.accumulation_steps, rank=world.rank,
-                         world_size=world.size, seed=args.seed) for step in steps)
-    return DataLoader(problems, batch_sampler=rows, collate_fn=collate, num_workers=args.num_workers)
-
-
-def in_precision(model, dtype, device):
-    """Lets every forward of the model, whoever calls it, make its matrix products in bfloat16 where --dtype asks for it."""
-    made_for_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    if dtype == "bfloat16" or dtype == "auto" and made_for_it:
-        model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
-    return model
+def read_prompts(args, tokenizer):
+    """The collator, the training prompts, and the held-out problems, none where nothing is evaluated."""
+    collate, problems = PromptCollator(tokenizer, args.max_seq_len, args.system_prompt), PromptDataset(args.data_path)
+    heldout = read_heldout(args.eval_data_path, args.eval_samples) if args.eval_interval or args.eval_only else []
+    if args.overlong_prompts == "drop":
+        problems = collate.without_overlong(problems, args.data_path)
+        heldout = collate.without_overlong(heldout, args.eval_data_path)
+    return collate, problems, heldout
 
 
 def settings_of(args):
@@ -777,23 +694,6 @@ def seed_of(*numbers):
     return seed
 
 
-def describe(rollout, batch, completions, rewards, per_function, *, num_generations):
-    """A row of completions.jsonl for each completion: prompt, text, every reward, and the advantage of its first token."""
-    lengths, ended = rollout.mask.sum(1).tolist(), rollout.ended.tolist()
-    answers = batch["columns"].get("answer") or [None] * len(batch["prompts"])
-    return [{
-        "prompt": batch["prompts"][i // num_generations],
-        "messages": batch["columns"]["messages"][i // num_generations],
-        "answer": answers[i // num_generations],
-        "completion": completions[i],
-        "length": lengths[i],
-        "ended": ended[i],
-        "rewards": {name: values[i].item() for name, values in per_function.items()},
-        "reward": rewards[i].item(),
-        "advantage": rollout.advantages[i].flatten()[0].item(),
-    } for i in range(len(completions))]
-
-
 @contextmanager
 def user_errors():
     """A user's mistake ends the run with its one sentence and exit code 2; MINIGRPO_TRACEBACK=1 shows where it was found."""
@@ -812,16 +712,14 @@ def main(argv=None):
     world = World(args.device)
     device, run_dir, G = world.device, Path(args.out_dir) / args.run_name, args.num_generations
     tokenizer, policy, reference, reward_funcs = load_models(args, device)
-    problems, heldout = PromptDataset(args.data_path), read_heldout(args)
-    collate = PromptCollator(tokenizer, args.max_seq_len, args.system_prompt)
-    if args.overlong_prompts == "drop":
-        problems = collate.without_overlong(problems, args.data_path)
-        heldout = collate.without_overlong(heldout, args.eval_data_path)
+    collate, problems, heldout = read_prompts(args, tokenizer)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), weight_decay=args.weight_decay)
     steps_done, num_tokens = load_checkpoint(run_dir / "checkpoint", policy, optimizer, reference) if args.resume else (0, 0)
-    last_step = args.epochs * steps_per_epoch(len(problems), args.batch_size * args.accumulation_steps, world.size)
+    prompts_per_rank = args.batch_size * args.accumulation_steps
+    last_step = args.epochs * steps_per_epoch(len(problems), prompts_per_rank, world.size)
     last_step = min(last_step, args.max_steps or last_step)
-    batches = batches_of_steps(args, world, problems, collate, range(steps_done + 1, last_step + 1))
+    batches = batches_of_steps(problems, collate, range(steps_done + 1, last_step + 1), prompts_per_rank=prompts_per_rank,
+                               rank=world.rank, world_size=world.size, seed=args.seed, num_workers=args.num_workers)
     generator = torch.Generator(device)
     sampling, comparison, learning = settings_of(args)
     sampling |= {"eos_token_id": eos_token_ids(policy, tokenizer), "pad_token_id": tokenizer.pad_token_id or 0,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from jinja2 import TemplateError
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 
 PROMPT_FIELDS = ("conversations", "prompt", "question", "problem")
@@ -155,3 +155,18 @@ def steps_per_epoch(num_rows, prompts_per_rank, world_size=1):
     """Steps that read the file once; a rest too small to give every rank a prompt makes no step."""
     full, rest = divmod(num_rows, prompts_per_rank * world_size)
     return full + (rest >= world_size)
+
+
+def read_heldout(path, most):
+    """The first problems of a file that have an answer, `most` at most."""
+    problems = [row for row in PromptDataset(path) if row.get("answer") is not None][:most]
+    if not problems:
+        raise ValueError(f"--eval_data_path {path}: no line has an answer to compare with; add the field, "
+                         "or train with --eval_interval 0")
+    return problems
+
+
+def batches_of_steps(problems, collate, steps, *, num_workers=0, **which):
+    """The batch of one rank at each of these steps; `which` is what rows_of_step asks for."""
+    rows = (rows_of_step(step, len(problems), **which) for step in steps)
+    return DataLoader(problems, batch_sampler=rows, collate_fn=collate, num_workers=num_workers)

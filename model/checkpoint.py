@@ -266,6 +266,12 @@ def hub_config(model):
     }
 
 
+def find_weights(name, *folders):
+    """The first weights of this name, a folder or a .pth; the path in the last folder if there are none, for the error."""
+    paths = [Path(folder) / file for folder in folders for file in (name, f"{name}.pth")]
+    return next((path for path in paths if path.is_file() or (path / "config.json").is_file()), paths[-2])
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 

@@ -264,3 +264,11 @@ class MiniMindForCausalLM(nn.Module):
         """Logits (N, T, V), or (N, k, V) of the last k = logits_to_keep positions: the head is the dearest matrix."""
         hidden = self.model(input_ids, attention_mask, cache)
         return self.lm_head(hidden[:, -logits_to_keep:])
+
+
+def in_precision(model, dtype, device):
+    """Lets every forward of the model, whoever calls it, make its matrix products in bfloat16 where --dtype asks for it."""
+    made_for_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype == "bfloat16" or dtype == "auto" and made_for_it:
+        model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
+    return model

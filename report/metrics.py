@@ -1,4 +1,4 @@
-"""Metrics of one step from its completions, by the names that TRL gave them."""
+"""Metrics of one step, by the names that TRL and verl gave them, and the rows of completions.jsonl."""
 import math
 
 
@@ -36,3 +36,26 @@ def mean_and_std(values):
     mean = sum(values) / len(values) if values else math.nan
     std = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1)) if len(values) > 1 else math.nan
     return mean, std
+
+
+def add_metrics(metrics, more):
+    """Of two parts of a step: shares of a mean add up, of two maxima the larger one counts."""
+    return metrics | {name: max(metrics.get(name, 0.0), value) if name.endswith("_max") else metrics.get(name, 0.0) + value
+                      for name, value in more.items()}
+
+
+def describe(rollout, batch, completions, rewards, per_function, *, num_generations):
+    """A row of completions.jsonl for each completion: prompt, text, every reward, and the advantage of its first token."""
+    lengths, ended = rollout.mask.sum(1).tolist(), rollout.ended.tolist()
+    answers = batch["columns"].get("answer") or [None] * len(batch["prompts"])
+    return [{
+        "prompt": batch["prompts"][i // num_generations],
+        "messages": batch["columns"]["messages"][i // num_generations],
+        "answer": answers[i // num_generations],
+        "completion": completions[i],
+        "length": lengths[i],
+        "ended": ended[i],
+        "rewards": {name: values[i].item() for name, values in per_function.items()},
+        "reward": rewards[i].item(),
+        "advantage": rollout.advantages[i].flatten()[0].item(),
+    } for i in range(len(completions))]
