@@ -49,7 +49,7 @@ def main():
     parser.add_argument("--run_name", default="turns", help="of the folders that the chain writes")
     parser.add_argument("--out_dir", type=Path, default=ROOT / "out")
     parser.add_argument("--reward_model_path", type=Path, default=ROOT / "reward/weights/reward_128", help="the first one")
-    parser.add_argument("--replay", type=float, default=0.1, help="the share of earlier pairs when the reward model is retrained")
+    parser.add_argument("--replay", type=float, default=0.1, help="the share of earlier pairs in retraining")
     parser.add_argument("--reward_steps", type=int, default=300, help="steps of retraining the reward model")
     parser.add_argument("--reward_learning_rate", type=float, default=5e-4)
     parser.add_argument("flags", nargs="*", help="flags of train_grpo.py, behind --")
