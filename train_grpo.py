@@ -30,8 +30,8 @@ Where we differ from the papers and from other code, on purpose:
     so that the first ratio is exactly 1.
   - averages run over the whole optimizer step, all micro-batches and ranks, so that neither micro_batch_size nor the
     number of processes changes the gradient. Gradients are summed over the ranks in plain sight, without a wrapper.
-  - with one update per rollout, the default, the clip never acts, and the printed loss is just beta * KL, about 0: the
-    advantages of a group cancel in its value, though not in its gradient. Watch the reward.
+  - with one update per rollout, the default, the clip never acts, and the printed loss of `grpo` is just beta * KL, about
+    0: the advantages of a group cancel in its value, though not in its gradient. Watch the reward.
 """
 import argparse
 import copy
@@ -49,7 +49,7 @@ import torch
 from dataset import PromptCollator, PromptDataset, batches_of_steps, read_heldout, steps_per_epoch
 from model import (World, discard_checkpoint, eos_token_ids, find_weights, in_precision, load_checkpoint, load_pretrained,
                    load_tokenizer, sample, save_checkpoint, save_pretrained)
-from report import Report, add_metrics, describe, rollout_metrics
+from report import Report, add_metrics, describe, mean_metrics, rollout_metrics
 from reward import accuracy_reward, combine_rewards, judge_steps, load_reward_funcs, process_advantages
 
 HERE = Path(__file__).parent
@@ -81,6 +81,7 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
     tensor([-0.8635,  0.9544,  0.7726, -0.8635])
     """
     groups = rewards.view(-1, num_generations)                                          # (B, G)
+    groups = groups - groups.nan_to_num(float("-inf")).amax(1, keepdim=True)            # equal rewards: exactly 0
     advantages = (groups - groups.nanmean(1, keepdim=True)).nan_to_num(0.0)             # (B, G)
     if scale_rewards == "group":
         advantages = advantages / (nanstd(groups) + eps)
@@ -102,8 +103,8 @@ def kl_penalty(logps, ref_logps, *, kl_type="k3"):
     """An estimate of KL(pi || pi_ref) for each token that pi sampled, from x = log pi_ref - log pi alone; (N, R).
 
         k1  -x             unbiased; as a loss its expected gradient on policy is 0, so it belongs into the reward
-        k2  x^2 / 2        biased, yet the gradient of its mean is that of the KL
-        k3  e^x - x - 1    unbiased and never negative: GRPO's
+        k2  x^2 / 2        biased, yet the mean of its gradient on policy is the gradient of the KL
+        k3  e^x - x - 1    unbiased and never negative: GRPO's; the mean of its gradient is that of KL(pi_ref || pi)
         abs |x|
 
     x is clamped at 20 in k3, only because e^x would overflow. There is no clamp below and none on the result (verl has
@@ -154,7 +155,7 @@ def clipped_policy_loss(ratio, advantages, *, epsilon_low, epsilon_high, delta=N
 
 
 def cispo_policy_loss(ratio, advantages, logps, *, epsilon_high):
-    """Second choice: CISPO's -sg[min(ratio, epsilon_high)] A log pi (MiniMax-M1, arXiv 2506.13585), and where it acts.
+    """Second choice: CISPO's -sg[min(ratio, epsilon_high)] A log pi (MiniMax-M1, arXiv 2506.13585); where it holds back A > 0.
 
     The ratio is a weight without gradient, sg, and epsilon_high the cap itself: no token ever loses its gradient.
     """
@@ -262,7 +263,7 @@ class Rollout:
         P, R = (int(mask[index].sum(1).max()) for mask in (self.prompt_mask, self.mask))
 
         def cut(x):
-            return x[index] if x is None or x.dim() == 1 else x[index, :R]
+            return x[index] if x.dim() == 1 else x[index, :R]
 
         ours = {name: None if x is None else cut(x) for name, x in vars(self).items()}
         return Rollout(**ours | {"prompt_ids": self.prompt_ids[index, -P:], "prompt_mask": self.prompt_mask[index, -P:]})
@@ -343,10 +344,9 @@ def remember(model, rollout, *, micro_batch_size, temperature):
 
 def learn(model, optimizer, rollout, world, *, num_iterations=1, num_minibatches=1, **options):
     """Step 4: `num_iterations` passes over the rollout, each cut into `num_minibatches` optimizer steps; mean metrics."""
-    rows = torch.arange(len(rollout.mask), device=rollout.mask.device)
-    minibatches = [rows for rows in rows.tensor_split(num_minibatches) if len(rows)]
-    metrics = [update(model, optimizer, rollout, rows, world, **options) for rows in minibatches * num_iterations]
-    return {name: sum(of_one[name] for of_one in metrics) / len(metrics) for name in metrics[0]}
+    all_rows = torch.arange(len(rollout.mask), device=rollout.mask.device)
+    minibatches = [rows for rows in all_rows.tensor_split(num_minibatches) if len(rows)]
+    return mean_metrics([update(model, optimizer, rollout, rows, world, **options) for rows in minibatches * num_iterations])
 
 
 def update(model, optimizer, rollout, rows, world, *, micro_batch_size, temperature, grad_clip,
@@ -383,7 +383,7 @@ def update(model, optimizer, rollout, rows, world, *, micro_batch_size, temperat
 
 @torch.no_grad()
 def drift(logps, old_logps, part, entropy, num_tokens):
-    """A micro-batch's share of the metrics that say how far distributions have moved, means over all tokens but the last.
+    """A micro-batch's share of the metrics that say how far distributions have moved: means over tokens, and one maximum.
 
     entropy, in nats; ppo_kl, the mean of log pi_old - log pi, from the policy that sampled to this one; and between the
     sampler's probabilities and the trainer's, rollout_probs_diff: 0 but for rounding, or one of the two is wrong.
@@ -491,7 +491,8 @@ def parse_args(argv=None):
          help="what advantages are divided by: the std of their group, of the whole step, or nothing (Dr. GRPO)")
     flag("--supervision", choices=("outcome", "process"), default="outcome",
          help="outcome: one reward for a completion; process: also one for each line of arithmetic in it, 1 if right")
-    flag("--kl_in_reward", action="store_true", help="subtract beta * KL (k1) from the reward, not from the objective")
+    flag("--kl_in_reward", action="store_true",
+         help="subtract beta * KL (k1) from the reward, not from the objective; rewards are logged without it")
 
     flag = parser.add_argument_group("3. remember: the reference").add_argument
     flag("--ref_model_sync_steps", type=int, default=0,
@@ -561,8 +562,8 @@ def check_args(args, parser):
     if args.eval_interval is None:          # the arithmetic problems say nothing about another task
         args.eval_interval = 0 if args.data_path and not args.eval_data_path else 30
     for name in ("batch_size", "max_gen_len", "max_seq_len", "num_iterations", "num_minibatches", "accumulation_steps",
-                 "micro_batch_size",
-                 "epochs", "num_generations_eval", "eval_samples", "eval_batch_size", "log_interval", "save_interval"):
+                 "micro_batch_size", "epochs", "num_generations_eval", "eval_samples", "eval_batch_size", "log_interval",
+                 "save_interval"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}; it must be at least 1")
     for name in ("beta", "epsilon_low", "max_steps", "warmup_steps", "weight_decay", "eval_interval", "num_workers",
@@ -611,7 +612,7 @@ def check_objective(args, parser):
         (args.loss_type == "r1" and args.importance_sampling_level == "sequence", "--loss_type r1 has a ratio of its own, "
          "the product over the completion; leave --importance_sampling_level out"),
         (args.supervision == "process" and one_ratio, "--supervision process gives each token its own advantage, but "
-         f"{one_ratio} has one ratio for the whole completion; choose other ones of these two"),
+         f"{one_ratio} has one ratio for the whole completion; change one of the two"),
         (args.supervision == "process" and args.scale_rewards != "group", f"--scale_rewards {args.scale_rewards} does not "
          "go with --supervision process, which normalises the steps of a group together; leave it out"),
         (args.kl_in_reward and args.beta == 0, "--kl_in_reward subtracts beta * KL, and --beta is 0; give a --beta above 0"),

@@ -1,9 +1,9 @@
 """What a run tells: `Report` while it trains, `draw_curves` at any time (also `python -m report.curves out/run_a`)."""
 
-from .metrics import add_metrics, describe, rollout_metrics
+from .metrics import add_metrics, describe, mean_metrics, rollout_metrics
 from .report import Report
 
-__all__ = ["Report", "add_metrics", "describe", "draw_curves", "rollout_metrics"]
+__all__ = ["Report", "add_metrics", "describe", "draw_curves", "mean_metrics", "rollout_metrics"]
 
 
 def __getattr__(name):

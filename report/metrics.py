@@ -44,6 +44,13 @@ def add_metrics(metrics, more):
                       for name, value in more.items()}
 
 
+def mean_metrics(updates):
+    """Of a step's updates: their mean, of maxima the largest. An update that had nothing to learn from lacks most."""
+    names = dict.fromkeys(name for metrics in updates for name in metrics)
+    values = {name: [metrics[name] for metrics in updates if name in metrics] for name in names}
+    return {name: max(of_name) if name.endswith("_max") else sum(of_name) / len(of_name) for name, of_name in values.items()}
+
+
 def describe(rollout, batch, completions, rewards, per_function, *, num_generations):
     """A row of completions.jsonl for each completion: prompt, text, every reward, and the advantage of its first token."""
     lengths, ended = rollout.mask.sum(1).tolist(), rollout.ended.tolist()

@@ -1,10 +1,11 @@
 """Iterative GRPO (DeepSeekMath, Algorithm 1): a policy and its reward model, trained in turns.
 
-    python -m reward.iterate --iterations 2 --run_name turns -- --reward_funcs format tag rm --beta 0.3 --max_steps 60
+    python -m reward.iterate --iterations 2 --run_name turns -- --reward_funcs format tag rm --beta 0.3 \\
+        --reward_model_answer_share 0 --max_steps 60
 
 What stands behind `--` are flags of train_grpo.py. Each iteration is an ordinary run, from the policy that the last one
-left, which is so the reference too; then the reward model is retrained on what that policy wrote, with 10% of its earlier
-data. All of it is in out/: <run_name>_1, reward_<run_name>_1, <run_name>_2, ... The command goes on where it was stopped:
+left, which is so the reference too; then the reward model is retrained on what that policy wrote, with a tenth of
+each batch from its earlier data. All of it is in out/: <run_name>_1, reward_<run_name>_1, <run_name>_2, ... The command goes on where it was stopped:
 a link of the chain that is finished is left alone, a run that was cut off is resumed.
 """
 import argparse
@@ -40,7 +41,7 @@ def retrain_reward_model(folder, run, reward_model, args):
         return
     call("-m", "reward.train_reward_model", "--completions", run / "completions.jsonl", "--replay", args.replay, "--init",
          reward_model, "--save", folder, "--steps", args.reward_steps, "--learning_rate", args.reward_learning_rate,
-         "--warmup_steps", args.reward_steps // 10)
+         "--warmup_steps", max(1, args.reward_steps // 10))
 
 
 def main():
@@ -49,9 +50,9 @@ def main():
     parser.add_argument("--run_name", default="turns", help="of the folders that the chain writes")
     parser.add_argument("--out_dir", type=Path, default=ROOT / "out")
     parser.add_argument("--reward_model_path", type=Path, default=ROOT / "reward/weights/reward_128", help="the first one")
-    parser.add_argument("--replay", type=float, default=0.1, help="the share of earlier pairs in retraining")
-    parser.add_argument("--reward_steps", type=int, default=300, help="steps of retraining the reward model")
-    parser.add_argument("--reward_learning_rate", type=float, default=5e-4)
+    parser.add_argument("--replay", type=float, default=0.1, help="the share of each batch that is earlier pairs")
+    parser.add_argument("--reward_steps", type=int, default=500, help="steps of retraining the reward model")
+    parser.add_argument("--reward_learning_rate", type=float, default=2e-3)
     parser.add_argument("flags", nargs="*", help="flags of train_grpo.py, behind --")
     args = parser.parse_args()
     model, reward_models, runs = None, [args.reward_model_path.resolve()], []
@@ -61,7 +62,7 @@ def main():
         retrain_reward_model(folder, run, reward_models[-1], args)
         model, runs = run / "final", [*runs, run]
         reward_models.append(folder)
-    print("\nright before wrong, in pairs of completions of prompts that no retraining has seen:")
+    print("\nright before wrong, in pairs of completions of prompts that are kept out of all retraining:")
     for run in runs:
         pairs = pairs_of_runs([run / "completions.jsonl"], random.Random(0), most=8)[1]
         for folder in reward_models:
@@ -70,4 +71,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"iterate.py: error: {error}")

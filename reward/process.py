@@ -8,8 +8,10 @@ from fractions import Fraction
 import torch
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-EXPRESSION = r"[-+*/().\d ]*\d[-+*/().\d ]*"
-# 27*6=120+42=162 and 27*6 is 162: a chain of expressions, each said to equal the next
+EXPRESSION = r"(?<![-+*/().\d ])[-+*/(). ]*\d[-+*/().\d ]*"
+# 27*6=120+42=162 and 27*6 is 162: a chain of expressions, each said to equal the next. An expression starts where a run of
+# its characters starts, so that the search takes linear time on whatever a policy writes.
+NOT_ARITHMETIC = re.compile(r"^\s*(?:\d+[.)]|[-*])\s+|(?<=\d),(?=\d{3}(?!\d))")       # bullets, thousands separators
 EQUATION = re.compile(rf"{EXPRESSION}(?:(?:=|\bis\b){EXPRESSION})+")
 
 
@@ -26,7 +28,9 @@ def process_advantages(step_rewards, step_ends, num_generations, mask, *, eps=1e
     for start in range(0, len(mask), num_generations):
         group = range(start, start + num_generations)
         rewards = torch.tensor([reward for i in group for reward in step_rewards[i]], dtype=torch.float32)
-        mean, std = rewards.mean(), rewards.std() if len(rewards) > 1 else 0.0
+        if len(rewards) < 2 or rewards.min() == rewards.max():
+            continue                                                                    # nothing to compare
+        mean, std = rewards.mean(), rewards.std()
         for i in group:
             for reward, end in zip(step_rewards[i], step_ends[i]):
                 advantages[i, :end + 1] += (reward - mean) / (std + eps)
@@ -36,8 +40,8 @@ def process_advantages(step_rewards, step_ends, num_generations, mask, *, eps=1e
 def judge_steps(completions, completion_ids, tokenizer, outcomes):
     """The rewards of each completion's steps, and the token that each ends at: ([[float]], [[int]]).
 
-    A line with arithmetic in it is a step: 1 if all its equations hold, 0 if one does not. The last step ends at the
-    last token and carries the outcome, which should be of the same scale as these; NaN, not judged: no steps at all.
+    A line with arithmetic in it is a step: 1 if all its equations hold, 0 if one does not (so 1=1 earns a 1). The last
+    step ends at the last token and carries the outcome, which should be of their scale; NaN, not judged: no steps at all.
     """
     rewards, ends = [], []
     for completion, ids, outcome in zip(completions, completion_ids, outcomes):
@@ -52,7 +56,7 @@ def judge_lines(completion):
     judged, end = [], 0
     for line in completion.splitlines(keepends=True):
         end += len(line)
-        equations = EQUATION.findall(line)
+        equations = EQUATION.findall(NOT_ARITHMETIC.sub("", line))
         if equations:
             judged.append((end, all(map(holds, equations))))
     return judged

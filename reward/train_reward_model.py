@@ -55,21 +55,25 @@ def read_rows(paths):
             yield from map(json.loads, file)
 
 
-def pairs_of_runs(paths, rng, *, most=2, heldout=0.1):
+def held_out(messages):
+    """Whether a prompt is among the tenth that retraining never sees; the same one in every run, by the text alone."""
+    return random.Random(json.dumps(messages)).random() < 0.1
+
+
+def pairs_of_runs(paths, rng, *, most=2):
     """The pairs to train on and the pairs to measure on, of the completions.jsonl of runs: a right one and a wrong one of
-    the same group, at most `most` of each. A prompt is on one side only, so the second is of prompts never trained on."""
+    the same group, at most `most` of each. A prompt is on one side only: see held_out."""
     groups = defaultdict(list)
     for path in paths:
         for row in read_rows([path]):
             if row.get("answer") is not None:
                 groups[path, row["step"], row["prompt"]].append(row)
     pairs = {False: [], True: []}
-    for (_, _, prompt), rows in groups.items():
+    for rows in groups.values():
         right = accuracy_reward(None, [row["completion"] for row in rows], [row["answer"] for row in rows])
-        held_out = random.Random(prompt).random() < heldout
         for sides in pairs_of([(row["completion"], score) for row, score in zip(rows, right)], rng, most):
             chats = (rows[0]["messages"] + [{"role": "assistant", "content": text}] for text in sides)
-            pairs[held_out].append((*chats, "reply"))
+            pairs[held_out(rows[0]["messages"])].append((*chats, "reply"))
     if not (pairs[False] and pairs[True]):
         raise ValueError(f"{' '.join(map(str, paths))}: hardly a group in which one completion is right and one wrong; "
                          "give a longer run, on data with an answer")
@@ -150,7 +154,10 @@ def main():
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     model = load_init(args.init).to("cuda" if torch.cuda.is_available() else "cpu")
-    earlier = with_bare_answers(read_pairs(args.data or [args.init / "pairs.jsonl"]), rng)
+    earlier = read_pairs(args.data or [args.init / "pairs.jsonl"])
+    if args.completions:
+        earlier = [pair for pair in earlier if not held_out(pair[0][:-1])]
+    earlier = with_bare_answers(earlier, rng)
     heldout = with_bare_answers(read_pairs(args.heldout), rng)
     own = []
     if args.completions:

@@ -36,6 +36,10 @@ def test_advantages_divided_by_the_step_or_not_at_all():
         group_advantages(rewards, 3, scale_rewards="all")
 
 
+def test_equal_rewards_teach_nothing_whatever_their_rounding():
+    assert not group_advantages(torch.full((6,), 2.35), 6).any()
+
+
 def test_mask_ends_with_the_first_eos_and_keeps_it():
     ids = torch.tensor([[5, 2, 7, 2], [2, 2, 2, 2], [5, 6, 7, 8], [5, 9, 2, 0]])
     assert completion_mask(ids, 2).tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]

@@ -83,3 +83,11 @@ def test_a_reward_that_takes_too_long_has_judged_nothing():
 def slow(prompts, completions, **columns):
     time.sleep(0.2)
     return [1.0] * len(completions)
+
+
+def test_steps_are_found_in_linear_time_and_behind_bullets():
+    start = time.perf_counter()
+    judge_lines("1+" * 20_000)
+    assert time.perf_counter() - start < 2
+    for line in ("1. 3+4=7", "1) 3+4=7", "- 3+4=7", "12,000+1=12,001"):
+        assert [right for _, right in judge_lines(line)] == [True], line

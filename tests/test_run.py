@@ -193,9 +193,14 @@ def test_what_has_no_gradient_is_not_computed_but_counts():
     difference = (share.old_logps.exp() - share.sampling_logps.exp())[share.mask.bool()].abs()
     assert metrics["rollout_probs_diff_mean"] == pytest.approx(difference.mean().item(), rel=1e-5)
     assert metrics["rollout_probs_diff_max"] == pytest.approx(difference.max().item(), rel=1e-5)
-    share.advantages[:], share.ref_logps = 0.0, None
+    share.advantages[:4], share.advantages[4:], share.ref_logps = torch.tensor([1.0, -1.0, 1.0, 0.0]), 0.0, None
+    seen.clear()
+    metrics = learn(model, torch.optim.SGD(model.parameters(), lr=0.0), share, World("cpu"), grad_clip=1e9, micro_batch_size=6,
+                    temperature=1.0, num_minibatches=2)                     # the second has nothing to learn
+    assert seen == [3] and metrics["entropy"] > 0 and "clip_ratio/low_mean" in metrics
+    share.advantages[:] = 0.0
     assert learn(model, torch.optim.SGD(model.parameters(), lr=0.0), share, World("cpu"), grad_clip=1.0, micro_batch_size=6,
-                 temperature=1.0)["grad_norm"] == 0 and seen == [2, 6]
+                 temperature=1.0)["grad_norm"] == 0 and seen == [3]
 
 
 def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1():
