@@ -155,7 +155,7 @@ def clipped_policy_loss(ratio, advantages, *, epsilon_low, epsilon_high, delta=N
 
 
 def cispo_policy_loss(ratio, advantages, logps, *, epsilon_high):
-    """Second choice: CISPO's -sg[min(ratio, epsilon_high)] A log pi (MiniMax-M1, arXiv 2506.13585); where it holds back A > 0.
+    """Second choice: CISPO's -sg[min(ratio, epsilon_high)] A log pi (MiniMax-M1, arXiv 2506.13585), and where it caps A > 0.
 
     The ratio is a weight without gradient, sg, and epsilon_high the cap itself: no token ever loses its gradient.
     """
@@ -199,7 +199,7 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
 
         the paper's GRPO  the defaults                    GSPO   importance_sampling_level sequence
         Dr. GRPO          dr_grpo, scale_rewards none     CISPO  cispo
-        DAPO              dapo, epsilon_high 0.28         R1     r1
+        DAPO              dapo, epsilon_high 0.28         R1     r1; its KL is the sum of the tokens', not the completion's
     """
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]           # (N, 1) or (N, R)
     num_sequences = len(mask) if num_sequences is None else num_sequences

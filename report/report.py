@@ -89,7 +89,12 @@ class Report:
         """Print what a user should know before the first step."""
         if not self.active:
             return
-        args = self.args
+        args, note = self.args, []
+        updates = args.num_iterations * args.num_minibatches
+        if updates == 1 and args.loss_type in ("grpo", "r1") and args.supervision == "outcome":
+            note = [
+                "The loss will read about 0 all the time: in its value, though not in its gradient, the advantages of a group",
+                "cancel out. Whether the policy learns shows in the reward, and in the accuracy on held-out problems.", ""]
         rewards = [name if weight == 1 else f"{weight:g} {name}"
                    for name, weight in zip(args.reward_funcs, args.reward_weights)]
         size = sum(parameter.numel() for parameter in policy.parameters())
@@ -101,10 +106,7 @@ class Report:
             f"rewards  {' + '.join(rewards)}",
             f"steps    {self.total_steps}, each with {prompts} prompts x {args.num_generations} completions",
             f"files    {short(self.run_dir)}/",
-            "",
-            "The loss will read about 0 all the time: in its value, though not in its gradient, the advantages of a group",
-            "cancel out. Whether the policy learns shows in the reward, and in the accuracy on held-out problems.",
-            "",
+            "", *note,
         ]))
 
     @contextmanager

@@ -5,8 +5,8 @@
 
 What stands behind `--` are flags of train_grpo.py. Each iteration is an ordinary run, from the policy that the last one
 left, which is so the reference too; then the reward model is retrained on what that policy wrote, with a tenth of
-each batch from its earlier data. All of it is in out/: <run_name>_1, reward_<run_name>_1, <run_name>_2, ... The command goes on where it was stopped:
-a link of the chain that is finished is left alone, a run that was cut off is resumed.
+each batch from its earlier data. All of it is in out/: <run_name>_1, reward_<run_name>_1, <run_name>_2, ... The command
+goes on where it was stopped: a finished link of the chain is left alone, a run that was cut off is resumed.
 """
 import argparse
 import random
