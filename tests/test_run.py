@@ -203,6 +203,20 @@ def test_what_has_no_gradient_is_not_computed_but_counts():
                  temperature=1.0)["grad_norm"] == 0 and seen == [3]
 
 
+def test_truncated_completions_count_nothing_but_as_sequences():
+    model = load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32)
+    share, gradients = replace(rollout_of_six(model), ref_logps=None), []
+    assert share.ended.tolist() == [True, False, True, True, True, False]
+    share.advantages = torch.tensor([1.0, 5.0, 0.3, -1.2, 0.9, -7.0])
+    kept = share.rows(torch.tensor([0, 2, 3, 4]))
+    for rollout, options in ((share, {"mask_truncated_completions": True}), (kept, {})):
+        model.zero_grad()
+        learn(model, torch.optim.SGD(model.parameters(), lr=0.0), rollout, World("cpu"), grad_clip=1e9, micro_batch_size=6,
+              temperature=1.0, **options)
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert torch.allclose(gradients[0], gradients[1] * 4 / 6, atol=1e-6 * gradients[1].abs().max())
+
+
 def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1():
     mask = completion_mask(torch.tensor([[5, 5, 2], [5, 2, 0], [2, 0, 0], [2, 0, 0], [5, 5, 5], [5, 2, 0]]), 2)
     rollout = Rollout(None, None, None, mask, None, None, old_logps=torch.full((6, 3), -1.0), ref_logps=torch.full((6, 3), -3.0))
