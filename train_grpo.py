@@ -40,6 +40,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -793,4 +794,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    warnings.formatwarning = lambda message, *where: f"warning: {message}\n"
     main()
