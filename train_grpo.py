@@ -415,8 +415,8 @@ def evaluate(model, problems, collate, world, *, num_generations, batch_size, **
         for greedy, k in ((False, num_generations), (True, 1)):
             rollout = ask(model, batch, num_generations=k, greedy=greedy, **sampling)
             answers = [answer for answer in batch["columns"]["answer"] for _ in range(k)]
-            opened = [opened for opened in batch["opened"] for _ in range(k)]
-            replies = [start + rest for start, rest in zip(opened, rollout.decode(collate.tokenizer)[1])]
+            openings = [opening for opening in batch["opened"] for _ in range(k)]
+            replies = [opening + rest for opening, rest in zip(openings, rollout.decode(collate.tokenizer)[1])]
             scores = accuracy_reward(None, replies, answers)
             correct[greedy] = torch.tensor(scores).view(-1, k)                              # (B, k)
             if not greedy:

@@ -3,6 +3,7 @@
 A path to weights is such a folder, a hub id like Qwen/Qwen3-0.6B, or one of MiniMind's .pth files (model/minimind_pth.py).
 """
 import json
+import pickle
 import re
 import shutil
 from dataclasses import fields
@@ -58,13 +59,13 @@ def load_pretrained(path, *, dtype=None, device=None):
     return model.to(device=device, dtype=dtype or state["model.norm.weight"].dtype)
 
 
-def local_path(path, *, weights=True):
-    """The path itself, or the folder that a hub id like Qwen/Qwen3-0.6B was downloaded to, with its weights or without."""
+def local_path(path, *, weights="*.safetensors"):
+    """The path itself, or the folder that a hub id like Qwen/Qwen3-0.6B was downloaded to, with these weights or without."""
     if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return Path(path)
     from huggingface_hub import snapshot_download
     try:
-        files = ["*.json", "*.jinja", "*.txt", "*.model"] + ["*.safetensors"] * weights
+        files = ["*.json", "*.jinja", "*.txt", "*.model"] + ([weights] if weights else [])
         return Path(snapshot_download(str(path), allow_patterns=files, ignore_patterns=["original/*"]))
     except Exception as error:      # a dozen classes: no such name, no network, no permission, no space
         raise ValueError(f"{path}: no such folder here, and the hub did not give anything of this name "
@@ -74,7 +75,7 @@ def local_path(path, *, weights=True):
 
 def load_tokenizer(path, vocab_size):
     """The tokenizer of a folder or a hub id; ValueError if there is none, none for a chat, or one with too many tokens."""
-    path = local_path(path, weights=False)
+    path = local_path(path, weights=None)
     if path.is_file():
         raise ValueError(f"{path}: a .pth file has no tokenizer with it; give its folder with --tokenizer_path "
                          "(MiniMind's is the folder model/ of its repository)")
@@ -107,8 +108,10 @@ def load_state(model, state, path):
 
 
 def read_weights(path):
-    """All tensors of a folder, from one file or from the shards that an index lists."""
-    index, files = path / "model.safetensors.index.json", ["model.safetensors"]
+    """All tensors of a folder, from one file or the shards that an index lists: safetensors, or else PyTorch's own files."""
+    pickled = list(path.glob("pytorch_model*.bin")) and not list(path.glob("*.safetensors"))
+    name = "pytorch_model.bin" if pickled else "model.safetensors"
+    index, files = path / f"{name}.index.json", [name]
     if index.is_file():
         files = sorted(set(read_json(index)["weight_map"].values()))
     state = {}
@@ -116,10 +119,10 @@ def read_weights(path):
         if not (path / name).is_file():
             raise ValueError(f"{path}: {name} is missing; copy it next to config.json")
         try:
-            state.update(load_file(path / name))
-        except SafetensorError as error:
-            raise ValueError(f"{path / name}: broken off, or not a safetensors file but git-lfs's note about one "
-                             f"({error}); download it again") from error
+            state.update(torch.load(path / name, map_location="cpu", weights_only=True) if pickled else load_file(path / name))
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise ValueError(f"{path / name}: broken off, git-lfs's note about a file, or something other than tensors "
+                             f"({str(error).splitlines()[0]}); download it again") from error
     # Llama 2's files also hold the rope frequencies, which follow from the configuration.
     return {name: tensor for name, tensor in state.items() if not name.endswith("rotary_emb.inv_freq")}
 

@@ -107,7 +107,7 @@ def main(argv=None):
     parser.add_argument("--completion_length", type=int, default=1024, help="tokens (default: 1024)")
     args = vars(parser.parse_args(argv))
     try:
-        configs = {path: read_config(local_path(path, weights=False)) for path in args.pop("paths")} or SIZES
+        configs = {path: read_config(local_path(path, weights=None)) for path in args.pop("paths")} or SIZES
     except (ValueError, OSError) as error:
         print(f"model.memory: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -6,11 +6,6 @@ It was trained to say its score at a token of its own, <|reward|>, which stands 
     <s><|im_start|>user\\n...<|im_end|>\\n<|im_start|>assistant\\n...<|im_end|>\\n<|reward|>
 """
 import json
-from pickle import UnpicklingError
-
-import torch
-from safetensors.torch import load_file
-
 from model.model import MiniMindConfig
 
 ARCHITECTURE = "InternLM2ForRewardModel"
@@ -57,24 +52,6 @@ def internlm2_state(tensors, config):
         elif "rotary_emb" not in name:          # tables that old checkpoints hold; ours are computed
             state[name] = tensor
     return state
-
-
-def read_tensors(folder):
-    """All tensors of a folder, from safetensors or from PyTorch's own files, in one piece or in shards."""
-    def load_bin(file):
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True)      # tensors, never code
-        except (UnpicklingError, RuntimeError):
-            raise ValueError(f"{file}: it holds something other than tensors, or is cut short; download it again") from None
-
-    for name, load in (("model.safetensors", load_file), ("pytorch_model.bin", load_bin)):
-        index, files = folder / f"{name}.index.json", [name]
-        if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        if all((folder / file).is_file() for file in files):
-            return {key: tensor for file in files for key, tensor in load(folder / file).items()}
-    raise ValueError(f"{folder}: neither model.safetensors nor pytorch_model.bin is there with all its shards; "
-                     "copy them next to config.json")
 
 
 class InternLM2Tokenizer:

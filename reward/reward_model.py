@@ -1,20 +1,18 @@
 """Reward models: a network reads a chat and says, in one number, how good the assistant's last turn is."""
 import json
 import math
-import re
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
-from model.checkpoint import hub_config, load_state, save_tokenizer
+from model.checkpoint import hub_config, load_state, local_path, read_weights, save_tokenizer
 from model.model import Decoder
 
-from .internlm2 import ARCHITECTURE, InternLM2Tokenizer, internlm2_config, internlm2_state, read_tensors
+from .internlm2 import ARCHITECTURE, InternLM2Tokenizer, internlm2_config, internlm2_state
 from .rules import answer_block
 
 
@@ -97,7 +95,7 @@ def load_reward_model(path, *, device="cpu"):
     if ARCHITECTURE in (saved.get("architectures") or []):
         config = internlm2_config(saved, folder)
         model = RewardModel(config, InternLM2Tokenizer(folder, saved))
-        load_state(model, internlm2_state(read_tensors(folder), config), folder)
+        load_state(model, internlm2_state(read_weights(folder), config), folder)
     else:
         model = load_classifier(folder, saved, dtype)
     model.model.to(dtype)
@@ -107,15 +105,12 @@ def load_reward_model(path, *, device="cpu"):
 
 def find_folder(path):
     """The folder that `path` names, downloaded first if it is a name on the hub."""
-    folder = Path(path)
-    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-        try:
-            folder = Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]))
-            if not list(folder.glob("*.safetensors")):
-                folder = Path(snapshot_download(path, allow_patterns=["pytorch_model*"]))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--reward_model_path {path}: there is no such folder, and the hub did not give it "
-                             f"({type(error).__name__}); check the name and the network, or give a folder") from None
+    try:
+        folder = local_path(path)
+        if folder != Path(path) and not list(folder.glob("*.safetensors")):
+            folder = local_path(path, weights="pytorch_model*")
+    except ValueError as error:
+        raise ValueError(f"--reward_model_path {error}") from error
     if not (folder / "config.json").is_file():
         raise ValueError(f"--reward_model_path {path}: no config.json there; give a folder with a reward model, "
                          "or leave rm out of --reward_funcs")
