@@ -94,7 +94,8 @@ class Report:
         if updates == 1 and args.loss_type in ("grpo", "r1") and args.supervision == "outcome":
             note = [
                 "The loss will read about 0 all the time: in its value, though not in its gradient, the advantages of a",
-                "group cancel out. Whether the policy learns shows in the reward, and in the accuracy on held-out problems.", ""]
+                "group cancel out. Whether the policy learns shows in the reward and in the accuracy on held-out problems.",
+                ""]
         rewards = [name if weight == 1 else f"{weight:g} {name}"
                    for name, weight in zip(args.reward_funcs, args.reward_weights)]
         size = sum(parameter.numel() for parameter in policy.parameters())
