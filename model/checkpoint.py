@@ -116,12 +116,13 @@ def read_weights(path):
         files = sorted(set(read_json(index)["weight_map"].values()))
     state = {}
     for name in files:
-        if not (path / name).is_file():
+        file = path / name
+        if not file.is_file():
             raise ValueError(f"{path}: {name} is missing; copy it next to config.json")
         try:
-            state.update(torch.load(path / name, map_location="cpu", weights_only=True) if pickled else load_file(path / name))
+            state.update(torch.load(file, map_location="cpu", weights_only=True) if pickled else load_file(file))
         except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise ValueError(f"{path / name}: broken off, git-lfs's note about a file, or something other than tensors "
+            raise ValueError(f"{file}: broken off, git-lfs's note about a file, or something other than tensors "
                              f"({str(error).splitlines()[0]}); download it again") from error
     # Llama 2's files also hold the rope frequencies, which follow from the configuration.
     return {name: tensor for name, tensor in state.items() if not name.endswith("rotary_emb.inv_freq")}
