@@ -48,8 +48,8 @@ from pathlib import Path
 import torch
 
 from dataset import PromptCollator, PromptDataset, batches_of_steps, read_heldout, steps_per_epoch
-from model import (World, discard_checkpoint, eos_token_ids, find_weights, in_precision, load_checkpoint, load_pretrained,
-                   load_tokenizer, sample, save_checkpoint, save_pretrained)
+from model import (SharedPrompts, World, discard_checkpoint, eos_token_ids, find_weights, in_precision, load_checkpoint,
+                   load_pretrained, load_tokenizer, sample, save_checkpoint, save_pretrained)
 from report import Report, add_metrics, describe, mean_metrics, rollout_metrics
 from reward import accuracy_reward, combine_rewards, judge_steps, load_reward_funcs, process_advantages
 
@@ -233,17 +233,27 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
 def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temperature=1.0, with_entropy=False):
     """log pi(token | all before) of the last R = num_completion_tokens of input_ids (N, T): (N, R) in float32.
 
-    With `with_entropy` also the entropy of each of these distributions, (N, R), in nats.
+    With `with_entropy` also the entropy of each of these distributions, (N, R), in nats. Both are 0 at padding.
     """
-    R = num_completion_tokens
-    # Logits at position t predict token t+1: start one position early, drop the last.
-    logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, :-1].float() / temperature   # (N, R, V)
-    log_normalizer = logits.logsumexp(-1)                                               # (N, R)
-    logps = logits.gather(-1, input_ids[:, -R:, None])[..., 0] - log_normalizer         # (N, R)
+    P = input_ids.shape[1] - num_completion_tokens
+    wanted = attention_mask[:, P:].bool()                                               # (N, R)
+    cache = None
+    if P > 1:       # what completions of one prompt have in common, all of it but the last token, goes through once
+        prompts = torch.stack((input_ids, attention_mask))[:, :, :P - 1]
+        prompts, rows = prompts.unique(dim=1, return_inverse=True)
+        cache = SharedPrompts()
+        model(*prompts, logits_to_keep=1, cache=cache)
+        cache = cache.for_rows(rows)
+    # Logits at position t predict token t+1: an input is as real as the token behind it, and the last token is no input.
+    real = torch.cat((attention_mask[:, :P - 1], attention_mask[:, P:]), dim=1)         # (N, P - 1 + R)
+    logits = model(input_ids[:, P - 1:-1], real, logits_to_keep=wanted, cache=cache).float() / temperature      # (n, V)
+    log_normalizer = logits.logsumexp(-1)                                               # (n,)
+    logps = logits.gather(-1, input_ids[:, P:][wanted][:, None])[:, 0] - log_normalizer
+    logps = torch.zeros_like(wanted, dtype=torch.float32).masked_scatter(wanted, logps)
     if not with_entropy:
         return logps
-    expected_logit = ((logits - log_normalizer[..., None]).exp() * logits).sum(-1)
-    return logps, log_normalizer - expected_logit                                       # H = log Z - E[logit]
+    entropy = log_normalizer - ((logits - log_normalizer[:, None]).exp() * logits).sum(-1)      # H = log Z - E[logit]
+    return logps, torch.zeros_like(logps).masked_scatter(wanted, entropy)
 
 
 @dataclass
@@ -268,11 +278,6 @@ class Rollout:
 
         ours = {name: None if x is None else cut(x) for name, x in vars(self).items()}
         return Rollout(**ours | {"prompt_ids": self.prompt_ids[index, -P:], "prompt_mask": self.prompt_mask[index, -P:]})
-
-    def micro_batches(self, index, size):
-        """These rows in parts of at most `size`, alike in length, so that little of what goes through a model is padding."""
-        by_length = index[self.mask[index].sum(1).argsort(stable=True)]
-        return by_length.split(size) if len(index) else ()
 
     def logps(self, model, *, temperature, with_entropy=False):
         """token_logps of the completions under a model."""
@@ -337,7 +342,7 @@ def compare(rollout, rewards, tokenizer, world, *, num_generations, scale_reward
 def remember(model, rollout, *, micro_batch_size, temperature):
     """Step 3: log-probabilities of the rollout's tokens under a frozen policy, the old one or the reference, (N, R)."""
     logps = torch.zeros_like(rollout.sampling_logps)
-    for rows in rollout.micro_batches(torch.arange(len(logps), device=logps.device), micro_batch_size):
+    for rows in torch.arange(len(logps), device=logps.device).split(micro_batch_size):
         part = rollout.rows(rows)
         logps[rows, :part.mask.shape[1]] = part.logps(model, temperature=temperature)
     return logps
@@ -363,7 +368,7 @@ def update(model, optimizer, rollout, rows, world, *, micro_batch_size, temperat
         [len(rows), rollout.mask[counted].sum(), rollout.mask[learned].sum()])).clamp(min=1).tolist()
     metrics = {"loss": 0.0}
     optimizer.zero_grad()
-    for part in map(rollout.rows, rollout.micro_batches(learned, micro_batch_size)):
+    for part in map(rollout.rows, learned.split(micro_batch_size) if len(learned) else ()):
         logps, entropy = part.logps(model, temperature=temperature, with_entropy=True)
         if not objective.get("entropy_coef"):
             entropy = entropy.detach()                      # at once: what its gradient would need is freed
@@ -715,7 +720,7 @@ def main(argv=None):
     device, run_dir, G = world.device, Path(args.out_dir) / args.run_name, args.num_generations
     tokenizer, policy, reference, reward_funcs = load_models(args, device)
     collate, problems, heldout = read_prompts(args, tokenizer)
-    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), weight_decay=args.weight_decay, fused=True)
     steps_done, num_tokens = load_checkpoint(run_dir / "checkpoint", policy, optimizer, reference) if args.resume else (0, 0)
     prompts_per_rank = args.batch_size * args.accumulation_steps
     last_step = args.epochs * steps_per_epoch(len(problems), prompts_per_rank, world.size)

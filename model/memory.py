@@ -3,7 +3,7 @@
     python -m model.memory                                        the usual sizes
     python -m model.memory Qwen/Qwen3-0.6B out/my_weights         any weights, by their config.json
 
-The formula counts live tensors. On the CPU it came within 15% of the peaks measured where freed memory goes back at once
+The formula counts live tensors. On the CPU it came within 5% of the peaks measured where freed memory goes back at once
 (tests/bench_memory.py); glibc's malloc by itself keeps gaps, with which a process held up to a half more. For a GPU the same
 counts are taken with the bytes of bfloat16 products; that was not measured.
 """
@@ -41,43 +41,45 @@ def num_parameters(config):
 
 
 def layer_bytes(config, gpu):
-    """Bytes per token that one layer keeps for its backward pass: the inputs of all that multiplies."""
+    """Bytes per token that one layer keeps for its backward pass, the inputs of all that multiplies; and those of a token's
+    key and value, which each completion has a copy of for its whole prompt."""
     D, product = config.hidden_size, 2 if gpu else 4        # the residual stream and the norms stay float32
     q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     F = config.num_experts_per_tok * config.moe_intermediate_size if config.num_experts else config.intermediate_size
     norms = 2 * (8 + product) * D                           # two: what came in, that normalised, and the output
-    attention = product * (2 * q_size + 2 * kv_size)        # q, k, v and what came of them
+    attention = product * 2 * q_size                        # q and what came of it
     qk_norm = (4 + product) * (q_size + kv_size) if config.qk_norm else 0
-    return norms + attention + qk_norm + product * 4 * F    # gate, silu(gate), up, their product
+    return norms + attention + qk_norm + product * 4 * F, product * 2 * kv_size     # gate, silu(gate), up, their product
 
 
 def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, completion_length, micro_batch_size, reference,
                gradient_checkpointing, gpu):
-    """Bytes by what they are for, and the "peak": what stays all the time plus the dearest of sampling, learning and the
-    optimizer's step. n: num_parameters(config); gpu: bfloat16 products of float32 weights, else all float32 on the CPU."""
+    """Bytes by what they are for, and the "peak": what stays all the time plus the dearer of sampling and learning. n: num_parameters(config); gpu: bfloat16 products of float32 weights, else all float32 on the CPU."""
     N, T = num_prompts * num_generations, prompt_length + completion_length
     rows = min(micro_batch_size, N)
     product, D, V, L = 2 if gpu else 4, config.hidden_size, config.vocab_size, config.num_hidden_layers
-    one_layer = rows * T * layer_bytes(config, gpu)
+    prompt_tokens = -(-rows // num_generations) * prompt_length             # each prompt once for its completions
+    tokens, (per_token, per_key) = rows * completion_length + prompt_tokens, layer_bytes(config, gpu)
+    one_layer = tokens * per_token + (rows * T + prompt_tokens) * per_key
     parts = {
         "weights": 4 * n,
         "moments": 8 * n,
         "reference": 4 * n * reference,
         "gradients": 4 * n,
         "bfloat16 weights": 2 * n * gpu,                    # autocast's copies, for as long as a forward or its backward
+        "packed weights": 4 * n * (not gpu),                # the sampler's
         "cache": 2 * L * N * config.num_key_value_heads * config.head_dim * T * product,
-        "activations": rows * T * L * 4 * D if gradient_checkpointing else L * one_layer,
-        "logits": rows * (completion_length + 1) * V * 4 * 5,       # themselves, by the temperature, gradients, temporaries
+        "activations": L * (tokens * 4 * D + prompt_tokens * per_key if gradient_checkpointing else one_layer),
+        "logits": rows * completion_length * V * 4 * 5,       # themselves, by the temperature, gradients, temporaries
     }
     stays = parts["weights"] + parts["moments"] + parts["reference"]
-    sampling = parts["gradients"] + parts["bfloat16 weights"] + 1.75 * parts["cache"] + 4 * N * V * 4
+    sampling = parts["gradients"] + parts["bfloat16 weights"] + parts["packed weights"] + 1.75 * parts["cache"] + 4 * N * V * 4
     # One after the other: all copies of the logits; two of them and the head's gradient; the last layer, computed anew.
     dearest = max(parts["logits"], parts["logits"] * 2 / 5 + 4 * V * D, one_layer * gradient_checkpointing)
     micro_batch = parts["activations"] + dearest + parts["bfloat16 weights"]
     # The first micro-batch of a step finds no gradients yet: they grow while its activations go.
     learning = micro_batch + parts["gradients"] if rows < N else max(micro_batch, parts["gradients"])
-    stepping = parts["gradients"] + 4 * n * gpu             # on a GPU AdamW takes all square roots at once
-    return parts | {"peak": int(stays + max(sampling, learning, stepping))}
+    return parts | {"peak": int(stays + max(sampling, learning))}
 
 
 def report(name, config, run):

@@ -9,10 +9,13 @@ RMSNorm, rotary positions, grouped-query attention, SwiGLU, and three switches t
        yes       no          > 0          Qwen3-MoE
 
 Parameter names and numerics are those of transformers' classes, so a state dict moves either way without renaming.
-Letters in the shapes: N sequences, T new tokens, S tokens attended to, D hidden size, H heads, K key/value heads,
-d head size, V vocabulary.
+Only attention sees sequences with their padding; all that works on tokens one by one gets the real ones alone.
+Letters in the shapes: N sequences, T new tokens, n of these N*T real ones, S tokens attended to, D hidden size, H heads,
+K key/value heads, d head size, V vocabulary.
 """
+import functools
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -83,17 +86,37 @@ def rotary_frequencies(config, device=None):
 
 
 def rotary_tables(positions, frequencies):
-    """cos and sin of position * frequency, (N, 1, T, d), the d/2 angles twice in a row; float32."""
-    angles = positions[:, None, :, None].float() * frequencies                          # (N, 1, T, d/2)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    """cos and sin of position * frequency, (n, 1, d), the d/2 angles twice in a row, sin first negated; float32."""
+    angles = positions[:, None, None].float() * frequencies                             # (n, 1, d/2)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x, rotary):
     """Turns each pair (x_i, x_{i+d/2}) by its angle, so that q.k depends only on the distance of two tokens."""
     cos, sin = (table.to(x.dtype) for table in rotary)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)               # roll: the halves change places
+
+
+class Padding:
+    """Which of N x T tokens are real, by the last T columns of an attention mask; without a mask all of them are."""
+
+    def __init__(self, shape, attention_mask):
+        self.shape, self.real = shape, None
+        if attention_mask is not None and shape[1] > 1:     # a single new token is always real
+            real = attention_mask[:, -shape[1]:].flatten().nonzero()[:, 0]
+            self.real = real if len(real) < shape.numel() else None
+
+    def remove(self, x):
+        """(N, T, ...) -> (n, ...)"""
+        x = x.flatten(0, 1)
+        return x if self.real is None else x[self.real]
+
+    def restore(self, x):
+        """(n, ...) -> (N, T, ...), zeros where padding stands"""
+        if self.real is not None:
+            x = x.new_zeros(self.shape.numel(), *x.shape[1:]).index_copy(0, self.real, x)
+        return x.unflatten(0, self.shape)
 
 
 class KVCache:
@@ -121,6 +144,28 @@ class KVCache:
                 new[:, :, :self.length] = old[rows, :, :self.length]
 
 
+class SharedPrompts:
+    """Keys and values of prompts read once, as a cache that gradients flow through, for sequences that begin with them.
+
+    A model fills an empty one with distinct prompts; for_rows(rows) is what to read the rest of the sequences with.
+    """
+
+    def __init__(self):
+        self.length, self.layers, self.rows = 0, {}, None
+
+    def for_rows(self, rows):
+        """rows (N,): which of the prompts each sequence begins with."""
+        cache = SharedPrompts()
+        cache.length, cache.layers, cache.rows = self.length, dict(self.layers), rows
+        return cache
+
+    def append(self, layer, k, v):
+        if self.rows is None:
+            self.layers[layer] = k, v
+            return k, v
+        return tuple(torch.cat((prompts[self.rows], new), 2) for prompts, new in zip(self.layers[layer], (k, v)))
+
+
 class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
@@ -134,20 +179,20 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x, rotary, mask, cache):
-        N, T, _ = x.shape
-        q = self.q_norm(self.q_proj(x).view(N, T, -1, self.head_dim)).transpose(1, 2)   # (N, H, T, d)
-        k = self.k_norm(self.k_proj(x).view(N, T, -1, self.head_dim)).transpose(1, 2)   # (N, K, T, d)
-        v = self.v_proj(x).view(N, T, -1, self.head_dim).transpose(1, 2)                # (N, K, T, d)
-        q, k = rotate(q, rotary), rotate(k, rotary)
+    def forward(self, x, rotary, mask, padding, cache):
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))              # (n, H, d)
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))              # (n, K, d)
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))                           # (n, K, d)
+        q, k, v = (padding.restore(x).transpose(1, 2) for x in (rotate(q, rotary), rotate(k, rotary), v))   # (N, ., T, d)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)                                       # (N, K, S, d)
+        N, K, T = len(q), k.shape[1], q.shape[2]
         if T == 1:      # heads that share their keys become rows of one product: (N, K, H/K, d)
-            q = q.view(N, k.shape[1], -1, self.head_dim)
+            q = q.reshape(N, K, -1, self.head_dim)
         # Without a mask the rows hold no padding: plain causal attention, or a single token that sees everything.
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1, enable_gqa=T > 1)
-        x = x if T == 1 else x.transpose(1, 2)
-        return self.o_proj(x.reshape(N, T, -1))
+        x = x.reshape(N, 1, -1) if T == 1 else x.transpose(1, 2).flatten(2)             # (N, T, H * d)
+        return self.o_proj(padding.remove(x))
 
 
 class SwiGLU(nn.Module):
@@ -171,15 +216,14 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList(SwiGLU(config, config.moe_intermediate_size) for _ in range(config.num_experts))
 
     def forward(self, x):
-        tokens = x.reshape(-1, x.shape[-1])                                             # (N*T, D)
-        weights, chosen = self.gate(tokens).float().softmax(-1).topk(self.top_k)        # (N*T, k)
+        weights, chosen = self.gate(x).float().softmax(-1).topk(self.top_k)             # (n, k)
         if self.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        out = torch.zeros_like(tokens)
+        out = torch.zeros_like(x)
         for index, expert in enumerate(self.experts):
             token, slot = (chosen == index).nonzero(as_tuple=True)
-            out = out.index_add(0, token, (expert(tokens[token]) * weights[token, slot, None]).to(out.dtype))
-        return out.view_as(x)
+            out = out.index_add(0, token, (expert(x[token]) * weights[token, slot, None]).to(out.dtype))
+        return out
 
 
 class DecoderLayer(nn.Module):
@@ -191,8 +235,8 @@ class DecoderLayer(nn.Module):
         sparse = (layer + 1) % config.decoder_sparse_step == 0 and layer not in config.mlp_only_layers
         self.mlp = MixtureOfExperts(config) if config.num_experts and sparse else SwiGLU(config, config.intermediate_size)
 
-    def forward(self, x, rotary, mask, cache):
-        x = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache)
+    def forward(self, x, *context):
+        x = x + self.self_attn(self.input_layernorm(x), *context)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -209,20 +253,22 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids, attention_mask=None, cache=None):
         """input_ids (N, T); attention_mask (N, S) 0/1 over the cached tokens and the new ones; -> (N, T, D)."""
-        T, past = input_ids.shape[1], cache.length if cache is not None else 0
+        (N, T), past = input_ids.shape, cache.length if cache is not None else 0
         if attention_mask is None:
-            positions = torch.arange(past, past + T, device=input_ids.device)[None]     # (1, T)
+            positions = torch.arange(past, past + T, device=input_ids.device).expand(N, T)
         else:
             positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past:]          # (N, T): padding takes no position
-        rotary = rotary_tables(positions, rotary_frequencies(self.config, input_ids.device))
+        padding = Padding(input_ids.shape, attention_mask)
+        rotary = rotary_tables(padding.remove(positions), rotary_frequencies(self.config, input_ids.device))
         mask = visible(attention_mask, T)
-        x = self.embed_tokens(input_ids)                                                # (N, T, D)
-        recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
+        x = self.embed_tokens(padding.remove(input_ids))                                # (n, D)
+        recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         for layer in self.layers:
-            x = checkpoint(layer, x, rotary, mask, None, use_reentrant=False) if recompute else layer(x, rotary, mask, cache)
+            context = (rotary, mask, padding, cache)
+            x = checkpoint(layer, x, *context, use_reentrant=False) if recompute else layer(x, *context)
         if cache is not None:
             cache.length += T
-        return self.norm(x)
+        return padding.restore(self.norm(x))
 
 
 def visible(attention_mask, T):
@@ -240,6 +286,8 @@ def visible(attention_mask, T):
 
 
 class MiniMindForCausalLM(nn.Module):
+    autocast = nullcontext      # see in_precision
+
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -261,8 +309,13 @@ class MiniMindForCausalLM(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, input_ids, attention_mask=None, *, logits_to_keep=0, cache=None):
-        """Logits (N, T, V), or (N, k, V) of the last k = logits_to_keep positions: the head is the dearest matrix."""
+        """Logits (N, T, V), or (N, k, V) of the last k = logits_to_keep positions: the head is the dearest matrix.
+
+        logits_to_keep may also be a mask (N, T): the logits at the positions where it is not 0, one after the other.
+        """
         hidden = self.model(input_ids, attention_mask, cache)
+        if isinstance(logits_to_keep, torch.Tensor):
+            return self.lm_head(hidden[logits_to_keep.bool()])
         return self.lm_head(hidden[:, -logits_to_keep:])
 
 
@@ -270,5 +323,6 @@ def in_precision(model, dtype, device):
     """Lets every forward of the model, whoever calls it, make its matrix products in bfloat16 where --dtype asks for it."""
     made_for_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if dtype == "bfloat16" or dtype == "auto" and made_for_it:
-        model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
+        model.autocast = functools.partial(torch.autocast, device.type, torch.bfloat16)
+        model.forward = model.autocast()(model.forward)
     return model

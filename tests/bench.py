@@ -7,8 +7,9 @@ warms up and is left out. A step is everything from prompts to moved weights; "x
 arbitrary numbers.
 
 `limit` is the share of the machine's rate of matrix products, measured beside, that our step reaches, counting only what
-real tokens need: to sample, each prompt once and each completion token once; each sequence once under the reference (beta >
-0) and three times under the policy (forward, twice that for backward), or not at all where advantage and beta are 0.
+real tokens need: each prompt once for all its completions, and each completion token once, to sample; the same under the
+reference (beta > 0); three times that under the policy (forward, twice it for backward), or nothing where advantage and beta
+are 0.
 
 Memory: how far one step, in a process of its own, raises the peak above what was resident before (Linux only).
 """
@@ -94,7 +95,8 @@ class Ours:
             "--num_generations", str(case.generations), "--max_gen_len", str(case.new_tokens), "--reward_funcs", "format"])
         self.world, self.rewards = train_grpo.World("cpu"), rewards_of(case)
         self.tokenizer, self.policy, self.reference, _ = train_grpo.load_models(self.args, self.world.device)
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0,
+                                           fused=True)
         self.sampling, self.comparison, self.learning = train_grpo.settings_of(self.args)
         eos = [NO_EOS] if case.config else train_grpo.eos_token_ids(self.policy, self.tokenizer)
         self.sampling |= {"eos_token_id": eos, "pad_token_id": self.tokenizer.pad_token_id}
@@ -172,10 +174,12 @@ def necessary_flops(config, rollout, generations, beta):
         return 2 * layers * linear * n + 4 * layers * width * n * (n + 1) / 2
 
     P, R = rollout.prompt_mask.sum(1).double(), rollout.mask.sum(1).double()            # (N,)
-    sequence = body(P + R - 1) + 2 * config.hidden_size * config.vocab_size * R         # the last token is no input
-    learned = sequence * (rollout.advantages != 0) if beta == 0 else sequence
-    sampling = (sequence - body(P)).sum() + body(P[::generations]).sum()
-    return float(sampling + sequence.sum() * (beta > 0) + 3 * learned.sum())
+    # The last token is no input.
+    completions = (body(P + R - 1) - body(P) + 2 * config.hidden_size * config.vocab_size * R).view(-1, generations)
+    prompts = body(P[::generations])                                                    # (B,)
+    learned = (rollout.advantages.view(-1, generations) != 0) | (beta > 0)
+    forward = completions.sum() + prompts.sum()
+    return float(forward * (1 + (beta > 0)) + 3 * (completions[learned].sum() + prompts[learned.any(1)].sum()))
 
 
 def turns_of_rollouts(case, path, batches):

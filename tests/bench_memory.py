@@ -65,7 +65,7 @@ def measure(sizes, run):
 def measure_apart(sizes, run):
     """The same in a process of its own, so that no peak hides another."""
     # Large tensors go back to the system when freed: the peak is then that of the live ones, not of gaps between them.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     process = subprocess.run([sys.executable, __file__, json.dumps([sizes, run])], env=environment,
                              capture_output=True, text=True, check=True)
     return int(process.stdout)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import train_grpo
+from model import MiniMindConfig, MiniMindForCausalLM
 from train_grpo import completion_mask, group_advantages, grpo_loss, kl_penalty, token_logps
 
 NAN = float("nan")
@@ -200,6 +201,38 @@ def test_token_logps_are_those_of_a_softmax_with_temperature(tiny_policy):
             distribution = probabilities[start + t - 1]
             assert logps[i, t].item() == pytest.approx(distribution[row[start + t]].log().item(), abs=1e-5)
             assert entropy[i, t].item() == pytest.approx(-(distribution * distribution.log()).sum().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("prompt_length", [1, 4])
+def test_token_logps_read_each_prompt_once_and_no_padding_and_have_the_gradients_of_the_whole_sequences(prompt_length, checkpointing):
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(vocab_size=9, hidden_size=16, intermediate_size=24, num_hidden_layers=3, head_dim=4,
+                                               initializer_range=0.3)).double()
+    prompts = torch.tensor([[0, 0, 3, 4], [5, 6, 7, 8], [0, 1, 5, 4], [5, 6, 7, 4]])[:, 4 - prompt_length:]
+    prompt_ids = prompts[[0, 1, 0, 2, 3, 1]]                    # the last two begin alike
+    mask = torch.arange(5) < torch.tensor([[2], [5], [1], [5], [3], [4]])
+    ids, attention_mask = torch.cat((prompt_ids, torch.randint(1, 9, (6, 5)) * mask), 1), torch.cat((prompt_ids > 0, mask), 1).long()
+    weight = torch.randn(2, 6, 5) * mask
+    tokens = []                                                 # that go through the second layer, pass by pass
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda _, inputs: tokens.append(len(inputs[0])))
+
+    def gradients(logps, entropy):
+        model.zero_grad()
+        (weight[0] * logps + weight[1] * entropy).sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+    log_probs = model(ids, attention_mask)[:, prompt_length - 1:-1].log_softmax(-1)
+    expected = log_probs.gather(-1, ids[:, prompt_length:, None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
+    whole = gradients(*expected)
+    tokens.clear()
+    model.model.gradient_checkpointing = checkpointing
+    found = token_logps(model, ids, attention_mask, 5, with_entropy=True)
+    assert tokens == ([1 + 3 + 2] if prompt_length > 1 else []) + [int(mask.sum())]     # [5, 6, 7] once
+    for ours, theirs in zip(found, expected):
+        torch.testing.assert_close(ours, (theirs * mask).float(), rtol=0, atol=1e-6)
+    for ours, theirs in zip(gradients(*found), whole):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * theirs.abs().max().item())
+    assert len(tokens) == (2 if prompt_length > 1 else 1) * (1 + checkpointing)
 
 
 def test_the_objective_runs_as_one_notebook_cell():
