@@ -4,7 +4,7 @@ What makes it fast: a prompt is read once for all its completions; finished comp
 have their place in memory from the start; drawing a token takes one random number; a CPU has the weights laid out for its
 matrix products once, not at every token; a GPU is not asked after every token whether it is done.
 """
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,10 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
     logps = torch.zeros(N, max_new_tokens, device=device)                               # (N, R)
     width = torch.zeros((), dtype=torch.long, device=device)                            # of the longest completion
 
-    # Cheaper than no_grad; the results are made outside of it, because a loss must be able to use them.
-    with torch.inference_mode(), packed_weights(model):
+    # In inference mode it is cheapest. But only outside of it one autocast around all tokens converts the weights only once.
+    # The results are made before, because a loss must be able to use them.
+    without_gradients = torch.inference_mode if model.autocast is nullcontext else torch.no_grad
+    with without_gradients(), model.autocast(), packed_weights(model):
         logits, mask, cache = read_prompts(model, prompt_ids, prompt_mask, num_generations, max_new_tokens)
         rows = torch.arange(N, device=device)       # which completion each row of the batch is: finished ones leave it
         alive = torch.ones(N, dtype=torch.bool, device=device)

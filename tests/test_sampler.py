@@ -2,8 +2,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import MiniMindConfig, MiniMindForCausalLM, sample, sampler
+from model import MiniMindConfig, MiniMindForCausalLM, in_precision, sample, sampler
 from train_grpo import completion_mask, token_logps
 
 PROMPTS, PAD, EOS = [[3, 9, 27, 11, 2, 8, 8, 31, 5], [6, 4], [1, 30, 17, 3, 12]], 7, [13, 21, 38]
@@ -122,3 +123,17 @@ def test_a_packed_layer_under_autocast_computes_as_the_trainer_does():
             with torch.autocast("cpu", torch.bfloat16):
                 assert torch.equal(sampler.packed_linear(layer)(x), layer(x))
     assert not sampler.can_pack(layer.weight.bfloat16()) and not sampler.can_pack(layer.weight.to("meta"))
+
+
+def test_a_rollout_in_bfloat16_converts_each_weight_once():
+    model, converted = in_precision(wide(), "bfloat16", torch.device("cpu")), []
+
+    class Conversions(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._to_copy.default and kwargs["dtype"] == torch.bfloat16:
+                converted.append(args[0].shape)
+            return function(*args, **(kwargs or {}))
+    with Conversions():
+        ids, _ = run(model)
+    assert ids.shape[1] > 5 and converted.count(model.lm_head.weight.shape) == 1
+    assert ids.tolist() == run(model)[0].tolist() and not torch.is_autocast_enabled("cpu")
