@@ -54,7 +54,10 @@ def layer_bytes(config, gpu):
 
 def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, completion_length, micro_batch_size, reference,
                gradient_checkpointing, gpu):
-    """Bytes by what they are for, and the "peak": what stays all the time plus the dearer of sampling and learning. n: num_parameters(config); gpu: bfloat16 products of float32 weights, else all float32 on the CPU."""
+    """Bytes by what they are for, and the "peak": what stays all the time plus the dearer of sampling and learning.
+
+    n: num_parameters(config); gpu: bfloat16 products of float32 weights, else all float32 on the CPU.
+    """
     N, T = num_prompts * num_generations, prompt_length + completion_length
     rows = min(micro_batch_size, N)
     product, D, V, L = 2 if gpu else 4, config.hidden_size, config.vocab_size, config.num_hidden_layers
