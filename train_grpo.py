@@ -215,7 +215,8 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
     if loss_type == "r1":
         per_token = per_token / mask.sum(1, keepdim=True).clamp(min=1)      # one term, though all tokens are added up
     clipped = {"low": low, "high": high, "region": low | high}
-    metrics = {f"clip_ratio/{name}_mean": (where * mask).sum() / num_tokens for name, where in clipped.items()}
+    metrics = {f"clip_ratio/{name}_mean": where.sum() / num_sequences if where.shape[1] == 1       # a ratio a sequence
+               else (where * mask).sum() / num_tokens for name, where in clipped.items()}
     if beta or ref_logps is not None:
         kl = kl_penalty(logps, ref_logps, kl_type=kl_type)                              # (N, R)
         per_token = per_token + beta * kl
@@ -772,8 +773,8 @@ def main(argv=None):
             metrics = rollout_metrics(rows, G)
             # 4. learn: clipped gradient steps on mini-batches
             with report.timed("update"):
-                lr = lr_at(step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
-                optimizer.param_groups[0]["lr"] = lr
+                lr = optimizer.param_groups[0]["lr"] = lr_at(
+                    step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
                 metrics |= learn(policy, optimizer, rollout, world, **learning, **logps_of)
                 if args.ref_model_sync_steps and step % args.ref_model_sync_steps == 0:
                     sync_reference(reference, policy, alpha=args.ref_model_mixup_alpha)

@@ -164,6 +164,13 @@ def test_a_clipped_token_has_no_gradient_and_is_counted():
     assert metrics == {"clip_ratio/low_mean": 0.25, "clip_ratio/high_mean": 0.25, "clip_ratio/region_mean": 0.5}
 
 
+def test_clipped_ratios_of_sequences_are_counted_by_sequence():
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])                       # the last is left out, and counts
+    logps = torch.tensor([0.5, 1.0, 1.5, 1.5]).log()[:, None].expand(4, 3) * mask
+    _, metrics = grpo_loss(logps, torch.zeros(4, 3), torch.tensor([-1.0, 1.0, 1.0, 1.0]), mask, importance_sampling_level="sequence")
+    assert metrics == {"clip_ratio/low_mean": 0.25, "clip_ratio/high_mean": 0.25, "clip_ratio/region_mean": 0.5}
+
+
 def test_the_four_estimates_of_the_kl():
     logps, ref_logps = torch.tensor([-1.0]), torch.tensor([-1.5])           # x = -0.5
     for kl_type, value in (("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) + 0.5 - 1), ("abs", 0.5)):
