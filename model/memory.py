@@ -76,7 +76,8 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
         "logits": rows * completion_length * V * 4 * 5,       # themselves, by the temperature, gradients, temporaries
     }
     stays = parts["weights"] + parts["moments"] + parts["reference"]
-    sampling = parts["gradients"] + parts["bfloat16 weights"] + parts["packed weights"] + 1.75 * parts["cache"] + 4 * N * V * 4
+    copies = parts["bfloat16 weights"] + parts["packed weights"]
+    sampling = parts["gradients"] + copies + 1.75 * parts["cache"] + 4 * N * V * 4
     # One after the other: all copies of the logits; two of them and the head's gradient; the last layer, computed anew.
     dearest = max(parts["logits"], parts["logits"] * 2 / 5 + 4 * V * D, one_layer * gradient_checkpointing)
     micro_batch = parts["activations"] + dearest + parts["bfloat16 weights"]

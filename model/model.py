@@ -186,13 +186,21 @@ class Attention(nn.Module):
         q, k, v = (padding.restore(x).transpose(1, 2) for x in (rotate(q, rotary), rotate(k, rotary), v))   # (N, ., T, d)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)                                       # (N, K, S, d)
-        N, K, T = len(q), k.shape[1], q.shape[2]
-        if T == 1:      # heads that share their keys become rows of one product: (N, K, H/K, d)
-            q = q.reshape(N, K, -1, self.head_dim)
-        # Without a mask the rows hold no padding: plain causal attention, or a single token that sees everything.
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1, enable_gqa=T > 1)
-        x = x.reshape(N, 1, -1) if T == 1 else x.transpose(1, 2).flatten(2)             # (N, T, H * d)
+        if q.shape[2] == 1:
+            x = self.one_token(q, k, v, mask)                                           # (N, 1, H * d)
+        else:       # without a mask the rows hold no padding: plain causal attention
+            x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+            x = x.transpose(1, 2).flatten(2)                                            # (N, T, H * d)
         return self.o_proj(padding.remove(x))
+
+    def one_token(self, q, k, v, mask):
+        """softmax(q k^T / sqrt(d)) v in plain sight: for a single query that is faster than the fused kernel of a CPU."""
+        N, K, _, d = k.shape
+        q = q.reshape(N, K, -1, d) / d ** 0.5       # heads that share their keys become rows of one product
+        scores = q @ k.transpose(2, 3)                                                  # (N, K, H/K, S)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        return (scores.softmax(-1) @ v).reshape(N, 1, -1)
 
 
 class SwiGLU(nn.Module):
