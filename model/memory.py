@@ -49,7 +49,8 @@ def layer_bytes(config, gpu):
     norms = 2 * (8 + product) * D                           # two: what came in, that normalised, and the output
     attention = product * 2 * q_size                        # q and what came of it
     qk_norm = (4 + product) * (q_size + kv_size) if config.qk_norm else 0
-    return norms + attention + qk_norm + product * 4 * F, product * 2 * kv_size     # gate, silu(gate), up, their product
+    # 4 F: gate, silu(gate), up, their product. On a GPU each head gets a copy of its key and value.
+    return norms + attention + qk_norm + product * 4 * F, product * 2 * (q_size if gpu else kv_size)
 
 
 def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, completion_length, micro_batch_size, reference,

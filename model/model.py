@@ -188,8 +188,12 @@ class Attention(nn.Module):
             k, v = cache.append(self.layer, k, v)                                       # (N, K, S, d)
         if q.shape[2] == 1:
             x = self.one_token(q, k, v, mask)                                           # (N, 1, H * d)
-        else:       # without a mask the rows hold no padding: plain causal attention
-            x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        else:
+            if mask is not None and q.is_cuda:      # of a GPU's kernels only a slow one takes both a mask and groups
+                k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))       # (N, H, S, d)
+            # Without a mask the rows hold no padding: plain causal attention.
+            x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+                                               enable_gqa=q.shape[1] != k.shape[1])
             x = x.transpose(1, 2).flatten(2)                                            # (N, T, H * d)
         return self.o_proj(padding.remove(x))
 
