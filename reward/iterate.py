@@ -5,10 +5,12 @@
 
 What stands behind `--` are flags of train_grpo.py. Each iteration is an ordinary run, from the policy that the last one
 left, which is so the reference too; then the reward model is retrained on what that policy wrote, with a tenth of
-each batch from its earlier data. All of it is in out/: <run_name>_1, reward_<run_name>_1, <run_name>_2, ... The command
+each batch from its earlier data. The retrained one is a language model, the first run's policy to begin with, whose score
+is a reply's log-likelihood: see reward/reward_model.py for why it sees slips that a classifier of its size does not. All of it is in out/: <run_name>_1, reward_<run_name>_1, <run_name>_2, ... The command
 goes on where it was stopped: a finished link of the chain is left alone, a run that was cut off is resumed.
 """
 import argparse
+import json
 import random
 import subprocess
 import sys
@@ -27,21 +29,29 @@ def call(*command):
         sys.exit(result.returncode)
 
 
+def is_likelihood(reward_model):
+    """Whether it is one of ours; the first of the chain may be a classifier."""
+    return json.loads((reward_model / "config.json").read_text(encoding="utf-8")).get("score") == "likelihood"
+
+
 def train_policy(run, model, reward_model, flags):
     if (run / "final" / "config.json").is_file():
         return
     start = ["--model_path", model] if model else []
+    # Log-likelihoods lie far below 0, where the clip that suits a classifier would make them all one.
+    clip = ["--reward_model_clip", 0] if is_likelihood(reward_model) else []
     resume = ["--resume"] if (run / "checkpoint").is_dir() or (run / "checkpoint.old").is_dir() else []
-    call("train_grpo.py", *flags, *start, *resume, "--reward_model_path", reward_model, "--out_dir", run.parent,
+    call("train_grpo.py", *clip, *flags, *start, *resume, "--reward_model_path", reward_model, "--out_dir", run.parent,
          "--run_name", run.name)
 
 
 def retrain_reward_model(folder, run, reward_model, args):
     if (folder / "pairs.jsonl").is_file():              # what it writes last
         return
-    call("-m", "reward.train_reward_model", "--completions", run / "completions.jsonl", "--replay", args.replay, "--init",
-         reward_model, "--save", folder, "--steps", args.reward_steps, "--learning_rate", args.reward_learning_rate,
-         "--warmup_steps", max(1, args.reward_steps // 10))
+    init = reward_model if is_likelihood(reward_model) else run / "final"
+    call("-m", "reward.train_reward_model", "--completions", run / "completions.jsonl", "--likelihood", "--init", init,
+         "--data", reward_model / "pairs.jsonl", "--replay", args.replay, "--save", folder, "--steps", args.reward_steps,
+         "--learning_rate", args.reward_learning_rate, "--warmup_steps", max(1, args.reward_steps // 10))
 
 
 def main():
@@ -49,10 +59,11 @@ def main():
     parser.add_argument("--iterations", type=int, default=2)
     parser.add_argument("--run_name", default="turns", help="of the folders that the chain writes")
     parser.add_argument("--out_dir", type=Path, default=ROOT / "out")
-    parser.add_argument("--reward_model_path", type=Path, default=ROOT / "reward/weights/reward_128", help="the first one")
+    parser.add_argument("--reward_model_path", type=Path, default=ROOT / "reward/weights/reward_128",
+                        help="the first one, a folder with pairs.jsonl in it")
     parser.add_argument("--replay", type=float, default=0.1, help="the share of each batch that is earlier pairs")
-    parser.add_argument("--reward_steps", type=int, default=500, help="steps of retraining the reward model")
-    parser.add_argument("--reward_learning_rate", type=float, default=2e-3)
+    parser.add_argument("--reward_steps", type=int, default=100, help="steps of retraining the reward model")
+    parser.add_argument("--reward_learning_rate", type=float, default=3e-4)
     parser.add_argument("flags", nargs="*", help="flags of train_grpo.py, behind --")
     args = parser.parse_args()
     model, reward_models, runs = None, [args.reward_model_path.resolve()], []
@@ -64,7 +75,7 @@ def main():
         reward_models.append(folder)
     print("\nright before wrong, in pairs of completions of prompts that are kept out of all retraining:")
     for run in runs:
-        pairs = pairs_of_runs([run / "completions.jsonl"], random.Random(0), most=8)[1]
+        pairs = pairs_of_runs([run / "completions.jsonl"], random.Random(0))[1]
         for folder in reward_models:
             share = accuracy_by_kind(load_reward_model(folder), pairs)["all"]
             print(f"  {run.name}, {len(pairs)} pairs, by {folder.name}: {share:.1%}")

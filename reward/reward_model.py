@@ -4,11 +4,13 @@ import math
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
+from model import load_pretrained, save_pretrained
 from model.checkpoint import hub_config, load_state, local_path, read_weights, save_tokenizer
 from model.model import Decoder
 
@@ -21,6 +23,7 @@ class RewardModel(nn.Module):
 
     Without a `backbone` it is the policy's; its tensors then have the names of Qwen3ForSequenceClassification.
     """
+    centering = 0.01        # in training, the pull of the scores towards 0
 
     def __init__(self, config, tokenizer, backbone=None):
         super().__init__()
@@ -81,9 +84,43 @@ class RewardModel(nn.Module):
         save_tokenizer(self.tokenizer, path)
 
 
+class LikelihoodModel(RewardModel):
+    """A language model that judges: a reply's score is its log-likelihood, sum over its tokens of log p(token | before).
+
+    To find that a digit is wrong a network must first compute the right one and then compare, and only after its last
+    layer has it done the first. A head on top must learn the second anew; a language model's own head is nothing else.
+    Trained on pairs it is the implicit reward of DPO (Rafailov et al. 2023), without a reference: nothing is generated.
+    """
+    centering = 0.0         # 0 is certainty here, and two replies can't both be certain
+
+    def __init__(self, policy, tokenizer):
+        super().__init__(policy.config, tokenizer, backbone=policy.model)
+        self.policy, self.score = policy, policy.lm_head
+        question = [{"role": "user", "content": ""}]
+        without, opened = (tokenizer.apply_chat_template(question, add_generation_prompt=opening, return_dict=False)
+                           for opening in (False, True))
+        self.opening = opened[len(without):]                            # <|im_start|>assistant\n
+
+    def forward(self, input_ids):
+        """Log-likelihoods (N, T) of the last turns of chats input_ids (N, T), each up to that token."""
+        logps = self.policy(input_ids)[:, :-1].float().log_softmax(-1)
+        logps = logps.gather(2, input_ids[:, 1:, None])[..., 0]                                             # (N, T-1)
+        opening = torch.tensor(self.opening, device=input_ids.device)
+        openings = (input_ids.unfold(1, len(opening), 1) == opening).all(-1)                                # (N, T-k+1)
+        behind_last = openings.flip(1).cumsum(1).flip(1)[:, 1:] == 0                                        # (N, T-k)
+        in_reply = F.pad(behind_last, (len(opening) - 1, 0))                                                # (N, T-1)
+        return F.pad((logps * in_reply).cumsum(1), (1, 0))
+
+    def save_pretrained(self, path):
+        """The folder of a language model, with a word in config.json for load_reward_model."""
+        save_pretrained(self.policy, self.tokenizer, path)
+        config = Path(path) / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"score": "likelihood"}, indent=2) + "\n")
+
+
 def load_reward_model(path, *, device="cpu"):
     """The reward model in a folder or, by its name owner/name, on the hub: a classifier of one label that transformers
-    knows, or InternLM2's. Ready to score, in bfloat16 on a GPU, else in float32. No code that comes with weights is run."""
+    knows, InternLM2's, or a LikelihoodModel. Ready to score, in bfloat16 on a GPU, else in float32. No code that comes with weights is run."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -92,6 +129,9 @@ def load_reward_model(path, *, device="cpu"):
     folder = find_folder(path)
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    if saved.get("score") == "likelihood":
+        policy = load_pretrained(folder, dtype=torch.float32)           # small differences of long sums
+        return LikelihoodModel(policy, AutoTokenizer.from_pretrained(folder)).to(device).eval()
     if ARCHITECTURE in (saved.get("architectures") or []):
         config = internlm2_config(saved, folder)
         model = RewardModel(config, InternLM2Tokenizer(folder, saved))

@@ -31,11 +31,10 @@ from model import load_pretrained
 from model.checkpoint import load_state, read_config, read_weights
 from model.train_sft import optimize
 
-from .reward_model import RewardModel
+from .reward_model import LikelihoodModel, RewardModel
 from .rules import accuracy_reward, extract_answer
 from .sample_pairs import pairs_of
 
-CENTERING = 0.01
 KEPT = 1000         # pairs that are saved with the weights, for a later --replay
 
 
@@ -60,9 +59,9 @@ def held_out(messages):
     return random.Random(json.dumps(messages)).random() < 0.1
 
 
-def pairs_of_runs(paths, rng, *, most=2):
+def pairs_of_runs(paths, rng):
     """The pairs to train on and the pairs to measure on, of the completions.jsonl of runs: a right one and a wrong one of
-    the same group, at most `most` of each. A prompt is on one side only: see held_out."""
+    the same group, each completion once at most. A prompt is on one side only: see held_out."""
     groups = defaultdict(list)
     for path in paths:
         for row in read_rows([path]):
@@ -71,7 +70,7 @@ def pairs_of_runs(paths, rng, *, most=2):
     pairs = {False: [], True: []}
     for rows in groups.values():
         right = accuracy_reward(None, [row["completion"] for row in rows], [row["answer"] for row in rows])
-        for sides in pairs_of([(row["completion"], score) for row, score in zip(rows, right)], rng, most):
+        for sides in pairs_of([(row["completion"], score) for row, score in zip(rows, right)], rng, len(rows)):
             chats = (rows[0]["messages"] + [{"role": "assistant", "content": text}] for text in sides)
             pairs[held_out(rows[0]["messages"])].append((*chats, "reply"))
     if not (pairs[False] and pairs[True]):
@@ -80,8 +79,10 @@ def pairs_of_runs(paths, rng, *, most=2):
     return pairs[False], pairs[True]
 
 
-def load_init(path):
-    """A reward model to go on with, or a language model under a new head."""
+def load_init(path, *, likelihood=False):
+    """A reward model to go on with, or a language model: under a new head, or with its likelihood as the score."""
+    if likelihood or json.loads((path / "config.json").read_text()).get("score") == "likelihood":
+        return LikelihoodModel(load_pretrained(path, dtype=torch.float32), AutoTokenizer.from_pretrained(path))
     model = RewardModel(read_config(path), AutoTokenizer.from_pretrained(path))
     weights = read_weights(path)
     if "score.weight" in weights:
@@ -124,7 +125,7 @@ def loss_of(model, input_ids, last):
     parted = ((ids != other_ids).cumsum(1) > 0) & both_go_on
     along = -F.logsigmoid(scores - other_scores)[parted].mean()
     chosen, rejected = scores.gather(1, end), other_scores.gather(1, other_end)                 # (pairs, 1)
-    return -F.logsigmoid(chosen - rejected).mean() + along + CENTERING * (chosen + rejected).pow(2).mean()
+    return -F.logsigmoid(chosen - rejected).mean() + along + model.centering * (chosen + rejected).pow(2).mean()
 
 
 def arguments():
@@ -135,6 +136,8 @@ def arguments():
     parser.add_argument("--completions", type=Path, nargs="+", default=[], help="completions.jsonl of runs, to retrain on")
     parser.add_argument("--replay", type=float, default=0.1, help="with --completions, the share of --data in each batch")
     parser.add_argument("--init", type=Path, required=True, help="a reward model, or a language model to make one of")
+    parser.add_argument("--likelihood", action="store_true",
+                        help="score a reply by its log-likelihood under --init, a language model, not by a new head")
     parser.add_argument("--save", type=Path, required=True, help="the folder that the weights go to")
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch_size", type=int, default=32, help="pairs per step")
@@ -153,16 +156,14 @@ def main():
     args = arguments()
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
-    model = load_init(args.init).to("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_init(args.init, likelihood=args.likelihood).to("cuda" if torch.cuda.is_available() else "cpu")
     earlier = read_pairs(args.data or [args.init / "pairs.jsonl"])
     if args.completions:
         earlier = [pair for pair in earlier if not held_out(pair[0][:-1])]
-    earlier = with_bare_answers(earlier, rng)
-    heldout = with_bare_answers(read_pairs(args.heldout), rng)
-    own = []
-    if args.completions:
-        own, heldout_own = pairs_of_runs(args.completions, rng)
-        own, heldout = with_bare_answers(own, rng), heldout + heldout_own
+    own, heldout = pairs_of_runs(args.completions, rng) if args.completions else ([], [])
+    heldout = heldout + read_pairs(args.heldout)
+    if not isinstance(model, LikelihoodModel):          # to which an answer without its thoughts is just unlikely
+        earlier, heldout, own = (with_bare_answers(pairs, rng) for pairs in (earlier, heldout, own))
     print(f"{len(own) or len(earlier)} pairs; before training {percentages(model, heldout)}")
     replayed = round(args.replay * args.batch_size) if own else args.batch_size
 

@@ -1,15 +1,21 @@
 """The reward model retrained on a run, and the chain of runs: which pairs, from where, and what happens after a stop."""
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from dataset.arithmetic import flaw_pairs
+from model import save_pretrained
 from reward import iterate, load_reward_model, train_reward_model
-from reward.train_reward_model import pairs_of_runs
+from reward.reward_model import LikelihoodModel
+from reward.train_reward_model import accuracy_by_kind, loss_of, pairs_of_runs
 
-SHIPPED = "reward/weights/reward_128"
+SHIPPED, POLICY = "reward/weights/reward_128", Path("model/weights/reason_128")
 
 
 def completion_rows(num_prompts, step=1):
@@ -58,6 +64,47 @@ def test_retraining_starts_from_the_reward_model_and_replays_its_earlier_pairs(t
     assert "before training" in capsys.readouterr().out
 
 
+def test_a_likelihood_model_scores_the_log_probability_of_the_last_turn_alone(tiny_policy, tmp_path):
+    tokenizer, policy = tiny_policy
+    question = [{"role": "user", "content": "What is 7 + 3*7?"}]
+    talk = question + [{"role": "assistant", "content": "The answer is 28."}, {"role": "user", "content": "What?"}]
+    chats = [talk + [{"role": "assistant", "content": "28"}], question + [{"role": "assistant", "content": "7 + 3*7 is 28. " * 3}],
+             question + [{"role": "assistant", "content": ""}]]
+    save_pretrained(policy, tokenizer, tmp_path / "policy")
+    with pytest.raises(ValueError, match="not a language model"):       # unless it is said to be meant
+        load_reward_model(tmp_path / "policy")
+    LikelihoodModel(policy, tokenizer).save_pretrained(tmp_path / "judge")
+    model, theirs = load_reward_model(tmp_path / "judge"), AutoModelForCausalLM.from_pretrained(tmp_path / "judge")
+    expected = []
+    for chat in chats:
+        asked = len(tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=False))
+        ids = tokenizer.apply_chat_template(chat, return_dict=False)
+        logits = theirs(torch.tensor([ids])).logits[0].double()
+        expected.append(sum((logits[t - 1, ids[t]] - logits[t - 1].exp().sum().log()).item() for t in range(asked, len(ids))))
+    assert model.get_scores(chats) == pytest.approx(expected, abs=1e-3)
+    assert [model.get_score(chat) for chat in chats] == pytest.approx(expected, abs=1e-3)
+
+
+def test_of_likelihoods_only_the_differences_are_trained(tiny_policy):
+    tokenizer, policy = tiny_policy
+    model = LikelihoodModel(policy, tokenizer)
+    chats = [[{"role": "user", "content": "7?"}, {"role": "assistant", "content": text}] for text in ("is 28", "is 72")]
+    (better, worse), ends = model(model.encode(chats)[0]), model.encode(chats)[1]
+    first, end = int((better != worse).nonzero()[0]), int(ends[0])      # the first digit, the last token
+    along = -torch.nn.functional.logsigmoid((better - worse)[first:end]).mean()
+    at_the_end = -torch.nn.functional.logsigmoid((better - worse)[end])
+    assert loss_of(model, *model.encode(chats)).item() == pytest.approx((along + at_the_end).item(), abs=1e-5)
+
+
+def test_a_language_model_sees_slips_that_the_shipped_classifier_does_not():
+    rng, models = random.Random(0), (load_reward_model(SHIPPED), train_reward_model.load_init(POLICY, likelihood=True))
+    rows = [row for row in flaw_pairs(rng, 400, heldout=True) if row["kind"] == "slip" and "<think>" in row["chosen"]]
+    pairs = [tuple(row["conversations"] + [{"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected"))
+             + ("slip",) for row in rows]
+    blind, seeing = (accuracy_by_kind(model, pairs)["slip"] for model in models)
+    assert len(pairs) > 100 and blind < 0.75 and seeing > 0.85
+
+
 def test_the_chain_hands_on_policy_and_reward_model_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
     calls = []
 
@@ -66,15 +113,12 @@ def test_the_chain_hands_on_policy_and_reward_model_and_goes_on_where_it_stopped
         calls.append(command)
         value = dict(zip(command, command[1:]))
         if command[0] == "train_grpo.py":
-            final = tmp_path / value["--run_name"] / "final"
-            final.mkdir(parents=True)
-            (final / "config.json").touch()
+            shutil.copytree(POLICY, tmp_path / value["--run_name"] / "final")
             write(tmp_path / value["--run_name"] / "completions.jsonl", completion_rows(60))
         else:
             if len(calls) == 2:                                     # the first retraining is cut off
                 raise KeyboardInterrupt
-            load_reward_model(value["--init"])
-            train_reward_model.load_init(Path(value["--init"])).save_pretrained(value["--save"])
+            train_reward_model.load_init(Path(value["--init"]), likelihood=True).save_pretrained(value["--save"])
             (tmp_path / value["--save"] / "pairs.jsonl").touch()
 
     monkeypatch.setattr(iterate, "call", call)
@@ -86,10 +130,12 @@ def test_the_chain_hands_on_policy_and_reward_model_and_goes_on_where_it_stopped
     assert [command[0] for command in calls] == ["train_grpo.py", "-m", "-m", "train_grpo.py", "-m"]
     assert "--model_path" not in values[0] and values[0]["--reward_model_path"].endswith(SHIPPED) and values[0]["--max_steps"] == "1"
     assert values[2]["--save"] == values[3]["--reward_model_path"] == values[4]["--init"] == str(tmp_path / "reward_t_1")
+    assert values[2]["--init"] == values[3]["--model_path"] and values[2]["--data"].endswith(f"{SHIPPED}/pairs.jsonl")
+    assert values[4]["--data"] == str(tmp_path / "reward_t_1/pairs.jsonl") and "--likelihood" in calls[2] + calls[4]
+    assert "--reward_model_clip" not in values[0] and values[3]["--reward_model_clip"] == "0"
     assert values[3]["--model_path"] == str(tmp_path / "t_1/final") and "--resume" not in calls[3]
-    (tmp_path / "t_2/final/config.json").unlink()
     (tmp_path / "t_2/checkpoint").mkdir()
-    (tmp_path / "t_2/final").rmdir()
+    shutil.rmtree(tmp_path / "t_2/final")
     calls.clear()
     iterate.main()
     assert len(calls) == 1 and "--resume" in calls[0]
