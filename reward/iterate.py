@@ -4,19 +4,19 @@
         --reward_model_answer_share 0 --max_steps 60
 
 What stands behind `--` are flags of train_grpo.py. Each iteration is an ordinary run, from the policy that the last one
-left, which is so the reference too; then the reward model is retrained on what that policy wrote, with a tenth of
-each batch from its earlier data. The retrained one is a language model, the first run's policy to begin with, whose score
-is a reply's log-likelihood: see reward/reward_model.py for why it sees slips that a classifier of its size does not. All of it is in out/: <run_name>_1, reward_<run_name>_1, <run_name>_2, ... The command
-goes on where it was stopped: a finished link of the chain is left alone, a run that was cut off is resumed.
+left, which is so the reference too; then the reward model is retrained on what that policy wrote, with a tenth of each
+batch from its earlier data. The first reward model may be a classifier; the retrained ones are language models, the first
+run's policy to begin with, which see slips that a classifier of this size does not: LikelihoodModel says why. All of it
+is in out/: <run_name>_1, reward_<run_name>_1, <run_name>_2, ... The command goes on where it was stopped: a finished link
+of the chain is left alone, a run that was cut off is resumed.
 """
 import argparse
-import json
 import random
 import subprocess
 import sys
 from pathlib import Path
 
-from .reward_model import load_reward_model
+from .reward_model import is_likelihood, load_reward_model
 from .train_reward_model import accuracy_by_kind, pairs_of_runs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,16 +29,11 @@ def call(*command):
         sys.exit(result.returncode)
 
 
-def is_likelihood(reward_model):
-    """Whether it is one of ours; the first of the chain may be a classifier."""
-    return json.loads((reward_model / "config.json").read_text(encoding="utf-8")).get("score") == "likelihood"
-
-
 def train_policy(run, model, reward_model, flags):
     if (run / "final" / "config.json").is_file():
         return
     start = ["--model_path", model] if model else []
-    # Log-likelihoods lie far below 0, where the clip that suits a classifier would make them all one.
+    # Log-likelihoods lie far below 0: the default clip would make them all one.
     clip = ["--reward_model_clip", 0] if is_likelihood(reward_model) else []
     resume = ["--resume"] if (run / "checkpoint").is_dir() or (run / "checkpoint.old").is_dir() else []
     call("train_grpo.py", *clip, *flags, *start, *resume, "--reward_model_path", reward_model, "--out_dir", run.parent,

@@ -85,13 +85,13 @@ class RewardModel(nn.Module):
 
 
 class LikelihoodModel(RewardModel):
-    """A language model that judges: a reply's score is its log-likelihood, sum over its tokens of log p(token | before).
+    """A language model as a judge: a reply's score is its log-likelihood, the sum over its tokens of log p(token | before).
 
-    To find that a digit is wrong a network must first compute the right one and then compare, and only after its last
-    layer has it done the first. A head on top must learn the second anew; a language model's own head is nothing else.
-    Trained on pairs it is the implicit reward of DPO (Rafailov et al. 2023), without a reference: nothing is generated.
+    To see that a digit is wrong, a network must compute the right one and compare the two. A language model does both,
+    with its last layers and its head; a new head on top must learn to, where there is no layer left to compare in.
+    Trained on pairs, it is the implicit reward of DPO (Rafailov et al. 2023, arXiv 2305.18290) without the reference.
     """
-    centering = 0.0         # 0 is certainty here, and two replies can't both be certain
+    centering = 0.0         # a likelihood has its own zero, certainty
 
     def __init__(self, policy, tokenizer):
         super().__init__(policy.config, tokenizer, backbone=policy.model)
@@ -103,13 +103,13 @@ class LikelihoodModel(RewardModel):
 
     def forward(self, input_ids):
         """Log-likelihoods (N, T) of the last turns of chats input_ids (N, T), each up to that token."""
-        logps = self.policy(input_ids)[:, :-1].float().log_softmax(-1)
-        logps = logps.gather(2, input_ids[:, 1:, None])[..., 0]                                             # (N, T-1)
-        opening = torch.tensor(self.opening, device=input_ids.device)
-        openings = (input_ids.unfold(1, len(opening), 1) == opening).all(-1)                                # (N, T-k+1)
-        behind_last = openings.flip(1).cumsum(1).flip(1)[:, 1:] == 0                                        # (N, T-k)
-        in_reply = F.pad(behind_last, (len(opening) - 1, 0))                                                # (N, T-1)
-        return F.pad((logps * in_reply).cumsum(1), (1, 0))
+        positions = torch.arange(input_ids.shape[1] + 1, device=input_ids.device)
+        opening = torch.tensor(self.opening, device=input_ids.device)                           # (k,)
+        opened = (input_ids.unfold(1, len(opening), 1) == opening).all(-1)                      # (N, T-k+1)
+        start = (opened * positions[len(opening):]).amax(1, keepdim=True)                       # (N, 1): behind the last one
+        logps = self.policy(input_ids)[:, :-1].float().log_softmax(-1)                          # (N, T-1, V)
+        logps = logps.gather(2, input_ids[:, 1:, None])[..., 0] * (positions[1:-1] >= start)    # (N, T-1)
+        return F.pad(logps.cumsum(1), (1, 0))
 
     def save_pretrained(self, path):
         """The folder of a language model, with a word in config.json for load_reward_model."""
@@ -118,9 +118,15 @@ class LikelihoodModel(RewardModel):
         config.write_text(json.dumps(json.loads(config.read_text()) | {"score": "likelihood"}, indent=2) + "\n")
 
 
+def is_likelihood(folder):
+    """Whether a LikelihoodModel wrote this folder."""
+    return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("score") == "likelihood"
+
+
 def load_reward_model(path, *, device="cpu"):
     """The reward model in a folder or, by its name owner/name, on the hub: a classifier of one label that transformers
-    knows, InternLM2's, or a LikelihoodModel. Ready to score, in bfloat16 on a GPU, else in float32. No code that comes with weights is run."""
+    knows, InternLM2's, or a LikelihoodModel. Ready to score, in bfloat16 on a GPU, else in float32 (the last one always).
+    No code that comes with weights is run."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -129,7 +135,7 @@ def load_reward_model(path, *, device="cpu"):
     folder = find_folder(path)
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
-    if saved.get("score") == "likelihood":
+    if is_likelihood(folder):
         policy = load_pretrained(folder, dtype=torch.float32)           # small differences of long sums
         return LikelihoodModel(policy, AutoTokenizer.from_pretrained(folder)).to(device).eval()
     if ARCHITECTURE in (saved.get("architectures") or []):

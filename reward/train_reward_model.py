@@ -9,9 +9,11 @@ as the log-odds that the first reply is better; a small pull keeps the two centr
 
 With --completions it is retrained on what a policy has learnt to write, as iterative GRPO asks: right completions of a run
 against wrong ones of the same prompt, and --replay of each batch from what it was trained on before, so as not to forget.
+With --likelihood it is a language model, whose score is the reply's log-likelihood: it sees slips, see LikelihoodModel.
 
-    python -m reward.train_reward_model --completions out/grpo_reason_128/completions.jsonl --replay 0.1 \\
-        --init reward/weights/reward_128 --save out/reward_128 --steps 300 --learning_rate 5e-4
+    python -m reward.train_reward_model --completions out/grpo_reason_128/completions.jsonl --replay 0.1 --likelihood \\
+        --init out/grpo_reason_128/final --data reward/weights/reward_128/pairs.jsonl --save out/reward_likelihood \\
+        --steps 100 --learning_rate 3e-4 --warmup_steps 10
 
 One bit for a whole reply is little to learn from. So the better reply is also to lead at every token from the one on
 where the two part, until the shorter one ends: a slip is then felt where it happens, not thirty tokens later.
@@ -31,7 +33,7 @@ from model import load_pretrained
 from model.checkpoint import load_state, read_config, read_weights
 from model.train_sft import optimize
 
-from .reward_model import LikelihoodModel, RewardModel
+from .reward_model import LikelihoodModel, RewardModel, is_likelihood
 from .rules import accuracy_reward, extract_answer
 from .sample_pairs import pairs_of
 
@@ -81,7 +83,7 @@ def pairs_of_runs(paths, rng):
 
 def load_init(path, *, likelihood=False):
     """A reward model to go on with, or a language model: under a new head, or with its likelihood as the score."""
-    if likelihood or json.loads((path / "config.json").read_text()).get("score") == "likelihood":
+    if likelihood or is_likelihood(path):
         return LikelihoodModel(load_pretrained(path, dtype=torch.float32), AutoTokenizer.from_pretrained(path))
     model = RewardModel(read_config(path), AutoTokenizer.from_pretrained(path))
     weights = read_weights(path)
@@ -162,7 +164,7 @@ def main():
         earlier = [pair for pair in earlier if not held_out(pair[0][:-1])]
     own, heldout = pairs_of_runs(args.completions, rng) if args.completions else ([], [])
     heldout = heldout + read_pairs(args.heldout)
-    if not isinstance(model, LikelihoodModel):          # to which an answer without its thoughts is just unlikely
+    if not isinstance(model, LikelihoodModel):          # to whom an answer without its thoughts is just unlikely
         earlier, heldout, own = (with_bare_answers(pairs, rng) for pairs in (earlier, heldout, own))
     print(f"{len(own) or len(earlier)} pairs; before training {percentages(model, heldout)}")
     replayed = round(args.replay * args.batch_size) if own else args.batch_size

@@ -1,5 +1,6 @@
 """The reward model retrained on a run, and the chain of runs: which pairs, from where, and what happens after a stop."""
 import json
+import math
 import random
 import shutil
 import sys
@@ -47,15 +48,15 @@ def test_pairs_are_right_against_wrong_within_a_group_and_hold_out_whole_prompts
 
 def test_retraining_starts_from_the_reward_model_and_replays_its_earlier_pairs(tmp_path, monkeypatch, capsys):
     path = write(tmp_path / "completions.jsonl", completion_rows(60))
-    batches = []
-    monkeypatch.setattr(train_reward_model, "optimize", lambda model, next_loss, **options: batches.append(next_loss().item()))
     chosen = []
-    monkeypatch.setattr(train_reward_model.RewardModel, "encode", lambda model, chats: chosen.extend(chats) or model.pad(model.tokenize(chats)))
-    monkeypatch.setattr(sys, "argv", ["train_reward_model.py", "--completions", str(path), "--replay", "0.25", "--init", SHIPPED,
-                                      "--save", str(tmp_path / "new"), "--batch_size", "8"])
+    monkeypatch.setattr(train_reward_model, "optimize", lambda model, next_loss, **options: next_loss())
+    monkeypatch.setattr(train_reward_model.RewardModel, "encode",
+                        lambda model, chats: chosen.extend(chats) or model.pad(model.tokenize(chats)))
+    monkeypatch.setattr(sys, "argv", ["train_reward_model.py", "--completions", str(path), "--replay", "0.25",
+                                      "--init", SHIPPED, "--save", str(tmp_path / "new"), "--batch_size", "8"])
     train_reward_model.main()
     own = {row["prompt"] for row in completion_rows(60)}
-    assert len(chosen) == 16 and sum(chat[0]["content"] in own for chat in chosen) == 12           # 6 of 8 pairs are the run's
+    assert len(chosen) == 16 and sum(chat[0]["content"] in own for chat in chosen) == 12       # 6 of 8 pairs are the run's
     question = [{"role": "user", "content": "What is 7 + 3*7?"}, {"role": "assistant", "content": "28"}]
     assert load_reward_model(tmp_path / "new").get_score(question) == pytest.approx(
         load_reward_model(SHIPPED).get_score(question), abs=1e-5)                                  # no step was taken
@@ -64,12 +65,29 @@ def test_retraining_starts_from_the_reward_model_and_replays_its_earlier_pairs(t
     assert "before training" in capsys.readouterr().out
 
 
+def test_a_language_model_is_retrained_as_one_and_on_no_bare_answers(tmp_path, monkeypatch):
+    path = write(tmp_path / "completions.jsonl", completion_rows(60))
+    chosen = []
+    monkeypatch.setattr(train_reward_model, "optimize", lambda model, next_loss, **options: next_loss())
+    monkeypatch.setattr(train_reward_model.RewardModel, "encode",
+                        lambda model, chats: chosen.extend(chats) or model.pad(model.tokenize(chats)))
+    monkeypatch.setattr(sys, "argv", ["train_reward_model.py", "--completions", str(path), "--likelihood",
+                                      "--init", str(POLICY), "--data", f"{SHIPPED}/pairs.jsonl",
+                                      "--save", str(tmp_path / "new")])
+    train_reward_model.main()
+    own = {row["prompt"] for row in completion_rows(60)}
+    texts = [chat[1]["content"] for chat in chosen if chat[0]["content"] in own]
+    assert len(texts) == 2 * 29 and all("<think>" in text for text in texts)                    # 3 of 32 are replayed
+    for reopened in (load_reward_model(tmp_path / "new"), train_reward_model.load_init(tmp_path / "new")):
+        assert isinstance(reopened, LikelihoodModel)
+
+
 def test_a_likelihood_model_scores_the_log_probability_of_the_last_turn_alone(tiny_policy, tmp_path):
     tokenizer, policy = tiny_policy
     question = [{"role": "user", "content": "What is 7 + 3*7?"}]
     talk = question + [{"role": "assistant", "content": "The answer is 28."}, {"role": "user", "content": "What?"}]
-    chats = [talk + [{"role": "assistant", "content": "28"}], question + [{"role": "assistant", "content": "7 + 3*7 is 28. " * 3}],
-             question + [{"role": "assistant", "content": ""}]]
+    chats = [before + [{"role": "assistant", "content": text}]
+             for before, text in ((talk, "28"), (question, "7 + 3*7 is 28. " * 3), (question, ""))]
     save_pretrained(policy, tokenizer, tmp_path / "policy")
     with pytest.raises(ValueError, match="not a language model"):       # unless it is said to be meant
         load_reward_model(tmp_path / "policy")
@@ -79,8 +97,8 @@ def test_a_likelihood_model_scores_the_log_probability_of_the_last_turn_alone(ti
     for chat in chats:
         asked = len(tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=False))
         ids = tokenizer.apply_chat_template(chat, return_dict=False)
-        logits = theirs(torch.tensor([ids])).logits[0].double()
-        expected.append(sum((logits[t - 1, ids[t]] - logits[t - 1].exp().sum().log()).item() for t in range(asked, len(ids))))
+        p = theirs(torch.tensor([ids])).logits[0].double().softmax(-1)
+        expected.append(sum(math.log(p[t - 1, ids[t]].item()) for t in range(asked, len(ids))))
     assert model.get_scores(chats) == pytest.approx(expected, abs=1e-3)
     assert [model.get_score(chat) for chat in chats] == pytest.approx(expected, abs=1e-3)
 
@@ -128,7 +146,8 @@ def test_the_chain_hands_on_policy_and_reward_model_and_goes_on_where_it_stopped
     iterate.main()
     values = [dict(zip(command, command[1:])) for command in calls]
     assert [command[0] for command in calls] == ["train_grpo.py", "-m", "-m", "train_grpo.py", "-m"]
-    assert "--model_path" not in values[0] and values[0]["--reward_model_path"].endswith(SHIPPED) and values[0]["--max_steps"] == "1"
+    assert "--model_path" not in values[0] and values[0]["--max_steps"] == "1"
+    assert values[0]["--reward_model_path"].endswith(SHIPPED)
     assert values[2]["--save"] == values[3]["--reward_model_path"] == values[4]["--init"] == str(tmp_path / "reward_t_1")
     assert values[2]["--init"] == values[3]["--model_path"] and values[2]["--data"].endswith(f"{SHIPPED}/pairs.jsonl")
     assert values[4]["--data"] == str(tmp_path / "reward_t_1/pairs.jsonl") and "--likelihood" in calls[2] + calls[4]
