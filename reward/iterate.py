@@ -33,10 +33,10 @@ def train_policy(run, model, reward_model, flags):
     if (run / "final" / "config.json").is_file():
         return
     start = ["--model_path", model] if model else []
-    # Log-likelihoods lie far below 0: the default clip would make them all one.
-    clip = ["--reward_model_clip", 0] if is_likelihood(reward_model) else []
+    # Log-likelihoods lie far below 0, where the default clip would make them all one; a bare answer's says nothing.
+    raw = ["--reward_model_clip", 0, "--reward_model_answer_share", 0] if is_likelihood(reward_model) else []
     resume = ["--resume"] if (run / "checkpoint").is_dir() or (run / "checkpoint.old").is_dir() else []
-    call("train_grpo.py", *clip, *flags, *start, *resume, "--reward_model_path", reward_model, "--out_dir", run.parent,
+    call("train_grpo.py", *raw, *flags, *start, *resume, "--reward_model_path", reward_model, "--out_dir", run.parent,
          "--run_name", run.name)
 
 

@@ -152,6 +152,7 @@ def test_the_chain_hands_on_policy_and_reward_model_and_goes_on_where_it_stopped
     assert values[2]["--init"] == values[3]["--model_path"] and values[2]["--data"].endswith(f"{SHIPPED}/pairs.jsonl")
     assert values[4]["--data"] == str(tmp_path / "reward_t_1/pairs.jsonl") and "--likelihood" in calls[2] + calls[4]
     assert "--reward_model_clip" not in values[0] and values[3]["--reward_model_clip"] == "0"
+    assert values[3]["--reward_model_answer_share"] == "0"
     assert values[3]["--model_path"] == str(tmp_path / "t_1/final") and "--resume" not in calls[3]
     (tmp_path / "t_2/checkpoint").mkdir()
     shutil.rmtree(tmp_path / "t_2/final")
