@@ -87,8 +87,8 @@ class RewardModel(nn.Module):
 class LikelihoodModel(RewardModel):
     """A language model as a judge: a reply's score is its log-likelihood, the sum over its tokens of log p(token | before).
 
-    To see that a digit is wrong, a network must compute the right one and compare the two. A language model does both,
-    with its last layers and its head; a new head on top must learn to, where there is no layer left to compare in.
+    To see that a digit is wrong, a network must compute the right one and compare the two. That is what a language model's
+    layers and its head do already; with a new head the comparison has to be learnt, from many more pairs than a run leaves.
     Trained on pairs, it is the implicit reward of DPO (Rafailov et al. 2023, arXiv 2305.18290) without the reference.
     """
     centering = 0.0         # a likelihood has its own zero, certainty
