@@ -110,7 +110,7 @@ class Padding:
     def remove(self, x):
         """(N, T, ...) -> (n, ...)"""
         x = x.flatten(0, 1)
-        return x if self.real is None else x[self.real]
+        return x if self.real is None else x.index_select(0, self.real)
 
     def restore(self, x):
         """(n, ...) -> (N, T, ...), zeros where padding stands"""
@@ -163,7 +163,8 @@ class SharedPrompts:
         if self.rows is None:
             self.layers[layer] = k, v
             return k, v
-        return tuple(torch.cat((prompts[self.rows], new), 2) for prompts, new in zip(self.layers[layer], (k, v)))
+        prompts = (x.index_select(0, self.rows) for x in self.layers[layer])
+        return tuple(torch.cat(pair, 2) for pair in zip(prompts, (k, v)))
 
 
 class Attention(nn.Module):
