@@ -215,8 +215,8 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
     if loss_type == "r1":
         per_token = per_token / mask.sum(1, keepdim=True).clamp(min=1)      # one term, though all tokens are added up
     clipped = {"low": low, "high": high, "region": low | high}
-    metrics = {f"clip_ratio/{name}_mean": where.sum() / num_sequences if where.shape[1] == 1       # a ratio a sequence
-               else (where * mask).sum() / num_tokens for name, where in clipped.items()}
+    metrics = {f"clip_ratio/{name}_mean": (where * mask).sum() / num_tokens if level == "token" or where.shape[1] > 1
+               else where.sum() / num_sequences for name, where in clipped.items()}
     if beta or ref_logps is not None:
         kl = kl_penalty(logps, ref_logps, kl_type=kl_type)                              # (N, R)
         per_token = per_token + beta * kl

@@ -4,8 +4,8 @@
     python -m model.memory Qwen/Qwen3-0.6B out/my_weights         any weights, by their config.json
 
 The formula counts live tensors. On the CPU it came within 5% of the peaks measured where freed memory goes back at once
-(tests/bench_memory.py); glibc's malloc by itself keeps gaps, with which a process held up to a quarter more. For a GPU the same
-counts are taken with the bytes of bfloat16 products; that was not measured.
+(tests/bench_memory.py); glibc's malloc by itself keeps gaps, with which a process held up to a quarter more. For a GPU
+the same counts are taken with the bytes of bfloat16 products; that was not measured.
 """
 import argparse
 import sys
@@ -81,7 +81,8 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
     sampling = parts["gradients"] + copies + 1.75 * parts["cache"] + 4 * N * V * 4
     # One after the other: all copies of the logits; two of them and the head's gradient; the last layer, computed anew.
     dearest = max(parts["logits"], parts["logits"] * 2 / 5 + 4 * V * D, one_layer * gradient_checkpointing)
-    micro_batch = parts["activations"] + dearest + parts["bfloat16 weights"]
+    passes = 1 if gradient_checkpointing else 2             # prompts, completions: each keeps its bfloat16 weights
+    micro_batch = parts["activations"] + dearest + passes * parts["bfloat16 weights"]
     # The first micro-batch of a step finds no gradients yet: they grow while its activations go.
     learning = micro_batch + parts["gradients"] if rows < N else max(micro_batch, parts["gradients"])
     return parts | {"peak": int(stays + max(sampling, learning))}

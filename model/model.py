@@ -103,7 +103,7 @@ class Padding:
 
     def __init__(self, shape, attention_mask):
         self.shape, self.real = shape, None
-        if attention_mask is not None and shape[1] > 1:     # a single new token is always real
+        if attention_mask is not None and shape[1] > 1:     # a single new token is taken as real
             real = attention_mask[:, -shape[1]:].flatten().nonzero()[:, 0]
             self.real = real if len(real) < shape.numel() else None
 
@@ -155,7 +155,7 @@ class SharedPrompts:
 
     def for_rows(self, rows):
         """rows (N,): which of the prompts each sequence begins with."""
-        cache = SharedPrompts()
+        cache = SharedPrompts()     # with a dict of its own: gradient checkpointing fills the first one again
         cache.length, cache.layers, cache.rows = self.length, dict(self.layers), rows
         return cache
 
@@ -190,7 +190,7 @@ class Attention(nn.Module):
         if q.shape[2] == 1:
             x = self.one_token(q, k, v, mask)                                           # (N, 1, H * d)
         else:
-            if mask is not None and q.is_cuda:      # of a GPU's kernels only a slow one takes both a mask and groups
+            if q.is_cuda and (mask is not None or q.dtype == torch.float32):    # then only a GPU's slow kernel knows groups
                 k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))       # (N, H, S, d)
             # Without a mask the rows hold no padding: plain causal attention.
             x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
@@ -204,7 +204,8 @@ class Attention(nn.Module):
         q = q.reshape(N, K, -1, d) / d ** 0.5       # heads that share their keys become rows of one product
         scores = q @ k.transpose(2, 3)                                                  # (N, K, H/K, S)
         if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf"))
+            # Not -inf: where all is padding, the softmax would be NaN, and NaN spreads.
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         return (scores.softmax(-1) @ v).reshape(N, 1, -1)
 
 

@@ -30,7 +30,7 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
     logps = torch.zeros(N, max_new_tokens, device=device)                               # (N, R)
     width = torch.zeros((), dtype=torch.long, device=device)                            # of the longest completion
 
-    # In inference mode it is cheapest. But only outside of it one autocast around all tokens converts the weights only once.
+    # Inference mode is cheapest; but only outside of it does one autocast around all tokens convert the weights just once.
     # The results are made before, because a loss must be able to use them.
     without_gradients = torch.inference_mode if model.autocast is nullcontext else torch.no_grad
     with without_gradients(), model.autocast(), packed_weights(model):

@@ -4,8 +4,8 @@
         --reward_model_answer_share 0 --max_steps 60
 
 What stands behind `--` are flags of train_grpo.py. Each iteration is an ordinary run, from the policy that the last one
-left, which is so the reference too; then the reward model is retrained on what that policy wrote, with a tenth of each
-batch from its earlier data. The first reward model may be a classifier; the retrained ones are language models, the first
+left, which is also the reference; then the reward model is retrained on what that policy wrote, a tenth of each batch
+being its earlier data. The first reward model may be a classifier; the retrained ones are language models, the first
 run's policy to begin with, which see slips that a classifier of this size does not: LikelihoodModel says why. All of it
 is in out/: <run_name>_1, reward_<run_name>_1, <run_name>_2, ... The command goes on where it was stopped: a finished link
 of the chain is left alone, a run that was cut off is resumed.
@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .reward_model import is_likelihood, load_reward_model
+from .reward_model import find_folder, is_likelihood, load_reward_model
 from .train_reward_model import accuracy_by_kind, pairs_of_runs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,7 +61,7 @@ def main():
     parser.add_argument("--reward_learning_rate", type=float, default=3e-4)
     parser.add_argument("flags", nargs="*", help="flags of train_grpo.py, behind --")
     args = parser.parse_args()
-    model, reward_models, runs = None, [args.reward_model_path.resolve()], []
+    model, reward_models, runs = None, [find_folder(args.reward_model_path).resolve()], []
     for i in range(1, args.iterations + 1):
         run, folder = (args.out_dir.resolve() / name for name in (f"{args.run_name}_{i}", f"reward_{args.run_name}_{i}"))
         train_policy(run, model, reward_models[-1], args.flags)

@@ -24,6 +24,7 @@ class RewardModel(nn.Module):
     Without a `backbone` it is the policy's; its tensors then have the names of Qwen3ForSequenceClassification.
     """
     centering = 0.01        # in training, the pull of the scores towards 0
+    gpu_tokens = 16384      # in a batch of get_scores
 
     def __init__(self, config, tokenizer, backbone=None):
         super().__init__()
@@ -58,7 +59,7 @@ class RewardModel(nn.Module):
 
         A batch holds chats of like length, `max_tokens` with the padding: few on a CPU, so that they stay in its cache.
         """
-        max_tokens = max_tokens or (2048 if self.score.weight.device.type == "cpu" else 16384)
+        max_tokens = max_tokens or (2048 if self.score.weight.device.type == "cpu" else self.gpu_tokens)
         ids = self.tokenize(chats)
         order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
         scores = torch.zeros(len(ids))
@@ -92,6 +93,7 @@ class LikelihoodModel(RewardModel):
     Trained on pairs, it is the implicit reward of DPO (Rafailov et al. 2023, arXiv 2305.18290) without the reference.
     """
     centering = 0.0         # a likelihood has its own zero, certainty
+    gpu_tokens = 2048       # each with logits for the whole vocabulary
 
     def __init__(self, policy, tokenizer):
         super().__init__(policy.config, tokenizer, backbone=policy.model)
@@ -100,6 +102,10 @@ class LikelihoodModel(RewardModel):
         without, opened = (tokenizer.apply_chat_template(question, add_generation_prompt=opening, return_dict=False)
                            for opening in (False, True))
         self.opening = opened[len(without):]                            # <|im_start|>assistant\n
+        answered = tokenizer.apply_chat_template([*question, {"role": "assistant", "content": "a"}], return_dict=False)
+        if not self.opening or answered[:len(opened)] != opened:
+            raise ValueError("a likelihood is that of the last turn, and this chat template does not say where it begins; "
+                             "choose a model whose generation prompt stands in its chats")
 
     def forward(self, input_ids):
         """Log-likelihoods (N, T) of the last turns of chats input_ids (N, T), each up to that token."""
@@ -107,9 +113,9 @@ class LikelihoodModel(RewardModel):
         opening = torch.tensor(self.opening, device=input_ids.device)                           # (k,)
         opened = (input_ids.unfold(1, len(opening), 1) == opening).all(-1)                      # (N, T-k+1)
         start = (opened * positions[len(opening):]).amax(1, keepdim=True)                       # (N, 1): behind the last one
-        logps = self.policy(input_ids)[:, :-1].float().log_softmax(-1)                          # (N, T-1, V)
-        logps = logps.gather(2, input_ids[:, 1:, None])[..., 0] * (positions[1:-1] >= start)    # (N, T-1)
-        return F.pad(logps.cumsum(1), (1, 0))
+        logits = self.policy(input_ids)[:, :-1].float()                                         # (N, T-1, V)
+        logps = logits.gather(2, input_ids[:, 1:, None])[..., 0] - logits.logsumexp(-1)         # (N, T-1)
+        return F.pad((logps * (positions[1:-1] >= start)).cumsum(1), (1, 0))
 
     def save_pretrained(self, path):
         """The folder of a language model, with a word in config.json for load_reward_model."""
@@ -197,6 +203,9 @@ def reward_model_reward(model, *, reasoning=True, clip=3.0, scale=1.0, answer_sh
     it; 0.6 is answer_share. A clip of 0 is none.
     """
     bound = clip or math.inf
+    if isinstance(model, LikelihoodModel) and (clip or reasoning and answer_share):
+        raise ValueError("the reward model is a likelihood, far below 0 and made for whole replies: with it goes "
+                         "--reward_model_clip 0 --reward_model_answer_share 0")
 
     def reward_model(prompts, completions, messages, **columns):
         answers = [answer_block(completion) if reasoning else None for completion in completions]

@@ -5,11 +5,12 @@
         --init out/pretrain_128 --save reward/weights/reward_128
 
 The loss is Bradley and Terry's, -log sigmoid(score(chosen) - score(rejected)), which reads the difference of two scores
-as the log-odds that the first reply is better; a small pull keeps the two centred on 0, where the clip expects them.
+as the log-odds that the first reply is better; a small pull keeps a classifier's centred on 0, where the clip expects them.
 
 With --completions it is retrained on what a policy has learnt to write, as iterative GRPO asks: right completions of a run
 against wrong ones of the same prompt, and --replay of each batch from what it was trained on before, so as not to forget.
-With --likelihood it is a language model, whose score is the reply's log-likelihood: it sees slips, see LikelihoodModel.
+With --likelihood the reward model is a language model, and its score the reply's log-likelihood, which sees slips:
+LikelihoodModel says why. A run that it judges wants --reward_model_clip 0 --reward_model_answer_share 0.
 
     python -m reward.train_reward_model --completions out/grpo_reason_128/completions.jsonl --replay 0.1 --likelihood \\
         --init out/grpo_reason_128/final --data reward/weights/reward_128/pairs.jsonl --save out/reward_likelihood \\
@@ -133,7 +134,8 @@ def loss_of(model, input_ids, last):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, nargs="+", default=[],
-                        help='jsonl files of {"conversations", "chosen", "rejected"} (default: --init\'s pairs.jsonl)')
+                        help='jsonl files of {"conversations", "chosen", "rejected"} (default: pairs.jsonl beside the '
+                             'weights of --init, a reward model)')
     parser.add_argument("--heldout", type=Path, nargs="+", default=[], help="the same, only to measure on")
     parser.add_argument("--completions", type=Path, nargs="+", default=[], help="completions.jsonl of runs, to retrain on")
     parser.add_argument("--replay", type=float, default=0.1, help="with --completions, the share of --data in each batch")
@@ -164,7 +166,7 @@ def main():
         earlier = [pair for pair in earlier if not held_out(pair[0][:-1])]
     own, heldout = pairs_of_runs(args.completions, rng) if args.completions else ([], [])
     heldout = heldout + read_pairs(args.heldout)
-    if not isinstance(model, LikelihoodModel):          # to whom an answer without its thoughts is just unlikely
+    if not isinstance(model, LikelihoodModel):          # to which an answer without its thoughts is just unlikely
         earlier, heldout, own = (with_bare_answers(pairs, rng) for pairs in (earlier, heldout, own))
     print(f"{len(own) or len(earlier)} pairs; before training {percentages(model, heldout)}")
     replayed = round(args.replay * args.batch_size) if own else args.batch_size

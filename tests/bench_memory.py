@@ -39,7 +39,7 @@ def two_steps(sizes, run):
     policy = MiniMindForCausalLM(MiniMindConfig(**sizes))
     policy.model.gradient_checkpointing = run["gradient_checkpointing"]
     reference = copy.deepcopy(policy) if run["reference"] else None
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
     prompts = torch.randint(1, 100, (run["num_prompts"], run["prompt_length"]))
     mask = torch.ones_like(prompts)
     mask[0, :8] = 0                                             # padding, as in any batch

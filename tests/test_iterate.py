@@ -1,4 +1,5 @@
 """The reward model retrained on a run, and the chain of runs: which pairs, from where, and what happens after a stop."""
+import copy
 import json
 import math
 import random
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from dataset.arithmetic import flaw_pairs
 from model import save_pretrained
 from reward import iterate, load_reward_model, train_reward_model
-from reward.reward_model import LikelihoodModel
+from reward.reward_model import LikelihoodModel, reward_model_reward
 from reward.train_reward_model import accuracy_by_kind, loss_of, pairs_of_runs
 
 SHIPPED, POLICY = "reward/weights/reward_128", Path("model/weights/reason_128")
@@ -93,6 +94,10 @@ def test_a_likelihood_model_scores_the_log_probability_of_the_last_turn_alone(ti
         load_reward_model(tmp_path / "policy")
     LikelihoodModel(policy, tokenizer).save_pretrained(tmp_path / "judge")
     model, theirs = load_reward_model(tmp_path / "judge"), AutoModelForCausalLM.from_pretrained(tmp_path / "judge")
+    for wrong in ({"answer_share": 0}, {"clip": 0}):
+        with pytest.raises(ValueError, match="--reward_model_clip 0 --reward_model_answer_share 0"):
+            reward_model_reward(model, **wrong)
+    assert reward_model_reward(model, clip=0, answer_share=0)
     expected = []
     for chat in chats:
         asked = len(tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=False))
@@ -101,6 +106,23 @@ def test_a_likelihood_model_scores_the_log_probability_of_the_last_turn_alone(ti
         expected.append(sum(math.log(p[t - 1, ids[t]].item()) for t in range(asked, len(ids))))
     assert model.get_scores(chats) == pytest.approx(expected, abs=1e-3)
     assert [model.get_score(chat) for chat in chats] == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_likelihood_wants_a_template_that_says_where_a_reply_begins(tiny_policy):
+    tokenizer, policy = tiny_policy
+    tokenizer = copy.deepcopy(tokenizer)
+    for template in ("{% for turn in messages %}{{ turn['content'] }}{% endfor %}", tokenizer.chat_template.replace(
+            "{% if add_generation_prompt %}", "{% if add_generation_prompt %}hm ")):
+        assert template != tokenizer.chat_template
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError, match="where it begins"):
+            LikelihoodModel(policy, tokenizer)
+
+
+def test_the_chain_names_a_reward_model_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["iterate.py", "--reward_model_path", str(tmp_path / "nowhere")])
+    with pytest.raises(ValueError, match="nowhere: no config.json there"):
+        iterate.main()
 
 
 def test_of_likelihoods_only_the_differences_are_trained(tiny_policy):

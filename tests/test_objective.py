@@ -171,6 +171,11 @@ def test_clipped_ratios_of_sequences_are_counted_by_sequence():
     assert metrics == {"clip_ratio/low_mean": 0.25, "clip_ratio/high_mean": 0.25, "clip_ratio/region_mean": 0.5}
 
 
+def test_clipped_tokens_are_counted_by_token_also_where_each_completion_has_only_one():
+    mask, tokens = torch.ones(2, 1), {"num_sequences": 4, "num_tokens": 8}
+    assert grpo_loss(torch.ones(2, 1), torch.zeros(2, 1), torch.ones(2), mask, **tokens)[1]["clip_ratio/high_mean"] == 2 / 8
+
+
 def test_the_four_estimates_of_the_kl():
     logps, ref_logps = torch.tensor([-1.0]), torch.tensor([-1.5])           # x = -0.5
     for kl_type, value in (("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) + 0.5 - 1), ("abs", 0.5)):
@@ -212,7 +217,7 @@ def test_token_logps_are_those_of_a_softmax_with_temperature(tiny_policy):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("prompt_length", [1, 4])
-def test_token_logps_read_each_prompt_once_and_no_padding_and_have_the_gradients_of_the_whole_sequences(prompt_length, checkpointing):
+def test_token_logps_read_prompts_once_and_no_padding_and_have_the_gradients_of_whole_sequences(prompt_length, checkpointing):
     torch.manual_seed(0)
     model = MiniMindForCausalLM(MiniMindConfig(vocab_size=9, hidden_size=16, intermediate_size=24, num_hidden_layers=3, head_dim=4,
                                                initializer_range=0.3)).double()
@@ -240,6 +245,16 @@ def test_token_logps_read_each_prompt_once_and_no_padding_and_have_the_gradients
     for ours, theirs in zip(gradients(*found), whole):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * theirs.abs().max().item())
     assert len(tokens) == (2 if prompt_length > 1 else 1) * (1 + checkpointing)
+
+
+def test_token_logps_of_a_prompt_of_one_token_beside_one_of_two(tiny_policy):
+    _, model = tiny_policy
+    ids, mask = torch.tensor([[0, 3, 5, 6], [4, 7, 5, 6]]), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    logps = token_logps(model, ids, mask, 2)
+    logps.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    torch.testing.assert_close(logps[:1], token_logps(model, ids[:1, 1:], mask[:1, 1:], 2))
+    model.zero_grad()
 
 
 def test_the_objective_runs_as_one_notebook_cell():

@@ -178,7 +178,7 @@ def test_the_gradient_depends_neither_on_ranks_nor_on_micro_batches(tmp_path, mo
 def test_what_has_no_gradient_is_not_computed_but_counts():
     model = load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32)
     share = rollout_of_six(model)
-    share.advantages = torch.tensor([1.0, -0.5, 0.0, 0.0, 0.0, 0.0])     # the prompt goes through before its completions
+    share.advantages = torch.tensor([1.0, -0.5, 0.0, 0.0, 0.0, 0.0])
     seen, forward, gradients = [], model.forward, []
     model.forward = lambda ids, *args, **kwargs: seen.append(len(ids)) or forward(ids, *args, **kwargs)
     for ref_logps in (None, share.ref_logps):                   # a reference, even of weight 0, wants all rows for its metric
@@ -187,7 +187,8 @@ def test_what_has_no_gradient_is_not_computed_but_counts():
         metrics = learn(model, torch.optim.SGD(model.parameters(), lr=0.0), share, World("cpu"), grad_clip=1e9, micro_batch_size=6,
                         temperature=1.0)
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
-    assert seen == [1, 2, 2, 6] and (gradients[0] - gradients[1]).norm() < 1e-6 * gradients[1].norm()
+    assert seen == [1, 2, 2, 6]                                 # the prompts, then their completions
+    assert (gradients[0] - gradients[1]).norm() < 1e-6 * gradients[1].norm()
     learned = share.old_logps[share.mask.bool()] - share.sampling_logps[share.mask.bool()]
     assert metrics["ppo_kl"] == pytest.approx(learned.mean().item(), abs=1e-5)
     difference = (share.old_logps.exp() - share.sampling_logps.exp())[share.mask.bool()].abs()
