@@ -773,8 +773,8 @@ def main(argv=None):
             metrics = rollout_metrics(rows, G)
             # 4. learn: clipped gradient steps on mini-batches
             with report.timed("update"):
-                lr = optimizer.param_groups[0]["lr"] = lr_at(
-                    step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
+                lr = lr_at(step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
+                optimizer.param_groups[0]["lr"] = lr
                 metrics |= learn(policy, optimizer, rollout, world, **learning, **logps_of)
                 if args.ref_model_sync_steps and step % args.ref_model_sync_steps == 0:
                     sync_reference(reference, policy, alpha=args.ref_model_mixup_alpha)
