@@ -486,7 +486,8 @@ def parse_args(argv=None):
     flag("--reward_weights", nargs="+", type=float, metavar="W", help="one for each of reward_funcs (default: all 1)")
     flag("--reward_model_path", help="a folder with a reward model (default: reward_<hidden_size>, looked up in out_dir, "
                                      "then in reward/weights), or owner/name on the hub: a ...ForSequenceClassification "
-                                     "with one label, or internlm/internlm2-1_8b-reward and its like")
+                                     "with one label, internlm/internlm2-1_8b-reward and its like, or a likelihood of "
+                                     "python -m reward.train_reward_model")
     flag("--reward_model_device", help="where the reward model runs, cpu or cuda:1 (default: where the policy does)")
     flag("--reward_model_scale", type=float, default=1.0, help="the reward model's score is multiplied by it, then clipped")
     flag("--reward_model_clip", type=float, default=3.0, help="bounds the score from above and below; 0: no bound")

@@ -184,7 +184,8 @@ class Attention(nn.Module):
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))              # (n, H, d)
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))              # (n, K, d)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))                           # (n, K, d)
-        q, k, v = (padding.restore(x).transpose(1, 2) for x in (rotate(q, rotary), rotate(k, rotary), v))   # (N, ., T, d)
+        heads = (rotate(q, rotary), rotate(k, rotary), v)
+        q, k, v = (padding.restore(x).transpose(1, 2) for x in heads)                   # (N, H or K, T, d)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)                                       # (N, K, S, d)
         if q.shape[2] == 1:
@@ -277,8 +278,8 @@ class Decoder(nn.Module):
         mask = visible(attention_mask, T)
         x = self.embed_tokens(padding.remove(input_ids))                                # (n, D)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
+        context = (rotary, mask, padding, cache)
         for layer in self.layers:
-            context = (rotary, mask, padding, cache)
             x = checkpoint(layer, x, *context, use_reentrant=False) if recompute else layer(x, *context)
         if cache is not None:
             cache.length += T

@@ -97,7 +97,7 @@ class LikelihoodModel(RewardModel):
 
     def __init__(self, policy, tokenizer):
         super().__init__(policy.config, tokenizer, backbone=policy.model)
-        self.policy, self.score = policy, policy.lm_head
+        self.policy, self.score = policy, policy.lm_head      # the head: where get_scores looks for the device
         question = [{"role": "user", "content": ""}]
         without, opened = (tokenizer.apply_chat_template(question, add_generation_prompt=opening, return_dict=False)
                            for opening in (False, True))
@@ -121,7 +121,8 @@ class LikelihoodModel(RewardModel):
         """The folder of a language model, with a word in config.json for load_reward_model."""
         save_pretrained(self.policy, self.tokenizer, path)
         config = Path(path) / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"score": "likelihood"}, indent=2) + "\n")
+        saved = json.loads(config.read_text(encoding="utf-8"))
+        config.write_text(json.dumps(saved | {"score": "likelihood"}, indent=2) + "\n", encoding="utf-8")
 
 
 def is_likelihood(folder):

@@ -66,7 +66,7 @@ def test_retraining_starts_from_the_reward_model_and_replays_its_earlier_pairs(t
     assert "before training" in capsys.readouterr().out
 
 
-def test_a_language_model_is_retrained_as_one_and_on_no_bare_answers(tmp_path, monkeypatch):
+def test_a_language_model_is_retrained_as_one_and_on_no_bare_answers_of_the_run(tmp_path, monkeypatch):
     path = write(tmp_path / "completions.jsonl", completion_rows(60))
     chosen = []
     monkeypatch.setattr(train_reward_model, "optimize", lambda model, next_loss, **options: next_loss())
