@@ -10,8 +10,7 @@ import sys
 import torch
 
 from .checkpoint import eos_token_ids, load_pretrained, load_tokenizer
-from .model import KVCache
-from .sampler import next_token
+from .sampler import Decoding, next_token
 
 
 @torch.no_grad()
@@ -19,14 +18,14 @@ def stream(model, tokenizer, messages, *, max_new_tokens, temperature):
     """The assistant's next turn, piece by piece as its tokens come; temperature 0 takes the most likely token each time."""
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]], device=model.lm_head.weight.device)
-    cache, eos = KVCache(ids.shape[1] + max_new_tokens), eos_token_ids(model, tokenizer)
-    reply, text, shown = [], "", 0
+    decoding, eos = Decoding(model, ids, torch.ones_like(ids), max_new_tokens), eos_token_ids(model, tokenizer)
+    logits, reply, text, shown = decoding.logits, [], "", 0                                 # (1, V)
     for _ in range(max_new_tokens):
-        logits = model(ids, logits_to_keep=1, cache=cache)[:, 0]                            # (1, V)
-        ids = next_token(logits, temperature or 1.0, None, temperature == 0)[0][:, None]    # (1, 1)
-        if ids.item() in eos:
+        token, _ = next_token(logits, temperature or 1.0, None, temperature == 0)           # (1,)
+        if token.item() in eos:
             break
-        reply.append(ids.item())
+        logits = decoding.step(token)
+        reply.append(token.item())
         text = tokenizer.decode(reply, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):      # a character of several tokens: wait for the rest of it
             yield text[shown:]

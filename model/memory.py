@@ -71,13 +71,13 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
         "reference": 4 * n * reference,
         "gradients": 4 * n,
         "bfloat16 weights": 2 * n * gpu,                    # autocast's copies, for as long as a forward or its backward
-        "packed weights": 4 * n * (not gpu),                # the sampler's
+        "sampler's weights": 4 * n * (not gpu),             # its copy; on a GPU the bfloat16 ones are that
         "cache": 2 * L * N * config.num_key_value_heads * config.head_dim * T * product,
         "activations": L * (tokens * 4 * D + prompt_tokens * per_key if gradient_checkpointing else one_layer),
         "logits": rows * completion_length * V * 4 * 5,       # themselves, by the temperature, gradients, temporaries
     }
     stays = parts["weights"] + parts["moments"] + parts["reference"]
-    copies = parts["bfloat16 weights"] + parts["packed weights"]
+    copies = parts["bfloat16 weights"] + parts["sampler's weights"]
     sampling = parts["gradients"] + copies + 1.75 * parts["cache"] + 4 * N * V * 4
     # One after the other: all copies of the logits; two of them and the head's gradient; the last layer, computed anew.
     dearest = max(parts["logits"], parts["logits"] * 2 / 5 + 4 * V * D, one_layer * gradient_checkpointing)

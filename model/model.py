@@ -103,7 +103,7 @@ class Padding:
 
     def __init__(self, shape, attention_mask):
         self.shape, self.real = shape, None
-        if attention_mask is not None and shape[1] > 1:     # a single new token is taken as real
+        if attention_mask is not None:
             real = attention_mask[:, -shape[1]:].flatten().nonzero()[:, 0]
             self.real = real if len(real) < shape.numel() else None
 
@@ -119,35 +119,11 @@ class Padding:
         return x.unflatten(0, self.shape)
 
 
-class KVCache:
-    """Keys and values of all layers with room for `max_length` tokens each, of which `length` are filled."""
-
-    def __init__(self, max_length):
-        self.max_length, self.length = max_length, 0
-        self.layers = {}                                    # layer -> (keys, values), each (N, K, max_length, d)
-
-    def append(self, layer, k, v):
-        """Writes (N, K, T, d) behind the `length` filled columns; returns the views of all columns so far."""
-        if layer not in self.layers:
-            N, K, _, d = v.shape
-            self.layers[layer] = v.new_empty(N, K, self.max_length, d), v.new_empty(N, K, self.max_length, d)
-        keys, values = self.layers[layer]
-        end = self.length + v.shape[2]
-        keys[:, :, self.length:end], values[:, :, self.length:end] = k, v
-        return keys[:, :, :end], values[:, :, :end]
-
-    def select(self, rows):
-        """Keeps these sequences, in this order; an index may occur more than once. Only what is filled is copied."""
-        for layer, pair in self.layers.items():
-            self.layers[layer] = tuple(old.new_empty(len(rows), *old.shape[1:]) for old in pair)
-            for old, new in zip(pair, self.layers[layer]):
-                new[:, :, :self.length] = old[rows, :, :self.length]
-
-
 class SharedPrompts:
-    """Keys and values of prompts read once, as a cache that gradients flow through, for sequences that begin with them.
+    """Keys and values of prompts read once, for sequences that begin with them. Gradients flow through it.
 
-    A model fills an empty one with distinct prompts; for_rows(rows) is what to read the rest of the sequences with.
+    A model fills an empty one with distinct prompts, `layers` by number with keys and values (N, K, P, d); for_rows(rows)
+    is what to read the rest of the sequences with.
     """
 
     def __init__(self):
@@ -188,26 +164,12 @@ class Attention(nn.Module):
         q, k, v = (padding.restore(x).transpose(1, 2) for x in heads)                   # (N, H or K, T, d)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)                                       # (N, K, S, d)
-        if q.shape[2] == 1:
-            x = self.one_token(q, k, v, mask)                                           # (N, 1, H * d)
-        else:
-            if q.is_cuda and (mask is not None or q.dtype == torch.float32):    # then only a GPU's slow kernel knows groups
-                k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))       # (N, H, S, d)
-            # Without a mask the rows hold no padding: plain causal attention.
-            x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
-                                               enable_gqa=q.shape[1] != k.shape[1])
-            x = x.transpose(1, 2).flatten(2)                                            # (N, T, H * d)
-        return self.o_proj(padding.remove(x))
-
-    def one_token(self, q, k, v, mask):
-        """softmax(q k^T / sqrt(d)) v in plain sight: for a single query that is faster than the fused kernel of a CPU."""
-        N, K, _, d = k.shape
-        q = q.reshape(N, K, -1, d) / d ** 0.5       # heads that share their keys become rows of one product
-        scores = q @ k.transpose(2, 3)                                                  # (N, K, H/K, S)
-        if mask is not None:
-            # Not -inf: where all is padding, the softmax would be NaN, and NaN spreads.
-            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-        return (scores.softmax(-1) @ v).reshape(N, 1, -1)
+        if q.is_cuda and (mask is not None or q.dtype == torch.float32):    # then only a GPU's slow kernel knows groups
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))           # (N, H, S, d)
+        # Without a mask the rows hold no padding: plain causal attention.
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+                                           enable_gqa=q.shape[1] != k.shape[1])
+        return self.o_proj(padding.remove(x.transpose(1, 2).flatten(2)))                # (n, D)
 
 
 class SwiGLU(nn.Module):
@@ -231,11 +193,15 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList(SwiGLU(config, config.moe_intermediate_size) for _ in range(config.num_experts))
 
     def forward(self, x):
-        weights, chosen = self.gate(x).float().softmax(-1).topk(self.top_k)             # (n, k)
+        return self.mix(self.gate, self.experts, x)
+
+    def mix(self, gate, experts, x):
+        """gate and experts: these modules, or functions that do the same."""
+        weights, chosen = gate(x).float().softmax(-1).topk(self.top_k)                  # (n, k)
         if self.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
+        for index, expert in enumerate(experts):
             token, slot = (chosen == index).nonzero(as_tuple=True)
             out = out.index_add(0, token, (expert(x[token]) * weights[token, slot, None]).to(out.dtype))
         return out
@@ -291,8 +257,6 @@ def visible(attention_mask, T):
     if attention_mask is None:
         return None
     real = attention_mask.bool()[:, None, None, :]                                      # (N, 1, 1, S)
-    if T == 1:
-        return real
     S = attention_mask.shape[1]
     row = torch.arange(S - T, S, device=attention_mask.device)[:, None]                 # (T, 1)
     column = torch.arange(S, device=attention_mask.device)                              # (S,)

@@ -1,4 +1,6 @@
 """The sampler's shortcuts: packed weights, rows that leave, rare looks at a GPU. None may change what is sampled."""
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -67,8 +69,8 @@ def with_path(path, monkeypatch):
 def test_greedy_is_one_forward_per_token_on_every_path(family, path, monkeypatch):
     with_path(path, monkeypatch)
     model = wide(**FAMILIES[family])
-    with sampler.packed_weights(model) as packed:
-        assert (len(packed) > 0) == (path != "plain" and sampler.can_pack(torch.zeros(1)))
+    is_plain = isinstance(sampler.linear(nn.Linear(320, 320)), functools.partial)
+    assert is_plain == (path == "plain" or not sampler.can_pack(torch.zeros(1)))
     expected = [one_forward_per_token(model, prompt, 24) for prompt in PROMPTS]
     got, _ = run(model, greedy=True)
     width = max(map(len, expected))
@@ -81,8 +83,8 @@ def test_greedy_is_one_forward_per_token_on_every_path(family, path, monkeypatch
 def test_logps_are_the_trainers_while_rows_leave_the_batch(path, monkeypatch):
     with_path(path, monkeypatch)
     model, sizes = wide(), []
-    select = sampler.KVCache.select
-    monkeypatch.setattr(sampler.KVCache, "select", lambda cache, rows: (sizes.append(len(rows)), select(cache, rows)))
+    select = sampler.Decoding.select
+    monkeypatch.setattr(sampler.Decoding, "select", lambda self, rows: (sizes.append(len(rows)), select(self, rows)))
     ids, logps = run(model, num_generations=8, max_new_tokens=40, temperature=0.7)
     mask = completion_mask(ids, EOS)
     assert sizes[0] == 24 and len(sizes) > (1 if path == "as on a GPU" else 3) and sizes[-1] < 12     # they did leave
@@ -103,37 +105,34 @@ def test_a_loss_may_use_what_was_sampled():
     torch.testing.assert_close(weight.grad[:, 0], logps.sum(1))
 
 
-def test_packed_weights_are_those_of_now_and_leave_no_trace():
+def test_the_weights_are_those_of_now():
     model = wide()
     first = run(model, greedy=True)[1]
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(2)
     assert not torch.equal(first[:, 0], run(model, greedy=True)[1][:, 0])
-    with pytest.raises(KeyError), sampler.packed_weights(model):
-        raise KeyError
-    assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_packed_layer_under_autocast_computes_as_the_trainer_does():
+@torch.no_grad()
+def test_layers_side_by_side_are_the_layers():
     torch.manual_seed(0)
-    layer, x = nn.Linear(320, 320), torch.randn(4, 320)
-    with torch.no_grad():
-        if sampler.can_pack(layer.weight):
-            torch.testing.assert_close(sampler.packed_linear(layer)(x), layer(x), atol=1e-5, rtol=0)
-            with torch.autocast("cpu", torch.bfloat16):
-                assert torch.equal(sampler.packed_linear(layer)(x), layer(x))
-    assert not sampler.can_pack(layer.weight.bfloat16()) and not sampler.can_pack(layer.weight.to("meta"))
+    layers, x = [nn.Linear(320, 200), nn.Linear(320, 120)], torch.randn(4, 320)
+    torch.testing.assert_close(sampler.linear(*layers)(x), torch.cat([layer(x) for layer in layers], 1), atol=1e-5, rtol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(sampler.linear(*layers)(x), torch.cat([layer(x) for layer in layers], 1))
+    assert not sampler.can_pack(torch.zeros(1).bfloat16()) and not sampler.can_pack(torch.zeros(1, device="meta"))
 
 
-def test_a_rollout_in_bfloat16_converts_each_weight_once():
+def test_a_rollout_in_bfloat16_converts_each_weight_once_for_prompts_and_once_for_all_tokens():
     model, converted = in_precision(wide(), "bfloat16", torch.device("cpu")), []
 
     class Conversions(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function is torch.ops.aten._to_copy.default and kwargs["dtype"] == torch.bfloat16:
-                converted.append(args[0].shape)
-            return function(*args, **(kwargs or {}))
+            out = function(*args, **(kwargs or {}))
+            if function in (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default) and out.dtype == torch.bfloat16:
+                converted.append(out.shape)
+            return out
     with Conversions():
         ids, _ = run(model, num_generations=8)
-    assert ids.shape[1] > 9 and converted.count(model.lm_head.weight.shape) == 1
+    assert ids.shape[1] > 9 and converted.count(model.lm_head.weight.shape) == 2
     assert ids.tolist() == run(model, num_generations=8)[0].tolist() and not torch.is_autocast_enabled("cpu")
