@@ -247,13 +247,13 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
         cache = cache.for_rows(rows)
     # Logits at position t predict token t+1: an input is as real as the token behind it, and the last token is no input.
     real = torch.cat((attention_mask[:, :P - 1], attention_mask[:, P:]), dim=1)         # (N, P - 1 + R)
-    logits = model(input_ids[:, P - 1:-1], real, logits_to_keep=wanted, cache=cache).float() / temperature      # (n, V)
-    log_normalizer = logits.logsumexp(-1)                                               # (n,)
-    logps = logits.gather(-1, input_ids[:, P:][wanted][:, None])[:, 0] - log_normalizer
-    logps = torch.zeros_like(wanted, dtype=torch.float32).masked_scatter(wanted, logps)
+    logits = model(input_ids[:, P - 1:-1], real, logits_to_keep=wanted, cache=cache)    # (n, V)
+    all_logps = (logits.float() / temperature).log_softmax(-1)
+    sampled = all_logps.gather(-1, input_ids[:, P:][wanted][:, None])[:, 0]             # (n,)
+    logps = torch.zeros_like(wanted, dtype=torch.float32).masked_scatter(wanted, sampled)
     if not with_entropy:
         return logps
-    entropy = log_normalizer - ((logits - log_normalizer[:, None]).exp() * logits).sum(-1)      # H = log Z - E[logit]
+    entropy = -(all_logps.exp() * all_logps).sum(-1)                                    # (n,)
     return logps, torch.zeros_like(logps).masked_scatter(wanted, entropy)
 
 

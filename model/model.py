@@ -98,25 +98,46 @@ def rotate(x, rotary):
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)               # roll: the halves change places
 
 
-class Padding:
-    """Which of N x T tokens are real, by the last T columns of an attention mask; without a mask all of them are."""
+@dataclass
+class Group:
+    """Sequences of similar length, which attention takes together: padding to a common length is what makes it slow."""
+    rows: torch.Tensor              # (m,) which of the N sequences they are
+    T: int                          # the length of the longest
+    real: torch.Tensor | None       # (k,) which of the m * T tokens are real, or None: all of them
+    mask: torch.Tensor | None       # (m, 1, T, S): see visible
 
-    def __init__(self, shape, attention_mask):
-        self.shape, self.real = shape, None
-        if attention_mask is not None:
-            real = attention_mask[:, -shape[1]:].flatten().nonzero()[:, 0]
-            self.real = real if len(real) < shape.numel() else None
+    @property
+    def num_tokens(self):
+        return len(self.rows) * self.T if self.real is None else len(self.real)
 
-    def remove(self, x):
-        """(N, T, ...) -> (n, ...)"""
+    def pad(self, x):
+        """(k, ...) -> (m, T, ...), zeros where padding stands"""
+        if self.real is not None:
+            x = x.new_zeros(len(self.rows) * self.T, *x.shape[1:]).index_copy(0, self.real, x)
+        return x.unflatten(0, (-1, self.T))
+
+    def unpad(self, x):
+        """(m, T, ...) -> (k, ...)"""
         x = x.flatten(0, 1)
         return x if self.real is None else x.index_select(0, self.real)
 
-    def restore(self, x):
-        """(n, ...) -> (N, T, ...), zeros where padding stands"""
-        if self.real is not None:
-            x = x.new_zeros(self.shape.numel(), *x.shape[1:]).index_copy(0, self.real, x)
-        return x.unflatten(0, self.shape)
+
+def groups_by_length(N, T, attention_mask):
+    """Groups within which lengths, up to the last real one of T new tokens, differ by a factor of 1.4 at most."""
+    if attention_mask is None:
+        return [Group(torch.arange(N), T, None, None)]
+    device, new = attention_mask.device, attention_mask[:, -T:].cpu()       # at once: each look at a GPU makes it wait
+    lengths = (new * torch.arange(1, T + 1)).amax(1).clamp(min=1)           # (N,): padding on the left counts as length
+    size_class, groups = (2 * (T / lengths).log2()).floor(), []
+    for size in size_class.unique():
+        rows = (size_class == size).nonzero()[:, 0]
+        longest = int(lengths[rows].max())
+        real = new[rows, :longest].flatten().nonzero()[:, 0]
+        real = real.to(device) if len(real) < len(rows) * longest else None
+        rows = rows.to(device)
+        mask = visible(attention_mask[rows, :attention_mask.shape[1] - T + longest], longest)
+        groups.append(Group(rows, longest, real, mask))
+    return groups
 
 
 class SharedPrompts:
@@ -135,11 +156,12 @@ class SharedPrompts:
         cache.length, cache.layers, cache.rows = self.length, dict(self.layers), rows
         return cache
 
-    def append(self, layer, k, v):
+    def append(self, layer, k, v, rows):
+        """Keys and values of the prompts and of what follows, k and v (m, K, T, d), in these rows of the sequences."""
         if self.rows is None:
             self.layers[layer] = k, v
             return k, v
-        prompts = (x.index_select(0, self.rows) for x in self.layers[layer])
+        prompts = (x.index_select(0, self.rows[rows]) for x in self.layers[layer])
         return tuple(torch.cat(pair, 2) for pair in zip(prompts, (k, v)))
 
 
@@ -156,20 +178,25 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x, rotary, mask, padding, cache):
+    def forward(self, x, rotary, groups, cache):
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))              # (n, H, d)
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))              # (n, K, d)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))                           # (n, K, d)
-        heads = (rotate(q, rotary), rotate(k, rotary), v)
-        q, k, v = (padding.restore(x).transpose(1, 2) for x in heads)                   # (N, H or K, T, d)
+        num_tokens = [group.num_tokens for group in groups]
+        parts = zip(groups, *(x.split(num_tokens) for x in (rotate(q, rotary), rotate(k, rotary), v)))
+        return self.o_proj(torch.cat([self.attend(*part, cache) for part in parts]))    # (n, D)
+
+    def attend(self, group, q, k, v, cache):
+        """Attention among the tokens of a group, (k, H or K, d) -> (k, H * d), and to the prompts in the cache."""
+        q, k, v = (group.pad(x).transpose(1, 2) for x in (q, k, v))                     # (m, H or K, T, d)
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)                                       # (N, K, S, d)
-        if q.is_cuda and (mask is not None or q.dtype == torch.float32):    # then only a GPU's slow kernel knows groups
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))           # (N, H, S, d)
+            k, v = cache.append(self.layer, k, v, group.rows)                           # (m, K, S, d)
+        if q.is_cuda and (group.mask is not None or q.dtype == torch.float32):  # then only a GPU's slow kernel shares keys
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))   # (m, H, S, d)
         # Without a mask the rows hold no padding: plain causal attention.
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, is_causal=group.mask is None,
                                            enable_gqa=q.shape[1] != k.shape[1])
-        return self.o_proj(padding.remove(x.transpose(1, 2).flatten(2)))                # (n, D)
+        return group.unpad(x.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -234,22 +261,24 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids, attention_mask=None, cache=None):
         """input_ids (N, T); attention_mask (N, S) 0/1 over the cached tokens and the new ones; -> (N, T, D)."""
-        (N, T), past = input_ids.shape, cache.length if cache is not None else 0
+        (N, T), past, device = input_ids.shape, cache.length if cache is not None else 0, input_ids.device
         if attention_mask is None:
-            positions = torch.arange(past, past + T, device=input_ids.device).expand(N, T)
+            positions = torch.arange(past, past + T, device=device).expand(N, T)
         else:
             positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past:]          # (N, T): padding takes no position
-        padding = Padding(input_ids.shape, attention_mask)
-        rotary = rotary_tables(padding.remove(positions), rotary_frequencies(self.config, input_ids.device))
-        mask = visible(attention_mask, T)
-        x = self.embed_tokens(padding.remove(input_ids))                                # (n, D)
+        groups = groups_by_length(N, T, attention_mask)
+        places = torch.arange(N * T, device=device).view(N, T)      # of the real tokens, one group behind the other, (n,):
+        places = torch.cat([group.unpad(places[group.rows, :group.T]) for group in groups])
+        rotary = rotary_tables(positions.reshape(-1)[places], rotary_frequencies(self.config, device))
+        x = self.embed_tokens(input_ids.reshape(-1)[places])                            # (n, D)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
-        context = (rotary, mask, padding, cache)
+        context = (rotary, groups, cache)
         for layer in self.layers:
             x = checkpoint(layer, x, *context, use_reentrant=False) if recompute else layer(x, *context)
         if cache is not None:
             cache.length += T
-        return padding.restore(self.norm(x))
+        x = self.norm(x)
+        return x.new_zeros(N * T, x.shape[1]).index_copy(0, places, x).unflatten(0, (N, T))
 
 
 def visible(attention_mask, T):
