@@ -9,9 +9,10 @@ RMSNorm, rotary positions, grouped-query attention, SwiGLU, and three switches t
        yes       no          > 0          Qwen3-MoE
 
 Parameter names and numerics are those of transformers' classes, so a state dict moves either way without renaming.
-Only attention sees sequences with their padding; all that works on tokens one by one gets the real ones alone.
-Letters in the shapes: N sequences, T new tokens, n of these N*T real ones, S tokens attended to, D hidden size, H heads,
-K key/value heads, d head size, V vocabulary.
+Only attention sees sequences with padding, and each group of similar length by itself; all that works on tokens one by one
+gets the real ones alone.
+Letters in the shapes: N sequences, T new tokens, n of these N*T real ones, S tokens attended to, m sequences and k real
+tokens of a group, D hidden size, H heads, K key/value heads, d head size, V vocabulary.
 """
 import functools
 import math
@@ -100,7 +101,7 @@ def rotate(x, rotary):
 
 @dataclass
 class Group:
-    """Sequences of similar length, which attention takes together: padding to a common length is what makes it slow."""
+    """Sequences that attention takes together. They are of similar length: its work grows with the longest of them."""
     rows: torch.Tensor              # (m,) which of the N sequences they are
     T: int                          # the length of the longest
     real: torch.Tensor | None       # (k,) which of the m * T tokens are real, or None: all of them
@@ -122,29 +123,28 @@ class Group:
         return x if self.real is None else x.index_select(0, self.real)
 
 
-def groups_by_length(N, T, attention_mask):
-    """Groups within which lengths, up to the last real one of T new tokens, differ by a factor of 1.4 at most."""
+def groups_of(input_ids, attention_mask, *, together):
+    """All sequences (N, T) as one group, or such that lengths within a group differ by a factor of 1.4 at most."""
+    (N, T), device = input_ids.shape, input_ids.device
     if attention_mask is None:
-        return [Group(torch.arange(N), T, None, None)]
-    device, new = attention_mask.device, attention_mask[:, -T:].cpu()       # at once: each look at a GPU makes it wait
-    lengths = (new * torch.arange(1, T + 1)).amax(1).clamp(min=1)           # (N,): padding on the left counts as length
-    size_class, groups = (2 * (T / lengths).log2()).floor(), []
-    for size in size_class.unique():
-        rows = (size_class == size).nonzero()[:, 0]
+        return [Group(torch.arange(N, device=device), T, None, None)]
+    past, new = attention_mask.shape[1] - T, attention_mask[:, -T:].cpu()       # at once: a GPU waits at each look at it
+    lengths = torch.full((N,), T) if together else (new * torch.arange(1, T + 1)).amax(1).clamp(min=1)
+    classes, groups = (2 * (T / lengths).log2()).floor(), []
+    for rows in ((classes == number).nonzero()[:, 0] for number in classes.unique()):
         longest = int(lengths[rows].max())
         real = new[rows, :longest].flatten().nonzero()[:, 0]
-        real = real.to(device) if len(real) < len(rows) * longest else None
+        real = None if len(real) == len(rows) * longest else real.to(device)
         rows = rows.to(device)
-        mask = visible(attention_mask[rows, :attention_mask.shape[1] - T + longest], longest)
-        groups.append(Group(rows, longest, real, mask))
+        groups.append(Group(rows, longest, real, visible(attention_mask[rows, :past + longest], longest)))
     return groups
 
 
 class SharedPrompts:
     """Keys and values of prompts read once, for sequences that begin with them. Gradients flow through it.
 
-    A model fills an empty one with distinct prompts, `layers` by number with keys and values (N, K, P, d); for_rows(rows)
-    is what to read the rest of the sequences with.
+    A model fills an empty one: layers[number] has keys and values, (N, K, P, d) each. for_rows(rows) is what it reads the
+    rest of the sequences with, for which it needs an attention mask.
     """
 
     def __init__(self):
@@ -157,7 +157,7 @@ class SharedPrompts:
         return cache
 
     def append(self, layer, k, v, rows):
-        """Keys and values of the prompts and of what follows, k and v (m, K, T, d), in these rows of the sequences."""
+        """Keys and values of the prompts and of what follows, k and v (m, K, T, d), for these of the sequences."""
         if self.rows is None:
             self.layers[layer] = k, v
             return k, v
@@ -266,11 +266,11 @@ class Decoder(nn.Module):
             positions = torch.arange(past, past + T, device=device).expand(N, T)
         else:
             positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past:]          # (N, T): padding takes no position
-        groups = groups_by_length(N, T, attention_mask)
-        places = torch.arange(N * T, device=device).view(N, T)      # of the real tokens, one group behind the other, (n,):
-        places = torch.cat([group.unpad(places[group.rows, :group.T]) for group in groups])
-        rotary = rotary_tables(positions.reshape(-1)[places], rotary_frequencies(self.config, device))
-        x = self.embed_tokens(input_ids.reshape(-1)[places])                            # (n, D)
+        groups = groups_of(input_ids, attention_mask, together=cache is not None and cache.rows is None)
+        real = torch.arange(N * T, device=device).view(N, T)
+        real = torch.cat([group.unpad(real[group.rows, :group.T]) for group in groups])     # (n,): one group after the other
+        rotary = rotary_tables(positions.reshape(-1)[real], rotary_frequencies(self.config, device))
+        x = self.embed_tokens(input_ids.reshape(-1)[real])                              # (n, D)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         context = (rotary, groups, cache)
         for layer in self.layers:
@@ -278,7 +278,7 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.length += T
         x = self.norm(x)
-        return x.new_zeros(N * T, x.shape[1]).index_copy(0, places, x).unflatten(0, (N, T))
+        return x.new_zeros(N * T, x.shape[1]).index_copy(0, real, x).unflatten(0, (N, T))
 
 
 def visible(attention_mask, T):

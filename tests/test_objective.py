@@ -247,13 +247,16 @@ def test_token_logps_read_prompts_once_and_no_padding_and_have_the_gradients_of_
     assert len(tokens) == (2 if prompt_length > 1 else 1) * (1 + checkpointing)
 
 
-def test_token_logps_of_a_prompt_of_one_token_beside_one_of_two(tiny_policy):
+@pytest.mark.parametrize("longer", [2, 5])
+def test_token_logps_of_a_prompt_of_one_token_beside_a_longer_one(tiny_policy, longer):
     _, model = tiny_policy
-    ids, mask = torch.tensor([[0, 3, 5, 6], [4, 7, 5, 6]]), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    ids = torch.tensor([[0] * (longer - 1) + [3, 5, 6], [4, 7, 2, 9, 8][:longer] + [5, 6]])
+    mask = (ids != 0).int()
     logps = token_logps(model, ids, mask, 2)
     logps.sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-    torch.testing.assert_close(logps[:1], token_logps(model, ids[:1, 1:], mask[:1, 1:], 2))
+    for row, P in enumerate((1, longer)):
+        torch.testing.assert_close(logps[row:row + 1], token_logps(model, ids[row:row + 1, -P - 2:], mask[row:row + 1, -P - 2:], 2))
     model.zero_grad()
 
 
