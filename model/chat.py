@@ -24,12 +24,12 @@ def stream(model, tokenizer, messages, *, max_new_tokens, temperature):
         token, _ = next_token(logits, temperature or 1.0, None, temperature == 0)           # (1,)
         if token.item() in eos:
             break
-        logits = decoding.step(token)
         reply.append(token.item())
         text = tokenizer.decode(reply, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):      # a character of several tokens: wait for the rest of it
             yield text[shown:]
             shown = len(text)
+        logits = decoding.step(token)
     yield text[shown:]
 
 

@@ -11,7 +11,7 @@ RMSNorm, rotary positions, grouped-query attention, SwiGLU, and three switches t
 Parameter names and numerics are those of transformers' classes, so a state dict moves either way without renaming.
 Only attention sees sequences with padding, and each group of similar length by itself; all that works on tokens one by one
 gets the real ones alone.
-Letters in the shapes: N sequences, T new tokens, n of these N*T real ones, S tokens attended to, m sequences and k real
+Letters in the shapes: N sequences, T new tokens, n of these N*T real ones, S tokens attended to, m sequences and r real
 tokens of a group, D hidden size, H heads, K key/value heads, d head size, V vocabulary.
 """
 import functools
@@ -104,31 +104,32 @@ class Group:
     """Sequences that attention takes together. They are of similar length: its work grows with the longest of them."""
     rows: torch.Tensor              # (m,) which of the N sequences they are
     T: int                          # the length of the longest
-    real: torch.Tensor | None       # (k,) which of the m * T tokens are real, or None: all of them
-    mask: torch.Tensor | None       # (m, 1, T, S): see visible
+    real: torch.Tensor | None       # (r,) which of the m * T tokens are real, or None: all of them
+    mask: torch.Tensor | None       # (m, 1, T, S): see visible; None: each token sees all up to itself
 
     @property
     def num_tokens(self):
         return len(self.rows) * self.T if self.real is None else len(self.real)
 
     def pad(self, x):
-        """(k, ...) -> (m, T, ...), zeros where padding stands"""
+        """(r, ...) -> (m, T, ...), zeros where padding stands"""
         if self.real is not None:
-            x = x.new_zeros(len(self.rows) * self.T, *x.shape[1:]).index_copy(0, self.real, x)
+            x = x.new_zeros(len(self.rows) * self.T, *x.shape[1:]).index_copy_(0, self.real, x)
         return x.unflatten(0, (-1, self.T))
 
     def unpad(self, x):
-        """(m, T, ...) -> (k, ...)"""
+        """(m, T, ...) -> (r, ...)"""
         x = x.flatten(0, 1)
         return x if self.real is None else x.index_select(0, self.real)
 
 
 def groups_of(input_ids, attention_mask, *, together):
-    """All sequences (N, T) as one group, or such that lengths within a group differ by a factor of 1.4 at most."""
+    """All sequences (N, T) as one group, in their order; or groups in which lengths differ by a factor of 1.4 at most."""
     (N, T), device = input_ids.shape, input_ids.device
     if attention_mask is None:
         return [Group(torch.arange(N, device=device), T, None, None)]
     past, new = attention_mask.shape[1] - T, attention_mask[:, -T:].cpu()       # at once: a GPU waits at each look at it
+    # The length of a sequence is that up to its last real token: padding on the left counts.
     lengths = torch.full((N,), T) if together else (new * torch.arange(1, T + 1)).amax(1).clamp(min=1)
     classes, groups = (2 * (T / lengths).log2()).floor(), []
     for rows in ((classes == number).nonzero()[:, 0] for number in classes.unique()):
@@ -136,8 +137,18 @@ def groups_of(input_ids, attention_mask, *, together):
         real = new[rows, :longest].flatten().nonzero()[:, 0]
         real = None if len(real) == len(rows) * longest else real.to(device)
         rows = rows.to(device)
-        groups.append(Group(rows, longest, real, visible(attention_mask[rows, :past + longest], longest)))
+        plain = real is None and past == 0
+        groups.append(Group(rows, longest, real, None if plain else visible(attention_mask[rows, :past + longest], longest)))
     return groups
+
+
+def visible(attention_mask, T):
+    """Which of the S tokens each of the last T may see, (N, 1, T, S) bool: the real ones, no later than itself."""
+    real, S = attention_mask.bool()[:, None, None, :], attention_mask.shape[1]          # (N, 1, 1, S)
+    row = torch.arange(S - T, S, device=attention_mask.device)[:, None]                 # (T, 1)
+    column = torch.arange(S, device=attention_mask.device)                              # (S,)
+    # A padding token sees itself: a softmax over nothing would be NaN, and NaN spreads.
+    return (real & (column <= row)) | (column == row)
 
 
 class SharedPrompts:
@@ -187,13 +198,12 @@ class Attention(nn.Module):
         return self.o_proj(torch.cat([self.attend(*part, cache) for part in parts]))    # (n, D)
 
     def attend(self, group, q, k, v, cache):
-        """Attention among the tokens of a group, (k, H or K, d) -> (k, H * d), and to the prompts in the cache."""
+        """Attention among the tokens of a group and to the prompts in the cache: q (r, H, d), k, v (r, K, d) -> (r, H*d)."""
         q, k, v = (group.pad(x).transpose(1, 2) for x in (q, k, v))                     # (m, H or K, T, d)
         if cache is not None:
             k, v = cache.append(self.layer, k, v, group.rows)                           # (m, K, S, d)
-        if q.is_cuda and (group.mask is not None or q.dtype == torch.float32):  # then only a GPU's slow kernel shares keys
+        if q.is_cuda and (group.mask is not None or v.dtype == torch.float32):  # then only a GPU's slow kernel shares keys
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))   # (m, H, S, d)
-        # Without a mask the rows hold no padding: plain causal attention.
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, is_causal=group.mask is None,
                                            enable_gqa=q.shape[1] != k.shape[1])
         return group.unpad(x.transpose(1, 2).flatten(2))
@@ -267,10 +277,10 @@ class Decoder(nn.Module):
         else:
             positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past:]          # (N, T): padding takes no position
         groups = groups_of(input_ids, attention_mask, together=cache is not None and cache.rows is None)
-        real = torch.arange(N * T, device=device).view(N, T)
-        real = torch.cat([group.unpad(real[group.rows, :group.T]) for group in groups])     # (n,): one group after the other
-        rotary = rotary_tables(positions.reshape(-1)[real], rotary_frequencies(self.config, device))
-        x = self.embed_tokens(input_ids.reshape(-1)[real])                              # (n, D)
+        index = torch.arange(N * T, device=device).view(N, T)
+        order = torch.cat([group.unpad(index[group.rows, :group.T]) for group in groups])   # (n,): one group after the other
+        rotary = rotary_tables(positions.reshape(-1)[order], rotary_frequencies(self.config, device))
+        x = self.embed_tokens(input_ids.reshape(-1)[order])                             # (n, D)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         context = (rotary, groups, cache)
         for layer in self.layers:
@@ -278,19 +288,7 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.length += T
         x = self.norm(x)
-        return x.new_zeros(N * T, x.shape[1]).index_copy(0, real, x).unflatten(0, (N, T))
-
-
-def visible(attention_mask, T):
-    """Which of the S tokens each of the last T may see, (N, 1, T, S) bool: the real ones, no later than itself."""
-    if attention_mask is None:
-        return None
-    real = attention_mask.bool()[:, None, None, :]                                      # (N, 1, 1, S)
-    S = attention_mask.shape[1]
-    row = torch.arange(S - T, S, device=attention_mask.device)[:, None]                 # (T, 1)
-    column = torch.arange(S, device=attention_mask.device)                              # (S,)
-    # A padding token sees itself: a softmax over nothing would be NaN, and NaN spreads.
-    return (real & (column <= row)) | (column == row)
+        return x.new_zeros(N * T, x.shape[1]).index_copy_(0, order, x).unflatten(0, (N, T))
 
 
 class MiniMindForCausalLM(nn.Module):

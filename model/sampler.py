@@ -71,25 +71,28 @@ def next_token(logits, temperature, generator, greedy):
 
 
 class Decoding:
-    """The model's forward pass for the next token of each sequence, laid out for speed; no gradient goes through it.
+    """The model's forward pass for the next token of each of n sequences, laid out for speed; no gradient goes through it.
 
-    The same numbers from half as many operations: matrices that multiply the same input are one matrix, queries and keys
-    are normalised and turned as one tensor, and attention is two plain products, in which the heads that share their keys
-    are rows of one matrix: for a single query that is faster than a fused kernel.
+    The same numbers, but for rounding, from half as many operations: matrices that multiply the same input are one matrix,
+    queries and keys are normalised and turned as one tensor, and attention is two plain products, in which the heads that
+    share their keys are rows of one matrix: for a single query that is faster than the fused kernel of a CPU.
     """
 
     def __init__(self, model, prompt_ids, prompt_mask, max_new_tokens):
-        """Reads the prompts (n, P), padded on the left; `logits` (n, V) are those of their first new tokens."""
+        """Reads the prompts (n, P), padded on the left; `logits` (n, V) are those of their first new tokens.
+
+        Under autocast weights are converted here, once: step has to run within the same autocast.
+        """
         config, P, device = model.config, prompt_ids.shape[1], prompt_ids.device
         prompts, mask = SharedPrompts(), None if prompt_mask.all() else prompt_mask
         self.logits = model(prompt_ids, mask, logits_to_keep=1, cache=prompts)[:, 0]
         self.cache = [[F.pad(x.to(values.dtype), (0, 0, 0, max_new_tokens)) for x in (keys, values)]
-                      for keys, values in prompts.layers.values()]                      # two (n, K, P + R, d) per layer
+                      for keys, values in prompts.layers.values()]      # two (n, K, P + max_new_tokens, d) for each layer
         self.length, self.positions = P, prompt_mask.sum(1)                             # padding takes no position
         self.rotary = rotary_tables(torch.arange(P + max_new_tokens, device=device), rotary_frequencies(config, device))
-        self.bias = None                                                                # or (n, 1, P + R), -inf at padding
+        self.padding_bias = None                                        # or (n, 1, P + max_new_tokens), -inf at padding
         if mask is not None:
-            self.bias = F.pad(torch.where(mask.bool(), 0.0, float("-inf")), (0, max_new_tokens))[:, None]
+            self.padding_bias = F.pad(torch.where(mask.bool(), 0.0, float("-inf")), (0, max_new_tokens))[:, None]
         self.H, self.K, self.d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.embedding, self.head = model.model.embed_tokens, linear(model.lm_head)
         self.norm = rms_norm(model.model.norm.weight, config.rms_norm_eps)
@@ -108,7 +111,7 @@ class Decoding:
     def select(self, rows):
         """Keeps these sequences, in this order; an index may occur more than once. Only what is filled is copied."""
         self.positions = self.positions[rows]
-        self.bias = None if self.bias is None else self.bias[rows]
+        self.padding_bias = None if self.padding_bias is None else self.padding_bias[rows]
         for layer, pair in enumerate(self.cache):
             self.cache[layer] = [old.new_empty(len(rows), *old.shape[1:]) for old in pair]
             for old, new in zip(pair, self.cache[layer]):
@@ -126,8 +129,8 @@ class Decoding:
             k, v = (side[:, :, :S].flatten(0, 1) for side in (keys, values))            # (n * K, S, d)
             q = (qk[:, :H] / d**0.5).view(n * K, H // K, d)
             scores = torch.bmm(q, k.transpose(1, 2))                                    # (n * K, H/K, S)
-            if self.bias is not None:
-                scores.view(n, H, S).add_(self.bias[:, :, :S])
+            if self.padding_bias is not None:
+                scores.view(n, H, S).add_(self.padding_bias[:, :, :S])
             x = x + out(torch.bmm(scores.softmax(-1), v).view(n, H * d))
             x = x + mlp(norm_again(x))
         self.length, self.positions = S, self.positions + 1
@@ -135,7 +138,7 @@ class Decoding:
 
 
 def rms_norm(weight, eps):
-    """w x / sqrt(mean(x^2) + eps) as sqrt(D) w x / hypot(|x|, sqrt(D eps)): three operations instead of six."""
+    """w x / sqrt(mean(x^2) + eps) as sqrt(D) w x / hypot(|x|, sqrt(D eps)): four operations instead of six."""
     scale = weight.shape[-1] ** 0.5
     scaled_weight, floor = weight.float() * scale, torch.tensor(scale * eps**0.5, device=weight.device)
 
@@ -159,14 +162,15 @@ def feed_forward(mlp):
 def linear(*layers):
     """Linear layers that read the same input as one function, their outputs side by side.
 
-    Under autocast the weights are converted here, once. On a CPU they are laid out for oneDNN, which costs more than it
-    gains below about 100,000 weights.
+    Joined only where the weights have to be copied anyway, or are small: under autocast they are converted, once; on a CPU
+    they are laid out for oneDNN, which costs more than it gains below about 100,000 weights.
     """
-    weight, bias = (None if getattr(layers[0], name) is None else torch.cat([getattr(layer, name) for layer in layers])
-                    for name in ("weight", "bias"))
-    if torch.is_autocast_enabled(weight.device.type):
-        dtype = torch.get_autocast_dtype(weight.device.type)
-        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    device = layers[0].weight.device.type
+    if device != "cpu" and not torch.is_autocast_enabled(device):
+        return lambda x: torch.cat([layer(x) for layer in layers], -1)
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layers[0].weight.dtype
+    weight = torch.cat([layer.weight.to(dtype) for layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([layer.bias.to(dtype) for layer in layers])
     if weight.numel() < 90_000 or not can_pack(weight):
         return functools.partial(F.linear, weight=weight, bias=bias)
     weight = torch.ops.mkldnn._reorder_linear_weight(weight)

@@ -123,6 +123,13 @@ def test_layers_side_by_side_are_the_layers():
     assert not sampler.can_pack(torch.zeros(1).bfloat16()) and not sampler.can_pack(torch.zeros(1, device="meta"))
 
 
+def test_layers_elsewhere_than_on_a_cpu_are_not_copied(monkeypatch):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)     # knows no meta device
+    layers = [nn.Linear(320, size, device="meta") for size in (200, 120)]
+    monkeypatch.setattr(nn.Linear, "forward", lambda layer, x: torch.full((len(x), layer.out_features), layer.out_features))
+    assert sampler.linear(*layers)(torch.zeros(4, 320)).tolist() == [[200] * 200 + [120] * 120] * 4
+
+
 def test_a_rollout_in_bfloat16_converts_each_weight_once_for_prompts_and_once_for_all_tokens():
     model, converted = in_precision(wide(), "bfloat16", torch.device("cpu")), []
 
