@@ -237,11 +237,12 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     With `with_entropy` also the entropy of each of these distributions, (N, R), in nats. Both are 0 at padding.
     """
     P = input_ids.shape[1] - num_completion_tokens
-    wanted = attention_mask[:, P:].bool()                                               # (N, R)
-    cache = None
-    if P > 1:       # what completions of one prompt have in common, all of it but the last token, goes through once
-        prompts = torch.stack((input_ids, attention_mask))[:, :, :P - 1]
-        prompts, rows = prompts.unique(dim=1, return_inverse=True)
+    # What is there twice goes through the model once: sequences as a whole, and all of their prompts but the last token.
+    sequences, copies = torch.stack((input_ids, attention_mask)).unique(dim=1, return_inverse=True)
+    input_ids, attention_mask = sequences
+    wanted, cache = attention_mask[:, P:].bool(), None                                  # (distinct ones, R)
+    if P > 1:
+        prompts, rows = sequences[:, :, :P - 1].unique(dim=1, return_inverse=True)
         cache = SharedPrompts()
         model(*prompts, logits_to_keep=1, cache=cache)
         cache = cache.for_rows(rows)
@@ -252,9 +253,9 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     sampled = all_logps.gather(-1, input_ids[:, P:][wanted][:, None])[:, 0]             # (n,)
     logps = torch.zeros_like(wanted, dtype=torch.float32).masked_scatter(wanted, sampled)
     if not with_entropy:
-        return logps
+        return logps[copies]
     entropy = -(all_logps.exp() * all_logps).sum(-1)                                    # (n,)
-    return logps, torch.zeros_like(logps).masked_scatter(wanted, entropy)
+    return logps[copies], torch.zeros_like(logps).masked_scatter(wanted, entropy)[copies]
 
 
 @dataclass

@@ -100,12 +100,12 @@ class Decoding:
 
     def functions(self, layer, config):
         """What `step` calls, in its order."""
-        attention, norm_heads = layer.self_attn, nn.Identity()
+        attention, head_norm = layer.self_attn, nn.Identity()
         if config.qk_norm:
             q_weight, k_weight = attention.q_norm.weight.expand(self.H, -1), attention.k_norm.weight.expand(self.K, -1)
-            norm_heads = rms_norm(torch.cat((q_weight, k_weight)), config.rms_norm_eps)
+            head_norm = rms_norm(torch.cat((q_weight, k_weight)), config.rms_norm_eps)
         return (rms_norm(layer.input_layernorm.weight, config.rms_norm_eps),
-                linear(attention.q_proj, attention.k_proj, attention.v_proj), norm_heads, linear(attention.o_proj),
+                linear(attention.q_proj, attention.k_proj, attention.v_proj), head_norm, linear(attention.o_proj),
                 rms_norm(layer.post_attention_layernorm.weight, config.rms_norm_eps), feed_forward(layer.mlp))
 
     def select(self, rows):
@@ -122,9 +122,9 @@ class Decoding:
         n, H, K, d, S = len(tokens), self.H, self.K, self.d, self.length + 1
         rotary = [table[self.positions] for table in self.rotary]                       # (n, 1, d)
         x = self.embedding(tokens)                                                      # (n, D)
-        for (norm, qkv, norm_heads, out, norm_again, mlp), (keys, values) in zip(self.layers, self.cache):
-            heads = qkv(norm(x)).view(n, H + 2 * K, d)
-            qk = rotate(norm_heads(heads[:, :H + K]), rotary)                           # (n, H + K, d)
+        for (attention_norm, qkv, head_norm, out, mlp_norm, mlp), (keys, values) in zip(self.layers, self.cache):
+            heads = qkv(attention_norm(x)).view(n, H + 2 * K, d)
+            qk = rotate(head_norm(heads[:, :H + K]), rotary)                            # (n, H + K, d)
             keys[:, :, S - 1], values[:, :, S - 1] = qk[:, H:], heads[:, H + K:]
             k, v = (side[:, :, :S].flatten(0, 1) for side in (keys, values))            # (n * K, S, d)
             q = (qk[:, :H] / d**0.5).view(n * K, H // K, d)
@@ -132,7 +132,7 @@ class Decoding:
             if self.padding_bias is not None:
                 scores.view(n, H, S).add_(self.padding_bias[:, :, :S])
             x = x + out(torch.bmm(scores.softmax(-1), v).view(n, H * d))
-            x = x + mlp(norm_again(x))
+            x = x + mlp(mlp_norm(x))
         self.length, self.positions = S, self.positions + 1
         return self.head(self.norm(x))
 

@@ -45,7 +45,7 @@ class RewardModel(nn.Module):
     def pad(self, ids):
         """Lists of ids as a tensor (N, T), padded on the right, and the position of each one's last token, (N,)."""
         pad_id, device, T = self.config.pad_token_id, self.score.weight.device, max(map(len, ids))
-        padded = [row + [0] * (T - len(row)) for row in ids]                                # never looked at: any id does
+        padded = [[*row] + [0] * (T - len(row)) for row in ids]                             # never looked at: any id does
         # Where a template ends in the pad token itself, transformers reads the score before it, and so was it trained.
         last = [next((t for t in reversed(range(len(row))) if row[t] != pad_id), 0) for row in ids]
         return torch.tensor(padded, device=device), torch.tensor(last, device=device)
@@ -57,18 +57,18 @@ class RewardModel(nn.Module):
     def get_scores(self, chats, max_tokens=None):
         """A score for each chat, a list of {"role", "content"}: unbounded; what counts is the difference on one prompt.
 
-        A batch holds chats of like length, `max_tokens` with the padding: few on a CPU, so that they stay in its cache.
+        Each distinct chat is read once: a group often agrees. A batch holds chats of like length, `max_tokens` with the
+        padding: few on a CPU, so that they stay in its cache.
         """
         max_tokens = max_tokens or (2048 if self.score.weight.device.type == "cpu" else self.gpu_tokens)
-        ids = self.tokenize(chats)
-        order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
-        scores = torch.zeros(len(ids))
-        while order:
-            size = max(1, max_tokens // len(ids[order[0]]))
-            rows, order = order[:size], order[size:]
-            input_ids, last = self.pad([ids[i] for i in rows])
-            scores[rows] = self(input_ids).gather(1, last[:, None])[:, 0].cpu()
-        return scores.tolist()
+        ids, scores = [tuple(chat) for chat in self.tokenize(chats)], {}
+        distinct = sorted(dict.fromkeys(ids), key=len, reverse=True)
+        while distinct:
+            size = max(1, max_tokens // len(distinct[0]))
+            batch, distinct = distinct[:size], distinct[size:]
+            input_ids, last = self.pad(batch)
+            scores |= zip(batch, self(input_ids).gather(1, last[:, None])[:, 0].tolist())
+        return [scores[chat] for chat in ids]
 
     def get_score(self, chat):
         return self.get_scores([chat])[0]

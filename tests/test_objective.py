@@ -217,7 +217,7 @@ def test_token_logps_are_those_of_a_softmax_with_temperature(tiny_policy):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("prompt_length", [1, 4])
-def test_token_logps_read_prompts_once_and_no_padding_and_have_the_gradients_of_whole_sequences(prompt_length, checkpointing):
+def test_token_logps_read_nothing_twice_and_no_padding_and_have_the_gradients_of_whole_sequences(prompt_length, checkpointing):
     torch.manual_seed(0)
     model = MiniMindForCausalLM(MiniMindConfig(vocab_size=9, hidden_size=16, intermediate_size=24, num_hidden_layers=3, head_dim=4,
                                                initializer_range=0.3)).double()
@@ -225,7 +225,8 @@ def test_token_logps_read_prompts_once_and_no_padding_and_have_the_gradients_of_
     prompt_ids = prompts[[0, 1, 0, 2, 3, 1]]                    # the last two begin alike
     mask = torch.arange(5) < torch.tensor([[2], [5], [1], [5], [3], [4]])
     ids, attention_mask = torch.cat((prompt_ids, torch.randint(1, 9, (6, 5)) * mask), 1), torch.cat((prompt_ids > 0, mask), 1).long()
-    weight = torch.randn(2, 6, 5) * mask
+    ids, attention_mask, mask = (torch.cat((x, x[3:4])) for x in (ids, attention_mask, mask))       # one completion twice
+    weight = torch.randn(2, 7, 5) * mask
     tokens = []                                                 # that go through the second layer, pass by pass
     model.model.layers[1].mlp.register_forward_pre_hook(lambda _, inputs: tokens.append(len(inputs[0])))
 
@@ -239,7 +240,7 @@ def test_token_logps_read_prompts_once_and_no_padding_and_have_the_gradients_of_
     tokens.clear()
     model.model.gradient_checkpointing = checkpointing
     found = token_logps(model, ids, attention_mask, 5, with_entropy=True)
-    assert tokens == ([1 + 3 + 2] if prompt_length > 1 else []) + [int(mask.sum())]     # [5, 6, 7] once
+    assert tokens == ([1 + 3 + 2] if prompt_length > 1 else []) + [int(mask[:6].sum())]     # [5, 6, 7] once
     for ours, theirs in zip(found, expected):
         torch.testing.assert_close(ours, (theirs * mask).float(), rtol=0, atol=1e-6)
     for ours, theirs in zip(gradients(*found), whole):

@@ -212,6 +212,15 @@ def test_scores_in_a_batch_are_those_of_single_chats(random_model):
     assert random_model.get_scores(CHATS, max_tokens=60) == pytest.approx(alone, abs=1e-5)
 
 
+def test_a_chat_is_read_once_however_often_it_occurs(random_model):
+    read = []
+    hook = random_model.register_forward_pre_hook(lambda _, inputs: read.append(len(inputs[0])))
+    scores = random_model.get_scores([CHATS[1], CHATS[0], CHATS[1], CHATS[1]])
+    hook.remove()
+    assert sum(read) == 2
+    assert scores == pytest.approx([random_model.get_score(CHATS[i]) for i in (1, 0, 1, 1)], abs=1e-5)
+
+
 @torch.no_grad()
 def test_scores_are_those_of_transformers_for_what_we_saved(random_model, tokenizer, tmp_path):
     random_model.save_pretrained(tmp_path)
