@@ -9,7 +9,7 @@ arbitrary numbers.
 `limit` is the share of the machine's rate of matrix products, measured beside, that our step reaches, counting only what
 real tokens need: each prompt once for all its completions, and each completion token once, to sample; the same under the
 reference (beta > 0); three times that under the policy (forward, twice it for backward), or nothing where advantage and beta
-are 0.
+are 0. A completion that was sampled twice is counted twice, though we learn from it in one pass.
 
 Memory: how far one step, in a process of its own, raises the peak above what was resident before (Linux only).
 """
