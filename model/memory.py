@@ -3,7 +3,7 @@
     python -m model.memory                                        the usual sizes
     python -m model.memory Qwen/Qwen3-0.6B out/my_weights         any weights, by their config.json
 
-The formula counts live tensors. On the CPU it came within 6% of the peaks measured where freed memory goes back at once
+The formula counts live tensors. On the CPU it came within 5% of the peaks measured where freed memory goes back at once
 (tests/bench_memory.py); glibc's malloc by itself keeps gaps, with which a process held up to a quarter more. For a GPU
 the same counts are taken with the bytes of bfloat16 products; that was not measured.
 """
@@ -74,15 +74,17 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
         "sampler's weights": 4 * n * (not gpu),             # its copy; on a GPU the bfloat16 ones are that
         "cache": 2 * L * N * config.num_key_value_heads * config.head_dim * T * product,
         "activations": L * (tokens * 4 * D + prompt_tokens * per_key if gradient_checkpointing else one_layer),
-        "logits": rows * completion_length * V * 4 * 5,       # themselves, by the temperature, gradients, temporaries
+        "logits": rows * completion_length * V * 4 * 4,     # themselves, by the temperature, log softmax, probabilities
     }
     stays = parts["weights"] + parts["moments"] + parts["reference"]
     copies = parts["bfloat16 weights"] + parts["sampler's weights"]
     sampling = parts["gradients"] + copies + 1.75 * parts["cache"] + 4 * N * V * 4
     # One after the other: all copies of the logits; two of them and the head's gradient; the last layer, computed anew.
-    dearest = max(parts["logits"], parts["logits"] * 2 / 5 + 4 * V * D, one_layer * gradient_checkpointing)
+    dearest = max(parts["logits"], parts["logits"] / 2 + 4 * V * D, one_layer * gradient_checkpointing)
     passes = 1 if gradient_checkpointing else 2             # prompts, completions: each keeps its bfloat16 weights
     micro_batch = parts["activations"] + dearest + passes * parts["bfloat16 weights"]
+    # In the end the embedding's gradients from prompts, completions and, where it is the head, from there are added up.
+    micro_batch = max(micro_batch, (2 + config.tie_word_embeddings) * 4 * V * D)
     # The first micro-batch of a step finds no gradients yet: they grow while its activations go.
     learning = micro_batch + parts["gradients"] if rows < N else max(micro_batch, parts["gradients"])
     return parts | {"peak": int(stays + max(sampling, learning))}

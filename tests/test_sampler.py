@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def wide(**changes):
-    """Random weights, some of the layers large enough to be packed; biases too, where there are any."""
+    """Random weights, norms and biases too; some of the layers are large enough to be packed."""
     torch.manual_seed(1)
     config = {"vocab_size": 40, "hidden_size": 320, "intermediate_size": 320, "num_hidden_layers": 2, "head_dim": 16,
               "initializer_range": 0.1, "tie_word_embeddings": False, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -30,6 +30,8 @@ def wide(**changes):
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.5)
+        if name.endswith("norm.weight"):
+            nn.init.uniform_(parameter, 0.5, 1.5)
     return model
 
 
