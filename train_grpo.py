@@ -237,21 +237,21 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     With `with_entropy` also the entropy of each of these distributions, (N, R), in nats. Both are 0 at padding.
     """
     P = input_ids.shape[1] - num_completion_tokens
-    # What is there twice goes through the model once: sequences as a whole, and all of their prompts but the last token.
-    sequences, copies = torch.stack((input_ids, attention_mask)).unique(dim=1, return_inverse=True)
+    # What is there twice goes through the model once: whole sequences, N' of N, and all of their prompts but the last token.
+    sequences, copies = torch.stack((input_ids, attention_mask)).unique(dim=1, return_inverse=True)     # (2, N', T), (N,)
     input_ids, attention_mask = sequences
-    wanted, cache = attention_mask[:, P:].bool(), None                                  # (distinct ones, R)
+    wanted, cache = attention_mask[:, P:].bool(), None                                  # (N', R)
     if P > 1:
         prompts, rows = sequences[:, :, :P - 1].unique(dim=1, return_inverse=True)
         cache = SharedPrompts()
         model(*prompts, logits_to_keep=1, cache=cache)
         cache = cache.for_rows(rows)
     # Logits at position t predict token t+1: an input is as real as the token behind it, and the last token is no input.
-    real = torch.cat((attention_mask[:, :P - 1], attention_mask[:, P:]), dim=1)         # (N, P - 1 + R)
-    logits = model(input_ids[:, P - 1:-1], real, logits_to_keep=wanted, cache=cache)    # (n, V)
+    real = torch.cat((attention_mask[:, :P - 1], attention_mask[:, P:]), dim=1)         # (N', P - 1 + R)
+    logits = model(input_ids[:, P - 1:-1], real, logits_to_keep=wanted, cache=cache)    # (n, V), n tokens wanted
     all_logps = (logits.float() / temperature).log_softmax(-1)
     sampled = all_logps.gather(-1, input_ids[:, P:][wanted][:, None])[:, 0]             # (n,)
-    logps = torch.zeros_like(wanted, dtype=torch.float32).masked_scatter(wanted, sampled)
+    logps = torch.zeros_like(wanted, dtype=torch.float32).masked_scatter(wanted, sampled)      # (N', R)
     if not with_entropy:
         return logps[copies]
     entropy = -(all_logps.exp() * all_logps).sum(-1)                                    # (n,)

@@ -4,7 +4,7 @@
     python -m model.memory Qwen/Qwen3-0.6B out/my_weights         any weights, by their config.json
 
 The formula counts live tensors. On the CPU it came within 5% of the peaks measured where freed memory goes back at once
-(tests/bench_memory.py); glibc's malloc by itself keeps gaps, with which a process held up to a quarter more. For a GPU
+(tests/bench_memory.py); glibc's malloc by itself keeps gaps, with which a process held up to 27% more. For a GPU
 the same counts are taken with the bytes of bfloat16 products; that was not measured.
 """
 import argparse

@@ -1,8 +1,8 @@
 """Completions of a prompt, token by token, with the log-probability that each token was sampled with.
 
 What makes it fast: a prompt is read once for all its completions; finished completions leave the batch; the keys and values
-have their place in memory from the start; a step makes less than half of the operations that the model's forward would;
-drawing a token takes one random number; a GPU is not asked after every token whether it is done.
+have their place in memory from the start; a step makes half of the operations that the model's forward would; drawing a
+token takes one random number; a GPU is not asked after every token whether it is done.
 """
 import functools
 
