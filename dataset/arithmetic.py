@@ -1,16 +1,19 @@
 """The default task: arithmetic that a small model cannot do in its head, but can do on paper.
 
-`python -m dataset.arithmetic` writes the files that we ship, dataset/train.jsonl and dataset/heldout.jsonl; with
-`--sft FOLDER` also the (much larger) texts that the shipped weights are trained on. Same seed, same files.
+`python -m dataset.arithmetic` writes the two files that we ship, dataset/train.jsonl and
+dataset/heldout.jsonl. With `--sft FOLDER` it also writes the (much larger) texts that the shipped
+weights were trained on. The same seed gives the same files.
 
-A problem is `What is 34 + 27*6?`, from one of five templates. Worked on paper it takes one line per operation, each a
-chain of equal expressions with easy links - a number is taken apart into hundreds, tens and units:
+A problem reads `What is 34 + 27*6?` and follows one of five templates. Worked on paper, it takes
+one line per operation. Each line is a chain of equal expressions, and every link is easy because a
+number is split into hundreds, tens and units:
 
     27*6=120+42=160+2=162
     162+34=192+4=196
 
-The texts show four ways to answer. In all of them the numbers are right; but a model of this size learns to produce
-only the worked ones reliably, because the others ask it to compute several digits at once, without writing anything down.
+The texts show four styles of reply, all with the right numbers. But a model of this size learns to
+produce only the worked style reliably: the others ask it to compute several digits at once, without
+writing anything down.
 """
 import argparse
 import json
@@ -18,18 +21,21 @@ import random
 import zlib
 from pathlib import Path
 
-STYLES = {"steps": 0.27, "operations": 0.23, "guess": 0.25, "empty": 0.25}      # shares in the fine-tuning texts
-MALFORMED = 0.12                                                                # share of texts with broken tags
+# The shares of the styles in the fine-tuning texts, and of replies with broken tags.
+STYLES = {"steps": 0.27, "operations": 0.23, "guess": 0.25, "empty": 0.25}
+MALFORMED = 0.12
 
 
-# --- problems -------------------------------------------------------------------------------------------------------
+# --- problems -------------------------------------------------------------------------------------
 
-FIRST, SECOND = "first", "second"       # as an operand: the result of the first or second operation
+FIRST, SECOND = "first", "second"   # as an operand: the result of the first or second operation
 
 
 def draw_problem(rng):
-    """(expression, operations, key), such as `34 + 27*6`, [(27, "*", 6), (FIRST, "+", 34)] and a name for the problem
-    that is the same for all orders of commuting operands."""
+    """(expression, operations, key): `34 + 27*6`, [(27, "*", 6), (FIRST, "+", 34)], and the key.
+
+    The key identifies the problem: it is the same for all orders of commuting operands.
+    """
     def addend(): return rng.randint(5, 49)
     def factors(): return rng.randint(11, 39), rng.randint(2, 9)
 
@@ -45,9 +51,11 @@ def draw_problem(rng):
         return f"({a} + {b})*{c}", [(a, "+", b), (FIRST, "*", c)], ("(a+b)c", *sorted((a, b)), c)
     if template == 3:
         a, b, c, d = addend(), addend(), addend(), addend()
-        return f"{a} + {b} - {c} + {d}", [(a, "+", b), (FIRST, "-", c), (SECOND, "+", d)], ("a+b-c+d", *sorted((a, b, d)), c)
+        operations = [(a, "+", b), (FIRST, "-", c), (SECOND, "+", d)]
+        return f"{a} + {b} - {c} + {d}", operations, ("a+b-c+d", *sorted((a, b, d)), c)
     (a, b), (c, d) = factors(), factors()
-    return f"{a}*{b} + {c}*{d}", [(a, "*", b), (c, "*", d), (FIRST, "+", SECOND)], ("ab+cd", *sorted(((a, b), (c, d))))
+    operations = [(a, "*", b), (c, "*", d), (FIRST, "+", SECOND)]
+    return f"{a}*{b} + {c}*{d}", operations, ("ab+cd", *sorted(((a, b), (c, d))))
 
 
 def evaluate(a, operator, b):
@@ -55,12 +63,18 @@ def evaluate(a, operator, b):
 
 
 def is_heldout(key):
-    """One problem in ten is kept for evaluation, whichever file or order of operands it turns up in."""
+    """Whether to keep a problem for evaluation: one in ten, by its key alone.
+
+    So it is held out of every file, in any order of its operands.
+    """
     return zlib.crc32(repr(key).encode()) % 10 == 0
 
 
 def problems(rng, *, heldout):
-    """Endless problems of one side of the split, with answers from 0 to 999: (expression, operations, answer, key)."""
+    """Endless (expression, operations, answer, key) from one side of the split.
+
+    All results, intermediate ones too, are from 0 to 999.
+    """
     while True:
         expression, operations, key = draw_problem(rng)
         _, results = work(operations)
@@ -68,16 +82,20 @@ def problems(rng, *, heldout):
             yield expression, operations, results[-1], key
 
 
-# --- ways to answer --------------------------------------------------------------------------------------------------
+# --- ways to answer -------------------------------------------------------------------------------
 
 def parts(number):
-    """162 -> [100, 60, 2]; zeros are left out."""
+    """162 -> [100, 60, 2]; zeros are skipped."""
     digits = str(number)
-    return [int(digit) * 10 ** (len(digits) - 1 - i) for i, digit in enumerate(digits) if digit != "0"]
+    return [int(digit) * 10 ** (len(digits) - 1 - i)
+            for i, digit in enumerate(digits) if digit != "0"]
 
 
 def chain(a, operator, b, evaluate=evaluate):
-    """One operation on paper, a chain of equal expressions: 162+34=192+4=196 or 27*6=120+42=160+2=162; and its result."""
+    """One operation on paper, as a chain of equal expressions, and its result.
+
+    162+34=192+4=196 or 27*6=120+42=160+2=162
+    """
     links = [f"{a}{operator}{b}"]
     if operator == "*":
         a, *rest = [evaluate(part, "*", b) for part in parts(a)]
@@ -91,16 +109,17 @@ def chain(a, operator, b, evaluate=evaluate):
 
 
 def direct(a, operator, b, evaluate=evaluate):
-    """One operation in the head: `27*6 is 162`; and its result."""
+    """One operation in the head, `27*6 is 162`, and its result."""
     result = evaluate(a, operator, b)
     return f"{a}{operator}{b} is {result}", result
 
 
 def work(operations, line=direct, evaluate=evaluate):
-    """The lines of all operations, each handing its result on; and the results."""
+    """Do the operations in order, passing results on: (their lines, their results)."""
     lines, results = [], []
     for a, operator, b in operations:
-        a, b = (results[(FIRST, SECOND).index(operand)] if operand in (FIRST, SECOND) else operand for operand in (a, b))
+        a, b = (results[(FIRST, SECOND).index(operand)] if operand in (FIRST, SECOND) else operand
+                for operand in (a, b))
         text, result = line(a, operator, b, evaluate)
         lines.append(text)
         results.append(result)
@@ -108,7 +127,7 @@ def work(operations, line=direct, evaluate=evaluate):
 
 
 def think(style, expression, operations, evaluate=evaluate):
-    """(the lines of thought in a style, the answer that they come to)."""
+    """(the thought in this style, the answer it arrives at)."""
     lines, results = work(operations, chain if style == "steps" else direct, evaluate)
     if style == "guess":
         lines = [f"I guess {results[-1]}."]
@@ -124,13 +143,13 @@ def plain(thought, answer):
 
 
 def malform(text, rng):
-    """A reply with broken tags, as an unfinished model writes them: one is missing, or stands there twice."""
+    """The reply with one tag missing or doubled, as a half-trained model would write it."""
     tag = rng.choice(["<think>\n", "\n</answer>", "</think>\n", "<answer>\n"])
     return text.replace(tag, rng.choice(["", tag + tag]), 1)
 
 
 def slipping(rng, at):
-    """`evaluate` whose result is wrong the `at`-th time that it is asked, and right before and after."""
+    """An `evaluate` that gets call number `at` wrong (counted from 1) and all others right."""
     count = 0
 
     def evaluate_with_slip(a, operator, b):
@@ -143,14 +162,17 @@ def slipping(rng, at):
 
 
 def wrong(number, rng):
-    """A number that one might take for this one: near it, or one digit off."""
+    """A plausible mistake for this number: close to it, or one digit off."""
     while (other := number + rng.choice((-1, 1)) * rng.choice((1, 2, 3, 9, 10, 20, 100))) < 1:
         pass
     return other
 
 
 def think_wrongly(style, expression, operations, rng):
-    """Lines of thought with one slip, carried on to the end; now and then a right thought and a wrong answer."""
+    """`think` with one slip, carried on to the end.
+
+    In 15% of the cases the thought is right and only the answer is wrong.
+    """
     calls = 0
 
     def counting(*operation):
@@ -165,7 +187,7 @@ def think_wrongly(style, expression, operations, rng):
 
 
 def drill(rng):
-    """Single operations in the worked form: what the lines of an answer are made of."""
+    """A single worked operation, the building block of a worked reply."""
     kind = rng.random()
     if kind < 0.35:
         return chain(rng.randint(11, 98), "*", rng.randint(2, 9))[0]
@@ -174,7 +196,7 @@ def drill(rng):
     return chain(a := rng.randint(6, 400), "-", rng.randint(5, min(a, 49)))[0]
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 def chat(expression, reply=None, **columns):
     turns = [{"role": "user", "content": f"What is {expression}?"}]
@@ -184,7 +206,7 @@ def chat(expression, reply=None, **columns):
 
 
 def prompts(rng, count, *, heldout):
-    """The lines of train.jsonl and heldout.jsonl: distinct problems with their answers."""
+    """The lines of train.jsonl or heldout.jsonl: distinct problems with their answers."""
     seen, lines = set(), []
     for expression, _, answer, key in problems(rng, heldout=heldout):
         if key not in seen:
@@ -195,7 +217,10 @@ def prompts(rng, count, *, heldout):
 
 
 def pretraining_chats(rng, count):
-    """Drills, three in a row, and whole problems, all of them worked: arithmetic is learnt before manners."""
+    """Drills, three to a chat, and whole problems, all of them worked.
+
+    The model learns arithmetic first; the styles come with fine-tuning.
+    """
     source = problems(rng, heldout=False)
     for _ in range(count):
         if rng.random() < 0.3:
@@ -203,7 +228,8 @@ def pretraining_chats(rng, count):
             yield chat(", ".join(worked.split("=")[0] for worked in drills), "\n".join(drills))
         else:
             expression, operations, *_ = next(source)
-            yield chat(expression, rng.choice((plain, with_tags))(*think("steps", expression, operations)))
+            dress = rng.choice((plain, with_tags))
+            yield chat(expression, dress(*think("steps", expression, operations)))
 
 
 def finetuning_chats(rng, count, *, tags):
@@ -213,18 +239,25 @@ def finetuning_chats(rng, count, *, tags):
         expression, operations, *_ = next(source)
         style = rng.choices(list(STYLES), STYLES.values())[0]
         reply = (with_tags if tags else plain)(*think(style, expression, operations))
-        yield chat(expression, malform(reply, rng) if tags and rng.random() < MALFORMED else reply)
+        malformed = tags and rng.random() < MALFORMED
+        yield chat(expression, malform(reply, rng) if malformed else reply)
 
 
 def flaw_pairs(rng, count, *, heldout):
-    """A worked reply and the same with a flaw: {"conversations", "chosen", "rejected", "kind"}, the kind "slip" (one link is
-    wrong, and all that follows from it) or "form" (right, but a tag is missing or stands there twice)."""
+    """Pairs of a worked reply and a flawed copy: {"conversations", "chosen", "rejected", "kind"}.
+
+    Kind "slip": one result is wrong, and so is everything computed from it. Kind "form": the
+    numbers are right, but a tag is missing or doubled.
+    """
     source = problems(rng, heldout=heldout)
     for _ in range(count):
         expression, operations, *_ = next(source)
         kind, dress = rng.choice((("form", with_tags), ("slip", with_tags), ("slip", plain)))
         chosen = dress(*think("steps", expression, operations))
-        rejected = malform(chosen, rng) if kind == "form" else dress(*think_wrongly("steps", expression, operations, rng))
+        if kind == "form":
+            rejected = malform(chosen, rng)
+        else:
+            rejected = dress(*think_wrongly("steps", expression, operations, rng))
         yield chat(expression, chosen=chosen, rejected=rejected, kind=kind)
 
 
@@ -237,16 +270,25 @@ def write(path, lines):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="writes the prompts of the default task, and the texts behind its weights")
-    parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent, help="where train.jsonl and heldout.jsonl go")
-    parser.add_argument("--sft", type=Path, help="a folder for the texts that the shipped weights are trained on")
+    parser = argparse.ArgumentParser(
+        description="Write the prompts of the default task and, with --sft, the texts that the "
+                    "shipped weights were trained on.")
+    parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent,
+                        help="the folder for train.jsonl and heldout.jsonl")
+    parser.add_argument("--sft", type=Path,
+                        help="also write the texts that the shipped weights were trained on, "
+                             "to this folder")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    write(args.out_dir / "train.jsonl", prompts(random.Random(args.seed), 6000, heldout=False))
-    write(args.out_dir / "heldout.jsonl", prompts(random.Random(args.seed + 1), 1000, heldout=True))
+
+    def rng(offset):
+        return random.Random(args.seed + offset)
+
+    write(args.out_dir / "train.jsonl", prompts(rng(0), 6000, heldout=False))
+    write(args.out_dir / "heldout.jsonl", prompts(rng(1), 1000, heldout=True))
     if args.sft:
-        write(args.sft / "pretrain.jsonl", pretraining_chats(random.Random(args.seed + 2), 200_000))
-        write(args.sft / "full_sft.jsonl", finetuning_chats(random.Random(args.seed + 3), 60_000, tags=False))
-        write(args.sft / "reason.jsonl", finetuning_chats(random.Random(args.seed + 4), 60_000, tags=True))
-        write(args.sft / "flaws_train.jsonl", flaw_pairs(random.Random(args.seed + 5), 10_000, heldout=False))
-        write(args.sft / "flaws_heldout.jsonl", flaw_pairs(random.Random(args.seed + 6), 1_000, heldout=True))
+        write(args.sft / "pretrain.jsonl", pretraining_chats(rng(2), 200_000))
+        write(args.sft / "full_sft.jsonl", finetuning_chats(rng(3), 60_000, tags=False))
+        write(args.sft / "reason.jsonl", finetuning_chats(rng(4), 60_000, tags=True))
+        write(args.sft / "flaws_train.jsonl", flaw_pairs(rng(5), 10_000, heldout=False))
+        write(args.sft / "flaws_heldout.jsonl", flaw_pairs(rng(6), 1_000, heldout=True))

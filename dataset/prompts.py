@@ -1,4 +1,4 @@
-"""jsonl -> prompts: the chats that the policy completes, with the columns that its rewards need."""
+"""From a jsonl file to batches of prompts: the chats to complete, and the columns rewards need."""
 import json
 import re
 import warnings
@@ -8,38 +8,41 @@ import torch
 from jinja2 import TemplateError
 from torch.utils.data import DataLoader, Dataset
 
-
 PROMPT_FIELDS = ("conversations", "prompt", "question", "problem")
-# What rewards are called with besides the columns of the file.
-RESERVED = {"prompts", "completions", "messages", "completion_ids", "reward_funcs", "reward_weights"}
-# --system_prompt r1: asks for what format_reward and tag_reward reward.
+# Rewards get the file's columns as keyword arguments, next to these. A column can't share a name.
+RESERVED = {"prompts", "completions", "messages", "completion_ids", "reward_funcs",
+            "reward_weights"}
+# --system_prompt r1: asks for the format that format_reward and tag_reward check.
 R1_SYSTEM_PROMPT = (
-    "Think before you answer. Write your reasoning between <think> and </think>, then only the final answer between "
-    "<answer> and </answer>, each tag on a line of its own, and nothing else:\n"
-    "<think>\nyour reasoning\n</think>\n<answer>\nthe final answer\n</answer>")
+    "Think before you answer. Write your reasoning between <think> and </think>, then only the "
+    "final answer between <answer> and </answer>, each tag on a line of its own, and nothing else:"
+    "\n<think>\nyour reasoning\n</think>\n<answer>\nthe final answer\n</answer>")
 
 
 class PromptDataset(Dataset):
-    """The lines of a jsonl file. These forms may be mixed; without an answer only rewards that need none judge:
+    """The prompts of a jsonl file. Its lines may have any of these forms:
 
-        {"conversations": [{"role": "user", "content": "..."}, ...], "answer": "42"}    a last assistant turn is dropped
+        {"conversations": [{"role": "user", "content": "..."}, ...], "answer": "42"}
         {"prompt": "..." or a list of turns, "answer": "42"}
-        {"question": "...", "answer": "... #### 42"}                                    GSM8K
-        {"problem": "...", "solution": "... \\boxed{42}"}                               MATH, with or without an answer
+        {"question": "...", "answer": "... #### 42"}            GSM8K
+        {"problem": "...", "solution": "... \\boxed{42}"}       MATH, with or without an answer
 
-    An item is {"messages": [...], **the other fields of its line}. ValueError names the file, line and field at fault.
+    A last turn by the assistant is dropped. The answer is optional: without one, only the rewards
+    that don't need it apply. An item is {"messages": [...], **the line's other fields}. ValueError
+    names the file, the line and the field at fault.
     """
 
     def __init__(self, path):
         self.rows = []
         if not Path(path).is_file():
-            raise ValueError(f"{path}: no such file; --data_path and --eval_data_path want a jsonl file of prompts")
+            raise ValueError(f"{path}: no such file; give --data_path or --eval_data_path a jsonl "
+                             "file of prompts")
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     self.rows.append(read_row(line, f"{path}, line {number}"))
         if not self.rows:
-            raise ValueError(f"{path}: the file holds no prompts; give one with a JSON object on each line")
+            raise ValueError(f"{path}: the file has no prompts; write one JSON object per line")
 
     def __len__(self):
         return len(self.rows)
@@ -54,36 +57,44 @@ def read_row(line, where):
     except UnicodeDecodeError:
         raise ValueError(f"{where}: not UTF-8; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); write one object a line") from None
+        raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); "
+                         "write one object per line") from None
     fields = [name for name in PROMPT_FIELDS if isinstance(row, dict) and name in row]
     if not fields:
-        raise ValueError(f"{where}: no field {', '.join(PROMPT_FIELDS)}; one of them must hold the prompt")
+        raise ValueError(f"{where}: no prompt found; put it in one of the fields "
+                         f"{', '.join(PROMPT_FIELDS)}")
     if taken := sorted(RESERVED & row.keys()):
-        raise ValueError(f"{where}: rewards get something else by the name {taken[0]}; rename that field")
+        raise ValueError(f"{where}: the field name {taken[0]} is reserved, since rewards already "
+                         "have an argument of that name; rename the field")
     if row.get("answer") is None and "\\boxed" in str(row.get("solution")):
         row["answer"] = row["solution"]
     if row.get("answer") is not None and not str(row["answer"]).rpartition("####")[2].strip():
-        raise ValueError(f"{where}: the field answer is empty; give the right answer, or leave the field out")
+        raise ValueError(f"{where}: the field answer is empty; give the gold answer, or leave the "
+                         "field out")
     field = fields[0]
     messages = row.pop(field)
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list) or not all(
-            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-            for turn in messages):
-        raise ValueError(f"{where}: {field} must be a text or a list of turns, each with a role and a content")
-    if messages and messages[-1]["role"] == "assistant":    # the reply of a demonstration: ours is to be sampled
+            isinstance(turn, dict) and isinstance(turn.get("role"), str)
+            and isinstance(turn.get("content"), str) for turn in messages):
+        raise ValueError(f"{where}: {field} must be a string or a list of turns, each with a role "
+                         "and a content")
+    if messages and messages[-1]["role"] == "assistant":    # the policy samples its own reply
         messages = messages[:-1]
     if not messages or not messages[-1]["content"].strip():
-        raise ValueError(f"{where}: {field} holds nothing to reply to; it needs at least one turn of a user")
+        raise ValueError(f"{where}: {field} has nothing to reply to; end it with a user turn that "
+                         "is not empty")
     return {"messages": messages, **row}
 
 
 class PromptCollator:
-    """Items -> one batch: {"prompts", "prompt_ids", "prompt_mask", "opened", "columns"}, by the tokenizer's chat template.
+    """Collates items into one batch, with the tokenizer's chat template.
 
-    A system prompt ("r1": the built-in one) goes before chats that have none of their own. Only the policy reads it: the
-    chats in columns["messages"], which a reward model judges, stay as they are in the file.
+    The batch is {"prompts", "prompt_ids", "prompt_mask", "opened", "columns"}.
+
+    A system prompt ("r1": the built-in one) is added to chats that have none of their own. Only the
+    policy reads it: columns["messages"], which a reward model judges, stays as it is in the file.
     """
 
     def __init__(self, tokenizer, max_seq_len, system_prompt=None):
@@ -91,29 +102,33 @@ class PromptCollator:
         self.system_prompt = R1_SYSTEM_PROMPT if system_prompt == "r1" else system_prompt
 
     def render(self, messages):
-        """The prompt as a text. Templates with a switch for thinking (Qwen3's) have it on; others do not look at it."""
+        """The prompt as text, with thinking on in templates that have the switch (Qwen3's)."""
         if self.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
-                                                      enable_thinking=True)
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, enable_thinking=True)
         except TemplateError as error:
-            raise ValueError(f"the tokenizer's chat template refuses the roles {[turn['role'] for turn in messages]}: "
-                             f"{error}; leave --system_prompt out, or write the prompts without that role") from None
+            roles = [turn["role"] for turn in messages]
+            raise ValueError(f"the tokenizer's chat template rejects the roles {roles}: {error}; "
+                             "leave out --system_prompt, or write the prompts without that role"
+                             ) from None
 
     def encode(self, texts):
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     def __call__(self, items):
-        """prompt_ids and prompt_mask are (B, P), padded on the left; of a longer prompt the last max_seq_len tokens stay.
+        """prompt_ids and prompt_mask are (B, P), padded on the left.
 
-        "opened" is what the template itself has written of each reply: `<think>\\n`, or nothing with most templates.
+        A prompt longer than max_seq_len keeps its last max_seq_len tokens. "opened" is the part of
+        each reply that the template has already written: `<think>\\n`, or "" with most templates.
         """
         texts = [self.render(item["messages"]) for item in items]
         ids = self.encode(texts)
         if max(map(len, ids)) > self.max_seq_len:
-            warnings.warn(f"prompts longer than --max_seq_len {self.max_seq_len} tokens lose their beginning, the system "
-                          "prompt first; raise it, or say --overlong_prompts drop", stacklevel=2)
+            warnings.warn(f"prompts longer than --max_seq_len {self.max_seq_len} tokens lose their "
+                          "beginning, the system prompt first; raise --max_seq_len, or use "
+                          "--overlong_prompts drop", stacklevel=2)
         ids = [row[-self.max_seq_len:] for row in ids]
         P = max(map(len, ids))
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
@@ -127,46 +142,51 @@ class PromptCollator:
         }
 
     def without_overlong(self, rows, path):
-        """The rows whose prompts are max_seq_len tokens long at most; a warning counts the others."""
-        fitting = [row for row in rows if len(self.encode([self.render(row["messages"])])[0]) <= self.max_seq_len]
+        """The rows whose prompts fit into max_seq_len tokens; warns about those it drops."""
+        fitting = [row for row in rows
+                   if len(self.encode([self.render(row["messages"])])[0]) <= self.max_seq_len]
         count = len(rows) - len(fitting)
-        dropped = f"{count} of {len(rows)} prompts are longer than --max_seq_len {self.max_seq_len} tokens"
+        dropped = (f"{count} of {len(rows)} prompts are longer than --max_seq_len "
+                   f"{self.max_seq_len} tokens")
         if rows and not fitting:
-            raise ValueError(f"{path}: {dropped}; raise it, or say --overlong_prompts cut")
+            raise ValueError(f"{path}: {dropped}; raise it, or use --overlong_prompts cut")
         if count:
             warnings.warn(f"{path}: {dropped} and were dropped", stacklevel=2)
         return fitting
 
 
 def rows_of_step(step, num_rows, prompts_per_rank, *, rank=0, world_size=1, seed=0):
-    """The rows that a rank reads at a step (from 1): a new order every epoch, known from (seed, step) alone.
+    """The rows that a rank reads at a step (counted from 1), shuffled anew in every epoch.
 
-    A step takes `prompts_per_rank` rows for each rank, the last one of an epoch what is left. Nothing depends on the
-    steps before, so that a resumed run reads what it would have read without the stop.
+    A step takes `prompts_per_rank` rows for each rank; the last step of an epoch takes what is
+    left. The rows depend on the seed and the step, not on the steps before, so a resumed run reads
+    what it would have read without the interruption.
     """
     per_step = prompts_per_rank * world_size
     epoch, position = divmod(step - 1, steps_per_epoch(num_rows, prompts_per_rank, world_size))
-    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed + 1_000_003 * epoch)).tolist()
+    generator = torch.Generator().manual_seed(seed + 1_000_003 * epoch)
+    order = torch.randperm(num_rows, generator=generator).tolist()
     rows = order[position * per_step:(position + 1) * per_step]
-    return rows[:len(rows) // world_size * world_size][rank::world_size]    # as many for every rank
+    even = len(rows) // world_size * world_size         # every rank must get the same number
+    return rows[:even][rank::world_size]
 
 
 def steps_per_epoch(num_rows, prompts_per_rank, world_size=1):
-    """Steps that read the file once; a rest too small to give every rank a prompt makes no step."""
+    """Steps that read the file once. A remainder of fewer rows than ranks is skipped."""
     full, rest = divmod(num_rows, prompts_per_rank * world_size)
     return full + (rest >= world_size)
 
 
 def read_heldout(path, most):
-    """The first problems of a file that have an answer, `most` at most."""
+    """The first problems of a file that have an answer, at most `most` of them."""
     problems = [row for row in PromptDataset(path) if row.get("answer") is not None][:most]
     if not problems:
-        raise ValueError(f"--eval_data_path {path}: no line has an answer to compare with; add the field, "
-                         "or train with --eval_interval 0")
+        raise ValueError(f"--eval_data_path {path}: no line has an answer to compare with; add the "
+                         "field answer, or train with --eval_interval 0")
     return problems
 
 
 def batches_of_steps(problems, collate, steps, *, num_workers=0, **which):
-    """The batch of one rank at each of these steps; `which` is what rows_of_step asks for."""
+    """One rank's batches at these steps; `which` is passed on to rows_of_step."""
     rows = (rows_of_step(step, len(problems), **which) for step in steps)
     return DataLoader(problems, batch_sampler=rows, collate_fn=collate, num_workers=num_workers)

@@ -1,6 +1,8 @@
-"""Weights on disk, as transformers lays them out: a folder with config.json, model.safetensors, the tokenizer's files.
+"""Reads and writes weights, tokenizers and checkpoints.
 
-A path to weights is such a folder, a hub id like Qwen/Qwen3-0.6B, or one of MiniMind's .pth files (model/minimind_pth.py).
+On disk, weights are what transformers writes: a folder with config.json, model.safetensors and the
+tokenizer's files. Where a function takes a path to weights, a hub id like Qwen/Qwen3-0.6B will do
+too, as will one of MiniMind's .pth files (model/minimind_pth.py).
 """
 import json
 import pickle
@@ -17,39 +19,46 @@ from transformers import AutoTokenizer
 from .minimind_pth import read_pth
 from .model import MiniMindConfig, MiniMindForCausalLM
 
-# model_type in config.json -> (transformers' class, what tells it from the others, what it takes for a field left out)
+# model_type in config.json -> (class in transformers, our switches that build it, its own defaults
+# for fields that config.json leaves out)
 FAMILIES = {
     "qwen3": ("Qwen3ForCausalLM", {"qk_norm": True, "qkv_bias": False}, {}),
     "qwen2": ("Qwen2ForCausalLM", {"qk_norm": False, "qkv_bias": True}, {}),
-    "llama": ("LlamaForCausalLM", {"qk_norm": False, "qkv_bias": False}, {"bos_token_id": 1, "eos_token_id": 2}),
+    "llama": ("LlamaForCausalLM", {"qk_norm": False, "qkv_bias": False},
+              {"bos_token_id": 1, "eos_token_id": 2}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", {"qk_norm": True, "qkv_bias": False},
-                  {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False}),
+                  {"num_experts_per_tok": 8, "moe_intermediate_size": 768,
+                   "norm_topk_prob": False}),
 }
-MOE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
-              "mlp_only_layers")
+MOE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+              "decoder_sparse_step", "mlp_only_layers")
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def load_pretrained(path, *, dtype=None, device=None):
-    """The model in a folder, of a hub id, or in a MiniMind .pth; ValueError if it can't be ours.
+    """Load a model from a folder, a hub id or a MiniMind .pth.
 
-    dtype None keeps the type that the weights were saved in. config.eos_token_id has the ids of config.json and those of
-    generation_config.json.
+    dtype: None keeps the dtype that the weights were saved in. The model's config.eos_token_id
+    combines those in config.json and in generation_config.json. Raises ValueError if the weights
+    are missing, broken, or of an architecture that model/model.py does not build.
     """
     path, generation = local_path(path), {}
     if path.is_file():
         config, state = read_pth(path)
     else:
         if not (path / "config.json").is_file():
-            raise ValueError(f"{path}: no config.json there; give a folder that holds config.json and model.safetensors, "
-                             "a hub id like Qwen/Qwen3-0.6B, or a MiniMind .pth file")
+            raise ValueError(f"{path}: no config.json there; give a folder with config.json and "
+                             "model.safetensors, a hub id like Qwen/Qwen3-0.6B, or a MiniMind "
+                             ".pth file")
         config, state = read_config(path), read_weights(path)
         if (path / "generation_config.json").is_file():
             generation = read_json(path / "generation_config.json")
     eos = token_ids(config.eos_token_id, generation.get("eos_token_id"))
     config.eos_token_id = eos if len(eos) > 1 else next(iter(eos), None)
-    with torch.device("meta"):                          # drawing numbers that are overwritten takes a minute at 4B
+    # On the meta device nothing is initialized: at 4B parameters, drawing random weights only to
+    # overwrite them takes a minute.
+    with torch.device("meta"):
         model = MiniMindForCausalLM(config)
     model.to_empty(device="cpu").tie_weights()
     if config.tie_word_embeddings and "model.embed_tokens.weight" in state:
@@ -60,55 +69,73 @@ def load_pretrained(path, *, dtype=None, device=None):
 
 
 def local_path(path, *, weights="*.safetensors"):
-    """The path itself, or the folder that a hub id like Qwen/Qwen3-0.6B was downloaded to, with these weights or without."""
+    """The path itself; for a hub id like Qwen/Qwen3-0.6B, the folder it is downloaded to.
+
+    weights: a pattern for the weight files to download; None downloads no weights.
+    """
     if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return Path(path)
     from huggingface_hub import snapshot_download
     try:
         files = ["*.json", "*.jinja", "*.txt", "*.model"] + ([weights] if weights else [])
-        return Path(snapshot_download(str(path), allow_patterns=files, ignore_patterns=["original/*"]))
-    except Exception as error:      # a dozen classes: no such name, no network, no permission, no space
-        raise ValueError(f"{path}: no such folder here, and the hub did not give anything of this name "
-                         f"({type(error).__name__}); check the spelling, the network, and whether it asks for a login "
-                         "(hf auth login)") from error
+        return Path(snapshot_download(str(path), allow_patterns=files,
+                                      ignore_patterns=["original/*"]))
+    except Exception as error:      # many classes: no such name, network, permission, disk space
+        raise ValueError(f"{path}: no such folder, and downloading it from the hub failed "
+                         f"({type(error).__name__}); check the spelling, the network, and whether "
+                         "it needs a login (hf auth login)") from error
 
 
 def load_tokenizer(path, vocab_size):
-    """The tokenizer of a folder or a hub id; ValueError if there is none, none for a chat, or one with too many tokens."""
+    """Load the tokenizer from a folder or a hub id.
+
+    Raises ValueError if there is none, if it has no chat template, or if it has more tokens than
+    the weights, whose embedding has vocab_size rows.
+    """
     path = local_path(path, weights=None)
     if path.is_file():
-        raise ValueError(f"{path}: a .pth file has no tokenizer with it; give its folder with --tokenizer_path "
-                         "(MiniMind's is the folder model/ of its repository)")
+        raise ValueError(f"{path}: a .pth file comes without a tokenizer; give the tokenizer's "
+                         "folder with --tokenizer_path (MiniMind's is model/ in its repository)")
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder, so no tokenizer; give one with --tokenizer_path")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:      # transformers has no class of its own for it
-        raise ValueError(f"{path}: no tokenizer could be read there ({type(error).__name__}: "
-                         f"{str(error).strip().splitlines()[0]}); give its folder with --tokenizer_path") from error
+    except Exception as error:      # transformers has no exception class for this
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        raise ValueError(f"{path}: no tokenizer could be read there ({reason}); "
+                         "give its folder with --tokenizer_path") from error
     if tokenizer.chat_template is None:
-        raise ValueError(f"{path}: its tokenizer has no chat template to write a prompt with; "
-                         "give that of an instruct model with --tokenizer_path")
-    if len(tokenizer) > vocab_size:                     # fewer are common: embeddings are padded to a round number
-        raise ValueError(f"{path}: its tokenizer has {len(tokenizer)} tokens, the weights know {vocab_size}; "
-                         "give the tokenizer of these weights with --tokenizer_path")
+        raise ValueError(f"{path}: its tokenizer has no chat template to write prompts with; "
+                         "give an instruct model's tokenizer with --tokenizer_path")
+    # Fewer tokens than rows are common: embeddings are often padded to a round number.
+    if len(tokenizer) > vocab_size:
+        raise ValueError(f"{path}: its tokenizer has {len(tokenizer)} tokens, but the weights know "
+                         f"{vocab_size}; give the weights' own tokenizer with --tokenizer_path")
     return tokenizer
 
 
 def load_state(model, state, path):
-    """Puts the tensors into the model; ValueError names one that is missing, left over or of another shape."""
+    """Copy the tensors into the model.
+
+    Raises ValueError, naming a tensor, if any is missing, unexpected or of the wrong shape.
+    """
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    wrong = sorted(name for name in expected.keys() | found.keys()
+                   if expected.get(name) != found.get(name))
     if wrong:
-        raise ValueError(f"{path}: {wrong[0]} should have shape {expected.get(wrong[0])} by the configuration and has "
-                         f"{found.get(wrong[0])} in the weights ({len(wrong)} such tensors); "
-                         "the two do not belong together")
+        name = wrong[0]
+        raise ValueError(f"{path}: {name} should have shape {expected.get(name)} according to "
+                         f"the configuration, but has {found.get(name)} in the weights "
+                         f"({len(wrong)} such tensors); check that both are of the same model")
     model.load_state_dict(state)
 
 
 def read_weights(path):
-    """All tensors of a folder, from one file or the shards that an index lists: safetensors, or else PyTorch's own files."""
+    """All tensors in a folder, by name, from one file or from the shards that its index lists.
+
+    Reads safetensors, or PyTorch's pytorch_model*.bin if there are only those.
+    """
     pickled = list(path.glob("pytorch_model*.bin")) and not list(path.glob("*.safetensors"))
     name = "pytorch_model.bin" if pickled else "model.safetensors"
     index, files = path / f"{name}.index.json", [name]
@@ -120,12 +147,15 @@ def read_weights(path):
         if not file.is_file():
             raise ValueError(f"{path}: {name} is missing; copy it next to config.json")
         try:
-            state.update(torch.load(file, map_location="cpu", weights_only=True) if pickled else load_file(file))
+            state.update(torch.load(file, map_location="cpu", weights_only=True) if pickled
+                         else load_file(file))
         except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise ValueError(f"{file}: broken off, git-lfs's note about a file, or something other than tensors "
-                             f"({str(error).splitlines()[0]}); download it again") from error
-    # Llama 2's files also hold the rope frequencies, which follow from the configuration.
-    return {name: tensor for name, tensor in state.items() if not name.endswith("rotary_emb.inv_freq")}
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"{file}: truncated, a git-lfs pointer, or something other than "
+                             f"tensors ({reason}); download it again") from error
+    # Llama 2's files also hold the RoPE frequencies, which the model computes from its config.
+    return {name: tensor for name, tensor in state.items()
+            if not name.endswith("rotary_emb.inv_freq")}
 
 
 def read_json(path):
@@ -136,15 +166,21 @@ def read_json(path):
 
 
 def read_config(path):
-    """config.json as a MiniMindConfig, by transformers 4 (which writes rope_theta) or 5 (rope_parameters)."""
+    """The folder's config.json as a MiniMindConfig.
+
+    Raises ValueError if a field is missing or model/model.py does not build such a model.
+    """
     path = Path(path) / "config.json"
     saved = read_json(path)
     if saved.get("model_type") not in FAMILIES:
-        raise ValueError(f"{path}: model_type {saved.get('model_type')!r} is none of {', '.join(FAMILIES)}, "
-                         "the architectures that model/model.py builds; choose weights of one of these")
+        raise ValueError(f"{path}: model/model.py does not build model_type "
+                         f"{saved.get('model_type')!r}; choose weights with one of "
+                         f"{', '.join(FAMILIES)}")
     _, switches, defaults = FAMILIES[saved["model_type"]]
-    saved = {"tie_word_embeddings": False} | defaults | saved                           # transformers' default, not ours
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+    # A field left out has the default of transformers, which differs from MiniMindConfig's.
+    saved = {"tie_word_embeddings": False} | defaults | saved
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                 "num_attention_heads"):
         if name not in saved:
             raise ValueError(f"{path}: {name} is missing; download the file again")
     check_config(saved, path)
@@ -152,38 +188,49 @@ def read_config(path):
         saved["head_dim"] = saved["hidden_size"] // saved["num_attention_heads"]
     if saved.get("num_key_value_heads") is None:
         saved["num_key_value_heads"] = saved["num_attention_heads"]
-    saved.setdefault("num_experts", saved.get("num_local_experts", 0))                  # two names for one number
+    saved.setdefault("num_experts", saved.get("num_local_experts", 0))      # it has two names
     saved["mlp_only_layers"] = saved.get("mlp_only_layers") or []
     saved |= switches | read_rope(saved, path)
     if saved["model_type"] == "qwen2":
-        saved["attention_bias"] = False                                                 # it always has its own three
-    return MiniMindConfig(**{field.name: saved[field.name] for field in fields(MiniMindConfig) if field.name in saved})
+        # Qwen2 always has biases on q, k and v (qkv_bias) and none on the output.
+        saved["attention_bias"] = False
+    names = [field.name for field in fields(MiniMindConfig)]
+    return MiniMindConfig(**{name: saved[name] for name in names if name in saved})
 
 
 def read_rope(saved, path):
-    """{"rope_theta", "rope_scaling"}, wherever config.json keeps them; ValueError for a scaling that we don't have."""
+    """rope_theta and rope_scaling, as a dict, from wherever config.json has them.
+
+    transformers 4 writes rope_theta and rope_scaling; 5 writes both into rope_parameters.
+    Raises ValueError for a kind of scaling that model/model.py does not build.
+    """
     rope = dict(saved.get("rope_scaling") or saved.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", None) or saved.get("rope_theta", 10000.0)
     kind = rope.pop("rope_type", None) or rope.pop("type", "default")
-    needed = {"default": [], "linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
+    needed = {"default": [], "linear": ["factor"],
+              "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
     if kind not in needed:
-        raise ValueError(f"{path}: rope scaling {kind!r} is none of {', '.join(needed)}, those that model/model.py has; "
-                         "choose weights without it")
+        raise ValueError(f"{path}: model/model.py does not build rope scaling {kind!r}; "
+                         f"choose weights with one of {', '.join(needed)}")
     for name in needed[kind]:
         if name not in rope:
-            raise ValueError(f"{path}: rope scaling {kind!r} without its {name}; download the file again")
+            raise ValueError(f"{path}: rope scaling {kind!r} lacks its {name}; "
+                             "download the file again")
     if kind == "default":
         return {"rope_theta": theta, "rope_scaling": None}
     scaling = {"rope_type": kind, **{name: rope[name] for name in needed[kind]}}
     if kind == "llama3":
         scaling["original_max_position_embeddings"] = rope.get(
-            "original_max_position_embeddings", saved.get("max_position_embeddings", 2048))
+            "original_max_position_embeddings",
+            saved.get("max_position_embeddings", 2048))
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def check_config(saved, path):
-    """Refuses, by its name, what these families can also have and model/model.py does not build: ignored, it would give
-    other numbers without a word."""
+    """Raise ValueError for an option of these families that model/model.py does not build.
+
+    Ignoring it would silently compute something else.
+    """
     rope = saved.get("rope_scaling") or saved.get("rope_parameters") or {}
     first_sliding = 0 if saved["model_type"] == "qwen3_moe" else saved.get("max_window_layers", 28)
     sliding = saved.get("use_sliding_window") and first_sliding < saved["num_hidden_layers"]
@@ -201,41 +248,50 @@ def check_config(saved, path):
     for name, is_refused in refused.items():
         if is_refused:
             value = partial if name == "partial_rotary_factor" else saved[name]
-            raise ValueError(f"{path}: {name} {value!r} is something that model/model.py does not build; "
+            raise ValueError(f"{path}: model/model.py does not build {name} {value!r}; "
                              "choose weights without it")
 
 
 def token_ids(*sources):
-    """The ids in the sources, each an id, a list of them or None; sorted, each once."""
-    return sorted({i for source in sources if source is not None for i in ([source] if isinstance(source, int) else source)})
+    """The distinct ids in all sources, sorted; a source is an id, a list of ids or None."""
+    ids = set()
+    for source in sources:
+        if source is not None:
+            ids.update([source] if isinstance(source, int) else source)
+    return sorted(ids)
 
 
 def eos_token_ids(model, tokenizer):
-    """Every token that ends a reply: the tokenizer's, and those that the weights' configuration names."""
+    """Every token id that ends a reply, according to the tokenizer or the model's config."""
     return token_ids(tokenizer.eos_token_id, model.config.eos_token_id)
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 def save_pretrained(model, tokenizer, path):
-    """Writes a folder that load_pretrained, transformers and the serving stacks load."""
+    """Write a folder that load_pretrained, transformers and inference servers can load."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
+    state = {name: tensor.detach().contiguous().cpu()
+             for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     save_file(state, path / "model.safetensors", metadata={"format": "pt"})
     generation = model.generation_config | {"eos_token_id": eos_token_ids(model, tokenizer)}
     if tokenizer.pad_token_id is not None:
         generation["pad_token_id"] = tokenizer.pad_token_id
-    for name, content in (("config.json", hub_config(model)), ("generation_config.json", generation)):
+    contents = {"config.json": hub_config(model), "generation_config.json": generation}
+    for name, content in contents.items():
         (path / name).write_text(json.dumps(content, indent=2) + "\n")
     save_tokenizer(tokenizer, path)
 
 
 def save_tokenizer(tokenizer, path):
-    """The tokenizer's files, in words that transformers 4 knows too: to 5 they mean the same."""
+    """Write the tokenizer's files so that transformers 4 can read them as well as 5.
+
+    transformers 5 writes two things that 4 does not understand, but still reads their old form.
+    """
     tokenizer.save_pretrained(path)
     file = Path(path) / "tokenizer_config.json"
     config = read_json(file)
@@ -247,9 +303,10 @@ def save_tokenizer(tokenizer, path):
 
 
 def hub_config(model):
-    """What config.json holds: our fields under transformers' names, the rope base in its old and its new place."""
+    """The content of config.json, as a dict; RoPE and dtype are in it for transformers 4 and 5."""
     ours = vars(model.config).copy()
-    switches, scaling = {name: ours.pop(name) for name in ("qk_norm", "qkv_bias")}, ours.pop("rope_scaling")
+    switches = {name: ours.pop(name) for name in ("qk_norm", "qkv_bias")}
+    scaling = ours.pop("rope_scaling")
     if model.config.num_experts:
         model_type = "qwen3_moe"
     else:
@@ -263,24 +320,35 @@ def hub_config(model):
         **ours,
         "hidden_act": "silu",
         "attention_dropout": 0.0,
-        **({"rope_scaling": scaling} if scaling else {}),
-        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": model.config.rope_theta},
-        "dtype": dtype,
-        "torch_dtype": dtype,           # the same, by the name that transformers 4 looks for
+        **({"rope_scaling": scaling} if scaling else {}),                       # transformers 4
+        "rope_parameters": {**(scaling or {"rope_type": "default"}),            # transformers 5
+                            "rope_theta": model.config.rope_theta},
+        "dtype": dtype,                                                         # transformers 5
+        "torch_dtype": dtype,                                                   # transformers 4
     }
 
 
 def find_weights(name, *folders):
-    """The first weights of this name, a folder or a .pth; the path in the last folder if there are none, for the error."""
-    paths = [Path(folder) / file for folder in folders for file in (name, f"{name}.pth")]
-    return next((path for path in paths if path.is_file() or (path / "config.json").is_file()), paths[-2])
+    """The path of the first weights with this name, a folder or a .pth, in any of the folders.
+
+    If there are none, the path they would have in the last folder, for the error message.
+    """
+    for folder in folders:
+        for path in (Path(folder) / name, Path(folder) / f"{name}.pth"):
+            if path.is_file() or (path / "config.json").is_file():
+                return path
+    return Path(folders[-1]) / name
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def save_checkpoint(folder, model, tokenizer, optimizer, reference=None, **progress):
-    """Everything that a resume needs; `reference` if it moves. The old checkpoint stays whole until the new one is."""
+    """Write all that a resume needs: weights, tokenizer, optimizer, progress (step, num_tokens).
+
+    reference: give it only if it changes during training. The previous checkpoint stays intact
+    until the new one is complete.
+    """
     new, old = folder.with_suffix(".new"), folder.with_suffix(".old")
     shutil.rmtree(new, ignore_errors=True)
     save_pretrained(model, tokenizer, new)
@@ -294,11 +362,13 @@ def save_checkpoint(folder, model, tokenizer, optimizer, reference=None, **progr
 
 
 def load_checkpoint(folder, model, optimizer, reference=None):
-    """Puts weights, optimizer and reference back to what they were; returns the steps done and the tokens sampled so far."""
-    if not folder.exists():                                 # a crash between the two renames leaves the old one
+    """Restore weights, optimizer and reference in place; returns (steps done, tokens sampled)."""
+    # A crash between the two renames in save_checkpoint leaves only the previous checkpoint.
+    if not folder.exists():
         folder = folder.with_suffix(".old")
     if not (folder / "optimizer.pt").is_file():
-        raise ValueError(f"--resume: no checkpoint in {folder}; start the run without --resume, or name it with --run_name")
+        raise ValueError(f"--resume: no checkpoint in {folder}; start without --resume, "
+                         "or name the run to resume with --run_name")
     model.load_state_dict(load_pretrained(folder).state_dict())
     saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
     optimizer.load_state_dict(saved["optimizer"])
@@ -308,6 +378,6 @@ def load_checkpoint(folder, model, optimizer, reference=None):
 
 
 def discard_checkpoint(folder):
-    """A new run by an old name starts over: what it might resume from is its own."""
+    """Delete the checkpoint: a new run must not later resume from an earlier run of its name."""
     for path in (folder, folder.with_suffix(".old")):
         shutil.rmtree(path, ignore_errors=True)

@@ -1,13 +1,14 @@
-"""MiniMind's own .pth files: bare tensors, half precision, no configuration with them; what it was can be seen from them.
+"""Reads MiniMind's own .pth files, which hold half-precision tensors and no configuration.
 
-The tensors have the names of transformers' Llama and Qwen3, so nothing is renamed. Two generations are read:
+The configuration follows from the tensors' names and shapes. The names are those of transformers'
+Llama and Qwen3, so nothing needs renaming. There are two generations:
 
-                    heads   q/k-norm   rms eps   experts                          saved by us as
-    MiniMind2         8        no       1e-5     none (its MoE is refused)        Llama
-    MiniMind-3        8        yes      1e-6     none, or one of them per token   Qwen3, Qwen3-MoE
+                heads   q/k-norm   rms eps   experts                             we save it as
+    MiniMind2     8     no         1e-5      none (those with MoE are refused)   Llama
+    MiniMind-3    8     yes        1e-6      none, or top-1 of several           Qwen3, Qwen3-MoE
 
-Both have 6,400 tokens, a rope base of 1e6, and one matrix for embedding and head. Source: jingyaogong/minimind,
-model/model_minimind.py.
+Both have 6,400 tokens, a RoPE base of 1e6, and tied embeddings.
+Source: jingyaogong/minimind, model/model_minimind.py.
 """
 import pickle
 
@@ -15,7 +16,7 @@ import torch
 
 from .model import MiniMindConfig
 
-HEADS = 8       # of every MiniMind; without a q-norm no tensor tells their size
+HEADS = 8       # in every MiniMind; without a q-norm, no tensor's shape gives the head size
 
 
 def read_pth(path):
@@ -23,46 +24,59 @@ def read_pth(path):
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path}: not a file of tensors as torch.save writes them ({str(error).splitlines()[0]}); "
-                         "give a folder with config.json, or a MiniMind .pth") from error
+        raise ValueError(f"{path}: not a file of tensors that torch.save wrote "
+                         f"({str(error).splitlines()[0]}); give a folder with config.json, "
+                         "or a MiniMind .pth") from error
     check_names(state if isinstance(state, dict) else {}, path)
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
     return infer_config(state, path), state
 
 
 def check_names(state, path):
-    """Refuses a .pth whose tensors are not those of a MiniMind that we build, and says which it is."""
-    found = next((reason for part, reason in {
-        "tok_embeddings": "a MiniMind from before April 2025, with other names and rotary positions; choose newer weights",
-        "shared_experts": "MiniMind2's mixture with shared experts, which model/model.py does not build; "
-                          "choose its dense weights, or MiniMind-3",
-        "lora": "LoRA's additions to a model; merge them into it with MiniMind's scripts",
-        "optimizer": "a MiniMind checkpoint to resume from; give the weights beside it, without _resume in their name",
-    }.items() if any(part in name for name in state)), None)
-    names = ["model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"]
-    missing = [name for name in names if name not in state]
-    if found or missing:
-        raise ValueError(f"{path}: this is {found}" if found else f"{path}: there is no {missing[0]} in it, so it is "
-                         "none of MiniMind's policies; give a folder with config.json, or a MiniMind .pth")
+    """Raise ValueError unless these are the tensors of a MiniMind that model/model.py builds.
+
+    The message says what the file is instead, as far as its names tell.
+    """
+    others = {      # part of a tensor's name -> what such a file is, and what to do
+        "tok_embeddings": "a MiniMind from before April 2025, which has other names and other "
+                          "rotary positions; choose newer weights",
+        "shared_experts": "a MiniMind2 MoE with shared experts, which model/model.py does not "
+                          "build; choose its dense weights, or MiniMind-3",
+        "lora": "LoRA weights, to be added to a model; merge them into it with MiniMind's scripts",
+        "optimizer": "a MiniMind checkpoint for resuming; give the weights next to it, whose name "
+                     "lacks _resume",
+    }
+    for part, what in others.items():
+        if any(part in name for name in state):
+            raise ValueError(f"{path}: this is {what}")
+    for name in ("model.embed_tokens.weight", "model.norm.weight",
+                 "model.layers.0.self_attn.q_proj.weight"):
+        if name not in state:
+            raise ValueError(f"{path}: it has no tensor {name}, so it is not a MiniMind policy; "
+                             "give a folder with config.json, or a MiniMind .pth")
 
 
 def infer_config(state, path):
-    """The configuration that the tensors' names and shapes tell, and MiniMind's constants for the rest."""
+    """The configuration that the names and shapes imply, with MiniMind's constants for the rest."""
     first = "model.layers.0."
     qk_norm = f"{first}self_attn.q_norm.weight" in state
     q_size, hidden_size = state[f"{first}self_attn.q_proj.weight"].shape
     head_dim = len(state[f"{first}self_attn.q_norm.weight"]) if qk_norm else q_size // HEADS
-    router = state.get(f"{first}mlp.gate.weight")                                       # (experts, D), or none
+    router = state.get(f"{first}mlp.gate.weight")       # (experts, D), or None in a dense model
     if router is not None and not qk_norm:
-        raise ValueError(f"{path}: experts without q/k-norm, as in MiniMind2's mixtures, are something that model/model.py "
-                         "does not build; choose dense weights, or MiniMind-3")
-    feed_forward = len(state[f"{first}mlp.{'gate_proj' if router is None else 'experts.0.gate_proj'}.weight"])
+        raise ValueError(f"{path}: experts without q/k-norm, as in MiniMind2's MoE, are something "
+                         "model/model.py does not build; choose dense weights, or MiniMind-3")
+    gate_proj = "gate_proj" if router is None else "experts.0.gate_proj"
+    feed_forward = len(state[f"{first}mlp.{gate_proj}.weight"])
+    layers = {name.split(".")[2] for name in state if name.startswith("model.layers.")}
+    embedding = state["model.embed_tokens.weight"]      # (V, D)
     return MiniMindConfig(
-        vocab_size=len(state["model.embed_tokens.weight"]), hidden_size=hidden_size, intermediate_size=feed_forward,
-        num_hidden_layers=len({name.split(".")[2] for name in state if name.startswith("model.layers.")}),
-        num_attention_heads=q_size // head_dim,
-        num_key_value_heads=len(state[f"{first}self_attn.k_proj.weight"]) // head_dim, head_dim=head_dim,
-        rms_norm_eps=1e-6 if qk_norm else 1e-5, rope_theta=1e6, max_position_embeddings=32768,
-        tie_word_embeddings=torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"]), qk_norm=qk_norm,
-        num_experts=0 if router is None else len(router), num_experts_per_tok=1, moe_intermediate_size=feed_forward,
-        norm_topk_prob=True, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+        vocab_size=len(embedding), hidden_size=hidden_size, intermediate_size=feed_forward,
+        num_hidden_layers=len(layers), num_attention_heads=q_size // head_dim,
+        num_key_value_heads=len(state[f"{first}self_attn.k_proj.weight"]) // head_dim,
+        head_dim=head_dim, qk_norm=qk_norm, rms_norm_eps=1e-6 if qk_norm else 1e-5,
+        rope_theta=1e6, max_position_embeddings=32768,
+        tie_word_embeddings=torch.equal(state["lm_head.weight"], embedding),
+        num_experts=0 if router is None else len(router), num_experts_per_tok=1,
+        moe_intermediate_size=feed_forward, norm_topk_prob=True,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0)

@@ -1,15 +1,20 @@
-"""Trains a policy on conversations: from nothing (pretraining) or from other weights (fine-tuning).
+r"""Trains a policy on conversations, from scratch (pretraining) or from weights (fine-tuning).
 
-The shipped weights are three runs of this script, of which the last two start from the first:
+The shipped weights come from three runs of this script; the last two start from the first. Their
+remaining flags are in the README.
 
     python -m dataset.arithmetic --sft out/sft
-    python -m model.tokenizer --data out/sft/pretrain.jsonl out/sft/reason.jsonl out/sft/full_sft.jsonl --save out/tokenizer
-    python -m model.train_sft --data out/sft/pretrain.jsonl --tokenizer out/tokenizer --save out/pretrain_128
-    python -m model.train_sft --data out/sft/full_sft.jsonl --init out/pretrain_128 --save model/weights/full_sft_128 ...
-    python -m model.train_sft --data out/sft/reason.jsonl --init out/pretrain_128 --save model/weights/reason_128 ...
+    python -m model.tokenizer --save out/tokenizer \
+        --data out/sft/pretrain.jsonl out/sft/reason.jsonl out/sft/full_sft.jsonl
+    python -m model.train_sft --data out/sft/pretrain.jsonl \
+        --tokenizer out/tokenizer --save out/pretrain_128
+    python -m model.train_sft --data out/sft/full_sft.jsonl \
+        --init out/pretrain_128 --save model/weights/full_sft_128 ...
+    python -m model.train_sft --data out/sft/reason.jsonl \
+        --init out/pretrain_128 --save model/weights/reason_128 ...
 
-The loss is the cross-entropy of the tokens of the assistant's turns, <|im_end|> included: a model that never learns to
-stop never stops.
+The loss is the cross-entropy over the tokens of the assistant's turns, <|im_end|> included: a model
+that never learns to end its turn never stops.
 """
 import argparse
 import json
@@ -26,7 +31,7 @@ from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, save_pretrai
 
 
 def encode(chats, tokenizer):
-    """For each chat its token ids, and labels: the same ids where the assistant speaks, -100 elsewhere."""
+    """For each chat a pair (ids, labels): labels are the ids in assistant turns, -100 elsewhere."""
     header = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
     texts = tokenizer.apply_chat_template(chats, tokenize=False)
     examples = []
@@ -43,7 +48,11 @@ def encode(chats, tokenizer):
 
 
 def batches(examples, batch_size, rng):
-    """Endless batches of examples of similar length, padded on the right; every epoch in a new order."""
+    """Yield batches without end, each epoch in a new order.
+
+    A batch holds examples of similar length, so that little of it is padding: it is cut from 32
+    batches' worth of random examples, sorted by length.
+    """
     while True:
         order = list(range(len(examples)))
         rng.shuffle(order)
@@ -56,22 +65,35 @@ def batches(examples, batch_size, rng):
 
 
 def loss_of(model, batch, tokens_per_batch, device):
+    """Cross-entropy summed over the labelled tokens, divided by tokens_per_batch.
+
+    tokens_per_batch is the average over batches, not this batch's count. Dividing by the batch's
+    own count would give tokens in batches of short replies more weight, and the model would write
+    short replies more often than its training data does.
+    """
     length = max(len(ids) for ids, _ in batch)
-    ids = torch.tensor([ids + [0] * (length - len(ids)) for ids, _ in batch], device=device)                # (N, T)
-    labels = torch.tensor([labels + [-100] * (length - len(labels)) for _, labels in batch], device=device)
-    # Padding on the right needs no mask: nothing before it can see it.
-    logits = model(ids)[:, :-1].float()                                                                      # (N, T-1, V)
-    # Divided by what a batch holds on average, not by what this one holds: a batch of short replies would else count more
-    # per token, and the model would give short replies more often than its teacher.
-    total = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+    ids = [ids + [0] * (length - len(ids)) for ids, _ in batch]
+    labels = [labels + [-100] * (length - len(labels)) for _, labels in batch]
+    ids, labels = torch.tensor(ids, device=device), torch.tensor(labels, device=device)     # (N, T)
+    # The padding is on the right, where causal attention hides it from all real tokens: no mask.
+    logits = model(ids)[:, :-1].float()                                             # (N, T-1, V)
+    total = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100,
+                            reduction="sum")
     return total / tokens_per_batch
 
 
 def optimize(model, next_loss, *, steps, learning_rate, warmup_steps):
-    """AdamW on `next_loss()`, so many steps of it: a linear warm-up, then a cosine to a hundredth of the learning rate."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / warmup_steps)
-                                                 * (0.01 + 0.99 * (1 + math.cos(math.pi * step / steps)) / 2))
+    """Take `steps` AdamW steps, each on the loss that next_loss() returns.
+
+    The learning rate rises linearly over warmup_steps, and follows a cosine down to 1% of its peak.
+    """
+    def factor(step):
+        warmup = min(1, (step + 1) / warmup_steps)
+        return warmup * (0.01 + 0.99 * (1 + math.cos(math.pi * step / steps)) / 2)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95),
+                                  weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     start = time.time()
     for step in range(1, steps + 1):
         loss = next_loss()
@@ -81,15 +103,20 @@ def optimize(model, next_loss, *, steps, learning_rate, warmup_steps):
         optimizer.step()
         schedule.step()
         if step % 100 == 0:
-            print(f"step {step}/{steps}  loss {loss.item():.4f}  {time.time() - start:.0f} s", flush=True)
+            seconds = time.time() - start
+            print(f"step {step}/{steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="a jsonl file of conversations")
-    parser.add_argument("--save", type=Path, required=True, help="the folder that the weights go to")
-    parser.add_argument("--init", type=Path, help="weights to start from, with their tokenizer; without it a new model")
-    parser.add_argument("--tokenizer", type=Path, help="the tokenizer of a new model")
+    parser.add_argument("--save", type=Path, required=True,
+                        help="the folder to save the weights in")
+    parser.add_argument("--init", type=Path,
+                        help="weights to start from, with their tokenizer; without it, train a new "
+                             "model from scratch")
+    parser.add_argument("--tokenizer", type=Path, help="the tokenizer for a new model")
     parser.add_argument("--hidden_size", type=int, default=128)
     parser.add_argument("--num_hidden_layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3000)
@@ -109,18 +136,24 @@ def main():
         model = load_pretrained(args.init, dtype=torch.float32, device=device)
     else:
         model = MiniMindForCausalLM(MiniMindConfig(
-            vocab_size=len(tokenizer), hidden_size=args.hidden_size, num_hidden_layers=args.num_hidden_layers,
-            intermediate_size=32 * math.ceil(args.hidden_size * 8 / 3 / 32), num_attention_heads=args.hidden_size // 32,
+            vocab_size=len(tokenizer), hidden_size=args.hidden_size,
+            num_hidden_layers=args.num_hidden_layers,
+            intermediate_size=32 * math.ceil(args.hidden_size * 8 / 3 / 32),
+            num_attention_heads=args.hidden_size // 32,
             num_key_value_heads=args.hidden_size // 64,
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).to(device)
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id)).to(device)
     examples = encode(chats, tokenizer)
-    print(f"{len(examples)} chats, {sum(len(ids) for ids, _ in examples) / len(examples):.0f} tokens each; "
-          f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
+    mean_length = sum(len(ids) for ids, _ in examples) / len(examples)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{len(examples)} chats, {mean_length:.0f} tokens each on average; "
+          f"{size / 1e6:.2f} M parameters")
 
     source = batches(examples, args.batch_size, rng)
-    tokens_per_batch = args.batch_size * sum(label != -100 for _, labels in examples for label in labels) / len(examples)
-    optimize(model, lambda: loss_of(model, next(source), tokens_per_batch, device), steps=args.steps,
-             learning_rate=args.learning_rate, warmup_steps=args.warmup_steps)
+    num_labels = sum(label != -100 for _, labels in examples for label in labels)
+    tokens_per_batch = args.batch_size * num_labels / len(examples)
+    optimize(model, lambda: loss_of(model, next(source), tokens_per_batch, device),
+             steps=args.steps, learning_rate=args.learning_rate, warmup_steps=args.warmup_steps)
     save_pretrained(model.to(torch.bfloat16), tokenizer, args.save)
     print(f"saved {args.save}")
 

@@ -1,4 +1,4 @@
-"""The processes that train one model together, and what they tell each other."""
+"""The processes that train one model together, and the collectives they use."""
 import os
 
 import torch
@@ -6,17 +6,24 @@ import torch.distributed as dist
 
 
 class World:
-    """The processes that torchrun started, one rank each, or just this one."""
+    """All processes that torchrun started, or this one alone if it was started without torchrun.
+
+    device: cuda, mps or cpu, by default the first of these that every process can use.
+    """
 
     def __init__(self, device=None):
-        self.rank, self.size = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
-        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-        usable = {"cuda": torch.cuda.device_count() >= on_this_machine,             # nccl wants a GPU for each process
-                  "mps": torch.backends.mps.is_available() and self.size == 1,      # gloo cannot add up MPS tensors
-                  "cpu": True}
+        self.rank = int(os.environ.get("RANK") or 0)
+        self.size = int(os.environ.get("WORLD_SIZE") or 1)
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)       # processes on this machine
+        usable = {      # NCCL needs a GPU for each process, and Gloo cannot sum MPS tensors
+            "cuda": torch.cuda.device_count() >= local_size,
+            "mps": torch.backends.mps.is_available() and self.size == 1,
+            "cpu": True,
+        }
         device = device or next(name for name in usable if usable[name])
         if not usable[device]:
-            raise ValueError(f"--device {device}: there is none for each of the {on_this_machine} processes; choose another")
+            raise ValueError(f"--device {device}: not available to {local_size} process(es) on "
+                             "this machine; choose another")
         self.device = torch.device(device)
         if device == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK") or 0))
@@ -25,22 +32,26 @@ class World:
             dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
     def sum(self, tensor):
-        """The sum of the ranks' tensors, on every rank."""
+        """The sum of this tensor over all ranks."""
         if self.size > 1:
             tensor = tensor.to(self.device if self.device.type == "cuda" else "cpu")
             dist.all_reduce(tensor)
         return tensor
 
     def sum_gradients(self, model):
-        """A rank's loss is its share of the step's loss, so the gradients are summed, not averaged."""
+        """Add up the gradients of all ranks.
+
+        A sum rather than a mean, because each rank's loss is already its share of the step's loss.
+        """
         for parameter in model.parameters():
-            if parameter.grad is None:          # nothing on this rank had a gradient
+            if parameter.grad is None:
+                # This rank had nothing to learn from, but the all_reduce needs every rank.
                 parameter.grad = torch.zeros_like(parameter)
             if self.size > 1:
                 dist.all_reduce(parameter.grad)
 
     def gather(self, rows):
-        """The ranks' lists, one behind the other."""
+        """The lists of all ranks, joined in rank order, on every rank."""
         if self.size == 1:
             return rows
         lists = [None] * self.size

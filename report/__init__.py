@@ -1,13 +1,18 @@
-"""What a run tells: `Report` while it trains, `draw_curves` at any time (also `python -m report.curves out/run_a`)."""
+"""What a run reports: `Report` while it trains, `draw_curves` at any time.
 
-from .metrics import add_metrics, describe, mean_metrics, rollout_metrics
+`python -m report.curves out/run_a` draws the curves from the command line.
+"""
+from .command_line import user_errors
+from .metrics import add_metrics, describe, drift, mean_metrics, rollout_metrics
 from .report import Report
 
-__all__ = ["Report", "add_metrics", "describe", "draw_curves", "mean_metrics", "rollout_metrics"]
+__all__ = ["Report", "add_metrics", "describe", "draw_curves", "drift", "mean_metrics",
+           "rollout_metrics", "user_errors"]
 
 
 def __getattr__(name):
-    # On first use, not at import: matplotlib is slow to load, and `python -m report.curves` would load that module twice.
+    # Imported on first use: if this package had already imported report.curves,
+    # `python -m report.curves` would run that module a second time and warn about it.
     if name == "draw_curves":
         from .curves import draw_curves
         return draw_curves

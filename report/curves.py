@@ -1,31 +1,42 @@
-"""Draws what a run wrote to metrics.jsonl and eval.jsonl as one picture that explains itself.
+"""Draws the metrics.jsonl and eval.jsonl of a run as one picture that explains itself.
 
-    python -m report.curves out/run_a -o picture.png                  one run, six panels
-    python -m report.curves out/run_a out/run_b -o picture.png        several runs, one colour each, their key numbers
+    python -m report.curves out/run_a -o picture.png              one run, in six panels
+    python -m report.curves out/run_a out/run_b -o picture.png    several runs, a colour each
 """
-
 import argparse
 from pathlib import Path
 
 import numpy as np
 
-from .report import duration, is_finite, read_jsonl
+from .jsonl import is_finite, read_jsonl
+from .text import duration
 
-# Okabe and Ito's colours, which colour-blind readers tell apart (their yellow is too pale for lines: brown stands in).
-BLUE, ORANGE, GREEN, PINK, SKY, AMBER, BROWN = \
-    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5C3E"
+# The palette of Okabe and Ito, whose colours colour-blind readers can tell apart. Its yellow is too
+# pale for lines, so brown takes its place.
+BLUE, ORANGE, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+SKY, AMBER, BROWN = "#56B4E9", "#E69F00", "#7A5C3E"
 INK, GREY, FAINT = "#22272e", "#6b7280", "#e5e7eb"
 COLORS = [BLUE, ORANGE, GREEN, PINK, SKY, AMBER, BROWN]
-STYLE = {"text.parse_math": False, "font.size": 9, "text.color": INK, "axes.edgecolor": "#c4c9d0", "axes.linewidth": 0.8,
-         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
-         "grid.color": FAINT, "grid.linewidth": 0.8, "xtick.color": GREY, "ytick.color": GREY, "xtick.labelsize": 8,
-         "ytick.labelsize": 8, "xtick.major.size": 0, "ytick.major.size": 0, "lines.solid_capstyle": "round"}
+STYLE = {
+    "text.parse_math": False, "font.size": 9, "text.color": INK,
+    "axes.edgecolor": "#c4c9d0", "axes.linewidth": 0.8,
+    "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": FAINT, "grid.linewidth": 0.8,
+    "xtick.color": GREY, "xtick.labelsize": 8, "xtick.major.size": 0,
+    "ytick.color": GREY, "ytick.labelsize": 8, "ytick.major.size": 0,
+    "lines.solid_capstyle": "round",
+}
 
 
 def draw_curves(run_dirs, path):
-    """Write a PNG of one run (all it recorded) or of several (their key numbers overlaid, labelled by folder name)."""
+    """Write a PNG: everything that one run recorded, or the key numbers of several runs overlaid.
+
+    Raises ValueError if a folder holds no run. Runs are labelled with their folders' names.
+    """
+    # Matplotlib is slow to load, so load it only to draw. Figure rather than pyplot, because pyplot
+    # would settle the backend for the whole process.
     import matplotlib
-    from matplotlib.figure import Figure    # not pyplot: whatever backend the caller plots with stays as it is
+    from matplotlib.figure import Figure
 
     runs = [Run(run_dir) for run_dir in run_dirs]
     with matplotlib.rc_context(STYLE):
@@ -34,60 +45,77 @@ def draw_curves(run_dirs, path):
             draw_one(fig, runs[0])
         else:
             draw_several(fig, runs)
-        fig.savefig(path)                   # a bare Figure draws with Agg
+        fig.savefig(path)
 
 
 class Run:
+    """What a run has recorded so far; ValueError if it has not finished a step."""
+
     def __init__(self, run_dir):
         self.name = Path(run_dir).resolve().name
         self.steps = read_jsonl(Path(run_dir) / "metrics.jsonl")
         self.evaluations = read_jsonl(Path(run_dir) / "eval.jsonl")
         if not self.steps:
-            raise ValueError(f"{run_dir}: no step in metrics.jsonl yet; give the folder of a run, such as out/run_a.")
+            raise ValueError(f"{run_dir}: no step in metrics.jsonl yet; "
+                             "give the folder of a run, such as out/run_a.")
         for row in self.steps:
-            row["training_time"] = sum(value or 0.0 for key, value in row.items() if key.startswith("timing_s/")
-                                       and key not in ("timing_s/eval", "timing_s/checkpoint"))
+            row["training_time"] = sum(
+                value or 0.0 for key, value in row.items()
+                if key.startswith("timing_s/")
+                and key not in ("timing_s/eval", "timing_s/checkpoint"))
 
     def keys(self, start):
-        """The names of the metrics that begin with `start`, in the order in which they were written."""
-        return list(dict.fromkeys(key for row in self.steps + self.evaluations for key in row if key.startswith(start)))
+        """The names of the metrics that begin with `start`, in the order they were written."""
+        rows = self.steps + self.evaluations
+        return list(dict.fromkeys(key for row in rows for key in row if key.startswith(start)))
 
     def series(self, key):
-        """Steps and values of one metric, NaN where it was not finite; two empty arrays if it was never recorded."""
-        rows = [row for row in (self.evaluations if key.startswith("eval/") else self.steps) if key in row]
+        """The steps and values of one metric, as two arrays; both empty if it was never recorded.
+
+        A value that was not finite is NaN.
+        """
+        rows = self.evaluations if key.startswith("eval/") else self.steps
+        rows = [row for row in rows if key in row]
         values = [row[key] if is_finite(row[key]) else np.nan for row in rows]
         return np.array([row["step"] for row in rows]), np.array(values, dtype=float)
 
-    def headline(self):
-        """What the run achieved, in one sentence."""
-        parts = []
-        for template, keys in [("held-out accuracy {:.0%} → {:.0%}", ["eval/accuracy"]),
-                               ("answers {:.0f} → {:.0f} tokens", ["eval/mean_length", "completions/mean_length"]),
-                               ("reward {:.2f} → {:.2f}", ["reward"])]:
-            values = next((v for v in map(self.finite, keys) if len(v) > 1), None)
-            if values is not None and len(parts) < 2:       # the reward only where something better is missing
-                parts.append(template.format(values[0], values[-1]))
-        count, seconds = len(self.steps), self.finite("step_time").sum()
-        parts.append(f"in {count:,} step{'s' * (count != 1)}" + (f", {duration(seconds)}" if seconds else ""))
-        return ", ".join(parts)
-
     def finite(self, key):
+        """The finite values of one metric."""
         values = self.series(key)[1]
         return values[np.isfinite(values)]
 
+    def headline(self):
+        """What the run achieved: "held-out accuracy 25% → 71%, answers 30 → 52 tokens, in ..."."""
+        parts = []
+        # The first two that the run has: the reward only if one of the better two is missing.
+        for template, keys in [
+            ("held-out accuracy {:.0%} → {:.0%}", ["eval/accuracy"]),
+            ("answers {:.0f} → {:.0f} tokens", ["eval/mean_length", "completions/mean_length"]),
+            ("reward {:.2f} → {:.2f}", ["reward"]),
+        ]:
+            values = next((v for v in map(self.finite, keys) if len(v) > 1), None)
+            if values is not None and len(parts) < 2:
+                parts.append(template.format(values[0], values[-1]))
+        count, seconds = len(self.steps), self.finite("step_time").sum()
+        parts.append(f"in {count:,} step{'s' * (count != 1)}"
+                     + (f", {duration(seconds)}" if seconds else ""))
+        return ", ".join(parts)
 
-# ---- one run --------------------------------------------------------------------------------------------------------
+
+# --- one run --------------------------------------------------------------------------------------
 
 def draw_one(fig, run):
     cells = title(fig, run.name, run.headline())
-    for draw, cell in zip([draw_reward, draw_accuracy, draw_length, draw_drift, draw_health, draw_time], cells):
+    panels = [draw_reward, draw_accuracy, draw_length, draw_drift, draw_health, draw_time]
+    for draw, cell in zip(panels, cells):
         draw(fig, cell, run)
 
 
 def draw_reward(fig, cell, run):
     ax, = panel(fig, cell, "Reward", "the total should climb; its parts tell what is being learned")
+    keys = [key for key in run.keys("rewards/") if key.endswith("/mean")]
     ends = []
-    for key, color in zip([key for key in run.keys("rewards/") if key.endswith("/mean")], COLORS * 9):
+    for key, color in zip(keys, COLORS * 9):
         name = key.removeprefix("rewards/").removesuffix("/mean").removesuffix("_reward")
         ends += line(ax, run, key, color, name.replace("_", " "), width=1.3)
     ends += line(ax, run, "reward", INK, "total", width=2.4)
@@ -95,44 +123,57 @@ def draw_reward(fig, cell, run):
 
 
 def draw_accuracy(fig, cell, run):
-    ax, = panel(fig, cell, "Held-out accuracy", "problems never trained on; sampled should climb towards greedy")
+    ax, = panel(fig, cell, "Held-out accuracy",
+                "problems never trained on; sampled should climb towards greedy")
     rows = [(key, GREEN, key.removeprefix("eval/"), 1.2) for key in run.keys("eval/pass@")]
-    rows += [("eval/greedy_accuracy", ORANGE, "greedy", 1.6), ("eval/accuracy", BLUE, "sampled", 2.4)]
+    rows += [("eval/greedy_accuracy", ORANGE, "greedy", 1.6),
+             ("eval/accuracy", BLUE, "sampled", 2.4)]
     ends = []
     for key, color, name, width in rows:
         values = run.finite(key)
-        ends += points(ax, run, key, color, f"{name} {100 * values[0]:.0f} →" if len(values) > 1 else name, width)
+        label = f"{name} {100 * values[0]:.0f} →" if len(values) > 1 else name
+        ends += points(ax, run, key, color, label, width)
     finish(ax, ends, "{:.0%}", top=1.04)
 
 
 def draw_length(fig, cell, run):
     clipped = run.finite("completions/clipped_ratio")
-    ax, *below = panel(fig, cell, "Completion length, tokens", "grows where thinking pays; band: shortest to longest",
+    ax, *below = panel(fig, cell, "Completion length, tokens",
+                       "grows where thinking pays; band: shortest to longest",
                        heights=[3, 1] if clipped.any() else [1])
-    (steps, low), (_, high) = run.series("completions/min_length"), run.series("completions/max_length")
+    steps, low = run.series("completions/min_length")
+    _, high = run.series("completions/max_length")
     if len(low) == len(high) > 0:
         ax.fill_between(steps, smooth(low), smooth(high), color=SKY, alpha=0.22, linewidth=0)
     ends = line(ax, run, "completions/mean_length", BLUE, "training", width=2.2)
     ends += points(ax, run, "eval/mean_length", ORANGE, "held-out", width=1.2)
     finish(ax, ends, "{:.0f}")
     for ax in below:
-        strip(ax, run, "completions/clipped_ratio", PINK, "{:.0%}", "cut off at the length limit: should be rare")
+        strip(ax, run, "completions/clipped_ratio", PINK, "{:.0%}",
+              "cut off at the length limit: should be rare")
 
 
 def draw_drift(fig, cell, run):
     rows = [("kl", PINK, "{:.2g}", "KL to the reference: slow growth is fine, a jump is not"),
             ("entropy", GREEN, "{:.2g}", "entropy, nats per token: near 0, nothing new is tried")]
-    draw_strips(fig, cell, run, "Exploration and drift", "how sure the policy is, and how far it has moved", rows)
+    draw_strips(fig, cell, run, "Exploration and drift",
+                "how sure the policy is, and how far it has moved", rows)
 
 
 def draw_health(fig, cell, run):
-    rows = [("frac_reward_zero_std", ORANGE, "{:.0%}", "groups whose rewards are all equal: they teach nothing"),
+    rows = [("frac_reward_zero_std", ORANGE, "{:.0%}",
+             "groups whose rewards are all equal: they teach nothing"),
             ("clip_ratio/region_mean", BLUE, "{:.1%}", "tokens clipped: a few percent at most"),
             ("grad_norm", BROWN, "{:.2g}", "gradient norm: no spikes")]
-    draw_strips(fig, cell, run, "Health of the updates", "all of these should stay low and calm", rows)
+    draw_strips(fig, cell, run, "Health of the updates", "all of these should stay low and calm",
+                rows)
 
 
 def draw_strips(fig, cell, run, name, subtitle, rows):
+    """Draw a panel of strips, leaving out those whose metric was never recorded.
+
+    rows: (key, color, form, text) of each, as strip() takes them.
+    """
     rows = [row for row in rows if len(run.finite(row[0]))]
     axes = panel(fig, cell, name, subtitle, heights=[1] * len(rows))
     for ax, row in zip(axes, rows):
@@ -142,68 +183,85 @@ def draw_strips(fig, cell, run, name, subtitle, rows):
 
 
 def draw_time(fig, cell, run):
-    ax, = panel(fig, cell, "Where the time goes", "seconds per step, and each phase's share of the whole run")
+    ax, = panel(fig, cell, "Where the time goes",
+                "seconds per step, and each phase's share of the whole run")
     phases = run.keys("timing_s/")
-    table = np.array([[row.get(key) or 0.0 for key in phases] for row in run.steps])     # (steps, phases)
+    table = np.array([[row.get(key) or 0.0 for key in phases]
+                      for row in run.steps])                            # (steps, phases)
     shares = table.sum(axis=0) / max(table.sum(), 1e-9)
-    # Means over at most 60 bins: a long run stays readable, and its areas still add up to what it spent.
+    # Average over at most 60 bins: a long run stays readable, and since these are means, each
+    # phase's area is still the time it took.
     bins = np.array_split(np.arange(len(table)), min(len(table), 60))
     steps = [row["step"] for row in run.steps]
     edges = [steps[part[0]] - 0.5 for part in bins] + [steps[-1] + 0.5]
     base = np.zeros(len(bins))
     for i in np.flatnonzero(shares > 0.004):
         height = np.array([table[part, i].mean() for part in bins])
-        ax.stairs(base + height, edges, baseline=base, fill=True, color=COLORS[i % len(COLORS)], alpha=0.85,
-                  label=f"{phases[i].removeprefix('timing_s/').replace('_', ' ')} {shares[i]:.0%}")
+        name = phases[i].removeprefix("timing_s/").replace("_", " ")
+        ax.stairs(base + height, edges, baseline=base, fill=True, color=COLORS[i % len(COLORS)],
+                  alpha=0.85, label=f"{name} {shares[i]:.0%}")
         base = base + height
     if base.any():
-        ax.legend(loc="center left", bbox_to_anchor=(0.99, 0.5), frameon=False, fontsize=8.5, reverse=True,
-                  handlelength=0.8, handleheight=0.8, handletextpad=0.5, labelspacing=0.7)
+        ax.legend(loc="center left", bbox_to_anchor=(0.99, 0.5), frameon=False, fontsize=8.5,
+                  reverse=True, handlelength=0.8, handleheight=0.8, handletextpad=0.5,
+                  labelspacing=0.7)
     finish(ax, [])
 
 
-# ---- several runs ---------------------------------------------------------------------------------------------------
+# --- several runs ---------------------------------------------------------------------------------
 
 def draw_several(fig, runs):
     from matplotlib.lines import Line2D
 
     cells = title(fig, f"{len(runs)} runs", "")
     colors = (COLORS * len(runs))[:len(runs)]
-    fig.legend([Line2D([], [], color=color, linewidth=3) for color in colors], [run.name for run in runs], frameon=False,
-               loc="center left", bbox_to_anchor=(0.02, 0.915), ncols=min(len(runs), 6), fontsize=10, handlelength=1.2)
+    swatches = [Line2D([], [], color=color, linewidth=3) for color in colors]
+    fig.legend(swatches, [run.name for run in runs], frameon=False, loc="center left",
+               bbox_to_anchor=(0.02, 0.915), ncols=min(len(runs), 6), fontsize=10,
+               handlelength=1.2)
     panels = [
-        ("Reward", "the total; comparable where the reward weights are the same", {"reward": "{:.2f}"}),
-        ("Held-out accuracy, sampled", "problems never trained on: the number to compare", {"eval/accuracy": "{:.0%}"}),
-        ("Completion length, tokens", "grows where thinking pays", {"completions/mean_length": "{:.0f}"}),
+        ("Reward", "the total; comparable where the reward weights are the same",
+         {"reward": "{:.2f}"}),
+        ("Held-out accuracy, sampled", "problems never trained on: the number to compare",
+         {"eval/accuracy": "{:.0%}"}),
+        ("Completion length, tokens", "grows where thinking pays",
+         {"completions/mean_length": "{:.0f}"}),
         ("Exploration and drift", "how sure the policies are, and how far they have moved",
          {"kl": "{:.2g}", "entropy": "{:.2g}"}),
-        ("Gradient norm", "should stay low and calm", {"grad_norm": "{:.2g}"}),
-        ("Seconds per step", "without evaluations and checkpoints; lower is faster", {"training_time": "{:.2f}"}),
+        ("Gradient norm", "should stay low and calm",
+         {"grad_norm": "{:.2g}"}),
+        ("Seconds per step", "without evaluations and checkpoints; lower is faster",
+         {"training_time": "{:.2f}"}),
     ]
     for cell, (name, subtitle, series) in zip(cells, panels):
-        keys = [key for key in series if any(len(run.finite(key)) for run in runs)] or list(series)[:1]
+        recorded = [key for key in series if any(len(run.finite(key)) for run in runs)]
+        keys = recorded or list(series)[:1]
         for ax, key in zip(panel(fig, cell, name, subtitle, heights=[1] * len(keys)), keys):
             plot = points if key.startswith("eval/") else line
-            ends = [end for run, color in zip(runs, colors) for end in plot(ax, run, key, color, "", width=1.9)]
+            ends = [end for run, color in zip(runs, colors)
+                    for end in plot(ax, run, key, color, "", width=1.9)]
             finish(ax, ends, series[key], top=1.04 if key == "eval/accuracy" else None)
             if len(series) > 1:
-                strip_title(ax, {"kl": "KL to the reference", "entropy": "entropy, nats per token"}[key])
+                titles = {"kl": "KL to the reference", "entropy": "entropy, nats per token"}
+                strip_title(ax, titles[key])
 
 
-# ---- the parts that panels are made of ------------------------------------------------------------------------------
+# --- the parts of a panel -------------------------------------------------------------------------
 
 def title(fig, name, sentence):
-    """Head of the picture; returns the six cells below it."""
+    """Write the head of the picture; returns the six cells below it, row by row."""
     fig.text(0.027, 0.955, name, fontsize=17, fontweight="bold", va="center")
     fig.text(0.027, 0.913, sentence, fontsize=11.5, color=GREY, va="center")
-    grid = fig.add_gridspec(2, 3, left=0.05, right=0.9, bottom=0.06, top=0.81, wspace=0.68, hspace=0.5)
+    grid = fig.add_gridspec(2, 3, left=0.05, right=0.9, bottom=0.06, top=0.81,
+                            wspace=0.68, hspace=0.5)
     return [grid[row, column] for row in range(2) for column in range(3)]
 
 
 def panel(fig, cell, name, subtitle, heights=(1,)):
-    """One titled cell, with one axes for each of `heights`, top to bottom."""
+    """Put axes into one cell, top to bottom, with relative `heights`, under a common title."""
     heights = list(heights) or [1]
-    rows = cell.subgridspec(len(heights), 1, height_ratios=heights, hspace=0.25 * (len(heights) - 1))
+    rows = cell.subgridspec(len(heights), 1, height_ratios=heights,
+                            hspace=0.25 * (len(heights) - 1))
     axes = [fig.add_subplot(row) for row in rows]
     offset = dict(xycoords="axes fraction", textcoords="offset points")
     axes[0].annotate(name, (0, 1), xytext=(-22, 32), fontsize=11.5, fontweight="bold", **offset)
@@ -215,29 +273,37 @@ def panel(fig, cell, name, subtitle, heights=(1,)):
 
 
 def strip(ax, run, key, color, form, text):
-    """A low axes for one series; its title says what the number is and what to expect of it."""
+    """Draw one series in low axes; `text` says what the number is and what to expect of it."""
     finish(ax, line(ax, run, key, color, "", width=1.8), form)
     strip_title(ax, text)
 
 
 def strip_title(ax, text):
-    ax.annotate(text, (0, 1), xycoords="axes fraction", xytext=(0, 3), textcoords="offset points", fontsize=8, color=GREY)
+    ax.annotate(text, (0, 1), xycoords="axes fraction", xytext=(0, 3), textcoords="offset points",
+                fontsize=8, color=GREY)
 
 
 def line(ax, run, key, color, label, width):
-    """A noisy series: smoothed, the raw values faint behind it. Returns what `finish` needs to label its end."""
+    """Draw a noisy series: smoothed, over the raw values in a faint tint.
+
+    Returns the line's end, [(last value, label, color)], for finish(); [] without any finite value.
+    """
     steps, values = run.series(key)
     if not np.isfinite(values).any():
         return []
     smoothed = smooth(values)
     if len(values) > 10:
         ax.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
-    ax.plot(steps, smoothed, color=color, linewidth=width, marker="o" if len(values) <= 3 else None, markersize=4)
+    marker = "o" if len(values) <= 3 else None
+    ax.plot(steps, smoothed, color=color, linewidth=width, marker=marker, markersize=4)
     return [(smoothed[np.isfinite(smoothed)][-1], label, color)]
 
 
 def points(ax, run, key, color, label, width):
-    """A series measured now and then: its points, joined, as they are."""
+    """Draw a series measured only now and then: its points, joined but not smoothed.
+
+    Returns the same as line().
+    """
     steps, values = run.series(key)
     seen = np.isfinite(values)
     if not seen.any():
@@ -248,8 +314,9 @@ def points(ax, run, key, color, label, width):
 
 
 def smooth(values):
-    """Weighted moving average over a tenth of the series, centred; NaN values are skipped."""
-    kernel = np.hanning(max(1, len(values) // 10) + 2)[1:-1]    # a bell: one spike stays one bump
+    """Centred moving average over a tenth of the series, with a Hann window, ignoring NaNs."""
+    # A box window would spread a single spike into a plateau; this one keeps it a bump.
+    kernel = np.hanning(max(1, len(values) // 10) + 2)[1:-1]
     seen = np.isfinite(values)
     weight = np.convolve(seen, kernel, mode="same")
     total = np.convolve(np.where(seen, values, 0.0), kernel, mode="same")
@@ -257,9 +324,14 @@ def smooth(values):
 
 
 def finish(ax, ends, form="", top=None):
-    """Scales, and each line's name and last value at its right end. ends: (last value, name, color) of each line."""
+    """Set the scales, and write each line's name and last value at its right end.
+
+    ends: what line() and points() returned. form: the format of the values; with a % in it, the
+    y axis is in percent too. top: the upper limit of the y axis (default: from the data).
+    """
     if not ax.has_data():
-        ax.text(0.5, 0.5, "not recorded", transform=ax.transAxes, ha="center", va="center", color=GREY)
+        ax.text(0.5, 0.5, "not recorded", transform=ax.transAxes, ha="center", va="center",
+                color=GREY)
         ax.set(xticks=[], yticks=[], xlabel="")
         return
     last = max(1, ax.dataLim.x1)
@@ -268,25 +340,29 @@ def finish(ax, ends, form="", top=None):
     if ax.dataLim.y0 >= 0:
         ax.set_ylim(0, top or 1.1 * ax.dataLim.y1 or 1)
     if "%" in form:
-        ax.yaxis.set_major_formatter(lambda value, _: f"{value:.3%}".rstrip("0%").rstrip(".") + "%")
+        ax.yaxis.set_major_formatter(
+            lambda value, _: f"{value:.3%}".rstrip("0%").rstrip(".") + "%")
     low, high = ax.get_ylim()
     ends = sorted(ends)
     heights = np.array([(value - low) / (high - low) for value, _, _ in ends])
-    gap = 12 / (ax.get_position().height * ax.figure.get_figheight() * 72)      # a line of text, as a part of the axes
-    for _ in range(100):                                                        # names that overlap push each other apart
+    # A line of text as a fraction of the height of the axes; there are 72 points to an inch.
+    gap = 12 / (ax.get_position().height * ax.figure.get_figheight() * 72)
+    for _ in range(100):    # labels that overlap push each other apart
         overlap = np.maximum(gap - np.diff(heights), 0) / 2
         heights[:-1] -= overlap
         heights[1:] += overlap
     heights -= max(heights[-1] - 1, 0) if ends else 0
     for height, (value, label, color) in zip(heights, ends):
-        ax.text(1.02, height, f"{label} {form.format(value)}".strip(), transform=ax.transAxes, va="center", color=color,
-                fontsize=8.5)
+        ax.text(1.02, height, f"{label} {form.format(value)}".strip(), transform=ax.transAxes,
+                va="center", color=color, fontsize=8.5)
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m report.curves", description="Draw the curves of one or more runs.")
+    parser = argparse.ArgumentParser(prog="python -m report.curves",
+                                     description="Draw the curves of one or more runs.")
     parser.add_argument("runs", nargs="+", help="folders of runs, such as out/run_a")
-    parser.add_argument("-o", "--output", default="curves.png", help="the picture to write (default: %(default)s)")
+    parser.add_argument("-o", "--output", default="curves.png",
+                        help="the picture to write (default: %(default)s)")
     args = parser.parse_args()
     try:
         draw_curves(args.runs, args.output)

@@ -1,23 +1,30 @@
-"""Metrics of one step, by the names that TRL and verl gave them, and the rows of completions.jsonl."""
+"""The metrics of a step, named as in TRL and verl, and the rows of completions.jsonl."""
 import math
+
+import torch
 
 
 def rollout_metrics(rows, num_generations):
-    """rows: {"length", "ended", "reward", "rewards": {name: value}} of the completions of all ranks, groups adjacent.
+    """The metrics that follow from a step's completions and their rewards.
 
-    An unjudged completion has reward NaN and is left out; ValueError if there is no other. Standard deviations have n-1.
+    rows: describe()'s rows of the completions of all ranks, the completions of a group adjacent.
+    It reads "length", "ended", "reward" and "rewards". A completion that no reward function judged
+    has reward NaN and is left out of the reward statistics. Standard deviations are sample
+    standard deviations (n-1). Raises ValueError if every reward is NaN.
     """
     rewards = [row["reward"] for row in rows]
     if all(math.isnan(reward) for reward in rewards):
-        raise ValueError("no completion of this step was judged, as every reward function returned None or failed; "
-                         "check that --reward_funcs fit the data")
+        raise ValueError("no completion of this step has a reward, because every reward function "
+                         "returned None or failed; check that --reward_funcs fit the data")
     groups = [rewards[i:i + num_generations] for i in range(0, len(rewards), num_generations)]
     stds = [mean_and_std(group)[1] for group in groups]
     lengths = [row["length"] for row in rows]
     metrics = {
         "reward": mean_and_std(rewards)[0],
         "reward_std": mean_and_std(stds)[0],
-        "frac_reward_zero_std": sum(not std > 1e-6 for std in stds) / len(stds),       # NaN too: nothing to compare
+        # Not `std <= 1e-6`: a NaN counts too, since a group with fewer than two rewards
+        # has nothing to compare.
+        "frac_reward_zero_std": sum(not std > 1e-6 for std in stds) / len(stds),
         "completions/mean_length": sum(lengths) / len(lengths),
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
@@ -31,38 +38,71 @@ def rollout_metrics(rows, num_generations):
 
 
 def mean_and_std(values):
-    """Mean and sample standard deviation of what is not NaN; NaN where there is too little."""
+    """Mean and sample std, ignoring NaNs. The mean of no value is NaN, as is the std of one."""
     values = [value for value in values if not math.isnan(value)]
-    mean = sum(values) / len(values) if values else math.nan
-    std = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1)) if len(values) > 1 else math.nan
-    return mean, std
+    if not values:
+        return math.nan, math.nan
+    mean = sum(values) / len(values)
+    if len(values) == 1:
+        return mean, math.nan
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def add_metrics(metrics, more):
-    """Of two parts of a step: shares of a mean add up, of two maxima the larger one counts."""
-    return metrics | {name: max(metrics.get(name, 0.0), value) if name.endswith("_max") else metrics.get(name, 0.0) + value
-                      for name, value in more.items()}
+    """Combine the metrics of two parts of one optimizer step.
+
+    Each part holds its share of a mean, so shares add up; of a maximum (*_max) take the larger.
+    """
+    total = dict(metrics)
+    for name, value in more.items():
+        so_far = total.get(name, 0.0)
+        total[name] = max(so_far, value) if name.endswith("_max") else so_far + value
+    return total
 
 
 def mean_metrics(updates):
-    """Of a step's updates: their mean, of maxima the largest. An update that had nothing to learn from lacks most."""
-    names = dict.fromkeys(name for metrics in updates for name in metrics)
-    values = {name: [metrics[name] for metrics in updates if name in metrics] for name in names}
-    return {name: max(of_name) if name.endswith("_max") else sum(of_name) / len(of_name) for name, of_name in values.items()}
+    """The mean of each metric over a step's updates; of a maximum (*_max), the largest.
+
+    An update whose advantages are all 0 lacks most metrics: average over the updates that have it.
+    """
+    values = {}
+    for metrics in updates:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: max(of_name) if name.endswith("_max") else sum(of_name) / len(of_name)
+            for name, of_name in values.items()}
 
 
-def describe(rollout, batch, completions, rewards, per_function, *, num_generations):
-    """A row of completions.jsonl for each completion: prompt, text, every reward, and the advantage of its first token."""
+def describe(rollout):
+    """A row of completions.jsonl for each of the N completions.
+
+    "reward" is the total and "rewards" each function's own; "advantage" is the first token's.
+    """
+    N = len(rollout.completions)
+    answers = rollout.columns.get("answer") or [None] * N
     lengths, ended = rollout.mask.sum(1).tolist(), rollout.ended.tolist()
-    answers = batch["columns"].get("answer") or [None] * len(batch["prompts"])
+    advantages = rollout.advantages.reshape(N, -1)[:, 0].tolist()       # from (N,) or (N, R)
     return [{
-        "prompt": batch["prompts"][i // num_generations],
-        "messages": batch["columns"]["messages"][i // num_generations],
-        "answer": answers[i // num_generations],
-        "completion": completions[i],
+        "prompt": rollout.prompts[i],
+        "messages": rollout.columns["messages"][i],
+        "answer": answers[i],
+        "completion": rollout.completions[i],
         "length": lengths[i],
         "ended": ended[i],
-        "rewards": {name: values[i].item() for name, values in per_function.items()},
-        "reward": rewards[i].item(),
-        "advantage": rollout.advantages[i].flatten()[0].item(),
-    } for i in range(len(completions))]
+        "rewards": {name: values[i].item() for name, values in rollout.rewards_per_func.items()},
+        "reward": rollout.rewards[i].item(),
+        "advantage": advantages[i],
+    } for i in range(N)]
+
+
+@torch.no_grad()
+def drift(logps, old_logps, part, entropy, num_tokens):
+    """A micro-batch's share of the metrics that tell how far the distributions have moved.
+
+    entropy, in nats; ppo_kl, the mean of log pi_old - log pi; rollout_probs_diff, between the
+    probabilities of sampler and trainer: 0 up to rounding, or one of the two is wrong.
+    """
+    difference = (old_logps.exp() - part.sampling_logps.exp()).abs() * part.mask
+    means = {"entropy": entropy, "ppo_kl": old_logps - logps, "rollout_probs_diff_mean": difference}
+    means = {name: (value * part.mask).sum() / num_tokens for name, value in means.items()}
+    return means | {"rollout_probs_diff_max": difference.max()}

@@ -1,92 +1,114 @@
-"""InternLM2's reward models (internlm/internlm2-1_8b-reward and its larger siblings), read without their remote code.
+"""InternLM2's reward models (internlm2-1_8b-reward and larger), loaded without their remote code.
 
-The network is Llama under other names, with the query, key and value matrices of each group of heads fused into one.
-It was trained to say its score at a token of its own, <|reward|>, which stands behind the chat:
+The network is Llama with other tensor names, and the query, key and value matrices of each group of
+heads are fused into one. It was trained to give its score at a special token, <|reward|>, at the
+end of the chat:
 
     <s><|im_start|>user\\n...<|im_end|>\\n<|im_start|>assistant\\n...<|im_end|>\\n<|reward|>
 """
 import json
+
 from model.model import MiniMindConfig
 
 ARCHITECTURE = "InternLM2ForRewardModel"
-# Their names -> those of the policy's backbone; wqkv is cut in three besides.
+# Their names -> those of the policy's backbone. The fused wqkv is also split: see internlm2_state.
 RENAMED = {
-    "tok_embeddings": "embed_tokens", "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj",
+    "tok_embeddings": "embed_tokens", "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm", "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj",
     "feed_forward.w2": "mlp.down_proj", "v_head": "score",
 }
-# Where the published models keep their special tokens; files next to the weights may say otherwise.
+# The special tokens' ids in the published models. Files next to the weights take precedence.
 SPECIAL = {"<s>": 1, "<|im_end|>": 92542, "<|im_start|>": 92543, "<|reward|>": 92527}
 
 
 def internlm2_config(saved, where):
-    """Their config.json, read, as a MiniMindConfig. ValueError if it asks for what ours has not."""
+    """Their config.json, parsed, as a MiniMindConfig. ValueError for what our Decoder lacks."""
     rope = saved.get("rope_scaling") or {}
+    # Dynamic scaling changes nothing within the length that the model was trained on.
     if rope.get("type", rope.get("rope_type", "dynamic")) not in ("dynamic", "default"):
-        raise ValueError(f"{where}/config.json: rope scaling {rope!r} is not supported, only dynamic, which changes nothing "
-                         "within the length that the model was trained on; choose other weights")
+        raise ValueError(f"{where}/config.json: rope scaling {rope!r} is not supported; choose "
+                         "weights with dynamic scaling or none")
     if saved.get("bias"):
-        raise ValueError(f"{where}/config.json: InternLM2 with biases is not supported; choose weights without them")
+        raise ValueError(f"{where}/config.json: InternLM2 with biases is not supported; choose "
+                         "weights without them")
     heads = saved["num_attention_heads"]
     return MiniMindConfig(
-        vocab_size=saved["vocab_size"], hidden_size=saved["hidden_size"], intermediate_size=saved["intermediate_size"],
-        num_hidden_layers=saved["num_hidden_layers"], num_attention_heads=heads,
-        num_key_value_heads=saved.get("num_key_value_heads") or heads, head_dim=saved["hidden_size"] // heads,
-        rms_norm_eps=saved.get("rms_norm_eps", 1e-6), rope_theta=saved.get("rope_theta", 10000.0),
-        tie_word_embeddings=False, qk_norm=False, qkv_bias=False)
+        vocab_size=saved["vocab_size"], hidden_size=saved["hidden_size"],
+        intermediate_size=saved["intermediate_size"], num_hidden_layers=saved["num_hidden_layers"],
+        num_attention_heads=heads, num_key_value_heads=saved.get("num_key_value_heads") or heads,
+        head_dim=saved["hidden_size"] // heads, rms_norm_eps=saved.get("rms_norm_eps", 1e-6),
+        rope_theta=saved.get("rope_theta", 10000.0), tie_word_embeddings=False, qk_norm=False,
+        qkv_bias=False)
 
 
 def internlm2_state(tensors, config):
-    """Their tensors under our names. Each key/value head's query heads stand before it: q q k v, q q k v, ..."""
-    state, fused = {}, (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+    """Their tensors under our names.
+
+    wqkv holds each group's query heads, then its key head and its value head: q q k v, q q k v, ...
+    """
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    state, fused = {}, (heads + 2 * kv_heads) * config.head_dim
     for name, tensor in tensors.items():
         for theirs, ours in RENAMED.items():
             name = name.replace(theirs, ours)
         if "attention.wqkv" in name:
             if tensor.shape != (fused, config.hidden_size):
-                raise ValueError(f"{name} should have shape {(fused, config.hidden_size)} by config.json and has "
-                                 f"{tuple(tensor.shape)}; the two files do not belong together")
-            groups = tensor.view(config.num_key_value_heads, -1, config.head_dim, config.hidden_size)   # (K, H/K + 2, d, D)
-            for part, rows in (("q", groups[:, :-2]), ("k", groups[:, -2]), ("v", groups[:, -1])):
-                state[name.replace("attention.wqkv", f"self_attn.{part}_proj")] = rows.reshape(-1, config.hidden_size)
-        elif "rotary_emb" not in name:          # tables that old checkpoints hold; ours are computed
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)} in the weights, but "
+                                 f"{(fused, config.hidden_size)} according to config.json; use a "
+                                 "config.json that belongs to the weights")
+            groups = tensor.view(kv_heads, -1, config.head_dim, config.hidden_size)
+            q, k, v = groups[:, :-2], groups[:, -2], groups[:, -1]      # groups: (K, H/K + 2, d, D)
+            for part, rows in (("q", q), ("k", k), ("v", v)):
+                ours = name.replace("attention.wqkv", f"self_attn.{part}_proj")
+                state[ours] = rows.reshape(-1, config.hidden_size)
+        elif "rotary_emb" not in name:      # old checkpoints store these tables; we compute them
             state[name] = tensor
     return state
 
 
 class InternLM2Tokenizer:
-    """Chats -> ids. sentencepiece encodes the texts; special tokens come between them by their ids, never out of a text."""
+    """Encodes chats. Text goes through sentencepiece; special tokens are inserted by their ids.
+
+    So a text that spells out a special token stays text.
+    """
 
     def __init__(self, folder, saved):
         try:
             from sentencepiece import SentencePieceProcessor
         except ImportError:
-            raise ValueError(f"{folder}: the tokenizer of InternLM2 wants the library sentencepiece; "
+            raise ValueError(f"{folder}: InternLM2's tokenizer needs the library sentencepiece; "
                              "run pip install sentencepiece") from None
         if not (folder / "tokenizer.model").is_file():
             raise ValueError(f"{folder}: tokenizer.model is missing; copy it next to config.json")
         self.pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
         configured = {"<s>": saved.get("bos_token_id"), "<|reward|>": saved.get("reward_token_id")}
-        self.special = self.special_ids(folder) | {token: index for token, index in configured.items() if index is not None}
-        if wrong := [token for token, index in self.special.items() if index >= saved["vocab_size"]]:
-            raise ValueError(f"{folder}: no id is known for {wrong[0]}; copy tokenizer_config.json next to config.json")
+        self.special = self.special_ids(folder) | {
+            token: index for token, index in configured.items() if index is not None}
+        vocab_size = saved["vocab_size"]
+        if wrong := [token for token, index in self.special.items() if index >= vocab_size]:
+            raise ValueError(f"{folder}: no valid id is known for {wrong[0]}; copy "
+                             "tokenizer_config.json next to config.json")
 
     def special_ids(self, folder):
-        """From tokenizer_config.json, else from the vocabulary, else as published."""
-        file = folder / "tokenizer_config.json"
-        added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens_decoder", {}) if file.is_file() else {}
+        """The ids in tokenizer_config.json, else in the vocabulary, else as published."""
+        file, added = folder / "tokenizer_config.json", {}
+        if file.is_file():
+            added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens_decoder", {})
         ids = {token["content"]: int(index) for index, token in added.items()}
-        in_vocabulary = {token: self.pieces.piece_to_id(token) for token in SPECIAL}
-        known = {token: index for token, index in in_vocabulary.items() if index != self.pieces.unk_id()}
-        return {token: ids.get(token, known.get(token, published)) for token, published in SPECIAL.items()}
+        pieces = {token: self.pieces.piece_to_id(token) for token in SPECIAL}
+        known = {token: index for token, index in pieces.items() if index != self.pieces.unk_id()}
+        return {token: ids.get(token, known.get(token, published))
+                for token, published in SPECIAL.items()}
 
     def apply_chat_template(self, chats, **options):
-        """The ids of each chat, the reward token included: it ends the chat, not the padding behind it."""
+        """The ids of each chat, each ending in the reward token."""
         return [self.chat_ids(chat) for chat in chats]
 
     def chat_ids(self, chat):
         ids = [self.special["<s>"]]
         for turn in chat:
             text = self.pieces.encode(f"{turn['role']}\n{turn['content']}")
-            ids += [self.special["<|im_start|>"], *text, self.special["<|im_end|>"], *self.pieces.encode("\n")]
+            ids += [self.special["<|im_start|>"], *text, self.special["<|im_end|>"],
+                    *self.pieces.encode("\n")]
         return ids + [self.special["<|reward|>"]]

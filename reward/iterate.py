@@ -1,14 +1,18 @@
-"""Iterative GRPO (DeepSeekMath, Algorithm 1): a policy and its reward model, trained in turns.
+"""Iterative GRPO (DeepSeekMath, Algorithm 1): train a policy and its reward model in turns.
 
-    python -m reward.iterate --iterations 2 --run_name turns -- --reward_funcs format tag rm --beta 0.3 \\
-        --reward_model_answer_share 0 --max_steps 60
+    python -m reward.iterate --iterations 2 --run_name turns -- --reward_funcs format tag rm \\
+        --beta 0.3 --reward_model_answer_share 0 --max_steps 60
 
-What stands behind `--` are flags of train_grpo.py. Each iteration is an ordinary run, from the policy that the last one
-left, which is also the reference; then the reward model is retrained on what that policy wrote, a tenth of each batch
-being its earlier data. The first reward model may be a classifier; the retrained ones are language models, the first
-run's policy to begin with, which see slips that a classifier of this size does not: LikelihoodModel says why. All of it
-is in out/: <run_name>_1, reward_<run_name>_1, <run_name>_2, ... The command goes on where it was stopped: a finished link
-of the chain is left alone, a run that was cut off is resumed.
+Flags after `--` go to train_grpo.py. Each iteration is an ordinary run. It starts from the policy
+of the iteration before, which is also its reference. Then the reward model is retrained on what the
+new policy wrote; a tenth of each batch comes from its earlier data.
+
+The first reward model may be a classifier. The retrained ones are language models, and the first of
+them starts from the policy of the first run. They see slips that a classifier of this size misses:
+LikelihoodModel says why.
+
+All results are in out/: <run_name>_1, reward_<run_name>_1, <run_name>_2, ... If the command is
+interrupted, start it again: it skips what is finished and resumes a run that was cut off.
 """
 import argparse
 import random
@@ -23,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def call(*command):
-    """Runs a Python program from the project's folder; its failure is ours, and it has said why."""
+    """Runs a Python program from the project's folder. If it fails, exits with its code."""
     result = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT)
     if result.returncode:
         sys.exit(result.returncode)
@@ -33,42 +37,54 @@ def train_policy(run, model, reward_model, flags):
     if (run / "final" / "config.json").is_file():
         return
     start = ["--model_path", model] if model else []
-    # Log-likelihoods lie far below 0, where the default clip would make them all one; a bare answer's says nothing.
-    raw = ["--reward_model_clip", 0, "--reward_model_answer_share", 0] if is_likelihood(reward_model) else []
-    resume = ["--resume"] if (run / "checkpoint").is_dir() or (run / "checkpoint.old").is_dir() else []
-    call("train_grpo.py", *raw, *flags, *start, *resume, "--reward_model_path", reward_model, "--out_dir", run.parent,
-         "--run_name", run.name)
+    raw, resume = [], []
+    if is_likelihood(reward_model):
+        # Log-likelihoods are far below 0: the default clip would make them all the same. And the
+        # likelihood of an answer without its reasoning says nothing.
+        raw = ["--reward_model_clip", 0, "--reward_model_answer_share", 0]
+    if (run / "checkpoint").is_dir() or (run / "checkpoint.old").is_dir():
+        resume = ["--resume"]
+    call("train_grpo.py", *raw, *flags, *start, *resume, "--reward_model_path", reward_model,
+         "--out_dir", run.parent, "--run_name", run.name)
 
 
 def retrain_reward_model(folder, run, reward_model, args):
-    if (folder / "pairs.jsonl").is_file():              # what it writes last
+    if (folder / "pairs.jsonl").is_file():      # written last: the folder is complete
         return
     init = reward_model if is_likelihood(reward_model) else run / "final"
-    call("-m", "reward.train_reward_model", "--completions", run / "completions.jsonl", "--likelihood", "--init", init,
-         "--data", reward_model / "pairs.jsonl", "--replay", args.replay, "--save", folder, "--steps", args.reward_steps,
-         "--learning_rate", args.reward_learning_rate, "--warmup_steps", max(1, args.reward_steps // 10))
+    call("-m", "reward.train_reward_model", "--completions", run / "completions.jsonl",
+         "--likelihood", "--init", init, "--data", reward_model / "pairs.jsonl",
+         "--replay", args.replay, "--save", folder, "--steps", args.reward_steps,
+         "--learning_rate", args.reward_learning_rate,
+         "--warmup_steps", max(1, args.reward_steps // 10))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=2)
-    parser.add_argument("--run_name", default="turns", help="of the folders that the chain writes")
+    parser.add_argument("--run_name", default="turns",
+                        help="names the folders: <run_name>_1, reward_<run_name>_1, ...")
     parser.add_argument("--out_dir", type=Path, default=ROOT / "out")
-    parser.add_argument("--reward_model_path", type=Path, default=ROOT / "reward/weights/reward_128",
-                        help="the first one, a folder with pairs.jsonl in it")
-    parser.add_argument("--replay", type=float, default=0.1, help="the share of each batch that is earlier pairs")
-    parser.add_argument("--reward_steps", type=int, default=100, help="steps of retraining the reward model")
+    parser.add_argument("--reward_model_path", type=Path,
+                        default=ROOT / "reward/weights/reward_128",
+                        help="the first reward model, a folder that also holds pairs.jsonl")
+    parser.add_argument("--replay", type=float, default=0.1,
+                        help="the share of earlier pairs in each batch")
+    parser.add_argument("--reward_steps", type=int, default=100,
+                        help="steps for each retraining of the reward model")
     parser.add_argument("--reward_learning_rate", type=float, default=3e-4)
-    parser.add_argument("flags", nargs="*", help="flags of train_grpo.py, behind --")
+    parser.add_argument("flags", nargs="*", help="flags of train_grpo.py, after --")
     args = parser.parse_args()
     model, reward_models, runs = None, [find_folder(args.reward_model_path).resolve()], []
     for i in range(1, args.iterations + 1):
-        run, folder = (args.out_dir.resolve() / name for name in (f"{args.run_name}_{i}", f"reward_{args.run_name}_{i}"))
+        run, folder = (args.out_dir.resolve() / name
+                       for name in (f"{args.run_name}_{i}", f"reward_{args.run_name}_{i}"))
         train_policy(run, model, reward_models[-1], args.flags)
         retrain_reward_model(folder, run, reward_models[-1], args)
         model, runs = run / "final", [*runs, run]
         reward_models.append(folder)
-    print("\nright before wrong, in pairs of completions of prompts that are kept out of all retraining:")
+    print("\nshare of pairs ordered right, on prompts that no retraining saw:")
     for run in runs:
         pairs = pairs_of_runs([run / "completions.jsonl"], random.Random(0))[1]
         for folder in reward_models:

@@ -1,10 +1,12 @@
-"""Preference pairs from policies' own replies: of several replies to one problem, a right one is better than a wrong one.
+"""Preference pairs from policies' own replies: a right reply beats a wrong one to the same problem.
 
     python -m reward.sample_pairs --policies model/weights/reason_128 model/weights/full_sft_128 \\
         --prompts dataset/train.jsonl --save out/sft/replies_train.jsonl
 
-writes {"conversations", "chosen", "rejected", "kind": "reply"}. A reward model learns what such pairs have in common,
-whether or not it is what we mean by better: here right replies are mostly the long, worked ones, and wrong ones guesses.
+writes lines of {"conversations", "chosen", "rejected", "kind": "reply"}.
+
+A reward model learns whatever sets the two sides apart, whether or not that is what we mean by
+better. Here most right replies are long and worked, and most wrong ones are guesses.
 """
 import argparse
 import json
@@ -21,13 +23,20 @@ from .rules import accuracy_reward
 
 
 def replies(path, problems, num_generations, seed):
-    """[(text, right?)] * num_generations for each problem, sampled at temperature 1."""
-    tokenizer, model = AutoTokenizer.from_pretrained(path), load_pretrained(path, dtype=torch.float32)
-    collate, generator = PromptCollator(tokenizer, max_seq_len=66), torch.Generator().manual_seed(seed)
+    """For each problem a list of num_generations (text, 1.0 if right else 0.0).
+
+    Sampled at temperature 1 from the policy in folder `path`.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = load_pretrained(path, dtype=torch.float32)
+    collate = PromptCollator(tokenizer, max_seq_len=66)
+    generator = torch.Generator().manual_seed(seed)
     for start in range(0, len(problems), 64):
         batch = collate(problems[start:start + 64])
-        ids, _ = sample(model, batch["prompt_ids"], batch["prompt_mask"], num_generations=num_generations, max_new_tokens=96,
-                        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, generator=generator)
+        ids, _ = sample(model, batch["prompt_ids"], batch["prompt_mask"],
+                        num_generations=num_generations, max_new_tokens=96,
+                        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+                        generator=generator)
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         answers = [answer for answer in batch["columns"]["answer"] for _ in range(num_generations)]
         judged = list(zip(texts, accuracy_reward(None, texts, answers)))
@@ -35,7 +44,7 @@ def replies(path, problems, num_generations, seed):
 
 
 def pairs_of(group, rng, most):
-    """(right reply, wrong reply) for as many as there are of both, at most `most`."""
+    """At most `most` pairs (right reply, wrong reply) from a group; no reply is used twice."""
     right, wrong = ([text for text, score in group if score == side] for side in (1.0, 0.0))
     rng.shuffle(right)
     rng.shuffle(wrong)
@@ -43,21 +52,26 @@ def pairs_of(group, rng, most):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", type=Path, nargs="+", required=True, help="folders of weights to sample from")
-    parser.add_argument("--prompts", type=Path, required=True, help="a jsonl file of problems with answers")
-    parser.add_argument("--save", type=Path, required=True, help="the jsonl file that the pairs go to")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policies", type=Path, nargs="+", required=True,
+                        help="folders of weights to sample from")
+    parser.add_argument("--prompts", type=Path, required=True,
+                        help="a jsonl file of problems with answers")
+    parser.add_argument("--save", type=Path, required=True, help="the jsonl file to write")
     parser.add_argument("--num_generations", type=int, default=8, help="replies to each problem")
-    parser.add_argument("--most", type=int, default=2, help="pairs from each problem at most")
+    parser.add_argument("--most", type=int, default=2, help="maximum number of pairs per problem")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
     problems, rng, written = PromptDataset(args.prompts).rows, random.Random(args.seed), 0
     with open(args.save, "w", encoding="utf-8") as file:
         for policy in args.policies:
-            for problem, group in zip(problems, replies(policy, problems, args.num_generations, args.seed)):
+            groups = replies(policy, problems, args.num_generations, args.seed)
+            for problem, group in zip(problems, groups):
                 for chosen, rejected in pairs_of(group, rng, args.most):
-                    row = {"conversations": problem["messages"], "chosen": chosen, "rejected": rejected, "kind": "reply"}
+                    row = {"conversations": problem["messages"], "chosen": chosen,
+                           "rejected": rejected, "kind": "reply"}
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                     written += 1
     print(f"wrote {written} pairs to {args.save}")

@@ -6,7 +6,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ["HF_HUB_OFFLINE"] = "1"      # a test that would reach for the network fails at once, on every machine
+os.environ["HF_HUB_OFFLINE"] = "1"      # a test that reaches for the network fails, everywhere
 
 
 @pytest.fixture(scope="session")
@@ -15,15 +15,18 @@ def tokenizer(tmp_path_factory):
     from transformers import AutoTokenizer
 
     from model.tokenizer import train_tokenizer
+
     folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(["user", "assistant", "What is 7 + 3*7?", "The answer is 28."]).save_pretrained(folder)
+    texts = ["user", "assistant", "What is 7 + 3*7?", "The answer is 28."]
+    train_tokenizer(texts).save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """For tensors so small that a second thread only waits for the first, seconds long on a busy machine."""
+    """For small tensors: a second thread would only wait for the first, and slow a busy machine."""
     import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -36,6 +39,8 @@ def tiny_policy(tokenizer):
     import torch
 
     from model import MiniMindConfig, MiniMindForCausalLM
+
     torch.manual_seed(0)
-    config = MiniMindConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8)
+    config = MiniMindConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64,
+                            num_hidden_layers=2, head_dim=8)
     return tokenizer, MiniMindForCausalLM(config)

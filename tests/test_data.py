@@ -11,15 +11,17 @@ from conftest import ROOT
 from dataset import PromptCollator, PromptDataset, arithmetic, rows_of_step, steps_per_epoch
 from reward import format_reward, tag_reward
 
-# --- jsonl -> prompts --------------------------------------------------------------------------------------------------
+# --- jsonl -> prompts -----------------------------------------------------------------------------
 
 USER, REPLY = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}
 
 
 def dataset_of(tmp_path, *lines):
     path = tmp_path / "some.jsonl"
-    texts = [json.dumps(line, ensure_ascii=False) if isinstance(line, dict) else line for line in lines]
-    path.write_bytes(b"\n".join(text if isinstance(text, bytes) else text.encode() for text in texts) + b"\n")
+    with open(path, "wb") as file:
+        for line in lines:
+            text = json.dumps(line, ensure_ascii=False) if isinstance(line, dict) else line
+            file.write((text if isinstance(text, bytes) else text.encode()) + b"\n")
     return PromptDataset(path)
 
 
@@ -32,13 +34,14 @@ def dataset_of(tmp_path, *lines):
     ({"prompt": [USER, REPLY]}, [USER]),
     ({"question": "2+3?"}, [USER]),
 ])
-def test_both_forms_become_messages_without_the_last_reply(line, messages, tmp_path):
+def test_all_forms_become_messages_without_the_last_reply(line, messages, tmp_path):
     data = dataset_of(tmp_path, line | {"answer": "5", "level": 3})
     assert data[0] == {"messages": messages, "answer": "5", "level": 3}
 
 
 def test_forms_mix_and_blank_lines_do_not_count(tmp_path):
-    data = dataset_of(tmp_path, {"question": "一加一？", "answer": "2"}, "", {"conversations": [USER]}, "  ")
+    chinese = {"question": "一加一？", "answer": "2"}
+    data = dataset_of(tmp_path, chinese, "", {"conversations": [USER]}, "  ")
     assert [row["messages"][0]["content"] for row in data] == ["一加一？", "2+3?"]
     assert len(data) == 2
 
@@ -67,7 +70,8 @@ def test_a_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
     with pytest.raises(ValueError) as error:
         dataset_of(tmp_path, {"prompt": "2+3?"}, "", line)
     message = str(error.value)
-    assert str(tmp_path / "some.jsonl") in message and re.search(r"\bline 3\b", message) and named in message
+    assert str(tmp_path / "some.jsonl") in message
+    assert re.search(r"\bline 3\b", message) and named in message
     assert "\n" not in message
 
 
@@ -82,11 +86,12 @@ def test_a_missing_file_is_named(tmp_path):
         PromptDataset(tmp_path / "nowhere.jsonl")
 
 
-def test_prompts_are_padded_on_the_left_and_of_a_long_one_the_end_stays(tokenizer):
+def test_prompts_are_padded_on_the_left_and_a_long_one_keeps_its_end(tokenizer):
     items = [{"messages": [{"role": "user", "content": content}], "answer": "1", **extra}
              for content, extra in [("7", {}), ("What is 12 + 34*5?", {"level": 2})]]
-    short, long = (tokenizer(f"<|im_start|>user\n{item['messages'][0]['content']}<|im_end|>\n<|im_start|>assistant\n",
-                             add_special_tokens=False)["input_ids"] for item in items)
+    prompts = [f"<|im_start|>user\n{item['messages'][0]['content']}<|im_end|>\n"
+               "<|im_start|>assistant\n" for item in items]
+    short, long = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     limit = len(short) + 2
     assert len(long) > limit
     with pytest.warns(UserWarning, match="--max_seq_len"):
@@ -98,12 +103,12 @@ def test_prompts_are_padded_on_the_left_and_of_a_long_one_the_end_stays(tokenize
     assert batch["prompts"][0] == "<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n"
 
 
-# --- which rank reads which row at which step --------------------------------------------------------------------------
+# --- which rank reads which row at which step -----------------------------------------------------
 
 def rows_by_step(steps, num_rows=22, prompts_per_rank=4, world_size=2, seed=0):
     """[step][rank] -> rows"""
-    return [[rows_of_step(step, num_rows, prompts_per_rank, rank=rank, world_size=world_size, seed=seed)
-             for rank in range(world_size)] for step in steps]
+    return [[rows_of_step(step, num_rows, prompts_per_rank, rank=rank, world_size=world_size,
+                          seed=seed) for rank in range(world_size)] for step in steps]
 
 
 def test_an_epoch_over_two_ranks_reads_every_row_once_and_its_last_step_is_shorter():
@@ -114,26 +119,30 @@ def test_an_epoch_over_two_ranks_reads_every_row_once_and_its_last_step_is_short
         assert sorted(row for ranks in epoch for rows in ranks for row in rows) == list(range(22))
 
 
-def test_the_order_is_the_same_again_but_another_in_every_epoch_and_for_every_seed():
+def test_the_order_is_reproducible_and_differs_between_epochs_and_seeds():
     first = rows_by_step([1, 2, 3])
     assert first == rows_by_step([1, 2, 3])
     assert first != rows_by_step([4, 5, 6]) and first != rows_by_step([1, 2, 3], seed=1)
     assert sum(first[0] + first[1] + first[2], []) != list(range(22))
 
 
-def test_rows_that_cannot_be_dealt_out_evenly_are_left_out():
-    assert steps_per_epoch(9, 4, 2) == 1 and [len(rows) for rows in rows_by_step([1], num_rows=9)[0]] == [4, 4]
-    assert steps_per_epoch(11, 4, 2) == 2 and [len(rows) for rows in rows_by_step([2], num_rows=11)[0]] == [1, 1]
+def test_rows_that_cannot_be_dealt_out_evenly_are_skipped():
+    def lengths(step, num_rows):
+        return [len(rows) for rows in rows_by_step([step], num_rows)[0]]
+
+    assert steps_per_epoch(9, 4, 2) == 1 and lengths(1, num_rows=9) == [4, 4]
+    assert steps_per_epoch(11, 4, 2) == 2 and lengths(2, num_rows=11) == [1, 1]
     assert steps_per_epoch(8, 4, 2) == 1 and steps_per_epoch(3, 4, 1) == 1
 
 
-# --- the arithmetic task -----------------------------------------------------------------------------------------------
+# --- the arithmetic task --------------------------------------------------------------------------
 
 def canonical(expression):
-    """One name for all orders of an expression's terms, of its factors, and of the operands in its brackets."""
+    """A name that does not depend on the order of terms, of factors, or of operands in brackets."""
     def terms(node, sign):
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
-            return terms(node.left, sign) + terms(node.right, sign if isinstance(node.op, ast.Add) else -sign)
+            right_sign = sign if isinstance(node.op, ast.Add) else -sign
+            return terms(node.left, sign) + terms(node.right, right_sign)
         return [(sign, factors(node))]
 
     def factors(node):
@@ -160,7 +169,8 @@ def expression_of(row):
 
 
 def shipped(name):
-    return [json.loads(line) for line in (ROOT / "dataset" / name).read_text(encoding="utf-8").splitlines()]
+    text = (ROOT / "dataset" / name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -187,17 +197,21 @@ def test_no_heldout_problem_is_in_the_training_data_in_any_order_of_its_operands
     assert not heldout & training
 
 
-def test_no_heldout_problem_is_in_the_texts_behind_the_weights(heldout):
-    sources = [arithmetic.finetuning_chats(random.Random(1), 2000, tags=True), arithmetic.finetuning_chats(random.Random(2), 2000, tags=False),
-               arithmetic.flaw_pairs(random.Random(3), 2000, heldout=False), arithmetic.pretraining_chats(random.Random(4), 2000)]
-    for source in sources:
+def test_no_heldout_problem_is_in_the_texts_that_the_weights_were_trained_on(heldout):
+    for source in (arithmetic.finetuning_chats(random.Random(1), 2000, tags=True),
+                   arithmetic.finetuning_chats(random.Random(2), 2000, tags=False),
+                   arithmetic.flaw_pairs(random.Random(3), 2000, heldout=False),
+                   arithmetic.pretraining_chats(random.Random(4), 2000)):
         expressions = [expression_of(row) for row in source]
-        assert not heldout & {canonical(expression) for expression in expressions if "," not in expression}    # a "," is a drill
+        problems = [text for text in expressions if "," not in text]        # the others are drills
+        assert not heldout & set(map(canonical, problems))
 
 
-def test_evaluation_pairs_are_all_of_heldout_problems_and_training_pairs_none():
-    evaluated, trained = ({canonical(expression_of(row)) for row in arithmetic.flaw_pairs(random.Random(5), 3000, heldout=side)}
-                          for side in (True, False))
+def test_evaluation_pairs_and_training_pairs_share_no_problem():
+    evaluated, trained = (
+        {canonical(expression_of(row))
+         for row in arithmetic.flaw_pairs(random.Random(5), 3000, heldout=side)}
+        for side in (True, False))
     assert not evaluated & trained
 
 
@@ -215,14 +229,16 @@ def texts(source):
 
 def test_every_link_of_every_worked_chain_is_right():
     rng = random.Random(6)
-    worked = texts(arithmetic.finetuning_chats(rng, 1500, tags=True)) + texts(arithmetic.finetuning_chats(rng, 500, tags=False)) \
-        + texts(arithmetic.pretraining_chats(rng, 1000))
-    chains = [re.split("=| is ", line) for _, text in worked for line in text.splitlines() if re.match(r"\d+[-+*]", line)]
+    worked = [*texts(arithmetic.finetuning_chats(rng, 1500, tags=True)),
+              *texts(arithmetic.finetuning_chats(rng, 500, tags=False)),
+              *texts(arithmetic.pretraining_chats(rng, 1000))]
+    lines = [line for _, text in worked for line in text.splitlines()]
+    chains = [re.split("=| is ", line) for line in lines if re.match(r"\d+[-+*]", line)]
     for links in chains:
         assert len({eval(link) for link in links}) == 1, links
         assert re.fullmatch(r"-?\d+", links[-1]), links
     assert sum(len(links) == 2 for links in chains) > 500
-    assert sum(len(links) > 2 for links in chains) > 2000           # steps that a small model can take, not only results
+    assert sum(len(links) > 2 for links in chains) > 2000       # with steps in between
 
 
 def test_well_formed_replies_end_in_the_right_answer_and_malformed_ones_lack_a_tag():
@@ -230,16 +246,18 @@ def test_well_formed_replies_end_in_the_right_answer_and_malformed_ones_lack_a_t
     for expression, text in texts(arithmetic.finetuning_chats(random.Random(7), 1000, tags=True)):
         if tag_reward([""], [text]) == [1.0]:
             assert format_reward([""], [text]) == [0.5]
-            assert int(text.rpartition("<answer>\n")[2].removesuffix("\n</answer>")) == eval(expression)
+            answer = text.rpartition("<answer>\n")[2].removesuffix("\n</answer>")
+            assert int(answer) == eval(expression)
         else:
             malformed += 1
-    assert 80 < malformed < 160                                     # 12% of 1000, 4 sigma
+    assert 80 < malformed < 160                                 # 12% of 1000, +- 4 sigma
     for expression, text in texts(arithmetic.finetuning_chats(random.Random(8), 300, tags=False)):
-        assert text.endswith(f"The answer is {eval(expression)}.") and tag_reward([""], [text]) == [0.0]
+        assert text.endswith(f"The answer is {eval(expression)}.")
+        assert tag_reward([""], [text]) == [0.0]
 
 
 @pytest.mark.parametrize("style", arithmetic.STYLES)
-def test_wrong_thoughts_never_come_to_the_right_answer(style):
+def test_wrong_thoughts_never_arrive_at_the_right_answer(style):
     rng = random.Random(9)
     source = arithmetic.problems(rng, heldout=False)
     for _ in range(300):
@@ -249,14 +267,16 @@ def test_wrong_thoughts_never_come_to_the_right_answer(style):
         assert arithmetic.think_wrongly(style, expression, operations, rng)[1] != answer
 
 
-def test_of_a_pair_the_chosen_reply_is_right_and_the_rejected_one_is_flawed():
+def test_the_chosen_reply_of_a_pair_is_right_and_the_rejected_one_is_flawed():
     kinds = set()
     for row in arithmetic.flaw_pairs(random.Random(10), 1000, heldout=True):
         truth = eval(expression_of(row))
-        chosen, rejected = (int(re.findall(r"-?\d+", row[side])[-1]) for side in ("chosen", "rejected"))
+        chosen, rejected = (int(re.findall(r"-?\d+", row[side])[-1])
+                            for side in ("chosen", "rejected"))
         assert chosen == truth
         if row["kind"] == "form":
-            assert tag_reward([""], [row["chosen"]]) == [1.0] and tag_reward([""], [row["rejected"]])[0] < 1
+            assert tag_reward([""], [row["chosen"]]) == [1.0]
+            assert tag_reward([""], [row["rejected"]])[0] < 1
         else:
             assert rejected != truth
         kinds.add(row["kind"])

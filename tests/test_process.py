@@ -1,4 +1,4 @@
-"""Process supervision, and penalties: numbers by hand."""
+"""Process supervision and penalties, against numbers computed by hand."""
 import math
 import time
 
@@ -6,7 +6,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from reward import combine_rewards, judge_steps, load_reward_funcs, process_advantages, repetition_reward, soft_overlong_reward
+from reward import (
+    combine_rewards,
+    judge_steps,
+    load_reward_funcs,
+    process_advantages,
+    repetition_reward,
+    soft_overlong_reward,
+)
 from reward.process import judge_lines
 
 RIGHT = "<think>\n29+30=59\n59*7=350+63=413\n</think>\n<answer>\n413\n</answer>"
@@ -14,12 +21,14 @@ WRONG = "<think>\n29+30 is 59\n59*7 is 393\n</think>\n<answer>\n393\n</answer>"
 
 
 def test_process_advantages_by_hand():
-    # one group of two: steps 1, 0 | 1, 1, 0.5: mean 0.7, squared deviations 0.09 + 0.49 + 0.09 + 0.09 + 0.04 = 0.8
+    # One group of two, with steps 1, 0 and 1, 1, 0.5. The mean is 0.7, and the squared deviations
+    # are 0.09 + 0.49 + 0.09 + 0.09 + 0.04 = 0.8.
     std = math.sqrt(0.8 / 4) + 1e-4
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
     advantages = process_advantages([[1.0, 0.0], [1.0, 1.0, 0.5]], [[1, 3], [0, 2, 4]], 2, mask)
     first = [(0.3 - 0.7) / std] * 2 + [-0.7 / std] * 2 + [0, 0]
-    second = [(0.3 + 0.3 - 0.2) / std] + [(0.3 - 0.2) / std] * 2 + [-0.2 / std] * 2 + [0]       # no step ends at the last token
+    second = [(0.3 + 0.3 - 0.2) / std] + [(0.3 - 0.2) / std] * 2 + [-0.2 / std] * 2
+    second += [0]                                               # after the last step
     assert advantages.tolist() == [pytest.approx(first, abs=1e-5), pytest.approx(second, abs=1e-5)]
 
 
@@ -27,30 +36,35 @@ def test_process_advantages_stay_in_their_group_and_in_the_mask():
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]])
     advantages = process_advantages([[1.0], [0.0], [5.0], []], [[2], [0], [2], []], 2, mask)
     up = 0.5 / (math.sqrt(0.5) + 1e-4)
-    assert advantages[0].tolist() == pytest.approx([up, up, 0]) and advantages[1].tolist() == pytest.approx([-up, 0, 0])
-    assert not advantages[2:].any()                                     # one step only, and none
+    assert advantages[0].tolist() == pytest.approx([up, up, 0])
+    assert advantages[1].tolist() == pytest.approx([-up, 0, 0])
+    assert not advantages[2:].any()                             # a group with a single step
 
 
 @pytest.mark.parametrize("line, right", [
-    ("27*6=120+42=160+2=162", True), ("27*6=120+42=160+2=163", False), ("27*6=120+41=162", False), ("29+30 is 59", True),
-    ("She pays 3 + 4 = 7 dollars, 2*7=14 in all.", True), ("48/2 = 24", True), ("(2+3)*4=20", True), ("-3+4=1", True),
-    ("1/0=1", False), ("2+=2", False), ("9**9=1", False)])
+    ("27*6=120+42=160+2=162", True), ("27*6=120+42=160+2=163", False), ("27*6=120+41=162", False),
+    ("29+30 is 59", True), ("She pays 3 + 4 = 7 dollars, 2*7=14 in all.", True),
+    ("48/2 = 24", True), ("(2+3)*4=20", True), ("-3+4=1", True), ("1/0=1", False), ("2+=2", False),
+    ("9**9=1", False),
+])
 def test_a_line_is_right_if_all_sides_of_its_equations_are_equal(line, right):
     assert judge_lines(line) == [(len(line), right)]
 
 
-def test_words_and_questions_are_no_steps():
+def test_words_and_questions_are_not_steps():
     assert judge_lines("I guess 162.\nWhat is 3 + 4?\n") == []
 
 
 def test_steps_end_at_their_line_and_the_outcome_at_the_last_token():
     tokenizer = AutoTokenizer.from_pretrained("model/weights/reason_128")
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for text in (RIGHT, WRONG, RIGHT)]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+           for text in (RIGHT, WRONG, RIGHT)]
     rewards, ends = judge_steps([RIGHT, WRONG, RIGHT], ids, tokenizer, [1.25, -0.5, math.nan])
     assert rewards == [[1.0, 1.0, 1.25], [1.0, 0.0, -0.5], []]
     for row, text, row_ends in zip(ids, (RIGHT, WRONG), ends):
         texts = [tokenizer.decode(row[:end + 1]) for end in row_ends]
-        assert texts[0].endswith("59\n") and texts[1].endswith("3\n") and row_ends[2] == len(row) - 1
+        assert texts[0].endswith("59\n") and texts[1].endswith("3\n")
+        assert row_ends[2] == len(row) - 1
         assert text.startswith(texts[1]) and len(texts[0]) < len(texts[1])
     assert ends[2] == []
 
@@ -58,15 +72,17 @@ def test_steps_end_at_their_line_and_the_outcome_at_the_last_token():
 def test_soft_overlong_falls_from_0_to_minus_1():
     reward = soft_overlong_reward(100, cache=20)
     assert reward(None, None, [[7] * n for n in (1, 80, 85, 100, 130)]) == [0, 0, -0.25, -1, -1]
-    assert soft_overlong_reward(100)(None, None, [[7] * 90]) == [-0.5]          # the cache is a fifth
+    assert soft_overlong_reward(100)(None, None, [[7] * 90]) == [-0.5]      # the cache is a fifth
 
 
 def test_repetition_counts_ngrams_of_ids():
-    # [1 2 1 2 1 2]: 4-grams 1212 2121 1212, two of three distinct
-    assert repetition_reward(None, None, [[1, 2, 1, 2, 1, 2], [1, 2, 3, 4, 5], [1, 2, 3], []]) == pytest.approx([-1 / 3, 0, 0, 0])
+    # The 4-grams of 1 2 1 2 1 2 are 1212, 2121, 1212: two of three are distinct.
+    ids = [[1, 2, 1, 2, 1, 2], [1, 2, 3, 4, 5], [1, 2, 3], []]
+    assert repetition_reward(None, None, ids) == pytest.approx([-1 / 3, 0, 0, 0])
     assert repetition_reward(None, None, [[1, 2, 1, 2]], n=2) == pytest.approx([-1 / 3])
     tokenizer = AutoTokenizer.from_pretrained("model/weights/reason_128")
-    chinese = [tokenizer(text)["input_ids"] for text in ("我们先算乘法再算加法", "好的好的好的好的好的")]
+    texts = ["我们先算乘法再算加法", "好的好的好的好的好的"]
+    chinese = [tokenizer(text)["input_ids"] for text in texts]
     fluent, loop = repetition_reward(None, None, chinese)
     assert fluent == 0 and loop < -0.5
 
@@ -85,7 +101,7 @@ def slow(prompts, completions, **columns):
     return [1.0] * len(completions)
 
 
-def test_steps_are_found_in_linear_time_and_behind_bullets():
+def test_steps_are_found_in_linear_time_and_after_bullets():
     start = time.perf_counter()
     judge_lines("1+" * 20_000)
     assert time.perf_counter() - start < 2

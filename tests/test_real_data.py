@@ -1,24 +1,31 @@
-"""Files, answers and chat templates as they are found outside: GSM8K, MATH, RLAIF; templates that open the thinking."""
+"""Files, answers and chat templates as people publish them.
+
+GSM8K, MATH, RLAIF; templates that open the thinking.
+"""
+import argparse
 import json
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 import train_grpo
-from conftest import ROOT
 from dataset import PromptCollator, PromptDataset
 from reward import accuracy_reward, format_reward, load_reward_model, rules, tag_reward
-from train_grpo import Rollout, World, completion_mask
+from train_grpo import Rollout, World, completion_mask, compute_rewards
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL = ["--batch_size", "4", "--num_generations", "4", "--max_gen_len", "64", "--max_steps", "2", "--epochs", "2"]
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["--batch_size", "4", "--num_generations", "4", "--max_gen_len", "64",
+         "--max_steps", "2", "--epochs", "2"]
 
 
 def write(path, rows):
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
     return str(path)
 
 
@@ -26,19 +33,24 @@ def jsonl(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-# --- answers -----------------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("completion, gold, expected", [
-    ("<answer>\n1234\n</answer>", "He has 30+1204=<<30+1204=1234>>1234.\n#### 1,234", 1),    # GSM8K
+    # GSM8K: the gold answer follows ####
+    ("<answer>\n1234\n</answer>", "He has 30+1204=<<30+1204=1234>>1234.\n#### 1,234", 1),
     ("<answer>30</answer>", "He has 30+12=<<30+12=42>>42.\n#### 42", 0),
     ("It makes 30 + 12 = $42.", "...\n#### 42", 1),
     ("<answer>-$42.00</answer>", "#### -42", 1),
-    (r"So it is \boxed{42}, which is 6*7.", "42", 1),    # the box, not the last number
-    (r"<think>a</think> So \boxed{41}, no: $\boxed{42}$.", "42", 1),    # thinking, then no tags: the last box
-    (r"<think>\boxed{42}</think> So 41.", "42", 0),    # a box amid the thinking is a thought
-    (r"<think>It is \boxed{42}", "42", 0),
+    # a box counts, and not the last number; of several the last one
+    (r"So it is \boxed{42}, which is 6*7.", "42", 1),
+    (r"<think>a</think> So \boxed{41}, no: $\boxed{42}$.", "42", 1),
     ("<answer>\n$\\boxed{42}$\n</answer>", "42", 1),
-    (r"It is \boxed{42", "42", 1),    # never closed: no box, the last number
+    # a box amid the thinking is a thought
+    (r"<think>\boxed{42}</think> So 41.", "42", 0),
+    (r"<think>It is \boxed{42}", "42", 0),
+    # never closed: no box, so the last number counts
+    (r"It is \boxed{42", "42", 1),
     (r"\boxed{\$1,234.50}", 1234.5, 1),
     (r"\boxed{1{,}234}", "1234", 1),
     (r"\boxed{42\%}", "42%", 1),
@@ -47,9 +59,10 @@ def jsonl(path):
     (r"\boxed{90^\circ}", "90", 1),
     (r"\boxed{42\text{ dollars}}", "42", 1),
     (r"\boxed{7\text{ or }8}", "78", 0),
-    ("<answer>1,2</answer>", "12", 0),    # a list, not a number
-    ("<answer>40 + 2</answer>", "42", 0),    # the question is not its own answer
-    (r"\boxed{\frac{1}{2}}", r"Half of it, so $\boxed{\frac{1}{2}}$.", 1),    # MATH
+    ("<answer>1,2</answer>", "12", 0),                  # a list, not a number
+    ("<answer>40 + 2</answer>", "42", 0),               # the question is not its own answer
+    # MATH: the gold answer is in a box, and may be an expression or a word
+    (r"\boxed{\frac{1}{2}}", r"Half of it, so $\boxed{\frac{1}{2}}$.", 1),
     (r"<answer>\frac{1}{2}</answer>", r"\boxed{ \frac{1}{2} }", 1),
     (r"\boxed{\text{Evelyn}}", "Evelyn", 1),
     (r"<answer>Evelyn</answer>", r"\text{Evelyn}", 1),
@@ -63,7 +76,8 @@ def test_answers_are_found_and_compared(completion, gold, expected, monkeypatch)
 
 
 @pytest.mark.parametrize("text, inside", [
-    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{\boxed{3}} and \boxed {\{1, \sqrt{2}\}}.", r"\{1, \sqrt{2}\}"),
+    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\boxed{\boxed{3}} and \boxed {\{1, \sqrt{2}\}}.", r"\{1, \sqrt{2}\}"),
     (r"\boxed{1} and \boxed{2", "1"), (r"\boxed{}", ""), ("1", None), (r"\boxed 5", None),
 ])
 def test_a_box_is_read_up_to_its_own_brace(text, inside):
@@ -71,14 +85,15 @@ def test_a_box_is_read_up_to_its_own_brace(text, inside):
 
 
 @pytest.mark.parametrize("gold, given, expected", [
-    (r"\frac{1}{2}", "0.5", 1), (r"\frac{1}{2}", r"\frac{2}{4}", 1), ("x^2+2x+1", "(x+1)^2", 1),
-    (r"3\sqrt{13}", r"\sqrt{117}", 1),
-    (r"\left(3, \frac{\pi}{2}\right)", r"(3,\pi/2)", 1), (r"\frac{1}{2}", r"\frac{1}{3}", 0), ("x^2", "2x", 0),
-    (r"\frac{1}{2}", r"\frac{", 0),
+    (r"\frac{1}{2}", "0.5", 1), (r"\frac{1}{2}", r"\frac{2}{4}", 1),
+    ("x^2+2x+1", "(x+1)^2", 1), (r"3\sqrt{13}", r"\sqrt{117}", 1),
+    (r"\left(3, \frac{\pi}{2}\right)", r"(3,\pi/2)", 1),
+    (r"\frac{1}{2}", r"\frac{1}{3}", 0), ("x^2", "2x", 0), (r"\frac{1}{2}", r"\frac{", 0),
 ])
 def test_expressions_are_compared_as_mathematics(gold, given, expected):
     pytest.importorskip("math_verify")
-    assert accuracy_reward([""], [f"<answer>{given}</answer>"], answer=[f"so $\\boxed{{{gold}}}$"]) == [expected]
+    gold = f"so $\\boxed{{{gold}}}$"
+    assert accuracy_reward([""], [f"<answer>{given}</answer>"], answer=[gold]) == [expected]
 
 
 def test_mathematics_runs_in_a_thread_too_where_there_are_no_alarms():
@@ -90,63 +105,85 @@ def test_mathematics_runs_in_a_thread_too_where_there_are_no_alarms():
 
 def test_without_the_library_expressions_are_compared_as_written_with_a_warning(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
+    gold = r"\frac{1}{2} + x"
     with pytest.warns(UserWarning, match="math-verify"):
-        assert [rules.same_answer(given, r"\frac{1}{2} + x") for given in (r"$\frac{1}{2}+x$", "0.5+x")] == [True, False]
+        assert rules.same_answer(r"$\frac{1}{2}+x$", gold)
+        assert not rules.same_answer("0.5+x", gold)
 
 
-# --- files -------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
+
 
 def test_a_math_file_has_its_answers_in_boxes(tmp_path):
     data = PromptDataset(write(tmp_path / "math.jsonl", [
         {"problem": "1/2?", "solution": r"so $\boxed{\frac{1}{2}}$", "level": "1"},
         {"problem": "1/2?", "solution": "...", "answer": "0.5"}]))
-    assert data[0]["messages"] == [{"role": "user", "content": "1/2?"}] and data[1]["answer"] == "0.5"
+    assert data[0]["messages"] == [{"role": "user", "content": "1/2?"}]
+    assert data[1]["answer"] == "0.5"
     assert accuracy_reward([""], [r"\boxed{\frac{1}{2}}"], answer=[data[0]["answer"]]) == [1]
     with pytest.raises(ValueError, match="line 1.*answer is empty"):
-        PromptDataset(write(tmp_path / "gsm8k.jsonl", [{"question": "1+1?", "answer": "1+1=2\n#### "}]))
+        PromptDataset(write(tmp_path / "gsm8k.jsonl", [
+            {"question": "1+1?", "answer": "1+1=2\n#### "}]))
 
 
 def test_a_gsm8k_file_trains_and_its_test_file_measures(tmp_path):
-    problems = [{"question": row["conversations"][0]["content"], "answer": f"1+2=<<1+2=3>>3.\n#### {row['answer']}"}
+    problems = [{"question": row["conversations"][0]["content"],
+                 "answer": f"1+2=<<1+2=3>>3.\n#### {row['answer']}"}
                 for row in jsonl(ROOT / "dataset/heldout.jsonl")[:24]]
     problems[3]["question"] += " Think well." * 99
     with pytest.warns(UserWarning, match="1 of 8 prompts .*dropped"):
-        train_grpo.main([*SMALL, "--out_dir", str(tmp_path), "--run_name", "gsm8k", "--overlong_prompts", "drop",
-                         "--data_path", write(tmp_path / "train.jsonl", problems[:8]),
-                         "--eval_data_path", write(tmp_path / "test.jsonl", problems[8:])])
-    assert jsonl(tmp_path / "gsm8k/eval.jsonl")[0]["eval/greedy_accuracy"] > 0.4        # known of these weights: 0.75
+        train_grpo.main([
+            *SMALL, "--out_dir", str(tmp_path), "--run_name", "gsm8k",
+            "--overlong_prompts", "drop",
+            "--data_path", write(tmp_path / "train.jsonl", problems[:8]),
+            "--eval_data_path", write(tmp_path / "test.jsonl", problems[8:])])
+    before = jsonl(tmp_path / "gsm8k/eval.jsonl")[0]
+    assert before["eval/greedy_accuracy"] > 0.4         # these weights have 0.75
     rows = jsonl(tmp_path / "gsm8k/completions.jsonl")
-    assert len({row["prompt"] for row in rows}) == 7 and not any("Think well" in row["prompt"] for row in rows)
+    prompts = {row["prompt"] for row in rows}
+    assert len(prompts) == 7 and not any("Think well" in prompt for prompt in prompts)
     assert {row["rewards"]["accuracy_reward"] for row in rows} == {0.0, 1.0}
 
 
-def test_an_rlaif_file_without_answers_trains_on_the_reward_model_and_nothing_is_evaluated(tmp_path):
-    turns = [{"role": "user", "content": "请用一句话介绍北京。"}, {"role": "assistant", "content": ""}]
+def test_an_rlaif_file_without_answers_trains_on_the_reward_model_alone(tmp_path):
+    turns = [{"role": "user", "content": "请用一句话介绍北京。"},
+             {"role": "assistant", "content": ""}]
     brief = [{"role": "system", "content": "Be brief."}, *turns]
-    data = write(tmp_path / "rlaif.jsonl", [{"conversations": chat} for chat in (turns, brief, turns * 2)] * 2)
-    train_grpo.main([*SMALL, "--data_path", data, "--out_dir", str(tmp_path), "--run_name", "rlaif", "--reasoning", "0",
-                     "--reward_model_clip", "0", "--reward_model_scale", "10", "--system_prompt", "r1",
-                     "--max_seq_len", "400"])
+    chats = [{"conversations": chat} for chat in (turns, brief, turns * 2)]
+    train_grpo.main([
+        *SMALL, "--data_path", write(tmp_path / "rlaif.jsonl", chats * 2),
+        "--out_dir", str(tmp_path), "--run_name", "rlaif", "--reasoning", "0",
+        "--reward_model_clip", "0", "--reward_model_scale", "10", "--system_prompt", "r1",
+        "--max_seq_len", "400"])
     metrics = jsonl(tmp_path / "rlaif/metrics.jsonl")
     assert len(metrics) == 2 and all(line["grad_norm"] > 0 for line in metrics)
     assert all(line["rewards/accuracy_reward/mean"] is None for line in metrics)
-    assert not (tmp_path / "rlaif/eval.jsonl").exists() or not jsonl(tmp_path / "rlaif/eval.jsonl")
+    evaluations = tmp_path / "rlaif/eval.jsonl"         # nothing has an answer to compare with
+    assert not evaluations.exists() or not jsonl(evaluations)
     done = jsonl(tmp_path / "rlaif/completions.jsonl")
-    scores = load_reward_model(ROOT / "reward/weights/reward_128").get_scores(
-        [row["messages"] + [{"role": "assistant", "content": row["completion"]}] for row in done])
-    assert [row["reward"] for row in done] == pytest.approx([10 * score for score in scores], abs=1e-3)
-    for row in done:            # the policy reads the system prompt where a chat has none of its own, the reward model never
+    replies = [row["messages"] + [{"role": "assistant", "content": row["completion"]}]
+               for row in done]
+    scores = load_reward_model(ROOT / "reward/weights/reward_128").get_scores(replies)
+    expected = [10 * score for score in scores]
+    assert [row["reward"] for row in done] == pytest.approx(expected, abs=1e-3)
+    # Where a chat has no system prompt of its own, the policy reads ours, the reward model none.
+    for row in done:
         own = row["messages"][0]["role"] == "system"
-        assert row["prompt"].count("<|im_start|>system") == 1 and ("<answer>" in row["prompt"]) == (not own)
-        assert own == (row["messages"][0]["content"] == "Be brief.") and row["messages"][-1]["role"] == "user"
+        assert row["prompt"].count("<|im_start|>system") == 1
+        assert ("<answer>" in row["prompt"]) == (not own)
+        assert own == (row["messages"][0]["content"] == "Be brief.")
+        assert row["messages"][-1]["role"] == "user"
 
 
-# --- prompts -----------------------------------------------------------------------------------------------------------
+# --- prompts --------------------------------------------------------------------------------------
 
-HYBRID = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-          "<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking %}<think>\n{% else %}"
-          "<think>\n\n</think>\n\n{% endif %}")
-ITEMS = [{"messages": [{"role": "user", "content": content}], "answer": "162"} for content in ("27*6?", "What is 27*6 + 0?")]
+
+HYBRID = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking %}<think>\n"
+    "{% else %}<think>\n\n</think>\n\n{% endif %}")
+ITEMS = [{"messages": [{"role": "user", "content": content}], "answer": "162"}
+         for content in ("27*6?", "What is 27*6 + 0?")]
 
 
 @pytest.fixture
@@ -167,29 +204,44 @@ def test_thinking_is_switched_on_and_what_the_template_opens_is_told(opening, to
 
 
 def rollout_of(texts, batch, tokenizer):
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
-    ids = torch.tensor([row + [0] * (max(map(len, ids)) - len(row)) for row in ids])
-    mask = completion_mask(ids, tokenizer.eos_token_id)
-    return Rollout(batch["prompt_ids"], batch["prompt_mask"], ids, mask, torch.ones(len(ids), dtype=torch.bool), torch.zeros(mask.shape))
+    """One completion of each prompt, with these texts."""
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+           for text in texts]
+    R = max(map(len, ids))
+    completion_ids = torch.tensor([row + [0] * (R - len(row)) for row in ids])
+    mask = completion_mask(completion_ids, tokenizer.eos_token_id)
+    return Rollout(
+        prompts=batch["prompts"], columns=batch["columns"], opened=batch["opened"],
+        prompt_ids=batch["prompt_ids"], prompt_mask=batch["prompt_mask"], completions=texts,
+        completion_ids=completion_ids, mask=mask, ended=torch.ones(len(ids), dtype=torch.bool),
+        sampling_logps=torch.zeros(mask.shape))
 
 
-def test_where_the_template_opens_the_thinking_rewards_and_evaluation_see_the_whole_reply(opening, monkeypatch):
+def test_where_the_template_opens_the_thinking_rewards_see_the_whole_reply(opening, monkeypatch):
     collate = PromptCollator(opening, 99)
     batch, seen = collate(ITEMS), []
 
-    def spy(prompts, completions, **columns):
+    def spy(prompts, completions, completion_ids, answer, **columns):
+        assert prompts == batch["prompts"] and answer == ["162", "162"]
+        assert completion_ids == rollout.token_ids()
         seen.extend(completions)
         return [None] * len(completions)
 
-    texts = ["27*6=162\n</think>\n<answer>\n162\n</answer>", "27*6=162"]          # the second one is still thinking
+    # The second one is still thinking.
+    texts = ["27*6=162\n</think>\n<answer>\n162\n</answer>", "27*6=162"]
     rollout = rollout_of(texts, batch, opening)
-    completions, _, per_function = train_grpo.judge(
-        rollout, batch, opening, [format_reward, tag_reward, accuracy_reward, spy], [1.0] * 4, num_generations=1)
-    assert completions == texts and seen == ["<think>\n" + text for text in texts]
-    assert [values.tolist() for values in per_function.values()][:3] == [[0.5, 0.0], [1.0, 0.25], [1.0, 0.0]]
+    total, per_function = compute_rewards(
+        rollout, [format_reward, tag_reward, accuracy_reward, spy],
+        argparse.Namespace(reward_weights=[1.0, 2.0, 1.0, 1.0]))
+    assert rollout.completions == texts and seen == ["<think>\n" + text for text in texts]
+    rewards = [values.tolist() for values in per_function.values()]
+    assert rewards[:3] == [[0.5, 0.0], [1.0, 0.25], [1.0, 0.0]] and total.tolist() == [3.5, 0.5]
 
-    monkeypatch.setattr(train_grpo, "ask", lambda model, batch, **options: rollout)
-    results = train_grpo.evaluate(None, ITEMS, collate, World("cpu"), num_generations=1, batch_size=2)
+    # Evaluation sees the whole reply too.
+    monkeypatch.setattr(train_grpo, "generate", lambda *others, **options: rollout)
+    args = argparse.Namespace(seed=0, num_generations_eval=1, eval_batch_size=2)
+    results = train_grpo.evaluate(
+        None, ITEMS, collate, World("cpu"), None, torch.Generator(), args, 0)
     assert results["eval/accuracy"] == results["eval/greedy_accuracy"] == 0.5
 
 
@@ -206,22 +258,27 @@ def test_overlong_prompts_are_counted_and_dropped_or_refused(tokenizer):
 
 
 def test_a_template_that_refuses_a_system_prompt_is_a_users_mistake(opening):
-    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    refusal = ("{% if messages[0]['role'] == 'system' %}"
+               "{{ raise_exception('no system role') }}{% endif %}")
     opening.chat_template = refusal + HYBRID
     assert PromptCollator(opening, 99)(ITEMS)["prompts"]
     with pytest.raises(ValueError, match="no system role.*--system_prompt"):
         PromptCollator(opening, 99, "Be brief.")(ITEMS)
 
 
-@pytest.mark.parametrize("flag, value", [("--reward_model_clip", "-1"), ("--reward_model_scale", "0"),
-                                         ("--reward_model_answer_share", "1.5")])
+@pytest.mark.parametrize("flag, value", [
+    ("--reward_model_clip", "-1"), ("--reward_model_scale", "0"),
+    ("--reward_model_answer_share", "1.5"),
+])
 def test_reward_model_flags_out_of_range_are_named(flag, value, capsys):
     with pytest.raises(SystemExit):
         train_grpo.parse_args([flag, value])
-    assert flag in capsys.readouterr().err.splitlines()[-1]
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "error: " in message and flag in message and value in message
 
 
 def test_the_reward_model_goes_where_it_is_asked_to(capsys, tmp_path):
     with pytest.raises(SystemExit) as exit:
         train_grpo.main([*SMALL, "--out_dir", str(tmp_path), "--reward_model_device", "abacus"])
-    assert exit.value.code == 2 and "--reward_model_device abacus" in capsys.readouterr().err.splitlines()[-1]
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert exit.value.code == 2 and "--reward_model_device abacus" in message

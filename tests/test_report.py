@@ -2,29 +2,37 @@ import argparse
 import json
 import struct
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from report import Report, draw_curves, rollout_metrics
+from report import Report, describe, draw_curves, rollout_metrics, user_errors
 
 
 def arguments(**changed):
-    return argparse.Namespace(**{"swanlab": "disabled", "wandb_project": "MiniGRPO", "log_interval": 1, "learning_rate": 1e-4} | changed)
+    return argparse.Namespace(**{"swanlab": "disabled", "wandb_project": "MiniGRPO",
+                                 "log_interval": 1, "num_generations": 2} | changed)
 
 
 def metrics(step, **changed):
-    return {"reward": 0.1 * step, "completions/mean_length": 20.0, "completions/clipped_ratio": 0.0, "frac_reward_zero_std": 0.2,
-            "grad_norm": 1.0, "tokens": 100} | changed
+    return {"reward": 0.1 * step, "completions/mean_length": 20.0,
+            "completions/clipped_ratio": 0.0, "frac_reward_zero_std": 0.2, "grad_norm": 1.0,
+            "tokens": 100} | changed
 
 
 def run(folder, steps, start_step=0, **changed):
     with Report(folder, arguments(), total_steps=steps[-1], start_step=start_step) as report:
         for step in steps:
-            report.step(step, metrics(step, **changed), [{"prompt": "p", "completion": "c"}] * 2)
+            report.step(step, metrics(step, **changed), ROWS)
 
 
-ROWS = [{"prompt": "What is 1+1?", "completion": "two", "reward": 1.5, "rewards": {"tag_reward": 1.0, "accuracy_reward": 0.5}, "advantage": 0.71},
-        {"prompt": "What is 1+1?", "completion": "three", "reward": 0.25, "rewards": {"tag_reward": 0.25, "accuracy_reward": None}, "advantage": -0.71}]
+ROWS = [
+    {"prompt": "What is 1+1?", "completion": "two", "reward": 1.5,
+     "rewards": {"tag_reward": 1.0, "accuracy_reward": 0.5}, "advantage": 0.71},
+    {"prompt": "What is 1+1?", "completion": "three", "reward": 0.25,
+     "rewards": {"tag_reward": 0.25, "accuracy_reward": None}, "advantage": -0.71},
+]
 
 
 def strict(line):
@@ -41,34 +49,41 @@ def lines(path):
 
 def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
     nan, inf = float("nan"), float("inf")
+    text = "苹果\n\"quoted\""
     with Report(tmp_path / "run", arguments(), total_steps=3) as report:
         report.evaluation(0, {"eval/accuracy": nan, "eval/greedy_accuracy": 0.5})
         for step in (1, 2, 3):
             with report.timed("rollout"):
                 time.sleep(0.01)
-            report.step(step, metrics(step, kl=nan, grad_norm=-inf), [{"completion": "苹果\n\"quoted\"", "reward": nan}] * (step == 3))
-            assert len(lines(tmp_path / "run/metrics.jsonl")) == step        # there at once, not when the run ends
+            completions = [ROWS[0] | {"completion": text, "reward": nan}] if step == 3 else []
+            report.step(step, metrics(step, kl=nan, grad_norm=-inf), completions)
+            # A line is in the file as soon as its step is done, not only when the run ends.
+            assert len(lines(tmp_path / "run/metrics.jsonl")) == step
     rows = lines(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[1]["step_time"] == rows[1]["timing_s/rollout"] >= 0.01
     assert rows[1]["perf/throughput"] == pytest.approx(100 / rows[1]["step_time"])
     assert rows[1]["reward"] == 0.2 and rows[1]["kl"] is None and rows[1]["grad_norm"] is None
-    assert lines(tmp_path / "run/eval.jsonl") == [{"step": 0, "eval/accuracy": None, "eval/greedy_accuracy": 0.5}]
-    assert lines(tmp_path / "run/completions.jsonl") == [{"step": 3, "completion": "苹果\n\"quoted\"", "reward": None}]
-    assert strict((tmp_path / "run/args.json").read_text())["learning_rate"] == 1e-4
+    assert lines(tmp_path / "run/eval.jsonl") == [
+        {"step": 0, "eval/accuracy": None, "eval/greedy_accuracy": 0.5}]
+    assert lines(tmp_path / "run/completions.jsonl") == [
+        ROWS[0] | {"step": 3, "completion": text, "reward": None}]
+    assert strict((tmp_path / "run/args.json").read_text())["num_generations"] == 2
 
 
-def test_a_resumed_run_drops_what_was_written_after_its_checkpoint_and_a_half_written_line(tmp_path):
+def test_a_resumed_run_drops_the_lines_after_its_checkpoint_and_a_half_line(tmp_path):
     run(tmp_path, [1, 2, 3, 4, 5])
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "rew')
     run(tmp_path, [4, 5], start_step=3, kl=0.7)
     rows = lines(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and ["kl" in row for row in rows] == [False] * 3 + [True] * 2
-    assert [row["step"] for row in lines(tmp_path / "completions.jsonl")] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert ["kl" in row for row in rows] == [False, False, False, True, True]
+    rows = lines(tmp_path / "completions.jsonl")
+    assert [row["step"] for row in rows] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
-def test_a_half_written_line_before_the_checkpoints_step_does_not_swallow_the_next_one(tmp_path):
+def test_a_half_line_of_a_step_before_the_checkpoint_does_not_swallow_the_next_line(tmp_path):
     run(tmp_path, [1, 2])
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 3')
@@ -76,7 +91,7 @@ def test_a_half_written_line_before_the_checkpoints_step_does_not_swallow_the_ne
     assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == [1, 2, 4]
 
 
-def test_a_new_run_in_an_old_folder_starts_from_nothing(tmp_path):
+def test_a_new_run_in_an_old_folder_starts_with_empty_files(tmp_path):
     run(tmp_path, [1, 2, 3])
     run(tmp_path, [1])
     assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == [1]
@@ -111,10 +126,11 @@ def test_a_run_leaves_its_curves_as_a_picture_even_if_it_dies(tmp_path):
     assert len(lines(tmp_path / "metrics.jsonl")) == 2
 
 
-def test_several_runs_are_drawn_together_and_a_folder_without_a_run_is_named(tmp_path):
+def test_several_runs_share_a_picture_and_a_folder_without_a_run_is_named(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": null}\n')
+        (tmp_path / name / "metrics.jsonl").write_text(
+            '{"step": 1, "reward": 0.5}\n{"step": 2, "reward": null}\n')
     draw_curves([tmp_path / "a", tmp_path / "b"], tmp_path / "both.png")
     assert min(png_size(tmp_path / "both.png")) > 600
     (tmp_path / "empty").mkdir()
@@ -130,19 +146,21 @@ def test_several_runs_are_drawn_together_and_a_folder_without_a_run_is_named(tmp
 def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, tmp_path, capsys):
     said = {}
     with Report(tmp_path, arguments(log_interval=100), total_steps=45) as report:
-        report.draw = lambda: None          # another test's business, and slow
+        report.draw = lambda: None      # slow, and covered by the tests above
         for step in range(1, 46):
             report.step(step, metrics(step, **trouble if step >= 3 else {}), [])
-            said[step] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+            printed = capsys.readouterr().out.splitlines()
+            said[step] = [line for line in printed if line.startswith("warning:")]
     assert [step for step in said if said[step]] == [3, 23, 43]
     assert all(len(said[step]) == 1 and advice in said[step][0] for step in (3, 23, 43))
 
 
-def test_a_calm_run_warns_of_nothing(tmp_path, capsys):
+def test_a_healthy_run_prints_no_warning(tmp_path, capsys):
     with Report(tmp_path, arguments(), total_steps=30) as report:
         report.draw = lambda: None
         for step in range(1, 31):
-            report.step(step, metrics(step, **{"completions/clipped_ratio": 0.5, "frac_reward_zero_std": 0.8}), [])
+            borderline = {"completions/clipped_ratio": 0.5, "frac_reward_zero_std": 0.8}
+            report.step(step, metrics(step, **borderline), [])
     assert "warning" not in capsys.readouterr().out
 
 
@@ -156,11 +174,54 @@ def test_a_printed_group_shows_every_completion_with_its_numbers(tmp_path, capsy
 
 def test_metrics_of_a_rollout_by_hand():
     nan = float("nan")
-    rows = [{"reward": reward, "rewards": {"brief": brief}, "length": length, "ended": ended} for reward, brief, length, ended in
-            [(1.0, 1.0, 4, True), (2.0, nan, 6, True), (nan, nan, 9, False), (3.0, 2.0, 5, True), (3.0, 3.0, 7, True), (3.0, 4.0, 5, True)]]
+    group_a = [(1.0, 1.0, 4, True), (2.0, nan, 6, True), (nan, nan, 9, False)]
+    group_b = [(3.0, 2.0, 5, True), (3.0, 3.0, 7, True), (3.0, 4.0, 5, True)]
+    rows = [{"reward": reward, "rewards": {"brief": brief}, "length": length, "ended": ended}
+            for reward, brief, length, ended in group_a + group_b]
     assert rollout_metrics(rows, 3) == pytest.approx({
         "reward": 12 / 5, "reward_std": 0.5**0.5 / 2, "frac_reward_zero_std": 1 / 2,
-        "completions/mean_length": 6, "completions/min_length": 4, "completions/max_length": 9, "completions/clipped_ratio": 1 / 6,
-        "tokens": 36, "rewards/brief/mean": 10 / 4, "rewards/brief/std": (5 / 3)**0.5})
+        "completions/mean_length": 6, "completions/min_length": 4, "completions/max_length": 9,
+        "completions/clipped_ratio": 1 / 6, "tokens": 36,
+        "rewards/brief/mean": 10 / 4, "rewards/brief/std": (5 / 3)**0.5})
     with pytest.raises(ValueError, match="--reward_funcs"):
         rollout_metrics([rows[2]] * 3, 3)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_rollout_is_described_one_row_per_completion(per_token):
+    chats = [[{"role": "user", "content": "7+3"}]] * 2
+    advantages = torch.tensor([0.5, -0.5])
+    if per_token:
+        advantages = torch.stack((advantages, advantages + 1), dim=1)       # (N, R)
+    rollout = SimpleNamespace(
+        prompts=["q", "q"], columns={"messages": chats}, completions=["10", "11, or"],
+        mask=torch.tensor([[1, 0], [1, 1]]), ended=torch.tensor([True, False]),
+        rewards=torch.tensor([1.5, 0.0]), advantages=advantages,
+        rewards_per_func={"tag_reward": torch.tensor([0.5, 0.0])})
+    assert describe(rollout) == [
+        {"prompt": "q", "messages": chats[0], "answer": None, "completion": "10", "length": 1,
+         "ended": True, "rewards": {"tag_reward": 0.5}, "reward": 1.5, "advantage": 0.5},
+        {"prompt": "q", "messages": chats[1], "answer": None, "completion": "11, or", "length": 2,
+         "ended": False, "rewards": {"tag_reward": 0.0}, "reward": 0.0, "advantage": -0.5}]
+    rollout.columns["answer"] = ["10", "10"]
+    assert [row["answer"] for row in describe(rollout)] == ["10", "10"]
+
+
+@pytest.mark.parametrize("error", [ValueError("no such folder"), OSError("disk full")])
+def test_a_users_mistake_is_one_line_unless_a_traceback_is_wanted(error, monkeypatch, capsys):
+    @user_errors("train.py")
+    def main(error=None):
+        if error:
+            raise error
+        return "done"
+
+    monkeypatch.delenv("MINIGRPO_TRACEBACK", raising=False)
+    assert main() == "done"
+    with pytest.raises(SystemExit) as exit:
+        main(error)
+    assert exit.value.code == 2 and capsys.readouterr().err == f"train.py: error: {error}\n"
+    with pytest.raises(KeyError):
+        main(KeyError("a bug, not a user's mistake"))
+    monkeypatch.setenv("MINIGRPO_TRACEBACK", "1")
+    with pytest.raises(type(error)):
+        main(error)

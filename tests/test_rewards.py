@@ -10,31 +10,46 @@ from transformers import AutoModelForSequenceClassification
 from conftest import ROOT
 from dataset import PromptDataset
 from model import MiniMindConfig, MiniMindForCausalLM, save_pretrained
-from reward import accuracy_reward, combine_rewards, format_reward, load_reward_funcs, load_reward_model, tag_reward
+from reward import (
+    accuracy_reward,
+    combine_rewards,
+    format_reward,
+    load_reward_funcs,
+    load_reward_model,
+    tag_reward,
+)
 from reward.reward_model import RewardModel, reward_model_reward
 from reward.sample_pairs import pairs_of, replies
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# --- rules -------------------------------------------------------------------------------------------------------------
+# --- rules ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("completion, form, tags", [
     ("<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>", 0.5, 1.0),
-    ("<think>\n27*6=162\n</think>\n\n<answer>\n162\n</answer>", 0.5, 1.0),          # two line breaks between the blocks
-    ("<think>\n27*6=162\n</think>\n\n\n<answer>\n162\n</answer>", 0.0, 1.0),        # three
-    ("<think>\n27*6=162\n</think><answer>\n162\n</answer>", 0.0, 1.0),              # none
-    ("<think>\na\n\nb\nc\n</think>\n<answer>\n1\n2\n</answer>", 0.5, 1.0),          # many lines in both
-    ("<think>\n\n</think>\n<answer>\n162\n</answer>", 0.5, 1.0),                    # nothing was thought
-    ("<think>\n27*6\n</think>\n<answer>\n\n</answer>", 0.5, 1.0),                   # nothing was answered: accuracy's business
-    ("<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>\n", 0.0, 1.0),          # something behind
+    # line breaks between the blocks: two, three, none
+    ("<think>\n27*6=162\n</think>\n\n<answer>\n162\n</answer>", 0.5, 1.0),
+    ("<think>\n27*6=162\n</think>\n\n\n<answer>\n162\n</answer>", 0.0, 1.0),
+    ("<think>\n27*6=162\n</think><answer>\n162\n</answer>", 0.0, 1.0),
+    # many lines in a block, or nothing: whether the answer is right is accuracy's business
+    ("<think>\na\n\nb\nc\n</think>\n<answer>\n1\n2\n</answer>", 0.5, 1.0),
+    ("<think>\n\n</think>\n<answer>\n162\n</answer>", 0.5, 1.0),
+    ("<think>\n27*6\n</think>\n<answer>\n\n</answer>", 0.5, 1.0),
+    # something after the blocks, or before them
+    ("<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>\n", 0.0, 1.0),
     ("<think>\n27*6=162\n</think>\n<answer>\n162\n</answer> so there", 0.0, 1.0),
-    ("Well. <think>\n27*6=162\n</think>\n<answer>\n162\n</answer>", 0.0, 1.0),      # something before
-    ("<think>27*6=162</think>\n<answer>162</answer>", 0.0, 1.0),                    # the tags do not stand alone
-    ("<answer>\n162\n</answer>\n<think>\n27*6=162\n</think>", 0.0, 1.0),            # the wrong order
-    ("<think>\n27*6=162\n<answer>\n162\n</answer>", 0.0, 0.75),                     # a tag is missing
-    ("<think>\n<think>\n27*6\n</think>\n<answer>\n162\n</answer>", 0.5, 0.75),      # a tag stands there twice
-    ("<think>\n<think>\na\n</think>\n</think>\n<answer>\n<answer>\n1\n</answer>\n</answer>", 0.5, 0.0),     # nested
+    ("Well. <think>\n27*6=162\n</think>\n<answer>\n162\n</answer>", 0.0, 1.0),
+    # tags that share their line with text
+    ("<think>27*6=162</think>\n<answer>162</answer>", 0.0, 1.0),
+    # the wrong order
+    ("<answer>\n162\n</answer>\n<think>\n27*6=162\n</think>", 0.0, 1.0),
+    # a tag missing, one doubled, all nested
+    ("<think>\n27*6=162\n<answer>\n162\n</answer>", 0.0, 0.75),
+    ("<think>\n<think>\n27*6\n</think>\n<answer>\n162\n</answer>", 0.5, 0.75),
+    ("<think>\n<think>\na\n</think>\n</think>\n<answer>\n<answer>\n1\n</answer>\n</answer>",
+     0.5, 0.0),
+    # cut off, or without any tags
     ("<think>\n27*6=162", 0.0, 0.25),
     ("162", 0.0, 0.0),
     ("", 0.0, 0.0),
@@ -47,21 +62,25 @@ def test_format_and_tag_rewards(completion, form, tags):
 @pytest.mark.parametrize("completion, gold, expected", [
     ("<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>", "162", 1),
     ("<think>\n27*6=162\n</think>\n<answer>\n163\n</answer>", "162", 0),
-    ("<think>\n<answer>162</answer>\n</think>\n<answer>\n7\n</answer>", "162", 0),      # the one in the thinking does not win
+    # an answer block inside the thinking does not count
+    ("<think>\n<answer>162</answer>\n</think>\n<answer>\n7\n</answer>", "162", 0),
     ("<think>\n<answer>7</answer>\n</think>\n<answer>\n162\n</answer>", "162", 1),
     ("<think>\n<answer>162</answer>\n</think>\n", "162", 0),
-    ("<think>\n<answer>162</answer>", "162", 0),                                        # still thinking
-    ("<think>\n162\n</think>\n<answer>\n\n</answer>", "162", 0),                        # empty
-    ("<think>\n162\n</think>\n<answer>\n162", "162", 0),                                # never closed
-    ("<think>\n162\n</think>", "162", 0),                                               # tags, but no answer block
+    ("<think>\n<answer>162</answer>", "162", 0),
+    # an answer block that is empty, never closed, or not there
+    ("<think>\n162\n</think>\n<answer>\n\n</answer>", "162", 0),
+    ("<think>\n162\n</think>\n<answer>\n162", "162", 0),
+    ("<think>\n162\n</think>", "162", 0),
+    # numbers in different notations; hedging is not a number
     ("<answer>\n1,234.50\n</answer>", "1234.5", 1),
     ("<answer>\n1234.5\n</answer>", "1,234.50", 1),
     ("<answer> $-7. </answer>", -7, 1),
-    ("<answer>7 or 8</answer>", "8", 0),                                                # hedging is no number
+    ("<answer>7 or 8</answer>", "8", 0),
     ("<answer>nan</answer>", "5", 0),
     ("<answer>Paris</answer>", "Paris", 1),
     ("<answer>London</answer>", "Paris", 0),
-    ("27*6=120+42=162\nThe answer is 162.", "162", 1),                                  # no tag: the last number
+    # no tags: the last number
+    ("27*6=120+42=162\nThe answer is 162.", "162", 1),
     ("162, or rather 163", "162", 0),
     ("It is 1,234.5.", "1234.5", 1),
     ("No idea.", "162", 0),
@@ -71,16 +90,16 @@ def test_accuracy_reward(completion, gold, expected):
     assert accuracy_reward([""], [completion], answer=[gold]) == [expected]
 
 
-def test_accuracy_reward_without_a_column_answer_judges_nothing_and_with_an_empty_gold_answer_is_an_error():
+def test_accuracy_reward_without_gold_answers_judges_nothing_and_an_empty_one_is_an_error():
     assert accuracy_reward(["", ""], ["1", "2"]) == [None, None]
     with pytest.raises(ValueError, match="answer"):
         accuracy_reward([""], ["<answer></answer>"], answer=[" "])
 
 
-# --- the reward model's score as a reward ----------------------------------------------------------------------------
+# --- the reward model's score as a reward ---------------------------------------------------------
 
 class KnownScores:
-    """Scores a chat by its last turn, out of a table, and remembers what it was asked."""
+    """Looks up a chat's score by its last turn, and records the calls."""
 
     def __init__(self, table):
         self.table, self.calls = table, []
@@ -91,34 +110,43 @@ class KnownScores:
 
 
 def test_reward_model_reward_mixes_the_scores_of_the_reply_and_of_its_answer_each_clipped():
-    good, wild, bare = "<think>\na\n</think>\n<answer>\n12\n</answer>", "<think>\nb\n</think>\n<answer>\n13\n</answer>", "just 14"
+    good = "<think>\na\n</think>\n<answer>\n12\n</answer>"
+    wild = "<think>\nb\n</think>\n<answer>\n13\n</answer>"
+    bare = "just 14"
     model = KnownScores({good: 1.0, "12": 2.0, wild: 7.0, "13": -50.0, bare: -4.0})
     question = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     chats = [question, question[1:], question]
-    rewards = reward_model_reward(model, reasoning=True)(prompts=["p"] * 3, completions=[good, wild, bare], messages=chats, answer=["12"] * 3)
+    reward = reward_model_reward(model, reasoning=True)
+    rewards = reward(prompts=["p"] * 3, completions=[good, wild, bare], messages=chats,
+                     answer=["12"] * 3)
     assert rewards == pytest.approx([0.4 * 1 + 0.6 * 2, 0.4 * 3 - 0.6 * 3, -3.0])
 
-    call, = model.calls                                              # one batch
+    call, = model.calls                                     # everything in one call
     assert all(turns[-1]["role"] == "assistant" for turns in call)
     asked = sorted((len(turns), turns[-2]["content"], turns[-1]["content"]) for turns in call)
-    assert asked == sorted([(3, "q", good), (2, "q", wild), (3, "q", bare), (3, "q", "12"), (2, "q", "13")])
-    assert question == [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]     # the chats are the caller's
+    assert asked == sorted([(3, "q", good), (2, "q", wild), (3, "q", bare), (3, "q", "12"),
+                            (2, "q", "13")])
+    # the caller's chats are not modified
+    assert question == [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
 
 
 def test_reward_model_reward_without_reasoning_scores_the_whole_reply_alone():
     reply = "<think>\na\n</think>\n<answer>\n12\n</answer>"
     model = KnownScores({reply: 1.5})
-    assert reward_model_reward(model, reasoning=False)(prompts=["p"], completions=[reply], messages=[[{"role": "user", "content": "q"}]]) == [1.5]
+    reward = reward_model_reward(model, reasoning=False)
+    chats = [[{"role": "user", "content": "q"}]]
+    assert reward(prompts=["p"], completions=[reply], messages=chats) == [1.5]
 
 
-def test_reward_model_reward_takes_the_answer_behind_the_thinking():
+def test_reward_model_reward_takes_the_answer_after_the_thinking():
     reply = "<think>\n<answer>1</answer>\n</think>\n<answer>\n2\n</answer>"
     model = KnownScores({reply: 1.0, "1": 3.0, "2": -1.0})
-    rewards = reward_model_reward(model, reasoning=True)(prompts=["p"], completions=[reply], messages=[[]])
+    reward = reward_model_reward(model, reasoning=True)
+    rewards = reward(prompts=["p"], completions=[reply], messages=[[]])
     assert rewards == pytest.approx([0.4 * 1 - 0.6 * 1])
 
 
-# --- several rewards, one number ---------------------------------------------------------------------------------------
+# --- several rewards, one number ------------------------------------------------------------------
 
 def lengths(prompts, completions, **columns):
     return [float(len(completion)) for completion in completions]
@@ -136,15 +164,19 @@ def too_short(prompts, completions, **columns):
     return [1.0]
 
 
-def test_rewards_are_weighted_and_a_none_is_left_out_of_the_sum():
-    rewards, per_function = combine_rewards(["p"] * 3, ["a", "bbb", ""], [lengths, gold], [2.0, 0.5], answer=[4.0, None, 6.0])
+def test_rewards_are_weighted_and_a_none_adds_nothing_to_the_sum():
+    rewards, per_function = combine_rewards(["p"] * 3, ["a", "bbb", ""], [lengths, gold],
+                                            [2.0, 0.5], answer=[4.0, None, 6.0])
     assert rewards.dtype == torch.float32 and rewards.tolist() == [2 * 1 + 0.5 * 4, 2 * 3, 0.5 * 6]
-    assert list(per_function) == ["lengths", "gold"] and per_function["lengths"].tolist() == [1, 3, 0]
-    torch.testing.assert_close(per_function["gold"], torch.tensor([4.0, math.nan, 6.0]), equal_nan=True)
+    assert list(per_function) == ["lengths", "gold"]
+    assert per_function["lengths"].tolist() == [1, 3, 0]
+    expected = torch.tensor([4.0, math.nan, 6.0])
+    torch.testing.assert_close(per_function["gold"], expected, equal_nan=True)
 
 
 def test_a_row_that_no_function_judged_has_no_reward():
-    rewards, _ = combine_rewards(["p"] * 2, ["a", "b"], [gold, gold_again], [1.0, 1.0], answer=[None, 0.0])
+    rewards, _ = combine_rewards(["p"] * 2, ["a", "b"], [gold, gold_again], [1.0, 1.0],
+                                 answer=[None, 0.0])
     assert rewards[0].isnan() and rewards[1] == 0
 
 
@@ -152,10 +184,13 @@ def gold_again(**columns):
     return gold(**columns)
 
 
-@pytest.mark.parametrize("function, says", [(broken, "RuntimeError: no such luck"), (too_short, "1 rewards for 2")])
+@pytest.mark.parametrize("function, says", [
+    (broken, "RuntimeError: no such luck"), (too_short, "1 rewards for 2"),
+])
 def test_a_function_that_fails_is_a_warning_and_judges_nothing(function, says):
     with pytest.warns(UserWarning, match=f"{function.__name__}.*{says}"):
-        rewards, per_function = combine_rewards(["p"] * 2, ["a", "bb"], [function, lengths], [1.0, 1.0])
+        rewards, per_function = combine_rewards(["p"] * 2, ["a", "bb"], [function, lengths],
+                                                [1.0, 1.0])
     assert rewards.tolist() == [1, 2] and per_function[function.__name__].isnan().all()
     with pytest.warns(UserWarning):
         assert combine_rewards(["p"] * 2, ["a", "bb"], [function], [1.0])[0].isnan().all()
@@ -167,12 +202,14 @@ def test_two_functions_of_the_same_name_are_both_counted():
             return [weight] * len(completions)
         return reward
 
-    rewards, per_function = combine_rewards(["p"], ["a"], [named_alike(1.0), named_alike(20.0)], [1.0, 1.0])
+    funcs = [named_alike(1.0), named_alike(20.0)]
+    rewards, per_function = combine_rewards(["p"], ["a"], funcs, [1.0, 1.0])
     assert rewards.tolist() == [21.0] and len(per_function) == 2
 
 
 def test_reward_functions_are_found_by_name_and_by_module(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards.py").write_text("def short(prompts, completions, **columns):\n    return [-len(c) for c in completions]\n")
+    (tmp_path / "my_rewards.py").write_text(
+        "def short(prompts, completions, **columns):\n    return [-len(c) for c in completions]\n")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
@@ -187,9 +224,10 @@ def test_an_unknown_reward_is_named(name):
         load_reward_funcs(["format", name])
 
 
-# --- reward models -------------------------------------------------------------------------------------------------------
+# --- reward models --------------------------------------------------------------------------------
 
-CHATS = [[{"role": "user", "content": f"What is {i} + {i}?"}, {"role": "assistant", "content": "7 " * i + str(i)}] for i in (1, 9, 3, 30, 2)]
+CHATS = [[{"role": "user", "content": f"What is {i} + {i}?"},
+          {"role": "assistant", "content": "7 " * i + str(i)}] for i in (1, 9, 3, 30, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -197,8 +235,9 @@ def random_model(tokenizer):
     """Random weights, large enough that every token moves the score."""
     torch.manual_seed(0)
     model = RewardModel(MiniMindConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id), tokenizer)
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id), tokenizer)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(0.3 * torch.randn_like(parameter))
@@ -207,47 +246,57 @@ def random_model(tokenizer):
 
 def test_scores_in_a_batch_are_those_of_single_chats(random_model):
     alone = [random_model.get_score(chat) for chat in CHATS]
-    assert min(abs(a - b) for a in alone for b in alone if a is not b) > 0.01       # a chat in the wrong row would show
+    # far enough apart that a chat in the wrong row would show
+    assert min(abs(a - b) for a in alone for b in alone if a is not b) > 0.01
     assert random_model.get_scores(CHATS) == pytest.approx(alone, abs=1e-5)
     assert random_model.get_scores(CHATS, max_tokens=60) == pytest.approx(alone, abs=1e-5)
 
 
 def test_a_chat_is_read_once_however_often_it_occurs(random_model):
-    read = []
+    read, chats = [], [CHATS[i] for i in (1, 0, 1, 1)]
     hook = random_model.register_forward_pre_hook(lambda _, inputs: read.append(len(inputs[0])))
-    scores = random_model.get_scores([CHATS[1], CHATS[0], CHATS[1], CHATS[1]])
+    scores = random_model.get_scores(chats)
     hook.remove()
     assert sum(read) == 2
-    assert scores == pytest.approx([random_model.get_score(CHATS[i]) for i in (1, 0, 1, 1)], abs=1e-5)
+    assert scores == pytest.approx([random_model.get_score(chat) for chat in chats], abs=1e-5)
 
 
 @torch.no_grad()
 def test_scores_are_those_of_transformers_for_what_we_saved(random_model, tokenizer, tmp_path):
     random_model.save_pretrained(tmp_path)
-    theirs, info = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    theirs, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
+
+    def encode(texts, **options):
+        return tokenizer(texts, add_special_tokens=False, return_tensors="pt",
+                         return_token_type_ids=False, **options)
+
     texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in CHATS]
-    expected = [theirs(**tokenizer(text, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)).logits.item() for text in texts]
-    batch = tokenizer(texts, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False, padding=True, padding_side="right")
-    assert theirs(**batch).logits[:, 0].tolist() == pytest.approx(expected, abs=1e-5)      # so a batch of theirs is no other number
+    expected = [theirs(**encode(text)).logits.item() for text in texts]
+    batch = encode(texts, padding=True, padding_side="right")
+    assert theirs(**batch).logits[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
     assert random_model.get_scores(CHATS) == pytest.approx(expected, abs=1e-5)
-    assert load_reward_model(tmp_path, device="cpu").get_scores(CHATS) == pytest.approx(expected, abs=1e-5)
+    loaded = load_reward_model(tmp_path, device="cpu")
+    assert loaded.get_scores(CHATS) == pytest.approx(expected, abs=1e-5)
 
 
 @torch.no_grad()
 def test_the_padded_end_would_score_differently(random_model):
-    """What the two tests above would not see otherwise: a model that reads the score where the padding ends."""
+    """Otherwise the two tests above would miss a model that reads the score after the padding."""
     ids, last = random_model.encode(CHATS)
     scores = random_model(ids)
-    right, wrong, padded = scores.gather(1, last[:, None])[:, 0], scores[:, -1], last < ids.shape[1] - 1
+    right, wrong = scores.gather(1, last[:, None])[:, 0], scores[:, -1]
+    padded = last < ids.shape[1] - 1
     assert padded.sum() == 4 and ((right - wrong).abs() > 0.01).equal(padded)
 
 
 def test_folders_without_a_reward_model_are_named(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="--reward_model_path .*nowhere"):
         load_reward_model(tmp_path / "nowhere", device="cpu")
-    policy = MiniMindForCausalLM(MiniMindConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-                                                num_attention_heads=1, num_key_value_heads=1, head_dim=8))
+    policy = MiniMindForCausalLM(MiniMindConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1, num_key_value_heads=1, head_dim=8))
     save_pretrained(policy, tokenizer, tmp_path / "policy")
     with pytest.raises(ValueError, match="policy.*not a language model"):
         load_reward_model(tmp_path / "policy", device="cpu")

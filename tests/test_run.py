@@ -1,10 +1,15 @@
-"""Whole runs: what they leave, that a resume goes on exactly, that ranks agree, that mistakes end in one sentence."""
+"""Whole runs and their steps.
+
+What a run leaves, that a resume goes on exactly, that ranks and micro-batches change nothing, that
+the plain and the fast pair agree, and that a user's mistake ends in one sentence.
+"""
 import json
+import math
 import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,25 +19,49 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_grpo
 from dataset import PromptCollator, PromptDataset
-from model import load_pretrained, sample
-from train_grpo import Rollout, World, compare, completion_mask, group_advantages, learn, remember, sync_reference
+from model import fast, load_pretrained, sampler
+from train_grpo import (
+    Rollout,
+    World,
+    completion_mask,
+    compute_advantages,
+    compute_logps,
+    group_advantages,
+    select_groups,
+    sync_reference,
+    token_logps,
+    update_policy,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = ["--batch_size", "4", "--num_generations", "4", "--eval_samples", "16", "--max_gen_len", "64"]
+POLICY = ROOT / "model/weights/reason_128"
+SMALL = ["--batch_size", "4", "--num_generations", "4", "--eval_samples", "16",
+         "--max_gen_len", "64"]
+NAN = float("nan")
 
-
-def run(*flags):
-    return subprocess.run([sys.executable, "train_grpo.py", *map(str, flags)], cwd=ROOT, capture_output=True, text=True)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def jsonl(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def arguments(*flags, **changes):
+    """The flags that the functions of a step read: no KL, and a gradient that nothing clips."""
+    args = train_grpo.parse_args(list(flags))
+    vars(args).update({"beta": 0.0, "grad_clip": 1e9, "max_gen_len": 12} | changes)
+    return args
+
+
+# --- what a run leaves ----------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def three_steps(tmp_path_factory):
     out = tmp_path_factory.mktemp("out")
-    process = run("--max_steps", 3, "--eval_interval", 2, "--out_dir", out, "--run_name", "short", *SMALL)
+    command = [sys.executable, "train_grpo.py", "--max_steps", "3", "--eval_interval", "2",
+               "--out_dir", str(out), "--run_name", "short", *SMALL]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     return out / "short", process.stdout
 
@@ -41,24 +70,30 @@ def test_a_run_leaves_all_its_files(three_steps):
     folder, printed = three_steps
     metrics = jsonl(folder / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3]
-    for name in ("loss", "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "grad_norm", "learning_rate",
-                 "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "ppo_kl", "rollout_probs_diff_mean",
-                 "rollout_probs_diff_max", "completions/mean_length", "completions/min_length", "completions/max_length",
-                 "completions/clipped_ratio", "num_tokens", "step_time", "timing_s/rollout", "timing_s/reward",
-                 "timing_s/ref_logps", "timing_s/update", "perf/throughput", "rewards/accuracy_reward/mean",
-                 "rewards/format_reward/mean", "rewards/tag_reward/mean", "rewards/reward_model/std"):
+    for name in (
+        "loss", "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "grad_norm",
+        "learning_rate", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
+        "ppo_kl", "rollout_probs_diff_mean", "rollout_probs_diff_max", "completions/mean_length",
+        "completions/min_length", "completions/max_length", "completions/clipped_ratio",
+        "num_tokens", "step_time", "timing_s/rollout", "timing_s/reward", "timing_s/ref_logps",
+        "timing_s/update", "perf/throughput", "rewards/accuracy_reward/mean",
+        "rewards/format_reward/mean", "rewards/tag_reward/mean", "rewards/reward_model/std",
+    ):
         assert all(isinstance(line[name], float | int) for line in metrics), name
-    assert metrics[0]["kl"] == pytest.approx(0, abs=1e-6) and metrics[2]["kl"] > 0         # it starts at the reference
-    assert 0 < metrics[0]["rollout_probs_diff_mean"] < metrics[0]["rollout_probs_diff_max"] < 1e-4
-    assert metrics[0]["num_tokens"] < metrics[1]["num_tokens"] < metrics[2]["num_tokens"]
+    first, second, third = metrics
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and third["kl"] > 0    # from the reference on
+    assert 0 < first["rollout_probs_diff_mean"] < first["rollout_probs_diff_max"] < 1e-4
+    assert first["num_tokens"] < second["num_tokens"] < third["num_tokens"]
     assert [line["step"] for line in jsonl(folder / "eval.jsonl")] == [0, 2, 3]
-    assert "eval/accuracy" in metrics[1] and "eval/accuracy" not in metrics[0]
+    assert "eval/accuracy" in second and "eval/accuracy" not in first
+
     rows = jsonl(folder / "completions.jsonl")
     assert len(rows) == 3 * 16
     group = rows[:4]
     total = [sum(row["rewards"].values()) for row in group]
     assert [row["reward"] for row in group] == pytest.approx(total, abs=1e-5)
-    assert [row["advantage"] for row in group] == pytest.approx(group_advantages(torch.tensor(total), 4).tolist(), abs=1e-3)
+    advantages = group_advantages(torch.tensor(total), 4).tolist()
+    assert [row["advantage"] for row in group] == pytest.approx(advantages, abs=1e-3)
     assert len({row["prompt"] for row in group}) == 1 and rows[4]["prompt"] != rows[0]["prompt"]
     assert json.loads((folder / "args.json").read_text())["num_generations"] == 4
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -68,13 +103,23 @@ def test_a_run_leaves_all_its_files(three_steps):
 
 def test_final_is_a_transformers_model_with_the_same_greedy_text(three_steps):
     final = three_steps[0] / "final"
-    theirs, tokenizer, ours = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final), load_pretrained(final)
+    theirs, ours = AutoModelForCausalLM.from_pretrained(final), load_pretrained(final)
+    tokenizer = AutoTokenizer.from_pretrained(final)
     batch = PromptCollator(tokenizer, 66)(PromptDataset(ROOT / "dataset/heldout.jsonl")[:5])
-    generated = theirs.generate(batch["prompt_ids"], attention_mask=batch["prompt_mask"], max_new_tokens=40, do_sample=False,
-                                eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    ids, _ = sample(ours, batch["prompt_ids"], batch["prompt_mask"], num_generations=1, max_new_tokens=40, greedy=True,
-                    eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    assert torch.equal(generated[:, batch["prompt_ids"].shape[1]:], ids)
+    prompt_ids, prompt_mask = batch["prompt_ids"], batch["prompt_mask"]
+    options = {"max_new_tokens": 40, "eos_token_id": tokenizer.eos_token_id,
+               "pad_token_id": tokenizer.pad_token_id}
+    generated = theirs.generate(prompt_ids, attention_mask=prompt_mask, do_sample=False, **options)
+    for sample in (sampler.sample, fast.sample):
+        ids, _ = sample(ours, prompt_ids, prompt_mask, num_generations=1, greedy=True, **options)
+        assert torch.equal(generated[:, prompt_ids.shape[1]:], ids)
+
+
+def measured(folder):
+    """A run's metrics, without those that a clock has measured."""
+    clocks = ("timing_s", "perf", "step_time")
+    return [{name: value for name, value in line.items() if not name.startswith(clocks)}
+            for line in jsonl(folder / "metrics.jsonl")]
 
 
 def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
@@ -87,60 +132,238 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
         "    return [len(completion) / 10 for completion in completions]\n")
     monkeypatch.syspath_prepend(tmp_path)
     import interrupting
-    flags = [*SMALL, "--max_steps", "4", "--save_interval", "2", "--eval_interval", "0", "--reward_funcs", "interrupting:judge",
-             "--num_iterations", "2", "--num_minibatches", "2", "--ref_model_sync_steps", "1", "--kl_in_reward",
-             "--out_dir", str(tmp_path)]
+    flags = [*SMALL, "--max_steps", "4", "--save_interval", "2", "--eval_interval", "0",
+             "--reward_funcs", "interrupting:judge", "--num_iterations", "2",
+             "--num_minibatches", "2", "--ref_model_sync_steps", "1", "--kl_in_reward",
+             "--oversample", "2", "--out_dir", str(tmp_path)]
     train_grpo.main([*flags, "--run_name", "unbroken"])
     interrupting.calls, interrupting.stop_at = 0, 4
     with pytest.raises(KeyboardInterrupt):
         train_grpo.main([*flags, "--run_name", "broken"])
-    assert len(jsonl(tmp_path / "broken/metrics.jsonl")) == 3           # step 3 was reported, its checkpoint is that of step 2
+    # Step 3 was reported, but the checkpoint is that of step 2.
+    assert len(jsonl(tmp_path / "broken/metrics.jsonl")) == 3
     train_grpo.main([*flags, "--run_name", "broken", "--resume"])
-    for name, tensor in load_pretrained(tmp_path / "unbroken/final").state_dict().items():
-        assert torch.equal(tensor, load_pretrained(tmp_path / "broken/final").state_dict()[name]), name
-    measured = [[{key: value for key, value in line.items() if not key.startswith(("timing_s", "perf", "step_time"))}
-                 for line in jsonl(tmp_path / name / "metrics.jsonl")] for name in ("unbroken", "broken")]
-    assert measured[0] == measured[1]
+    unbroken, broken = (load_pretrained(tmp_path / name / "final").state_dict()
+                        for name in ("unbroken", "broken"))
+    for name, tensor in unbroken.items():
+        assert torch.equal(tensor, broken[name]), name
+    assert measured(tmp_path / "unbroken") == measured(tmp_path / "broken")
 
 
-def rollout_of_six(model):
-    """Six completions of different lengths for two prompts, one of them padded; old and reference policies near the model."""
-    generator = torch.Generator().manual_seed(0)
-    completion_ids = torch.randint(3, 280, (6, 12), generator=generator)
+# --- the plain and the fast pair ------------------------------------------------------------------
+
+
+def test_the_plain_and_the_fast_pair_sample_and_learn_the_same(tmp_path):
+    for flag in "01":
+        train_grpo.main([*SMALL, "--max_steps", "2", "--eval_interval", "0", "--fast", flag,
+                         "--loss_type", "dapo", "--out_dir", str(tmp_path), "--run_name", flag])
+    plain, fast_ones = (jsonl(tmp_path / flag / "completions.jsonl") for flag in "01")
+    texts = [row["completion"] for row in plain]
+    assert len(set(texts)) > 16 and texts == [row["completion"] for row in fast_ones]
+    assert [row["prompt"] for row in plain] == [row["prompt"] for row in fast_ones]
+    plain, fast_ones = (measured(tmp_path / flag) for flag in "01")
+    assert len(plain) == 2 and plain[1]["kl"] > 0
+    for ours, theirs in zip(plain, fast_ones):
+        assert ours["reward"] == theirs["reward"]
+        for name in ("loss", "grad_norm", "kl", "entropy"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.parametrize("flag", ["0", "1"], ids=["plain", "fast"])
+def test_a_step_in_bfloat16_runs_on_a_cpu(flag, tmp_path):
+    train_grpo.main([*SMALL, "--max_steps", "1", "--eval_interval", "0", "--dtype", "bfloat16",
+                     "--max_gen_len", "24", "--fast", flag, "--out_dir", str(tmp_path),
+                     "--run_name", "bfloat16"])
+    (metrics,) = measured(tmp_path / "bfloat16")
+    numbers = [value for value in metrics.values() if isinstance(value, float)]
+    assert len(numbers) > 15 and all(map(math.isfinite, numbers)) and metrics["grad_norm"] > 0
+    # Rounded differently than in float32, but not otherwise different.
+    assert 1e-6 < metrics["rollout_probs_diff_mean"] < 0.02
+
+
+@pytest.mark.parametrize("k", ["1", "2"])
+def test_evaluation_samples_k_times_and_once_greedily(k, tmp_path, monkeypatch, capsys):
+    asked, generate = [], train_grpo.generate
+
+    def spy(*others, num_generations, greedy=False):
+        asked.append((num_generations, greedy))
+        return generate(*others, num_generations=num_generations, greedy=greedy)
+
+    monkeypatch.setattr(train_grpo, "generate", spy)
+    train_grpo.main([*SMALL, "--eval_only", "--num_generations_eval", k,
+                     "--out_dir", str(tmp_path)])
+    assert sorted(asked) == sorted([(int(k), False), (1, True)])
+    results = json.loads(capsys.readouterr().out)
+    assert results["eval/accuracy"] <= results[f"eval/pass@{k}"] <= 1
+    assert 0 < results["eval/greedy_accuracy"] <= 1
+
+
+# --- rollouts -------------------------------------------------------------------------------------
+
+
+def rollout_of_six(model, token_logps=fast.token_logps):
+    """Six completions of different lengths for two prompts, the second padded.
+
+    The old and the reference policy are near the model.
+    """
+    rng = torch.Generator().manual_seed(0)
+    completion_ids = torch.randint(3, 280, (6, 12), generator=rng)
     for row, length in enumerate((3, 12, 5, 1, 7, 12)):
-        completion_ids[row, length - 1:] = 2 if length < 12 else completion_ids[row, length - 1:]
-    prompt_ids = torch.randint(3, 280, (2, 9), generator=generator).repeat_interleave(3, 0)
+        if length < 12:
+            completion_ids[row, length - 1:] = 2
+    prompt_ids = torch.randint(3, 280, (2, 9), generator=rng).repeat_interleave(3, 0)
     prompt_mask = torch.ones_like(prompt_ids)
     prompt_mask[3:, :4] = 0
     mask = completion_mask(completion_ids, 2)
-    rollout = Rollout(prompt_ids, prompt_mask, completion_ids, mask, mask.sum(1) < 12, torch.zeros(6, 12),
-                      torch.tensor([1.0, -0.5, 0.3, -1.2, 0.0, 0.1]))
-    logps = remember(model, rollout, micro_batch_size=6, temperature=1.0)
-    return replace(rollout, sampling_logps=logps, **{name: logps + 0.3 * torch.randn(6, 12, generator=generator)
-                                                     for name in ("old_logps", "ref_logps")})
+    rewards = torch.tensor([2.0, 0.5, NAN, 0.0, 1.0, 1.5])
+    rollout = Rollout(
+        prompts=[*"aaabbb"], columns={"answer": [*"111222"], "number": [0, 1, 2, 3, 4, 5]},
+        opened=[""] * 3 + ["<think>\n"] * 3, completions=[*"uvwxyz"], prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask, completion_ids=completion_ids, mask=mask,
+        ended=mask.sum(1) < 12, sampling_logps=torch.zeros(6, 12), rewards=rewards,
+        rewards_per_func={"half": rewards / 2, "rest": rewards - rewards / 2},
+        advantages=torch.tensor([1.0, -0.5, 0.3, -1.2, 0.0, 0.1]))
+    rollout.sampling_logps = logps = compute_logps(model, rollout, token_logps, arguments())
+    rollout.old_logps, rollout.ref_logps = (
+        logps + 0.3 * torch.randn(6, 12, generator=rng) for _ in range(2))
+    return rollout
 
+
+@pytest.fixture
+def policy():
+    return load_pretrained(POLICY, dtype=torch.float32)
+
+
+@pytest.fixture
+def six(policy):
+    return rollout_of_six(policy)
+
+
+def the_same(ours, theirs, mask):
+    """Whether two values of a rollout are equal: of (N, R) tensors, what the mask shows."""
+    if isinstance(ours, dict):
+        assert list(ours) == list(theirs)
+        return all(the_same(ours[name], theirs[name], mask) for name in ours)
+    if not isinstance(ours, torch.Tensor):
+        return ours == theirs
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    if ours.dim() == 2:
+        ours, theirs = ours[mask.bool()], theirs[mask.bool()]
+    return torch.equal(ours.nan_to_num(-99), theirs.nan_to_num(-99))
+
+
+def assert_equal_rollouts(ours, theirs):
+    assert torch.equal(ours.mask, theirs.mask) and torch.equal(ours.prompt_mask, theirs.prompt_mask)
+    for field in fields(Rollout):
+        mask = ours.prompt_mask if field.name.startswith("prompt") else ours.mask
+        assert the_same(getattr(ours, field.name), getattr(theirs, field.name), mask), field.name
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_parts_of_a_rollout_are_the_rollout_again(six, per_token):
+    if per_token:
+        six.advantages = six.advantages[:, None] * torch.arange(12)
+    six.ref_logps = None
+    parts = [six.select(torch.tensor(rows)) for rows in ([0], [1, 2], [3], [4, 5])]
+    assert_equal_rollouts(Rollout.cat(parts), six)
+    backwards = Rollout.cat(parts[::-1]).select(torch.tensor([5, 3, 4, 2, 0, 1]))
+    assert_equal_rollouts(backwards, six)
+    assert six.token_ids() == [ids for part in parts for ids in part.token_ids()]
+    assert [len(ids) for ids in six.token_ids()] == six.lengths.tolist() == [3, 12, 5, 1, 7, 12]
+    assert parts[3].replies == ["<think>\ny", "<think>\nz"]
+
+
+def test_selecting_rows_drops_columns_of_padding_only(six):
+    part = six.select(torch.tensor([4, 3]))         # the short prompt, 7 and 1 tokens, turned round
+    assert part.prompts == ["b", "b"] and part.completions == ["y", "x"]
+    assert part.columns == {"answer": ["2", "2"], "number": [4, 3]}
+    assert torch.equal(part.prompt_ids, six.prompt_ids[[4, 3], 4:]) and part.prompt_mask.all()
+    assert torch.equal(part.completion_ids, six.completion_ids[[4, 3], :7])
+    assert part.mask.tolist() == [[1] * 7, [1] + [0] * 6]
+    assert part.rewards.tolist() == [1.0, 0.0]
+    assert part.rewards_per_func["half"].tolist() == [0.5, 0.0]
+    input_ids, attention_mask, R = part.sequences()
+    assert input_ids.shape == attention_mask.shape == (2, 5 + 7) and R == 7
+    assert attention_mask[1].tolist() == [1] * 6 + [0] * 6
+    assert torch.equal(input_ids, torch.cat((part.prompt_ids, part.completion_ids), 1))
+    six.old_logps = None
+    assert six.select(torch.tensor([0, 1])).old_logps is None
+
+
+def test_the_groups_with_the_largest_spread_are_selected_whole_and_in_order(six):
+    rewards = torch.tensor([
+        [0.0, 0.0, 1.0],        # std 0.6
+        [NAN, NAN, 9.0],        # nothing to compare with
+        [0.0, NAN, 3.0],        # 2.1
+        [7.0, 7.0, 7.0],        # 0
+        [0.0, 2.0, 1.0],        # 1
+        [NAN, NAN, NAN]])
+    rollout = Rollout.cat([six] * 3)
+    rollout.rewards, rollout.columns = rewards.flatten(), {"number": list(range(18))}
+    for num_groups, groups in ((1, [2]), (2, [2, 4]), (3, [0, 2, 4])):
+        selected = select_groups(rollout, num_groups, 3)
+        numbers = [3 * group + i for group in groups for i in range(3)]
+        assert selected.columns["number"] == numbers
+        expected = rollout.select(torch.tensor(numbers))
+        assert_equal_rollouts(selected, expected)
+    assert_equal_rollouts(select_groups(rollout, 6, 3), rollout)
+
+
+def test_oversampling_learns_from_the_groups_with_the_largest_spread(tmp_path, monkeypatch):
+    learned = []
+
+    def spy(policy, optimizer, rollout, *others):
+        learned.append(rollout)
+        return update_policy(policy, optimizer, rollout, *others)
+
+    monkeypatch.setattr(train_grpo, "update_policy", spy)
+    train_grpo.main([*SMALL, "--oversample", "2", "--max_steps", "2", "--eval_interval", "0",
+                     "--out_dir", str(tmp_path), "--run_name", "over"])
+    rows = jsonl(tmp_path / "over/completions.jsonl")
+    assert [len(rollout.mask) for rollout in learned] == [16, 16] and len(rows) == 2 * 32
+    for step, rollout in enumerate(learned):
+        groups = [rows[i:i + 4] for i in range(32 * step, 32 * step + 32, 4)]
+        stds = [torch.tensor([row["reward"] for row in group]).std().item() for group in groups]
+        best = sorted(sorted(range(8), key=lambda i: -stds[i])[:4])
+        assert best != [0, 1, 2, 3]
+        assert rollout.completions == [row["completion"] for i in best for row in groups[i]]
+
+
+# --- the gradient ---------------------------------------------------------------------------------
 
 OBJECTIVES = [{"loss_type": name, "beta": 0.1} for name in ("grpo", "bnpo", "dapo", "r1")] + [
-    {"loss_type": "dr_grpo", "max_completion_length": 12, "entropy_coef": 0.1}, {"loss_type": "cispo", "epsilon_high": 5.0},
+    {"loss_type": "dr_grpo", "entropy_coef": 0.1}, {"loss_type": "cispo", "epsilon_high": 5.0},
     {"importance_sampling_level": "sequence", "mask_truncated_completions": True}]
 
 
-def gradients_of_learning(rank, world_size, port, micro_batch_size, folder):
-    """Saves the gradient of this rank's share of the six under each objective, and the weights some steps later. In float64: the
-    logits then differ by nothing that float32 shows."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+def gradient(model, rollout, token_logps, world=None, **changes):
+    """The gradient of one update, as one vector, and the update's metrics."""
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    metrics = update_policy(model, sgd, rollout, world or World("cpu"), token_logps,
+                            arguments(**changes))
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]), metrics
+
+
+def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps, folder):
+    """Saves the gradient of this rank's share of the six under each objective.
+
+    And the weights some steps later. The model is in float64: the logits then differ by nothing
+    that float32 shows.
+    """
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost",
+                   "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    world, model = World("cpu"), load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float64)
-    share = rollout_of_six(model).rows(torch.arange(6) if world_size == 1 else torch.arange(3) + 3 * rank)
-    options = {"micro_batch_size": micro_batch_size, "temperature": 1.0}
-    results = []
+    world, model = World("cpu"), load_pretrained(POLICY, dtype=torch.float64)
+    rows = torch.arange(6).tensor_split(world_size)[rank]
+    share, results = rollout_of_six(model, token_logps).select(rows), []
     for objective in OBJECTIVES:
-        rollout = replace(share, ref_logps=share.ref_logps if "beta" in objective else None)
-        model.zero_grad()
-        metrics = learn(model, torch.optim.SGD(model.parameters(), lr=0.0), rollout, world, grad_clip=1e9, **options, **objective)
-        results.append((torch.cat([parameter.grad.flatten() for parameter in model.parameters()]), metrics))
-    learn(model, torch.optim.AdamW(model.parameters(), lr=1e-3), share, world, num_iterations=2, num_minibatches=2, grad_clip=1.0,
-          beta=0.1, **options)
+        ref_logps = share.ref_logps if "beta" in objective else None
+        results.append(gradient(model, replace(share, ref_logps=ref_logps), token_logps, world,
+                                micro_batch_size=micro_batch_size, **objective))
+    update_policy(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), share, world, token_logps,
+        arguments(num_iterations=2, num_minibatches=2, grad_clip=1.0, beta=0.1,
+                  micro_batch_size=micro_batch_size))
     torch.save((results, model.state_dict()), Path(folder) / f"{rank}.pt")
     world.close()
 
@@ -151,114 +374,152 @@ def free_port():
         return server.getsockname()[1]
 
 
-def test_the_gradient_depends_neither_on_ranks_nor_on_micro_batches(tmp_path, monkeypatch):
+def test_ranks_micro_batches_and_the_pair_change_no_gradient(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")            # so that what the call sets is undone
     runs = []
-    for world_size, micro_batch_size in ((1, 6), (1, 1), (1, 3), (2, 2)):
+    for pair, world_size, micro_batch_size in (
+            (fast, 1, 6), (train_grpo, 1, 6), (fast, 1, 1), (fast, 1, 3), (fast, 2, 2)):
+        rest = free_port(), micro_batch_size, pair.token_logps, tmp_path
         if world_size == 1:
-            with monkeypatch.context() as patch:
-                for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-                    patch.setenv(name, "")              # so that what the call sets is undone
-                threads = torch.get_num_threads()
-                gradients_of_learning(0, 1, free_port(), micro_batch_size, tmp_path)
-                torch.set_num_threads(threads)
+            gradients_of_learning(0, 1, *rest)
         else:
-            multiprocessing.spawn(gradients_of_learning, (2, free_port(), micro_batch_size, tmp_path), nprocs=2)
+            multiprocessing.spawn(gradients_of_learning, (2, *rest), nprocs=2)
         runs.append(torch.load(tmp_path / "0.pt"))
+    first = runs[0][0]
     for results, _ in runs[1:]:
-        for (gradient, metrics), (whole, whole_metrics), objective in zip(results, runs[0][0], OBJECTIVES):
-            assert (gradient - whole).abs().max() < 1e-6 * whole.abs().max(), objective
+        for (part, metrics), (whole, whole_metrics), objective in zip(results, first, OBJECTIVES):
+            assert (part - whole).abs().max() < 1e-6 * whole.abs().max(), objective
             assert metrics == pytest.approx(whole_metrics, rel=1e-5, abs=1e-7), objective
-    norms = [gradient.norm().item() for gradient, _ in runs[0][0]]
-    assert len({round(norm, 6) for norm in norms}) == len(norms) - 1           # bnpo and dapo are the same here, by design
-    results, weights = torch.load(tmp_path / "1.pt")            # the two ranks agree to the bit, after four updates too
-    assert all(torch.equal(results[i][0], runs[-1][0][i][0]) for i in range(len(OBJECTIVES)))
-    assert all(torch.equal(weights[name], runs[-1][1][name]) for name in weights)
+    norms = {round(whole.norm().item(), 6) for whole, _ in first}
+    assert len(norms) == len(OBJECTIVES) - 1    # bnpo and dapo are the same here, by design
+    # The two ranks agree to the bit, after four updates too.
+    (first, first_weights), (second, second_weights) = runs[-1], torch.load(tmp_path / "1.pt")
+    assert all(torch.equal(ours[0], theirs[0]) for ours, theirs in zip(first, second))
+    assert all(torch.equal(first_weights[name], second_weights[name]) for name in first_weights)
 
 
-def test_what_has_no_gradient_is_not_computed_but_counts():
-    model = load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32)
-    share = rollout_of_six(model)
-    share.advantages = torch.tensor([1.0, -0.5, 0.0, 0.0, 0.0, 0.0])
-    seen, forward, gradients = [], model.forward, []
-    model.forward = lambda ids, *args, **kwargs: seen.append(len(ids)) or forward(ids, *args, **kwargs)
-    for ref_logps in (None, share.ref_logps):                   # a reference, even of weight 0, wants all rows for its metric
-        share.ref_logps = ref_logps
-        model.zero_grad()
-        metrics = learn(model, torch.optim.SGD(model.parameters(), lr=0.0), share, World("cpu"), grad_clip=1e9, micro_batch_size=6,
-                        temperature=1.0)
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
-    assert seen == [1, 2, 2, 6]                                 # the prompts, then their completions
+@pytest.mark.parametrize("logps_of", [token_logps, fast.token_logps], ids=["plain", "fast"])
+def test_what_has_no_gradient_is_not_computed_but_counts(policy, six, logps_of):
+    seen, gradients = [], []
+
+    def counting(model, input_ids, *others, **options):
+        seen.append(len(input_ids))
+        return logps_of(model, input_ids, *others, **options)
+
+    # A reference, even of weight 0, wants all rows for its metric.
+    six.advantages = torch.tensor([1.0, -0.5, 0.0, 0.0, 0.0, 0.0])
+    for ref_logps in (None, six.ref_logps):
+        vector, metrics = gradient(policy, replace(six, ref_logps=ref_logps), counting)
+        gradients.append(vector)
+    assert seen == [2, 6]
     assert (gradients[0] - gradients[1]).norm() < 1e-6 * gradients[1].norm()
-    learned = share.old_logps[share.mask.bool()] - share.sampling_logps[share.mask.bool()]
-    assert metrics["ppo_kl"] == pytest.approx(learned.mean().item(), abs=1e-5)
-    difference = (share.old_logps.exp() - share.sampling_logps.exp())[share.mask.bool()].abs()
+    counted = six.mask.bool()
+    moved = (six.old_logps - six.sampling_logps)[counted]
+    difference = (six.old_logps.exp() - six.sampling_logps.exp())[counted].abs()
+    assert metrics["ppo_kl"] == pytest.approx(moved.mean().item(), abs=1e-5)
     assert metrics["rollout_probs_diff_mean"] == pytest.approx(difference.mean().item(), rel=1e-5)
     assert metrics["rollout_probs_diff_max"] == pytest.approx(difference.max().item(), rel=1e-5)
-    share.advantages[:4], share.advantages[4:], share.ref_logps = torch.tensor([1.0, -1.0, 1.0, 0.0]), 0.0, None
+
     seen.clear()
-    metrics = learn(model, torch.optim.SGD(model.parameters(), lr=0.0), share, World("cpu"), grad_clip=1e9, micro_batch_size=6,
-                    temperature=1.0, num_minibatches=2)                     # the second has nothing to learn
-    assert seen == [1, 3] and metrics["entropy"] > 0 and "clip_ratio/low_mean" in metrics
-    share.advantages[:] = 0.0
-    assert learn(model, torch.optim.SGD(model.parameters(), lr=0.0), share, World("cpu"), grad_clip=1.0, micro_batch_size=6,
-                 temperature=1.0)["grad_norm"] == 0 and seen == [1, 3]
+    six.ref_logps, six.advantages = None, torch.tensor([1.0, -1.0, 1.0, 0.0, 0.0, 0.0])
+    _, metrics = gradient(policy, six, counting, num_minibatches=2)    # the second learns nothing
+    assert seen == [3] and metrics["entropy"] > 0 and "clip_ratio/low_mean" in metrics
+    six.advantages = torch.zeros(6, 12)
+    assert gradient(policy, six, counting)[1]["grad_norm"] == 0 and seen == [3]
 
 
-def test_truncated_completions_count_nothing_but_as_sequences():
-    model = load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32)
-    share, gradients = replace(rollout_of_six(model), ref_logps=None), []
-    assert share.ended.tolist() == [True, False, True, True, True, False]
-    share.advantages = torch.tensor([1.0, 5.0, 0.3, -1.2, 0.9, -7.0])
-    kept = share.rows(torch.tensor([0, 2, 3, 4]))
-    for rollout, options in ((share, {"mask_truncated_completions": True}), (kept, {})):
-        model.zero_grad()
-        learn(model, torch.optim.SGD(model.parameters(), lr=0.0), rollout, World("cpu"), grad_clip=1e9, micro_batch_size=6,
-              temperature=1.0, **options)
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
-    assert torch.allclose(gradients[0], gradients[1] * 4 / 6, atol=1e-6 * gradients[1].abs().max())
+def test_truncated_completions_count_nothing_but_as_sequences(policy, six):
+    assert six.ended.tolist() == [True, False, True, True, True, False]
+    six.ref_logps, six.advantages = None, torch.tensor([1.0, 5.0, 0.3, -1.2, 0.9, -7.0])
+    masked, _ = gradient(policy, six, token_logps, mask_truncated_completions=True)
+    kept, _ = gradient(policy, six.select(torch.tensor([0, 2, 3, 4])), token_logps)
+    assert torch.allclose(masked, kept * 4 / 6, atol=1e-6 * kept.abs().max())
 
 
-def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1():
-    mask = completion_mask(torch.tensor([[5, 5, 2], [5, 2, 0], [2, 0, 0], [2, 0, 0], [5, 5, 5], [5, 2, 0]]), 2)
-    rollout = Rollout(None, None, None, mask, None, None, old_logps=torch.full((6, 3), -1.0), ref_logps=torch.full((6, 3), -3.0))
-    rollout.old_logps[3] = -3.5                                             # k1 = -0.5 at its one token, 2 elsewhere
-    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 3.0])
-    options = {"num_generations": 3, "scale_rewards": "none", "supervision": "outcome", "total_weight": 1.0}
-    penalised = rewards + 0.1 * torch.tensor([-2.0 * 3, -2.0 * 2, -2.0 * 1, 0.5 * 1, -2.0 * 3, -2.0 * 2])
-    assert compare(rollout, rewards, None, World("cpu"), kl_coef=0.1, **options).tolist() == pytest.approx(
-        group_advantages(penalised, 3, scale_rewards="none").tolist(), abs=1e-5)
-    assert compare(rollout, rewards, None, World("cpu"), kl_coef=0.0, **options).tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, -1, 0, 1])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_truncated_completions_alone_teach_nothing(policy, six, per_token):
+    six.ref_logps, six.ended = None, torch.zeros(6, dtype=torch.bool)
+    six.advantages = torch.ones(6, 12) if per_token else torch.ones(6)
+    metrics = gradient(policy, six, token_logps, mask_truncated_completions=True)[1]
+    assert metrics["grad_norm"] == metrics["loss"] == 0
+
+
+# --- advantages, reference ------------------------------------------------------------------------
+
+
+def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1(six):
+    ids = torch.tensor([[5, 5, 2], [5, 2, 0], [2, 0, 0], [2, 0, 0], [5, 5, 5], [5, 2, 0]])
+    rollout = replace(
+        six, mask=completion_mask(ids, 2), rewards=torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 3.0]),
+        old_logps=torch.full((6, 3), -1.0), ref_logps=torch.full((6, 3), -3.0))
+    rollout.old_logps[3] = -3.5             # k1 = -0.5 at its one token; it is 2 elsewhere
+    kl = torch.tensor([2.0 * 3, 2.0 * 2, 2.0 * 1, -0.5 * 1, 2.0 * 3, 2.0 * 2])
+    options = {"num_generations": 3, "scale_rewards": "none"}
+    for kl_in_reward, rewards in ((True, rollout.rewards - 0.1 * kl), (False, rollout.rewards)):
+        args = arguments(beta=0.1, kl_in_reward=kl_in_reward, **options)
+        advantages = compute_advantages(rollout, None, World("cpu"), args)
+        expected = rewards - rewards.view(2, 3).mean(1).repeat_interleave(3)
+        assert advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_the_flags_of_the_advantages_arrive(six):
+    def advantages(*flags):
+        args = arguments("--num_generations", "3", *flags)
+        return compute_advantages(six, None, World("cpu"), args).tolist()
+
+    # Rewards 2, 0.5, none; 0, 1, 1.5. Means 1.25 and 5/6; the mean of all five is 1.
+    deviations = [0.75, -0.75, 0, -5 / 6, 1 / 6, 2 / 3]
+    std = math.sqrt((1 + 0.25 + 1 + 0 + 0.25) / 4) + 1e-4
+    assert advantages("--scale_rewards", "none") == pytest.approx(deviations)
+    assert advantages("--scale_rewards", "batch") == pytest.approx([d / std for d in deviations])
+    # By default rloo does not divide.
+    to_others = [1.5, -1.5, 0, -1.25, 0.25, 1.0]
+    assert advantages("--advantage_estimator", "rloo") == pytest.approx(to_others, abs=1e-6)
+    both = advantages("--advantage_estimator", "rloo", "--scale_rewards", "batch")
+    assert both == pytest.approx([d / std for d in to_others])
 
 
 def test_the_reference_moves_towards_the_policy():
     reference, policy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     expected = 0.6 * policy.weight + 0.4 * reference.weight
     sync_reference(reference, policy, alpha=0.6)
-    assert torch.allclose(reference.weight, expected) and not torch.equal(policy.weight, reference.weight)
+    assert torch.allclose(reference.weight, expected)
+    assert not torch.equal(policy.weight, reference.weight)
+
+
+# --- mistakes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--num_generations", "1"], ["--num_generations"]),
-    (["--model_path", "nowhere"], ["nowhere", "config.json"]),
-    (["--data_path", "nowhere.jsonl"], ["nowhere.jsonl"]),
-    (["--reward_funcs", "praise"], ["--reward_funcs", "praise"]),
-    (["--reward_weights", "1"], ["--reward_weights"]),
-    (["--resume", "--run_name", "never_started"], ["--resume", "never_started"]),
-    (["--num_hidden_layers", "9"], ["--num_hidden_layers", "4"]),
-    (["--loss_type", "cispo", "--epsilon_high", "0.2"], ["--epsilon_high", "cispo"]),
-    (["--loss_type", "cispo", "--delta", "3"], ["--delta", "cispo"]),
-    (["--delta", "1.1"], ["--delta", "epsilon_high"]),
-    (["--loss_type", "r1", "--importance_sampling_level", "sequence"], ["r1", "--importance_sampling_level"]),
-    (["--supervision", "process", "--loss_type", "r1"], ["--supervision", "r1"]),
-    (["--supervision", "process", "--scale_rewards", "none"], ["--scale_rewards", "--supervision"]),
-    (["--kl_in_reward", "--beta", "0"], ["--kl_in_reward", "--beta"]),
-    (["--kl_in_reward", "--kl_type", "k3"], ["--kl_type", "--kl_in_reward"]),
-    (["--ref_model_sync_steps", "5", "--beta", "0"], ["--ref_model_sync_steps", "--beta"]),
-    (["--num_minibatches", "17"], ["--num_minibatches", "16"]),
+    ("--num_generations 1", "--num_generations 2"),
+    ("--oversample 0", "--oversample 1"),
+    ("--temperature 0", "--temperature above"),
+    ("--beta -0.1", "--beta -0.1 0"),
+    ("--learning_rate nan", "--learning_rate nan"),
+    ("--max_steps two", "--max_steps two"),
+    ("--model_path nowhere", "nowhere config.json"),
+    ("--data_path nowhere.jsonl", "nowhere.jsonl"),
+    ("--reward_funcs praise", "--reward_funcs praise"),
+    ("--reward_weights 1", "--reward_weights"),
+    ("--resume --run_name never_started", "--resume never_started"),
+    ("--num_hidden_layers 9", "--num_hidden_layers 4"),
+    ("--loss_type cispo --epsilon_high 0.2", "--epsilon_high cispo"),
+    ("--loss_type cispo --delta 3", "--delta cispo"),
+    ("--delta 1.1", "--delta epsilon_high"),
+    ("--loss_type r1 --importance_sampling_level sequence", "r1 --importance_sampling_level"),
+    ("--supervision process --loss_type r1", "--supervision r1"),
+    ("--supervision process --importance_sampling_level sequence", "--supervision sequence"),
+    ("--supervision process --scale_rewards none", "--scale_rewards --supervision"),
+    ("--supervision process --advantage_estimator rloo", "--advantage_estimator --supervision"),
+    ("--kl_in_reward --beta 0", "--kl_in_reward --beta"),
+    ("--kl_in_reward --kl_type k3", "--kl_type --kl_in_reward"),
+    ("--ref_model_sync_steps 5 --beta 0", "--ref_model_sync_steps --beta"),
+    ("--num_minibatches 17", "--num_minibatches 16"),
 ])
 def test_a_users_mistake_is_one_sentence_and_exit_code_2(flags, words, capsys, tmp_path):
     with pytest.raises(SystemExit) as exit:
-        train_grpo.main([*SMALL, "--out_dir", str(tmp_path), *flags])
+        train_grpo.main([*SMALL, "--out_dir", str(tmp_path), *flags.split()])
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert exit.value.code == 2
-    assert "error: " in message and all(word in message for word in words), message
+    assert all(word in message for word in ("error: ", *words.split())), message

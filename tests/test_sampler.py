@@ -1,32 +1,43 @@
-"""The sampler's shortcuts: packed weights, rows that leave, rare looks at a GPU. None may change what is sampled."""
+"""Both samplers and both learning passes against one full forward for each token, and each other.
+
+The fast functions promise the numbers of the plain ones, and nothing here looks at how they do it.
+"""
 import functools
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import MiniMindConfig, MiniMindForCausalLM, in_precision, sample, sampler
-from train_grpo import completion_mask, token_logps
-
-PROMPTS, PAD, EOS = [[3, 9, 27, 11, 2, 8, 8, 31, 5], [6, 4], [1, 30, 17, 3, 12]], 7, [13, 21, 38]
-FAMILIES = {
-    "qwen3": {},
-    "qwen2": {"qk_norm": False, "qkv_bias": True},
-    "llama, one key head": {"qk_norm": False, "num_key_value_heads": 1},
-    "a key head for each head": {"num_key_value_heads": 4},
-    "experts": {"num_experts": 3, "moe_intermediate_size": 320},
-}
+import train_grpo
+from model import MiniMindConfig, MiniMindForCausalLM, fast, sampler
+from model.sampler import next_token
+from train_grpo import completion_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+# One prompt of a single token, two that are equal, one that begins another.
+PROMPTS = [[3, 9, 27, 11, 2, 8, 8, 31, 5], [6, 4], [1, 30, 17, 3, 12], [6, 4], [6]]
+PAD, EOS = 3, [13, 21, 38]                  # PAD is a token that the model may also sample
+TEMPERATURE = 0.7
+FAMILIES = {
+    "qwen3": {},
+    "qwen2": {"qk_norm": False, "qkv_bias": True},
+    "llama with one key head": {
+        "qk_norm": False, "num_key_value_heads": 1, "attention_bias": True,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "a key head for each head": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "experts": {"num_experts": 3, "moe_intermediate_size": 320, "mlp_only_layers": [0]},
+}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
 
 def wide(**changes):
-    """Random weights, norms and biases too; some of the layers are large enough to be packed."""
+    """Random weights, biases and norms too; some layers are large, which takes other paths."""
     torch.manual_seed(1)
-    config = {"vocab_size": 40, "hidden_size": 320, "intermediate_size": 320, "num_hidden_layers": 2, "head_dim": 16,
-              "initializer_range": 0.1, "tie_word_embeddings": False, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = MiniMindForCausalLM(MiniMindConfig(**config | changes))
+    sizes = {"vocab_size": 40, "hidden_size": 320, "intermediate_size": 320, "head_dim": 16,
+             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "tie_word_embeddings": False, "initializer_range": 0.06}
+    model = MiniMindForCausalLM(MiniMindConfig(**sizes | changes))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.5)
@@ -35,113 +46,352 @@ def wide(**changes):
     return model
 
 
-def padded(prompts):
-    P = max(map(len, prompts))
-    return (torch.tensor([[PAD] * (P - len(p)) + p for p in prompts]),
-            torch.tensor([[0] * (P - len(p)) + [1] * len(p) for p in prompts]))
+def padded(sequences, side="left"):
+    """Ids and mask, (N, T) each."""
+    T, rows, masks = max(map(len, sequences)), [], []
+    for ids in sequences:
+        pads, real = [PAD] * (T - len(ids)), [1] * len(ids)
+        rows.append(pads + ids if side == "left" else ids + pads)
+        masks.append([0] * len(pads) + real if side == "left" else real + [0] * len(pads))
+    return torch.tensor(rows), torch.tensor(masks)
 
 
-def run(model, prompts=PROMPTS, num_generations=1, max_new_tokens=24, **options):
-    return sample(model, *padded(prompts), num_generations=num_generations, max_new_tokens=max_new_tokens, eos_token_id=EOS,
-                  pad_token_id=PAD, generator=torch.Generator().manual_seed(0), **options)
+@pytest.fixture(params=["plain", "fast", "fast as on a GPU"])
+def sample(request, monkeypatch):
+    if request.param == "fast as on a GPU":
+        monkeypatch.setattr(fast, "CHECK_EVERY", {})
+    return sampler.sample if request.param == "plain" else fast.sample
+
+
+def draw(sample, model, prompts=PROMPTS, *, num_generations=1, max_new_tokens=40, seed=0,
+         eos=EOS, **options):
+    return sample(model, *padded(prompts), num_generations=num_generations,
+                  max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=PAD,
+                  generator=torch.Generator().manual_seed(seed), **options)
 
 
 @torch.no_grad()
-def one_forward_per_token(model, prompt, max_new_tokens):
-    """Greedy, without cache, padding or a batch."""
-    ids = list(prompt)
-    for _ in range(max_new_tokens):
-        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-        if ids[-1] in EOS:
-            break
-    return ids[len(prompt):]
+def trained_logps(model, prompts, completion_ids, mask, **options):
+    """What the plain trainer makes of these completions (N, R), adjacent for each prompt."""
+    G = len(completion_ids) // len(prompts)
+    prompt_ids, prompt_mask = (x.repeat_interleave(G, 0) for x in padded(prompts))
+    return train_grpo.token_logps(
+        model, torch.cat((prompt_ids, completion_ids), 1), torch.cat((prompt_mask, mask), 1),
+        mask.shape[1], **options)
 
 
-def with_path(path, monkeypatch):
-    if path == "packed" and not sampler.can_pack(torch.zeros(1)):
-        pytest.skip("this PyTorch has no oneDNN")
-    if path == "plain":
-        monkeypatch.setattr(sampler, "can_pack", lambda weight: False)
-    if path == "as on a GPU":
-        monkeypatch.setattr(sampler, "CHECK_EVERY", {})
+# --- what is sampled ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["packed", "plain", "as on a GPU"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_is_one_forward_per_token_on_every_path(family, path, monkeypatch):
-    with_path(path, monkeypatch)
+@functools.cache
+@torch.no_grad()
+def one_forward_per_token(family, max_new_tokens):
+    """Greedy completions of PROMPTS, without a cache, padding or a batch."""
+    model, completions = wide(**FAMILIES[family]), []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        for _ in range(max_new_tokens):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+            if ids[-1] in EOS:
+                break
+        completions.append(ids[len(prompt):])
+    return completions
+
+
+@every_family
+def test_greedy_is_one_full_forward_for_each_token(family, sample):
+    model, expected = wide(**FAMILIES[family]), one_forward_per_token(family, 40)
+    assert len(set(map(len, expected))) > 1
+    ids, mask = padded([row for row in expected for _ in range(2)], "right")
+    got, logps = draw(sample, model, num_generations=2, greedy=True)
+    assert got.tolist() == ids.tolist()
+    trained = trained_logps(model, PROMPTS, ids, mask)
+    torch.testing.assert_close(logps, trained, atol=1e-5, rtol=1e-6)
+    for prompt, row in zip(PROMPTS, expected):          # alone nothing is padded: there is no mask
+        assert draw(sample, model, [prompt], greedy=True)[0].tolist() == [row]
+
+
+@every_family
+def test_sampled_logps_are_the_trainers_while_rows_leave(family, sample):
     model = wide(**FAMILIES[family])
-    is_plain = isinstance(sampler.linear(nn.Linear(320, 320)), functools.partial)
-    assert is_plain == (path == "plain" or not sampler.can_pack(torch.zeros(1)))
-    expected = [one_forward_per_token(model, prompt, 24) for prompt in PROMPTS]
-    got, _ = run(model, greedy=True)
-    width = max(map(len, expected))
-    assert got.tolist() == [row + [PAD] * (width - len(row)) for row in expected]
-    for prompt, row in zip(PROMPTS, expected):              # alone nothing is padded: no mask
-        assert run(model, [prompt], greedy=True)[0].tolist() == [row]
-
-
-@pytest.mark.parametrize("path", ["packed", "plain", "as on a GPU"])
-def test_logps_are_the_trainers_while_rows_leave_the_batch(path, monkeypatch):
-    with_path(path, monkeypatch)
-    model, sizes = wide(), []
-    select = sampler.Decoding.select
-    monkeypatch.setattr(sampler.Decoding, "select", lambda self, rows: (sizes.append(len(rows)), select(self, rows)))
-    ids, logps = run(model, num_generations=8, max_new_tokens=40, temperature=0.7)
+    ids, logps = draw(sample, model, num_generations=8, temperature=TEMPERATURE)
     mask = completion_mask(ids, EOS)
-    assert sizes[0] == 24 and len(sizes) > (1 if path == "as on a GPU" else 3) and sizes[-1] < 12     # they did leave
-    assert ids.shape[1] == mask.sum(1).max() and mask.sum(1).unique().numel() > 8
-    prompt_ids, prompt_mask = (x.repeat_interleave(8, 0) for x in padded(PROMPTS))
-    with torch.no_grad():
-        trained = token_logps(model, torch.cat((prompt_ids, ids), 1), torch.cat((prompt_mask, mask), 1), ids.shape[1],
-                              temperature=0.7)
-    torch.testing.assert_close(logps, trained * mask, atol=1e-4, rtol=0)
-    assert ids[mask == 0].eq(PAD).all()
+    assert mask.sum(1).unique().numel() > 8             # rows leave one after the other
+    assert ids.shape[1] == mask.sum(1).max()
+    trained = trained_logps(model, PROMPTS, ids, mask, temperature=TEMPERATURE)
+    torch.testing.assert_close(logps, trained, atol=1e-5, rtol=1e-6)
+    assert ids[mask == 0].eq(PAD).all() and logps[mask == 0].eq(0).all()
+    assert logps[mask == 1].lt(0).all()                 # the EOS has a log-probability too
 
 
-def test_a_loss_may_use_what_was_sampled():
+@every_family
+def test_the_same_seed_gives_the_same_completions_from_both_samplers(family):
+    # Of a small vocabulary, for two reasons: many completions begin alike, and hardly ever does a
+    # random number fall where rounding decides between two tokens.
+    model, prompts = wide(**FAMILIES[family], vocab_size=6), [[0, 5, 3, 1, 2, 2], [3, 1], [5]]
+    options = {"num_generations": 16, "eos": [4], "temperature": TEMPERATURE, "seed": 5}
+    plain_ids, plain_logps = draw(sampler.sample, model, prompts, **options)
+    fast_ids, fast_logps = draw(fast.sample, model, prompts, **options)
+    assert plain_ids.tolist() == fast_ids.tolist()
+    torch.testing.assert_close(plain_logps, fast_logps, atol=1e-5, rtol=0)
+
+
+def test_the_same_seed_samples_the_same_again_and_another_does_not(sample):
+    first, again, other = (draw(sample, wide(), num_generations=4, max_new_tokens=9, seed=seed)[0]
+                           for seed in (5, 5, 6))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_the_completions_of_a_prompt_are_adjacent(sample):
+    model, prompts = wide(), PROMPTS[:3]
+    ids, logps = draw(sample, model, prompts, num_generations=4)
+    mask = completion_mask(ids, EOS)
+    for p, prompt in enumerate(prompts):
+        difference = (logps - trained_logps(model, [prompt], ids, mask)).abs().amax(1)      # (N,)
+        assert (difference < 1e-4).tolist() == [i // 4 == p for i in range(12)]
+
+
+def test_a_completion_ends_at_any_eos_of_a_list_and_the_longest_gives_the_width(sample):
+    eos = [1, 2, 3, 4]
+    ids, _ = draw(sample, wide(vocab_size=32), num_generations=4, max_new_tokens=500, eos=eos)
+    lengths = completion_mask(ids, eos).sum(1)
+    assert ids.shape == (20, lengths.max()) and ids.shape[1] < 500
+    last = ids.gather(1, lengths[:, None] - 1)[:, 0].tolist()
+    assert set(last) <= set(eos) and len(set(last)) > 1
+    ids, logps = draw(sample, wide(vocab_size=32), num_generations=4, eos=list(range(32)))
+    assert ids.shape == logps.shape == (20, 1)
+
+
+def test_a_limit_of_one_token_gives_the_first_token(sample):
     model = wide()
-    ids, logps = run(model)
-    weight = torch.ones(3, 1, requires_grad=True)
+    first, logps = draw(sample, model, num_generations=4, max_new_tokens=1)
+    many, many_logps = draw(sample, model, num_generations=4)
+    assert many.shape[1] > 1 and first.tolist() == many[:, :1].tolist()
+    torch.testing.assert_close(logps, many_logps[:, :1], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("module, check_every, every", [
+    (sampler, None, 1), (fast, {"cpu": 1}, 1), (fast, {}, 16)])
+def test_rows_leave_at_once_on_a_cpu_and_every_16_tokens_on_a_gpu(
+        module, check_every, every, monkeypatch):
+    rows = []
+
+    def counted(logits, *options):
+        rows.append(len(logits))
+        return next_token(logits, *options)
+
+    monkeypatch.setattr(module, "next_token", counted)
+    if check_every is not None:
+        monkeypatch.setattr(fast, "CHECK_EVERY", check_every)
+    ids, _ = draw(module.sample, wide(), num_generations=8, max_new_tokens=50)
+    unfinished = completion_mask(ids, EOS).sum(0).tolist()          # before each token
+    assert unfinished[0] == 40 > unfinished[16] > unfinished[32] > 0
+    assert rows == [unfinished[t // every * every] for t in range(len(rows))]
+
+
+# --- the distribution, exactly --------------------------------------------------------------------
+
+
+@torch.no_grad()
+def probabilities_of_all_completions(model, prompt, max_new_tokens, eos):
+    """{completion: probability}, by a full forward for every prefix."""
+    finished, unfinished = {}, {(): 1.0}
+    for _ in range(max_new_tokens):
+        ids = torch.tensor([prompt + list(prefix) for prefix in unfinished])
+        following = (model(ids)[:, -1].double() / TEMPERATURE).softmax(-1).tolist()
+        parts = {(*prefix, token): unfinished[prefix] * probability
+                 for prefix, row in zip(unfinished, following)
+                 for token, probability in enumerate(row)}
+        finished |= {ids: p for ids, p in parts.items() if ids[-1] == eos}
+        unfinished = {ids: p for ids, p in parts.items() if ids[-1] != eos}
+    return finished | unfinished
+
+
+def chi_square(observed, expected):
+    """Pearson's statistic and its degrees of freedom; cells that expect less than 5 are one."""
+    rare = expected < 5
+    observed, expected = (torch.cat((x[~rare], x[rare].sum()[None])) for x in (observed, expected))
+    return float(((observed - expected)**2 / expected).sum()), len(expected) - 1
+
+
+def test_completions_are_as_frequent_as_they_are_probable(sample):
+    G, R, eos, prompts = 2000, 3, 4, [[3, 1, 5, 0], [2]]
+    model = wide(vocab_size=6, hidden_size=32, intermediate_size=32, initializer_range=0.15)
+    ids, logps = draw(sample, model, prompts, num_generations=G, max_new_tokens=R, eos=eos,
+                      temperature=TEMPERATURE)
+    completions = [tuple(row[:length]) for row, length in
+                   zip(ids.tolist(), completion_mask(ids, eos).sum(1).tolist())]
+    statistic = degrees = 0
+    probabilities = []                                  # of each completion
+    for p, prompt in enumerate(prompts):
+        exact = probabilities_of_all_completions(model, prompt, R, eos)
+        assert len(exact) == 1 + 5 + 25 * 6 and abs(sum(exact.values()) - 1) < 1e-6
+        group = completions[p * G:(p + 1) * G]
+        probabilities += [exact[completion] for completion in group]
+        observed = torch.tensor([float(group.count(completion)) for completion in exact])
+        terms = chi_square(observed, G * torch.tensor(list(exact.values())))
+        statistic, degrees = statistic + terms[0], degrees + terms[1]
+    assert degrees > 60
+    # Wilson and Hilferty's approximation: chance exceeds this once in a thousand times.
+    assert statistic < degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees))**0.5)**3
+    exact_logps = torch.tensor(probabilities).log()
+    torch.testing.assert_close(logps.sum(1), exact_logps, atol=1e-5, rtol=0)
+
+
+PROBABILITIES = torch.tensor([0.0, 0.05, 0.5, 0.0, 0.25, 0.2, 0.0])     # zeros at both ends too
+
+
+def test_next_token_draws_from_softmax_of_logits_over_temperature():
+    logits = (TEMPERATURE * PROBABILITIES.log()).expand(20_000, -1)
+    generator = torch.Generator().manual_seed(0)
+    tokens, logps = next_token(logits, TEMPERATURE, generator, greedy=False)
+    counts = tokens.bincount(minlength=7)
+    sigma = (20_000 * PROBABILITIES * (1 - PROBABILITIES)).sqrt()
+    assert ((counts - 20_000 * PROBABILITIES).abs() <= 4 * sigma).all()     # sigma 0: never drawn
+    torch.testing.assert_close(logps, PROBABILITIES[tokens].log())
+    tokens, logps = next_token(logits[:2], TEMPERATURE, generator, greedy=True)
+    assert tokens.tolist() == [2, 2]
+    torch.testing.assert_close(logps, PROBABILITIES[tokens].log())
+
+
+@pytest.mark.parametrize("u, token", [(0.0, 1), (1 - 2**-24, 5)])
+def test_the_extreme_random_numbers_draw_no_impossible_token(u, token, monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda *size, **options: torch.full(size, u))
+    assert next_token(PROBABILITIES.log()[None], 1.0, None, greedy=False)[0].tolist() == [token]
+    # Of many tokens the probabilities add up to a little more or less than 1.
+    logits = torch.randn(64, 4000, generator=torch.Generator().manual_seed(0))
+    logits[:, :9] = logits[:, -9:] = float("-inf")
+    tokens, logps = next_token(logits, 1.0, None, greedy=False)
+    assert tokens.eq(9 if u == 0 else 3990).all() and logps.isfinite().all()
+
+
+# --- what may be done with it ---------------------------------------------------------------------
+
+
+def test_a_loss_may_use_what_was_sampled(sample):
+    model = wide()
+    ids, logps = draw(sample, model)
+    weight = torch.ones(len(PROMPTS), 1, requires_grad=True)
     ((weight * logps).sum() + model(ids).gather(-1, ids[..., None]).sum()).backward()
     torch.testing.assert_close(weight.grad[:, 0], logps.sum(1))
 
 
-def test_the_weights_are_those_of_now():
+def test_the_weights_are_those_of_now(sample):
     model = wide()
-    first = run(model, greedy=True)[1]
+    first = draw(sample, model, greedy=True)[1]
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(2)
-    assert not torch.equal(first[:, 0], run(model, greedy=True)[1][:, 0])
+    assert not torch.equal(first[:, 0], draw(sample, model, greedy=True)[1][:, 0])
+
+
+@every_family
+def test_sampling_in_bfloat16_is_near_the_trainer_in_bfloat16(family, sample):
+    model = wide(**FAMILIES[family])
+    with torch.autocast("cpu", torch.bfloat16):
+        ids, logps = draw(sample, model, num_generations=8)
+        mask = completion_mask(ids, EOS)
+        trained = trained_logps(model, PROMPTS, ids, mask)
+    assert ids.min() >= 0 and ids.max() < 40 and ids[mask == 0].eq(PAD).all()
+    assert logps.dtype == torch.float32 and logps.isfinite().all()
+    assert (logps - trained)[mask == 1].abs().mean() < 0.02
+
+
+# --- the learning pass ----------------------------------------------------------------------------
+
+
+def batch(pairs):
+    """Prompts and completions as token_logps takes them: input_ids, attention_mask, R."""
+    prompts, completions = zip(*pairs)
+    left, right = padded(prompts), padded(completions, "right")
+    return *(torch.cat(both, 1) for both in zip(left, right)), right[0].shape[1]
+
+
+def pairs():
+    """Shared beginnings of every kind, and none."""
+    generator = torch.Generator().manual_seed(0)
+    long, short, common = PROMPTS[0], PROMPTS[1], [25, 7, 30, 2, 11, 19]
+
+    def random(length):
+        return torch.randint(0, 40, (length,), generator=generator).tolist()
+
+    return [
+        *((long, common[:n] + random(4 * n)) for n in (1, 3, 6)),       # part after n tokens
+        *((long, common[:n]) for n in (2, 6, 5)),                       # begin one another
+        *((short, ids) for ids in ([9, 9, 9, 21], [9, 9, 9, 21], [9])),     # are the same
+        *(([6], ids) for ids in ([4, 9, 9, 9, 21, 5], [4], [13])),      # go on as `short` does
+        (long[:4], long[4:] + common[:3]),                              # goes on as `long` does
+        *((PROMPTS[2], random(n)) for n in (17, 1, 30, 2)),
+    ]
+
+
+def both_passes(model, sequences, **options):
+    """(logps, entropy) from the plain function and from the fast one."""
+    return [function(model, *sequences, with_entropy=True, **options)
+            for function in (train_grpo.token_logps, fast.token_logps)]
+
+
+def assert_near(got, expected):
+    """Near, as measured by the largest."""
+    assert got.dtype == expected.dtype == torch.float32 and got.shape == expected.shape
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max() > 0
+
+
+@pytest.mark.parametrize("family, recompute", [
+    *((family, False) for family in FAMILIES), ("qwen3", True), ("experts", True)])
+def test_the_fast_learning_pass_has_the_plain_ones_numbers_and_gradients(family, recompute):
+    model, sequences = wide(**FAMILIES[family]), batch(pairs())
+    mask = sequences[1][:, -sequences[2]:]
+    model.model.gradient_checkpointing = recompute
+    plain, fast_one = both_passes(model, sequences, temperature=TEMPERATURE)
+    for expected, got in zip(plain, fast_one):
+        assert_near(got, expected)
+        assert got[mask == 0].eq(0).all()
+    weights = torch.randn(2, *mask.shape)                       # at padding too
+    gradients = [torch.autograd.grad((weights * torch.stack(both)).sum(), [*model.parameters()])
+                 for both in (plain, fast_one)]
+    for expected, got in zip(*gradients):
+        assert_near(got, expected)
+
+
+def test_gradient_checkpointing_stores_less_in_the_fast_learning_pass_too():
+    model, sequences, stored = wide(), batch(pairs()), []
+    for model.model.gradient_checkpointing in (False, True):
+        sizes = []
+
+        def store(x, sizes=sizes):
+            sizes.append(x.numel())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(store, lambda x: x):
+            fast.token_logps(model, *sequences)
+        stored.append(sum(sizes))
+    assert stored[1] < stored[0] / 2
 
 
 @torch.no_grad()
-def test_layers_side_by_side_are_the_layers():
-    torch.manual_seed(0)
-    layers, x = [nn.Linear(320, 200), nn.Linear(320, 120)], torch.randn(4, 320)
-    torch.testing.assert_close(sampler.linear(*layers)(x), torch.cat([layer(x) for layer in layers], 1), atol=1e-5, rtol=0)
+@pytest.mark.parametrize("some", [
+    [([6], [4])],
+    [([6, 4], [9, 9])],
+    [([6], [4]), ([5], [4])],
+    [([6], [4])] * 3,
+    [([6, 4, 4], [4]), ([4], [4]), ([4, 4], [4])],
+    [([6] * 20, [6] * 20), ([6], [6])]])
+def test_small_batches_are_no_special_case(some):
+    model, sequences = wide(), batch(some)
+    plain, fast_one = both_passes(model, sequences)
+    for expected, got in zip(plain, fast_one):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+    assert torch.equal(fast.token_logps(model, *sequences), fast_one[0])    # without the entropy
+
+
+@every_family
+def test_the_learning_passes_in_bfloat16_are_near_each_other(family):
+    model, sequences = wide(**FAMILIES[family]), batch(pairs())
+    mask = sequences[1][:, -sequences[2]:]
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(sampler.linear(*layers)(x), torch.cat([layer(x) for layer in layers], 1))
-    assert not sampler.can_pack(torch.zeros(1).bfloat16()) and not sampler.can_pack(torch.zeros(1, device="meta"))
-
-
-def test_layers_elsewhere_than_on_a_cpu_are_not_copied(monkeypatch):
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)     # knows no meta device
-    layers = [nn.Linear(320, size, device="meta") for size in (200, 120)]
-    monkeypatch.setattr(nn.Linear, "forward", lambda layer, x: torch.full((len(x), layer.out_features), layer.out_features))
-    assert sampler.linear(*layers)(torch.zeros(4, 320)).tolist() == [[200] * 200 + [120] * 120] * 4
-
-
-def test_a_rollout_in_bfloat16_converts_each_weight_once_for_prompts_and_once_for_all_tokens():
-    model, converted = in_precision(wide(), "bfloat16", torch.device("cpu")), []
-
-    class Conversions(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            if function in (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default) and out.dtype == torch.bfloat16:
-                converted.append(out.shape)
-            return out
-    with Conversions():
-        ids, _ = run(model, num_generations=8)
-    assert ids.shape[1] > 9 and converted.count(model.lm_head.weight.shape) == 2
-    assert ids.tolist() == run(model, num_generations=8)[0].tolist() and not torch.is_autocast_enabled("cpu")
+        (expected, _), (got, _) = both_passes(model, sequences)
+    assert got.dtype == torch.float32
+    assert (got - expected)[mask == 1].abs().mean() < 0.02
+    gradients = [torch.cat([x.flatten() for x in torch.autograd.grad(
+        logps.sum(), [*model.parameters()])]) for logps in (expected, got)]
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.99

@@ -1,0 +1,56 @@
+"""What commands share: one line instead of a traceback, numbers within bounds, readable help."""
+import argparse
+import functools
+import math
+import os
+import sys
+
+
+def user_errors(program):
+    """Decorate a main function: a ValueError or OSError prints one line and exits with code 2.
+
+    program: the script's name, which starts that line. With the environment variable
+    MINIGRPO_TRACEBACK set, the exception propagates, so that Python prints where it was raised.
+    """
+    def decorate(main):
+        @functools.wraps(main)
+        def wrapper(*args, **kwargs):
+            try:
+                return main(*args, **kwargs)
+            except (ValueError, OSError) as error:
+                if os.environ.get("MINIGRPO_TRACEBACK"):
+                    raise
+                print(f"{program}: error: {error}", file=sys.stderr)
+                sys.exit(2)
+        return wrapper
+    return decorate
+
+
+def number(kind, low, high=math.inf, *, above=False):
+    """An argparse type: a number of at least `low`, or above it, and at most `high`.
+
+    kind: int or float, whose name argparse shows in its own messages.
+    """
+    def parse(text):
+        value = kind(text)
+        if not low <= value <= high or above and value == low:
+            most = f" and at most {high}" if high < math.inf else ""
+            bound = f"{'above' if above else 'at least'} {low}{most}"
+            raise argparse.ArgumentTypeError(f"{text}; it must be {bound}")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Shows each default, and INT, FLOAT or TEXT for a value instead of the flag's name again."""
+
+    def _get_default_metavar_for_optional(self, action):
+        return getattr(action.type, "__name__", "text").upper()
+
+    def _get_help_string(self, action):
+        is_switch = isinstance(action.default, bool)
+        if is_switch or action.default in (None, argparse.SUPPRESS):
+            return action.help
+        return f"{action.help} (default: %(default)s)"

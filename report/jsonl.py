@@ -1,0 +1,56 @@
+"""The .jsonl files of a run: one JSON object per line, NaN and infinity written as null."""
+import json
+import math
+import os
+from pathlib import Path
+
+
+def is_finite(value):
+    """True for a finite number; False for NaN, infinity and None, which is how null reads."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def to_json(value):
+    """A copy of `value` in types that strict JSON knows.
+
+    NaN and infinity become None, tensors become numbers or lists, paths become strings.
+    """
+    if isinstance(value, dict):
+        return {key: to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if hasattr(value, "tolist"):
+        return to_json(value.tolist())
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_jsonl(path):
+    """The lines of a file as a list of dicts; an empty list if there is no such file.
+
+    Reading stops at the first line that is not JSON: a run that is still writing, or was killed,
+    may leave half a line at the end.
+    """
+    rows = []
+    if Path(path).exists():
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    rows.append(json.loads(line))
+                except ValueError:
+                    break
+    return rows
+
+
+def drop_lines_after(step, path):
+    """Keep the lines of a file up to and including `step`; with step 0, a new run, keep none.
+
+    A run that crashed may have written lines for steps after its last checkpoint.
+    """
+    kept = [row for row in read_jsonl(path) if row["step"] <= step] if step > 0 else []
+    # Write a copy and rename it: a crash in between must not lose the lines to keep.
+    partial = path.with_suffix(".partial")
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in kept]
+    partial.write_text("".join(lines), encoding="utf-8")
+    os.replace(partial, path)
