@@ -49,7 +49,7 @@ import warnings
 from pathlib import Path
 
 # torch reads it: waiting threads go to sleep soon, so that a busy machine stays usable.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import torch
 

@@ -1,3 +1,8 @@
+import os
+
+# Before torch is imported: waiting threads go to sleep soon, so that a busy machine stays usable.
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
 from .checkpoint import (
     discard_checkpoint,
     eos_token_ids,

@@ -213,7 +213,7 @@ def prefix_tree(input_ids, attention_mask, P):
     the nodes, (n,) each; the node that predicts each completion token, (N, R); and the sequences
     in groups that attention takes together. A group of m sequences, with C nodes of their own and S
     in all at most, is C; where their own nodes stand in (m, C), flat; the node at each position,
-    (m, S); and a mask (m, 1, C, S), the positions up to a node's own.
+    (m, S); and (m, 1, C, S), which is -inf at the positions after a node's own, else 0.
     """
     T, device = input_ids.shape[1], input_ids.device
     column, lengths = torch.arange(T, device=device), attention_mask.sum(1, keepdim=True)
@@ -237,8 +237,8 @@ def prefix_tree(input_ids, attention_mask, P):
         C, S = int(count[members].max()), int((start + count)[members].max())
         query = start[members, None] + column[:C]                                       # (m, C)
         real = (column[:C] < count[members, None]).flatten().nonzero()[:, 0]
-        seen = (column[:S] <= query[:, :, None])[:, None]                               # the mask
-        groups.append((C, real, node[members, :S] * is_input[members, :S], seen))
+        bias = torch.where(column[:S] <= query[:, :, None], 0.0, float("-inf"))[:, None]
+        groups.append((C, real, node[members, :S] * is_input[members, :S], bias))
     positions = new[order].nonzero()[:, 1]                                              # (n,)
     before = attention_mask[:, :P].sum(1, keepdim=True) - 1 + column[:T - P]            # (N, R)
     predicting = node[place].gather(1, before.clamp(max=T - 1))
@@ -277,7 +277,7 @@ def attend(q, k, v, groups):
     """Attention of each node to its prefix: q (n, H, d), k, v (n, K, d) -> (n, H*d)."""
     out = []
     own = q.split([len(real) for _, real, _, _ in groups])
-    for (C, real, nodes, mask), queries in zip(groups, own):
+    for (C, real, nodes, bias), queries in zip(groups, own):
         padded = q.new_zeros(len(nodes) * C, *q.shape[1:])
         padded = padded.index_copy(0, real, queries).unflatten(0, (-1, C))      # (m, C, H, d)
         # index_select, because its gradient is cheaper than that of indexing.
@@ -287,7 +287,7 @@ def attend(q, k, v, groups):
             keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1)
                             for x in (keys, values))
         x = F.scaled_dot_product_attention(
-            padded.transpose(1, 2), keys, values, attn_mask=mask,
+            padded.transpose(1, 2), keys, values, attn_mask=bias.to(q.dtype),
             enable_gqa=keys.shape[1] != q.shape[1])                             # (m, H, C, d)
         out.append(x.transpose(1, 2).flatten(0, 1).index_select(0, real).flatten(1))
     return torch.cat(out)

@@ -1,11 +1,9 @@
-"""How much memory a GRPO run takes, before it is started: what fits on which GPU, and what to change where it does not.
+"""How much memory a GRPO run takes, before it is started: what fits on which GPU.
 
-    python -m model.memory                                        the usual sizes
-    python -m model.memory Qwen/Qwen3-0.6B out/my_weights         any weights, by their config.json
+    python -m model.memory                                      the usual sizes
+    python -m model.memory Qwen/Qwen3-0.6B out/my_weights       any weights, by their config.json
 
-The formula counts live tensors. On the CPU it came within 5% of the peaks measured where freed memory goes back at once
-(tests/bench_memory.py); glibc's malloc by itself keeps gaps, with which a process held up to 27% more. For a GPU
-the same counts are taken with the bytes of bfloat16 products; that was not measured.
+The formula counts live tensors of a run with model/fast.py. FOUND
 """
 import argparse
 import sys
@@ -17,17 +15,17 @@ from .model import MiniMindConfig, MiniMindForCausalLM
 
 SIZES = {
     "MiniMind2 (0.1B)": MiniMindConfig(
-        vocab_size=6400, hidden_size=768, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=96, qk_norm=False),
+        vocab_size=6400, hidden_size=768, intermediate_size=2048, num_hidden_layers=16,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=96, qk_norm=False),
     "Qwen2.5-0.5B": MiniMindConfig(
-        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, head_dim=64, qk_norm=False, qkv_bias=True),
+        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+        num_attention_heads=14, num_key_value_heads=2, head_dim=64, qk_norm=False, qkv_bias=True),
     "Qwen3-1.7B": MiniMindConfig(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128),
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128),
     "Qwen3-4B": MiniMindConfig(
-        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128),
+        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128),
 }
 LEVERS = [{"reference": reference, "gradient_checkpointing": checkpointing}
           for reference in (True, False) for checkpointing in (False, True)]
@@ -41,83 +39,98 @@ def num_parameters(config):
 
 
 def layer_bytes(config, gpu):
-    """Bytes per token that one layer keeps for its backward pass, the inputs of all that multiplies; and those of a token's
-    key and value, which each completion has a copy of for its whole prompt."""
-    D, product = config.hidden_size, 2 if gpu else 4        # the residual stream and the norms stay float32
-    q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    F = config.num_experts_per_tok * config.moe_intermediate_size if config.num_experts else config.intermediate_size
-    norms = 2 * (8 + product) * D                           # two: what came in, that normalised, and the output
-    attention = product * 2 * q_size                        # q and what came of it
+    """Bytes that one layer keeps for its backward pass, per token that it reads, and per position
+    of a sequence, whose keys and values attention gathers."""
+    D, product = config.hidden_size, 2 if gpu else 4        # residuals and norms stay float32
+    q_size = config.num_attention_heads * config.head_dim
+    kv_size = config.num_key_value_heads * config.head_dim
+    F = config.intermediate_size
+    if config.num_experts:
+        F = config.num_experts_per_tok * config.moe_intermediate_size
+    norms = 2 * (8 + product) * D                           # input, normalised input, output; twice
+    attention = product * 3 * q_size                        # queries, and twice what came of them
     qk_norm = (4 + product) * (q_size + kv_size) if config.qk_norm else 0
-    # 4 F: gate, silu(gate), up, their product. On a GPU each head gets a copy of its key and value.
+    # 4 F: gate, silu(gate), up, their product. On a GPU each head gets its copy of key and value.
     return norms + attention + qk_norm + product * 4 * F, product * 2 * (q_size if gpu else kv_size)
 
 
-def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, completion_length, micro_batch_size, reference,
-               gradient_checkpointing, gpu):
-    """Bytes by what they are for, and the "peak": what stays all the time plus the dearer of sampling and learning.
+def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, completion_length,
+               micro_batch_size, reference, gradient_checkpointing, gpu):
+    """Bytes by purpose, and the "peak": what is there all the time, plus the dearer of sampling
+    and learning.
 
-    n: num_parameters(config); gpu: bfloat16 products of float32 weights, else all float32 on the CPU.
+    n: num_parameters(config); gpu: bfloat16 products of float32 weights, else float32 on the CPU.
     """
     N, T = num_prompts * num_generations, prompt_length + completion_length
     rows = min(micro_batch_size, N)
-    product, D, V, L = 2 if gpu else 4, config.hidden_size, config.vocab_size, config.num_hidden_layers
-    prompt_tokens = -(-rows // num_generations) * prompt_length             # each prompt once for its completions
-    tokens, (per_token, per_key) = rows * completion_length + prompt_tokens, layer_bytes(config, gpu)
-    one_layer = tokens * per_token + (rows * T + prompt_tokens) * per_key
+    product, D, V, L = 2 if gpu else 4, config.hidden_size, config.vocab_size, \
+        config.num_hidden_layers
+    per_token, per_position = layer_bytes(config, gpu)
+    # Each prompt is read once for its completions.
+    tokens = rows * completion_length + -(-rows // num_generations) * prompt_length
+    one_layer = tokens * per_token + rows * T * per_position
     parts = {
         "weights": 4 * n,
         "moments": 8 * n,
         "reference": 4 * n * reference,
         "gradients": 4 * n,
-        "bfloat16 weights": 2 * n * gpu,                    # autocast's copies, for as long as a forward or its backward
-        "sampler's weights": 4 * n * (not gpu),             # its copy; on a GPU the bfloat16 ones are that
+        "bfloat16 weights": 2 * n * gpu,            # autocast's copies, during a forward pass
+        "sampler's weights": 4 * n * (not gpu),     # its copy; on a GPU the bfloat16 ones are that
         "cache": 2 * L * N * config.num_key_value_heads * config.head_dim * T * product,
-        "activations": L * (tokens * 4 * D + prompt_tokens * per_key if gradient_checkpointing else one_layer),
-        "logits": rows * completion_length * V * 4 * 4,     # themselves, by the temperature, log softmax, probabilities
+        "activations": L * tokens * 4 * D if gradient_checkpointing else L * one_layer,
+        # Themselves, divided by the temperature, log-softmax, probabilities.
+        "logits": rows * completion_length * V * 4 * 4,
     }
-    stays = parts["weights"] + parts["moments"] + parts["reference"]
+    always = parts["weights"] + parts["moments"] + parts["reference"]
     copies = parts["bfloat16 weights"] + parts["sampler's weights"]
-    sampling = parts["gradients"] + copies + 1.75 * parts["cache"] + 4 * N * V * 4
-    # One after the other: all copies of the logits; two of them and the head's gradient; the last layer, computed anew.
-    dearest = max(parts["logits"], parts["logits"] / 2 + 4 * V * D, one_layer * gradient_checkpointing)
-    passes = 1 if gradient_checkpointing else 2             # prompts, completions: each keeps its bfloat16 weights
-    micro_batch = parts["activations"] + dearest + passes * parts["bfloat16 weights"]
-    # In the end the embedding's gradients from prompts, completions and, where it is the head, from there are added up.
-    micro_batch = max(micro_batch, (2 + config.tie_word_embeddings) * 4 * V * D)
-    # The first micro-batch of a step finds no gradients yet: they grow while its activations go.
-    learning = micro_batch + parts["gradients"] if rows < N else max(micro_batch, parts["gradients"])
-    return parts | {"peak": int(stays + max(sampling, learning))}
+    sampling = parts["gradients"] + copies + parts["cache"] + 4 * N * V * 4
+    # In turn: all copies of the logits; two of them and the head's gradient; a layer recomputed.
+    dearest = max(parts["logits"], parts["logits"] / 2 + 4 * V * D,
+                  one_layer * gradient_checkpointing)
+    micro_batch = parts["activations"] + dearest + parts["bfloat16 weights"]
+    # At the end the gradients of the embedding and, where it is the head, from there are added up.
+    micro_batch = max(micro_batch, (1 + config.tie_word_embeddings) * 4 * V * D)
+    # The first micro-batch of a step finds no gradients yet: they grow as its activations go.
+    learning = max(micro_batch, parts["gradients"])
+    if rows < N:
+        learning = micro_batch + parts["gradients"]
+    return parts | {"peak": int(always + max(sampling, learning))}
 
 
 def report(name, config, run):
-    """For each choice of levers the least that it needs, and the largest micro-batch that fits on each GPU."""
+    """For each choice of levers: the least it needs, and the largest micro-batch per GPU size."""
     sizes = [2**i for i in range((run["num_prompts"] * run["num_generations"]).bit_length())]
     n = num_parameters(config)
-    parts = peak_bytes(config, n, micro_batch_size=1, reference=True, gradient_checkpointing=False, **run)
+    parts = peak_bytes(config, n, micro_batch_size=1, reference=True, gradient_checkpointing=False,
+                       **run)
     GB = {part: f"{size / 2**30:.1f} GB" for part, size in parts.items()}
-    print(f"\n{name}: weights {GB['weights']}, as much for gradients and for the reference, twice that for moments; "
-          f"the sampler's cache {GB['cache']}")
+    print(f"\n{name}: weights {GB['weights']}, as much for gradients and for the reference, twice "
+          f"that for moments; the sampler's cache {GB['cache']}")
     print(f"  {'':48}{'needs at least':>16}" + "".join(f"{size:>9} GB" for size in GPUS))
     for levers in LEVERS:
         words = (f"--beta {'above 0' if levers['reference'] else '0, no reference'}"
                  + ", --gradient_checkpointing" * levers["gradient_checkpointing"])
-        peaks = [peak_bytes(config, n, micro_batch_size=size, **levers, **run)["peak"] for size in sizes]
-        fits = [max((size for size, peak in zip(sizes, peaks) if peak <= USABLE * gpu * 2**30), default="-") for gpu in GPUS]
+        peaks = [peak_bytes(config, n, micro_batch_size=size, **levers, **run)["peak"]
+                 for size in sizes]
+        fits = [max((size for size, peak in zip(sizes, peaks) if peak <= USABLE * gpu * 2**30),
+                    default="-") for gpu in GPUS]
         print(f"  {words:48}{peaks[0] / 2**30:13.1f} GB" + "".join(f"{size:>12}" for size in fits))
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m model.memory", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="*", help="folders or hub ids of weights (default: three usual sizes)")
-    parser.add_argument("--num_prompts", type=int, default=8, help="prompts of a step (default: 8)")
-    parser.add_argument("--num_generations", type=int, default=8, help="completions of each (default: 8)")
+    parser.add_argument("paths", nargs="*",
+                        help="folders or hub ids of weights (default: four usual sizes)")
+    parser.add_argument("--num_prompts", type=int, default=8, help="per step (default: 8)")
+    parser.add_argument("--num_generations", type=int, default=8, help="of each (default: 8)")
     parser.add_argument("--prompt_length", type=int, default=256, help="tokens (default: 256)")
-    parser.add_argument("--completion_length", type=int, default=1024, help="tokens (default: 1024)")
+    parser.add_argument("--completion_length", type=int, default=1024,
+                        help="tokens (default: 1024)")
     args = vars(parser.parse_args(argv))
     try:
-        configs = {path: read_config(local_path(path, weights=None)) for path in args.pop("paths")} or SIZES
+        configs = {path: read_config(local_path(path, weights=None))
+                   for path in args.pop("paths")} or SIZES
     except (ValueError, OSError) as error:
         print(f"model.memory: error: {error}", file=sys.stderr)
         sys.exit(2)

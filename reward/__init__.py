@@ -1,3 +1,8 @@
+import os
+
+# Before torch is imported: waiting threads go to sleep soon, so that a busy machine stays usable.
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
 from .combine import combine_rewards, load_reward_funcs
 from .penalties import repetition_reward, soft_overlong_reward
 from .process import judge_steps, process_advantages

@@ -523,3 +523,26 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_2(flags, words, capsys, t
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert exit.value.code == 2
     assert all(word in message for word in ("error: ", *words.split())), message
+
+
+AT_TORCH = """
+import importlib, os, sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            sys.exit(f"imported with GOMP_SPINCOUNT {os.environ.get('GOMP_SPINCOUNT')}")
+sys.meta_path.insert(0, Watch())
+importlib.import_module(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("own, found", [(None, "3000"), ("7", "7")])
+@pytest.mark.parametrize("script", [
+    "train_grpo", "model.chat", "model.train_sft", "reward.train_reward_model",
+    "reward.sample_pairs"])
+def test_waiting_threads_sleep_soon_unless_the_user_says_otherwise(script, own, found):
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    environment |= {"GOMP_SPINCOUNT": own} if own else {}
+    process = subprocess.run([sys.executable, "-c", AT_TORCH, script], cwd=ROOT, env=environment,
+                             capture_output=True, text=True)
+    assert process.stderr.strip() == f"imported with GOMP_SPINCOUNT {found}"

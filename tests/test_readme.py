@@ -1,0 +1,56 @@
+"""The README's "Change it" section: each change is small, applies as printed, and trains."""
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+
+def changes(language):
+    """The section's diffs; each is [(file, lines of a hunk), ...]."""
+    text = (ROOT / language).read_text(encoding="utf-8")
+    diffs = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+    return [[(hunk.partition("\n")[0].strip(), hunk.partition("\n")[2].splitlines())
+             for hunk in re.split(r"^--- ", diff, flags=re.MULTILINE)[1:]] for diff in diffs]
+
+
+def apply(hunk, folder):
+    name, lines = hunk
+    before = "".join(line[1:] + "\n" for line in lines if line[:1] != "+")
+    after = "".join(line[1:] + "\n" for line in lines if line[:1] != "-")
+    file = folder / name
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    assert text.count(before) == 1 or not text, f"{name} does not hold these lines once:\n{before}"
+    file.write_text(text.replace(before, after) if text else after, encoding="utf-8")
+
+
+@pytest.mark.parametrize("language", ["README.md", "README_zh.md"])
+def test_a_change_is_at_most_ten_lines_in_at_most_two_places(language):
+    found = changes(language)
+    assert len(found) == 4
+    for diff in found:
+        assert len(diff) <= 2
+        assert sum(line.startswith(("+", "-")) for _, lines in diff for line in lines) <= 10, diff
+
+
+def test_both_languages_show_the_same_changes():
+    assert changes("README.md") == changes("README_zh.md")
+
+
+def test_the_changes_apply_and_train(tmp_path):
+    for name in ("dataset", "model", "report", "reward"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "train_grpo.py", tmp_path)
+    for diff in changes("README.md"):
+        for hunk in diff:
+            apply(hunk, tmp_path)
+    process = subprocess.run(
+        [sys.executable, "train_grpo.py", "--max_steps", "2", "--batch_size", "4",
+         "--num_generations", "4", "--max_gen_len", "64", "--eval_interval", "0", "--loss_type",
+         "sqrt", "--advantage_estimator", "median", "--reward_funcs", "accuracy",
+         "brevity:brevity"], cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert "brevity" in process.stdout and (tmp_path / "out/grpo_reason_128/final").is_dir()
