@@ -11,9 +11,9 @@ than their group's average become more likely, worse ones less.
                   - beta KL_t(pi || pi_ref) ]
 
 One step, for B prompts and G = num_generations answers to each:
-    1. ask        generate           sample G completions of every prompt          model/sampler.py
-    2. remember   compute_logps      their log-probabilities under the old policy, if there is more
-                                     than one update, and under the reference
+    1. ask        generate           sample G completions of every prompt          model/
+    2. remember   compute_logps      their log-probabilities under the reference, and under the old
+                                     policy if it will have moved
     3. judge      compute_rewards    one reward per completion                     reward/
                   compute_advantages ... compared within each group
     4. learn      update_policy      clipped gradient steps on micro-batches
@@ -31,7 +31,7 @@ Where we differ from the papers and from other code, on purpose:
     neither.
   - log-probabilities are float32 and those of the distribution that was sampled: the same
     temperature, no top-k or top-p, exact masks and positions under padding. pi_old is computed by
-    the training code, not taken from the sampler, so that the first ratio is exactly 1.
+    the training code, not taken from the sampler, so that ratios start at 1.
   - averages run over the whole optimizer step, all micro-batches and ranks, so that neither
     micro_batch_size nor the number of processes changes the gradient. Gradients are summed over
     the ranks in plain sight, without a wrapper.
@@ -48,7 +48,7 @@ import os
 import warnings
 from pathlib import Path
 
-# torch reads it: waiting threads go to sleep soon, so that a busy machine stays usable.
+# Before torch is imported: waiting threads go to sleep soon, so that a busy machine stays usable.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import torch
@@ -83,15 +83,15 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
     mean of the *other* completions (arXiv 2402.14740); scale_rewards still divides.
 
     rewards (N,), the G completions of one prompt adjacent -> (N,). NaN marks a completion that no
-    reward judged: it is left out of mean and std and gets advantage 0. Four answers to `7 + 3*7`:
-    a wrong one, one that is right and well formatted, one that is right, another wrong one:
+    reward judged: it is left out of mean and std and gets advantage 0. Four answers to `7 + 3*7`,
+    1 for a right one and 0.1 for the format: the first and the last are only well formatted.
 
     >>> group_advantages(torch.tensor([0.1, 1.1, 1.0, 0.1]), 4)
     tensor([-0.8635,  0.9544,  0.7726, -0.8635])
     """
     groups = rewards.view(-1, num_generations)                                          # (B, G)
     highest = groups.nan_to_num(float("-inf")).amax(1, keepdim=True)
-    groups = groups - highest               # so that equal rewards give exactly 0, however rounded
+    groups = groups - highest               # equal rewards now give exactly 0, whatever they are
     advantages = (groups - groups.nanmean(1, keepdim=True)).nan_to_num(0.0)             # (B, G)
     if advantage_estimator == "rloo":       # r - mean of the others = n / (n-1) (r - mean of all)
         n = (~groups.isnan()).sum(1, keepdim=True)
@@ -120,14 +120,15 @@ def completion_mask(completion_ids, eos_token_id):
 def kl_penalty(logps, ref_logps, *, kl_type="k3"):
     """KL(pi || pi_ref), estimated at each token that pi sampled; x = log pi_ref - log pi; (N, R).
 
-        k1  -x             unbiased; as a loss its expected gradient on policy is 0: for the reward
-        k2  x^2 / 2        biased, yet the mean of its gradient on policy is the gradient of the KL
-        k3  e^x - x - 1    unbiased, never negative: GRPO's; its mean gradient: KL(pi_ref || pi)'s
-        abs |x|
+            estimate                                 its gradient, averaged over what pi samples
+        k1  -x             unbiased                  0: use it in the reward, not in the loss
+        k2  x^2 / 2        biased                    that of KL(pi || pi_ref)
+        k3  e^x - x - 1    unbiased, >= 0; GRPO's    that of KL(pi_ref || pi)
+        abs |x|            biased
 
-    x is clamped at 20 in k3, only because e^x would overflow. There is no clamp below and none on
-    the result (verl has both): a clamp removes the gradient, the pull back, exactly where the
-    policy has drifted furthest.
+    k3 clamps x at 20, so that e^x cannot overflow. Nothing is clamped below, nor is the result
+    (verl clamps both): a clamp removes the gradient, the pull back, exactly where the policy has
+    drifted furthest.
     """
     x = ref_logps - logps
     if kl_type == "k1":
@@ -143,12 +144,12 @@ def kl_penalty(logps, ref_logps, *, kl_type="k3"):
 
 
 def importance_ratio(logps, old_logps, mask, *, level="token"):
-    """First choice, the ratio pi / pi_old; and each token's share of the term that it enters.
+    """Choice 1 of 3, the ratio pi / pi_old; and each token's share of the term that it enters.
 
         level      ratio, with d_t = log pi - log pi_old    shape     share
         token      exp(d_t)                                 (N, R)    1       PPO, GRPO
         sequence   exp(mean of d over the completion)       (N, 1)    1       GSPO, arXiv 2507.18071
-        product    exp(sum of d over the completion)        (N, 1)    1/|o|   DeepSeek-R1 as printed
+        product    exp(sum of d over the completion)        (N, 1)    1/|o|   DeepSeek-R1
 
     With "product" the completion is one action with one term, so its |o| tokens share that term.
     """
@@ -164,12 +165,11 @@ def importance_ratio(logps, old_logps, mask, *, level="token"):
 
 
 def ppo_clip(ratio, advantages, logps, *, epsilon_low, epsilon_high, delta=None):
-    """Second choice, the bound: PPO's -min(ratio A, clip(ratio) A); and where it clips.
+    """Choice 2 of 3, the bound: PPO's -min(ratio A, clip(ratio) A); and where it clips.
 
     Once a ratio has moved past epsilon in the direction that its advantage favours, the clip
     removes its gradient. It does nothing against a bad token (A < 0) whose ratio is large: `delta`,
-    above 1 + epsilon_high, caps that one (INTELLECT-2; it is the constant c of the dual clip, Ye et
-    al. 2020, in verl).
+    above 1 + epsilon_high, caps such a ratio (INTELLECT-2; verl's dual clip, Ye et al. 2020).
     """
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     capped = ratio if delta is None else ratio.clamp(max=delta)
@@ -180,31 +180,31 @@ def ppo_clip(ratio, advantages, logps, *, epsilon_low, epsilon_high, delta=None)
 
 
 def cispo_cap(ratio, advantages, logps, *, epsilon_low=None, epsilon_high, delta=None):
-    """Second choice, the bound: CISPO's -sg[min(ratio, epsilon_high)] A log pi, arXiv 2506.13585.
+    """Choice 2 of 3, the bound: CISPO's -sg[min(ratio, epsilon_high)] A log pi, arXiv 2506.13585.
 
     The ratio is a weight without gradient, sg, and epsilon_high the cap itself: no token ever loses
     its gradient. There is no lower bound.
     """
     weight = ratio.detach().clamp(max=epsilon_high)
-    high = (ratio > epsilon_high) & (advantages > 0)
+    high = (ratio > epsilon_high) & (advantages > 0)        # counted as in TRL
     return -weight * advantages * logps, torch.zeros_like(high), high
 
 
-# Third choice, the average: the loss is the sum, over completions, of their tokens' sum divided by
-# this number. |o| is the completion's length, N and tokens are the completions and the tokens of
-# the whole step, L the maximum completion length.
+# Choice 3 of 3, the average: each token's term is divided by `divisor`, then all are added up. o is
+# the length of the token's completion, L the maximum completion length; N and tokens count the
+# completions and the tokens of the whole optimizer step, over all micro-batches and ranks.
 LOSS_TYPES = {
     # name      ratio      bound      divisor
     "grpo":    (None,      ppo_clip,  lambda o, N, tokens, L: N * o),   # mean over token means
     "bnpo":    (None,      ppo_clip,  lambda o, N, tokens, L: tokens),  # mean over all tokens
     "dr_grpo": (None,      ppo_clip,  lambda o, N, tokens, L: N * L),   # no bias by length
-    "dapo":    (None,      ppo_clip,  lambda o, N, tokens, L: tokens),
+    "dapo":    (None,      ppo_clip,  lambda o, N, tokens, L: tokens),  # the same as bnpo
     "cispo":   (None,      cispo_cap, lambda o, N, tokens, L: tokens),
-    "r1":      ("product", ppo_clip,  lambda o, N, tokens, L: N),       # mean over token sums
+    "r1":      ("product", ppo_clip,  lambda o, N, tokens, L: N),       # its KL: mean of sums
 }   # ratio None: whichever importance_sampling_level names
-#     paper's GRPO  the defaults                    GSPO   importance_sampling_level sequence
-#     Dr. GRPO      dr_grpo, scale_rewards none     CISPO  cispo, epsilon_high 5: it is the cap
-#     DAPO          dapo, epsilon_high 0.28         R1     r1
+#     paper's GRPO  the defaults                  GSPO   sequence level, epsilons of about 3e-4
+#     Dr. GRPO      dr_grpo, scale_rewards none   CISPO  cispo, epsilon_high 5: it is the cap
+#     DAPO          dapo, epsilon_high 0.28       R1     r1
 
 
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, kl_type="k3",
@@ -213,8 +213,8 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
               entropy_coef=0.0, num_sequences=None, num_tokens=None):
     """The loss of GRPO and its family, and metrics as detached scalars.
 
-    logps, old_logps, mask (N, R); advantages (N,) or (N, R); ref_logps (N, R), or None without a
-    reference; entropy (N, R): entropy_coef times its mean over tokens is the entropy bonus.
+    logps, old_logps, mask (N, R) of this call's rows; advantages (N,) or (N, R); ref_logps (N, R),
+    None without a reference; entropy (N, R): entropy_coef times its mean is the entropy bonus.
     num_sequences and num_tokens are the totals of the whole optimizer step, over all micro-batches
     and ranks (None: this call is the whole step): the losses and metrics of the parts then add up
     to those of the step. Masked-out rows count in num_sequences.
@@ -299,13 +299,13 @@ def generate(model, batch, tokenizer, sample, generator, args, *, num_generation
 
 
 @torch.no_grad()
-def compute_logps(model, rollout, token_logps, args):
-    """Step 2: the completions' log-probabilities under a frozen model, old or reference, (N, R)."""
+def compute_logps(model, rollout, logps_of, args):
+    """Step 2: the completions' log-probabilities under the reference or the policy, (N, R)."""
     logps = torch.zeros_like(rollout.sampling_logps)
     for rows in torch.arange(len(logps), device=logps.device).split(args.micro_batch_size):
         part = rollout.select(rows)
         with precision(args, logps.device):
-            logps[rows, :part.mask.shape[1]] = token_logps(
+            logps[rows, :part.mask.shape[1]] = logps_of(
                 model, *part.sequences(), temperature=args.temperature)
     return logps
 
@@ -335,42 +335,42 @@ def compute_advantages(rollout, tokenizer, world, args):
 
 
 def select_groups(rollout, num_groups, num_generations):
-    """The groups with the largest std of rewards: DAPO's dynamic sampling, without its loop."""
+    """The groups with the largest std of rewards: DAPO's dynamic sampling, in one round."""
     spread = nanstd(rollout.rewards.view(-1, num_generations))[:, 0]                    # (B,)
     groups = spread.topk(num_groups).indices.sort().values
     rows = groups[:, None] * num_generations + torch.arange(num_generations)
     return rollout.select(rows.flatten().to(rollout.mask.device))
 
 
-def update_policy(policy, optimizer, rollout, world, token_logps, args):
+def update_policy(policy, optimizer, rollout, world, logps_of, args):
     """Step 4: `num_iterations` passes over the rollout, `num_minibatches` updates each; metrics."""
     rows = torch.arange(len(rollout.mask), device=rollout.mask.device)
     minibatches = [part for part in rows.tensor_split(args.num_minibatches) if len(part)]
     return mean_metrics([
-        optimizer_step(policy, optimizer, rollout.select(part), world, token_logps, args)
+        optimizer_step(policy, optimizer, rollout.select(part), world, logps_of, args)
         for part in minibatches * args.num_iterations])
 
 
-def optimizer_step(policy, optimizer, minibatch, world, token_logps, args):
+def optimizer_step(policy, optimizer, minibatch, world, logps_of, args):
     """One optimizer step on every rank's minibatch; its metrics over all ranks."""
-    counted = torch.arange(len(minibatch.mask), device=minibatch.mask.device)
-    if args.mask_truncated_completions:
+    lengths = minibatch.lengths                                                         # (N,)
+    counted = torch.arange(len(lengths), device=lengths.device)
+    if args.mask_truncated_completions:     # not in num_tokens, but still in num_sequences
         counted = counted[minibatch.ended]
-    # Rows with zero advantage contribute no gradient, unless a KL or an entropy term does: skip
-    # their forward pass, but keep them in the denominators.
     learned = counted
     if minibatch.ref_logps is None and not args.entropy_coef:
-        learned = counted[minibatch.advantages.view(len(minibatch.mask), -1)[counted].any(1)]
-    num_sequences, num_tokens, num_learned = world.sum(torch.tensor(
-        [len(minibatch.mask), *(minibatch.lengths[rows].sum() for rows in (counted, learned))]
-    )).clamp(min=1).tolist()
+        # Rows with zero advantage contribute no gradient then: skip their forward pass.
+        has_gradient = minibatch.advantages.view(len(lengths), -1).any(1)               # (N,)
+        learned = counted[has_gradient[counted]]
+    totals = torch.tensor([len(lengths), lengths[counted].sum(), lengths[learned].sum()])
+    num_sequences, num_tokens, num_learned = world.sum(totals).clamp(min=1).tolist()
     metrics = {"loss": 0.0}
     optimizer.zero_grad()
     for rows in learned.split(args.micro_batch_size) if len(learned) else ():
         part = minibatch.select(rows)
         with precision(args, rows.device):
-            logps, entropy = token_logps(policy, *part.sequences(), temperature=args.temperature,
-                                         with_entropy=True)                             # (n, R)
+            logps, entropy = logps_of(policy, *part.sequences(), temperature=args.temperature,
+                                      with_entropy=True)                                # (n, R)
         if not args.entropy_coef:
             entropy = entropy.detach()          # frees what its gradient would need
         # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
@@ -387,7 +387,7 @@ def optimizer_step(policy, optimizer, minibatch, world, token_logps, args):
         metrics = add_metrics(metrics, of_part)
     world.sum_gradients(policy)
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip)
-    if grad_norm.isfinite():        # the same number on every rank: all take the step, or none
+    if grad_norm.isfinite():        # the same on every rank: all take the step, or all skip it
         optimizer.step()
     shares = world.gather([{name: float(value) for name, value in metrics.items()}])
     return functools.reduce(add_metrics, shares) | {"grad_norm": grad_norm.item()}
@@ -401,7 +401,7 @@ def main(argv=None):
     args = parse_args(argv)
     world = World(args.device)
     device, run_dir, G = world.device, Path(args.out_dir) / args.run_name, args.num_generations
-    # The plain pair, or the same two functions faster. Another sampler goes here.
+    # The plain pair, or the same two functions faster. Your own sampler goes here.
     pair = (fast.sample, fast.token_logps) if args.fast else (sampler.sample, token_logps)
     sample, logps_of = pair
     tokenizer, policy, reference, reward_funcs = load_models(args, device)
@@ -418,7 +418,8 @@ def main(argv=None):
         evaluate, policy, heldout, collate, world, sample, generator, args)
     if args.eval_only:
         results = evaluate_at(steps_done)
-        print(json.dumps(results, indent=2) if world.rank == 0 else "", end="")
+        if world.rank == 0:
+            print(json.dumps(results, indent=2))
         return world.close()
     if world.rank == 0 and not args.resume:
         checkpoint.discard_checkpoint(run_dir / "checkpoint")
@@ -445,10 +446,11 @@ def main(argv=None):
                 rollout.rewards, rollout.rewards_per_func = compute_rewards(
                     rollout, reward_funcs, args)
             rollout.advantages = compute_advantages(rollout, tokenizer, world, args)
-            rows = world.gather(describe(rollout))
-            metrics = rollout_metrics(rows, G)
+            records = world.gather(describe(rollout))
+            metrics = rollout_metrics(records, G)
             if args.oversample > 1:
-                rollout = select_groups(rollout, -(-len(batch["prompts"]) // args.oversample), G)
+                num_groups = math.ceil(len(batch["prompts"]) / args.oversample)
+                rollout = select_groups(rollout, num_groups, G)
             # 4. learn: clipped gradient steps
             lr = lr_at(step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
             optimizer.param_groups[0]["lr"] = lr
@@ -464,12 +466,12 @@ def main(argv=None):
                     results = evaluate_at(step)
                 report.evaluation(step, results)
                 metrics |= results
-            report.step(step, metrics, rows)
+            report.step(step, metrics, records)
             if world.rank == 0 and (step % args.save_interval == 0 or step == last_step):
                 with report.timed("checkpoint"):
-                    moving = reference if args.ref_model_sync_steps else None
+                    moved = reference if args.ref_model_sync_steps else None
                     checkpoint.save_checkpoint(run_dir / "checkpoint", policy, tokenizer, optimizer,
-                                               moving, step=step, num_tokens=num_tokens)
+                                               moved, step=step, num_tokens=num_tokens)
                 report.draw()
         if world.rank == 0:
             checkpoint.save_pretrained(policy, tokenizer, run_dir / "final")
@@ -503,7 +505,7 @@ def precision(args, device):
 
 
 def seed_of(*numbers):
-    """One seed from several: each (seed, step, rank) has its own, so a resume restores no state."""
+    """One seed from (seed, 0 to train or 1 to evaluate, step, rank): a resume needs no state."""
     return functools.reduce(lambda seed, number: (seed * 1_000_003 + number) % 2**62, numbers, 0)
 
 
@@ -513,14 +515,14 @@ def evaluate(model, problems, collate, world, sample, generator, args, step):
     sums, k, mine = torch.zeros(5), args.num_generations_eval, problems[world.rank::world.size]
     for start in range(0, len(mine), args.eval_batch_size):
         batch, right = collate(mine[start:start + args.eval_batch_size]), {}
-        for greedy, n in ((True, 1), (False, k)):
+        for kind, n in (("greedy", 1), ("sampled", k)):
             rollout = generate(model, batch, collate.tokenizer, sample, generator, args,
-                               num_generations=n, greedy=greedy)
+                               num_generations=n, greedy=kind == "greedy")
             scores = accuracy_reward(rollout.prompts, rollout.replies, **rollout.columns)
-            right[greedy] = torch.tensor(scores).view(-1, n)                            # (B, n)
-        sums += torch.tensor([
-            len(right[True]), right[False].mean(1).sum(), right[True].sum(),
-            right[False].amax(1).sum(), rollout.lengths.sum() / k])
+            right[kind] = torch.tensor(scores).view(-1, n)                              # (B, n)
+        sums += torch.tensor([len(batch["prompts"]), right["sampled"].mean(1).sum(),
+                              right["greedy"].sum(), right["sampled"].amax(1).sum(),
+                              rollout.lengths.sum() / k])
     count, *sums = world.sum(sums).tolist()
     names = ("accuracy", "greedy_accuracy", f"pass@{k}", "mean_length")
     return {f"eval/{name}": value / count for name, value in zip(names, sums)}
@@ -651,9 +653,8 @@ def add_judge_flags(parser):
     flag("--advantage_estimator", choices=("grpo", "rloo"), default="grpo",
          help="baseline: the mean of the group, or of the other completions in it")
     flag("--supervision", choices=("outcome", "process"), default="outcome",
-         help="process: also reward each line of arithmetic, with 1 if it is right")
-    flag("--kl_in_reward", action="store_true",
-         help="subtract beta * KL (k1) from the reward instead of adding it to the loss")
+         help="process: also reward each right line of arithmetic with 1")
+    flag("--kl_in_reward", action="store_true", help="beta * KL (k1) lowers the reward instead")
 
 
 def add_learn_flags(parser):

@@ -19,8 +19,8 @@ PACK_FROM = 95_000      # weights of a matrix; packing a smaller one does not pa
 
 # --- sampling -------------------------------------------------------------------------------------
 
-# Tokens between looks at which completions have parted or ended. A GPU has to stop for a look, and
-# there a step costs the same for any number of rows: each completion has its own from the start.
+# Tokens between looks at which completions have ended. Each look makes a GPU wait, so there they
+# are rare, and completions that agree do not share a row.
 CHECK_EVERY = {"cpu": 1}        # elsewhere 16
 
 
@@ -37,7 +37,7 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
     longest = torch.zeros((), dtype=torch.long, device=device)
     with torch.inference_mode():
         decoding = Decoding(model, prompt_ids, prompt_mask, N, max_new_tokens)
-        # Of each unfinished completion: its number, the row it is at, whether it has not ended.
+        # Of each completion still in the batch: its number, its row, whether it has yet to end.
         number = torch.arange(N, device=device)                                         # (n,)
         row = number // num_generations
         logits = decoding.prompt_logits[row]                                            # (n, V)
@@ -65,9 +65,10 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
 class Decoding:
     """The network for one more token of each row, without gradients and in half the operations.
 
-    A row holds what some completions have in common so far. Matrices that read the same input are
-    one matrix, queries and keys are normalised and rotated as one tensor, and the attention of one
-    query is two plain products, where query heads that share a key head are rows of one matrix.
+    Completions of a prompt share a row, and its computation, until they part: see `branch`.
+    Matrices that read the same input are joined, queries and keys are normalised and rotated as one
+    tensor, and the attention of one query is two plain products, where query heads that share a key
+    head are rows of one matrix.
     """
 
     def __init__(self, model, prompt_ids, prompt_mask, max_rows, max_new_tokens):
@@ -107,12 +108,12 @@ class Decoding:
                 feed_forward(layer.mlp))
 
     def branch(self, row, tokens):
-        """Gives completions at the same row that continue differently rows of their own.
+        """Splits each row whose completions part: one row for each distinct next token.
 
-        row, tokens (n,) of each completion -> its new row, (n,). Rows that nobody continues are
-        overwritten, so that none is empty; what need not move stays where it is.
+        row, tokens (n,), each completion's row and next token -> its new row, (n,). The first
+        continuation of a row stays in place; the others fill rows that nobody continues.
         """
-        pairs, child = torch.unique(row * 2**32 + tokens, return_inverse=True)
+        pairs, child = torch.unique(row * 2**32 + tokens, return_inverse=True)  # a pair, one number
         parents = pairs >> 32                                       # (num_rows,), sorted
         self.num_rows, S = len(parents), self.length
         first_child = parents.diff(prepend=parents.new_full((1,), -1)) > 0
@@ -131,7 +132,7 @@ class Decoding:
         n, H, K, d, S = len(tokens), self.H, self.K, self.d, self.length + 1
         rotary = [table[self.positions[:n]] for table in self.rotary]           # (n, 1, d)
         cached = self.cache[:, :, :n, :, :S].flatten(2, 3)                      # (L, 2, n*K, S, d)
-        latest = self.cache[:, :, :n, :, S - 1]                                 # (L, 2, n, K, d)
+        latest = self.cache[:, :, :n, :, S - 1]         # (L, 2, n, K, d), the end of `cached`
         bias = None if self.bias is None else self.bias[:n, :, :S]
         x = self.embedding(tokens)                                              # (n, D)
         for parts, (keys, values), (k, v) in zip(self.layers, cached, latest):
@@ -196,7 +197,7 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     predicts = torch.zeros_like(tokens, dtype=torch.bool).index_fill_(0, node[wanted], True)
     logits = model.lm_head(hidden[predicts])                                            # (m, V)
     all_logps = (logits.float() / temperature).log_softmax(-1)
-    at = (predicts.cumsum(0) - 1)[node]                             # (N, R) of the m rows
+    at = (predicts.cumsum(0) - 1)[node]                             # (N, R), which of the m
     sampled = all_logps.flatten().take((at * logits.shape[1] + input_ids[:, P:])[wanted])
     logps = torch.zeros_like(wanted, dtype=torch.float32).masked_scatter(wanted, sampled)
     if not with_entropy:
@@ -207,21 +208,21 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 
 @torch.no_grad()
 def prefix_tree(input_ids, attention_mask, P):
-    """A batch (N, T) as the tree of its prefixes: n nodes, each the last token of a prefix.
+    """The batch (N, T) as a tree of n nodes: a prefix that sequences share is read once.
 
-    A prefix that several sequences begin with has its nodes once. Returns tokens and positions of
-    the nodes, (n,) each; the node that predicts each completion token, (N, R); and the sequences
-    in groups that attention takes together. A group of m sequences, with C nodes of their own and S
-    in all at most, is C; where their own nodes stand in (m, C), flat; the node at each position,
-    (m, S); and (m, 1, C, S), which is -inf at the positions after a node's own, else 0.
+    A node stands for a prefix and holds its last token. Returns the nodes' tokens and positions,
+    (n,) each; the node that predicts each completion token, (N, R); and the groups of sequences
+    that attention takes together. A group of m sequences, with at most C new nodes and S nodes
+    each, is (C, real, nodes, bias): real, which places of the flattened (m, C) are not padding;
+    nodes (m, S), the node at each position; bias (m, 1, C, S), -inf after a query's own position.
     """
     T, device = input_ids.shape[1], input_ids.device
     column, lengths = torch.arange(T, device=device), attention_mask.sum(1, keepdim=True)
     unpadded = (column + attention_mask.argmax(1, keepdim=True)).clamp(max=T - 1)
     rows = torch.where(column < lengths, input_ids.gather(1, unpadded), -1)
-    # Sorted, so that each shares with the one before it as much as with any of those before.
+    # Sorted, so that a row shares its longest known prefix with the row above it.
     rows, place = rows.unique(dim=0, return_inverse=True)                               # (U, T)
-    is_input = column < (rows >= 0).sum(1, keepdim=True) - 1        # the last token is none
+    is_input = column < (rows >= 0).sum(1, keepdim=True) - 1        # the last predicts nothing
     shared = shared_with_the_row_above(rows) & is_input.roll(1, dims=0)
     new = is_input & ~shared                            # a sequence's own nodes: the rest of it
     count, start = new.sum(1), (shared & is_input).sum(1)                               # (U,)

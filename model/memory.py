@@ -63,8 +63,8 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
     """
     N, T = num_prompts * num_generations, prompt_length + completion_length
     rows = min(micro_batch_size, N)
-    product, D, V, L = 2 if gpu else 4, config.hidden_size, config.vocab_size, \
-        config.num_hidden_layers
+    D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
+    product = 2 if gpu else 4
     per_token, per_position = layer_bytes(config, gpu)
     # Each prompt is read once for its completions.
     tokens = rows * completion_length + -(-rows // num_generations) * prompt_length
@@ -83,13 +83,15 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
     }
     always = parts["weights"] + parts["moments"] + parts["reference"]
     copies = parts["bfloat16 weights"] + parts["sampler's weights"]
-    sampling = parts["gradients"] + copies + parts["cache"] + 4 * N * V * 4
+    # Where completions part after their first token, the prompt's keys and values are copied.
+    parted = (1 - 1 / num_generations) * prompt_length / T
+    sampling = parts["gradients"] + copies + (1 + parted) * parts["cache"] + 4 * N * V * 4
     # In turn: all copies of the logits; two of them and the head's gradient; a layer recomputed.
     dearest = max(parts["logits"], parts["logits"] / 2 + 4 * V * D,
                   one_layer * gradient_checkpointing)
     micro_batch = parts["activations"] + dearest + parts["bfloat16 weights"]
-    # At the end the gradients of the embedding and, where it is the head, from there are added up.
-    micro_batch = max(micro_batch, (1 + config.tie_word_embeddings) * 4 * V * D)
+    # At the end the embedding's gradient and, where it is the head too, the head's are added up.
+    micro_batch = max(micro_batch, (1 + 2 * config.tie_word_embeddings) * 4 * V * D)
     # The first micro-batch of a step finds no gradients yet: they grow as its activations go.
     learning = max(micro_batch, parts["gradients"])
     if rows < N:

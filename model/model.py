@@ -59,7 +59,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        x32 = x.float()         # the mean of squares overflows in half precision
+        x32 = x.float()         # the mean of squares overflows in float16
         scale = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * (x32 * scale).to(x.dtype)
 
@@ -219,7 +219,7 @@ class Decoder(nn.Module):
             attention_mask = input_ids.new_ones(N, past + T)
         positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past:]      # padding has none
         rotary = rotary_tables(positions, rotary_frequencies(self.config, input_ids.device))
-        context = rotary, None if causal else visible(attention_mask, T), cache
+        context = rotary, (None if causal else visible(attention_mask, T)), cache
         x = self.embed_tokens(input_ids)                                        # (N, T, D)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         for layer in self.layers:
@@ -243,7 +243,7 @@ class MiniMindForCausalLM(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.generation_config = {}     # of generation_config.json: not for us, for a server
+        self.generation_config = {}     # read and written back, for servers
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.apply(self._init_weights)
@@ -266,4 +266,4 @@ class MiniMindForCausalLM(nn.Module):
         The head is the model's largest matrix, so ask for no more logits than you need.
         """
         hidden = self.model(input_ids, attention_mask, cache)
-        return self.lm_head(hidden[:, -logits_to_keep:])
+        return self.lm_head(hidden[:, -logits_to_keep:])        # -0: all of them

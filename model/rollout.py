@@ -48,7 +48,7 @@ class Rollout:
         return [ids[:length] for ids, length in pairs]
 
     def select(self, rows):
-        """These rows only, rows (n,), without the columns that then hold nothing but padding."""
+        """These rows only, (n,), without the positions that are then padding in all of them."""
         P, R = (int(mask[rows].sum(1).max()) for mask in (self.prompt_mask, self.mask))
 
         def pick(name, x):
@@ -56,8 +56,11 @@ class Rollout:
                 return {key: pick(key, values) for key, values in x.items()}
             if isinstance(x, list):
                 return [x[i] for i in rows.tolist()]
-            if x is None or x.dim() == 1:
-                return x if x is None else x[rows.to(x.device)]
+            if x is None:
+                return None
+            if x.dim() == 1:
+                return x[rows.to(x.device)]
+            # Prompts are padded on the left, all else on the right.
             return x[rows, -P:] if name.startswith("prompt") else x[rows, :R]
 
         return Rollout(**{name: pick(name, x) for name, x in vars(self).items()})

@@ -24,9 +24,9 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
     cache = KVCache()
     logits = model(prompt_ids, prompt_mask, logits_to_keep=1, cache=cache)[:, 0]        # (B, V)
     # Each prompt was read once; from here on there is a row for each of its completions: a a b b.
-    group = torch.arange(len(prompt_ids), device=device).repeat_interleave(num_generations)
-    cache.select(group)
-    logits, mask = logits[group], prompt_mask[group]                                    # (N, V)
+    prompt_of = torch.arange(len(prompt_ids), device=device).repeat_interleave(num_generations)
+    cache.select(prompt_of)
+    logits, mask = logits[prompt_of], prompt_mask[prompt_of]                    # (N, V), (N, P)
     unfinished = torch.arange(N, device=device)         # the completion that each row writes
     for t in range(max_new_tokens):
         tokens, token_logps = next_token(logits, temperature, generator, greedy)        # (n,)
@@ -55,5 +55,5 @@ def next_token(logits, temperature, generator, greedy):
         cumulative = logps.exp().cumsum(-1)
         u = torch.rand(len(logps), 1, device=logps.device, generator=generator)
         tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)[:, 0]
-        tokens = tokens.clamp(max=logps.shape[1] - 1)
+        tokens = tokens.clamp(max=logps.shape[1] - 1)       # u * total may round up to the total
     return tokens, logps.gather(-1, tokens[:, None])[:, 0]
