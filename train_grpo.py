@@ -642,8 +642,8 @@ def add_judge_flags(parser):
          "(default: reward_<hidden_size>, from out_dir or else from reward/weights)")
     flag("--reward_model_device", help="cpu or cuda:1, say (default: the policy's)")
     flag("--reward_model_scale", type=POSITIVE, default=1.0, help="multiplies the score")
-    flag("--reward_model_clip", type=POSITIVE_OR_0, default=3.0,
-         help="bounds the scaled score from above and below; 0: no bound")
+    flag("--reward_model_clip", type=POSITIVE_OR_0, default=1.0,
+         help="bounds the scaled score: 1 is worth as much as a right answer; 0: no bound")
     flag("--reward_model_answer_share", type=number(float, 0, 1), default=0.6,
          help="with --reasoning 1, weight of the answer's own score; the whole reply has the rest")
     flag("--reward_timeout", type=POSITIVE_OR_0, default=0,
@@ -682,7 +682,7 @@ def add_learn_flags(parser):
     flag("--gradient_checkpointing", action="store_true",
          help="recompute activations instead of storing them: less memory, more time")
     flag("--epochs", type=COUNT, default=1, help="passes over the prompts")
-    flag("--max_steps", type=COUNT_OR_0, default=120, help="at most; 0: as many as the epochs have")
+    flag("--max_steps", type=COUNT_OR_0, default=300, help="at most; 0: as many as the epochs have")
     flag("--warmup_steps", type=COUNT_OR_0, default=3, help="then a cosine to a tenth of the peak")
     flag("--weight_decay", type=POSITIVE_OR_0, default=0.0, help="AdamW's")
     flag("--grad_clip", type=POSITIVE, default=1.0, help="maximum norm of the gradient")

@@ -37,14 +37,15 @@ def train_policy(run, model, reward_model, flags):
     if (run / "final" / "config.json").is_file():
         return
     start = ["--model_path", model] if model else []
-    raw, resume = [], []
+    # Alone, the classifier needs more than the default range of its score.
+    bounds, resume = ["--reward_model_clip", 3], []
     if is_likelihood(reward_model):
-        # Log-likelihoods are far below 0: the default clip would make them all the same. And the
+        # Log-likelihoods are far below 0: any clip would make them all the same. And the
         # likelihood of an answer without its reasoning says nothing.
-        raw = ["--reward_model_clip", 0, "--reward_model_answer_share", 0]
+        bounds = ["--reward_model_clip", 0, "--reward_model_answer_share", 0]
     if (run / "checkpoint").is_dir() or (run / "checkpoint.old").is_dir():
         resume = ["--resume"]
-    call("train_grpo.py", *raw, *flags, *start, *resume, "--reward_model_path", reward_model,
+    call("train_grpo.py", *bounds, *flags, *start, *resume, "--reward_model_path", reward_model,
          "--out_dir", run.parent, "--run_name", run.name)
 
 

@@ -201,7 +201,7 @@ def test_the_chain_passes_on_its_models_and_continues_where_it_stopped(tmp_path,
     first, _, retrained, second, retrained_again = (
         dict(zip(command, command[1:])) for command in calls)
     assert "--model_path" not in first and first["--max_steps"] == "1"
-    assert first["--reward_model_path"].endswith(SHIPPED) and "--reward_model_clip" not in first
+    assert first["--reward_model_path"].endswith(SHIPPED) and first["--reward_model_clip"] == "3"
     assert retrained["--init"] == second["--model_path"] == str(tmp_path / "t_1/final")
     assert retrained["--data"].endswith(f"{SHIPPED}/pairs.jsonl")
     assert retrained["--save"] == second["--reward_model_path"] == str(tmp_path / "reward_t_1")
