@@ -15,13 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from .model import KVCache, MixtureOfExperts, RMSNorm, rotary_frequencies, rotary_tables, rotate
 from .sampler import next_token
 
-PACK_FROM = 95_000      # weights of a matrix; packing a smaller one does not pay
-
 # --- sampling -------------------------------------------------------------------------------------
 
+PACK_FROM = 95_000          # weights of a matrix; packing a smaller one does not pay
 # Tokens between looks at which completions have ended. Each look makes a GPU wait, so there they
 # are rare, and completions that agree do not share a row.
-CHECK_EVERY = {"cpu": 1}        # elsewhere 16
+CHECK_EVERY = {"cpu": 1}    # elsewhere 16
 
 
 def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, temperature=1.0,
@@ -66,9 +65,8 @@ class Decoding:
     """The network for one more token of each row, without gradients and in half the operations.
 
     Completions of a prompt share a row, and its computation, until they part: see `branch`.
-    Matrices that read the same input are joined, queries and keys are normalised and rotated as one
-    tensor, and the attention of one query is two plain products, where query heads that share a key
-    head are rows of one matrix.
+    Matrices that read the same input are joined, and the attention of one query is two plain
+    products, where query heads that share a key head are rows of one matrix.
     """
 
     def __init__(self, model, prompt_ids, prompt_mask, max_rows, max_new_tokens):
@@ -165,8 +163,7 @@ def feed_forward(mlp):
 def linear(*layers):
     """Linear layers that read the same input as one function, their outputs side by side.
 
-    Joined only where weights are copied anyway: under autocast they are converted, once; on a CPU
-    they are packed for oneDNN if they are large, and cheap to copy if they are small.
+    Joined where weights are copied anyway: converted under autocast, packed for oneDNN on a CPU.
     """
     device = layers[0].weight.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -191,8 +188,11 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
                 with_entropy=False):
     """The `token_logps` of train_grpo.py, for sequences with padding at their ends only."""
     P = input_ids.shape[1] - num_completion_tokens
-    wanted = attention_mask[:, P:].bool()                                               # (N, R)
-    tokens, positions, node, groups = prefix_tree(input_ids, attention_mask, P)
+    wanted, device = attention_mask[:, P:].bool(), input_ids.device                     # (N, R)
+    # On the CPU, because a GPU would have to stop for each number that the tree depends on.
+    *tree, groups = prefix_tree(input_ids.cpu(), attention_mask.cpu(), P)
+    tokens, positions, node = (x.to(device) for x in tree)
+    groups = [(C, *(x.to(device) for x in tensors)) for C, *tensors in groups]
     hidden = hidden_states(model.model, tokens, positions, groups)                      # (n, D)
     predicts = torch.zeros_like(tokens, dtype=torch.bool).index_fill_(0, node[wanted], True)
     logits = model.lm_head(hidden[predicts])                                            # (m, V)
@@ -216,8 +216,8 @@ def prefix_tree(input_ids, attention_mask, P):
     each, is (C, real, nodes, bias): real, which places of the flattened (m, C) are not padding;
     nodes (m, S), the node at each position; bias (m, 1, C, S), -inf after a query's own position.
     """
-    T, device = input_ids.shape[1], input_ids.device
-    column, lengths = torch.arange(T, device=device), attention_mask.sum(1, keepdim=True)
+    T = input_ids.shape[1]
+    column, lengths = torch.arange(T), attention_mask.sum(1, keepdim=True)
     unpadded = (column + attention_mask.argmax(1, keepdim=True)).clamp(max=T - 1)
     rows = torch.where(column < lengths, input_ids.gather(1, unpadded), -1)
     # Sorted, so that a row shares its longest known prefix with the row above it.
@@ -231,7 +231,7 @@ def prefix_tree(input_ids, attention_mask, P):
     node = torch.empty_like(rows)
     node[order] = (new[order].flatten().cumsum(0) - 1).view_as(rows)
     # A shared node belongs to the nearest row above that has it as its own.
-    owner = torch.where(new, torch.arange(len(rows), device=device)[:, None], 0).cummax(0).values
+    owner = torch.where(new, torch.arange(len(rows))[:, None], 0).cummax(0).values
     node = node.gather(0, owner)                                                        # (U, T)
     groups = []
     for members in (order[kind[order] == k] for k in kind.unique() if k >= 0):
