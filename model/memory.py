@@ -59,18 +59,16 @@ def layer_bytes(config, gpu):
 
 def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, completion_length,
                micro_batch_size, reference, gradient_checkpointing, gpu):
-    """Bytes by purpose, and the "peak": what is there all the time, plus the dearer of sampling
-    and learning.
+    """Bytes by purpose, and the "peak": what always is there, plus the dearer of sample and learn.
 
     n: num_parameters(config); gpu: bfloat16 products of float32 weights, else float32 on the CPU.
     """
     N, T = num_prompts * num_generations, prompt_length + completion_length
-    rows = min(micro_batch_size, N)
     D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
-    product = 2 if gpu else 4
+    rows, product = min(micro_batch_size, N), 2 if gpu else 4
     per_token, per_position = layer_bytes(config, gpu)
-    # Each prompt is read once for its completions.
-    tokens = rows * completion_length + -(-rows // num_generations) * prompt_length
+    prompts = -(-rows // num_generations)           # each is read once for its completions
+    tokens = rows * completion_length + prompts * prompt_length
     bias = rows * completion_length * T * (2 if gpu else 0)     # autocast's copy in each layer
     one_layer = tokens * per_token + rows * T * per_position + bias
     parts = {
@@ -91,15 +89,14 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
     parted = (1 - 1 / num_generations) * prompt_length / T
     sampling = parts["gradients"] + copies + (1 + parted) * parts["cache"] + 4 * N * V * 4
     # In turn: all copies of the logits; two of them and the head's gradient; a layer recomputed.
-    dearest = max(parts["logits"], parts["logits"] / 2 + 4 * V * D,
-                  one_layer * gradient_checkpointing)
+    recomputed = one_layer * gradient_checkpointing
+    dearest = max(parts["logits"], parts["logits"] / 2 + 4 * V * D, recomputed)
     micro_batch = parts["activations"] + dearest + parts["bfloat16 weights"]
     # At the end the embedding's gradient and, where it is the head too, the head's are added up.
     micro_batch = max(micro_batch, (1 + 2 * config.tie_word_embeddings) * 4 * V * D)
     # The first micro-batch of a step finds no gradients yet: they grow as its activations go.
-    learning = max(micro_batch, parts["gradients"])
-    if rows < N:
-        learning = micro_batch + parts["gradients"]
+    later = micro_batch + parts["gradients"] if rows < N else 0
+    learning = max(micro_batch, parts["gradients"], later)
     return parts | {"peak": int(always + max(sampling, learning))}
 
 

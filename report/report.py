@@ -28,7 +28,7 @@ from .text import duration, fold, number, short
 # The three most common ways a run fails, each with its remedy.
 NO_SIGNAL = ("in most groups every completion got the same reward, so the advantages are 0 and "
              "nothing is learned: use prompts that the policy solves sometimes but not always, "
-             "or raise --num_generations or --temperature.")
+             "or raise --num_generations, --temperature or --oversample.")
 NO_END = ("more than half of the completions were cut off at the length limit: raise "
           "--max_gen_len, and check that the model was trained with this chat template and ends "
           "its answers with EOS.")
@@ -181,17 +181,20 @@ class Report:
             self.bar.update(step - self.bar.n)
         elif step in (self.start_step + 1, self.total_steps) or step % self.args.log_interval == 0:
             self._print(f"step {step:>3}/{self.total_steps}  {numbers}")
+        self._warn_of_accidents(metrics)
+        if rows and step in (self.start_step + 1, self.total_steps):
+            self.group(step, rows[:self.args.num_generations])
 
-        dead = metrics.get("frac_reward_zero_std", 0.0)
-        self.dead_groups.append(dead)
-        if dead == 1 or (len(self.dead_groups) == 10 and sum(self.dead_groups) / 10 > 0.8):
+    def _warn_of_accidents(self, metrics):
+        # A policy that has learned its task has many such groups; that is no accident yet.
+        self.dead_groups.append(metrics.get("frac_reward_zero_std", 0.0))
+        last = list(self.dead_groups)
+        if last[-3:] == [1] * 3 or len(last) == 10 and sum(last) / 10 > 0.9:
             self.warn(NO_SIGNAL)
         if metrics.get("completions/clipped_ratio", 0.0) > 0.5:
             self.warn(NO_END)
         if not is_finite(metrics.get("grad_norm", 0.0)):
             self.warn(NOT_FINITE)
-        if rows and step in (self.start_step + 1, self.total_steps):
-            self.group(step, rows[:self.args.num_generations])
 
     def group(self, step, rows):
         """Print one group: a prompt and its G completions with all their numbers.
