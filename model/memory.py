@@ -80,8 +80,7 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
         "sampler's weights": 4 * n * (not gpu),     # its copy; on a GPU the bfloat16 ones are that
         "cache": 2 * L * N * config.num_key_value_heads * config.head_dim * T * product,
         "activations": L * tokens * 4 * D if gradient_checkpointing else L * one_layer,
-        # Themselves, divided by the temperature, log-softmax, probabilities.
-        "logits": rows * completion_length * V * 4 * 4,
+        "logits": rows * completion_length * V * 4 * 4,     # scaled, log-softmax, probabilities too
     }
     always = parts["weights"] + parts["moments"] + parts["reference"]
     copies = parts["bfloat16 weights"] + parts["sampler's weights"]
