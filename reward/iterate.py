@@ -37,7 +37,7 @@ def train_policy(run, model, reward_model, flags):
     if (run / "final" / "config.json").is_file():
         return
     start = ["--model_path", model] if model else []
-    # Alone, the classifier needs more than the default range of its score.
+    # Without accuracy among the rewards, there is nothing that the classifier's score might outbid.
     bounds, resume = ["--reward_model_clip", 3], []
     if is_likelihood(reward_model):
         # Log-likelihoods are far below 0: any clip would make them all the same. And the
