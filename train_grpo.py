@@ -45,6 +45,7 @@ import functools
 import json
 import math
 import os
+import shlex
 import warnings
 from pathlib import Path
 
@@ -57,7 +58,7 @@ from dataset import PromptCollator, PromptDataset, batches_of_steps, read_heldou
 from model import Rollout, World, checkpoint, eos_token_ids, fast, sampler
 from report import Report, add_metrics, describe, drift, mean_metrics, rollout_metrics
 from report.command_line import HelpFormatter, number, user_errors
-from reward import accuracy_reward, combine_rewards, load_reward_funcs, process
+from reward import combine_rewards, load_reward_funcs, process
 
 HERE = Path(__file__).parent
 
@@ -310,9 +311,9 @@ def compute_logps(model, rollout, logps_of, args):
     return logps
 
 
-def compute_rewards(rollout, reward_funcs, args):
+def compute_rewards(rollout, reward_funcs, reward_weights):
     """Step 3: the weighted sum of the rewards, (N,), and each function's own, {name: (N,)}."""
-    return combine_rewards(rollout.prompts, rollout.replies, reward_funcs, args.reward_weights,
+    return combine_rewards(rollout.prompts, rollout.replies, reward_funcs, reward_weights,
                            completion_ids=rollout.token_ids(), **rollout.columns)
 
 
@@ -404,7 +405,7 @@ def main(argv=None):
     # The plain pair, or the same two functions faster. Your own sampler goes here.
     pair = (fast.sample, fast.token_logps) if args.fast else (sampler.sample, token_logps)
     sample, logps_of = pair
-    tokenizer, policy, reference, reward_funcs = load_models(args, device)
+    tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, device)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)
     steps_done, num_tokens = 0, 0
@@ -415,7 +416,7 @@ def main(argv=None):
     batches, last_step = batches_from(steps_done + 1, problems, collate, world, args)
     generator = torch.Generator(device)
     evaluate_at = functools.partial(
-        evaluate, policy, heldout, collate, world, sample, generator, args)
+        evaluate, policy, heldout, eval_funcs, collate, world, sample, generator, args)
     if args.eval_only:
         results = evaluate_at(steps_done)
         if world.rank == 0:
@@ -444,7 +445,7 @@ def main(argv=None):
             # 3. judge: rewards, then advantages within each group
             with report.timed("reward"):
                 rollout.rewards, rollout.rewards_per_func = compute_rewards(
-                    rollout, reward_funcs, args)
+                    rollout, reward_funcs, args.reward_weights)
             rollout.advantages = compute_advantages(rollout, tokenizer, world, args)
             records = world.gather(describe(rollout))
             metrics = rollout_metrics(records, G)
@@ -509,23 +510,31 @@ def seed_of(*numbers):
     return functools.reduce(lambda seed, number: (seed * 1_000_003 + number) % 2**62, numbers, 0)
 
 
-def evaluate(model, problems, collate, world, sample, generator, args, step):
-    """Held-out accuracy over all ranks: of k samples the mean, any of them (pass@k), and greedy."""
+def evaluate(model, problems, eval_funcs, collate, world, sample, generator, args, step):
+    """Held-out accuracy over all ranks: of k samples the mean, any of them (pass@k), and greedy.
+
+    A reply is right if its evaluation rewards add up to --eval_threshold or more. A problem that
+    they do not judge is left out.
+    """
     generator.manual_seed(seed_of(args.seed, 1, step, world.rank))
-    sums, k, mine = torch.zeros(5), args.num_generations_eval, problems[world.rank::world.size]
+    sums, k, mine = torch.zeros(6), args.num_generations_eval, problems[world.rank::world.size]
     for start in range(0, len(mine), args.eval_batch_size):
-        batch, right = collate(mine[start:start + args.eval_batch_size]), {}
-        for kind, n in (("greedy", 1), ("sampled", k)):
+        batch, rewards = collate(mine[start:start + args.eval_batch_size]), []
+        for n, greedy in ((1, True), (k, False)):
             rollout = generate(model, batch, collate.tokenizer, sample, generator, args,
-                               num_generations=n, greedy=kind == "greedy")
-            scores = accuracy_reward(rollout.prompts, rollout.replies, **rollout.columns)
-            right[kind] = torch.tensor(scores).view(-1, n)                              # (B, n)
-        sums += torch.tensor([len(batch["prompts"]), right["sampled"].mean(1).sum(),
-                              right["greedy"].sum(), right["sampled"].amax(1).sum(),
-                              rollout.lengths.sum() / k])
+                               num_generations=n, greedy=greedy)
+            totals, _ = compute_rewards(rollout, eval_funcs, [1.0] * len(eval_funcs))
+            rewards.append(totals.view(-1, n))                                  # (B, 1), (B, k)
+        judged = ~torch.cat(rewards, 1).isnan().any(1)                                  # (B,)
+        right_greedy, right = ((total >= args.eval_threshold).float() for total in rewards)
+        lengths = rollout.lengths.cpu().float().view(-1, k)
+        sums += torch.stack([
+            judged.float(), right.mean(1), right_greedy[:, 0], rewards[1].mean(1), lengths.mean(1),
+            right.amax(1)])[:, judged].sum(1)
     count, *sums = world.sum(sums).tolist()
-    names = ("accuracy", "greedy_accuracy", f"pass@{k}", "mean_length")
-    return {f"eval/{name}": value / count for name, value in zip(names, sums)}
+    names = ["accuracy", "greedy_accuracy", "reward", "mean_length", f"pass@{k}"]
+    return {f"eval/{name}": value / count if count else math.nan
+            for name, value in zip(names[:4 + (k > 1)], sums)}
 
 
 def load_models(args, device):
@@ -542,11 +551,12 @@ def load_models(args, device):
                          "--tokenizer_path")
     reference = copy.deepcopy(policy) if args.beta > 0 else None
     reward_funcs = load_reward_funcs(
-        args.reward_funcs, reward_model_path=args.reward_model_path,
+        args.reward_funcs + args.eval_reward_funcs, reward_model_path=args.reward_model_path,
         device=args.reward_model_device or device, max_completion_length=args.max_gen_len,
         timeout=args.reward_timeout, reasoning=args.reasoning, clip=args.reward_model_clip,
         scale=args.reward_model_scale, answer_share=args.reward_model_answer_share)
-    return tokenizer, policy, reference, reward_funcs
+    count = len(args.reward_funcs)
+    return tokenizer, policy, reference, reward_funcs[:count], reward_funcs[count:]
 
 
 def read_prompts(args, tokenizer):
@@ -554,7 +564,8 @@ def read_prompts(args, tokenizer):
     collate = PromptCollator(tokenizer, args.max_seq_len, args.system_prompt)
     problems, heldout = PromptDataset(args.data_path), []
     if args.eval_interval or args.eval_only:
-        heldout = read_heldout(args.eval_data_path, args.eval_samples)
+        heldout = read_heldout(args.eval_data_path, args.eval_samples,
+                               with_answer=args.eval_reward_funcs == ["accuracy"])
     if args.overlong_prompts == "drop":
         problems = collate.without_overlong(problems, args.data_path)
         heldout = collate.without_overlong(heldout, args.eval_data_path)
@@ -581,9 +592,11 @@ POSITIVE, POSITIVE_OR_0 = number(float, 0, above=True), number(float, 0)
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(
-        formatter_class=HelpFormatter, usage="%(prog)s [flags]",
+        formatter_class=HelpFormatter, usage="%(prog)s [flags] [@file of flags]",
+        fromfile_prefix_chars="@",
         description="Group Relative Policy Optimization. Without flags a small model learns "
                     "arithmetic, in minutes, on a laptop.")
+    parser.convert_arg_line_to_args = functools.partial(shlex.split, comments=True)
     for add_flags in (add_ask_flags, add_judge_flags, add_learn_flags, add_report_flags):
         add_flags(parser)
     args = parser.parse_args(argv)
@@ -694,6 +707,10 @@ def add_report_flags(parser):
     flag("--eval_interval", type=COUNT_OR_0, help="steps between evaluations; also before and "
          "after training; 0: none (default: 30; 0 if only data_path is your own)")
     flag("--eval_samples", type=COUNT, default=1000, help="held-out problems per evaluation")
+    flag("--eval_reward_funcs", nargs="+", metavar="NAME", default=["accuracy"], help="what tells "
+         "whether a held-out reply is right, by the names of --reward_funcs (default: accuracy)")
+    flag("--eval_threshold", type=float, default=1.0, help="right is a reply whose evaluation "
+         "rewards add up to this, or more")
     flag("--eval_batch_size", type=COUNT, default=256, help="problems answered at once")
     flag("--num_generations_eval", type=COUNT, default=2, help="k, samples per problem")
     flag("--eval_only", action="store_true", help="evaluate the weights and stop")

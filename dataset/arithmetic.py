@@ -23,6 +23,8 @@ from pathlib import Path
 
 # The shares of the styles in the fine-tuning texts, and of replies with broken tags.
 STYLES = {"steps": 0.27, "operations": 0.23, "guess": 0.25, "empty": 0.25}
+# For experiments with length: half of the worked replies write every line twice, to no avail.
+REDUNDANT_STYLES = {"steps": 0.3, "twice": 0.3, "operations": 0.4}
 MALFORMED = 0.12
 
 
@@ -128,7 +130,10 @@ def work(operations, line=direct, evaluate=evaluate):
 
 def think(style, expression, operations, evaluate=evaluate):
     """(the thought in this style, the answer it arrives at)."""
-    lines, results = work(operations, chain if style == "steps" else direct, evaluate)
+    worked = style in ("steps", "twice")
+    lines, results = work(operations, chain if worked else direct, evaluate)
+    if style == "twice":
+        lines = [copy for line in lines for copy in (line, line)]
     if style == "guess":
         lines = [f"I guess {results[-1]}."]
     return "" if style == "empty" else "\n".join(lines), results[-1]
@@ -232,14 +237,14 @@ def pretraining_chats(rng, count):
             yield chat(expression, dress(*think("steps", expression, operations)))
 
 
-def finetuning_chats(rng, count, *, tags):
+def finetuning_chats(rng, count, *, tags, styles=STYLES, malformed_share=MALFORMED):
     """Replies in all styles; with `tags` in the reasoning format, some of them malformed."""
     source = problems(rng, heldout=False)
     for _ in range(count):
         expression, operations, *_ = next(source)
-        style = rng.choices(list(STYLES), STYLES.values())[0]
+        style = rng.choices(list(styles), styles.values())[0]
         reply = (with_tags if tags else plain)(*think(style, expression, operations))
-        malformed = tags and rng.random() < MALFORMED
+        malformed = tags and rng.random() < malformed_share
         yield chat(expression, malform(reply, rng) if malformed else reply)
 
 
@@ -292,3 +297,5 @@ if __name__ == "__main__":
         write(args.sft / "reason.jsonl", finetuning_chats(rng(4), 60_000, tags=True))
         write(args.sft / "flaws_train.jsonl", flaw_pairs(rng(5), 10_000, heldout=False))
         write(args.sft / "flaws_heldout.jsonl", flaw_pairs(rng(6), 1_000, heldout=True))
+        write(args.sft / "redundant.jsonl", finetuning_chats(
+            rng(7), 20_000, tags=True, styles=REDUNDANT_STYLES, malformed_share=0.0))

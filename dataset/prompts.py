@@ -19,6 +19,10 @@ R1_SYSTEM_PROMPT = (
     "\n<think>\nyour reasoning\n</think>\n<answer>\nthe final answer\n</answer>")
 
 
+def countdown_prompt(nums, target):
+    return f"Use {', '.join(map(str, nums))} to make {target}."
+
+
 class PromptDataset(Dataset):
     """The prompts of a jsonl file. Its lines may have any of these forms:
 
@@ -26,6 +30,7 @@ class PromptDataset(Dataset):
         {"prompt": "..." or a list of turns, "answer": "42"}
         {"question": "...", "answer": "... #### 42"}            GSM8K
         {"problem": "...", "solution": "... \\boxed{42}"}       MATH, with or without an answer
+        {"nums": [9, 8, 6], "target": 57}                     Countdown; the prompt is made of them
 
     A last turn by the assistant is dropped. The answer is optional: without one, only the rewards
     that don't need it apply. An item is {"messages": [...], **the line's other fields}. ValueError
@@ -59,6 +64,8 @@ def read_row(line, where):
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); "
                          "write one object per line") from None
+    if isinstance(row, dict) and isinstance(row.get("nums"), list) and "target" in row:
+        row = {"prompt": countdown_prompt(row["nums"], row["target"])} | row
     fields = [name for name in PROMPT_FIELDS if isinstance(row, dict) and name in row]
     if not fields:
         raise ValueError(f"{where}: no prompt found; put it in one of the fields "
@@ -177,12 +184,14 @@ def steps_per_epoch(num_rows, prompts_per_rank, world_size=1):
     return full + (rest >= world_size)
 
 
-def read_heldout(path, most):
-    """The first problems of a file that have an answer, at most `most` of them."""
-    problems = [row for row in PromptDataset(path) if row.get("answer") is not None][:most]
+def read_heldout(path, most, *, with_answer=True):
+    """The first problems of a file, or the first that have an answer, at most `most` of them."""
+    problems = [row for row in PromptDataset(path)
+                if not with_answer or row.get("answer") is not None][:most]
     if not problems:
         raise ValueError(f"--eval_data_path {path}: no line has an answer to compare with; add the "
-                         "field answer, or train with --eval_interval 0")
+                         "field answer, name your own reward with --eval_reward_funcs, or train "
+                         "with --eval_interval 0")
     return problems
 
 

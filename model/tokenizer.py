@@ -1,6 +1,7 @@
 """A byte-level BPE tokenizer for arithmetic: each digit is a token, and so is each tag.
 
-Being byte-level, it encodes any text and decodes it back unchanged.
+With `--merge_digits` a number that is frequent in the texts is one token instead. Being byte-level,
+it encodes any text and decodes it back unchanged.
 """
 import argparse
 import json
@@ -23,13 +24,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts, vocab_size=512):
+def train_tokenizer(texts, vocab_size=512, *, merge_digits=False):
     """Train BPE over bytes: at most vocab_size tokens, fewer if no pair is left to merge."""
     tokenizer = Tokenizer(models.BPE())
-    # Letters merge into words. Digits, signs and line breaks never merge, so that the model reads
-    # arithmetic one symbol at a time.
+    # Letters merge into words. Signs, line breaks and, unless asked for, digits never merge, so
+    # that the model reads arithmetic one symbol at a time.
+    piece = r" ?\p{L}+| |\n|[^\s\p{L}]"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r" ?\p{L}+| |\n|[^\s\p{L}]"), behavior="isolated"),
+        pre_tokenizers.Split(Regex(r"\d+|" * merge_digits + piece), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,6 +53,8 @@ if __name__ == "__main__":
                         help="the folder to save the tokenizer in")
     parser.add_argument("--vocab_size", type=int, default=512,
                         help="the number of tokens at most; fewer if no pair is left to merge")
+    parser.add_argument("--merge_digits", action="store_true",
+                        help="let frequent numbers become one token each")
     args = parser.parse_args()
     texts = []
     for path in args.data:
@@ -60,6 +64,6 @@ if __name__ == "__main__":
                     texts += [message["role"], message["content"]]
     # The tags are tokens already: spend no merges on their letters.
     texts = [re.sub("|".join(TAGS), "", text) for text in texts]
-    tokenizer = train_tokenizer(texts, args.vocab_size)
+    tokenizer = train_tokenizer(texts, args.vocab_size, merge_digits=args.merge_digits)
     tokenizer.save_pretrained(args.save)
     print(f"{len(tokenizer)} tokens, saved in {args.save}")

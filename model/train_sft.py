@@ -17,17 +17,42 @@ The loss is the cross-entropy over the tokens of the assistant's turns, <|im_end
 that never learns to end its turn never stops.
 """
 import argparse
+import copy
 import json
 import math
 import random
+import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoTokenizer
 
 from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, save_pretrained
+from .checkpoint import load_tokenizer
+
+
+def read_chats(path):
+    """The chats of a jsonl file, {"conversations": [{"role", "content"}, ...]} a line.
+
+    ValueError names the line at fault.
+    """
+    chats = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                chat = json.loads(line)["conversations"]
+                if not any(turn["role"] == "assistant" and turn["content"] for turn in chat):
+                    raise ValueError
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f'{path}, line {number}: no chat with a turn by the assistant; write '
+                    '{"conversations": [{"role": "user", "content": "..."}, {"role": "assistant", '
+                    '"content": "..."}]}') from None
+            chats.append(chat)
+    if not chats:
+        raise ValueError(f"{path}: the file is empty; write one chat a line")
+    return chats
 
 
 def encode(chats, tokenizer):
@@ -48,15 +73,15 @@ def encode(chats, tokenizer):
 
 
 def batches(examples, batch_size, rng):
-    """Yield batches without end, each epoch in a new order.
+    """Yield batches without end, each epoch in a new order; every example once an epoch.
 
-    A batch holds examples of similar length, so that little of it is padding: it is cut from 32
-    batches' worth of random examples, sorted by length.
+    A batch holds examples of similar length, so that little of it is padding: it is cut from up to
+    32 batches' worth of random examples, sorted by length. The last one of these may be smaller.
     """
     while True:
         order = list(range(len(examples)))
         rng.shuffle(order)
-        for start in range(0, len(order) - 32 * batch_size + 1, 32 * batch_size):
+        for start in range(0, len(order), 32 * batch_size):
             chunk = sorted(order[start:start + 32 * batch_size], key=lambda i: len(examples[i][0]))
             groups = [chunk[i:i + batch_size] for i in range(0, len(chunk), batch_size)]
             rng.shuffle(groups)
@@ -64,12 +89,12 @@ def batches(examples, batch_size, rng):
                 yield [examples[i] for i in group]
 
 
-def loss_of(model, batch, tokens_per_batch, device):
-    """Cross-entropy summed over the labelled tokens, divided by tokens_per_batch.
+def loss_of(model, batch, num_tokens, device):
+    """Cross-entropy summed over the labelled tokens, divided by num_tokens.
 
-    tokens_per_batch is the average over batches, not this batch's count. Dividing by the batch's
-    own count would give tokens in batches of short replies more weight, and the model would write
-    short replies more often than its training data does.
+    In training, num_tokens is the average over batches, not this batch's count. Dividing by the
+    batch's own count would give tokens in batches of short replies more weight, and the model would
+    write short replies more often than its training data does.
     """
     length = max(len(ids) for ids, _ in batch)
     ids = [ids + [0] * (length - len(ids)) for ids, _ in batch]
@@ -79,22 +104,35 @@ def loss_of(model, batch, tokens_per_batch, device):
     logits = model(ids)[:, :-1].float()                                             # (N, T-1, V)
     total = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100,
                             reduction="sum")
-    return total / tokens_per_batch
+    return total / num_tokens
 
 
-def optimize(model, next_loss, *, steps, learning_rate, warmup_steps):
+@torch.no_grad()
+def heldout_loss(model, examples, batch_size, device):
+    """The cross-entropy per labelled token."""
+    parts = [examples[i:i + batch_size] for i in range(0, len(examples), batch_size)]
+    return sum(loss_of(model, part, num_labels(examples), device).item() for part in parts)
+
+
+def num_labels(examples):
+    return sum(label != -100 for _, labels in examples for label in labels)
+
+
+def optimize(model, next_loss, *, steps, learning_rate, warmup_steps, progress=None):
     """Take `steps` AdamW steps, each on the loss that next_loss() returns.
 
     The learning rate rises linearly over warmup_steps, and follows a cosine down to 1% of its peak.
+    Every 100 steps and after the last one it prints the average loss since it last did, and what
+    progress(step) returns.
     """
     def factor(step):
-        warmup = min(1, (step + 1) / warmup_steps)
+        warmup = min(1, (step + 1) / warmup_steps) if warmup_steps else 1
         return warmup * (0.01 + 0.99 * (1 + math.cos(math.pi * step / steps)) / 2)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95),
                                   weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    start = time.time()
+    start, losses = time.time(), []
     for step in range(1, steps + 1):
         loss = next_loss()
         optimizer.zero_grad()
@@ -102,9 +140,12 @@ def optimize(model, next_loss, *, steps, learning_rate, warmup_steps):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 100 == 0:
-            seconds = time.time() - start
-            print(f"step {step}/{steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
+        losses.append(loss.item())
+        if step % 100 == 0 or step == steps:
+            mean, losses = sum(losses) / len(losses), []
+            text = progress(step) if progress else ""
+            print(f"step {step}/{steps}  loss {mean:.4f}{text}  {time.time() - start:.0f} s",
+                  flush=True)
 
 
 def parse_args():
@@ -123,8 +164,28 @@ def parse_args():
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--warmup_steps", type=int, default=100)
+    parser.add_argument("--heldout", type=int, default=200,
+                        help="chats at the end of the file, at most a tenth of it, that are not "
+                             "trained on; their loss is printed (default: %(default)s)")
+    parser.add_argument("--save_interval", type=int, default=500,
+                        help="steps between saves (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not (args.init or args.tokenizer):
+        parser.error("a new model needs a --tokenizer; python -m model.tokenizer makes one. Or "
+                     "start from weights: --init")
+    return args
+
+
+def new_model(args, tokenizer):
+    return MiniMindForCausalLM(MiniMindConfig(
+        vocab_size=len(tokenizer), hidden_size=args.hidden_size,
+        num_hidden_layers=args.num_hidden_layers,
+        intermediate_size=32 * math.ceil(args.hidden_size * 8 / 3 / 32),
+        num_attention_heads=args.hidden_size // 32,
+        num_key_value_heads=args.hidden_size // 64,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id))
 
 
 def main():
@@ -132,34 +193,42 @@ def main():
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with open(args.data, encoding="utf-8") as file:
-        chats = [json.loads(line)["conversations"] for line in file]
-    tokenizer = AutoTokenizer.from_pretrained(args.init or args.tokenizer)
+    chats = read_chats(args.data)
     if args.init:
         model = load_pretrained(args.init, dtype=torch.float32, device=device)
+        tokenizer = load_tokenizer(args.init, model.config.vocab_size)
     else:
-        model = MiniMindForCausalLM(MiniMindConfig(
-            vocab_size=len(tokenizer), hidden_size=args.hidden_size,
-            num_hidden_layers=args.num_hidden_layers,
-            intermediate_size=32 * math.ceil(args.hidden_size * 8 / 3 / 32),
-            num_attention_heads=args.hidden_size // 32,
-            num_key_value_heads=args.hidden_size // 64,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id)).to(device)
+        tokenizer = load_tokenizer(args.tokenizer, math.inf)
+        model = new_model(args, tokenizer).to(device)
     examples = encode(chats, tokenizer)
+    count = min(args.heldout, len(examples) // 10)
+    examples, heldout = examples[:len(examples) - count], examples[len(examples) - count:]
     mean_length = sum(len(ids) for ids, _ in examples) / len(examples)
     size = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{len(examples)} chats, {mean_length:.0f} tokens each on average; "
-          f"{size / 1e6:.2f} M parameters")
+    print(f"{len(examples)} chats, {mean_length:.0f} tokens each on average, and {count} held out; "
+          f"{size / 1e6:.2f} M parameters", flush=True)
+
+    def progress(step):
+        if step % args.save_interval == 0:
+            save()
+        if not heldout:
+            return ""
+        return f"  held-out {heldout_loss(model, heldout, args.batch_size, device):.4f}"
+
+    def save():
+        save_pretrained(copy.deepcopy(model).to(torch.bfloat16), tokenizer, args.save)
 
     source = batches(examples, args.batch_size, rng)
-    num_labels = sum(label != -100 for _, labels in examples for label in labels)
-    tokens_per_batch = args.batch_size * num_labels / len(examples)
+    tokens_per_batch = args.batch_size * num_labels(examples) / len(examples)
     optimize(model, lambda: loss_of(model, next(source), tokens_per_batch, device),
-             steps=args.steps, learning_rate=args.learning_rate, warmup_steps=args.warmup_steps)
-    save_pretrained(model.to(torch.bfloat16), tokenizer, args.save)
+             steps=args.steps, learning_rate=args.learning_rate, warmup_steps=args.warmup_steps,
+             progress=progress)
+    save()
     print(f"saved {args.save}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"train_sft.py: error: {error}")

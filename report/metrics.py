@@ -74,18 +74,17 @@ def mean_metrics(updates):
 
 
 def describe(rollout):
-    """A row of completions.jsonl for each of the N completions.
+    """A row of completions.jsonl for each of the N completions, with the columns of its data.
 
     "reward" is the total and "rewards" each function's own; "advantage" is the first token's.
+    A column by the name of one of these fields gives way to it.
     """
     N = len(rollout.completions)
-    answers = rollout.columns.get("answer") or [None] * N
     lengths, ended = rollout.mask.sum(1).tolist(), rollout.ended.tolist()
     advantages = rollout.advantages.reshape(N, -1)[:, 0].tolist()       # from (N,) or (N, R)
     return [{
+        **{name: values[i] for name, values in rollout.columns.items()},
         "prompt": rollout.prompts[i],
-        "messages": rollout.columns["messages"][i],
-        "answer": answers[i],
         "completion": rollout.completions[i],
         "length": lengths[i],
         "ended": ended[i],

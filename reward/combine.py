@@ -1,18 +1,22 @@
 """From names to reward functions, and from several rewards to one number per completion."""
 import functools
-import importlib
+import importlib.util
+import inspect
+import os
+import sys
 import threading
 import traceback
 import warnings
 
 import torch
 
+from .countdown import countdown_reward
 from .penalties import repetition_reward, soft_overlong_reward
 from .reward_model import load_reward_model, reward_model_reward
 from .rules import accuracy_reward, format_reward, tag_reward
 
 RULES = {"format": format_reward, "tag": tag_reward, "accuracy": accuracy_reward,
-         "repetition": repetition_reward}
+         "repetition": repetition_reward, "countdown": countdown_reward}
 
 
 def load_reward_funcs(names, *, reward_model_path=None, device="cpu", max_completion_length=None,
@@ -21,28 +25,44 @@ def load_reward_funcs(names, *, reward_model_path=None, device="cpu", max_comple
 
     "overlong" penalises completions that come close to max_completion_length. A function that
     takes longer than `timeout` seconds counts as failed (0: no limit). The other options are those
-    of reward_model_reward: reasoning, clip, scale, answer_share. ValueError for an unknown name.
+    of reward_model_reward: reasoning, clip, scale, answer_share. ValueError for an unknown name. A
+    function that fails in its first call raises Broken, a ValueError, from there.
     """
-    funcs = []
-    for name in names:
+    funcs = {}
+    for name in dict.fromkeys(names):       # a reward model is loaded once
         if name == "rm":
             model = load_reward_model(reward_model_path, device=device)
-            funcs.append(reward_model_reward(model, **reward_model_options))
+            funcs[name] = reward_model_reward(model, **reward_model_options)
         elif name == "overlong":
-            funcs.append(soft_overlong_reward(max_completion_length))
+            funcs[name] = soft_overlong_reward(max_completion_length)
         elif ":" in name:
-            module, _, function = name.partition(":")
-            try:
-                funcs.append(getattr(importlib.import_module(module), function))
-            except (ImportError, AttributeError) as error:
-                raise ValueError(f"--reward_funcs {name}: {error}; write module:function, with a "
-                                 "module that Python can import from this folder") from None
+            funcs[name] = import_function(name)
         elif name in RULES:
-            funcs.append(RULES[name])
+            funcs[name] = RULES[name]
         else:
             raise ValueError(f"--reward_funcs {name}: no such reward; choose from "
                              f"{', '.join(RULES)}, rm, overlong, or give module:function")
-    return [within(timeout, function) for function in funcs] if timeout else funcs
+    if timeout:
+        funcs = {name: within(timeout, function) for name, function in funcs.items()}
+    return [proven(funcs[name]) for name in names]
+
+
+def import_function(name):
+    """`module:function`, from the packages, the folder of the script or the current folder."""
+    module, _, function = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), function)
+    except Exception as error:
+        if isinstance(error, SyntaxError):
+            where = f"{error.filename}, line {error.lineno}: {error.msg}"
+        elif isinstance(error, (ImportError, AttributeError)):
+            where = str(error)
+        else:
+            where = failure(error, importlib.util.find_spec(module).origin)
+        raise ValueError(f"--reward_funcs {name}: {where}; write module:function, with a module "
+                         "that Python can import from this folder") from None
 
 
 def within(seconds, function):
@@ -72,6 +92,59 @@ def within(seconds, function):
     return limited
 
 
+class Broken(ValueError):
+    """A reward function failed in its first call, so it will fail in the others too."""
+
+
+def proven(function):
+    """The function; if its first call fails, it raises Broken, which combine_rewards lets through.
+
+    Later failures are warnings: a service may be down for a while, and the run goes on.
+    """
+    worked = False
+
+    @functools.wraps(function)
+    def wrapper(completions, **arguments):
+        nonlocal worked
+        try:
+            values = as_floats(function(completions=completions, **arguments), len(completions))
+        except Exception as error:
+            if worked:
+                raise
+            raise Broken(f"reward function {name_of(function)} failed in its first call: "
+                         f"{failure(error, source_of(function))}; mend it, or leave it out of "
+                         "--reward_funcs") from error
+        worked = True
+        return values
+
+    return wrapper
+
+
+def as_floats(values, count):
+    """A function's rewards as a list of floats, NaN for None. ValueError if it is not `count`."""
+    values = [float("nan") if value is None else float(value) for value in values]
+    if len(values) != count:
+        raise ValueError(f"it returned {len(values)} rewards for {count} completions")
+    return values
+
+
+def failure(error, file):
+    """What went wrong, and the last line of the user's own `file` on the way there."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
+             if frame.filename == file]
+    place = f" ({file}, line {lines[-1]})" if lines else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def source_of(function):
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code and code.co_filename
+
+
+def name_of(function):
+    return getattr(function, "__name__", type(function).__name__)
+
+
 def combine_rewards(prompts, completions, reward_funcs, reward_weights, **columns):
     """The weighted sum of all rewards, (N,), and each function's values, {name: (N,)}, in float32.
 
@@ -81,23 +154,19 @@ def combine_rewards(prompts, completions, reward_funcs, reward_weights, **column
     """
     per_function = {}
     for function in reward_funcs:
-        name = getattr(function, "__name__", type(function).__name__)
+        name = name_of(function)
         if name in per_function:
             name = f"{name}_{len(per_function)}"
         try:
-            values = function(prompts=prompts, completions=completions, **columns)
-            values = [float("nan") if value is None else float(value) for value in values]
-            values = torch.tensor(values)                                       # (N,)
-            if len(values) != len(completions):
-                raise ValueError(f"it returned {len(values)} rewards for {len(completions)} "
-                                 "completions")
+            values = as_floats(function(prompts=prompts, completions=completions, **columns),
+                               len(completions))
+        except Broken:
+            raise
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
             warnings.warn(f"reward function {name} failed and judged nothing in this step: "
-                          f"{type(error).__name__}: {error} ({place.filename}, line "
-                          f"{place.lineno})", stacklevel=2)
-            values = torch.full((len(completions),), float("nan"))
-        per_function[name] = values
+                          f"{failure(error, source_of(function))}", stacklevel=2)
+            values = [float("nan")] * len(completions)
+        per_function[name] = torch.tensor(values)                               # (N,)
     values = torch.stack(list(per_function.values()))                           # (functions, N)
     rewards = (values * torch.tensor(reward_weights)[:, None]).nansum(0)        # (N,)
     rewards[values.isnan().all(0)] = float("nan")

@@ -123,14 +123,13 @@ class Ours:
         self.world, self.generator = train_grpo.World("cpu"), torch.Generator()
         self.sample, self.token_logps = (
             (sampler.sample, train_grpo.token_logps) if plain else (fast.sample, fast.token_logps))
-        self.tokenizer, self.policy, self.reference, _ = train_grpo.load_models(
+        self.tokenizer, self.policy, self.reference, *_ = train_grpo.load_models(
             self.args, self.world.device)
         if case.config:
             self.tokenizer = copy.deepcopy(self.tokenizer)
             self.policy.config.eos_token_id = NO_EOS
             self.tokenizer.eos_token = None
         self.rewards = rewards_of(case)
-        self.args.reward_weights = [1.0] * len(self.rewards)
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LEARNING_RATE,
                                            betas=(0.9, 0.99), weight_decay=0.0, fused=True)
 
@@ -144,7 +143,8 @@ class Ours:
         if self.reference is not None:
             rollout.ref_logps = train_grpo.compute_logps(
                 self.reference, rollout, self.token_logps, self.args)
-        rollout.rewards, _ = train_grpo.compute_rewards(rollout, self.rewards, self.args)
+        rollout.rewards, _ = train_grpo.compute_rewards(
+            rollout, self.rewards, [1.0] * len(self.rewards))
         rollout.advantages = train_grpo.compute_advantages(
             rollout, self.tokenizer, self.world, self.args)
         train_grpo.update_policy(

@@ -232,7 +232,7 @@ def test_where_the_template_opens_the_thinking_rewards_see_the_whole_reply(openi
     rollout = rollout_of(texts, batch, opening)
     total, per_function = compute_rewards(
         rollout, [format_reward, tag_reward, accuracy_reward, spy],
-        argparse.Namespace(reward_weights=[1.0, 2.0, 1.0, 1.0]))
+        [1.0, 2.0, 1.0, 1.0])
     assert rollout.completions == texts and seen == ["<think>\n" + text for text in texts]
     rewards = [values.tolist() for values in per_function.values()]
     assert rewards[:3] == [[0.5, 0.0], [1.0, 0.25], [1.0, 0.0]] and total.tolist() == [3.5, 0.5]

@@ -1,0 +1,212 @@
+"""Countdown: make a target from numbers, each used exactly once. Here trying more always pays.
+
+`python -m dataset.countdown` writes the two files that we ship, in the form of the public data set:
+
+    {"nums": [9, 8, 6], "target": 57}
+
+With `--sft FOLDER` it also writes the texts that the shipped weights were trained on. The same
+seed gives the same files.
+
+A thought is a list of tries, one a line: an expression worked from left to right, its result, the
+target, and the verdict. The comparison is the hard part for a small model, so both numbers stand
+side by side.
+
+    <think>
+    9+8=17+6=23 57 no
+    9*6=54+8=62 57 no
+    8*6=48+9=57 57 yes
+    </think>
+    <answer>
+    8*6+9
+    </answer>
+
+The texts try the expressions in one fixed order, from a random start and round in a circle, so no
+try is wasted on a repeat. `--order random` draws each try anew.
+"""
+import argparse
+import functools
+import itertools
+import random
+import zlib
+from pathlib import Path
+
+from .arithmetic import evaluate, with_tags, write
+from .prompts import countdown_prompt
+
+LARGEST = 100           # no result, intermediate ones too, is larger, or below 0
+GAVE_UP = "none"        # the answer of a reply that stopped without a hit
+# How many numbers, and the operators.
+KINDS = {"easy": (3, "+-*"), "hard": (4, "+-*/")}
+
+
+# --- problems -------------------------------------------------------------------------------------
+
+def results(numbers, operators):
+    """The results from left to right: (8, 6, 9), ("*", "+") -> [8, 48, 57]; None if one is not a
+    whole number from 0 to LARGEST."""
+    values = [numbers[0]]
+    for operator, number in zip(operators, numbers[1:]):
+        if operator == "/" and (number == 0 or values[-1] % number):
+            return None
+        values.append(values[-1] // number if operator == "/"
+                      else evaluate(values[-1], operator, number))
+        if not 0 <= values[-1] <= LARGEST:
+            return None
+    return values
+
+
+@functools.cache
+def tries(nums, operators="+-*"):
+    """All expressions in these numbers, [(numbers, operators)], in the order in which they are
+    tried: by operators, then larger numbers first. Of 9+8+6 and 8+9+6 only the first one counts."""
+    found = {}
+    # Any numbers without a special relation tell which expressions are the same.
+    stand_ins = dict(enumerate((2**0.5, 3**0.5, 5**0.5, 7**0.5, 11**0.5)))
+    for chosen in itertools.product(operators, repeat=len(nums) - 1):
+        for places in itertools.permutations(range(len(nums))):
+            value = stand_ins[places[0]]
+            for operator, place in zip(chosen, places[1:]):
+                value = (value / stand_ins[place] if operator == "/"
+                         else evaluate(value, operator, stand_ins[place]))
+            numbers = tuple(nums[place] for place in places)
+            if results(numbers, chosen):
+                found.setdefault(round(value, 9), (numbers, chosen))
+    # Equal numbers make equal expressions at different places.
+    return list(dict.fromkeys(found.values()))
+
+
+def is_heldout(nums, target):
+    """Whether to keep a problem for evaluation: one in six, by its numbers and target alone."""
+    return zlib.crc32(repr((sorted(nums), target)).encode()) % 6 == 0
+
+
+@functools.cache
+def problems(count, operators, *, heldout, highest=10):
+    """All (nums, target) with so many numbers from 1 to `highest`, from one side of the split."""
+    return [(nums, target)
+            for nums in itertools.combinations_with_replacement(range(highest, 0, -1), count)
+            for target in sorted({results(*one)[-1] for one in tries(nums, operators)})
+            if is_heldout(nums, target) == heldout]
+
+
+# --- ways to answer -------------------------------------------------------------------------------
+
+def line(numbers, operators, target):
+    """One try and its verdict: `8*6=48+9=57 57 yes`."""
+    first, *rest = results(numbers, operators)
+    text = str(first)
+    for operator, number, result in zip(operators, numbers[1:], rest):
+        text += f"{operator}{number}={result}"
+    return f"{text} {target} {'yes' if result == target else 'no'}"
+
+
+def expression(numbers, operators):
+    """The same, left to right, as one writes it: `(7+4)*5`."""
+    text = str(numbers[0])
+    for i, (operator, number) in enumerate(zip(operators, numbers[1:])):
+        if operator in "*/" and i and operators[i - 1] in "+-":
+            text = f"({text})"
+        text += f"{operator}{number}"
+    return text
+
+
+def order_of_tries(nums, operators, target, rng, order, most):
+    """The tries of one reply, the last of them a hit, at most `most` of them."""
+    all_tries = tries(nums, operators)
+    hit = [results(*one)[-1] == target for one in all_tries]
+    while True:
+        if order == "random":
+            indices = [rng.randrange(len(hit)) for _ in range(most)]
+        else:
+            start = rng.randrange(len(hit))
+            indices = [(start + i) % len(hit) for i in range(most)]
+        for i, index in enumerate(indices):
+            if hit[index]:
+                return [all_tries[index] for index in indices[:i + 1]]
+
+
+def search(nums, operators, target, rng, *, order, most, give_up=0.0):
+    """A reply that tries until it hits, or gives up, with a probability, after each miss."""
+    lines, answer = [], GAVE_UP
+    for one in order_of_tries(nums, operators, target, rng, order, most):
+        lines.append(line(*one, target))
+        if results(*one)[-1] == target:
+            answer = expression(*one)
+        elif rng.random() < give_up:
+            break
+    return with_tags("\n".join(lines), answer)
+
+
+def drill(rng):
+    """Nothing but comparisons, half of them of equal numbers."""
+    lines = []
+    for _ in range(12):
+        a = rng.randint(0, LARGEST)
+        b = a if rng.random() < 0.5 else rng.randint(0, LARGEST)
+        lines.append(f"={a} {b} {'yes' if a == b else 'no'}")
+    return "\n".join(lines)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+def chat(prompt, reply):
+    return {"conversations": [{"role": "user", "content": prompt},
+                              {"role": "assistant", "content": reply}]}
+
+
+def searches(rng, *, order, most, **options):
+    """Endless replies to training problems, every fifth to a hard one."""
+    easy, hard = (problems(*kind, heldout=False) for kind in KINDS.values())
+    while True:
+        kind, source = ("hard", hard) if rng.random() < 0.2 else ("easy", easy)
+        nums, target = rng.choice(source)
+        yield chat(countdown_prompt(nums, target),
+                   search(nums, KINDS[kind][1], target, rng, order=order, most=most, **options))
+
+
+def pretraining_chats(rng, count, order):
+    """Comparisons; searches that hit within three tries; and long ones."""
+    short = searches(rng, order=order, most=3)
+    long = searches(rng, order=order, most=18)
+    for _ in range(count):
+        kind = rng.random()
+        yield (chat("Compare.", drill(rng)) if kind < 0.25 else next(short) if kind < 0.5
+               else next(long))
+
+
+def finetuning_chats(rng, count, order, give_up):
+    """Searches that give up early."""
+    return itertools.islice(searches(rng, order=order, most=18, give_up=give_up), count)
+
+
+def rows(problems):
+    return [{"nums": nums, "target": target} for nums, target in problems]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description="Write the problems of Countdown and, with --sft, the texts that the shipped "
+                    "weights were trained on.")
+    parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent,
+                        help="the folder for countdown_train.jsonl, countdown_heldout.jsonl and "
+                             "countdown_hard.jsonl")
+    parser.add_argument("--sft", type=Path, help="also write the training texts to this folder")
+    parser.add_argument("--order", choices=("methodical", "random"), default="methodical",
+                        help="of the tries in these texts (default: %(default)s)")
+    parser.add_argument("--give_up", type=float, default=0.4,
+                        help="probability of giving up after a miss (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    def rng(offset):
+        return random.Random(args.seed + offset)
+
+    easy, hard = KINDS["easy"], KINDS["hard"]
+    write(args.out_dir / "countdown_train.jsonl", rows(problems(*easy, heldout=False)))
+    write(args.out_dir / "countdown_heldout.jsonl", rows(problems(*easy, heldout=True)))
+    write(args.out_dir / "countdown_hard.jsonl",
+          rows(rng(0).sample(problems(*hard, heldout=True), 500)))
+    if args.sft:
+        write(args.sft / "pretrain.jsonl", pretraining_chats(rng(1), 100_000, args.order))
+        write(args.sft / "give_up.jsonl",
+              finetuning_chats(rng(2), 20_000, args.order, args.give_up))

@@ -1,0 +1,213 @@
+"""Experiments: many runs of train_grpo.py, summarised into one small file, and drawn from it.
+
+    python -m report.experiments countdown              run what is missing, then draw
+    python -m report.experiments loss_types --draw      only draw, from the results that we ship
+
+An arm of an experiment is the flags of a run. Every arm runs with every seed, two runs at a time
+with a thread each (--jobs), and each run becomes a line of report/results/<name>.jsonl:
+
+    {"row", "arm", "seed", "steps": [...], "series": {name: [...]}, "eval": {name: [...]}}
+
+A series is averaged over each of up to 20 parts of the run. Interrupted, the same command goes on
+with the runs that are missing; to run some again, delete their lines. The picture is
+images/<name>.png, and the table is printed: means over the seeds, and the 95% confidence interval
+of each (Student's t).
+"""
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from .behaviour import behaviour_of_run
+from .figures import draw_experiment, print_table
+from .jsonl import is_finite, read_jsonl
+
+ROOT = Path(__file__).parent.parent
+PARTS = 20
+
+# --- the experiments ------------------------------------------------------------------------------
+# {row of the picture: {arm: flags}}, the weights to make first, the seeds, and what to draw:
+# {series: (title, what to see in it)}. {out} is the experiment's folder.
+
+WEIGHTS = {
+    "random": [
+        "-m dataset.countdown --order random --sft {out}/texts --out_dir {out}/texts",
+        "-m model.train_sft --data {out}/texts/pretrain.jsonl --save {out}/pretrain --steps 1300 "
+        "--tokenizer model/weights/countdown_128 --batch_size 64",
+        "-m model.train_sft --data {out}/texts/give_up.jsonl --init {out}/pretrain --steps 80 "
+        "--save {out}/random --batch_size 64 --learning_rate 5e-4 --warmup_steps 10"],
+    "redundant": [
+        "-m dataset.arithmetic --sft {out}/texts --out_dir {out}/texts",
+        "-m model.train_sft --data {out}/texts/redundant.jsonl --init model/weights/reason_128 "
+        "--save {out}/redundant --steps 200 --batch_size 64 --learning_rate 5e-4"],
+}
+COUNTDOWN = "@dataset/countdown.txt"
+ARITHMETIC = ("--reward_funcs accuracy --beta 0 --batch_size 12 --num_generations 16 "
+              "--eval_samples 450")
+AVERAGES = {f"{loss_type}, {scale}": f"--loss_type {loss_type} --scale_rewards {scale} "
+            "--num_minibatches 4 --max_steps 40 --eval_interval 40"
+            for scale in ("group", "none") for loss_type in ("grpo", "bnpo", "dr_grpo", "r1")}
+JUDGED = ("--reward_funcs format tag rm accuracy --reward_weights 1 1 1 0 --reward_model_clip 3 "
+          "--max_steps 100 --eval_interval 10 --eval_samples 300")
+REUSED = "--max_steps 60 --eval_interval 10 --eval_samples 300 --num_iterations"
+NO_CLIP = "--epsilon_low 1e9 --epsilon_high 1e9"
+
+
+
+def arms(common, by_arm):
+    return {arm: f"{common} {flags}" for arm, flags in by_arm.items()}
+
+
+EXPERIMENTS = {
+    "countdown": {
+        "rows": {"": {"tries in a fixed order": COUNTDOWN,
+                      "tries in random order": f"{COUNTDOWN} --model_path {{out}}/random"}},
+        "weights": ["random"], "seeds": (42, 1, 2),
+        "panels": {
+            "eval/accuracy": ("Held-out accuracy, sampled", "problems never trained on"),
+            "length": ("Completion length, tokens", "trying more pays"),
+            "tries": ("Tries per answer", "at most 18 fit"),
+            "gave_up": ("Gave up", "share of answers that end without a hit"),
+            "checks_right": ("Checks that are right", "of all `57 57 yes` and `56 57 no`"),
+            "repeats": ("Repeats", "share of tries made before in the same answer")},
+    },
+    "loss_types": {
+        "rows": {
+            "Countdown": arms(COUNTDOWN, AVERAGES),
+            "Countdown, cut off at 128 tokens": arms(f"{COUNTDOWN} --max_gen_len 128", AVERAGES),
+            "Arithmetic, redundant lines": arms(
+                f"{ARITHMETIC} --model_path {{out}}/redundant", AVERAGES)},
+        "weights": ["redundant"], "seeds": (42, 1, 2, 3),
+        "panels": {
+            "length/right": ("Length of right answers", ""),
+            "length/wrong": ("Length of wrong answers", ""),
+            "right": ("Accuracy", "of the training completions"),
+            "cut_off": ("Cut off", "share of completions at the length limit"),
+            "repeats": ("Repeated lines", "")},
+    },
+    "reward_model": {
+        "rows": {"": arms(JUDGED, {
+            f"beta {beta}, {kl_type}": f"--beta {beta} --kl_type {kl_type}"
+            for kl_type in ("k3", "k2") for beta in (0.02, 0.1, 0.3)})},
+        "weights": [], "seeds": (42, 1, 2),
+        "panels": {
+            "rewards/reward_model_reward/mean": ("Score of the reward model", "what is trained"),
+            "rewards/accuracy_reward/mean": ("Right answers", "what is wanted"),
+            "kl": ("KL to the reference", ""),
+            "length": ("Completion length, tokens", "")},
+    },
+    "clip": {
+        "rows": {"": {f"{n} iteration{'s' * (n > 1)}, {name}": f"{REUSED} {n} {flags}"
+                      for name, flags in (("clip", ""), ("no clip", NO_CLIP)) for n in (1, 4, 16)}},
+        "weights": [], "seeds": (42, 1, 2),
+        "panels": {
+            "eval/accuracy": ("Held-out accuracy, sampled", ""),
+            "kl": ("KL to the reference", ""),
+            "entropy": ("Entropy, nats per token", ""),
+            "grad_norm": ("Gradient norm", "")},
+    },
+}
+
+
+# --- running --------------------------------------------------------------------------------------
+
+def python(arguments, log, **environment):
+    """Run python with these arguments from the top folder; ValueError if it fails."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "w", encoding="utf-8") as file:
+        done = subprocess.run([sys.executable, *shlex.split(arguments)], cwd=ROOT, stdout=file,
+                              stderr=subprocess.STDOUT, env=os.environ | environment)
+    if done.returncode:
+        raise ValueError(f"python {arguments} failed; its output is in {log}")
+
+
+def make_weights(names, out):
+    for name in names:
+        if not (out / name / "config.json").exists():
+            for number, command in enumerate(WEIGHTS[name]):
+                print(f"python {command.format(out=out)}", flush=True)
+                python(command.format(out=out), out / f"{name}_{number}.log")
+
+
+def run_missing(experiment, results, out, jobs):
+    """Run every arm with every seed, unless `results` has it, and append its summary there."""
+    done = {(row["row"], row["arm"], row["seed"]) for row in read_jsonl(results)}
+    missing = [(row, arm, seed) for seed in experiment["seeds"]
+               for row, flags in experiment["rows"].items() for arm in flags
+               if (row, arm, seed) not in done]
+
+    def run(key):
+        row, arm, seed = key
+        name = "".join(c if c.isalnum() else "_" for c in f"{row} {arm} {seed}".strip())
+        flags = experiment["rows"][row][arm].format(out=out)
+        python(f"train_grpo.py {flags} --seed {seed} --out_dir {out} --run_name {name}",
+               out / f"{name}.log", **({"OMP_NUM_THREADS": "1"} if jobs > 1 else {}))
+        line = json.dumps({"row": row, "arm": arm, "seed": seed, **summary(out / name)})
+        with open(results, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        shutil.rmtree(out / name)           # its completions alone are megabytes
+        print(f"{row} {arm}, seed {seed}: done".strip(), flush=True)
+
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        for _ in pool.map(run, missing):
+            pass
+
+
+def summary(run_dir):
+    """The metrics and the behaviour of a run in at most PARTS parts, and its evaluations."""
+    behaviour = behaviour_of_run(run_dir)
+    rows = [row | behaviour[row["step"]] for row in read_jsonl(run_dir / "metrics.jsonl")]
+    evaluations = read_jsonl(run_dir / "eval.jsonl")
+    parts = np.array_split(np.arange(len(rows)), min(PARTS, len(rows)))
+    names = [name for name in dict.fromkeys(key for row in rows for key in row)
+             if not name.startswith(("timing_s/", "eval/", "perf/")) and name != "step"]
+    return {
+        "steps": [float(np.mean([rows[i]["step"] for i in part])) for part in parts],
+        "series": {name: [mean(rows[i].get(name) for i in part) for part in parts]
+                   for name in names},
+        "eval": {name: [rounded(row.get(name)) for row in evaluations]
+                 for name in (evaluations[0] if evaluations else ())},
+        "seconds": round(sum(row["step_time"] for row in rows)),
+    }
+
+
+def mean(values):
+    values = [value for value in values if is_finite(value)]
+    return rounded(sum(values) / len(values)) if values else None
+
+
+def rounded(value):
+    return float(f"{value:.4g}") if is_finite(value) else None
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog="python -m report.experiments", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=tuple(EXPERIMENTS))
+    parser.add_argument("--draw", action="store_true", help="only draw, from the results so far")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: %(default)s)")
+    args = parser.parse_args()
+    experiment, out = EXPERIMENTS[args.name], ROOT / "out" / "experiments" / args.name
+    results = Path(__file__).parent / "results" / f"{args.name}.jsonl"
+    try:
+        if not args.draw:
+            make_weights(experiment["weights"], out)
+            run_missing(experiment, results, out, args.jobs)
+        rows = read_jsonl(results)
+        draw_experiment(rows, experiment["panels"], ROOT / "images" / f"{args.name}.png")
+        print_table(rows, experiment["panels"])
+    except (ValueError, OSError) as error:
+        sys.exit(f"report.experiments: error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Draws the results of an experiment, and prints their table: see experiments.py."""
+import math
+
+import numpy as np
+
+from .curves import BLUE, GREEN, GREY, INK, ORANGE, PINK, STYLE, finish, strip_title
+from .jsonl import is_finite
+
+# Student's t for a 95% interval, by the number of values less one.
+T_95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
+ARM_COLORS = [BLUE, ORANGE, GREEN, PINK]
+
+
+def draw_experiment(results, panels, path):
+    """Write a PNG: a row of panels for each row of the experiment, a line for each arm.
+
+    panels: {series: (title, subtitle)}. An arm named `grpo, none` has the colour of all arms that
+    begin with `grpo`; what follows the comma picks the dashes.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    if not results:
+        raise ValueError(f"{path}: there are no results yet; run the experiment first")
+    rows = list(dict.fromkeys(row["row"] for row in results))
+    arms = list(dict.fromkeys(row["arm"] for row in results))
+    colors, dashes = styles(arms)
+    columns = len(panels) if len(rows) > 1 else math.ceil(len(panels) / 2)
+    lines = len(rows) if len(rows) > 1 else 2
+    with matplotlib.rc_context(STYLE):
+        fig = Figure(figsize=(4.1 * columns, 3.1 * lines + 1.1), dpi=110, facecolor="white")
+        inch = 1 / fig.get_figheight()
+        grid = fig.add_gridspec(lines, columns, left=0.04, right=0.94, bottom=0.45 * inch,
+                                top=1 - 1.45 * inch, wspace=0.42, hspace=0.55)
+        swatches = [Line2D([], [], color=colors[arm], linestyle=dashes[arm], linewidth=2.4)
+                    for arm in arms]
+        fig.legend(swatches, arms, frameon=False, loc="upper left",
+                   bbox_to_anchor=(0.015, 1 - 0.1 * inch), ncols=4 if len(arms) > 3 else 3,
+                   fontsize=10.5, handlelength=2.2)
+        for i, (row, (key, texts)) in enumerate((row, panel) for row in rows
+                                                for panel in panels.items()):
+            ax = fig.add_subplot(grid[i // columns, i % columns])
+            ends = [end for arm in arms
+                    for end in draw_arm(ax, [r for r in results
+                                             if (r["row"], r["arm"]) == (row, arm)],
+                                        key, colors[arm], dashes[arm])]
+            head(ax, *texts, row if i % columns == 0 else "")
+            finish(ax, ends, format_of(key))
+        fig.savefig(path)
+
+
+def styles(arms):
+    """({arm: colour}, {arm: dashes}), by what stands before and after the comma."""
+    families = list(dict.fromkeys(arm.partition(", ")[0] for arm in arms))
+    kinds = list(dict.fromkeys(arm.partition(", ")[2] for arm in arms))
+    return ({arm: ARM_COLORS[families.index(arm.partition(", ")[0]) % 4] for arm in arms},
+            {arm: ("-", (0, (3, 1.5)), ":")[kinds.index(arm.partition(", ")[2])] for arm in arms})
+
+
+def head(ax, title, subtitle, row):
+    offset = dict(xycoords="axes fraction", textcoords="offset points")
+    if row:
+        ax.annotate(row, (0, 1), xytext=(-22, 36), fontsize=12, fontweight="bold", color=GREY,
+                    **offset)
+    ax.annotate(title, (0, 1), xytext=(-22, 19), fontsize=11, fontweight="bold", color=INK,
+                **offset)
+    strip_title(ax, subtitle)
+
+
+def draw_arm(ax, runs, key, color, dash):
+    """Draw the mean over the runs and its 95% interval; its end, as finish() takes it."""
+    steps, values = series(runs, key)
+    if not len(steps):
+        return []
+    center, half = interval(values)
+    ax.fill_between(steps, center - half, center + half, color=color, alpha=0.13, linewidth=0)
+    ax.plot(steps, center, color=color, linestyle=dash, linewidth=1.8)
+    return [(center[-1], "", color)]
+
+
+def series(runs, key):
+    """(steps, values (runs, steps)) of one series; both empty if it was not recorded."""
+    pairs = [(run["eval"]["step"], run["eval"].get(key)) if key.startswith("eval/")
+             else (run["steps"], run["series"].get(key)) for run in runs]
+    pairs = [(steps, values) for steps, values in pairs if values]
+    if not pairs:
+        return np.array([]), np.array([])
+    return np.array(pairs[0][0]), np.array(
+        [[math.nan if value is None else value for value in values] for _, values in pairs])
+
+
+def interval(values):
+    """The mean over the runs and half its 95% confidence interval; values (runs, ...)."""
+    count = (~np.isnan(values)).sum(0)
+    center = np.nansum(values, 0) / np.maximum(count, 1)
+    std = np.sqrt(np.nansum((values - center) ** 2, 0) / np.maximum(count - 1, 1))
+    t = np.array([T_95.get(n - 1, 2.0) if n > 1 else 0.0 for n in np.atleast_1d(count)])
+    half = t.reshape(np.shape(count)) * std / np.sqrt(np.maximum(count, 1))
+    return np.where(count > 0, center, math.nan), half
+
+
+def format_of(key):
+    """How the values of a series are written."""
+    counts = ("length", "tries", "eval/mean_length")
+    if key.startswith(counts):
+        return "{:.0f}"
+    return "{:.3g}" if key in ("kl", "entropy", "grad_norm", "reward") or "rewards/" in key \
+        else "{:.0%}"
+
+
+def print_table(results, panels):
+    """Print, for each arm, the first and the last value of each panel, with the last's interval."""
+    names = list(panels)
+    rows = list(dict.fromkeys((row["row"], row["arm"]) for row in results))
+    print("| |" + "".join(f" {panels[name][0]} |" for name in names))
+    print("|---|" + "---|" * len(names))
+    for row, arm in rows:
+        runs = [r for r in results if (r["row"], r["arm"]) == (row, arm)]
+        cells = []
+        for name in names:
+            steps, values = series(runs, name)
+            if not len(steps):
+                cells.append("-")
+                continue
+            center, half = interval(values)
+            form = format_of(name).format
+            number = (form(center[0]), form(center[-1]), form(half[-1]))
+            cells.append("{} → {} ± {}".format(*number) if is_finite(center[-1]) else "-")
+        print(f"| {f'{row}: {arm}' if row else arm} ({len(runs)}) | {' | '.join(cells)} |")

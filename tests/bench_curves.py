@@ -1,0 +1,189 @@
+"""The same learning curve as TRL's GRPOTrainer, run by hand:
+
+    pip install -r tests/requirements-bench.txt
+    python tests/bench_curves.py            120 steps of each, three seeds: about 15 minutes
+    python tests/bench_curves.py --draw     only draw, from the results that we ship
+
+Both sides start from the shipped policy and take the default task's steps: the same prompts in the
+same order, the same four rewards, sampling at temperature 1, and one AdamW with the same learning
+rate at each step. Only the random numbers of sampling differ. TRL's weights are evaluated by our
+evaluation on the same problems, outside of its time. Both run in float32 on the CPU, one after the
+other.
+
+It writes report/results/trl.jsonl and images/trl.png, in the form of report/experiments.py.
+"""
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import train_grpo  # noqa: E402, I001 - before torch: it sets how OpenMP's threads wait
+import torch  # noqa: E402
+from dataset import batches_of_steps  # noqa: E402
+from model import fast, load_pretrained  # noqa: E402
+from report.experiments import mean, rounded  # noqa: E402
+from report.figures import draw_experiment, print_table  # noqa: E402
+from report.jsonl import read_jsonl  # noqa: E402
+
+RESULTS, PICTURE = ROOT / "report/results/trl.jsonl", ROOT / "images/trl.png"
+PANELS = {
+    "eval/accuracy": ("Held-out accuracy, sampled", "1,000 problems never trained on"),
+    "eval/greedy_accuracy": ("Held-out accuracy, greedy", ""),
+    "reward": ("Reward", "the total of the training completions"),
+    "completions/mean_length": ("Completion length, tokens", "of the training completions"),
+    "kl": ("KL to the reference", "k3, per token"),
+    "minutes": ("Minutes of training", "without evaluations"),
+}
+FLAGS = ["--device", "cpu", "--dtype", "float32"]
+EVERY = 20      # steps between evaluations; a point of the other curves is the mean of so many / 4
+
+
+class Curve:
+    """The metrics of one side's run, step by step."""
+
+    def __init__(self):
+        self.rows, self.evaluations, self.seconds = [], [], 0.0
+
+    def step(self, metrics, seconds):
+        self.seconds += seconds
+        self.rows.append(metrics | {"minutes": self.seconds / 60})
+
+    def save(self, arm, seed):
+        parts = [self.rows[i:i + EVERY // 4] for i in range(0, len(self.rows), EVERY // 4)]
+        names = [name for name in PANELS if not name.startswith("eval/")]
+        row = {
+            "row": "", "arm": arm, "seed": seed,
+            "steps": [EVERY // 4 * (i + 0.5) + 0.5 for i in range(len(parts))],
+            "series": {name: [mean(row.get(name) for row in part) for part in parts]
+                       for name in names},
+            "eval": {name: [rounded(row[name]) for row in self.evaluations]
+                     for name in self.evaluations[0]},
+            "seconds": round(self.seconds),
+        }
+        RESULTS.parent.mkdir(exist_ok=True)
+        with open(RESULTS, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{arm}, seed {seed}: {self.seconds:.0f} s, held-out accuracy "
+              f"{row['eval']['eval/accuracy']}", flush=True)
+
+
+def evaluator(args, collate, heldout, world):
+    from reward import accuracy_reward
+
+    def evaluate(policy, step):
+        results = train_grpo.evaluate(policy, heldout, [accuracy_reward], collate, world,
+                                      fast.sample, torch.Generator(), args, step)
+        return {"step": step, **results}
+
+    return evaluate
+
+
+def ours(args, curve):
+    """python train_grpo.py itself, and what it wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [sys.executable, "train_grpo.py", *FLAGS, "--seed", str(args.seed), "--max_steps",
+             str(args.max_steps), "--eval_interval", str(EVERY), "--out_dir", folder],
+            cwd=ROOT, check=True, capture_output=True)
+        run_dir, = Path(folder).iterdir()
+        for row in read_jsonl(run_dir / "metrics.jsonl"):
+            aside = sum(row.get(f"timing_s/{phase}", 0.0) for phase in ("eval", "checkpoint"))
+            curve.step(row, row["step_time"] - aside)
+        curve.evaluations += read_jsonl(run_dir / "eval.jsonl")
+
+
+def theirs(args, batches, evaluate, curve):
+    """GRPOTrainer with everything set as train_grpo.py has it."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.start = time.perf_counter()
+
+        def on_step_end(self, args, state, control, model, **kwargs):
+            self.seconds = time.perf_counter() - self.start
+
+        def on_log(self, args, state, control, logs, model, **kwargs):
+            if "reward" not in logs:        # the summary after the last step
+                return
+            curve.step(logs, self.seconds)
+            if state.global_step % EVERY == 0:
+                with tempfile.TemporaryDirectory() as folder:
+                    model.save_pretrained(folder)
+                    policy = load_pretrained(folder, dtype=torch.float32)
+                curve.evaluations.append(evaluate(policy, state.global_step))
+
+    path = args.model_path
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    _, _, _, reward_funcs, _ = train_grpo.load_models(args, torch.device("cpu"))
+    rows = [{"prompt": text, "messages": batch["columns"]["messages"][i],
+             "answer": batch["columns"]["answer"][i]}
+            for batch in batches for i, text in enumerate(batch["prompts"])]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.99),
+                                  weight_decay=0.0, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: train_grpo.lr_at(
+        done + 1, args.max_steps, peak=1.0, warmup_steps=args.warmup_steps))
+    with tempfile.TemporaryDirectory() as folder:
+        completions = args.batch_size * args.num_generations
+        trainer = GRPOTrainer(
+            model, reward_funcs, train_dataset=Dataset.from_list(rows), callbacks=[Steps()],
+            processing_class=AutoTokenizer.from_pretrained(path), optimizers=(optimizer, schedule),
+            args=GRPOConfig(
+                output_dir=folder, use_cpu=True, bf16=False, report_to="none", logging_steps=1,
+                logging_strategy="steps", save_strategy="no", disable_tqdm=True, seed=args.seed,
+                gradient_checkpointing=False, shuffle_dataset=False, max_steps=args.max_steps,
+                num_generations=args.num_generations, max_grad_norm=args.grad_clip,
+                per_device_train_batch_size=args.micro_batch_size,
+                gradient_accumulation_steps=completions // args.micro_batch_size,
+                max_completion_length=args.max_gen_len, temperature=1.0, top_k=0, top_p=1.0,
+                beta=args.beta, loss_type="grpo", use_bias_correction_kl=False,
+                scale_rewards="group", num_iterations=1, epsilon=args.epsilon_low))
+        trainer.remove_callback(PrinterCallback)
+        curve.evaluations.append(evaluate(load_pretrained(path, dtype=torch.float32), 0))
+        trainer.train()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draw", action="store_true", help="only draw")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1, 2])
+    parser.add_argument("--steps", type=int, default=120)
+    options = parser.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    done = {(row["arm"], row["seed"]) for row in read_jsonl(RESULTS)}
+    for seed in () if options.draw else options.seeds:
+        args = train_grpo.parse_args(
+            [*FLAGS, "--seed", str(seed), "--max_steps", str(options.steps)])
+        world = train_grpo.World("cpu")
+        tokenizer, *_ = train_grpo.load_models(args, world.device)
+        collate, problems, heldout = train_grpo.read_prompts(args, tokenizer)
+        batches = list(batches_of_steps(
+            problems, collate, range(1, options.steps + 1), prompts_per_rank=args.batch_size,
+            rank=0, world_size=1, seed=seed))
+        evaluate = evaluator(args, collate, heldout, world)
+        if ("MiniGRPO", seed) not in done:
+            ours(args, curve := Curve())
+            curve.save("MiniGRPO", seed)
+        if ("TRL", seed) not in done:
+            theirs(args, batches, evaluate, curve := Curve())
+            curve.save("TRL", seed)
+    rows = read_jsonl(RESULTS)
+    draw_experiment(rows, PANELS, PICTURE)
+    print_table(rows, PANELS)
+
+
+if __name__ == "__main__":
+    main()
