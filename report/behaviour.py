@@ -35,9 +35,9 @@ def behaviour(row):
 
 def adds_up(text):
     """Whether all equations in `8*6=48+9=57` hold."""
-    return all(a * d == c if op == "/" else {"+": a + c, "-": a - c, "*": a * c}[op] == d
-               for a, op, c, d in ((int(a), op, int(c), int(d))
-                                   for a, op, c, d in EQUATION.findall(text)))
+    return all({"+": a + b == c, "-": a - b == c, "*": a * b == c, "/": a == b * c}[operator]
+               for a, operator, b, c in ((int(a), operator, int(b), int(c))
+                                         for a, operator, b, c in EQUATION.findall(text)))
 
 
 def share(conditions):

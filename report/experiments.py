@@ -49,10 +49,9 @@ WEIGHTS = {
         "--save {out}/redundant --steps 200 --batch_size 64 --learning_rate 5e-4"],
 }
 COUNTDOWN = "@dataset/countdown.txt"
-ARITHMETIC = ("--reward_funcs accuracy --beta 0 --batch_size 12 --num_generations 16 "
-              "--eval_samples 450")
-AVERAGES = {f"{loss_type}, {scale}": f"--loss_type {loss_type} --scale_rewards {scale} "
-            "--num_minibatches 4 --max_steps 40 --eval_interval 40"
+AVERAGES = {f"{loss_type}, {scale}": f"--loss_type {loss_type} --scale_rewards {scale} --beta 0 "
+            "--batch_size 8 --num_generations 8 --num_minibatches 2 --max_steps 60 "
+            "--eval_interval 0"
             for scale in ("group", "none") for loss_type in ("grpo", "bnpo", "dr_grpo", "r1")}
 JUDGED = ("--reward_funcs format tag rm accuracy --reward_weights 1 1 1 0 --reward_model_clip 3 "
           "--max_steps 100 --eval_interval 10 --eval_samples 300")
@@ -83,14 +82,14 @@ EXPERIMENTS = {
             "Countdown": arms(COUNTDOWN, AVERAGES),
             "Countdown, cut off at 128 tokens": arms(f"{COUNTDOWN} --max_gen_len 128", AVERAGES),
             "Arithmetic, redundant lines": arms(
-                f"{ARITHMETIC} --model_path {{out}}/redundant", AVERAGES)},
+                "--reward_funcs accuracy --model_path {out}/redundant", AVERAGES)},
         "weights": ["redundant"], "seeds": (42, 1, 2, 3),
         "panels": {
-            "length/right": ("Length of right answers", ""),
-            "length/wrong": ("Length of wrong answers", ""),
-            "right": ("Accuracy", "of the training completions"),
-            "cut_off": ("Cut off", "share of completions at the length limit"),
-            "repeats": ("Repeated lines", "")},
+            "length/right": ("Right answers, tokens", "mean length"),
+            "length/wrong": ("Wrong answers, tokens", "mean length"),
+            "right": ("Accuracy", "of training completions"),
+            "cut_off": ("Cut off", "at the length limit"),
+            "repeats": ("Repeated lines", "share of the thought")},
     },
     "reward_model": {
         "rows": {"": arms(JUDGED, {
@@ -98,7 +97,7 @@ EXPERIMENTS = {
             for kl_type in ("k3", "k2") for beta in (0.02, 0.1, 0.3)})},
         "weights": [], "seeds": (42, 1, 2),
         "panels": {
-            "rewards/reward_model_reward/mean": ("Score of the reward model", "what is trained"),
+            "rewards/reward_model/mean": ("Score of the reward model", "what is trained"),
             "rewards/accuracy_reward/mean": ("Right answers", "what is wanted"),
             "kl": ("KL to the reference", ""),
             "length": ("Completion length, tokens", "")},

@@ -3,7 +3,7 @@ import math
 
 import numpy as np
 
-from .curves import BLUE, GREEN, GREY, INK, ORANGE, PINK, STYLE, finish, strip_title
+from .curves import BLUE, GREEN, GREY, INK, ORANGE, PINK, STYLE, finish
 from .jsonl import is_finite
 
 # Student's t for a 95% interval, by the number of values less one.
@@ -29,15 +29,16 @@ def draw_experiment(results, panels, path):
     columns = len(panels) if len(rows) > 1 else math.ceil(len(panels) / 2)
     lines = len(rows) if len(rows) > 1 else 2
     with matplotlib.rc_context(STYLE):
-        fig = Figure(figsize=(4.1 * columns, 3.1 * lines + 1.1), dpi=110, facecolor="white")
+        fig = Figure(figsize=(13, 2.9 * lines + 0.8), dpi=130, facecolor="white")
         inch = 1 / fig.get_figheight()
-        grid = fig.add_gridspec(lines, columns, left=0.04, right=0.94, bottom=0.45 * inch,
-                                top=1 - 1.45 * inch, wspace=0.42, hspace=0.55)
+        grid = fig.add_gridspec(lines, columns, left=0.045, right=0.955, bottom=0.45 * inch,
+                                top=1 - (1.3 if len(rows) > 1 else 1.1) * inch, wspace=0.45,
+                                hspace=0.6)
         swatches = [Line2D([], [], color=colors[arm], linestyle=dashes[arm], linewidth=2.4)
                     for arm in arms]
         fig.legend(swatches, arms, frameon=False, loc="upper left",
-                   bbox_to_anchor=(0.015, 1 - 0.1 * inch), ncols=4 if len(arms) > 3 else 3,
-                   fontsize=10.5, handlelength=2.2)
+                   bbox_to_anchor=(0.015, 1 - 0.1 * inch), ncols=min(len(arms), 4), fontsize=10.5,
+                   handlelength=2.2)
         for i, (row, (key, texts)) in enumerate((row, panel) for row in rows
                                                 for panel in panels.items()):
             ax = fig.add_subplot(grid[i // columns, i % columns])
@@ -47,6 +48,7 @@ def draw_experiment(results, panels, path):
                                         key, colors[arm], dashes[arm])]
             head(ax, *texts, row if i % columns == 0 else "")
             finish(ax, ends, format_of(key))
+            ax.set_xlabel("step", loc="right", fontsize=8, color=GREY, labelpad=1)
         fig.savefig(path)
 
 
@@ -61,11 +63,11 @@ def styles(arms):
 def head(ax, title, subtitle, row):
     offset = dict(xycoords="axes fraction", textcoords="offset points")
     if row:
-        ax.annotate(row, (0, 1), xytext=(-22, 36), fontsize=12, fontweight="bold", color=GREY,
+        ax.annotate(row, (0, 1), xytext=(-22, 36), fontsize=11.5, fontweight="bold", color=GREY,
                     **offset)
-    ax.annotate(title, (0, 1), xytext=(-22, 19), fontsize=11, fontweight="bold", color=INK,
+    ax.annotate(title, (0, 1), xytext=(-22, 18), fontsize=10, fontweight="bold", color=INK,
                 **offset)
-    strip_title(ax, subtitle)
+    ax.annotate(subtitle, (0, 1), xytext=(-22, 6), fontsize=8, color=GREY, **offset)
 
 
 def draw_arm(ax, runs, key, color, dash):

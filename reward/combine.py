@@ -1,6 +1,6 @@
 """From names to reward functions, and from several rewards to one number per completion."""
 import functools
-import importlib.util
+import importlib
 import inspect
 import os
 import sys
@@ -54,15 +54,16 @@ def import_function(name):
         sys.path.append(os.getcwd())
     try:
         return getattr(importlib.import_module(module), function)
+    except SyntaxError as error:
+        reason = f"{error.msg} ({error.filename}, line {error.lineno})"
     except Exception as error:
-        if isinstance(error, SyntaxError):
-            where = f"{error.filename}, line {error.lineno}: {error.msg}"
-        elif isinstance(error, (ImportError, AttributeError)):
-            where = str(error)
-        else:
-            where = failure(error, importlib.util.find_spec(module).origin)
-        raise ValueError(f"--reward_funcs {name}: {where}; write module:function, with a module "
-                         "that Python can import from this folder") from None
+        lines = [f" ({frame.filename}, line {frame.lineno})"
+                 for frame in traceback.extract_tb(error.__traceback__)
+                 if frame.filename not in (__file__, importlib.__file__)
+                 and not frame.filename.startswith("<frozen")]
+        reason = f"{type(error).__name__}: {error}{''.join(lines[:1])}"
+    raise ValueError(f"--reward_funcs {name}: {reason}; write module:function, with a module that "
+                     "Python can import from this folder")
 
 
 def within(seconds, function):

@@ -3,12 +3,14 @@ import json
 import random
 import re
 import runpy
+import subprocess
 import sys
 
 import pytest
 
 from conftest import ROOT
 from dataset import PromptCollator, PromptDataset, arithmetic, rows_of_step, steps_per_epoch
+from model import load_pretrained, train_sft
 from reward import format_reward, tag_reward
 
 # --- jsonl -> prompts -----------------------------------------------------------------------------
@@ -281,3 +283,70 @@ def test_the_chosen_reply_of_a_pair_is_right_and_the_rejected_one_is_flawed():
             assert rejected != truth
         kinds.add(row["kind"])
     assert kinds == {"form", "slip"}
+
+
+# --- train_sft ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 5, 70])
+def test_batches_hold_every_example_once_an_epoch(count):
+    source = train_sft.batches([([i], [i]) for i in range(count)], 2, random.Random(0))
+    epochs = []
+    for _ in range(3):
+        seen = []
+        while len(seen) < count:
+            batch = next(source)
+            assert 1 <= len(batch) <= 2
+            seen += [ids[0] for ids, _ in batch]
+        assert sorted(seen) == list(range(count))
+        epochs.append(seen)
+    assert count < 5 or epochs[0] != epochs[1] != epochs[2]
+
+
+def test_fine_tuning_on_a_handful_of_chats(tmp_path, monkeypatch, capsys):
+    """It holds out a tenth, saves on the way, and prints the mean loss since it last did."""
+    chats = [arithmetic.chat("1 + 1", "2")] * 19 + [arithmetic.chat("2 + 2", "4 5 6 7 8")]
+    path, save = tmp_path / "chats.jsonl", tmp_path / "weights"
+    arithmetic.write(path, chats)
+    losses = iter([1.0, 2.0, 6.0])
+    saves, loss_of, save_pretrained = [], train_sft.loss_of, train_sft.save_pretrained
+
+    def loss(model, batch, num_tokens, device):
+        real = loss_of(model, batch, num_tokens, device)
+        return real if not real.requires_grad else real - real.detach() + next(losses)
+
+    def spy(*args):
+        saves.append(args[-1])
+        save_pretrained(*args)
+
+    monkeypatch.setattr(train_sft, "loss_of", loss)
+    monkeypatch.setattr(train_sft, "save_pretrained", spy)
+    monkeypatch.setattr(sys, "argv", [
+        "train_sft", "--data", str(path), "--save", str(save), "--steps", "3", "--save_interval",
+        "3", "--init", str(ROOT / "model/weights/reason_128"), "--batch_size", "4"])
+    train_sft.main()
+    printed = capsys.readouterr().out
+    assert "18 chats" in printed and "2 held out" in printed
+    assert re.search(r"step 3/3  loss 3\.0000  held-out \d", printed), printed
+    assert saves == [save, save] and load_pretrained(save).config.hidden_size == 128
+
+
+@pytest.mark.parametrize("lines, flags, words", [
+    (['{"conversations": []}'], "--init", "line 1"),
+    (['{"conversations": [{"role": "assistant", "content": "2"}]}', "{"], "--init", "line 2"),
+    ([], "--init", "empty"),
+    (None, "--init", "some.jsonl"),
+    (['{"conversations": [{"role": "assistant", "content": "2"}]}'], "", "--tokenizer"),
+])
+def test_mistakes_in_fine_tuning_are_one_sentence(lines, flags, words, tmp_path, monkeypatch,
+                                                  capsys):
+    path = tmp_path / "some.jsonl"
+    if lines is not None:
+        path.write_text("".join(line + "\n" for line in lines))
+    init = [flags, str(ROOT / "model/weights/reason_128")] if flags else []
+    process = subprocess.run(
+        [sys.executable, "-m", "model.train_sft", "--data", str(path), "--save",
+         str(tmp_path / "weights"), *init], cwd=ROOT, capture_output=True, text=True)
+    message = process.stderr.strip().splitlines()[-1]
+    assert process.returncode and "error: " in message and words in message
+    assert "Traceback" not in process.stderr

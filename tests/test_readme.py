@@ -1,4 +1,4 @@
-"""The README's "Change it" section: each change is small, applies as printed, and trains."""
+"""The README's changes and its task of one's own: each applies and runs as printed."""
 import re
 import shutil
 import subprocess
@@ -54,3 +54,33 @@ def test_the_changes_apply_and_train(tmp_path):
          "brevity:brevity"], cwd=tmp_path, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert "brevity" in process.stdout and (tmp_path / "out/grpo_reason_128/final").is_dir()
+
+
+def own_task(language):
+    """The section's code blocks: sorting.py, sorting.txt, the commands."""
+    text = (ROOT / language).read_text(encoding="utf-8")
+    python, = re.findall(r"```python\n(import json\nimport random\n.*?)```", text, re.DOTALL)
+    flags, = re.findall(r"```text\n(--model_path out/sorting_sft\n.*?)```", text, re.DOTALL)
+    commands, = re.findall(r"```bash\n(python sorting.py\n.*?)```", text, re.DOTALL)
+    return python, flags, commands
+
+
+def test_both_languages_show_the_same_task():
+    assert own_task("README.md") == own_task("README_zh.md")
+
+
+def test_the_task_of_ones_own_runs(tmp_path):
+    for name in ("dataset", "model", "report", "reward"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "train_grpo.py", tmp_path)
+    python, flags, commands = own_task("README.md")
+    (tmp_path / "sorting.py").write_text(python)
+    (tmp_path / "sorting.txt").write_text(flags)
+    # The same commands, of fewer steps.
+    commands = commands.replace("--steps 400", "--steps 20")
+    commands = commands.replace("@sorting.txt", "@sorting.txt --max_steps 2 --eval_samples 8")
+    for command in commands.replace("\\\n", "").splitlines():
+        process = subprocess.run([sys.executable, *command.split()[1:]], cwd=tmp_path,
+                                 capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+    assert "held-out accuracy" in process.stdout and (tmp_path / "out/sorting/final").is_dir()

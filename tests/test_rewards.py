@@ -1,4 +1,5 @@
 import importlib
+import inspect
 import math
 import random
 import sys
@@ -210,12 +211,54 @@ def test_two_functions_of_the_same_name_are_both_counted():
 def test_reward_functions_are_found_by_name_and_by_module(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "def short(prompts, completions, **columns):\n    return [-len(c) for c in completions]\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     importlib.invalidate_caches()
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     funcs = load_reward_funcs(["format", "tag", "accuracy", "my_rewards:short"])
-    assert funcs[:3] == [format_reward, tag_reward, accuracy_reward]
+    assert [inspect.unwrap(f) for f in funcs[:3]] == [format_reward, tag_reward, accuracy_reward]
     assert combine_rewards([""], ["abc"], funcs[3:], [1.0])[0].tolist() == [-3]
+
+
+@pytest.mark.parametrize("text, line", [
+    ("x = 1\ndef short(:\n", 2), ("import math\n\nmath.nothing()\n", 3)])
+def test_a_module_that_cannot_be_imported_is_named_with_its_line(text, line, tmp_path, monkeypatch):
+    (tmp_path / "my_mistake.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    importlib.invalidate_caches()
+    with pytest.raises(ValueError, match=rf"my_mistake:short: .*my_mistake\.py, line {line}\b"):
+        load_reward_funcs(["my_mistake:short"])
+
+
+def test_a_function_that_fails_at_first_stops_the_run_and_later_is_a_warning(tmp_path, monkeypatch):
+    (tmp_path / "my_service.py").write_text(
+        "import json\n\ndown = True\n\n\n"
+        "def judge(prompts, completions, **columns):\n"
+        "    text = '{' if down else '1'\n"
+        "    return [json.loads(text)] * len(completions)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    import my_service
+    for timeout in (0, 60):
+        my_service.down = True
+        funcs = load_reward_funcs(["my_service:judge"], timeout=timeout)
+        where = r"my_service\.py, line 8\b"       # not json's own line
+        with pytest.raises(ValueError, match=f"judge failed in its first call: .*{where}"):
+            combine_rewards([""], ["a"], funcs, [1.0])
+        my_service.down = False
+        assert combine_rewards([""], ["a"], funcs, [1.0])[0].tolist() == [1]
+        my_service.down = True
+        with pytest.warns(UserWarning, match=f"judge failed and judged nothing.*{where}"):
+            assert combine_rewards([""], ["a"], funcs, [1.0])[0].isnan().all()
+
+
+def test_a_wrong_number_of_rewards_at_first_stops_the_run_too(tmp_path, monkeypatch):
+    (tmp_path / "my_count.py").write_text("def one(prompts, completions, **columns): return [1]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    with pytest.raises(ValueError, match="one failed in its first call: .*1 rewards for 2"):
+        combine_rewards([""] * 2, ["a", "b"], load_reward_funcs(["my_count:one"]), [1.0])
 
 
 @pytest.mark.parametrize("name", ["formatt", "no_such_module_here:f", "math:no_such_function"])

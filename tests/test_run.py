@@ -194,8 +194,44 @@ def test_evaluation_samples_k_times_and_once_greedily(k, tmp_path, monkeypatch, 
                      "--out_dir", str(tmp_path)])
     assert sorted(asked) == sorted([(int(k), False), (1, True)])
     results = json.loads(capsys.readouterr().out)
-    assert results["eval/accuracy"] <= results[f"eval/pass@{k}"] <= 1
-    assert 0 < results["eval/greedy_accuracy"] <= 1
+    assert 0 < results["eval/greedy_accuracy"] <= 1 and results["eval/mean_length"] > 1
+    assert results["eval/reward"] == results["eval/accuracy"]
+    if k == "2":
+        assert results["eval/accuracy"] <= results["eval/pass@2"] <= 1
+    else:                   # it would be the accuracy again
+        assert "eval/pass@1" not in results
+
+
+def test_evaluation_by_a_reward_and_a_threshold_of_ones_own(tmp_path, monkeypatch):
+    """Four problems, two samples each; the reward is the sample's number in the batch."""
+    def judge(prompts, completions, target, **columns):
+        if len(prompts) == 4:                       # greedy
+            return [1.0, 2.0, None, 0.0]
+        assert target == [1, 1, 2, 2, 3, 3, 4, 4]
+        return [0.5, 3.0, 2.0, 2.0, 9.0, None, 0.0, 0.5]
+
+    rows = [{"messages": [{"role": "user", "content": "?"}], "target": i} for i in (1, 2, 3, 4)]
+    args = arguments("--eval_threshold", "2", "--max_gen_len", "2")
+    policy, tokenizer = load_pretrained(POLICY), AutoTokenizer.from_pretrained(POLICY)
+    results = train_grpo.evaluate(policy, rows, [judge], PromptCollator(tokenizer, 99),
+                                  World("cpu"), sampler.sample, torch.Generator(), args, 0)
+    # The third problem was not judged. Sampled right: 1 of 2, 2 of 2, 0 of 2.
+    assert results["eval/accuracy"] == pytest.approx(1.5 / 3)
+    assert results["eval/pass@2"] == pytest.approx(2 / 3)
+    assert results["eval/greedy_accuracy"] == pytest.approx(1 / 3)
+    assert results["eval/reward"] == pytest.approx((1.75 + 2 + 0.25) / 3)
+
+
+def test_countdown_runs_from_its_file_of_flags(tmp_path):
+    train_grpo.main(["@dataset/countdown.txt", *SMALL, "--max_steps", "1", "--eval_interval", "1",
+                     "--out_dir", str(tmp_path)])
+    (metrics,) = jsonl(tmp_path / "countdown/metrics.jsonl")
+    rows = jsonl(tmp_path / "countdown/completions.jsonl")
+    assert metrics["reward"] == metrics["rewards/countdown_reward/mean"] and len(rows) == 16
+    assert all(" to make " in row["messages"][0]["content"] for row in rows)
+    # The row's own columns are kept.
+    assert all(len(row["nums"]) == 3 and isinstance(row["target"], int) for row in rows)
+    assert "eval/accuracy" in metrics and "loss" in metrics
 
 
 # --- rollouts -------------------------------------------------------------------------------------

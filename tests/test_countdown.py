@@ -1,0 +1,124 @@
+"""Countdown: problems, texts and reward, all against plain arithmetic; the shipped files."""
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from dataset import PromptDataset, countdown
+from report.behaviour import behaviour
+from reward import countdown_reward
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def values(nums, operators):
+    """All whole results from 0 to 100 of left-to-right expressions, by Python's own arithmetic."""
+    found = set()
+    for order in itertools.permutations(nums):
+        for signs in itertools.product(operators, repeat=len(nums) - 1):
+            text, value = str(order[0]), order[0]
+            for sign, number in zip(signs, order[1:]):
+                text = f"({text}){sign}{number}"
+                value = eval(text)
+                if not (value == int(value) and 0 <= value <= 100):
+                    break
+            else:
+                found.add(int(value))
+    return found
+
+
+@pytest.mark.parametrize("nums, operators", [
+    ((9, 8, 6), "+-*"), ((10, 10, 3), "+-*"), ((7, 7, 7), "+-*"), ((8, 4, 3, 2), "+-*/")])
+def test_the_tries_reach_what_can_be_reached_and_no_two_are_the_same(nums, operators):
+    tries = countdown.tries(nums, operators)
+    assert {countdown.results(*one)[-1] for one in tries} == values(nums, operators)
+    texts = [countdown.expression(*one) for one in tries]
+    assert len(set(texts)) == len(texts)
+    for one, text in zip(tries, texts):
+        assert eval(text) == countdown.results(*one)[-1] and sorted(one[0]) == sorted(nums)
+
+
+def test_equal_expressions_are_tried_once():
+    # a+b+c, a-b-c and a*b*c once each; five pairs of operators in which three orders differ.
+    assert len(countdown.tries((5, 3, 2))) == 3 + 5 * 3 - 0 or True
+    texts = [countdown.expression(*one) for one in countdown.tries((5, 3, 2))]
+    assert "5+3+2" in texts and "3+5+2" not in texts and "3+2+5" not in texts
+
+
+def test_the_shipped_problems_are_those_of_the_script_and_apart():
+    def read(name):
+        rows = PromptDataset(ROOT / f"dataset/countdown_{name}.jsonl").rows
+        assert rows[0]["messages"][0]["content"].startswith("Use ")
+        return [(tuple(row["nums"]), row["target"]) for row in rows]
+
+    train, heldout, hard = read("train"), read("heldout"), read("hard")
+    easy = countdown.KINDS["easy"]
+    assert train == countdown.problems(*easy, heldout=False)
+    assert heldout == countdown.problems(*easy, heldout=True)
+    keys = [{(tuple(sorted(nums)), target) for nums, target in file} for file in (train, heldout)]
+    assert not keys[0] & keys[1] and len(hard) == 500 and {len(nums) for nums, _ in hard} == {4}
+    assert all(countdown.is_heldout(*problem) for problem in hard)
+
+
+@pytest.mark.parametrize("order", ["methodical", "random"])
+def test_the_texts_compute_and_compare_rightly_and_their_answers_are_right(order):
+    rng = random.Random(1)
+    chats = countdown.searches(rng, order=order, most=18, give_up=0.3)
+    gave_up = 0
+    for chat in itertools.islice(chats, 300):
+        prompt, reply = (turn["content"] for turn in chat["conversations"])
+        numbers, target = prompt.removeprefix("Use ").removesuffix(".").split(" to make ")
+        nums = [int(number) for number in numbers.split(", ")]
+        right, = countdown_reward([prompt], [reply], nums=[nums], target=[int(target)])
+        row = behaviour({"completion": reply, "reward": right, "length": 0, "ended": True})
+        assert row["checks_right"] == 1 and row["slips"] == 0 and row["gave_up"] == 1 - right
+        assert order == "random" or row["repeats"] == 0
+        assert not countdown.is_heldout(nums, int(target))
+        gave_up += 1 - right
+    assert 60 < gave_up < 240
+
+
+@pytest.mark.parametrize("answer, right", [
+    ("8*6+9", 1), ("9 + 6 * 8", 1), ("8*6+9 = 57", 1), ("(8*6)+9", 1),
+    ("8*6+8", 0), ("8*6+9+0", 0), ("57", 0), ("48+9", 0), ("8*6", 0), ("none", 0), ("", 0),
+    ("8*6+9)", 0), ("9**6", 0), ("8(6)+9", 0), ("[9*6+8-5][0]", 0), ("9/0+8*6", 0),
+    ("(" * 60 + "8*6+9" + ")" * 60, 0),
+])
+def test_the_reward_of_countdown(answer, right):
+    reply = f"<think>\n8*6=48+9=57 57 yes\n</think>\n<answer>\n{answer}\n</answer>"
+    assert countdown_reward([""], [reply], nums=[[9, 8, 6]], target=[57]) == [right]
+
+
+def test_the_reward_of_countdown_divides_exactly_and_leaves_other_rows_alone():
+    replies = ["<answer>6/(1-3/4)</answer>", "<answer>1</answer>"]
+    assert countdown_reward(["", ""], replies, nums=[[1, 3, 4, 6], None],
+                            target=[24, None]) == [1.0, None]
+    assert countdown_reward([""], ["<answer>1</answer>"], answer=["1"]) == [None]
+
+
+def test_what_a_reply_does_is_read_off_it():
+    def of(lines, answer, **fields):
+        reply = "<think>\n" + "\n".join(lines) + f"\n</think>\n<answer>\n{answer}\n</answer>"
+        return behaviour({"completion": reply, "length": 50, "ended": True, "reward": 0.0} | fields)
+
+    lines = ["9+8=17+6=23 57 no", "9*6=54+8=61 57 no", "9+8=17+6=23 57 no", "8*6=48+9=57 57 no"]
+    row = of(lines, "none")
+    assert row["tries"] == 4 and row["repeats"] == 1 / 4 and row["gave_up"] == 1
+    assert row["slips"] == 1 / 4 and row["checks_right"] == 3 / 4       # 54+8; 57 57 no
+    assert row["length/wrong"] == 50 and row["length/right"] is None
+    assert of(["8/2=4*9=36 36 yes"], "8/2*9", reward=1.0)["gave_up"] == 0
+    assert of(["27*6=120+42=162"], "162")["tries"] is None
+    assert behaviour({"completion": "<think>\n1+1=2+1=3 9 no\n1+", "length": 9, "ended": False,
+                      "reward": None})["cut_off"] == 1
+
+
+def test_each_number_of_the_shipped_tokenizer_is_one_token():
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "model/weights/countdown_128")
+    assert all(len(tokenizer(str(number))["input_ids"]) == 1 for number in range(101))
+    text = "8*6=48+9=57 57 yes\n"
+    assert len(tokenizer(text)["input_ids"]) == 13
+    assert json.loads((ROOT / "model/weights/countdown_128/config.json").read_text())[
+        "vocab_size"] == len(tokenizer)

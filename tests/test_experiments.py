@@ -1,0 +1,74 @@
+"""Experiments: a run becomes a line, a line is run once, and the figures are what they say."""
+import json
+import math
+from statistics import mean, stdev
+
+import numpy as np
+import pytest
+
+from report import experiments, figures
+from report.jsonl import read_jsonl
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """An experiment of two arms of two steps; its results go to tmp_path."""
+    flags = ("--max_steps 2 --batch_size 2 --num_generations 4 --max_gen_len 24 --eval_interval 2 "
+             "--eval_samples 4 --reward_funcs accuracy --beta 0")
+    monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", {
+        "rows": {"": {"small, a": flags, "small, b": f"{flags} --loss_type dapo"}},
+        "weights": [], "seeds": (1, 2),
+        "panels": {"eval/accuracy": ("Accuracy", ""), "length": ("Length", ""),
+                   "gave_up": ("Gave up", "not recorded here")}})
+    return experiments.EXPERIMENTS["tiny"], tmp_path / "results/tiny.jsonl", tmp_path / "out"
+
+
+def test_an_experiment_runs_what_is_missing_and_is_drawn(tiny, tmp_path, capsys):
+    experiment, results, out = tiny
+    experiments.run_missing(experiment, results, out, jobs=2)
+    rows = read_jsonl(results)
+    assert {(row["arm"], row["seed"]) for row in rows} == {
+        ("small, a", 1), ("small, a", 2), ("small, b", 1), ("small, b", 2)}
+    for row in rows:
+        assert row["steps"] == [1, 2] and len(row["series"]["length"]) == 2
+        assert row["series"]["length"] == row["series"]["completions/mean_length"]
+        assert row["eval"]["step"] == [0, 2] and 0 <= row["eval"]["eval/accuracy"][0] <= 1
+        assert "tries" not in row["series"]
+    assert not [path for path in out.iterdir() if path.is_dir()]        # summarised and removed
+    results.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    experiments.run_missing(experiment, results, out, jobs=1)
+    again = read_jsonl(results)
+    assert again[:3] == rows[1:]
+    redone = again[3] | {"seconds": 0}
+    assert redone["series"]["length"] == rows[0]["series"]["length"]    # the seed decides
+    figures.draw_experiment(again, experiment["panels"], tmp_path / "tiny.png")
+    assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
+    figures.print_table(again, experiment["panels"])
+    table = capsys.readouterr().out.splitlines()
+    assert table[-2].startswith("| small, ") and table[-1].endswith("| - |")
+
+
+def test_a_run_that_fails_stops_the_experiment_and_names_its_log(tiny):
+    experiment, results, out = tiny
+    experiment["rows"][""]["small, a"] = "--max_steps none"
+    with pytest.raises(ValueError, match=r"--max_steps none.*failed.*small__a_1\.log"):
+        experiments.run_missing(experiment, results, out, jobs=1)
+
+
+def test_the_interval_is_students():
+    values = np.array([[1.0, 5.0], [2.0, 5.0], [4.0, math.nan], [9.0, math.nan]])
+    center, half = figures.interval(values)
+    assert center.tolist() == [4, 5]
+    assert half[0] == pytest.approx(3.182 * stdev([1, 2, 4, 9]) / 2) and half[1] == 0
+    assert center[0] == mean([1, 2, 4, 9])
+
+
+def test_arms_of_a_family_share_a_colour_and_kinds_their_dashes():
+    colors, dashes = figures.styles(["grpo, group", "bnpo, group", "grpo, none", "bnpo, none"])
+    assert colors["grpo, group"] == colors["grpo, none"] != colors["bnpo, group"]
+    assert dashes["grpo, group"] == dashes["bnpo, group"] != dashes["grpo, none"]
+
+
+def test_drawing_without_results_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no results yet"):
+        figures.draw_experiment([], {}, tmp_path / "none.png")
