@@ -137,20 +137,14 @@ def search(nums, operators, target, rng, *, order, most, give_up=0.0):
     return with_tags("\n".join(lines), answer)
 
 
-def comparison(rng):
-    """The end of a try alone, `=56 57 no`; half of the numbers are equal."""
-    a = rng.randint(0, LARGEST)
-    b = a if rng.random() < 0.5 else rng.randint(0, LARGEST)
-    return f"={a} {b} {'yes' if a == b else 'no'}"
-
-
-def operation(rng):
-    """A single operation, `48+9=57`."""
-    while True:
-        numbers = rng.randint(0, LARGEST), rng.randint(1, 10)
-        operators = (rng.choice("++--*/"),)
-        if results(numbers, operators):
-            return line(numbers, operators, 0).split()[0]
+def drill(rng):
+    """Nothing but comparisons, half of them of equal numbers."""
+    lines = []
+    for _ in range(12):
+        a = rng.randint(0, LARGEST)
+        b = a if rng.random() < 0.5 else rng.randint(0, LARGEST)
+        lines.append(f"={a} {b} {'yes' if a == b else 'no'}")
+    return "\n".join(lines)
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -171,16 +165,13 @@ def searches(rng, *, order, most, **options):
 
 
 def pretraining_chats(rng, count, order):
-    """Drills of twelve lines; searches that hit within three tries; and long ones."""
+    """Comparisons; searches that hit within three tries; and long ones."""
     short = searches(rng, order=order, most=3)
     long = searches(rng, order=order, most=18)
     for _ in range(count):
         kind = rng.random()
-        if kind < 0.35:
-            prompt, drill = ("Compare.", comparison) if kind < 0.15 else ("Calculate.", operation)
-            yield chat(prompt, "\n".join(drill(rng) for _ in range(12)))
-        else:
-            yield next(short if kind < 0.55 else long)
+        yield (chat("Compare.", drill(rng)) if kind < 0.25 else next(short) if kind < 0.5
+               else next(long))
 
 
 def finetuning_chats(rng, count, order, give_up):

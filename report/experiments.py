@@ -37,12 +37,15 @@ PARTS = 20
 # {series: (title, what to see in it)}. {out} is the experiment's folder.
 
 WEIGHTS = {
+    "sooner": [
+        "-m dataset.countdown --give_up 0.7 --sft {out}/sooner_texts --out_dir {out}/sooner_texts",
+        "-m model.train_sft --data {out}/sooner_texts/give_up.jsonl --save {out}/sooner "
+        "--init model/weights/countdown_128 --steps 80 --batch_size 64 --learning_rate 5e-4"],
     "random": [
-        "-m dataset.countdown --order random --sft {out}/texts --out_dir {out}/texts",
-        "-m model.train_sft --data {out}/texts/pretrain.jsonl --save {out}/pretrain --steps 1300 "
-        "--tokenizer model/weights/countdown_128 --batch_size 64",
-        "-m model.train_sft --data {out}/texts/give_up.jsonl --init {out}/pretrain --steps 80 "
-        "--save {out}/random --batch_size 64 --learning_rate 5e-4 --warmup_steps 10"],
+        "-m dataset.countdown --order random --sft {out}/random_texts "
+        "--out_dir {out}/random_texts",
+        "-m model.train_sft --data {out}/random_texts/give_up.jsonl --save {out}/random "
+        "--init model/weights/countdown_128 --steps 300 --batch_size 64 --learning_rate 1e-3"],
     "redundant": [
         "-m dataset.arithmetic --sft {out}/texts --out_dir {out}/texts",
         "-m model.train_sft --data {out}/texts/redundant.jsonl --init model/weights/reason_128 "
@@ -66,9 +69,11 @@ def arms(common, by_arm):
 
 EXPERIMENTS = {
     "countdown": {
-        "rows": {"": {"tries in a fixed order": COUNTDOWN,
-                      "tries in random order": f"{COUNTDOWN} --model_path {{out}}/random"}},
-        "weights": ["random"], "seeds": (42, 1, 2),
+        "rows": {"": {
+            "the shipped weights": COUNTDOWN,
+            "gives up sooner": f"{COUNTDOWN} --model_path {{out}}/sooner",
+            "tries in random order": f"{COUNTDOWN} --model_path {{out}}/random"}},
+        "weights": ["sooner", "random"], "seeds": (42, 1, 2),
         "panels": {
             "eval/accuracy": ("Held-out accuracy, sampled", "problems never trained on"),
             "length": ("Completion length, tokens", "trying more pays"),
