@@ -647,8 +647,8 @@ def add_ask_flags(parser):
 def add_judge_flags(parser):
     flag = parser.add_argument_group("3. judge: rewards, advantages").add_argument
     flag("--reward_funcs", nargs="+", metavar="NAME", help="format, tag, rm, accuracy, overlong, "
-         "repetition, or your own as module:function (default: format tag rm accuracy with "
-         "--reasoning 1, rm accuracy with 0)")
+         "repetition, countdown, or your own as module:function (default: format tag rm accuracy "
+         "with --reasoning 1, rm accuracy with 0)")
     flag("--reward_weights", nargs="+", type=float, metavar="W", help="one for each (default: 1)")
     flag("--reward_model_path", help="a folder or hub id: a ...ForSequenceClassification with one "
          "label, InternLM2's reward model, or a likelihood from reward.train_reward_model "

@@ -1,11 +1,9 @@
 """Countdown: make a target from numbers, each used exactly once. Here trying more always pays.
 
-`python -m dataset.countdown` writes the two files that we ship, in the form of the public data set:
-
-    {"nums": [9, 8, 6], "target": 57}
-
-With `--sft FOLDER` it also writes the texts that the shipped weights were trained on. The same
-seed gives the same files.
+`python -m dataset.countdown` writes the three files that we ship, in the form of the public data
+set, {"nums": [9, 8, 6], "target": 57}: countdown_train.jsonl and countdown_heldout.jsonl have three
+numbers and + - *, countdown_hard.jsonl four numbers and + - * /. With `--sft FOLDER` it also writes
+the texts that the shipped weights were trained on. The same seed gives the same files.
 
 A thought is a list of tries, one a line: an expression worked from left to right, its result, the
 target, and the verdict. The comparison is the hard part for a small model, so both numbers stand
@@ -35,15 +33,17 @@ from .prompts import countdown_prompt
 
 LARGEST = 100           # no result, intermediate ones too, is larger, or below 0
 GAVE_UP = "none"        # the answer of a reply that stopped without a hit
-# How many numbers, and the operators.
+# How many numbers, from 1 to 10, and the operators.
 KINDS = {"easy": (3, "+-*"), "hard": (4, "+-*/")}
 
 
 # --- problems -------------------------------------------------------------------------------------
 
 def results(numbers, operators):
-    """The results from left to right: (8, 6, 9), ("*", "+") -> [8, 48, 57]; None if one is not a
-    whole number from 0 to LARGEST."""
+    """The results from left to right: (8, 6, 9), ("*", "+") -> [8, 48, 57].
+
+    None if one of them is not a whole number from 0 to LARGEST.
+    """
     values = [numbers[0]]
     for operator, number in zip(operators, numbers[1:]):
         if operator == "/" and (number == 0 or values[-1] % number):
@@ -57,10 +57,12 @@ def results(numbers, operators):
 
 @functools.cache
 def tries(nums, operators="+-*"):
-    """All expressions in these numbers, [(numbers, operators)], in the order in which they are
-    tried: by operators, then larger numbers first. Of 9+8+6 and 8+9+6 only the first one counts."""
+    """All expressions in these numbers, [(numbers, operators)], in the order of the texts.
+
+    By operators, then larger numbers first. Of 9+8+6 and 8+9+6 only the first one is there.
+    """
     found = {}
-    # Any numbers without a special relation tell which expressions are the same.
+    # Two expressions are the same if they agree on numbers that have nothing to do with each other.
     stand_ins = dict(enumerate((2**0.5, 3**0.5, 5**0.5, 7**0.5, 11**0.5)))
     for chosen in itertools.product(operators, repeat=len(nums) - 1):
         for places in itertools.permutations(range(len(nums))):
@@ -81,10 +83,10 @@ def is_heldout(nums, target):
 
 
 @functools.cache
-def problems(count, operators, *, heldout, highest=10):
-    """All (nums, target) with so many numbers from 1 to `highest`, from one side of the split."""
+def problems(count, operators, *, heldout):
+    """All (nums, target) with so many numbers from 1 to 10, from one side of the split."""
     return [(nums, target)
-            for nums in itertools.combinations_with_replacement(range(highest, 0, -1), count)
+            for nums in itertools.combinations_with_replacement(range(10, 0, -1), count)
             for target in sorted({results(*one)[-1] for one in tries(nums, operators)})
             if is_heldout(nums, target) == heldout]
 

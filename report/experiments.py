@@ -58,7 +58,7 @@ AVERAGES = {f"{loss_type}, {scale}": f"--loss_type {loss_type} --scale_rewards {
             for scale in ("group", "none") for loss_type in ("grpo", "bnpo", "dr_grpo", "r1")}
 JUDGED = ("--reward_funcs format tag rm accuracy --reward_weights 1 1 1 0 --reward_model_clip 3 "
           "--max_steps 100 --eval_interval 10 --eval_samples 300")
-REUSED = "--max_steps 60 --eval_interval 10 --eval_samples 300 --num_iterations"
+REUSED = "--max_steps 30 --eval_interval 5 --eval_samples 300 --num_iterations"
 NO_CLIP = "--epsilon_low 1e9 --epsilon_high 1e9"
 
 
@@ -97,25 +97,25 @@ EXPERIMENTS = {
             "repeats": ("Repeated lines", "share of the thought")},
     },
     "reward_model": {
-        "rows": {"": arms(JUDGED, {
-            f"beta {beta}, {kl_type}": f"--beta {beta} --kl_type {kl_type}"
-            for kl_type in ("k3", "k2") for beta in (0.02, 0.1, 0.3)})},
+        "rows": {"": arms(JUDGED, {"no KL": "--beta 0"} | {
+            f"{kl_type}, beta {beta}": f"--beta {beta} --kl_type {kl_type}"
+            for beta in (0.3, 0.1) for kl_type in ("k1", "k2", "k3")})},
         "weights": [], "seeds": (42, 1, 2),
         "panels": {
-            "rewards/reward_model/mean": ("Score of the reward model", "what is trained"),
-            "rewards/accuracy_reward/mean": ("Right answers", "what is wanted"),
-            "kl": ("KL to the reference", ""),
+            "rewards/reward_model/mean": ("Score of the reward model", "what is rewarded"),
+            "rewards/accuracy_reward/mean": ("Right answers", "what is wanted, not rewarded"),
+            "kl": ("KL to the reference", "k1, k2 or k3, per token"),
             "length": ("Completion length, tokens", "")},
     },
     "clip": {
-        "rows": {"": {f"{n} iteration{'s' * (n > 1)}, {name}": f"{REUSED} {n} {flags}"
+        "rows": {"": {f"{n} iteration{'s' * (n > 1)}, {name}": f"{REUSED} {n} {flags}".strip()
                       for name, flags in (("clip", ""), ("no clip", NO_CLIP)) for n in (1, 4, 16)}},
         "weights": [], "seeds": (42, 1, 2),
         "panels": {
-            "eval/accuracy": ("Held-out accuracy, sampled", ""),
-            "kl": ("KL to the reference", ""),
+            "eval/accuracy": ("Held-out accuracy, sampled", "300 problems never trained on"),
+            "kl": ("KL to the reference", "k3, per token"),
             "entropy": ("Entropy, nats per token", ""),
-            "grad_norm": ("Gradient norm", "")},
+            "grad_norm": ("Gradient norm", "before it is clipped to 1")},
     },
 }
 

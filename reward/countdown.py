@@ -11,12 +11,11 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 
 def countdown_reward(prompts, completions, nums=None, target=None, **columns):
-    """1 if the answer is an expression in the numbers `nums`, each used exactly once, that is equal
-    to `target`, else 0. None for rows without these two columns.
+    """1 if the answer is an expression in `nums`, each used once, that equals `target`, else 0.
 
-    The expression may have whole numbers, + - * / and brackets, and is evaluated in fractions. It
-    may end in `= 57`, which is ignored. For a tenth of a point for the format, as is usual, add the
-    format reward: `--reward_funcs countdown format --reward_weights 0.9 0.2`.
+    None for rows without these two columns. The expression may have whole numbers, + - * / and
+    brackets, and is evaluated in fractions. It may end in `= 57`, which is ignored. For the usual
+    0.1 for the format alone: `--reward_funcs countdown format --reward_weights 0.9 0.2`.
     """
     missing = [None] * len(completions)
     return [None if numbers is None or goal is None else
