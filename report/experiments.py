@@ -34,7 +34,7 @@ PARTS = 20
 
 # --- the experiments ------------------------------------------------------------------------------
 # {row of the picture: {arm: flags}}, the weights to make first, the seeds, and what to draw:
-# {series: (title, what to see in it)}. {out} is the experiment's folder.
+# {series: (title, what to see in it, format)}. {out} is the experiment's folder.
 
 WEIGHTS = {
     "sooner": [
@@ -62,7 +62,6 @@ REUSED = "--max_steps 30 --eval_interval 5 --eval_samples 300 --num_iterations"
 NO_CLIP = "--epsilon_low 1e9 --epsilon_high 1e9"
 
 
-
 def arms(common, by_arm):
     return {arm: f"{common} {flags}" for arm, flags in by_arm.items()}
 
@@ -75,12 +74,12 @@ EXPERIMENTS = {
             "tries in random order": f"{COUNTDOWN} --model_path {{out}}/random"}},
         "weights": ["sooner", "random"], "seeds": (42, 1, 2),
         "panels": {
-            "eval/accuracy": ("Held-out accuracy, sampled", "problems never trained on"),
-            "length": ("Completion length, tokens", "trying more pays"),
-            "tries": ("Tries per answer", "at most 18 fit"),
-            "gave_up": ("Gave up", "share of answers that end without a hit"),
-            "checks_right": ("Checks that are right", "of all `57 57 yes` and `56 57 no`"),
-            "repeats": ("Repeats", "share of tries made before in the same answer")},
+            "eval/accuracy": ("Held-out accuracy, sampled", "problems never trained on", "{:.0%}"),
+            "length": ("Completion length, tokens", "trying more pays", "{:.0f}"),
+            "tries": ("Tries per answer", "at most 18 fit", "{:.1f}"),
+            "gave_up": ("Gave up", "share of answers that end without a hit", "{:.0%}"),
+            "checks_right": ("Checks that are right", "such as `56 57 no`", "{:.0%}"),
+            "repeats": ("Repeats", "share of tries made before in the same answer", "{:.0%}")},
     },
     "loss_types": {
         "rows": {
@@ -90,11 +89,11 @@ EXPERIMENTS = {
                 "--reward_funcs accuracy --model_path {out}/redundant", AVERAGES)},
         "weights": ["redundant"], "seeds": (42, 1, 2, 3),
         "panels": {
-            "length/right": ("Right answers, tokens", "mean length"),
-            "length/wrong": ("Wrong answers, tokens", "mean length"),
-            "right": ("Accuracy", "of training completions"),
-            "cut_off": ("Cut off", "at the length limit"),
-            "repeats": ("Repeated lines", "share of the thought")},
+            "length/right": ("Right answers, tokens", "mean length", "{:.0f}"),
+            "length/wrong": ("Wrong answers, tokens", "mean length", "{:.0f}"),
+            "right": ("Accuracy", "of training completions", "{:.0%}"),
+            "cut_off": ("Cut off", "at the length limit", "{:.0%}"),
+            "repeats": ("Repeated lines", "share of the thought", "{:.0%}")},
     },
     "reward_model": {
         "rows": {"": arms(JUDGED, {"no KL": "--beta 0"} | {
@@ -102,20 +101,20 @@ EXPERIMENTS = {
             for beta in (0.3, 0.1) for kl_type in ("k1", "k2", "k3")})},
         "weights": [], "seeds": (42, 1, 2),
         "panels": {
-            "rewards/reward_model/mean": ("Score of the reward model", "what is rewarded"),
-            "rewards/accuracy_reward/mean": ("Right answers", "what is wanted, not rewarded"),
-            "kl": ("KL to the reference", "k1, k2 or k3, per token"),
-            "length": ("Completion length, tokens", "")},
+            "rewards/reward_model/mean": ("The reward model's score", "rewarded", "{:.2g}"),
+            "rewards/accuracy_reward/mean": ("Right answers", "wanted, not rewarded", "{:.0%}"),
+            "kl": ("KL to the reference", "k1, k2 or k3, per token", "{:.2g}"),
+            "length": ("Completion length, tokens", "", "{:.0f}")},
     },
     "clip": {
         "rows": {"": {f"{n} iteration{'s' * (n > 1)}, {name}": f"{REUSED} {n} {flags}".strip()
                       for name, flags in (("clip", ""), ("no clip", NO_CLIP)) for n in (1, 4, 16)}},
         "weights": [], "seeds": (42, 1, 2),
         "panels": {
-            "eval/accuracy": ("Held-out accuracy, sampled", "300 problems never trained on"),
-            "kl": ("KL to the reference", "k3, per token"),
-            "entropy": ("Entropy, nats per token", ""),
-            "grad_norm": ("Gradient norm", "before it is clipped to 1")},
+            "eval/accuracy": ("Held-out accuracy, sampled", "never trained on", "{:.0%}"),
+            "kl": ("KL to the reference", "k3, per token", "{:.2g}"),
+            "entropy": ("Entropy, nats per token", "", "{:.2g}"),
+            "grad_norm": ("Gradient norm", "before it is clipped to 1", "{:.2g}")},
     },
 }
 

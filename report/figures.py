@@ -14,8 +14,8 @@ ARM_COLORS = [BLUE, ORANGE, GREEN, PINK]
 def draw_experiment(results, panels, path):
     """Write a PNG: a row of panels for each row of the experiment, a line for each arm.
 
-    panels: {series: (title, subtitle)}. An arm named `grpo, none` has the colour of all arms that
-    begin with `grpo`; what follows the comma picks the dashes.
+    panels: {series: (title, subtitle, format of the values)}. An arm named `grpo, none` has the
+    colour of all arms that begin with `grpo`; what follows the comma picks the dashes.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -39,15 +39,15 @@ def draw_experiment(results, panels, path):
         fig.legend(swatches, arms, frameon=False, loc="upper left",
                    bbox_to_anchor=(0.015, 1 - 0.1 * inch), ncols=min(len(arms), 4), fontsize=10.5,
                    handlelength=2.2)
-        for i, (row, (key, texts)) in enumerate((row, panel) for row in rows
-                                                for panel in panels.items()):
+        for i, (row, (key, (name, subtitle, form))) in enumerate(
+                (row, panel) for row in rows for panel in panels.items()):
             ax = fig.add_subplot(grid[i // columns, i % columns])
             ends = [end for arm in arms
                     for end in draw_arm(ax, [r for r in results
                                              if (r["row"], r["arm"]) == (row, arm)],
                                         key, colors[arm], dashes[arm])]
-            head(ax, *texts, row if i % columns == 0 else "")
-            finish(ax, ends, format_of(key))
+            head(ax, name, subtitle, row if i % columns == 0 else "")
+            finish(ax, ends, form)
             ax.set_xlabel("step", loc="right", fontsize=8, color=GREY, labelpad=1)
         fig.savefig(path)
 
@@ -102,15 +102,6 @@ def interval(values):
     return np.where(count > 0, center, math.nan), half
 
 
-def format_of(key):
-    """How the values of a series are written."""
-    counts = ("length", "tries", "eval/mean_length")
-    if key.startswith(counts):
-        return "{:.0f}"
-    return "{:.3g}" if key in ("kl", "entropy", "grad_norm", "reward") or "rewards/" in key \
-        else "{:.0%}"
-
-
 def print_table(results, panels):
     """Print, for each arm, the first and the last value of each panel, with the last's interval."""
     names = list(panels)
@@ -126,7 +117,7 @@ def print_table(results, panels):
                 cells.append("-")
                 continue
             center, half = interval(values)
-            form = format_of(name).format
-            number = (form(center[0]), form(center[-1]), form(half[-1]))
-            cells.append("{} → {} ± {}".format(*number) if is_finite(center[-1]) else "-")
+            form = panels[name][2].replace(":.0%", ":.1%").format
+            known = [form(value) for value in (center[0], center[-1]) if is_finite(value)]
+            cells.append(" → ".join(known) + f" ± {form(half[-1])}" * (len(runs) > 1))
         print(f"| {f'{row}: {arm}' if row else arm} ({len(runs)}) | {' | '.join(cells)} |")

@@ -35,12 +35,12 @@ from report.jsonl import read_jsonl  # noqa: E402
 
 RESULTS, PICTURE = ROOT / "report/results/trl.jsonl", ROOT / "images/trl.png"
 PANELS = {
-    "eval/accuracy": ("Held-out accuracy, sampled", "1,000 problems never trained on"),
-    "eval/greedy_accuracy": ("Held-out accuracy, greedy", ""),
-    "reward": ("Reward", "the total of the training completions"),
-    "completions/mean_length": ("Completion length, tokens", "of the training completions"),
-    "kl": ("KL to the reference", "k3, per token"),
-    "minutes": ("Minutes of training", "without evaluations"),
+    "eval/accuracy": ("Held-out accuracy, sampled", "1,000 problems never trained on", "{:.0%}"),
+    "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
+    "reward": ("Reward", "the total of the training completions", "{:.3g}"),
+    "completions/mean_length": ("Completion length, tokens", "in training", "{:.0f}"),
+    "kl": ("KL to the reference", "k3, per token", "{:.3g}"),
+    "minutes": ("Minutes of training", "without evaluations", "{:.1f}"),
 }
 FLAGS = ["--device", "cpu", "--dtype", "float32"]
 EVERY = 20      # steps between evaluations; a point of the other curves is the mean of so many / 4

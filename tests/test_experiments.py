@@ -18,8 +18,8 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", {
         "rows": {"": {"small, a": flags, "small, b": f"{flags} --loss_type dapo"}},
         "weights": [], "seeds": (1, 2),
-        "panels": {"eval/accuracy": ("Accuracy", ""), "length": ("Length", ""),
-                   "gave_up": ("Gave up", "not recorded here")}})
+        "panels": {"eval/accuracy": ("Accuracy", "", "{:.0%}"), "length": ("Length", "", "{:.0f}"),
+                   "gave_up": ("Gave up", "not recorded here", "{:.0%}")}})
     return experiments.EXPERIMENTS["tiny"], tmp_path / "results/tiny.jsonl", tmp_path / "out"
 
 
