@@ -45,7 +45,6 @@ import functools
 import json
 import math
 import os
-import shlex
 import warnings
 from pathlib import Path
 
@@ -57,7 +56,7 @@ import torch
 from dataset import PromptCollator, PromptDataset, batches_of_steps, read_heldout, steps_per_epoch
 from model import Rollout, World, checkpoint, eos_token_ids, fast, sampler
 from report import Report, add_metrics, describe, drift, mean_metrics, rollout_metrics
-from report.command_line import HelpFormatter, number, user_errors
+from report.command_line import HelpFormatter, flags_of_line, number, user_errors
 from reward import combine_rewards, load_reward_funcs, process
 
 HERE = Path(__file__).parent
@@ -426,7 +425,7 @@ def main(argv=None):
         checkpoint.discard_checkpoint(run_dir / "checkpoint")
     with Report(run_dir, args, total_steps=last_step, start_step=steps_done,
                 active=world.rank == 0) as report:
-        report.intro(policy, device, world.size, len(problems))
+        report.intro(policy, device, world.size, len(problems), len(heldout))
         if args.eval_interval and steps_done == 0:
             report.evaluation(0, evaluate_at(0))
         for step, batch in enumerate(batches, start=steps_done + 1):
@@ -596,7 +595,7 @@ def parse_args(argv=None):
         fromfile_prefix_chars="@",
         description="Group Relative Policy Optimization. Without flags a small model learns "
                     "arithmetic, in minutes, on a laptop.")
-    parser.convert_arg_line_to_args = functools.partial(shlex.split, comments=True)
+    parser.convert_arg_line_to_args = flags_of_line
     for add_flags in (add_ask_flags, add_judge_flags, add_learn_flags, add_report_flags):
         add_flags(parser)
     args = parser.parse_args(argv)
@@ -707,8 +706,8 @@ def add_report_flags(parser):
     flag("--eval_interval", type=COUNT_OR_0, help="steps between evaluations; also before and "
          "after training; 0: none (default: 30; 0 if only data_path is your own)")
     flag("--eval_samples", type=COUNT, default=1000, help="held-out problems per evaluation")
-    flag("--eval_reward_funcs", nargs="+", metavar="NAME", default=["accuracy"], help="what tells "
-         "whether a held-out reply is right, by the names of --reward_funcs (default: accuracy)")
+    flag("--eval_reward_funcs", nargs="+", metavar="NAME", help="what tells whether a held-out "
+         "reply is right, by the names of --reward_funcs (default: accuracy)")
     flag("--eval_threshold", type=float, default=1.0, help="right is a reply whose evaluation "
          "rewards add up to this, or more")
     flag("--eval_batch_size", type=COUNT, default=256, help="problems answered at once")
@@ -741,6 +740,7 @@ def fill_in_defaults(args):
     args.data_path = args.data_path or str(HERE / "dataset/train.jsonl")
     args.eval_data_path = args.eval_data_path or str(HERE / "dataset/heldout.jsonl")
     args.reward_funcs = args.reward_funcs or ["format", "tag"] * args.reasoning + ["rm", "accuracy"]
+    args.eval_reward_funcs = args.eval_reward_funcs or ["accuracy"]
     args.reward_weights = args.reward_weights or [1.0] * len(args.reward_funcs)
     rloo, cispo = args.advantage_estimator == "rloo", args.loss_type == "cispo"
     args.scale_rewards = args.scale_rewards or ("none" if rloo else "group")

@@ -6,6 +6,7 @@ it encodes any text and decodes it back unchanged.
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -44,6 +45,35 @@ def train_tokenizer(texts, vocab_size=512, *, merge_digits=False):
         model_max_length=2048, clean_up_tokenization_spaces=False)
 
 
+def read_chats(path):
+    """The chats of a jsonl file, {"conversations": [{"role", "content"}, ...]} a line.
+
+    ValueError names the line at fault.
+    """
+    chats = []
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                raise ValueError(f"{path}, line {number}: not valid JSON; write one object per "
+                                 "line") from None
+            chat = row.get("conversations") if isinstance(row, dict) else None
+            if not isinstance(chat, list) or not all(
+                    isinstance(turn, dict) and isinstance(turn.get("role"), str)
+                    and isinstance(turn.get("content"), str) for turn in chat):
+                raise ValueError(f'{path}, line {number}: no chat found; write {{"conversations": '
+                                 '[{"role": "user", "content": "..."}, {"role": "assistant", '
+                                 '"content": "..."}]}')
+            if not any(turn["role"] == "assistant" for turn in chat):
+                raise ValueError(f"{path}, line {number}: no turn by the role assistant, so there "
+                                 "is nothing to learn")
+            chats.append(chat)
+    if not chats:
+        raise ValueError(f"{path}: the file is empty; write one chat per line")
+    return chats
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description="Train a tokenizer on the conversations in jsonl files.")
@@ -56,12 +86,12 @@ if __name__ == "__main__":
     parser.add_argument("--merge_digits", action="store_true",
                         help="let frequent numbers become one token each")
     args = parser.parse_args()
-    texts = []
-    for path in args.data:
-        with open(path, encoding="utf-8") as file:
-            for line, _ in zip(file, range(5000)):
-                for message in json.loads(line)["conversations"]:
-                    texts += [message["role"], message["content"]]
+    try:
+        chats = [chat for path in args.data for chat in read_chats(path)[:5000]]
+        args.save.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        sys.exit(f"tokenizer.py: error: {error}")
+    texts = [text for chat in chats for turn in chat for text in (turn["role"], turn["content"])]
     # The tags are tokens already: spend no merges on their letters.
     texts = [re.sub("|".join(TAGS), "", text) for text in texts]
     tokenizer = train_tokenizer(texts, args.vocab_size, merge_digits=args.merge_digits)

@@ -18,7 +18,6 @@ that never learns to end its turn never stops.
 """
 import argparse
 import copy
-import json
 import math
 import random
 import sys
@@ -30,29 +29,7 @@ import torch.nn.functional as F
 
 from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, save_pretrained
 from .checkpoint import load_tokenizer
-
-
-def read_chats(path):
-    """The chats of a jsonl file, {"conversations": [{"role", "content"}, ...]} a line.
-
-    ValueError names the line at fault.
-    """
-    chats = []
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                chat = json.loads(line)["conversations"]
-                if not any(turn["role"] == "assistant" and turn["content"] for turn in chat):
-                    raise ValueError
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(
-                    f'{path}, line {number}: no chat with a turn by the assistant; write '
-                    '{"conversations": [{"role": "user", "content": "..."}, {"role": "assistant", '
-                    '"content": "..."}]}') from None
-            chats.append(chat)
-    if not chats:
-        raise ValueError(f"{path}: the file is empty; write one chat a line")
-    return chats
+from .tokenizer import read_chats
 
 
 def encode(chats, tokenizer):
@@ -148,6 +125,13 @@ def optimize(model, next_loss, *, steps, learning_rate, warmup_steps, progress=N
                   flush=True)
 
 
+def positive(text):
+    """An argparse type: a whole number of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}; it must be at least 1")
+    return int(text)
+
+
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -158,22 +142,24 @@ def parse_args():
                         help="weights to start from, with their tokenizer; without it, train a new "
                              "model from scratch")
     parser.add_argument("--tokenizer", type=Path, help="the tokenizer for a new model")
-    parser.add_argument("--hidden_size", type=int, default=128)
-    parser.add_argument("--num_hidden_layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--batch_size", type=int, default=32)
+    parser.add_argument("--hidden_size", type=positive, default=128)
+    parser.add_argument("--num_hidden_layers", type=positive, default=4)
+    parser.add_argument("--steps", type=positive, default=3000)
+    parser.add_argument("--batch_size", type=positive, default=32)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--warmup_steps", type=int, default=100)
     parser.add_argument("--heldout", type=int, default=200,
                         help="chats at the end of the file, at most a tenth of it, that are not "
                              "trained on; their loss is printed (default: %(default)s)")
-    parser.add_argument("--save_interval", type=int, default=500,
+    parser.add_argument("--save_interval", type=positive, default=500,
                         help="steps between saves (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if not (args.init or args.tokenizer):
         parser.error("a new model needs a --tokenizer; python -m model.tokenizer makes one. Or "
                      "start from weights: --init")
+    if args.hidden_size % 64:
+        parser.error(f"--hidden_size {args.hidden_size}: it must be a multiple of 64")
     return args
 
 
@@ -194,6 +180,7 @@ def main():
     rng = random.Random(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chats = read_chats(args.data)
+    args.save.mkdir(parents=True, exist_ok=True)        # before the work, not after it
     if args.init:
         model = load_pretrained(args.init, dtype=torch.float32, device=device)
         tokenizer = load_tokenizer(args.init, model.config.vocab_size)
@@ -219,7 +206,7 @@ def main():
         save_pretrained(copy.deepcopy(model).to(torch.bfloat16), tokenizer, args.save)
 
     source = batches(examples, args.batch_size, rng)
-    tokens_per_batch = args.batch_size * num_labels(examples) / len(examples)
+    tokens_per_batch = num_labels(examples) / math.ceil(len(examples) / args.batch_size)
     optimize(model, lambda: loss_of(model, next(source), tokens_per_batch, device),
              steps=args.steps, learning_rate=args.learning_rate, warmup_steps=args.warmup_steps,
              progress=progress)

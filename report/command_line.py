@@ -3,6 +3,7 @@ import argparse
 import functools
 import math
 import os
+import shlex
 import sys
 
 
@@ -41,6 +42,15 @@ def number(kind, low, high=math.inf, *, above=False):
 
     parse.__name__ = kind.__name__
     return parse
+
+
+def flags_of_line(line):
+    """The flags in a line of a file of flags, as a shell reads them; # begins a comment."""
+    try:
+        return shlex.split(line.lstrip("\ufeff"), comments=True)
+    except ValueError as error:
+        raise ValueError(f"a file of flags has the line {line!r} ({error}); close its quotes"
+                         ) from None
 
 
 class HelpFormatter(argparse.HelpFormatter):

@@ -53,11 +53,11 @@ WEIGHTS = {
 }
 COUNTDOWN = "@dataset/countdown.txt"
 AVERAGES = {f"{loss_type}, {scale}": f"--loss_type {loss_type} --scale_rewards {scale} --beta 0 "
-            "--batch_size 8 --num_generations 8 --num_minibatches 2 --max_steps 60 "
+            "--batch_size 8 --num_generations 8 --num_minibatches 2 --max_steps 40 "
             "--eval_interval 0"
             for scale in ("group", "none") for loss_type in ("grpo", "bnpo", "dr_grpo", "r1")}
 JUDGED = ("--reward_funcs format tag rm accuracy --reward_weights 1 1 1 0 --reward_model_clip 3 "
-          "--max_steps 100 --eval_interval 10 --eval_samples 300")
+          "--max_steps 80 --eval_interval 0")
 REUSED = "--max_steps 30 --eval_interval 5 --eval_samples 300 --num_iterations"
 NO_CLIP = "--epsilon_low 1e9 --epsilon_high 1e9"
 

@@ -15,7 +15,7 @@ def rollout_metrics(rows, num_generations):
     rewards = [row["reward"] for row in rows]
     if all(math.isnan(reward) for reward in rewards):
         raise ValueError("no completion of this step has a reward, because every reward function "
-                         "returned None or failed; check that --reward_funcs fit the data")
+                         "returned None or NaN, or failed; check that --reward_funcs fit the data")
     groups = [rewards[i:i + num_generations] for i in range(0, len(rewards), num_generations)]
     stds = [mean_and_std(group)[1] for group in groups]
     lengths = [row["length"] for row in rows]

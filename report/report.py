@@ -95,7 +95,7 @@ class Report:
 
     # --- called by the training loop --------------------------------------------------------------
 
-    def intro(self, policy, device, num_processes, num_prompts):
+    def intro(self, policy, device, num_processes, num_prompts, num_heldout):
         """Print what is about to be trained, on what, and where the files go."""
         if not self.active:
             return
@@ -109,11 +109,17 @@ class Report:
         rewards = [name if weight == 1 else f"{weight:g} {name}"
                    for name, weight in zip(args.reward_funcs, args.reward_weights)]
         size = sum(parameter.numel() for parameter in policy.parameters())
+        judges = " + ".join(args.eval_reward_funcs)
+        if args.eval_threshold != 1:
+            judges += f" of at least {args.eval_threshold:g}"
+        heldout = [f"held out {num_heldout:,} in {short(Path(args.eval_data_path))}, right by "
+                   f"{judges}"] * bool(num_heldout)
         prompts = args.batch_size * args.accumulation_steps * num_processes
         self._print("\n".join([
             f"policy   {short(Path(args.model_path))}, {size / 1e6:,.2f} M parameters",
             f"device   {device.type}, {num_processes} process{'es' * (num_processes > 1)}",
             f"prompts  {num_prompts:,} in {short(Path(args.data_path))}",
+            *heldout,
             f"rewards  {' + '.join(rewards)}",
             f"steps    {self.total_steps}, each with {prompts} prompts x "
             f"{args.num_generations} completions",
@@ -146,8 +152,12 @@ class Report:
         parts = [f"{value:.1%} {name}" for name, value in accuracies if is_finite(value)]
         parts += [f"{key.removeprefix('eval/')} {value:.1%}" for key, value in metrics.items()
                   if key.startswith("eval/pass@") and is_finite(value)]
+        reward = metrics.get("eval/reward")
+        if is_finite(reward) and abs(reward - metrics["eval/accuracy"]) > 1e-9:
+            parts.append(f"reward {reward:.2f}")
         if is_finite(metrics.get("eval/mean_length")):
             parts.append(f"{metrics['eval/mean_length']:.0f} tokens")
+        parts = parts or ["not known: the evaluation rewards judged nothing"]
         self._print(f"step {step:>3}  held-out accuracy {', '.join(parts)}")
 
     def step(self, step, metrics, rows):
@@ -197,7 +207,7 @@ class Report:
             self.warn(NOT_FINITE)
 
     def group(self, step, rows):
-        """Print one group: a prompt and its G completions with all their numbers.
+        """Print one group: a prompt and its completions, at most 8, with all their numbers.
 
         rows: the group's rows, as describe() returns them.
         """
@@ -211,7 +221,7 @@ class Report:
         lines = ["", title + "─" * (width - len(title)),
                  *fold(rows[0]["prompt"], width, max_lines=3),
                  "  " + "  ".join(columns)]
-        for row in rows:
+        for row in rows[:8]:
             values = [number(row["advantage"], "+.2f"), number(row["reward"])]
             values += [number(row["rewards"][name]) for name in names]
             cells = [value.rjust(len(column)) for column, value in zip(columns, values)]

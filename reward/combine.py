@@ -53,7 +53,7 @@ def import_function(name):
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        return getattr(importlib.import_module(module), function)
+        found = importlib.import_module(module)
     except SyntaxError as error:
         reason = f"{error.msg} ({error.filename}, line {error.lineno})"
     except Exception as error:
@@ -62,6 +62,10 @@ def import_function(name):
                  if frame.filename not in (__file__, importlib.__file__)
                  and not frame.filename.startswith("<frozen")]
         reason = f"{type(error).__name__}: {error}{''.join(lines[:1])}"
+    else:
+        if callable(getattr(found, function, None)):
+            return getattr(found, function)
+        reason = f"{getattr(found, '__file__', module)} has no function {function}"
     raise ValueError(f"--reward_funcs {name}: {reason}; write module:function, with a module that "
                      "Python can import from this folder")
 
@@ -113,8 +117,7 @@ def proven(function):
             if worked:
                 raise
             raise Broken(f"reward function {name_of(function)} failed in its first call: "
-                         f"{failure(error, source_of(function))}; mend it, or leave it out of "
-                         "--reward_funcs") from error
+                         f"{failure(error, function)}") from error
         worked = True
         return values
 
@@ -123,23 +126,26 @@ def proven(function):
 
 def as_floats(values, count):
     """A function's rewards as a list of floats, NaN for None. ValueError if it is not `count`."""
+    if isinstance(values, (str, dict)) or not hasattr(values, "__iter__"):
+        raise ValueError(f"it returned a {type(values).__name__}; return a list of {count} "
+                         "numbers, one for each completion")
     values = [float("nan") if value is None else float(value) for value in values]
     if len(values) != count:
         raise ValueError(f"it returned {len(values)} rewards for {count} completions")
     return values
 
 
-def failure(error, file):
-    """What went wrong, and the last line of the user's own `file` on the way there."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
-             if frame.filename == file]
-    place = f" ({file}, line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {error}{place}"
-
-
-def source_of(function):
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code and code.co_filename
+def failure(error, function):
+    """What went wrong, and the last line in the function's own file on the way there."""
+    code, place, hint = getattr(inspect.unwrap(function), "__code__", None), "", ""
+    if code:
+        lines = [code.co_firstlineno] + [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == code.co_filename]
+        place = f" ({code.co_filename}, line {lines[-1]})"
+    if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+        hint = "; end its arguments with **columns"
+    return f"{type(error).__name__}: {error}{hint}{place}"
 
 
 def name_of(function):
@@ -165,7 +171,7 @@ def combine_rewards(prompts, completions, reward_funcs, reward_weights, **column
             raise
         except Exception as error:
             warnings.warn(f"reward function {name} failed and judged nothing in this step: "
-                          f"{failure(error, source_of(function))}", stacklevel=2)
+                          f"{failure(error, function)}", stacklevel=2)
             values = [float("nan")] * len(completions)
         per_function[name] = torch.tensor(values)                               # (N,)
     values = torch.stack(list(per_function.values()))                           # (functions, N)

@@ -41,10 +41,13 @@ def tag_reward(prompts, completions, **columns):
 def accuracy_reward(prompts, completions, answer=None, **columns):
     """1 if the reply's answer equals the gold answer in the column `answer`, else 0.
 
-    None where there is no gold answer.
+    A reply that is the gold answer and nothing else is right too. None where there is no gold
+    answer.
     """
     golds = answer if answer is not None else [None] * len(completions)
-    return [None if gold is None else float(same_answer(extract_answer(completion), gold))
+    return [None if gold is None else
+            float(same_answer(extract_answer(completion), gold)
+                  or completion.strip() == str(gold).strip())
             for completion, gold in zip(completions, golds)]
 
 

@@ -332,8 +332,10 @@ def test_fine_tuning_on_a_handful_of_chats(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("lines, flags, words", [
-    (['{"conversations": []}'], "--init", "line 1"),
-    (['{"conversations": [{"role": "assistant", "content": "2"}]}', "{"], "--init", "line 2"),
+    (['{"conversations": []}'], "--init", "line 1: no turn by the role assistant"),
+    (['{"messages": []}'], "--init", "line 1: no chat found"),
+    (['{"conversations": [{"role": "assistant", "content": "2"}]}', "{"], "--init",
+     "line 2: not valid JSON"),
     ([], "--init", "empty"),
     (None, "--init", "some.jsonl"),
     (['{"conversations": [{"role": "assistant", "content": "2"}]}'], "", "--tokenizer"),

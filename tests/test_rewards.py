@@ -254,11 +254,18 @@ def test_a_function_that_fails_at_first_stops_the_run_and_later_is_a_warning(tmp
 
 
 def test_a_wrong_number_of_rewards_at_first_stops_the_run_too(tmp_path, monkeypatch):
-    (tmp_path / "my_count.py").write_text("def one(prompts, completions, **columns): return [1]\n")
+    (tmp_path / "my_count.py").write_text(
+        "def one(prompts, completions, **columns): return [1]\n"
+        "def nothing(prompts, completions, **columns): pass\n"
+        "def closed(prompts, completions): return [1] * 2\n")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    with pytest.raises(ValueError, match="one failed in its first call: .*1 rewards for 2"):
-        combine_rewards([""] * 2, ["a", "b"], load_reward_funcs(["my_count:one"]), [1.0])
+    for name, says in (("one", r"1 rewards for 2.*my_count\.py, line 1\b"),
+                       ("nothing", r"returned a NoneType.*my_count\.py, line 2\b"),
+                       ("closed", r"answer.*\*\*columns.*my_count\.py, line 3\b")):
+        funcs = load_reward_funcs([f"my_count:{name}"])
+        with pytest.raises(ValueError, match=f"{name} failed in its first call: .*{says}"):
+            combine_rewards([""] * 2, ["a", "b"], funcs, [1.0], answer=["1", "2"])
 
 
 @pytest.mark.parametrize("name", ["formatt", "no_such_module_here:f", "math:no_such_function"])
