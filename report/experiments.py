@@ -77,9 +77,11 @@ EXPERIMENTS = {
             "eval/accuracy": ("Held-out accuracy, sampled", "problems never trained on", "{:.0%}"),
             "length": ("Completion length, tokens", "trying more pays", "{:.0f}"),
             "tries": ("Tries per answer", "at most 18 fit", "{:.1f}"),
-            "gave_up": ("Gave up", "share of answers that end without a hit", "{:.0%}"),
+            "gave_up": ("Gave up", "answers that end without a hit", "{:.0%}"),
             "checks_right": ("Checks that are right", "such as `56 57 no`", "{:.0%}"),
-            "repeats": ("Repeats", "share of tries made before in the same answer", "{:.0%}")},
+            "slips": ("Slips", "share of tries that compute wrongly", "{:.0%}"),
+            "repeats": ("Repeats", "share of tries made before", "{:.0%}"),
+            "cut_off": ("Cut off", "at 256 tokens", "{:.0%}")},
     },
     "loss_types": {
         "rows": {
@@ -152,7 +154,8 @@ def run_missing(experiment, results, out, jobs):
         flags = experiment["rows"][row][arm].format(out=out)
         python(f"train_grpo.py {flags} --seed {seed} --out_dir {out} --run_name {name}",
                out / f"{name}.log", **({"OMP_NUM_THREADS": "1"} if jobs > 1 else {}))
-        line = json.dumps({"row": row, "arm": arm, "seed": seed, **summary(out / name)})
+        line = json.dumps({"row": row, "arm": arm, "seed": seed,
+                           **summary(out / name, experiment["panels"])})
         with open(results, "a", encoding="utf-8") as file:
             file.write(line + "\n")
         shutil.rmtree(out / name)           # its completions alone are megabytes
@@ -164,18 +167,16 @@ def run_missing(experiment, results, out, jobs):
             pass
 
 
-def summary(run_dir):
-    """The metrics and the behaviour of a run in at most PARTS parts, and its evaluations."""
+def summary(run_dir, names):
+    """These series of a run, metrics or behaviour, in at most PARTS parts, and its evaluations."""
     behaviour = behaviour_of_run(run_dir)
     rows = [row | behaviour[row["step"]] for row in read_jsonl(run_dir / "metrics.jsonl")]
     evaluations = read_jsonl(run_dir / "eval.jsonl")
     parts = np.array_split(np.arange(len(rows)), min(PARTS, len(rows)))
-    names = [name for name in dict.fromkeys(key for row in rows for key in row)
-             if not name.startswith(("timing_s/", "eval/", "perf/")) and name != "step"]
     return {
         "steps": [float(np.mean([rows[i]["step"] for i in part])) for part in parts],
         "series": {name: [mean(rows[i].get(name) for i in part) for part in parts]
-                   for name in names},
+                   for name in names if any(name in row for row in rows)},
         "eval": {name: [rounded(row.get(name)) for row in evaluations]
                  for name in (evaluations[0] if evaluations else ())},
         "seconds": round(sum(row["step_time"] for row in rows)),

@@ -47,7 +47,8 @@ def draw_experiment(results, panels, path):
                                              if (r["row"], r["arm"]) == (row, arm)],
                                         key, colors[arm], dashes[arm])]
             head(ax, name, subtitle, row if i % columns == 0 else "")
-            finish(ax, ends, form)
+            share = "%" in form and max((end[0] for end in ends), default=0) > 0.85
+            finish(ax, ends, form, top=1.04 if share else None)
             ax.set_xlabel("step", loc="right", fontsize=8, color=GREY, labelpad=1)
         fig.savefig(path)
 
@@ -76,7 +77,10 @@ def draw_arm(ax, runs, key, color, dash):
     if not len(steps):
         return []
     center, half = interval(values)
-    ax.fill_between(steps, center - half, center + half, color=color, alpha=0.13, linewidth=0)
+    low = center - half
+    if np.nanmin(values) >= 0:
+        low = np.maximum(low, 0)        # of a share or a length, nothing lies below
+    ax.fill_between(steps, low, center + half, color=color, alpha=0.13, linewidth=0)
     ax.plot(steps, center, color=color, linestyle=dash, linewidth=1.8)
     return [(center[-1], "", color)]
 
