@@ -109,7 +109,8 @@ def test_what_a_reply_does_is_read_off_it():
     assert row["tries"] == 4 and row["repeats"] == 1 / 4 and row["gave_up"] == 1
     assert row["slips"] == 1 / 4 and row["checks_right"] == 3 / 4       # 54+8; 57 57 no
     assert row["length/wrong"] == 50 and row["length/right"] is None
-    assert of(["8/2=4*9=36 36 yes"], "8/2*9", reward=1.0)["gave_up"] == 0
+    row = of(["8/2=4*9=36 36 yes"], "8/2*9", reward=1.0)
+    assert row["gave_up"] == row["slips"] == 0 and row["length/right"] == 50
     assert of(["27*6=120+42=162"], "162")["tries"] is None
     assert behaviour({"completion": "<think>\n1+1=2+1=3 9 no\n1+", "length": 9, "ended": False,
                       "reward": None})["cut_off"] == 1

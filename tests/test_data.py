@@ -305,9 +305,10 @@ def test_batches_hold_every_example_once_an_epoch(count):
 
 def test_fine_tuning_on_a_handful_of_chats(tmp_path, monkeypatch, capsys):
     """It holds out a tenth, saves on the way, and prints the mean loss since it last did."""
-    chats = [arithmetic.chat("1 + 1", "2")] * 19 + [arithmetic.chat("2 + 2", "4 5 6 7 8")]
+    chats = [arithmetic.chat("一加一", "2")] * 19 + [arithmetic.chat("2 + 2", "4 5 6 7 8")]
     path, save = tmp_path / "chats.jsonl", tmp_path / "weights"
     arithmetic.write(path, chats)
+    path.write_text("\ufeff" + path.read_text(encoding="utf-8"), encoding="utf-8")
     losses = iter([1.0, 2.0, 6.0])
     saves, loss_of, save_pretrained = [], train_sft.loss_of, train_sft.save_pretrained
 
