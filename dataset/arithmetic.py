@@ -23,8 +23,9 @@ from pathlib import Path
 
 # The shares of the styles in the fine-tuning texts, and of replies with broken tags.
 STYLES = {"steps": 0.27, "operations": 0.23, "guess": 0.25, "empty": 0.25}
-# For experiments with length: half of the worked replies write every line twice, to no avail.
-REDUNDANT_STYLES = {"steps": 0.3, "twice": 0.3, "operations": 0.4}
+# For experiments with length: half of the worked replies say FILLER after each line, to no avail.
+REDUNDANT_STYLES = {"steps": 0.3, "wordy": 0.3, "operations": 0.4}
+FILLER = "so far so good"
 MALFORMED = 0.12
 
 
@@ -130,10 +131,10 @@ def work(operations, line=direct, evaluate=evaluate):
 
 def think(style, expression, operations, evaluate=evaluate):
     """(the thought in this style, the answer it arrives at)."""
-    worked = style in ("steps", "twice")
+    worked = style in ("steps", "wordy")
     lines, results = work(operations, chain if worked else direct, evaluate)
-    if style == "twice":
-        lines = [copy for line in lines for copy in (line, line)]
+    if style == "wordy":
+        lines = [part for line in lines for part in (line, FILLER)]
     if style == "guess":
         lines = [f"I guess {results[-1]}."]
     return "" if style == "empty" else "\n".join(lines), results[-1]

@@ -87,8 +87,9 @@ EXPERIMENTS = {
         "rows": {
             "Countdown": arms(COUNTDOWN, AVERAGES),
             "Countdown, cut off at 128 tokens": arms(f"{COUNTDOWN} --max_gen_len 128", AVERAGES),
-            "Arithmetic, redundant lines": arms(
-                "--reward_funcs accuracy --model_path {out}/redundant", AVERAGES)},
+            "Arithmetic, where half of the worked replies are wordy": arms(
+                "--reward_funcs accuracy --model_path {out}/redundant --max_gen_len 192",
+                AVERAGES)},
         "weights": ["redundant"], "seeds": (42, 1, 2, 3),
         "panels": {
             "length/right": ("Right answers, tokens", "mean length", "{:.0f}"),
