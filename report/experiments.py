@@ -49,7 +49,8 @@ WEIGHTS = {
     "redundant": [
         "-m dataset.arithmetic --sft {out}/texts --out_dir {out}/texts",
         "-m model.train_sft --data {out}/texts/redundant.jsonl --init model/weights/reason_128 "
-        "--save {out}/redundant --steps 200 --batch_size 64 --learning_rate 5e-4"],
+        "--save {out}/redundant --steps 400 --batch_size 64 --learning_rate 1e-3 "
+        "--warmup_steps 20"],
 }
 COUNTDOWN = "@dataset/countdown.txt"
 AVERAGES = {f"{loss_type}, {scale}": f"--loss_type {loss_type} --scale_rewards {scale} --beta 0 "
@@ -57,7 +58,7 @@ AVERAGES = {f"{loss_type}, {scale}": f"--loss_type {loss_type} --scale_rewards {
             "--eval_interval 0"
             for scale in ("group", "none") for loss_type in ("grpo", "bnpo", "dr_grpo", "r1")}
 JUDGED = ("--reward_funcs format tag rm accuracy --reward_weights 1 1 1 0 --reward_model_clip 3 "
-          "--max_steps 80 --eval_interval 0")
+          "--max_steps 60 --eval_interval 0")
 REUSED = "--max_steps 30 --eval_interval 5 --eval_samples 300 --num_iterations"
 NO_CLIP = "--epsilon_low 1e9 --epsilon_high 1e9"
 
