@@ -23,9 +23,9 @@ from pathlib import Path
 
 # The shares of the styles in the fine-tuning texts, and of replies with broken tags.
 STYLES = {"steps": 0.27, "operations": 0.23, "guess": 0.25, "empty": 0.25}
-# For experiments with length: half of the worked replies say FILLER after each line, to no avail.
+# For experiments with length: half of the worked replies begin with FILLER, to no avail.
 REDUNDANT_STYLES = {"steps": 0.3, "wordy": 0.3, "operations": 0.4}
-FILLER = "so far so good"
+FILLER = ["let me think"] * 3
 MALFORMED = 0.12
 
 
@@ -134,7 +134,7 @@ def think(style, expression, operations, evaluate=evaluate):
     worked = style in ("steps", "wordy")
     lines, results = work(operations, chain if worked else direct, evaluate)
     if style == "wordy":
-        lines = [part for line in lines for part in (line, FILLER)]
+        lines = FILLER + lines
     if style == "guess":
         lines = [f"I guess {results[-1]}."]
     return "" if style == "empty" else "\n".join(lines), results[-1]

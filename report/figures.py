@@ -4,7 +4,6 @@ import math
 import numpy as np
 
 from .curves import BLUE, GREEN, GREY, INK, ORANGE, PINK, STYLE, finish
-from .jsonl import is_finite
 
 # Student's t for a 95% interval, by the number of values less one.
 T_95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
@@ -101,13 +100,16 @@ def interval(values):
     count = (~np.isnan(values)).sum(0)
     center = np.nansum(values, 0) / np.maximum(count, 1)
     std = np.sqrt(np.nansum((values - center) ** 2, 0) / np.maximum(count - 1, 1))
-    t = np.array([T_95.get(n - 1, 2.0) if n > 1 else 0.0 for n in np.atleast_1d(count)])
-    half = t.reshape(np.shape(count)) * std / np.sqrt(np.maximum(count, 1))
+    t = np.vectorize(lambda n: T_95.get(n - 1, 2.0) if n > 1 else 0.0)(count)
+    half = t * std / np.sqrt(np.maximum(count, 1))
     return np.where(count > 0, center, math.nan), half
 
 
 def print_table(results, panels):
-    """Print, for each arm, the first and the last value of each panel, with the last's interval."""
+    """Print where each arm begins and ends in each panel, and the 95% interval of the end.
+
+    The end is the mean of the last fifth of a run, or its last evaluation.
+    """
     names = list(panels)
     rows = list(dict.fromkeys((row["row"], row["arm"]) for row in results))
     print("| |" + "".join(f" {panels[name][0]} |" for name in names))
@@ -120,8 +122,10 @@ def print_table(results, panels):
             if not len(steps):
                 cells.append("-")
                 continue
-            center, half = interval(values)
+            last = 1 if name.startswith("eval/") else max(1, len(steps) // 5)
+            start, _ = interval(values[:, 0])
+            end, half = interval(np.nanmean(values[:, -last:], 1))
             form = panels[name][2].replace(":.0%", ":.1%").format
-            known = [form(value) for value in (center[0], center[-1]) if is_finite(value)]
-            cells.append(" → ".join(known) + f" ± {form(half[-1])}" * (len(runs) > 1))
+            known = [form(value) for value in (start, end) if np.isfinite(value)]
+            cells.append(" → ".join(known) + f" ± {form(half)}" * (len(runs) > 1))
         print(f"| {f'{row}: {arm}' if row else arm} ({len(runs)}) | {' | '.join(cells)} |")
