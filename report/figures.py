@@ -28,7 +28,7 @@ def draw_experiment(results, panels, path):
     columns = len(panels) if len(rows) > 1 else math.ceil(len(panels) / 2)
     lines = len(rows) if len(rows) > 1 else 2
     with matplotlib.rc_context(STYLE):
-        fig = Figure(figsize=(13, 2.9 * lines + 0.8), dpi=130, facecolor="white")
+        fig = Figure(figsize=(13, 2.9 * lines + 0.8), dpi=100, facecolor="white")
         inch = 1 / fig.get_figheight()
         grid = fig.add_gridspec(lines, columns, left=0.045, right=0.955, bottom=0.45 * inch,
                                 top=1 - (1.3 if len(rows) > 1 else 1.1) * inch, wspace=0.45,
@@ -47,7 +47,8 @@ def draw_experiment(results, panels, path):
                                         key, colors[arm], dashes[arm])]
             head(ax, name, subtitle, row if i % columns == 0 else "")
             share = "%" in form and max((end[0] for end in ends), default=0) > 0.85
-            finish(ax, ends, form, top=1.04 if share else None)
+            # With many arms the numbers at the ends of the lines would not fit; the table has them.
+            finish(ax, ends if len(arms) <= 4 else [], form, top=1.04 if share else None)
             ax.set_xlabel("step", loc="right", fontsize=8, color=GREY, labelpad=1)
         fig.savefig(path)
 
