@@ -109,24 +109,41 @@ def interval(values):
 def print_table(results, panels):
     """Print where each arm begins and ends in each panel, and the 95% interval of the end.
 
-    The end is the mean of the last fifth of a run, or its last evaluation.
+    The end is the mean of the last fifth of a run, or its last evaluation. After `grpo, none` the
+    arm `bnpo, none` also gets its difference to it, seed by seed, with the interval of that.
     """
-    names = list(panels)
-    rows = list(dict.fromkeys((row["row"], row["arm"]) for row in results))
-    print("| |" + "".join(f" {panels[name][0]} |" for name in names))
-    print("|---|" + "---|" * len(names))
-    for row, arm in rows:
-        runs = [r for r in results if (r["row"], r["arm"]) == (row, arm)]
+    print("| |" + "".join(f" {title} |" for title, _, _ in panels.values()))
+    print("|---|" + "---|" * len(panels))
+    arms = list(dict.fromkeys((row["row"], row["arm"]) for row in results))
+    for row, arm in arms:
+        first = next(other for where, other in arms
+                     if where == row and other.partition(", ")[2] == arm.partition(", ")[2])
         cells = []
-        for name in names:
-            steps, values = series(runs, name)
-            if not len(steps):
-                cells.append("-")
-                continue
-            last = 1 if name.startswith("eval/") else max(1, len(steps) // 5)
-            start, _ = interval(values[:, 0])
-            end, half = interval(np.nanmean(values[:, -last:], 1))
-            form = panels[name][2].replace(":.0%", ":.1%").format
-            known = [form(value) for value in (start, end) if np.isfinite(value)]
-            cells.append(" → ".join(known) + f" ± {form(half)}" * (len(runs) > 1))
-        print(f"| {f'{row}: {arm}' if row else arm} ({len(runs)}) | {' | '.join(cells)} |")
+        for key, (_, _, form) in panels.items():
+            form = form.replace(":.0%", ":.1%").format
+            begins, ends = ends_of_runs(results, row, arm, key)
+            known = [form(np.mean(list(part.values()))) for part in (begins, ends) if part]
+            cell = " → ".join(known) or "-"
+            if len(ends) > 1:
+                cell += f" ± {form(interval(np.array(list(ends.values())))[1])}"
+            base = ends_of_runs(results, row, first, key)[1]
+            pairs = [ends[seed] - base[seed] for seed in ends if seed in base]
+            if first != arm and len(pairs) > 1:
+                center, half = interval(np.array(pairs))
+                cell += f" ({form(center)} ± {form(half)})"
+            cells.append(cell)
+        print(f"| {f'{row}: {arm}' if row else arm} | {' | '.join(cells)} |")
+
+
+def ends_of_runs(results, row, arm, key):
+    """({seed: first value}, {seed: mean of the last fifth}) of an arm, as far as there are any."""
+    begins, ends = {}, {}
+    for run in results:
+        if (run["row"], run["arm"]) == (row, arm):
+            steps, values = series([run], key)
+            last = 1 if key.startswith("eval/") else max(1, len(steps) // 5)
+            if len(steps) and np.isfinite(values[0, 0]):
+                begins[run["seed"]] = values[0, 0]
+            if len(steps) and np.isfinite(values[0, -last:]).any():
+                ends[run["seed"]] = np.nanmean(values[0, -last:])
+    return begins, ends

@@ -73,3 +73,19 @@ def test_arms_of_a_family_share_a_colour_and_kinds_their_dashes():
 def test_drawing_without_results_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no results yet"):
         figures.draw_experiment([], {}, tmp_path / "none.png")
+
+
+def test_the_table_compares_the_ends_of_runs_seed_by_seed(capsys):
+    def run(arm, seed, start, *ends):
+        return {"row": "r", "arm": arm, "seed": seed, "steps": list(range(10)),
+                "series": {"length": [start] * 8 + list(ends)}, "eval": {}}
+
+    results = [run("grpo, x", 1, 10, 20, 22), run("grpo, x", 2, 12, 30, None),
+               run("bnpo, x", 1, 10, 25, 25), run("bnpo, x", 2, 12, 38, 38)]
+    figures.print_table(results, {"length": ("Length", "", "{:.1f}")})
+    *_, grpo, bnpo = capsys.readouterr().out.splitlines()
+    # Ends 21 and 30; 25 and 38: differences 4 and 8, whose std is 2.83.
+    half = 12.71 * stdev([4, 8]) / math.sqrt(2)
+    assert grpo == f"| r: grpo, x | 11.0 → 25.5 ± {12.71 * stdev([21, 30]) / math.sqrt(2):.1f} |"
+    assert bnpo.endswith(f"→ 31.5 ± {12.71 * stdev([25, 38]) / math.sqrt(2):.1f} "
+                         f"(6.0 ± {half:.1f}) |")
