@@ -174,6 +174,7 @@ def summary(run_dir, names):
     behaviour = behaviour_of_run(run_dir)
     rows = [row | behaviour[row["step"]] for row in read_jsonl(run_dir / "metrics.jsonl")]
     evaluations = read_jsonl(run_dir / "eval.jsonl")
+    names = [name for name in names if not name.startswith("eval/")]
     parts = np.array_split(np.arange(len(rows)), min(PARTS, len(rows)))
     return {
         "steps": [float(np.mean([rows[i]["step"] for i in part])) for part in parts],

@@ -104,7 +104,8 @@ class Broken(ValueError):
 def proven(function):
     """The function; if its first call fails, it raises Broken, which combine_rewards lets through.
 
-    Later failures are warnings: a service may be down for a while, and the run goes on.
+    Later failures are warnings, and so is a first call that takes too long: a service may be slow
+    to start, or down for a while.
     """
     worked = False
 
@@ -114,7 +115,7 @@ def proven(function):
         try:
             values = as_floats(function(completions=completions, **arguments), len(completions))
         except Exception as error:
-            if worked:
+            if worked or isinstance(error, TimeoutError):
                 raise
             raise Broken(f"reward function {name_of(function)} failed in its first call: "
                          f"{failure(error, function)}") from error

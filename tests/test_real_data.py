@@ -239,9 +239,9 @@ def test_where_the_template_opens_the_thinking_rewards_see_the_whole_reply(openi
 
     # Evaluation sees the whole reply too.
     monkeypatch.setattr(train_grpo, "generate", lambda *others, **options: rollout)
-    args = argparse.Namespace(seed=0, num_generations_eval=1, eval_batch_size=2)
+    args = argparse.Namespace(seed=0, num_generations_eval=1, eval_batch_size=2, eval_threshold=1)
     results = train_grpo.evaluate(
-        None, ITEMS, collate, World("cpu"), None, torch.Generator(), args, 0)
+        None, ITEMS, [accuracy_reward], collate, World("cpu"), None, torch.Generator(), args, 0)
     assert results["eval/accuracy"] == results["eval/greedy_accuracy"] == 0.5
 
 
