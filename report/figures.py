@@ -7,6 +7,7 @@ from .curves import BLUE, GREEN, GREY, INK, ORANGE, PINK, STYLE, finish
 
 # Student's t for a 95% interval, by the number of values less one.
 T_95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
+LOGARITHMIC = ("kl", "grad_norm")       # one run's may be a hundred times another's
 ARM_COLORS = [BLUE, ORANGE, GREEN, PINK]
 
 
@@ -49,6 +50,10 @@ def draw_experiment(results, panels, path):
             share = "%" in form and max((end[0] for end in ends), default=0) > 0.85
             # With many arms the numbers at the ends of the lines would not fit; the table has them.
             finish(ax, ends if len(arms) <= 4 else [], form, top=1.04 if share else None)
+            if key in LOGARITHMIC:
+                ax.set_yscale("log")
+                ax.autoscale(axis="y")
+                ax.yaxis.set_major_formatter("{x:g}")
             ax.set_xlabel("step", loc="right", fontsize=8, color=GREY, labelpad=1)
         fig.savefig(path)
 
@@ -76,11 +81,14 @@ def draw_arm(ax, runs, key, color, dash):
     steps, values = series(runs, key)
     if not len(steps):
         return []
-    center, half = interval(values)
-    low = center - half
-    if np.nanmin(values) >= 0:
-        low = np.maximum(low, 0)        # of a share or a length, nothing lies below
-    ax.fill_between(steps, low, center + half, color=color, alpha=0.13, linewidth=0)
+    if key in LOGARITHMIC:
+        center, half = interval(np.log(np.maximum(values, 1e-9)))
+        low, center, high = np.exp(center - half), np.exp(center), np.exp(center + half)
+    else:
+        center, half = interval(values)
+        # Of a share or a length, nothing lies below 0.
+        low, high = np.maximum(center - half, min(0, np.nanmin(values))), center + half
+    ax.fill_between(steps, low, high, color=color, alpha=0.13, linewidth=0)
     ax.plot(steps, center, color=color, linestyle=dash, linewidth=1.8)
     return [(center[-1], "", color)]
 
