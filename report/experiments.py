@@ -209,7 +209,9 @@ def main():
         if not args.draw:
             make_weights(experiment["weights"], out)
             run_missing(experiment, results, out, args.jobs)
-        rows = read_jsonl(results)
+        order = [(row, arm) for row, arms_of in experiment["rows"].items() for arm in arms_of]
+        rows = sorted(read_jsonl(results), key=lambda run: (order.index((run["row"], run["arm"])),
+                                                            experiment["seeds"].index(run["seed"])))
         draw_experiment(rows, experiment["panels"], ROOT / "images" / f"{args.name}.png")
         print_table(rows, experiment["panels"])
     except (ValueError, OSError) as error:

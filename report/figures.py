@@ -82,7 +82,7 @@ def draw_arm(ax, runs, key, color, dash):
     if not len(steps):
         return []
     if key in LOGARITHMIC:
-        center, half = interval(np.log(np.maximum(values, 1e-9)))
+        center, half = interval(np.log(np.maximum(values, 1e-4)))
         low, center, high = np.exp(center - half), np.exp(center), np.exp(center + half)
     else:
         center, half = interval(values)
