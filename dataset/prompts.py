@@ -64,9 +64,10 @@ def read_row(line, where):
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); "
                          "write one object per line") from None
-    if isinstance(row, dict) and isinstance(row.get("nums"), list) and "target" in row:
-        row = {"prompt": countdown_prompt(row["nums"], row["target"])} | row
     fields = [name for name in PROMPT_FIELDS if isinstance(row, dict) and name in row]
+    if not fields and isinstance(row, dict) and "target" in row and isinstance(
+            row.get("nums"), list):
+        fields, row["prompt"] = ["prompt"], countdown_prompt(row["nums"], row["target"])
     if not fields:
         raise ValueError(f"{where}: no prompt found; put it in one of the fields "
                          f"{', '.join(PROMPT_FIELDS)}")

@@ -100,7 +100,7 @@ def optimize(model, next_loss, *, steps, learning_rate, warmup_steps, progress=N
 
     The learning rate rises linearly over warmup_steps, and follows a cosine down to 1% of its peak.
     Every 100 steps and after the last one it prints the average loss since it last did, and what
-    progress(step) returns.
+    progress() returns.
     """
     def factor(step):
         warmup = min(1, (step + 1) / warmup_steps) if warmup_steps else 1
@@ -120,7 +120,7 @@ def optimize(model, next_loss, *, steps, learning_rate, warmup_steps, progress=N
         losses.append(loss.item())
         if step % 100 == 0 or step == steps:
             mean, losses = sum(losses) / len(losses), []
-            text = progress(step) if progress else ""
+            text = progress() if progress else ""
             print(f"step {step}/{steps}  loss {mean:.4f}{text}  {time.time() - start:.0f} s",
                   flush=True)
 
@@ -151,8 +151,6 @@ def parse_args():
     parser.add_argument("--heldout", type=int, default=200,
                         help="chats at the end of the file, at most a tenth of it, that are not "
                              "trained on; their loss is printed (default: %(default)s)")
-    parser.add_argument("--save_interval", type=positive, default=500,
-                        help="steps between saves (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if not (args.init or args.tokenizer):
@@ -195,22 +193,17 @@ def main():
     print(f"{len(examples)} chats, {mean_length:.0f} tokens each on average, and {count} held out; "
           f"{size / 1e6:.2f} M parameters", flush=True)
 
-    def progress(step):
-        if step % args.save_interval == 0:
-            save()
+    def progress():
+        save_pretrained(copy.deepcopy(model).to(torch.bfloat16), tokenizer, args.save)
         if not heldout:
             return ""
         return f"  held-out {heldout_loss(model, heldout, args.batch_size, device):.4f}"
-
-    def save():
-        save_pretrained(copy.deepcopy(model).to(torch.bfloat16), tokenizer, args.save)
 
     source = batches(examples, args.batch_size, rng)
     tokens_per_batch = num_labels(examples) / math.ceil(len(examples) / args.batch_size)
     optimize(model, lambda: loss_of(model, next(source), tokens_per_batch, device),
              steps=args.steps, learning_rate=args.learning_rate, warmup_steps=args.warmup_steps,
              progress=progress)
-    save()
     print(f"saved {args.save}")
 
 

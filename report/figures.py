@@ -6,7 +6,7 @@ import numpy as np
 from .curves import BLUE, GREEN, GREY, INK, ORANGE, PINK, STYLE, finish
 
 # Student's t for a 95% interval, by the number of values less one.
-T_95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
+T_95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
 LOGARITHMIC = ("kl", "grad_norm")       # one run's may be a hundred times another's
 ARM_COLORS = [BLUE, ORANGE, GREEN, PINK]
 
@@ -109,7 +109,7 @@ def interval(values):
     count = (~np.isnan(values)).sum(0)
     center = np.nansum(values, 0) / np.maximum(count, 1)
     std = np.sqrt(np.nansum((values - center) ** 2, 0) / np.maximum(count - 1, 1))
-    t = np.vectorize(lambda n: T_95.get(n - 1, 2.0) if n > 1 else 0.0)(count)
+    t = np.vectorize(lambda n: T_95[min(n - 1, 8)] if n > 1 else 0.0)(count)
     half = t * std / np.sqrt(np.maximum(count, 1))
     return np.where(count > 0, center, math.nan), half
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from conftest import ROOT
 from dataset import PromptCollator, PromptDataset, arithmetic, rows_of_step, steps_per_epoch
@@ -35,10 +36,12 @@ def dataset_of(tmp_path, *lines):
     ({"prompt": "2+3?"}, [USER]),
     ({"prompt": [USER, REPLY]}, [USER]),
     ({"question": "2+3?"}, [USER]),
+    ({"question": "2+3?", "nums": [2, 3], "target": 5}, [USER]),
 ])
 def test_all_forms_become_messages_without_the_last_reply(line, messages, tmp_path):
     data = dataset_of(tmp_path, line | {"answer": "5", "level": 3})
-    assert data[0] == {"messages": messages, "answer": "5", "level": 3}
+    own = {name: line[name] for name in ("nums", "target") if name in line}
+    assert data[0] == {"messages": messages, "answer": "5", "level": 3} | own
 
 
 def test_forms_mix_and_blank_lines_do_not_count(tmp_path):
@@ -323,13 +326,25 @@ def test_fine_tuning_on_a_handful_of_chats(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_sft, "loss_of", loss)
     monkeypatch.setattr(train_sft, "save_pretrained", spy)
     monkeypatch.setattr(sys, "argv", [
-        "train_sft", "--data", str(path), "--save", str(save), "--steps", "3", "--save_interval",
-        "3", "--init", str(ROOT / "model/weights/reason_128"), "--batch_size", "4"])
+        "train_sft", "--data", str(path), "--save", str(save), "--steps", "3",
+        "--init", str(ROOT / "model/weights/reason_128"), "--batch_size", "4"])
     train_sft.main()
     printed = capsys.readouterr().out
     assert "18 chats" in printed and "2 held out" in printed
     assert re.search(r"step 3/3  loss 3\.0000  held-out \d", printed), printed
-    assert saves == [save, save] and load_pretrained(save).config.hidden_size == 128
+    assert saves == [save] and load_pretrained(save).config.hidden_size == 128
+
+
+def test_fine_tuning_saves_every_100_steps_and_at_the_end():
+    model, taken, at = torch.nn.Linear(1, 1), [], []
+
+    def next_loss():
+        taken.append(1)
+        return model(torch.ones(1, 1)).sum()
+
+    train_sft.optimize(model, next_loss, steps=203, learning_rate=1e-3, warmup_steps=0,
+                       progress=lambda: at.append(len(taken)) or "")
+    assert at == [100, 200, 203]
 
 
 @pytest.mark.parametrize("lines, flags, words", [
