@@ -39,7 +39,6 @@ Where we differ from the papers and from other code, on purpose:
     just beta * KL, about 0: the advantages of a group cancel in its value, though not in its
     gradient. Watch the reward.
 """
-import argparse
 import copy
 import functools
 import json
@@ -54,9 +53,26 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 
 from dataset import PromptCollator, PromptDataset, batches_of_steps, read_heldout, steps_per_epoch
-from model import Rollout, World, checkpoint, eos_token_ids, fast, sampler
+from model import (
+    Rollout,
+    Saver,
+    Watch,
+    World,
+    all_or_none,
+    checkpoint,
+    eos_token_ids,
+    fast,
+    sampler,
+)
 from report import Report, add_metrics, describe, drift, mean_metrics, rollout_metrics
-from report.command_line import HelpFormatter, flags_of_line, number, user_errors
+from report.command_line import (
+    HelpFormatter,
+    Parser,
+    flags_of_line,
+    number,
+    steps_or_minutes,
+    user_errors,
+)
 from reward import combine_rewards, load_reward_funcs, process
 
 HERE = Path(__file__).parent
@@ -397,20 +413,20 @@ def optimizer_step(policy, optimizer, minibatch, world, logps_of, args):
 
 
 @user_errors("train_grpo.py")
+@all_or_none
 def main(argv=None):
     args = parse_args(argv)
     world = World(args.device)
+    watch = Watch(world, args.hang_timeout)     # for signals, and for ranks that fail or hang
     device, run_dir, G = world.device, Path(args.out_dir) / args.run_name, args.num_generations
+    saver = Saver(run_dir, world, args)
     # The plain pair, or the same two functions faster. Your own sampler goes here.
     pair = (fast.sample, fast.token_logps) if args.fast else (sampler.sample, token_logps)
     sample, logps_of = pair
     tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, device)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)
-    steps_done, num_tokens = 0, 0
-    if args.resume:
-        steps_done, num_tokens = checkpoint.load_checkpoint(
-            run_dir / "checkpoint", policy, optimizer, reference)
+    steps_done, num_tokens = saver.resume(policy, optimizer, reference)
     collate, problems, heldout = read_prompts(args, tokenizer)
     batches, last_step = batches_from(steps_done + 1, problems, collate, world, args)
     generator = torch.Generator(device)
@@ -421,13 +437,12 @@ def main(argv=None):
         if world.rank == 0:
             print(json.dumps(results, indent=2))
         return world.close()
-    if world.rank == 0 and not args.resume:
-        checkpoint.discard_checkpoint(run_dir / "checkpoint")
     with Report(run_dir, args, total_steps=last_step, start_step=steps_done,
                 active=world.rank == 0) as report:
         report.intro(policy, device, world.size, len(problems), len(heldout))
         if args.eval_interval and steps_done == 0:
             report.evaluation(0, evaluate_at(0))
+        watch.steps_begin()
         for step, batch in enumerate(batches, start=steps_done + 1):
             # 1. ask: G completions of every prompt
             with report.timed("rollout"):
@@ -467,14 +482,11 @@ def main(argv=None):
                 report.evaluation(step, results)
                 metrics |= results
             report.step(step, metrics, records)
-            if world.rank == 0 and (step % args.save_interval == 0 or step == last_step):
+            if saver.is_due(step, last_step):
                 with report.timed("checkpoint"):
-                    moved = reference if args.ref_model_sync_steps else None
-                    checkpoint.save_checkpoint(run_dir / "checkpoint", policy, tokenizer, optimizer,
-                                               moved, step=step, num_tokens=num_tokens)
+                    saver.save(step, num_tokens, policy, tokenizer, optimizer, reference)
                 report.draw()
-        if world.rank == 0:
-            checkpoint.save_pretrained(policy, tokenizer, run_dir / "final")
+        saver.save_final(policy, tokenizer)
     world.close()
 
 
@@ -576,6 +588,7 @@ def batches_from(first_step, problems, collate, world, args):
     num_prompts = args.batch_size * args.accumulation_steps * args.oversample
     last_step = args.epochs * steps_per_epoch(len(problems), num_prompts, world.size)
     last_step = min(last_step, args.max_steps or last_step)
+    world.agree(first_step=first_step, last_step=last_step, prompts=len(problems))
     return batches_of_steps(
         problems, collate, range(first_step, last_step + 1), prompts_per_rank=num_prompts,
         rank=world.rank, world_size=world.size, seed=args.seed, num_workers=args.num_workers
@@ -590,7 +603,7 @@ POSITIVE, POSITIVE_OR_0 = number(float, 0, above=True), number(float, 0)
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         formatter_class=HelpFormatter, usage="%(prog)s [flags] [@file of flags]",
         fromfile_prefix_chars="@",
         description="Group Relative Policy Optimization. Without flags a small model learns "
@@ -716,7 +729,10 @@ def add_report_flags(parser):
     flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
     flag("--run_name", help="(default: grpo_<name of the weights>)")
     flag("--log_interval", type=COUNT, default=1, help="steps per line, where no bar can be drawn")
-    flag("--save_interval", type=COUNT, default=30, help="steps between checkpoints and pictures")
+    flag("--save_interval", type=steps_or_minutes, default="30",
+         help="steps between checkpoints and pictures, or minutes, as in 10m")
+    flag("--completions_limit", type=COUNT_OR_0, default=1000, help="megabytes after which "
+         "completions.jsonl becomes completions.1.jsonl, in place of an older one; 0: no limit")
     flag("--resume", action="store_true", help="continue exactly from the run's checkpoint")
     flag("--swanlab", choices=("disabled", "offline", "local", "online"), default="disabled",
          help="where to track; only online needs an account")
@@ -729,6 +745,8 @@ def add_report_flags(parser):
     flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
          "products; all else stays float32; auto: bfloat16 on GPUs that support it")
+    flag("--hang_timeout", type=POSITIVE_OR_0, default=0, help="seconds a rank may be busy without "
+         "reaching the others before the run ends and names it; 0: no limit")
     flag("--seed", type=int, default=42, help="of the order of prompts and of sampling")
     flag("--ddp", action="store_true", help="ignored: use torchrun")
 

@@ -4,7 +4,6 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 from .checkpoint import (
-    discard_checkpoint,
     eos_token_ids,
     find_weights,
     load_checkpoint,
@@ -16,9 +15,11 @@ from .checkpoint import (
 from .model import MiniMindConfig, MiniMindForCausalLM
 from .rollout import Rollout
 from .sampler import sample
+from .saving import Saver
+from .watch import Watch, all_or_none
 from .world import World
 
 __all__ = [
-    "MiniMindConfig", "MiniMindForCausalLM", "Rollout", "World", "discard_checkpoint",
+    "MiniMindConfig", "MiniMindForCausalLM", "Rollout", "Saver", "Watch", "World", "all_or_none",
     "eos_token_ids", "find_weights", "load_checkpoint", "load_pretrained", "load_tokenizer",
     "sample", "save_checkpoint", "save_pretrained"]

@@ -5,9 +5,11 @@ tokenizer's files. Where a function takes a path to weights, a hub id like Qwen/
 too, as will one of MiniMind's .pth files (model/minimind_pth.py).
 """
 import json
+import os
 import pickle
 import re
 import shutil
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -269,6 +271,55 @@ def eos_token_ids(model, tokenizer):
 # --- writing --------------------------------------------------------------------------------------
 
 
+@contextmanager
+def written_whole(path):
+    """A new folder to write into. It takes the place of `path` once all of it is on the disk.
+
+    Whatever happens before, a crash, a full disk, leaves `path` as it was. ValueError if the disk
+    refuses a file.
+    """
+    path = Path(path)
+    new, old = path.with_suffix(".new"), path.with_suffix(".old")
+    try:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        yield new
+        for name in (*new.iterdir(), new):      # the folder last: it holds the files' names
+            sync(name)
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)
+        new.rename(path)
+        sync(path.parent)
+    except BaseException as error:
+        shutil.rmtree(new, ignore_errors=True)
+        # RuntimeError: all that torch.save says of a full disk.
+        if not isinstance(error, (OSError, SafetensorError, RuntimeError)):
+            raise
+        reason, free = str(error).splitlines()[0], free_space(path) / 1e6
+        raise ValueError(f"{path} could not be written ({reason}); {free:,.0f} MB are free there: "
+                         "make room, or choose another --out_dir") from error
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def free_space(path):
+    """Free bytes on the disk of a file or folder, which need not exist yet."""
+    path = Path(path).absolute()
+    return shutil.disk_usage(next(folder for folder in (path, *path.parents)
+                                  if folder.is_dir())).free
+
+
+def sync(path):
+    """Wait until a file or a folder's list of names is on the disk, not only in memory."""
+    if os.name == "nt" and path.is_dir():
+        return                              # Windows has no such thing for folders
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def save_pretrained(model, tokenizer, path):
     """Write a folder that load_pretrained, transformers and inference servers can load."""
     path = Path(path)
@@ -346,38 +397,26 @@ def find_weights(name, *folders):
 def save_checkpoint(folder, model, tokenizer, optimizer, reference=None, **progress):
     """Write all that a resume needs: weights, tokenizer, optimizer, progress (step, num_tokens).
 
-    reference: give it only if it changes during training. The previous checkpoint stays intact
-    until the new one is complete.
+    reference: give it only if it changes during training.
     """
-    new, old = folder.with_suffix(".new"), folder.with_suffix(".old")
-    shutil.rmtree(new, ignore_errors=True)
-    save_pretrained(model, tokenizer, new)
     moved = {"reference": reference.state_dict()} if reference is not None else {}
-    torch.save({"optimizer": optimizer.state_dict(), **moved, **progress}, new / "optimizer.pt")
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-    new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with written_whole(folder) as new:
+        save_pretrained(model, tokenizer, new)
+        torch.save({"optimizer": optimizer.state_dict(), **moved, **progress},
+                   new / "optimizer.pt")
 
 
 def load_checkpoint(folder, model, optimizer, reference=None):
     """Restore weights, optimizer and reference in place; returns (steps done, tokens sampled)."""
-    # A crash between the two renames in save_checkpoint leaves only the previous checkpoint.
-    if not folder.exists():
-        folder = folder.with_suffix(".old")
-    if not (folder / "optimizer.pt").is_file():
+    # A crash between the two renames in written_whole leaves only the previous checkpoint.
+    found = next((path for path in (folder, folder.with_suffix(".old"))
+                  if (path / "optimizer.pt").is_file()), None)
+    if found is None:
         raise ValueError(f"--resume: no checkpoint in {folder}; start without --resume, "
                          "or name the run to resume with --run_name")
-    model.load_state_dict(load_pretrained(folder).state_dict())
-    saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+    model.load_state_dict(load_pretrained(found).state_dict())
+    saved = torch.load(found / "optimizer.pt", map_location="cpu", weights_only=True)
     optimizer.load_state_dict(saved["optimizer"])
     if "reference" in saved and reference is not None:
         reference.load_state_dict(saved["reference"])
     return saved["step"], saved["num_tokens"]
-
-
-def discard_checkpoint(folder):
-    """Delete the checkpoint: a new run must not later resume from an earlier run of its name."""
-    for path in (folder, folder.with_suffix(".old")):
-        shutil.rmtree(path, ignore_errors=True)

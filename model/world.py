@@ -1,5 +1,7 @@
 """The processes that train one model together, and the collectives they use."""
 import os
+import time
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ class World:
 
     device: cuda, mps or cpu, by default the first of these that every process can use.
     """
+    watch = None                            # watch.py, if there is one
 
     def __init__(self, device=None):
         self.rank = int(os.environ.get("RANK") or 0)
@@ -31,11 +34,27 @@ class World:
         if self.size > 1:
             dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
+    @contextmanager
+    def collective(self):
+        """Around each collective: here a rank waits for the others, and may wait in vain."""
+        if self.watch:
+            self.watch.enter_collective()
+        try:
+            yield
+        except RuntimeError as error:
+            # The watch knows which rank is gone, and is about to say so and end this process.
+            time.sleep(5 if self.watch and self.size > 1 else 0)
+            raise ValueError(f"lost contact with the other ranks ({str(error).splitlines()[0]})"
+                             ) from error
+        if self.watch:
+            self.watch.leave_collective()
+
     def sum(self, tensor):
         """The sum of this tensor over all ranks."""
-        if self.size > 1:
-            tensor = tensor.to(self.device if self.device.type == "cuda" else "cpu")
-            dist.all_reduce(tensor)
+        with self.collective():
+            if self.size > 1:
+                tensor = tensor.to(self.device if self.device.type == "cuda" else "cpu")
+                dist.all_reduce(tensor)
         return tensor
 
     def sum_gradients(self, model):
@@ -43,20 +62,29 @@ class World:
 
         A sum rather than a mean, because each rank's loss is already its share of the step's loss.
         """
-        for parameter in model.parameters():
-            if parameter.grad is None:
-                # This rank had nothing to learn from, but the all_reduce needs every rank.
-                parameter.grad = torch.zeros_like(parameter)
-            if self.size > 1:
-                dist.all_reduce(parameter.grad)
+        with self.collective():
+            for parameter in model.parameters():
+                if parameter.grad is None:
+                    # This rank had nothing to learn from, but the all_reduce needs every rank.
+                    parameter.grad = torch.zeros_like(parameter)
+                if self.size > 1:
+                    dist.all_reduce(parameter.grad)
 
     def gather(self, rows):
         """The lists of all ranks, joined in rank order, on every rank."""
-        if self.size == 1:
-            return rows
-        lists = [None] * self.size
-        dist.all_gather_object(lists, rows)
+        lists = [rows] * self.size
+        with self.collective():
+            if self.size > 1:
+                dist.all_gather_object(lists, rows)
         return [row for rows in lists for row in rows]
+
+    def agree(self, **values):
+        """ValueError unless all ranks have the same values: one would wait for the other."""
+        for rank, others in enumerate(self.gather([values])):
+            for name, value in values.items():
+                if others[name] != value:
+                    raise ValueError(f"{name}: {value} on rank {self.rank}, but {others[name]} on "
+                                     f"rank {rank}; give all ranks the same flags and files")
 
     def close(self):
         if self.size > 1:

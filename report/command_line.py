@@ -21,7 +21,8 @@ def user_errors(program):
             except (ValueError, OSError) as error:
                 if os.environ.get("MINIGRPO_TRACEBACK"):
                     raise
-                print(f"{program}: error: {error}", file=sys.stderr)
+                notes = "".join(getattr(error, "__notes__", []))    # how to go on
+                print(f"{program}: error: {error}{notes}", file=sys.stderr)
                 sys.exit(2)
         return wrapper
     return decorate
@@ -44,6 +45,14 @@ def number(kind, low, high=math.inf, *, above=False):
     return parse
 
 
+def steps_or_minutes(text):
+    """An argparse type: "30", a number of steps, or "10m", minutes; it stays a text."""
+    value = float(text[:-1]) if text.endswith("m") else int(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}; it must be above 0")
+    return text
+
+
 def flags_of_line(line):
     """The flags in a line of a file of flags, as a shell reads them; # begins a comment."""
     try:
@@ -51,6 +60,13 @@ def flags_of_line(line):
     except ValueError as error:
         raise ValueError(f"a file of flags has the line {line!r} ({error}); close its quotes"
                          ) from None
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError for a wrong flag, so that all of a user's mistakes end in the same way."""
+
+    def error(self, message):
+        raise ValueError(message)
 
 
 class HelpFormatter(argparse.HelpFormatter):

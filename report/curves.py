@@ -28,6 +28,9 @@ STYLE = {
 }
 
 
+MOST_STEPS = 2000           # more than the picture has pixels
+
+
 def draw_curves(run_dirs, path):
     """Write a PNG: everything that one run recorded, or the key numbers of several runs overlaid.
 
@@ -53,7 +56,7 @@ class Run:
 
     def __init__(self, run_dir):
         self.name = Path(run_dir).resolve().name
-        self.steps = read_jsonl(Path(run_dir) / "metrics.jsonl")
+        self.steps = read_jsonl(Path(run_dir) / "metrics.jsonl", most=MOST_STEPS)
         self.evaluations = read_jsonl(Path(run_dir) / "eval.jsonl")
         if not self.steps:
             raise ValueError(f"{run_dir}: no step in metrics.jsonl yet; "
@@ -96,7 +99,8 @@ class Run:
             values = next((v for v in map(self.finite, keys) if len(v) > 1), None)
             if values is not None and len(parts) < 2:
                 parts.append(template.format(values[0], values[-1]))
-        count, seconds = len(self.steps), self.finite("step_time").sum()
+        count = self.steps[-1]["step"] - self.steps[0]["step"] + 1
+        seconds = self.finite("step_time").sum() * count / len(self.steps)
         parts.append(f"in {count:,} step{'s' * (count != 1)}"
                      + (f", {duration(seconds)}" if seconds else ""))
         return ", ".join(parts)

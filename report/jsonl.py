@@ -1,7 +1,6 @@
 """The .jsonl files of a run: one JSON object per line, NaN and infinity written as null."""
 import json
 import math
-import os
 from pathlib import Path
 
 
@@ -26,16 +25,20 @@ def to_json(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_jsonl(path):
+def read_jsonl(path, *, most=None):
     """The lines of a file as a list of dicts; an empty list if there is no such file.
 
+    most: read no more lines than that, evenly spaced, with the first and the last.
     Reading stops at the first line that is not JSON: a run that is still writing, or was killed,
     may leave half a line at the end.
     """
     rows = []
     if Path(path).exists():
+        wanted = evenly_spaced(path, most) if most else None
         with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
+            for number, line in enumerate(file):
+                if wanted is not None and number not in wanted:
+                    continue
                 try:
                     rows.append(json.loads(line))
                 except ValueError:
@@ -43,14 +46,27 @@ def read_jsonl(path):
     return rows
 
 
-def drop_lines_after(step, path):
-    """Keep the lines of a file up to and including `step`; with step 0, a new run, keep none.
+def evenly_spaced(path, most):
+    """The numbers, from 0, of so many of a file's lines."""
+    with open(path, "rb") as file:
+        last = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b"")) - 1
+    return {round(i * last / (most - 1)) for i in range(most)}
 
-    A run that crashed may have written lines for steps after its last checkpoint.
+
+def drop_lines_after(step, path):
+    """Cut off a file after the lines of `step`; with step 0, a new run, keep none.
+
+    A run that crashed may have written lines for steps after its last checkpoint, and half a line.
     """
-    kept = [row for row in read_jsonl(path) if row["step"] <= step] if step > 0 else []
-    # Write a copy and rename it: a crash in between must not lose the lines to keep.
-    partial = path.with_suffix(".partial")
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in kept]
-    partial.write_text("".join(lines), encoding="utf-8")
-    os.replace(partial, path)
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        kept = 0
+        for line in file if step else ():
+            try:
+                if json.loads(line)["step"] > step or not line.endswith(b"\n"):
+                    break
+            except ValueError:
+                break
+            kept += len(line)
+        file.truncate(kept)

@@ -5,18 +5,23 @@ It moves a progress bar, prints warnings, logs to SwanLab if asked to, and write
     out/<run_name>/args.json           the arguments of the run
                    metrics.jsonl       one line per training step, starting with step 1
                    eval.jsonl          one line per evaluation; step 0 is before training
-                   completions.jsonl   every completion, with its rewards and its advantage
+                   completions.jsonl   every completion, with its rewards and its advantage;
+                                       completions.1.jsonl the older ones (--completions_limit)
                    curves.png          the metrics and evaluations as one picture (curves.py)
                    swanlab/            SwanLab's own files, with --swanlab offline, local or online
+
+The first step that a new run has done deletes what an earlier run of its name has left there. A run
+that fails before, for a mistake in a reward function, say, costs nobody his results.
 """
 import importlib.util
 import json
 import math
+import os
 import shutil
 import sys
 import time
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -52,22 +57,14 @@ class Report:
         self.dead_groups = deque(maxlen=10)     # frac_reward_zero_std of the last steps
         self.timings = {}                       # timing_s/<phase> -> seconds since the last step
         self.warned_at = {}                     # text of a warning -> step that last printed it
+        self.files, self.held_back = {}, []     # opened by the first step; lines until then
+        self.drawing_costs, self.drawn_at = 0.0, -math.inf          # seconds
 
     def __enter__(self):
         if not self.active:
             return self
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        # SwanLab first: if it refuses, the files of an earlier run are still untouched.
         self.swanlab = self._start_swanlab()
-        arguments = json.dumps(to_json(vars(self.args)), indent=2, sort_keys=True,
-                               ensure_ascii=False, default=str)
-        (self.run_dir / "args.json").write_text(arguments + "\n", encoding="utf-8")
-        self.files = {}
-        for name in ("metrics", "eval", "completions"):
-            path = self.run_dir / f"{name}.jsonl"
-            drop_lines_after(self.start_step, path)
-            # Line-buffered: a crash loses no finished line.
-            self.files[name] = open(path, "a", encoding="utf-8", buffering=1)
         self.bar = tqdm(total=self.total_steps, initial=self.start_step, dynamic_ncols=True,
                         bar_format="{n_fmt:>4}/{total_fmt} |{bar:12}|{desc}",
                         # None draws the bar only if stderr is a terminal; without a bar,
@@ -81,7 +78,9 @@ class Report:
             return
         self.bar.close()
         for file in self.files.values():
-            file.close()
+            with suppress(OSError):     # a full disk, which _write has reported
+                file.close()
+        self.drawn_at = -math.inf
         self.draw()
         if error is None:
             self._print_summary()
@@ -90,7 +89,8 @@ class Report:
             if error is None:
                 self.swanlab.finish()
             else:
-                state = "aborted" if isinstance(error, KeyboardInterrupt) else "crashed"
+                stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
+                state = "aborted" if stopped else "crashed"
                 self.swanlab.finish(state=state, error=f"{error_type.__name__}: {error}")
 
     # --- called by the training loop --------------------------------------------------------------
@@ -115,6 +115,10 @@ class Report:
         heldout = [f"held out {num_heldout:,} in {short(Path(args.eval_data_path))}, right by "
                    f"{judges}"] * bool(num_heldout)
         prompts = args.batch_size * args.accumulation_steps * num_processes
+        # In float32: weights, AdamW's two moments, and a reference if it moves.
+        checkpoint = 4 * size * (4 if args.ref_model_sync_steps else 3) / 1e6
+        free = shutil.disk_usage(self.run_dir).free / 1e6
+        earlier = self.start_step == 0 and (self.run_dir / "metrics.jsonl").exists()
         self._print("\n".join([
             f"policy   {short(Path(args.model_path))}, {size / 1e6:,.2f} M parameters",
             f"device   {device.type}, {num_processes} process{'es' * (num_processes > 1)}",
@@ -123,9 +127,13 @@ class Report:
             f"rewards  {' + '.join(rewards)}",
             f"steps    {self.total_steps}, each with {prompts} prompts x "
             f"{args.num_generations} completions",
-            f"files    {short(self.run_dir)}/",
+            f"files    {short(self.run_dir)}/, a checkpoint takes {checkpoint:,.0f} MB",
+            *["         the first step replaces the earlier run there"] * earlier,
             "", *note,
         ]))
+        if free < 3 * checkpoint:       # the last one, the next one, and final/
+            self.warn(f"{short(self.run_dir)} has {free:,.0f} MB free, and a run needs three times "
+                      "the size of a checkpoint: make room, or choose another --out_dir.")
 
     @contextmanager
     def timed(self, phase):
@@ -172,12 +180,15 @@ class Report:
         if not self.active:
             return
         self.current_step = step
+        if not self.files:
+            self._open_files()
         aside = sum(self.timings.get(f"timing_s/{phase}", 0.0) for phase in ("eval", "checkpoint"))
         seconds = sum(self.timings.values())
         throughput = metrics["tokens"] / max(seconds - aside, 1e-9)
         metrics = metrics | self.timings | {"step_time": seconds, "perf/throughput": throughput}
         self.timings = {}
         self._write("metrics", {"step": step, **metrics})
+        self._rotate_completions()
         for row in rows:
             self._write("completions", {"step": step, **row})
         # evaluation() has already logged the eval/ metrics.
@@ -241,13 +252,20 @@ class Report:
             self._print(f"warning: {text}")
 
     def draw(self):
-        """Draw curves.png from the lines written so far; a failure is only a warning."""
-        if not self.active or (self.run_dir / "metrics.jsonl").stat().st_size == 0:
+        """Draw curves.png from the lines written so far; a failure is only a warning.
+
+        Skipped if the last picture is so young that drawing would take 5% of the run's time.
+        """
+        start = time.perf_counter()
+        if not self.files or start - self.drawn_at < 20 * self.drawing_costs:
             return
         try:
             # Imported here for the reason given in report/__init__.py.
             from .curves import draw_curves
-            draw_curves([self.run_dir], self.run_dir / "curves.png")
+            draw_curves([self.run_dir], self.run_dir / "curves.new.png")
+            os.replace(self.run_dir / "curves.new.png", self.run_dir / "curves.png")
+            self.drawn_at = time.perf_counter()
+            self.drawing_costs = self.drawn_at - start
         except Exception as error:      # no picture is worth losing a run for
             self.warn(f"curves.png could not be drawn ({type(error).__name__}: {error}); try "
                       f"`python -m report.curves {short(self.run_dir)}` later.")
@@ -261,9 +279,43 @@ class Report:
         tqdm.write(text.encode(encoding, errors="replace").decode(encoding))
         sys.stdout.flush()
 
+    def _open_files(self):
+        if self.start_step == 0:        # these two would belong to another run
+            for name in ("checkpoint", "checkpoint.old", "final"):
+                shutil.rmtree(self.run_dir / name, ignore_errors=True)
+        arguments = json.dumps(to_json(vars(self.args)), indent=2, sort_keys=True,
+                               ensure_ascii=False, default=str)
+        (self.run_dir / "args.json").write_text(arguments + "\n", encoding="utf-8")
+        older = self.run_dir / "completions.1.jsonl"
+        drop_lines_after(self.start_step, older)
+        if older.exists() and older.stat().st_size == 0:
+            older.unlink()
+        for name in ("metrics", "eval", "completions"):
+            path = self.run_dir / f"{name}.jsonl"
+            drop_lines_after(self.start_step, path)
+            # Line-buffered: a crash loses no finished line.
+            self.files[name] = open(path, "a", encoding="utf-8", buffering=1)
+        for name, row in self.held_back:
+            self._write(name, row)
+
+    def _rotate_completions(self):
+        limit, file = self.args.completions_limit * 1e6, self.files["completions"]
+        if limit and file.tell() > limit:
+            file.close()
+            path = self.run_dir / "completions.jsonl"
+            os.replace(path, self.run_dir / "completions.1.jsonl")
+            self.files["completions"] = open(path, "a", encoding="utf-8", buffering=1)
+
     def _write(self, name, row):
+        if not self.files:
+            self.held_back.append((name, row))
+            return
         line = json.dumps(to_json(row), ensure_ascii=False, allow_nan=False)
-        self.files[name].write(line + "\n")
+        try:
+            self.files[name].write(line + "\n")
+        except OSError as error:
+            raise ValueError(f"{self.run_dir / name}.jsonl could not be written "
+                             f"({error.strerror}); make room, then go on with --resume") from error
 
     def _log(self, metrics, step):
         if self.swanlab:

@@ -1,0 +1,104 @@
+"""When a run saves, where it goes on from, and that no other run writes into its folder."""
+import os
+import shlex
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from . import checkpoint
+from .watch import Stopped, under_torchrun
+
+
+class Saver:
+    """Writes the checkpoints and the final weights of a run into run_dir; rank 0 does.
+
+    The folder is locked until the run ends, or its process does. ValueError if another run has it.
+    args: resume, eval_only (no lock, nothing is written), save_interval, ref_model_sync_steps.
+    """
+
+    def __init__(self, run_dir, world, args):
+        self.run_dir, self.world, self.args = run_dir, world, args
+        self.writes, self.saved_at, self.stopped_by = world.rank == 0, time.monotonic(), None
+        if self.writes and not args.eval_only:
+            world.watch.at_end(lock(run_dir).release)
+            for name in ("checkpoint.new", "final.new"):    # of a run that was killed as it saved
+                shutil.rmtree(run_dir / name, ignore_errors=True)
+
+    def resume(self, policy, optimizer, reference):
+        """Restores the run's checkpoint if asked to; returns (steps done, tokens sampled)."""
+        if not self.args.resume:
+            return 0, 0
+        done, num_tokens = checkpoint.load_checkpoint(
+            self.run_dir / "checkpoint", policy, optimizer, reference)
+        self._advise(done)
+        return done, num_tokens
+
+    def is_due(self, step, last_step):
+        """Is it time to save, on every rank? At each interval, at the end, and if a signal asks."""
+        every, minutes = self.args.save_interval, (time.monotonic() - self.saved_at) / 60
+        due = minutes >= float(every[:-1]) if every.endswith("m") else step % int(every) == 0
+        wishes = self.world.gather([(due, self.world.watch.signal or 0)])
+        self.stopped_by = max(number for _, number in wishes) if step < last_step else None
+        return wishes[0][0] or step == last_step or bool(self.stopped_by)   # by rank 0's clock
+
+    def save(self, step, num_tokens, policy, tokenizer, optimizer, reference):
+        """Write a checkpoint. Raises Stopped on all ranks if a signal has asked the run to stop."""
+        if self.writes:
+            checkpoint.save_checkpoint(
+                self.run_dir / "checkpoint", policy, tokenizer, optimizer,
+                reference if self.args.ref_model_sync_steps else None,
+                step=step, num_tokens=num_tokens)
+        self.saved_at = time.monotonic()
+        self._advise(step)
+        if self.stopped_by:
+            self.world.gather([step])       # wait for rank 0 to have saved
+            raise Stopped(self.stopped_by, f"after step {step}, which is saved; go on with:\n"
+                          f"    {resume_command()}", together=True)
+
+    def save_final(self, policy, tokenizer):
+        """Write final/, which load_pretrained, transformers and inference servers can load."""
+        if self.writes:
+            with checkpoint.written_whole(self.run_dir / "final") as folder:
+                checkpoint.save_pretrained(policy, tokenizer, folder)
+
+    def _advise(self, step):
+        self.world.watch.advice = (f"; the checkpoint of step {step} is whole, go on with:\n"
+                                   f"    {resume_command()}")
+
+
+def lock(run_dir):
+    """The lock of a run's folder, which the system lifts when this process ends, however it does.
+
+    ValueError if another process has it, or if the folder can't be written to.
+    """
+    file, held = Path(run_dir) / ".lock", None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        held = FileLock(file)
+        held.acquire(blocking=False)
+        file.write_text(f"{os.getpid()}\n")
+    except Timeout:
+        holder = file.read_text().strip()
+        raise ValueError(
+            f"{run_dir}: another run is writing there, process {holder or 'unknown'}; wait until "
+            "it has ended, stop it, or choose another --run_name") from None
+    except OSError as error:
+        raise ValueError(f"{run_dir}: cannot be written to ({error.strerror}); choose another "
+                         "--out_dir") from error
+    return held
+
+
+def resume_command():
+    """The command that goes on with this run."""
+    program, *flags = sys.argv
+    if Path(program).name != "train_grpo.py":               # a test, a notebook
+        return "train_grpo.py with the same flags and --resume"
+    start, ranks = "python", os.environ.get("LOCAL_WORLD_SIZE")
+    if under_torchrun():
+        start = f"torchrun --nproc_per_node={ranks}"
+        if ranks != os.environ.get("WORLD_SIZE"):
+            start = "torchrun (on each node, with its flags)"
+    return f"{start} {shlex.join([program, *flags, *['--resume'] * ('--resume' not in flags)])}"

@@ -1,0 +1,296 @@
+"""What can end a run early, and that it then ends on every rank.
+
+Training may be waiting in a collective for a rank that is gone. So a thread beside it watches for
+
+    a signal   SIGINT (Ctrl-C), SIGTERM (a scheduler) or SIGHUP (a closed terminal): the step that
+               is running ends and the run saves (saving.py); a second signal ends it at once
+    a failure  the first rank that fails says why, and the others leave without a word
+    a death    a rank that was killed can't say anything, so another one does
+    a hang     with --hang_timeout: a rank has been busy for longer without reaching the others
+
+torchrun knows only that a process has failed, and says so in a page of its own. The reason is
+repeated after that page, where one looks first.
+"""
+import functools
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+
+import torch.distributed as dist
+
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
+           if hasattr(signal, name)]        # Windows has no SIGHUP
+SECONDS_BETWEEN_LOOKS = 0.25
+LIBRARIES = os.path.dirname(os.__file__)    # Python's own, and the packages below it
+
+
+class Stopped(SystemExit):
+    """A signal ends the run. The exit code is 128 + signal, as shells have it.
+
+    together: all ranks have agreed to stop after the same step.
+    """
+
+    def __init__(self, number, where, *, together):
+        super().__init__(128 + number)
+        self.text, self.together = f"stopped by {signal.Signals(number).name} {where}", together
+
+
+class Watch:
+    """Watches over this process and, if the world has several ranks, over the others.
+
+    hang_timeout: seconds, 0 for no limit. `signal` is the number of the signal that asked the run
+    to stop, or None. `advice` tells how to go on after a failure, once there is a checkpoint.
+    """
+    current = None                          # the Watch of the main function that is running
+
+    def __init__(self, world, hang_timeout=0):
+        self.rank, self.size, self.hang_timeout = world.rank, world.size, hang_timeout
+        self.signal, self.signalled_at, self.steps_began, self.advice = None, 0.0, False, ""
+        self.launcher = os.getppid() if under_torchrun() else None
+        # Collectives: how many so far, is this rank waiting in one, and since when not.
+        self.collectives, self.waiting, self.since = 0, False, time.monotonic()
+        self.store, self.processes = self._meet_the_others() if self.size > 1 else (None, {})
+        # Python calls a handler only between two of its own instructions. The number of the signal
+        # is in the mailbox at once, even while the training waits in a collective.
+        self.mailbox, self.letters = socket.socketpair()
+        self.letters.setblocking(False)
+        self.main, self.handlers = threading.current_thread(), {}
+        self.handles_signals = self.main is threading.main_thread()
+        if self.handles_signals:
+            self.old_letters = signal.set_wakeup_fd(self.letters.fileno(),
+                                                    warn_on_full_buffer=False)
+            self._handle_signals()
+        self.ends = []
+        self.closed, self.thread = False, threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+        Watch.current = world.watch = self
+
+    def _meet_the_others(self):
+        """A store that all ranks share, and the processes of the other ranks on this machine.
+
+        The connection is our own: training may be blocked in a call on the one that it has.
+        """
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+                              is_master=False)
+        attempt, host = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), socket.gethostname()
+        store = dist.PrefixStore(f"watch/{attempt}", store)
+        store.set(f"process/{self.rank}", f"{host} {os.getpid()}")
+        places = [store.get(f"process/{rank}").decode().split() for rank in range(self.size)]
+        return store, {rank: int(process) for rank, (where, process) in enumerate(places)
+                       if rank != self.rank and where == host and os.name != "nt"
+                       and is_alive(int(process))}
+
+    def _handle_signals(self):
+        for number in SIGNALS:
+            # nohup, and a shell that starts a job in the background, have some of them ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self.handlers.setdefault(number, signal.getsignal(number))
+                signal.signal(number, self._stop_unless_steps_began)
+
+    def _stop_unless_steps_began(self, number, frame):
+        if not self.steps_began:
+            raise Stopped(number, "before the first step; nothing was written", together=False)
+
+    def steps_begin(self):
+        """From now on a signal lets the step end. Before, there is nothing to save."""
+        self.steps_began = True
+        if self.handles_signals:
+            self._handle_signals()          # again: SwanLab has put a handler of its own there
+
+    def at_end(self, function):
+        """Call the function when the run ends on this rank, well or not."""
+        self.ends.append(function)
+
+    def close(self):
+        for function in self.ends:
+            function()
+        self.closed = True
+        if self.store is not None:
+            try:
+                self.store.set(f"ended/{self.rank}", "1")
+            except RuntimeError:            # the launcher is gone, and its store with it
+                pass
+        self.letters.send(b"\0")
+        self.thread.join()
+        if self.handles_signals:
+            signal.set_wakeup_fd(self.old_letters)
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+        Watch.current = None
+
+    # --- World calls these around each collective -------------------------------------------------
+
+    def enter_collective(self):
+        self.collectives, self.waiting, self.since = self.collectives + 1, True, time.monotonic()
+        if self.hang_timeout and self.store is not None:
+            self.store.set(f"collectives/{self.rank}", str(self.collectives))
+
+    def leave_collective(self):
+        self.waiting, self.since = False, time.monotonic()
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _run(self):
+        # A single process without a time limit has nothing to look at between two signals.
+        looks = SECONDS_BETWEEN_LOOKS if self.size > 1 or self.hang_timeout else None
+        while True:
+            has_mail = select.select([self.mailbox], [], [], looks)[0]
+            if self.closed:
+                return
+            try:
+                # The others first: when a rank fails, torchrun sends the rest a SIGTERM.
+                if self.store is not None:
+                    self._look_at_the_others()
+                if self.hang_timeout:
+                    self._look_at_the_clock()
+            except RuntimeError:            # the store has gone, with torchrun or rank 0
+                self.store = None
+            for number in self.mailbox.recv(64) if has_mail else b"":
+                self._stop(number, signal.Signals(number).name)
+            if self.launcher and os.getppid() != self.launcher and self.signal is None:
+                self._stop(SIGNALS[-1], "torchrun is gone")
+
+    def _stop(self, number, reason):
+        if self.signal is None:
+            self.signal, self.signalled_at = number, time.monotonic()
+            if self.steps_began and self.rank == 0:
+                say(f"\n{reason}: the step that is running ends, then the run saves and stops; a "
+                    "second signal stops it at once")
+        # torchrun may pass on what the terminal has sent already: that is not a second signal.
+        elif time.monotonic() - self.signalled_at > 1:
+            self._leave(f"stopped at once by a second signal, {reason}", 128 + number)
+
+    def _look_at_the_others(self):
+        if self.store.add("failures", 0):
+            os._exit(1)                     # it has said why
+        for rank, process in self.processes.items():
+            if not is_alive(process) and not self.store.check([f"ended/{rank}"]):
+                self._leave(f"error: rank {rank} (process {process}) is gone: it was killed, "
+                            "perhaps for lack of memory, or a reward function has ended it", 1)
+
+    def _look_at_the_clock(self):
+        silent, limit = time.monotonic() - self.since, f"--hang_timeout {self.hang_timeout:g}"
+        if not self.waiting and silent > self.hang_timeout:
+            frames = traceback.extract_stack(sys._current_frames()[self.main.ident])
+            place = [f for f in frames if not f.filename.startswith((LIBRARIES, "<"))][-1]
+            self._leave(f"error: rank {self.rank} hangs, for more than the seconds of {limit}, in "
+                        f"{place.filename}, line {place.lineno}: {place.line}", 1)
+        # A process that is frozen can't say so. The margin is for one that can.
+        elif self.store is not None and self.waiting and silent > self.hang_timeout + 3:
+            for rank in range(self.size):
+                key = f"collectives/{rank}"
+                if int(self.store.get(key) if self.store.check([key]) else 0) < self.collectives:
+                    self._leave(f"error: rank {rank} hangs: nothing was heard from it for more "
+                                f"than the seconds of {limit}", 1)
+
+    def _leave(self, text, code):
+        """End this process now, whatever the training is waiting for."""
+        if self.is_first_to_fail():
+            last_words(text + self.advice)
+        sys.stdout.flush()
+        os._exit(code)
+
+    # --- failures ---------------------------------------------------------------------------------
+
+    def is_first_to_fail(self):
+        """Only the first rank to fail speaks: what the others run into then is its consequence."""
+        try:
+            return self.store is None or self.store.add("failures", 1) == 1
+        except RuntimeError:
+            return True
+
+    def fail(self, error):
+        """In the except clause of one of several ranks: says why, and ends the process."""
+        text = f"error: rank {self.rank}: {error}"
+        if isinstance(error, Stopped):
+            text = error.text
+        elif not isinstance(error, (ValueError, OSError)):
+            traceback.print_exc()
+            text = f"error: rank {self.rank}: {type(error).__name__}: {error}"
+        self._leave(text, error.code if isinstance(error, Stopped) else 2)
+
+    def stop_together(self, error):
+        """All ranks have agreed to stop. Rank 0 tells, and nobody leaves before it has."""
+        if self.rank == 0:
+            last_words(error.text)
+        if self.store is not None:
+            try:
+                if self.rank == 0:
+                    self.store.set("told", "1")
+                self.store.wait(["told"], timedelta(seconds=60))
+            except RuntimeError:            # the launcher is gone, and its store with it
+                pass
+
+
+def all_or_none(main):
+    """Decorate a main function that makes a Watch: whatever ends it on one rank ends it on all."""
+    @functools.wraps(main)
+    def wrapper(*args, **kwargs):
+        try:
+            return main(*args, **kwargs)
+        except BaseException as error:
+            watch = Watch.current
+            if isinstance(error, Stopped) and (error.together or watch.size == 1):
+                watch.stop_together(error)
+            elif watch is not None and watch.size > 1:
+                watch.fail(error)
+            elif watch is not None and watch.advice:
+                error.add_note(watch.advice)
+            elif under_torchrun() and isinstance(error, (ValueError, OSError)):
+                # The ranks don't know of each other yet. They all have the same to say.
+                if os.environ["LOCAL_RANK"] == "0":
+                    last_words(f"error: {error}")
+                sys.exit(2)
+            raise
+        finally:
+            if Watch.current is not None:
+                Watch.current.close()
+    return wrapper
+
+
+def under_torchrun():
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_alive(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:                 # it is alive, and somebody else's
+        pass
+    return True
+
+
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+# A process of its own, which waits for the end of torchrun: argv is its process and a text.
+REPEAT_AFTER = """
+import os, select, sys, time
+try:
+    select.select([os.pidfd_open(int(sys.argv[1]))], [], [], 60)
+except AttributeError:                      # not on Linux
+    time.sleep(3)
+except OSError:
+    pass                                    # it has ended
+print(sys.argv[2], file=sys.stderr)
+"""
+
+
+def last_words(text):
+    """Say why the run ends; under torchrun again, after torchrun's own page."""
+    text = f"{os.path.basename(sys.argv[0])}: {text}"
+    say(text)
+    if under_torchrun():
+        subprocess.Popen([sys.executable, "-c", REPEAT_AFTER, str(os.getppid()), text],
+                         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                         start_new_session=True)    # torchrun ends the session of each rank
