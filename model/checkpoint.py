@@ -292,13 +292,15 @@ def written_whole(path):
         new.rename(path)
         sync(path.parent)
     except BaseException as error:
+        is_full = free_space(path) < 1e6
         shutil.rmtree(new, ignore_errors=True)
-        # RuntimeError: all that torch.save says of a full disk.
+        # RuntimeError is all that torch.save has for a full disk, and no reason.
         if not isinstance(error, (OSError, SafetensorError, RuntimeError)):
             raise
-        reason, free = str(error).splitlines()[0], free_space(path) / 1e6
-        raise ValueError(f"{path} could not be written ({reason}); {free:,.0f} MB are free there: "
-                         "make room, or choose another --out_dir") from error
+        reason = "the disk is full" if is_full else str(error).splitlines()[0]
+        raise ValueError(f"{path} could not be written ({reason}); "
+                         f"{free_space(path) / 1e6:,.0f} MB are free without it: make room, or "
+                         "choose another --out_dir") from error
     shutil.rmtree(old, ignore_errors=True)
 
 

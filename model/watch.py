@@ -28,6 +28,7 @@ import torch.distributed as dist
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
            if hasattr(signal, name)]        # Windows has no SIGHUP
 SECONDS_BETWEEN_LOOKS = 0.25
+LAUNCHER = os.getppid()                     # torchrun, if it is there
 LIBRARIES = os.path.dirname(os.__file__)    # Python's own, and the packages below it
 
 
@@ -53,7 +54,6 @@ class Watch:
     def __init__(self, world, hang_timeout=0):
         self.rank, self.size, self.hang_timeout = world.rank, world.size, hang_timeout
         self.signal, self.signalled_at, self.steps_began, self.advice = None, 0.0, False, ""
-        self.launcher = os.getppid() if under_torchrun() else None
         # Collectives: how many so far, is this rank waiting in one, and since when not.
         self.collectives, self.waiting, self.since = 0, False, time.monotonic()
         self.store, self.processes = self._meet_the_others() if self.size > 1 else (None, {})
@@ -154,7 +154,7 @@ class Watch:
                 self.store = None
             for number in self.mailbox.recv(64) if has_mail else b"":
                 self._stop(number, signal.Signals(number).name)
-            if self.launcher and os.getppid() != self.launcher and self.signal is None:
+            if under_torchrun() and os.getppid() != LAUNCHER and self.signal is None:
                 self._stop(SIGNALS[-1], "torchrun is gone")
 
     def _stop(self, number, reason):
@@ -187,6 +187,8 @@ class Watch:
             for rank in range(self.size):
                 key = f"collectives/{rank}"
                 if int(self.store.get(key) if self.store.check([key]) else 0) < self.collectives:
+                    if rank in self.processes:
+                        os.kill(self.processes[rank], signal.SIGKILL)   # it won't leave by itself
                     self._leave(f"error: rank {rank} hangs: nothing was heard from it for more "
                                 f"than the seconds of {limit}", 1)
 
@@ -290,7 +292,7 @@ def last_words(text):
     """Say why the run ends; under torchrun again, after torchrun's own page."""
     text = f"{os.path.basename(sys.argv[0])}: {text}"
     say(text)
-    if under_torchrun():
-        subprocess.Popen([sys.executable, "-c", REPEAT_AFTER, str(os.getppid()), text],
+    if under_torchrun() and os.getppid() == LAUNCHER:
+        subprocess.Popen([sys.executable, "-c", REPEAT_AFTER, str(LAUNCHER), text],
                          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                          start_new_session=True)    # torchrun ends the session of each rank

@@ -12,7 +12,8 @@ from report import Report, describe, draw_curves, rollout_metrics, user_errors
 
 def arguments(**changed):
     return argparse.Namespace(**{"swanlab": "disabled", "wandb_project": "MiniGRPO",
-                                 "log_interval": 1, "num_generations": 2} | changed)
+                                 "log_interval": 1, "num_generations": 2,
+                                 "completions_limit": 0} | changed)
 
 
 def metrics(step, **changed):
