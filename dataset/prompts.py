@@ -1,6 +1,7 @@
 """From a jsonl file to batches of prompts: the chats to complete, and the columns rewards need."""
 import json
 import re
+import signal
 import warnings
 from pathlib import Path
 
@@ -199,4 +200,16 @@ def read_heldout(path, most, *, with_answer=True):
 def batches_of_steps(problems, collate, steps, *, num_workers=0, **which):
     """One rank's batches at these steps; `which` is passed on to rows_of_step."""
     rows = (rows_of_step(step, len(problems), **which) for step in steps)
-    return DataLoader(problems, batch_sampler=rows, collate_fn=collate, num_workers=num_workers)
+    return DataLoader(problems, batch_sampler=rows, collate_fn=collate, num_workers=num_workers,
+                      worker_init_fn=ignore_signals)
+
+
+def ignore_signals(worker):
+    """Ctrl-C reaches the workers too, but the step that is running may still need their batches.
+
+    They end when the training does.
+    """
+    signal.set_wakeup_fd(-1)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -1,0 +1,212 @@
+"""Chaos: does a run that was killed go on as if nothing had happened? By hand:
+
+    python tests/chaos.py                      50 trials, about 25 minutes on 2 cores
+    python tests/chaos.py --trials 5 --seed 1
+
+Each trial starts a small run on one process or on two, ends it in one of the ways below, once or
+twice, and resumes it with the user's own command. In the end its metrics, evaluations, completions
+and final weights must be those of a run that nobody touched, bit for bit, and nothing half-written
+may be left.
+
+    moment      SIGKILL for all its processes, at a random moment
+    operation   SIGKILL before a random one of its file operations. Before fsync, half of the file
+                is gone too: what was not on the disk need not be there after a crash
+    signal      SIGINT, SIGTERM or SIGHUP at a random moment
+    rank        SIGKILL for one of two ranks
+    launcher    SIGKILL for torchrun alone: its orphans save, and hold the folder until then
+"""
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = 6
+FLAGS = f"""--batch_size 2 --num_generations 4 --max_gen_len 24 --max_steps {STEPS}
+--save_interval 2 --eval_interval 3 --eval_samples 8 --num_iterations 2 --num_minibatches 2
+--ref_model_sync_steps 2 --oversample 2 --run_name run --reward_funcs format tag accuracy""".split()
+WAYS = {1: ["moment", "operation", "operation", "signal"],
+        2: ["moment", "operation", "signal", "rank", "launcher"]}
+
+
+def start(out, ranks, *flags, die_at=0, log=subprocess.DEVNULL):
+    """A run in `out`. die_at: the number of the file operation before which rank 0 is killed."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}",
+                    "--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+    script = [__file__, "--child", str(die_at)] if die_at else [str(ROOT / "train_grpo.py")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen([*command, *script, *FLAGS, "--out_dir", str(out), *flags], cwd=ROOT,
+                            env=environment, stdout=log, stderr=log, start_new_session=True)
+
+
+def child(die_at, flags):
+    """The script itself, but rank 0 is killed before its file operation number `die_at`."""
+    sys.path.insert(0, str(ROOT))
+    import train_grpo
+
+    folder, fsync, count = flags[flags.index("--out_dir") + 1], os.fsync, 0
+
+    def is_the_last():
+        nonlocal count
+        count += os.environ.get("RANK", "0") == "0"
+        return count == die_at
+
+    def hook(event, arguments):
+        name = str(arguments[0]) if arguments else ""
+        writes = event == "open" and name.startswith(folder) and arguments[1] not in ("r", "rb")
+        if (writes or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir")) and (
+                is_the_last()):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def torn(descriptor):
+        if is_the_last():
+            if not os.path.isdir(f"/proc/self/fd/{descriptor}"):
+                os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(descriptor)
+
+    sys.addaudithook(hook)
+    os.fsync = torn
+    train_grpo.main(flags)
+    print(f"{count} file operations")
+
+
+def steps_done(out):
+    path = out / "run/metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def kill(process):
+    """SIGKILL for a run and all of its processes; torchrun's ranks have sessions of their own."""
+    ranks = ranks_of(process)
+    for one in (process.pid, *ranks):
+        try:
+            os.killpg(one, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def ranks_of(process):
+    file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(text) for text in file.read_text().split()] if file.exists() else []
+
+
+def disaster(way, rng, out, ranks, operations, resume):
+    """Start or resume a run, and end it in this way; returns what has happened, as a text."""
+    if way == "operation":
+        number = rng.randint(1, operations)
+        process = start(out, ranks, *resume, die_at=number)
+        process.wait(timeout=120)
+        return f"operation {number}"
+    process, step = start(out, ranks, *resume), rng.randint(steps_done(out), STEPS - 1)
+    while process.poll() is None and steps_done(out) < step:
+        time.sleep(0.01)
+    time.sleep(rng.uniform(0, 0.5))
+    happened = f"{way} in step {step + 1}"
+    if way == "moment":
+        kill(process)
+    elif way == "signal":
+        number = rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+        happened = f"{number.name} in step {step + 1}"
+        process.send_signal(number)
+    elif way == "rank":
+        victims = ranks_of(process)
+        if victims:
+            os.kill(rng.choice(victims), signal.SIGKILL)
+    else:
+        process.kill()
+    process.wait(timeout=120)
+    return happened
+
+
+def finish(out, ranks):
+    """Go on with the command that the user has, until the run is done; the number of starts."""
+    for attempt in range(1, 40):
+        has_checkpoint = any((out / "run" / name / "optimizer.pt").exists()
+                             for name in ("checkpoint", "checkpoint.old"))
+        with tempfile.TemporaryFile("w+") as log:
+            process = start(out, ranks, *["--resume"] * has_checkpoint, log=log)
+            code = process.wait(timeout=180)
+            log.seek(0)
+            text = log.read()
+        if code == 0:
+            return attempt
+        if "another run is writing there" not in text:      # orphans that are still saving
+            raise AssertionError(text[-3000:])
+        time.sleep(0.5)
+    raise AssertionError("the folder stayed locked")
+
+
+def result(out):
+    """All that a run leaves, but for what a clock has measured."""
+    run, clocks = out / "run", ("timing_s", "perf", "step_time")
+    lines = {name: [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
+             for name in ("metrics", "eval", "completions")}
+    lines["metrics"] = [{key: value for key, value in line.items() if not key.startswith(clocks)}
+                        for line in lines["metrics"]]
+    names = sorted(str(path.relative_to(run)) for path in run.rglob("*"))
+    return lines, (run / "final/model.safetensors").read_bytes(), names
+
+
+def trial(number, ranks, rng, whole, operations, out):
+    """One run, ended once or twice; returns what has happened. AssertionError if it shows."""
+    happened = []
+    for _ in range(rng.choice([1, 1, 2])):
+        way = rng.choice(WAYS[ranks])
+        has_checkpoint = (out / "run/checkpoint/optimizer.pt").exists()
+        resume = ["--resume"] * has_checkpoint
+        happened.append(disaster(way, rng, out, ranks, operations, resume))
+    starts = finish(out, ranks)
+    for name, ours, theirs in zip(("lines", "weights", "files"), result(out), whole):
+        assert ours == theirs, f"trial {number}, {happened}: the {name} differ"
+    return f"{' then '.join(happened)}; {starts} start{'s' * (starts > 1)} to the end"
+
+
+def unbroken(ranks, out):
+    """What a run that nobody touches leaves, and the number of its file operations."""
+    with tempfile.TemporaryFile("w+") as log:
+        assert start(out, ranks, die_at=10**9, log=log).wait() == 0
+        log.seek(0)
+        line = next(line for line in log if line.strip().endswith("file operations")
+                    and not line.startswith("0 "))
+    return result(out), int(line.split()[0])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    survived, wholes = 0, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(args.trials):
+            rng, out = random.Random(f"{args.seed} {number}"), Path(folder) / str(number)
+            ranks = 1 + number % 2
+            if ranks not in wholes:
+                wholes[ranks] = unbroken(ranks, Path(folder) / f"whole{ranks}")
+            try:
+                happened = trial(number, ranks, rng, *wholes[ranks], out)
+                survived += 1
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                happened = f"FAILED: {error}"
+            print(f"{number + 1:>3}  {ranks} process{'es' * (ranks > 1)}: {happened}", flush=True)
+            shutil.rmtree(out, ignore_errors=True)
+    print(f"{survived} of {args.trials} runs ended as if nothing had happened")
+    sys.exit(survived < args.trials)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child(int(sys.argv[2]), sys.argv[3:])
+    else:
+        main()
