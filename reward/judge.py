@@ -112,7 +112,7 @@ class Judge:
         if self.failed[kind] == 1:
             # Not warn(), which would be silent in a second run of the same process.
             warnings.warn_explicit(f"reward function {self.__name__} {what}; from now on this is "
-                                   "only counted", UserWarning, __file__, 1)
+                                   "only counted", UserWarning, __file__, 0)
 
 
 def copied(arguments):

@@ -218,6 +218,9 @@ def test_two_functions_of_the_same_name_are_both_counted():
     funcs = [named_alike(1.0), named_alike(20.0)]
     rewards, per_function = combine_rewards(["p"], ["a"], funcs, [1.0, 1.0])
     assert rewards.tolist() == [21.0] and len(per_function) == 2
+    funcs[0].__name__ = "reward_2"
+    rewards, per_function = combine_rewards(["p"], ["a"], [*funcs, funcs[1]], [1.0] * 3)
+    assert rewards.tolist() == [41.0] and len(per_function) == 3
 
 
 def test_reward_functions_are_found_by_name_and_by_module(tmp_path, monkeypatch):
@@ -333,16 +336,20 @@ def test_each_kind_is_a_warning_once_for_each_function_and_run():
             raise RuntimeError("no\x1b[31m such\nluck" + "!" * 5000)
         return answer
 
-    for _ in range(2):      # two runs in one process
-        ours = Judge(judge, proven=True)
-        texts = [ask(ours, answer=answer)[1] for answer in (
-            [math.inf, -math.inf], [-math.inf, 1], ["x\x1b" * 5000, 1], ["raise"] * 2,
-            ["raise"] * 2, [math.inf, "y"])]
-        assert [len(of_call) for of_call in texts] == [1, 0, 1, 1, 0, 0]
-        assert "returned inf (infinite)" in texts[0][0]
-        assert "judged nothing in this step: RuntimeError: no·[31m such luck!" in texts[3][0]
-        assert all(text.isprintable() and len(text) < 700 for (text,) in filter(None, texts))
-        assert ours.failed == {"infinite": 4, "not a number": 2, "RuntimeError": 2}
+    ours = Judge(judge, proven=True)
+    texts = [ask(ours, answer=answer)[1] for answer in (
+        [math.inf, -math.inf], [-math.inf, 1], ["x\x1b" * 5000, 1], ["raise"] * 2,
+        ["raise"] * 2, [math.inf, "y"])]
+    assert [len(of_call) for of_call in texts] == [1, 0, 1, 1, 0, 0]
+    assert "returned inf (infinite)" in texts[0][0]
+    assert "judged nothing in this step: RuntimeError: no·[31m such luck!" in texts[3][0]
+    assert all(text.isprintable() and len(text) < 700 for (text,) in filter(None, texts))
+    assert ours.failed == {"infinite": 4, "not a number": 2, "RuntimeError": 2}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):      # two runs in one process
+            Judge(judge)(prompts=[""], completions=["a"], answer=[math.inf])
+    assert len(caught) == 2
 
 
 def test_the_sum_is_finite_or_nan():
@@ -407,16 +414,16 @@ def test_a_function_that_changes_its_arguments_harms_nobody():
         assert {name: [*map(repr, values)] for name, values in given.items()} == before
 
 
-def test_our_own_rewards_get_the_originals():
+def test_only_a_users_function_gets_copies():
     completions, seen = ["a"], []
 
     def judge(prompts, completions, **columns):
         seen.append(completions)
         return [0.0]
 
-    ask(Judge(judge, ours=True), completions)
-    ask(Judge(judge), completions)
-    assert seen == [["a"], ["a"]]
+    for ours in (True, False):
+        Judge(judge, ours=ours)(prompts=[""], completions=completions)
+    assert seen == [["a"], ["a"]] and [given is completions for given in seen] == [True, False]
     judges = load_reward_funcs(["tag", "tests.test_process:slow"])
     assert [judge.ours for judge in judges] == [True, False]
 
@@ -452,7 +459,7 @@ def let_go():
 
 
 def test_while_a_call_hangs_it_is_not_called_again_and_what_it_prints_is_dropped(capsys, let_go):
-    calls, shouts, bar = [], [], tqdm(total=1)
+    calls, shouts, bar, before = [], [], tqdm(total=1), (sys.stdout, sys.stderr)
 
     def shout():
         while not let_go.wait(0.001):
@@ -482,14 +489,16 @@ def test_while_a_call_hangs_it_is_not_called_again_and_what_it_prints_is_dropped
         while len(set(shouts)) < 2:         # both threads go on
             time.sleep(0.001)
         assert ask(other) == ([1, 1], [])
-        print("our own")
+        print("\rour own")
     assert len(calls) == 1 and threading.active_count() == threads
     assert ours.failed == {"TimeoutError": 1, "printed too much": 1, "still running": 3}
-    assert capsys.readouterr().out == "talk\nour own\n" * 3
+    assert capsys.readouterr().out == "talk\n\rour own\n" * 3
     assert bar.fp == sys.stderr     # tqdm.write clears the bar's line if this is so
     let_go.set()
-    calls[0].join(60)
+    for thread in {*calls, *shouts}:
+        thread.join(60)
     assert ask(ours) == ([1, 1], []) and len(calls) == 2
+    assert (sys.stdout, sys.stderr) == before
 
 
 def test_failures_of_all_ranks_are_counted_and_give_the_reason():
@@ -588,11 +597,12 @@ def test_a_run_outlives_its_rewards(flags, nasty, tmp_path, capsys):
 
 def test_a_run_whose_rewards_all_fail_stops_with_the_reasons(nasty, tmp_path, capsys):
     with pytest.warns(UserWarning), pytest.raises(SystemExit):
-        train_grpo.main([*RUN, "--reward_funcs", "my_nasty:two", "my_nasty:none", "--out_dir",
-                         str(tmp_path)])
+        train_grpo.main([*RUN, "--reward_funcs", "my_nasty:two", "my_nasty:three", "my_nasty:none",
+                         "--out_dir", str(tmp_path)])
     error = capsys.readouterr().err
     assert "no completion of this step has a reward" in error and "Traceback" not in error
     assert "two failed" in error and "0 rewards for 16" in error and "my_nasty.py, line" in error
+    assert "three failed and judged nothing in this step: RuntimeError" in error
     assert len((tmp_path / "grpo_reason_128/metrics.jsonl").read_text().splitlines()) == 1
 
 
