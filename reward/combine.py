@@ -88,18 +88,18 @@ def failures(judges):
             for name, judge in named(judges).items() if judge.failed]
 
 
-def combine_rewards(prompts, completions, reward_funcs, reward_weights, /, **columns):
+def combine_rewards(prompts, completions, reward_funcs, reward_weights, **columns):
     """The weighted sum of all rewards, (N,), and each function's values, {name: (N,)}, in float32.
 
     The functions are Judges or any others, which then fail with a warning at most. A None, and
     whatever a Judge treats as one, becomes NaN in the values and adds nothing to the sum. A
     completion that no function judged has a NaN reward.
     """
-    columns |= {"prompts": prompts, "completions": completions}
     per_function = {}
     for name, function in named(reward_funcs).items():
         judge = function if isinstance(function, Judge) else Judge(function, proven=True)
-        per_function[name] = torch.tensor(judge(**columns), dtype=torch.float32)    # (N,)
+        values = judge(prompts=prompts, completions=completions, **columns)
+        per_function[name] = torch.tensor(values, dtype=torch.float32)          # (N,)
     values = torch.stack(list(per_function.values()))                           # (functions, N)
     rewards = (values * torch.tensor(reward_weights)[:, None]).nansum(0)        # (N,)
     rewards[values.isnan().all(0) | ~rewards.isfinite()] = math.nan
