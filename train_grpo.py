@@ -73,7 +73,7 @@ from report.command_line import (
     steps_or_minutes,
     user_errors,
 )
-from reward import combine_rewards, load_reward_funcs, process
+from reward import combine_rewards, failures, load_reward_funcs, process
 
 HERE = Path(__file__).parent
 
@@ -462,7 +462,7 @@ def main(argv=None):
                     rollout, reward_funcs, args.reward_weights)
             rollout.advantages = compute_advantages(rollout, tokenizer, world, args)
             records = world.gather(describe(rollout))
-            metrics = rollout_metrics(records, G)
+            metrics = rollout_metrics(records, G, world.gather(failures(reward_funcs)))
             if args.oversample > 1:
                 num_groups = math.ceil(len(batch["prompts"]) / args.oversample)
                 rollout = select_groups(rollout, num_groups, G)

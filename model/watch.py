@@ -32,15 +32,15 @@ LAUNCHER = os.getppid()                     # torchrun, if it is there
 LIBRARIES = os.path.dirname(os.__file__)    # Python's own, and the packages below it
 
 
-class Stopped(SystemExit):
+class Stopped(KeyboardInterrupt):
     """A signal ends the run. The exit code is 128 + signal, as shells have it.
 
     together: all ranks have agreed to stop after the same step.
     """
 
     def __init__(self, number, where, *, together):
-        super().__init__(128 + number)
-        self.text, self.together = f"stopped by {signal.Signals(number).name} {where}", together
+        super().__init__(f"stopped by {signal.Signals(number).name} {where}")
+        self.code, self.together = 128 + number, together
 
 
 class Watch:
@@ -212,7 +212,7 @@ class Watch:
         """In the except clause of one of several ranks: says why, and ends the process."""
         text = f"error: rank {self.rank}: {error}"
         if isinstance(error, Stopped):
-            text = error.text
+            text = str(error)
         elif not isinstance(error, (ValueError, OSError)):
             traceback.print_exc()
             text = f"error: rank {self.rank}: {type(error).__name__}: {error}"
@@ -221,7 +221,7 @@ class Watch:
     def stop_together(self, error):
         """All ranks have agreed to stop. Rank 0 tells, and nobody leaves before it has."""
         if self.rank == 0:
-            last_words(error.text)
+            last_words(str(error))
         if self.store is not None:
             try:
                 if self.rank == 0:
@@ -241,6 +241,7 @@ def all_or_none(main):
             watch = Watch.current
             if isinstance(error, Stopped) and (error.together or watch.size == 1):
                 watch.stop_together(error)
+                sys.exit(error.code)
             elif watch is not None and watch.size > 1:
                 watch.fail(error)
             elif watch is not None and watch.advice:

@@ -4,18 +4,23 @@ import math
 import torch
 
 
-def rollout_metrics(rows, num_generations):
+def rollout_metrics(rows, num_generations, failures=()):
     """The metrics that follow from a step's completions and their rewards.
 
     rows: describe()'s rows of the completions of all ranks, the completions of a group adjacent.
     It reads "length", "ended", "reward" and "rewards". A completion that no reward function judged
     has reward NaN and is left out of the reward statistics. Standard deviations are sample
     standard deviations (n-1). Raises ValueError if every reward is NaN.
+
+    failures: (reward function, how often it has failed in this run, what failed now or None), from
+    all ranks.
     """
     rewards = [row["reward"] for row in rows]
     if all(math.isnan(reward) for reward in rewards):
+        reasons = dict.fromkeys(f"{name} {reason}" for name, _, reason in failures if reason)
         raise ValueError("no completion of this step has a reward, because every reward function "
-                         "returned None or NaN, or failed; check that --reward_funcs fit the data")
+                         f"returned None or failed{''.join(f'; {text}' for text in reasons)}; "
+                         "check that --reward_funcs fit the data")
     groups = [rewards[i:i + num_generations] for i in range(0, len(rewards), num_generations)]
     stds = [mean_and_std(group)[1] for group in groups]
     lengths = [row["length"] for row in rows]
@@ -34,6 +39,8 @@ def rollout_metrics(rows, num_generations):
     for name in rows[0]["rewards"]:
         mean, std = mean_and_std([row["rewards"][name] for row in rows])
         metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
+    for name, count, _ in failures:
+        metrics[f"rewards/{name}/failed"] = metrics.get(f"rewards/{name}/failed", 0) + count
     return metrics
 
 

@@ -89,8 +89,7 @@ class Report:
             if error is None:
                 self.swanlab.finish()
             else:
-                stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
-                state = "aborted" if stopped else "crashed"
+                state = "aborted" if isinstance(error, KeyboardInterrupt) else "crashed"
                 self.swanlab.finish(state=state, error=f"{error_type.__name__}: {error}")
 
     # --- called by the training loop --------------------------------------------------------------

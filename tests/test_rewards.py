@@ -1,24 +1,36 @@
 import importlib
 import inspect
+import json
 import math
 import random
 import sys
+import threading
+import time
+import warnings
+from decimal import Decimal
 
+import numpy
 import pytest
 import torch
+from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification
 
+import train_grpo
 from conftest import ROOT
 from dataset import PromptDataset
-from model import MiniMindConfig, MiniMindForCausalLM, save_pretrained
+from model import MiniMindConfig, MiniMindForCausalLM, load_pretrained, save_pretrained
+from report import rollout_metrics
 from reward import (
     accuracy_reward,
     combine_rewards,
+    failures,
     format_reward,
     load_reward_funcs,
     load_reward_model,
     tag_reward,
 )
+from reward.judge import Broken, Judge
+from reward.output import LIMIT
 from reward.reward_model import RewardModel, reward_model_reward
 from reward.sample_pairs import pairs_of, replies
 
@@ -206,6 +218,9 @@ def test_two_functions_of_the_same_name_are_both_counted():
     funcs = [named_alike(1.0), named_alike(20.0)]
     rewards, per_function = combine_rewards(["p"], ["a"], funcs, [1.0, 1.0])
     assert rewards.tolist() == [21.0] and len(per_function) == 2
+    funcs[0].__name__ = "reward_2"
+    rewards, per_function = combine_rewards(["p"], ["a"], [*funcs, funcs[1]], [1.0] * 3)
+    assert rewards.tolist() == [41.0] and len(per_function) == 3
 
 
 def test_reward_functions_are_found_by_name_and_by_module(tmp_path, monkeypatch):
@@ -272,6 +287,323 @@ def test_a_wrong_number_of_rewards_at_first_stops_the_run_too(tmp_path, monkeypa
 def test_an_unknown_reward_is_named(name):
     with pytest.raises(ValueError, match=name):
         load_reward_funcs(["format", name])
+
+
+# --- a reward function must never harm a run ------------------------------------------------------
+
+
+def ask(judge, completions=("a", "b"), **columns):
+    """One call through combine_rewards: the rewards, and the texts of the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")        # as in a run, where Python drops repeated ones
+        rewards, _ = combine_rewards(["p"] * len(completions), list(completions), [judge], [1.0],
+                                     **columns)
+    return rewards.tolist(), [str(warning.message) for warning in caught]
+
+
+def returning(*values):
+    def judge(prompts, completions, **columns):
+        return list(values)
+    return Judge(judge)
+
+
+@pytest.mark.parametrize("value, kind", [
+    (math.nan, "NaN"), (math.inf, "infinite"), (-math.inf, "infinite"), (1e38, "too large"),
+    (-2e12, "too large"), (10**400, "too large"), (torch.tensor(1e38), "too large"),
+    ("1", "not a number"), (b"1", "not a number"), (1j, "not a number"), ([1.0], "not a number"),
+    ({}, "not a number"), (object(), "not a number"), (torch.ones(2), "not a number"),
+])
+def test_a_value_that_is_of_no_use_is_counted_and_treated_as_none(value, kind):
+    judge = returning(value, 1)
+    rewards, (text,) = ask(judge)
+    assert math.isnan(rewards[0]) and rewards[1] == 1 and judge.failed == {kind: 1}
+    assert text.startswith("reward function judge returned ") and f"({kind}), treated as" in text
+
+
+@pytest.mark.parametrize("value", [
+    1, True, -1e12, Decimal("0.5"), numpy.float32(0.5), numpy.int64(3), numpy.bool_(True),
+    torch.tensor(0.5), torch.tensor(True), None])
+def test_numbers_of_all_kinds_are_rewards_and_none_is_no_failure(value):
+    judge = returning(value, 1)
+    rewards, texts = ask(judge)
+    assert math.isnan(rewards[0]) if value is None else rewards[0] == pytest.approx(float(value))
+    assert not texts and not judge.failed
+
+
+def test_each_kind_is_a_warning_once_for_each_function_and_run():
+    def judge(prompts, completions, answer, **columns):
+        if answer == ["raise"] * 2:
+            raise RuntimeError("no\x1b[31m such\nluck" + "!" * 5000)
+        return answer
+
+    ours = Judge(judge, proven=True)
+    texts = [ask(ours, answer=answer)[1] for answer in (
+        [math.inf, -math.inf], [-math.inf, 1], ["x\x1b" * 5000, 1], ["raise"] * 2,
+        ["raise"] * 2, [math.inf, "y"])]
+    assert [len(of_call) for of_call in texts] == [1, 0, 1, 1, 0, 0]
+    assert "returned inf (infinite)" in texts[0][0]
+    assert "judged nothing in this step: RuntimeError: no·[31m such luck!" in texts[3][0]
+    assert all(text.isprintable() and len(text) < 700 for (text,) in filter(None, texts))
+    assert ours.failed == {"infinite": 4, "not a number": 2, "RuntimeError": 2}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):      # two runs in one process
+            Judge(judge)(prompts=[""], completions=["a"], answer=[math.inf])
+    assert len(caught) == 2
+
+
+def test_the_sum_is_finite_or_nan():
+    rewards, _ = combine_rewards(["p"] * 2, ["a", ""], [lengths], [3e38])
+    assert rewards[0] == torch.tensor(3e38) and rewards[1] == 0
+    assert combine_rewards(["p"], ["a" * 9], [lengths], [3e38])[0].isnan().all()
+
+
+@pytest.mark.parametrize("timeout", [0, 60])
+def test_exit_is_a_failure_and_ctrl_c_is_not(timeout):
+    def judge(prompts, completions, raising, **columns):
+        raise raising
+
+    for leave in (SystemExit(0), GeneratorExit()):
+        ours = Judge(judge, timeout=timeout)
+        with pytest.raises(Broken, match="judge failed in its first call"):
+            ask(ours, raising=leave)
+        ours = Judge(judge, timeout=timeout, proven=True)
+        rewards, (text,) = ask(ours, raising=leave)
+        assert all(map(math.isnan, rewards)) and ours.failed.total() == 1
+    assert "called exit" in ask(Judge(judge, proven=True), raising=SystemExit(3))[1][0]
+    with pytest.raises(KeyboardInterrupt):
+        ask(Judge(judge, timeout=timeout), raising=KeyboardInterrupt())
+
+
+def test_a_module_that_calls_exit_is_named(tmp_path, monkeypatch):
+    (tmp_path / "my_script.py").write_text("import sys\nsys.exit()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    with pytest.raises(ValueError, match=r"my_script:f: SystemExit.*my_script\.py, line 2\b"):
+        load_reward_funcs(["my_script:f"])
+
+
+def test_what_is_no_list_of_the_right_length_judges_nothing():
+    def endless(prompts, completions, **columns):
+        while True:
+            yield 1.0
+
+    for function, says in (
+            (endless, "more than 2 rewards"), (lambda **columns: {1.0, 2.0}, "returned a set"),
+            (lambda **columns: "12", "returned a str"), (lambda **columns: [], "0 rewards")):
+        rewards, (text,) = ask(function)
+        assert all(map(math.isnan, rewards)) and says in text
+
+
+def test_a_function_that_changes_its_arguments_harms_nobody():
+    def vandal(prompts, completions, messages, **columns):
+        messages[0].append("mine")
+        for values in (prompts, completions, messages, *columns.values()):
+            values.clear()
+        return [1.0, 1.0]
+
+    def columns():
+        return {"messages": [["hello"], ["hello"]], "self": [1, 2], "function": [3, None],
+                "name": ["x", "y"], "value": [lambda: 0] * 2}
+
+    for names in ({"messages", "self", "function", "name"}, {"messages", "value"}):
+        given = {name: values for name, values in columns().items() if name in names}
+        before = {name: [*map(repr, values)] for name, values in given.items()}
+        rewards, _ = combine_rewards(["p"] * 2, ["a", "bb"], [vandal, lengths], [1.0, 1.0], **given)
+        assert rewards.tolist() == [2, 3]
+        assert {name: [*map(repr, values)] for name, values in given.items()} == before
+
+
+def test_only_a_users_function_gets_copies():
+    completions, seen = ["a"], []
+
+    def judge(prompts, completions, **columns):
+        seen.append(completions)
+        return [0.0]
+
+    for ours in (True, False):
+        Judge(judge, ours=ours)(prompts=[""], completions=completions)
+    assert seen == [["a"], ["a"]] and [given is completions for given in seen] == [True, False]
+    judges = load_reward_funcs(["tag", "tests.test_process:slow"])
+    assert [judge.ours for judge in judges] == [True, False]
+
+
+def test_a_flood_is_cut_and_cannot_control_the_terminal(capsys):
+    def judge(prompts, completions, **columns):
+        print("begin\tof\x1b[2J\r")
+        print("an error", file=sys.stderr)
+        for _ in range(3000):
+            print("flood")
+        sys.stdout.writelines(["flood"] * 9)
+        sys.stdout.close()
+        return [1.0, 1.0]
+
+    ours, before = Judge(judge), (sys.stdout, sys.stderr)
+    texts = [ask(ours) for _ in range(2)]
+    assert (sys.stdout, sys.stderr) == before
+    assert [len(warned) for _, warned in texts] == [1, 0] and "4,000 characters" in texts[0][1][0]
+    assert all(rewards == [1, 1] for rewards, _ in texts) and ours.failed == {"printed too much": 2}
+    out, err = capsys.readouterr()
+    assert len(out) == 2 * LIMIT and err == "an error\n" * 2
+    assert out.startswith("begin\tof·[2J·\nflood\n")
+    print("afterwards")
+    assert capsys.readouterr().out == "afterwards\n"
+
+
+@pytest.fixture
+def let_go():
+    """An event that a hanging function waits for: set after the test, whatever happens."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_while_a_call_hangs_it_is_not_called_again_and_what_it_prints_is_dropped(capsys, let_go):
+    calls, shouts, bar, before = [], [], tqdm(total=1), (sys.stdout, sys.stderr)
+
+    def shout():
+        while not let_go.wait(0.001):
+            print("late " * 1000)
+            shouts.append(threading.current_thread())
+
+    def judge(prompts, completions, **columns):
+        calls.append(threading.current_thread())
+        if not let_go.is_set():
+            threading.Thread(target=shout, daemon=True).start()     # a helper, as pools have
+            shout()
+        return [1.0, 1.0]
+
+    def talker(prompts, completions, **columns):
+        print("talk")
+        return [1.0, 1.0]
+
+    ours, other = Judge(judge, timeout=0.3), Judge(talker, timeout=60)
+    rewards, texts = ask(ours)
+    assert all(map(math.isnan, rewards)) and len(texts) == 2 and "TimeoutError" in texts[0]
+    assert len(capsys.readouterr().out) <= LIMIT
+    threads = threading.active_count()
+    for expected in (1, 0, 0):
+        rewards, texts = ask(ours)
+        assert all(map(math.isnan, rewards)) and len(texts) == expected
+        shouts.clear()
+        while len(set(shouts)) < 2:         # both threads go on
+            time.sleep(0.001)
+        assert ask(other) == ([1, 1], [])
+        print("\rour own")
+    assert len(calls) == 1 and threading.active_count() == threads
+    assert ours.failed == {"TimeoutError": 1, "printed too much": 1, "still running": 3}
+    assert capsys.readouterr().out == "talk\n\rour own\n" * 3
+    assert bar.fp == sys.stderr     # tqdm.write clears the bar's line if this is so
+    let_go.set()
+    for thread in {*calls, *shouts}:
+        thread.join(60)
+    assert ask(ours) == ([1, 1], []) and len(calls) == 2
+    assert (sys.stdout, sys.stderr) == before
+
+
+def test_failures_of_all_ranks_are_counted_and_give_the_reason():
+    def judge(prompts, completions, answer, **columns):
+        return answer
+
+    ranks = [[Judge(judge), Judge(judge), Judge(lengths)] for _ in range(2)]
+    for judges, answer in zip(ranks, ([math.inf, math.inf], [1.0, "x"])):
+        ask(judges[1], answer=answer)
+    told = [row for judges in ranks for row in failures(judges)]
+    assert [row[:2] for row in told] == [("judge_1", 2), ("judge_1", 1)]
+    row = {"length": 1, "ended": True, "rewards": {"judge": 0.5, "judge_1": math.nan}}
+    metrics = rollout_metrics([row | {"reward": 0.5}, row | {"reward": math.nan}], 2, told)
+    assert metrics["rewards/judge_1/failed"] == 3 and "rewards/judge/failed" not in metrics
+    with pytest.raises(ValueError, match=r"judge_1 returned inf .*; judge_1 returned 'x' .*check"):
+        rollout_metrics([row | {"reward": math.nan}] * 2, 2, told)
+    ask(ranks[0][1], answer=[1.0, 1.0])         # no failure any more: no reason
+    assert failures(ranks[0])[0][1:] == (2, None)
+
+
+NASTY = """
+import sys
+import threading
+
+let_go, calls = threading.Event(), {}
+
+def exits(prompts, completions, **columns):
+    sys.exit()
+
+def hangs(prompts, completions, **columns):
+    let_go.wait()
+
+def is_wild(prompts, completions, **columns):       # in groups of four: one judged, two, none
+    some = [1.0, "x", float("nan"), float("inf"), 0.0, 1.0, 1e38, None]
+    return some + [10**400] * (len(completions) - 8)
+
+def changes(prompts, completions, completion_ids, messages, **columns):
+    for value in (prompts, completions, completion_ids, messages):
+        value[:] = [None] * 99
+    return []
+
+def floods(prompts, completions, **columns):
+    print("flood " * 10000)
+    raise RuntimeError("flood " * 10000)
+
+def is_none(prompts, completions, **columns):
+    return [None] * len(completions)
+
+def judge(name, *nasty):
+    def function(prompts, completions, **columns):
+        calls[name] = calls.get(name, 0) + 1
+        if calls[name] > 1:
+            return nasty[calls[name] - 2](prompts, completions, **columns)
+        return [len(completion) / 10 for completion in completions]
+    function.__name__ = name
+    return function
+
+one, two, three, none = (judge("one", is_wild, exits), judge("two", changes, hangs),
+                         judge("three", floods, is_wild), judge("none", is_none))
+"""
+RUN = ["--batch_size", "4", "--num_generations", "4", "--max_gen_len", "16", "--max_steps", "3",
+       "--eval_interval", "0"]
+
+
+@pytest.fixture
+def nasty(tmp_path, monkeypatch):
+    (tmp_path / "my_nasty.py").write_text(NASTY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_nasty", raising=False)
+    importlib.invalidate_caches()
+    module = importlib.import_module("my_nasty")
+    yield module
+    module.let_go.set()
+
+
+@pytest.mark.parametrize("flags", [
+    [], ["--supervision", "process"], ["--kl_in_reward", "--oversample", "2", "--scale_rewards",
+                                       "batch", "--advantage_estimator", "rloo"],
+])
+def test_a_run_outlives_its_rewards(flags, nasty, tmp_path, capsys):
+    with warnings.catch_warnings(record=True):
+        train_grpo.main([*RUN, *flags, "--reward_funcs", "my_nasty:one", "my_nasty:two",
+                         "my_nasty:three", "--reward_timeout", "1", "--out_dir", str(tmp_path)])
+    assert 0 < capsys.readouterr().out.count("flood") < LIMIT
+    folder = tmp_path / "grpo_reason_128"
+    first, *lines = map(json.loads, (folder / "metrics.jsonl").open())
+    assert not [name for name in first if name.endswith("/failed")]
+    wild = len((folder / "completions.jsonl").read_text().splitlines()) // 3 - 4
+    failed = [[line[f"rewards/{name}/failed"] for name in ("one", "two", "three")]
+              for line in lines]
+    assert failed == [[wild, 1, 2], [wild + 1, 2, 2 + wild]]
+    assert [line["reward"] for line in lines] == pytest.approx([2 / 3] * 2)
+    weights = load_pretrained(folder / "final").state_dict()
+    assert all(weight.isfinite().all() for weight in weights.values())
+
+
+def test_a_run_whose_rewards_all_fail_stops_with_the_reasons(nasty, tmp_path, capsys):
+    with pytest.warns(UserWarning), pytest.raises(SystemExit):
+        train_grpo.main([*RUN, "--reward_funcs", "my_nasty:two", "my_nasty:three", "my_nasty:none",
+                         "--out_dir", str(tmp_path)])
+    error = capsys.readouterr().err
+    assert "no completion of this step has a reward" in error and "Traceback" not in error
+    assert "two failed" in error and "0 rewards for 16" in error and "my_nasty.py, line" in error
+    assert "three failed and judged nothing in this step: RuntimeError" in error
+    assert len((tmp_path / "grpo_reason_128/metrics.jsonl").read_text().splitlines()) == 1
 
 
 # --- reward models --------------------------------------------------------------------------------
