@@ -53,26 +53,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 
 from dataset import PromptCollator, PromptDataset, batches_of_steps, read_heldout, steps_per_epoch
-from model import (
-    Rollout,
-    Saver,
-    Watch,
-    World,
-    all_or_none,
-    checkpoint,
-    eos_token_ids,
-    fast,
-    sampler,
-)
+from model import Rollout, Saver, World, checkpoint, eos_token_ids, fast, sampler
+from model.watch import Watch, all_or_none
 from report import Report, add_metrics, describe, drift, mean_metrics, rollout_metrics
-from report.command_line import (
-    HelpFormatter,
-    Parser,
-    flags_of_line,
-    number,
-    steps_or_minutes,
-    user_errors,
-)
+from report.command_line import Parser, number, steps_or_minutes, user_errors
 from reward import combine_rewards, failures, load_reward_funcs, process
 
 HERE = Path(__file__).parent
@@ -603,12 +587,8 @@ POSITIVE, POSITIVE_OR_0 = number(float, 0, above=True), number(float, 0)
 
 
 def parse_args(argv=None):
-    parser = Parser(
-        formatter_class=HelpFormatter, usage="%(prog)s [flags] [@file of flags]",
-        fromfile_prefix_chars="@",
-        description="Group Relative Policy Optimization. Without flags a small model learns "
-                    "arithmetic, in minutes, on a laptop.")
-    parser.convert_arg_line_to_args = flags_of_line
+    parser = Parser(description="Group Relative Policy Optimization. Without flags a small model "
+                                "learns arithmetic, in minutes, on a laptop.")
     for add_flags in (add_ask_flags, add_judge_flags, add_learn_flags, add_report_flags):
         add_flags(parser)
     args = parser.parse_args(argv)

@@ -16,10 +16,9 @@ from .model import MiniMindConfig, MiniMindForCausalLM
 from .rollout import Rollout
 from .sampler import sample
 from .saving import Saver
-from .watch import Watch, all_or_none
 from .world import World
 
 __all__ = [
-    "MiniMindConfig", "MiniMindForCausalLM", "Rollout", "Saver", "Watch", "World", "all_or_none",
-    "eos_token_ids", "find_weights", "load_checkpoint", "load_pretrained", "load_tokenizer",
-    "sample", "save_checkpoint", "save_pretrained"]
+    "MiniMindConfig", "MiniMindForCausalLM", "Rollout", "Saver", "World", "eos_token_ids",
+    "find_weights", "load_checkpoint", "load_pretrained", "load_tokenizer", "sample",
+    "save_checkpoint", "save_pretrained"]

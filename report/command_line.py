@@ -53,22 +53,6 @@ def steps_or_minutes(text):
     return text
 
 
-def flags_of_line(line):
-    """The flags in a line of a file of flags, as a shell reads them; # begins a comment."""
-    try:
-        return shlex.split(line.lstrip("\ufeff"), comments=True)
-    except ValueError as error:
-        raise ValueError(f"a file of flags has the line {line!r} ({error}); close its quotes"
-                         ) from None
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises ValueError for a wrong flag, so that all of a user's mistakes end in the same way."""
-
-    def error(self, message):
-        raise ValueError(message)
-
-
 class HelpFormatter(argparse.HelpFormatter):
     """Shows each default, and INT, FLOAT or TEXT for a value instead of the flag's name again."""
 
@@ -80,3 +64,25 @@ class HelpFormatter(argparse.HelpFormatter):
         if is_switch or action.default in (None, argparse.SUPPRESS):
             return action.help
         return f"{action.help} (default: %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of flags, and of files of flags, named as @file.
+
+    A wrong flag raises ValueError, so that all of a user's mistakes end in the same way.
+    """
+
+    def __init__(self, **options):
+        super().__init__(usage="%(prog)s [flags] [@file of flags]", fromfile_prefix_chars="@",
+                         formatter_class=HelpFormatter, **options)
+
+    def convert_arg_line_to_args(self, line):
+        """The flags in a line of a file of flags, as a shell reads them; # begins a comment."""
+        try:
+            return shlex.split(line.lstrip("\ufeff"), comments=True)
+        except ValueError as error:
+            raise ValueError(f"a file of flags has the line {line!r} ({error}); close its quotes"
+                             ) from None
+
+    def error(self, message):
+        raise ValueError(message)
