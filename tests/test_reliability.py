@@ -1,0 +1,279 @@
+"""What happens to runs: signals, full disks, two runs in one folder, ranks that die.
+
+tests/chaos.py has many more of them, by hand.
+"""
+import importlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from filelock import FileLock
+
+import chaos
+import train_grpo
+from model import World
+from model.checkpoint import written_whole
+from report.jsonl import drop_lines_after, read_jsonl
+
+ROOT = Path(__file__).resolve().parent.parent
+FLAGS = ["--batch_size", "2", "--num_generations", "2", "--max_gen_len", "8", "--eval_samples", "2",
+         "--eval_interval", "0", "--max_steps", "4", "--save_interval", "2", "--run_name", "run"]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def judge(tmp_path, monkeypatch):
+    """A module of rewards whose `act`, if it is set, is called with the number of the call."""
+    (tmp_path / "acting.py").write_text(
+        "calls, act = 0, None\n"
+        "def judge(prompts, completions, **columns):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if act: act(calls)\n"
+        "    return [float(len(completion)) for completion in completions]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "acting", raising=False)
+    importlib.invalidate_caches()
+    return importlib.import_module("acting")
+
+
+def run(out, *flags):
+    """train_grpo.main with the acting reward; its exit code."""
+    try:
+        train_grpo.main([*FLAGS, "--reward_funcs", "acting:judge", "--out_dir", str(out), *flags])
+    except SystemExit as exit:
+        return exit.code
+    return 0
+
+
+def files(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
+            if path.is_file() and path.name != ".lock"}
+
+
+def at(call, function, *arguments):
+    """An `act` that calls the function in this call of the reward."""
+    return lambda number: function(*arguments) if number == call else None
+
+
+# --- signals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_ends_the_step_saves_and_tells_how_to_go_on(name, judge, tmp_path, capsys):
+    number, before = getattr(signal, name), signal.getsignal(getattr(signal, name))
+    judge.act = at(3, os.kill, os.getpid(), number)
+    assert run(tmp_path) == 128 + number
+    said = capsys.readouterr().err.splitlines()
+    assert "the step that is running ends" in "".join(said) and "--resume" in said[-1]
+    assert said[-2].endswith(f"stopped by {name} after step 3, which is saved; go on with:")
+    assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 3
+    assert (tmp_path / "run/curves.png").is_file() and not (tmp_path / "run/final").exists()
+    assert signal.getsignal(number) == before
+    assert run(tmp_path, "--resume") == 0
+    assert [row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_signal_before_the_first_step_leaves_nothing(judge, tmp_path, capsys):
+    judge.act = at(1, os.kill, os.getpid(), signal.SIGINT)
+    flags = ["--eval_interval", "1", "--eval_reward_funcs", "acting:judge"]
+    assert run(tmp_path, *flags) == 130
+    assert "before the first step; nothing was written" in capsys.readouterr().err
+    assert not files(tmp_path / "run")
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored(judge, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    judge.act = at(2, os.kill, os.getpid(), signal.SIGHUP)
+    try:
+        assert run(tmp_path) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_signal_stops_at_once(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import os, signal, time\n"
+        "def judge(prompts, completions, **columns):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(1.5)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(60)\n")
+    start = time.monotonic()
+    process = subprocess.run(
+        [sys.executable, ROOT / "train_grpo.py", *FLAGS, "--reward_funcs", "slow:judge",
+         "--out_dir", "."], cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 143 and time.monotonic() - start < 40
+    assert process.stderr.splitlines()[-1].endswith("stopped at once by a second signal, SIGTERM")
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
+    folder = tmp_path / "checkpoint"
+    for text in ("first", "second"):
+        with written_whole(folder) as new:
+            (new / "file").write_text(text)
+            assert not folder.exists() or (folder / "file").read_text() == "first"
+    assert files(tmp_path) == {"checkpoint/file": b"second"}
+    with pytest.raises(KeyError), written_whole(folder) as new:
+        (new / "file").write_text("third")
+        raise KeyError
+    with pytest.raises(ValueError, match="checkpoint could not be written .* MB are free"):
+        with written_whole(folder):
+            raise OSError(28, "No space left on device")
+    assert files(tmp_path) == {"checkpoint/file": b"second"}
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(judge, tmp_path, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    judge.act = at(3, resource.setrlimit, resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        assert run(tmp_path) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    assert "run/checkpoint could not be written" in said and "Traceback" not in said
+    assert "the checkpoint of step 2 is whole" in said
+    assert not (tmp_path / "run/checkpoint.new").exists()
+    saved = torch.load(tmp_path / "run/checkpoint/optimizer.pt", weights_only=True)
+    assert saved["step"] == 2
+    judge.act = None
+    assert run(tmp_path, "--resume") == 0
+
+
+def test_a_run_whose_folder_is_in_use_touches_nothing(judge, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run/.lock"):
+        assert run(tmp_path) == 2
+    assert "another run is writing there" in capsys.readouterr().err
+    assert not files(tmp_path / "run")
+    assert run(tmp_path) == 0               # and the lock of a failed run is lifted
+
+
+def test_an_earlier_run_stays_until_the_first_step_is_done(judge, tmp_path, capsys):
+    assert run(tmp_path) == 0
+    earlier = files(tmp_path / "run")
+    judge.act = at(5, sys.exit, "no")
+    assert run(tmp_path) == 2               # the first call of a new run
+    assert files(tmp_path / "run") == earlier
+    judge.act = None
+    assert run(tmp_path, "--max_steps", "1", "--seed", "1") == 0
+    assert "the first step replaces the earlier run" in capsys.readouterr().out
+    assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 1
+
+
+def test_an_error_after_a_checkpoint_tells_how_to_go_on(judge, tmp_path, capsys):
+    judge.act = lambda call: 1 / 0 if call > 2 else None
+    with pytest.warns(UserWarning, match="ZeroDivisionError"):
+        assert run(tmp_path) == 2
+    said = capsys.readouterr().err
+    assert "no completion of this step has a reward" in said and "ZeroDivisionError" in said
+    assert "the checkpoint of step 2 is whole, go on with:" in said and "--resume" in said
+
+
+def test_the_save_interval_is_in_steps_or_minutes(judge, tmp_path, monkeypatch):
+    saved, save = [], train_grpo.Saver.save
+    monkeypatch.setattr(train_grpo.Saver, "save",
+                        lambda self, step, *rest: (saved.append(step), save(self, step, *rest)))
+    assert run(tmp_path, "--save_interval", "3") == 0 and saved == [3, 4]
+    saved.clear()
+    assert run(tmp_path, "--save_interval", "60m") == 0 and saved == [4]
+    saved.clear()
+    assert run(tmp_path, "--save_interval", "0.000001m") == 0 and saved == [1, 2, 3, 4]
+    for wrong in ("0", "0m", "m", "-1", "3h", "nanm"):
+        assert run(tmp_path, "--save_interval", wrong) == 2, wrong
+
+
+def test_lines_after_a_step_are_cut_off_with_half_a_line_at_the_end(tmp_path):
+    path, lines = tmp_path / "metrics.jsonl", [f'{{"step": {n}}}\n' for n in (1, 1, 2, 3)]
+    for step, text, kept in ((2, "".join(lines), 3), (9, "".join(lines) + '{"step": 4', 4),
+                             (9, lines[0] + "{half\n" + lines[1], 1), (0, lines[0], 0)):
+        path.write_text(text)
+        drop_lines_after(step, path)
+        assert path.read_text() == "".join(lines[:kept])
+
+
+def test_a_long_file_is_read_in_even_strides_with_both_ends(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f"{n}\n" for n in range(1001)))
+    assert read_jsonl(path, most=11) == list(range(0, 1001, 100))
+    assert read_jsonl(path, most=5000) == read_jsonl(path) == list(range(1001))
+    path.write_text("7\n")
+    assert read_jsonl(path, most=5) == [7]
+
+
+# --- several ranks --------------------------------------------------------------------------------
+
+
+def test_ranks_that_differ_are_told_instead_of_waiting(monkeypatch):
+    world = World("cpu")
+    monkeypatch.setattr(world, "gather", lambda rows: [{"last_step": 5}, {"last_step": 4}])
+    with pytest.raises(ValueError, match="last_step: 5 on rank 0, but 4 on rank 1"):
+        world.agree(last_step=5)
+    world.gather = lambda rows: rows * 2
+    world.agree(last_step=5)
+
+
+@pytest.mark.parametrize("way, reason", [
+    ("raise KeyboardInterrupt('stumbled')", "error: rank 1: KeyboardInterrupt: stumbled"),
+    ("os._exit(0)", "error: rank 1 (process "),
+    ("time.sleep(99)", "error: rank 1 hangs, for more than the seconds of --hang_timeout 3, in "),
+])
+def test_what_ends_one_rank_ends_all_with_its_reason_as_the_last_words(way, reason, tmp_path):
+    (tmp_path / "failing.py").write_text(
+        "import os, pathlib, time\n"
+        "calls = 0\n"
+        "def judge(prompts, completions, **columns):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if calls == 4 and os.environ['RANK'] == '1':\n"
+        "        pathlib.Path('when').touch()\n"
+        f"        {way}\n"
+        "    return [float(len(completion)) for completion in completions]\n")
+    process = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone",
+         ROOT / "train_grpo.py", *FLAGS, "--max_steps", "50", "--reward_funcs", "failing:judge",
+         "--hang_timeout", "3", "--out_dir", "."], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120)
+    assert time.time() - (tmp_path / "when").stat().st_mtime < 10
+    assert process.returncode == 1
+    said = process.stderr.splitlines()
+    assert said[-2].startswith(f"train_grpo.py: {reason}") and said[-1].endswith("--resume")
+    assert "the checkpoint of step 2 is whole, go on with:" in said[-2]
+    assert not (tmp_path / "run/checkpoint.new").exists()
+
+
+def test_a_run_killed_at_a_file_operation_goes_on_as_if_nothing_had_happened(tmp_path):
+    whole, operations = chaos.unbroken(1, tmp_path / "whole")
+    assert operations > 60                  # that every one is seen is up to this number
+    rng = SimpleNamespace(choice=random.Random(0).choice, uniform=None,
+                          randint=lambda low, high: high * 2 // 3)
+    rng.choice = lambda ways: "operation" if "operation" in ways else 1
+    chaos.trial(0, 1, rng, whole, operations, tmp_path / "out")
+
+
+def test_a_batch_is_made_where_no_signal_reaches(tmp_path):
+    """The workers that prefetch prompts survive a Ctrl-C, which the terminal sends to all."""
+    command = [sys.executable, ROOT / "train_grpo.py", *FLAGS, "--max_steps", "999",
+               "--num_workers", "2", "--out_dir", str(tmp_path)]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run/metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "Traceback" not in said, said
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert f"after step {steps[-1]}, which is saved" in said
