@@ -15,17 +15,23 @@ from .watch import Stopped, under_torchrun
 class Saver:
     """Writes the checkpoints and the final weights of a run into run_dir; rank 0 does.
 
-    The folder is locked until the run ends, or its process does. ValueError if another run has it.
-    args: resume, eval_only (no lock, nothing is written), save_interval, ref_model_sync_steps.
+    The folder is locked until the run ends, or its process does, whatever ends it. ValueError if
+    another run has it, or if the weights to start from are in it. args are those of the script;
+    with eval_only nothing is written, and nothing locked.
     """
 
     def __init__(self, run_dir, world, args):
-        self.run_dir, self.world, self.args = run_dir, world, args
+        self.run_dir, self.world, self.args = Path(run_dir), world, args
         self.writes, self.saved_at, self.stopped_by = world.rank == 0, time.monotonic(), None
-        if self.writes and not args.eval_only:
-            world.watch.at_end(lock(run_dir).release)
-            for name in ("checkpoint.new", "final.new"):    # of a run that was killed as it saved
-                shutil.rmtree(run_dir / name, ignore_errors=True)
+        if not self.writes or args.eval_only:
+            return
+        weights = Path(args.model_path).resolve()
+        if not args.resume and self.run_dir.resolve() in (weights, *weights.parents):
+            raise ValueError(f"--model_path {args.model_path} is in {run_dir}, where the new run "
+                             "would replace it; choose another --run_name")
+        world.watch.at_end(lock(self.run_dir).release)
+        for name in ("checkpoint.new", "final.new"):        # of a run that was killed as it saved
+            shutil.rmtree(self.run_dir / name, ignore_errors=True)
 
     def resume(self, policy, optimizer, reference):
         """Restores the run's checkpoint if asked to; returns (steps done, tokens sampled)."""
@@ -70,14 +76,11 @@ class Saver:
 
 
 def lock(run_dir):
-    """The lock of a run's folder, which the system lifts when this process ends, however it does.
-
-    ValueError if another process has it, or if the folder can't be written to.
-    """
-    file, held = Path(run_dir) / ".lock", None
+    """The lock of a run's folder; the system lifts it when this process ends."""
+    file = run_dir / ".lock"
+    held = FileLock(file)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        held = FileLock(file)
+        run_dir.mkdir(parents=True, exist_ok=True)
         held.acquire(blocking=False)
         file.write_text(f"{os.getpid()}\n")
     except Timeout:

@@ -28,7 +28,7 @@ STYLE = {
 }
 
 
-MOST_STEPS = 2000           # more than the picture has pixels
+MOST_STEPS = 500            # about as many as a panel has pixels
 
 
 def draw_curves(run_dirs, path):

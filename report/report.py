@@ -13,6 +13,7 @@ It moves a progress bar, prints warnings, logs to SwanLab if asked to, and write
 The first step that a new run has done deletes what an earlier run of its name has left there. A run
 that fails before, for a mistake in a reward function, say, costs nobody his results.
 """
+import gc
 import importlib.util
 import json
 import math
@@ -263,6 +264,7 @@ class Report:
             from .curves import draw_curves
             draw_curves([self.run_dir], self.run_dir / "curves.new.png")
             os.replace(self.run_dir / "curves.new.png", self.run_dir / "curves.png")
+            gc.collect()    # a picture is megabytes of objects that refer to each other
             self.drawn_at = time.perf_counter()
             self.drawing_costs = self.drawn_at - start
         except Exception as error:      # no picture is worth losing a run for

@@ -16,6 +16,7 @@ interrupted, start it again: it skips what is finished and resumes a run that wa
 """
 import argparse
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,10 +28,18 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def call(*command):
-    """Runs a Python program from the project's folder. If it fails, exits with its code."""
-    result = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT)
-    if result.returncode:
-        sys.exit(result.returncode)
+    """Runs a Python program from the project's folder. If it fails, exits with its code.
+
+    A signal is passed on: a run saves before it stops.
+    """
+    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT)
+    before = {number: signal.signal(number, lambda number, _: process.send_signal(number))
+              for number in (signal.SIGINT, signal.SIGTERM)}
+    code = process.wait()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if code:
+        sys.exit(code if code > 0 else 128 - code)
 
 
 def train_policy(run, model, reward_model, flags):
