@@ -42,8 +42,10 @@ class World:
         try:
             yield
         except RuntimeError as error:
+            if self.size == 1 or isinstance(error, torch.OutOfMemoryError):
+                raise
             # The watch knows which rank is gone, and is about to say so and end this process.
-            time.sleep(5 if self.watch and self.size > 1 else 0)
+            time.sleep(5 if self.watch else 0)
             raise ValueError(f"lost contact with the other ranks ({str(error).splitlines()[0]})"
                              ) from error
         if self.watch:
