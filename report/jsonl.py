@@ -2,7 +2,12 @@
 import json
 import math
 import os
+import re
 from pathlib import Path
+
+# What a terminal would obey instead of showing it: C1 controls, line separators, bidirectional
+# marks; and halves of characters, which UTF-8 cannot write. JSON itself escapes the C0 controls.
+HIDDEN = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
 def is_finite(value):
@@ -24,6 +29,12 @@ def to_json(value):
     if isinstance(value, Path):
         return str(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_line(row):
+    """The row as a line of strict JSON that can be shown: other languages stay, controls don't."""
+    line = json.dumps(to_json(row), ensure_ascii=False, allow_nan=False)
+    return HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", line) + "\n"
 
 
 def read_jsonl(path):
@@ -51,6 +62,5 @@ def drop_lines_after(step, path):
     kept = [row for row in read_jsonl(path) if row["step"] <= step] if step > 0 else []
     # Write a copy and rename it: a crash in between must not lose the lines to keep.
     partial = path.with_suffix(".partial")
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in kept]
-    partial.write_text("".join(lines), encoding="utf-8")
+    partial.write_text("".join(map(to_line, kept)), encoding="utf-8")
     os.replace(partial, path)

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from .jsonl import drop_lines_after, is_finite, read_jsonl, to_json
-from .text import duration, fold, number, short
+from .jsonl import drop_lines_after, is_finite, read_jsonl, to_json, to_line
+from .text import duration, fold, number, printable, short
 
 # The three most common ways a run fails, each with its remedy.
 NO_SIGNAL = ("in most groups every completion got the same reward, so the advantages are 0 and "
@@ -229,7 +229,7 @@ class Report:
             lines += [f"    │ {line}" for line in fold(row["completion"], width - 6, max_lines=5)]
         self._print("\n".join([*lines, "─" * width]))
         if self.swanlab:
-            samples = [self.swanlab.Text(f"{row['prompt']}\n\n{row['completion']}",
+            samples = [self.swanlab.Text(printable(f"{row['prompt']}\n\n{row['completion']}"),
                                          caption=f"reward {number(row['reward'])}")
                        for row in rows[:4]]
             self.swanlab.log({"samples": samples}, step=step)
@@ -262,8 +262,7 @@ class Report:
         sys.stdout.flush()
 
     def _write(self, name, row):
-        line = json.dumps(to_json(row), ensure_ascii=False, allow_nan=False)
-        self.files[name].write(line + "\n")
+        self.files[name].write(to_line(row))
 
     def _log(self, metrics, step):
         if self.swanlab:
