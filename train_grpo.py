@@ -55,8 +55,8 @@ import torch
 from dataset import PromptCollator, PromptDataset, batches_of_steps, read_heldout, steps_per_epoch
 from model import Rollout, Saver, World, checkpoint, eos_token_ids, fast, sampler
 from model.watch import Watch, all_or_none
-from report import Report, add_metrics, describe, drift, mean_metrics, rollout_metrics
-from report.command_line import Parser, number, steps_or_minutes, user_errors
+from report import Report, add_metrics, describe, drift, mean_metrics, printable, rollout_metrics
+from report.command_line import Parser, folder_name, number, steps_or_minutes, user_errors
 from reward import combine_rewards, failures, load_reward_funcs, process
 
 HERE = Path(__file__).parent
@@ -584,6 +584,7 @@ def batches_from(first_step, problems, collate, world, args):
 
 COUNT, COUNT_OR_0 = number(int, 1), number(int, 0)
 POSITIVE, POSITIVE_OR_0 = number(float, 0, above=True), number(float, 0)
+FINITE = number(float, -10**6, 10**6)
 
 
 def parse_args(argv=None):
@@ -624,7 +625,7 @@ def add_ask_flags(parser):
     flag("--overlong_prompts", choices=("cut", "drop"), default="cut", help="what happens "
          "to prompts longer than max_seq_len: keep the last tokens, or leave them out, counted")
     flag("--system_prompt", help="for chats without one; r1: a text that asks for the tags")
-    flag("--num_workers", type=COUNT_OR_0, default=0, help="processes that prefetch prompts")
+    flag("--num_workers", type=number(int, 0, 256), default=0, help="processes that read ahead")
     flag("--temperature", type=POSITIVE, default=1.0, help="of sampling, in evaluation too")
     flag("--oversample", type=COUNT, default=1, help="sample this many times the prompts, learn "
          "from the groups with the largest spread of rewards (DAPO's dynamic sampling)")
@@ -641,7 +642,7 @@ def add_judge_flags(parser):
     flag("--reward_funcs", nargs="+", metavar="NAME", help="format, tag, rm, accuracy, overlong, "
          "repetition, countdown, or your own as module:function (default: format tag rm accuracy "
          "with --reasoning 1, rm accuracy with 0)")
-    flag("--reward_weights", nargs="+", type=float, metavar="W", help="one for each (default: 1)")
+    flag("--reward_weights", nargs="+", type=FINITE, metavar="W", help="one for each (default: 1)")
     flag("--reward_model_path", help="a folder or hub id: a ...ForSequenceClassification with one "
          "label, InternLM2's reward model, or a likelihood from reward.train_reward_model "
          "(default: reward_<hidden_size>, from out_dir or else from reward/weights)")
@@ -671,7 +672,7 @@ def add_learn_flags(parser):
     flag("--epsilon_low", type=POSITIVE_OR_0, default=0.2, help="the ratio is at least 1 - it")
     flag("--epsilon_high", type=POSITIVE_OR_0, help="the ratio is at most 1 + it (default: 0.2), "
          "with cispo at most it (default: 5)")
-    flag("--delta", type=float, help="dual clip: cap on the ratio of bad tokens (default: none)")
+    flag("--delta", type=FINITE, help="dual clip: cap on the ratio of bad tokens (default: none)")
     flag("--kl_type", choices=("k1", "k2", "k3", "abs"), help="estimate of the KL (default: k3)")
     flag("--entropy_coef", type=POSITIVE_OR_0, default=0.0, help="weight of the entropy bonus")
     flag("--mask_truncated_completions", action="store_true",
@@ -701,13 +702,13 @@ def add_report_flags(parser):
     flag("--eval_samples", type=COUNT, default=1000, help="held-out problems per evaluation")
     flag("--eval_reward_funcs", nargs="+", metavar="NAME", help="what tells whether a held-out "
          "reply is right, by the names of --reward_funcs (default: accuracy)")
-    flag("--eval_threshold", type=float, default=1.0, help="right is a reply whose evaluation "
+    flag("--eval_threshold", type=FINITE, default=1.0, help="right is a reply whose evaluation "
          "rewards add up to this, or more")
     flag("--eval_batch_size", type=COUNT, default=256, help="problems answered at once")
     flag("--num_generations_eval", type=COUNT, default=2, help="k, samples per problem")
     flag("--eval_only", action="store_true", help="evaluate the weights and stop")
     flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
-    flag("--run_name", help="(default: grpo_<name of the weights>)")
+    flag("--run_name", type=folder_name, help="(default: grpo_<name of the weights>)")
     flag("--log_interval", type=COUNT, default=1, help="steps per line, where no bar can be drawn")
     flag("--save_interval", type=steps_or_minutes, default="30",
          help="steps between checkpoints and pictures, or minutes, as in 10m")
@@ -727,7 +728,7 @@ def add_report_flags(parser):
          "products; all else stays float32; auto: bfloat16 on GPUs that support it")
     flag("--hang_timeout", type=POSITIVE_OR_0, default=0, help="seconds a rank may be busy without "
          "reaching the others before the run ends and names it; 0: no limit")
-    flag("--seed", type=int, default=42, help="of the order of prompts and of sampling")
+    flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
     flag("--ddp", action="store_true", help="ignored: use torchrun")
 
 
@@ -785,11 +786,12 @@ def impossible_combinations(args):
          "the loss, and --kl_in_reward takes k1; leave one of the two out"),
         (args.ref_model_sync_steps and not args.beta, "--ref_model_sync_steps moves a reference, "
          "and with --beta 0 there is none; give a --beta above 0"),
+        (Path(args.out_dir).is_file(), f"--out_dir {args.out_dir} is a file; name a folder"),
         (args.num_minibatches > completions, f"--num_minibatches {args.num_minibatches} is more "
          f"than the {completions} completions of a rank's step; choose fewer"),
     ]
 
 
 if __name__ == "__main__":
-    warnings.formatwarning = lambda message, *where: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, *where: f"warning: {printable(str(message))}\n"
     main()

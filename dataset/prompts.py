@@ -1,18 +1,19 @@
 """From a jsonl file to batches of prompts: the chats to complete, and the columns rewards need."""
 import json
 import re
+import reprlib
 import signal
 import warnings
 from pathlib import Path
 
 import torch
-from jinja2 import TemplateError
 from torch.utils.data import DataLoader, Dataset
 
 PROMPT_FIELDS = ("conversations", "prompt", "question", "problem")
 # Rewards get the file's columns as keyword arguments, next to these. A column can't share a name.
 RESERVED = {"prompts", "completions", "messages", "completion_ids", "reward_funcs",
-            "reward_weights"}
+            "reward_weights", "self"}
+MAX_LINE = 64 * 2**20       # bytes
 # --system_prompt r1: asks for the format that format_reward and tag_reward check.
 R1_SYSTEM_PROMPT = (
     "Think before you answer. Write your reasoning between <think> and </think>, then only the "
@@ -39,14 +40,7 @@ class PromptDataset(Dataset):
     """
 
     def __init__(self, path):
-        self.rows = []
-        if not Path(path).is_file():
-            raise ValueError(f"{path}: no such file; give --data_path or --eval_data_path a jsonl "
-                             "file of prompts")
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    self.rows.append(read_row(line, f"{path}, line {number}"))
+        self.rows = [read_row(row, where) for where, row in read_lines(path)]
         if not self.rows:
             raise ValueError(f"{path}: the file has no prompts; write one JSON object per line")
 
@@ -57,14 +51,43 @@ class PromptDataset(Dataset):
         return self.rows[index]
 
 
-def read_row(line, where):
+def read_lines(path):
+    """Yields ("<path>, line <number>", the line's JSON) for each line that is not blank."""
+    if not Path(path).is_file():        # nor a folder or a pipe
+        raise ValueError(f"{path}: no such file; give a jsonl file")
+    with open(path, "rb") as file:
+        # A file may lack line breaks, and then a single line could fill the memory.
+        lines = iter(lambda: file.readline(MAX_LINE + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}, line {number}"
+            if len(line) > MAX_LINE:
+                raise ValueError(f"{where}: longer than {MAX_LINE:,} bytes; write one JSON object "
+                                 "per line")
+            if line.strip():
+                yield where, parse(line, where)
+
+
+def parse(line, where):
+    def refuse(constant):
+        raise ValueError(f"{constant} is no number in JSON")
+
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8-sig"), parse_constant=refuse)
+        json.dumps(row, ensure_ascii=False).encode()    # fails on half of a character, \ud800
+        return row
     except UnicodeDecodeError:
         raise ValueError(f"{where}: not UTF-8; save the file as UTF-8") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: {ascii(error.object[error.start])} is half of a character; "
+                         "write both halves, or none") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); "
                          "write one object per line") from None
+    except (ValueError, RecursionError) as error:   # a number of too many digits, nested too deep
+        raise ValueError(f"{where}: not valid JSON ({error}); write one object per line") from None
+
+
+def read_row(row, where):
     fields = [name for name in PROMPT_FIELDS if isinstance(row, dict) and name in row]
     if not fields and isinstance(row, dict) and "target" in row and isinstance(
             row.get("nums"), list):
@@ -77,6 +100,9 @@ def read_row(line, where):
                          "have an argument of that name; rename the field")
     if row.get("answer") is None and "\\boxed" in str(row.get("solution")):
         row["answer"] = row["solution"]
+    if isinstance(row.get("answer"), (list, dict)):
+        raise ValueError(f"{where}: the field answer must be text or a number; give a list for a "
+                         "reward of your own in a field of another name")
     if row.get("answer") is not None and not str(row["answer"]).rpartition("####")[2].strip():
         raise ValueError(f"{where}: the field answer is empty; give the gold answer, or leave the "
                          "field out")
@@ -115,13 +141,18 @@ class PromptCollator:
         if self.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, enable_thinking=True)
-        except TemplateError as error:
-            roles = [turn["role"] for turn in messages]
+            text.encode()       # fails on half of a character, which no tokenizer takes
+        except Exception as error:      # a template is a program, and can raise anything
+            roles = reprlib.repr([turn["role"] for turn in messages])
             raise ValueError(f"the tokenizer's chat template rejects the roles {roles}: {error}; "
                              "leave out --system_prompt, or write the prompts without that role"
                              ) from None
+        if not text.strip():
+            raise ValueError("the tokenizer's chat template writes nothing for a prompt; give "
+                             "another one with --tokenizer_path")
+        return text
 
     def encode(self, texts):
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]

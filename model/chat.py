@@ -12,6 +12,7 @@ import sys
 import torch
 
 from .checkpoint import eos_token_ids, load_pretrained, load_tokenizer
+from .files import explained, plain
 from .model import KVCache
 from .sampler import next_token
 
@@ -19,8 +20,9 @@ from .sampler import next_token
 @torch.no_grad()
 def stream(model, tokenizer, messages, *, max_new_tokens, temperature):
     """Yields the assistant's next turn piece by piece, as it is sampled; temperature 0: greedy."""
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    with explained("this chat", "the chat template rejects it", "begin another one"):
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ids = torch.tensor([prompt_ids], device=model.lm_head.weight.device)                # (1, P)
     cache, eos_ids = KVCache(), eos_token_ids(model, tokenizer)
     reply, text, shown = [], "", 0
@@ -51,7 +53,7 @@ def chat(model, tokenizer, **sampling):
         messages.append({"role": "user", "content": text})
         reply = ""
         for piece in stream(model, tokenizer, messages, **sampling):
-            print(piece, end="", flush=True)
+            print(plain(piece), end="", flush=True)
             reply += piece
         print()
         messages.append({"role": "assistant", "content": reply})
@@ -76,7 +78,7 @@ def main(argv=None):
         tokenizer = load_tokenizer(args.tokenizer_path or args.path, model.config.vocab_size)
         chat(model, tokenizer, temperature=args.temperature, max_new_tokens=args.max_new_tokens)
     except (ValueError, OSError) as error:
-        print(f"model.chat: error: {error}", file=sys.stderr)
+        print(f"model.chat: error: {plain(str(error))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print()

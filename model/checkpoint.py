@@ -6,8 +6,8 @@ too, as will one of MiniMind's .pth files (model/minimind_pth.py).
 """
 import json
 import os
-import pickle
 import re
+import reprlib
 import shutil
 from contextlib import contextmanager
 from dataclasses import fields
@@ -15,9 +15,19 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
+from .files import (
+    check_field,
+    check_fields,
+    check_template,
+    check_tensors,
+    explained,
+    plain,
+    read_json,
+    read_tensors,
+)
 from .minimind_pth import read_pth
 from .model import MiniMindConfig, MiniMindForCausalLM
 
@@ -55,17 +65,13 @@ def load_pretrained(path, *, dtype=None, device=None):
                              ".pth file")
         config, state = read_config(path), read_weights(path)
         if (path / "generation_config.json").is_file():
-            generation = read_json(path / "generation_config.json")
+            generation = read_generation_config(path / "generation_config.json")
     eos = token_ids(config.eos_token_id, generation.get("eos_token_id"))
     config.eos_token_id = eos if len(eos) > 1 else next(iter(eos), None)
-    # On the meta device nothing is initialized: at 4B parameters, drawing random weights only to
-    # overwrite them takes a minute.
-    with torch.device("meta"):
-        model = MiniMindForCausalLM(config)
-    model.to_empty(device="cpu").tie_weights()
     if config.tie_word_embeddings and "model.embed_tokens.weight" in state:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    load_state(model, state, path)
+    model = build(MiniMindForCausalLM, config, state=state, path=path)
+    model.tie_weights()
     model.generation_config = generation
     return model.to(device=device, dtype=dtype or state["model.norm.weight"].dtype)
 
@@ -83,37 +89,53 @@ def local_path(path, *, weights="*.safetensors"):
         return Path(snapshot_download(str(path), allow_patterns=files,
                                       ignore_patterns=["original/*"]))
     except Exception as error:      # many classes: no such name, network, permission, disk space
-        raise ValueError(f"{path}: no such folder, and downloading it from the hub failed "
-                         f"({type(error).__name__}); check the spelling, the network, and whether "
-                         "it needs a login (hf auth login)") from error
+        raise ValueError(f"{path}: no such folder on this machine, and downloading it from the hub "
+                         f"failed ({type(error).__name__}); check the spelling, the network, and "
+                         "whether it needs a login (hf auth login)") from error
 
 
-def load_tokenizer(path, vocab_size):
-    """Load the tokenizer from a folder or a hub id.
+def load_tokenizer(path, vocab_size, advice="give another with --tokenizer_path"):
+    """Load the tokenizer from a folder or a hub id. Code that comes with it never runs.
 
-    Raises ValueError if there is none, if it has no chat template, or if it has more tokens than
-    the weights, whose embedding has vocab_size rows.
+    advice: what to do if there is none, if its chat template is missing or fails, or if it has more
+    tokens than the weights, whose embedding has vocab_size rows: the end of the ValueError.
     """
     path = local_path(path, weights=None)
     if path.is_file():
         raise ValueError(f"{path}: a .pth file comes without a tokenizer; give the tokenizer's "
                          "folder with --tokenizer_path (MiniMind's is model/ in its repository)")
     if not path.is_dir():
-        raise ValueError(f"{path}: no such folder, so no tokenizer; give one with --tokenizer_path")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:      # transformers has no exception class for this
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        raise ValueError(f"{path}: no tokenizer could be read there ({reason}); "
-                         "give its folder with --tokenizer_path") from error
+        raise ValueError(f"{path}: no such folder, so no tokenizer; {advice}")
+    with explained(path, "no tokenizer could be read there", advice):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        count = max(tokenizer.get_vocab().values()) + 1     # an id may be larger than all others
     if tokenizer.chat_template is None:
         raise ValueError(f"{path}: its tokenizer has no chat template to write prompts with; "
-                         "give an instruct model's tokenizer with --tokenizer_path")
+                         f"{advice}")
     # Fewer tokens than rows are common: embeddings are often padded to a round number.
-    if len(tokenizer) > vocab_size:
-        raise ValueError(f"{path}: its tokenizer has {len(tokenizer)} tokens, but the weights know "
-                         f"{vocab_size}; give the weights' own tokenizer with --tokenizer_path")
+    if count > vocab_size:
+        raise ValueError(f"{path}: its tokenizer has {count} tokens, but the weights know "
+                         f"{vocab_size}; {advice}")
+    check_template(tokenizer, path, advice)
     return tokenizer
+
+
+def build(model_class, config, *more, state, path):
+    """model_class(config, *more) with the tensors in `state`; ValueError if they don't fit.
+
+    On the meta device a model takes no memory, and no time: at 4B parameters, drawing random
+    weights only to overwrite them takes a minute. So a config.json that asks for more than the
+    weights have is refused before anything is allocated.
+    """
+    if config.num_hidden_layers * max(1, config.num_experts) > 10 * len(state):
+        raise ValueError(f"{path}: num_hidden_layers {config.num_hidden_layers} and num_experts "
+                         f"{config.num_experts} do not belong to weights of {len(state)} tensors; "
+                         "check that both are of the same model")
+    with explained(path, "no model has this configuration", "download its config.json again"):
+        with torch.device("meta"):
+            model = model_class(config, *more)
+    load_state(model, state, path)
+    return model
 
 
 def load_state(model, state, path):
@@ -127,9 +149,11 @@ def load_state(model, state, path):
                    if expected.get(name) != found.get(name))
     if wrong:
         name = wrong[0]
-        raise ValueError(f"{path}: {name} should have shape {expected.get(name)} according to "
-                         f"the configuration, but has {found.get(name)} in the weights "
+        raise ValueError(f"{path}: {plain(name)} should have shape {expected.get(name)} according "
+                         f"to the configuration, but has {found.get(name)} in the weights "
                          f"({len(wrong)} such tensors); check that both are of the same model")
+    if next(model.parameters()).is_meta:
+        model.to_empty(device="cpu")
     model.load_state_dict(state)
 
 
@@ -142,56 +166,60 @@ def read_weights(path):
     name = "pytorch_model.bin" if pickled else "model.safetensors"
     index, files = path / f"{name}.index.json", [name]
     if index.is_file():
-        files = sorted(set(read_json(index)["weight_map"].values()))
+        with explained(index, "its weight_map does not say where the tensors are",
+                       "download it again"):
+            files = sorted({str(name) for name in read_json(index)["weight_map"].values()})
     state = {}
     for name in files:
         file = path / name
+        if file.name != name:       # ../elsewhere/model.safetensors
+            raise ValueError(f"{index}: it names {reprlib.repr(name)}, which is not in this "
+                             "folder; download the index again")
         if not file.is_file():
             raise ValueError(f"{path}: {name} is missing; copy it next to config.json")
-        try:
-            state.update(torch.load(file, map_location="cpu", weights_only=True) if pickled
-                         else load_file(file))
-        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"{file}: truncated, a git-lfs pointer, or something other than "
-                             f"tensors ({reason}); download it again") from error
-    # Llama 2's files also hold the RoPE frequencies, which the model computes from its config.
-    return {name: tensor for name, tensor in state.items()
-            if not name.endswith("rotary_emb.inv_freq")}
+        # Llama 2's files also hold the RoPE frequencies, which the model computes from its config.
+        tensors = {name: tensor for name, tensor in read_tensors(file).items()
+                   if not name.endswith("rotary_emb.inv_freq")}
+        check_tensors(tensors, file)
+        state |= tensors
+    return state
 
 
-def read_json(path):
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); download it again") from error
+def read_generation_config(path):
+    generation = read_json(path)
+    check_field("eos_token_id", generation.get("eos_token_id"), int | list[int] | None, path)
+    return generation
 
 
 def read_config(path):
     """The folder's config.json as a MiniMindConfig.
 
-    Raises ValueError if a field is missing or model/model.py does not build such a model.
+    Raises ValueError if a field is missing, has a value that no such model has, or asks for
+    something that model/model.py does not build.
     """
     path = Path(path) / "config.json"
-    saved = read_json(path)
+    with explained(path, "a field is wrong", "download the file again"):
+        return check_fields(to_config(read_json(path), path), path)
+
+
+def to_config(saved, path):
     if saved.get("model_type") not in FAMILIES:
         raise ValueError(f"{path}: model/model.py does not build model_type "
-                         f"{saved.get('model_type')!r}; choose weights with one of "
+                         f"{reprlib.repr(saved.get('model_type'))}; choose weights with one of "
                          f"{', '.join(FAMILIES)}")
     _, switches, defaults = FAMILIES[saved["model_type"]]
     # A field left out has the default of transformers, which differs from MiniMindConfig's.
     saved = {"tie_word_embeddings": False} | defaults | saved
+    saved = {name: value for name, value in saved.items() if value is not None}
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
                  "num_attention_heads"):
         if name not in saved:
             raise ValueError(f"{path}: {name} is missing; download the file again")
+        check_field(name, saved[name], int, path)
     check_config(saved, path)
-    if saved.get("head_dim") is None:
-        saved["head_dim"] = saved["hidden_size"] // saved["num_attention_heads"]
-    if saved.get("num_key_value_heads") is None:
-        saved["num_key_value_heads"] = saved["num_attention_heads"]
+    saved.setdefault("head_dim", saved["hidden_size"] // saved["num_attention_heads"])
+    saved.setdefault("num_key_value_heads", saved["num_attention_heads"])
     saved.setdefault("num_experts", saved.get("num_local_experts", 0))      # it has two names
-    saved["mlp_only_layers"] = saved.get("mlp_only_layers") or []
     saved |= switches | read_rope(saved, path)
     if saved["model_type"] == "qwen2":
         # Qwen2 always has biases on q, k and v (qkv_bias) and none on the output.
@@ -206,9 +234,10 @@ def read_rope(saved, path):
     transformers 4 writes rope_theta and rope_scaling; 5 writes both into rope_parameters.
     Raises ValueError for a kind of scaling that model/model.py does not build.
     """
-    rope = dict(saved.get("rope_scaling") or saved.get("rope_parameters") or {})
-    theta = rope.pop("rope_theta", None) or saved.get("rope_theta", 10000.0)
-    kind = rope.pop("rope_type", None) or rope.pop("type", "default")
+    rope = saved.get("rope_scaling") or saved.get("rope_parameters") or {}
+    places = (rope, saved.get("rope_parameters") or {}, saved)
+    theta = next((place["rope_theta"] for place in places if place.get("rope_theta")), 10000.0)
+    kind = rope.get("rope_type") or rope.get("type", "default")
     needed = {"default": [], "linear": ["factor"],
               "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
     if kind not in needed:
@@ -218,13 +247,17 @@ def read_rope(saved, path):
         if name not in rope:
             raise ValueError(f"{path}: rope scaling {kind!r} lacks its {name}; "
                              "download the file again")
+        check_field(name, rope[name], float, path)
     if kind == "default":
         return {"rope_theta": theta, "rope_scaling": None}
     scaling = {"rope_type": kind, **{name: rope[name] for name in needed[kind]}}
     if kind == "llama3":
-        scaling["original_max_position_embeddings"] = rope.get(
-            "original_max_position_embeddings",
-            saved.get("max_position_embeddings", 2048))
+        name = "original_max_position_embeddings"
+        scaling[name] = rope.get(name, saved.get("max_position_embeddings", 2048))
+        check_field(name, scaling[name], float, path)
+        if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+            raise ValueError(f"{path}: low_freq_factor must be below high_freq_factor; download "
+                             "the file again")
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
@@ -250,8 +283,8 @@ def check_config(saved, path):
     for name, is_refused in refused.items():
         if is_refused:
             value = partial if name == "partial_rotary_factor" else saved[name]
-            raise ValueError(f"{path}: model/model.py does not build {name} {value!r}; "
-                             "choose weights without it")
+            raise ValueError(f"{path}: model/model.py does not build {name} "
+                             f"{reprlib.repr(value)}; choose weights without it")
 
 
 def token_ids(*sources):
@@ -416,9 +449,11 @@ def load_checkpoint(folder, model, optimizer, reference=None):
     if found is None:
         raise ValueError(f"--resume: no checkpoint in {folder}; start without --resume, "
                          "or name the run to resume with --run_name")
-    model.load_state_dict(load_pretrained(found).state_dict())
-    saved = torch.load(found / "optimizer.pt", map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(saved["optimizer"])
-    if "reference" in saved and reference is not None:
-        reference.load_state_dict(saved["reference"])
-    return saved["step"], saved["num_tokens"]
+    with explained(found, "its checkpoint is broken, or of another model",
+                   "start without --resume"):
+        model.load_state_dict(load_pretrained(found).state_dict())
+        saved = read_tensors(found / "optimizer.pt")
+        optimizer.load_state_dict(saved["optimizer"])
+        if "reference" in saved and reference is not None:
+            reference.load_state_dict(saved["reference"])
+        return int(saved["step"]), int(saved["num_tokens"])

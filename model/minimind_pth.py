@@ -10,10 +10,9 @@ Llama and Qwen3, so nothing needs renaming. There are two generations:
 Both have 6,400 tokens, a RoPE base of 1e6, and tied embeddings.
 Source: jingyaogong/minimind, model/model_minimind.py.
 """
-import pickle
-
 import torch
 
+from .files import check_fields, check_tensors, explained, read_tensors
 from .model import MiniMindConfig
 
 HEADS = 8       # in every MiniMind; without a q-norm, no tensor's shape gives the head size
@@ -21,15 +20,13 @@ HEADS = 8       # in every MiniMind; without a q-norm, no tensor's shape gives t
 
 def read_pth(path):
     """The configuration and the tensors of a MiniMind .pth; ValueError if it is something else."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path}: not a file of tensors that torch.save wrote "
-                         f"({str(error).splitlines()[0]}); give a folder with config.json, "
-                         "or a MiniMind .pth") from error
-    check_names(state if isinstance(state, dict) else {}, path)
+    state = read_tensors(path)
+    check_names(state, path)
+    check_tensors(state, path)
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
-    return infer_config(state, path), state
+    with explained(path, "no MiniMind has tensors of these names and shapes",
+                   "give a folder with config.json, or a MiniMind .pth"):
+        return check_fields(infer_config(state, path), path), state
 
 
 def check_names(state, path):

@@ -12,6 +12,10 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from .files import explained, plain
+
+MAX_LINE = 64 * 2**20       # bytes in a line of data
+
 # Ids 0, 1, 2. Special tokens: decoding can skip them, and a user's text should not contain them.
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # Ordinary tokens, because the rewards have to find them in the decoded text.
@@ -51,13 +55,16 @@ def read_chats(path):
     ValueError names the line at fault.
     """
     chats = []
-    with open(path, encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                raise ValueError(f"{path}, line {number}: not valid JSON; write one object per "
-                                 "line") from None
+    if not Path(path).is_file():        # nor a folder or a pipe
+        raise ValueError(f"{path}: no such file; give a jsonl file of chats")
+    with open(path, "rb") as file:
+        lines = iter(lambda: file.readline(MAX_LINE + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            with explained(f"{path}, line {number}", "not valid JSON", "write one object per line"):
+                if len(line) > MAX_LINE:
+                    raise OverflowError(f"more than {MAX_LINE:,} bytes")
+                row = json.loads(line.decode("utf-8-sig"))
+                json.dumps(row, ensure_ascii=False).encode()    # fails on half of a character
             chat = row.get("conversations") if isinstance(row, dict) else None
             if not isinstance(chat, list) or not all(
                     isinstance(turn, dict) and isinstance(turn.get("role"), str)
@@ -90,7 +97,7 @@ if __name__ == "__main__":
         chats = [chat for path in args.data for chat in read_chats(path)[:5000]]
         args.save.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
-        sys.exit(f"tokenizer.py: error: {error}")
+        sys.exit(f"tokenizer.py: error: {plain(str(error))}")
     texts = [text for chat in chats for turn in chat for text in (turn["role"], turn["content"])]
     # The tags are tokens already: spend no merges on their letters.
     texts = [re.sub("|".join(TAGS), "", text) for text in texts]

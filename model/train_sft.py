@@ -29,13 +29,16 @@ import torch.nn.functional as F
 
 from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, save_pretrained
 from .checkpoint import load_tokenizer
+from .files import explained, plain
 from .tokenizer import read_chats
 
 
 def encode(chats, tokenizer):
     """For each chat a pair (ids, labels): labels are the ids in assistant turns, -100 elsewhere."""
     header = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
-    texts = tokenizer.apply_chat_template(chats, tokenize=False)
+    with explained("the chats", "the tokenizer's chat template rejects one of them",
+                   "leave it out, or give another tokenizer"):
+        texts = tokenizer.apply_chat_template(chats, tokenize=False)
     examples = []
     for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
         labels, speaking = [], False
@@ -211,4 +214,4 @@ if __name__ == "__main__":
     try:
         main()
     except (ValueError, OSError) as error:
-        sys.exit(f"train_sft.py: error: {error}")
+        sys.exit(f"train_sft.py: error: {plain(str(error))}")

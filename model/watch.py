@@ -25,6 +25,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from .files import plain
+
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
            if hasattr(signal, name)]        # Windows has no SIGHUP
 SECONDS_BETWEEN_LOOKS = 0.25
@@ -153,7 +155,8 @@ class Watch:
             except RuntimeError:            # the store has gone, with torchrun or rank 0
                 self.store = None
             for number in self.mailbox.recv(64) if has_mail else b"":
-                self._stop(number, signal.Signals(number).name)
+                if number in self.handlers:     # not the alarm of a time limit, say
+                    self._stop(number, signal.Signals(number).name)
             if under_torchrun() and os.getppid() != LAUNCHER and self.signal is None:
                 self._stop(SIGNALS[-1], "torchrun is gone")
 
@@ -291,7 +294,7 @@ print(sys.argv[2], file=sys.stderr)
 
 def last_words(text):
     """Say why the run ends; under torchrun again, after torchrun's own page."""
-    text = f"{os.path.basename(sys.argv[0])}: {text}"
+    text = f"{os.path.basename(sys.argv[0])}: {plain(text)}"
     say(text)
     if under_torchrun() and os.getppid() == LAUNCHER:
         subprocess.Popen([sys.executable, "-c", REPEAT_AFTER, str(LAUNCHER), text],

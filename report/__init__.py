@@ -5,9 +5,10 @@
 from .command_line import user_errors
 from .metrics import add_metrics, describe, drift, mean_metrics, rollout_metrics
 from .report import Report
+from .text import printable
 
 __all__ = ["Report", "add_metrics", "describe", "draw_curves", "drift", "mean_metrics",
-           "rollout_metrics", "user_errors"]
+           "printable", "rollout_metrics", "user_errors"]
 
 
 def __getattr__(name):

@@ -1,10 +1,14 @@
 """What commands share: one line instead of a traceback, numbers within bounds, readable help."""
 import argparse
 import functools
-import math
 import os
 import shlex
 import sys
+from pathlib import Path
+
+from .text import printable
+
+MAX_FLAGS = 10**6       # bytes in a file of flags
 
 
 def user_errors(program):
@@ -22,13 +26,14 @@ def user_errors(program):
                 if os.environ.get("MINIGRPO_TRACEBACK"):
                     raise
                 notes = "".join(getattr(error, "__notes__", []))    # how to go on
-                print(f"{program}: error: {error}{notes}", file=sys.stderr)
+                line = " ".join(printable(str(error)).splitlines())
+                print(f"{program}: error: {line}{notes}", file=sys.stderr)
                 sys.exit(2)
         return wrapper
     return decorate
 
 
-def number(kind, low, high=math.inf, *, above=False):
+def number(kind, low, high=10**9, *, above=False):
     """An argparse type: a number of at least `low`, or above it, and at most `high`.
 
     kind: int or float, whose name argparse shows in its own messages.
@@ -36,9 +41,8 @@ def number(kind, low, high=math.inf, *, above=False):
     def parse(text):
         value = kind(text)
         if not low <= value <= high or above and value == low:
-            most = f" and at most {high}" if high < math.inf else ""
-            bound = f"{'above' if above else 'at least'} {low}{most}"
-            raise argparse.ArgumentTypeError(f"{text}; it must be {bound}")
+            bound = f"{'above' if above else 'at least'} {low:,} and at most {high:,}"
+            raise argparse.ArgumentTypeError(f"{text.strip()}; it must be {bound}")
         return value
 
     parse.__name__ = kind.__name__
@@ -48,9 +52,39 @@ def number(kind, low, high=math.inf, *, above=False):
 def steps_or_minutes(text):
     """An argparse type: "30", a number of steps, or "10m", minutes; it stays a text."""
     value = float(text[:-1]) if text.endswith("m") else int(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}; it must be above 0")
+    if not 0 < value <= 10**9:
+        raise argparse.ArgumentTypeError(f"{text}; it must be above 0 and at most {10**9}")
     return text
+
+
+def folder_name(text):
+    """An argparse type: the name of a folder, which can't lead out of the folder it is made in."""
+    if Path(text).name != text or text in ("", "..") or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be the name of a folder, without /")
+    return text
+
+
+def flags_of_file(path):
+    """The flags in a file of flags, which can't name another such file."""
+    path = Path(path)
+    if not path.is_file() or path.stat().st_size > MAX_FLAGS:
+        raise ValueError(f"@{path}: no such file, or too large to be one of flags; check its name")
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError:
+        raise ValueError(f"@{path}: not UTF-8; save the file of flags as UTF-8") from None
+    return [flag for number, line in enumerate(lines, start=1)
+            for flag in flags_of_line(line.rstrip(), f"@{path}, line {number}")]
+
+
+def flags_of_line(line, where):
+    """The flags in a line of a file of flags, as a shell reads them; # begins a comment."""
+    if printable(line) != line:
+        raise ValueError(f"{where}: it has a character that can't be printed; write plain text")
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}; close the quotes of that line") from None
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -73,16 +107,15 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options):
-        super().__init__(usage="%(prog)s [flags] [@file of flags]", fromfile_prefix_chars="@",
+        super().__init__(usage="%(prog)s [flags] [@file of flags]",
                          formatter_class=HelpFormatter, **options)
 
-    def convert_arg_line_to_args(self, line):
-        """The flags in a line of a file of flags, as a shell reads them; # begins a comment."""
-        try:
-            return shlex.split(line.lstrip("\ufeff"), comments=True)
-        except ValueError as error:
-            raise ValueError(f"a file of flags has the line {line!r} ({error}); close its quotes"
-                             ) from None
+    def parse_args(self, arguments=None):
+        """arguments: None for those of the command line."""
+        flags = []
+        for argument in sys.argv[1:] if arguments is None else arguments:
+            flags += flags_of_file(argument[1:]) if argument.startswith("@") else [argument]
+        return super().parse_args(flags)
 
     def error(self, message):
         raise ValueError(message)

@@ -1,7 +1,12 @@
 """The .jsonl files of a run: one JSON object per line, NaN and infinity written as null."""
 import json
 import math
+import re
 from pathlib import Path
+
+# What a terminal would obey instead of showing it: C1 controls, line separators, bidirectional
+# marks; and halves of characters, which UTF-8 cannot write. JSON itself escapes the C0 controls.
+HIDDEN = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
 def is_finite(value):
@@ -23,6 +28,12 @@ def to_json(value):
     if isinstance(value, Path):
         return str(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_line(row):
+    """The row as a line of strict JSON that can be shown: other languages stay, controls don't."""
+    line = json.dumps(to_json(row), ensure_ascii=False, allow_nan=False)
+    return HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", line) + "\n"
 
 
 def read_jsonl(path, *, most=None):

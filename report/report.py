@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from .jsonl import drop_lines_after, is_finite, read_jsonl, to_json
-from .text import duration, fold, number, short
+from .jsonl import drop_lines_after, is_finite, read_jsonl, to_json, to_line
+from .text import duration, fold, number, printable, short
 
 # The three most common ways a run fails, each with its remedy.
 NO_SIGNAL = ("in most groups every completion got the same reward, so the advantages are 0 and "
@@ -240,7 +240,7 @@ class Report:
             lines += [f"    │ {line}" for line in fold(row["completion"], width - 6, max_lines=5)]
         self._print("\n".join([*lines, "─" * width]))
         if self.swanlab:
-            samples = [self.swanlab.Text(f"{row['prompt']}\n\n{row['completion']}",
+            samples = [self.swanlab.Text(printable(f"{row['prompt']}\n\n{row['completion']}"),
                                          caption=f"reward {number(row['reward'])}")
                        for row in rows[:4]]
             self.swanlab.log({"samples": samples}, step=step)
@@ -311,9 +311,8 @@ class Report:
         if not self.files:
             self.held_back.append((name, row))
             return
-        line = json.dumps(to_json(row), ensure_ascii=False, allow_nan=False)
         try:
-            self.files[name].write(line + "\n")
+            self.files[name].write(to_line(row))
         except OSError as error:
             raise ValueError(f"{self.run_dir / name}.jsonl could not be written "
                              f"({error.strerror}); make room, then go on with --resume") from error

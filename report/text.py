@@ -26,12 +26,21 @@ def short(path):
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
+def printable(text):
+    """The text with a dot for each character that a terminal would obey instead of showing it.
+
+    Escape sequences recolour and overwrite what was printed before; bidirectional marks reorder it.
+    Line breaks and tabs stay, and so do the Chinese space and the joiner inside some emoji.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t\u3000\u200d" else "·" for c in text)
+
+
 def fold(text, width, max_lines):
     """The text wrapped into at most `max_lines` lines, its line breaks shown as ⏎.
 
     A long text loses its middle rather than its end, where the answer is.
     """
-    text = "".join(c if c.isprintable() else "·" for c in text.strip().replace("\n", "⏎ "))
+    text = printable(text.strip().replace("\n", "⏎ ").replace("\t", "·"))
     room = (max_lines - 1) * width      # one line is spare, since wrapping at spaces wastes room
     if len(text) > room:
         half = room // 2 - 15

@@ -6,8 +6,7 @@ end of the chat:
 
     <s><|im_start|>user\\n...<|im_end|>\\n<|im_start|>assistant\\n...<|im_end|>\\n<|reward|>
 """
-import json
-
+from model.files import check_fields, explained, read_json
 from model.model import MiniMindConfig
 
 ARCHITECTURE = "InternLM2ForRewardModel"
@@ -24,13 +23,19 @@ SPECIAL = {"<s>": 1, "<|im_end|>": 92542, "<|im_start|>": 92543, "<|reward|>": 9
 
 def internlm2_config(saved, where):
     """Their config.json, parsed, as a MiniMindConfig. ValueError for what our Decoder lacks."""
+    file = where / "config.json"
+    with explained(file, "a field is missing or wrong", "download the file again"):
+        return check_fields(to_config(saved, file), file)
+
+
+def to_config(saved, file):
     rope = saved.get("rope_scaling") or {}
     # Dynamic scaling changes nothing within the length that the model was trained on.
     if rope.get("type", rope.get("rope_type", "dynamic")) not in ("dynamic", "default"):
-        raise ValueError(f"{where}/config.json: rope scaling {rope!r} is not supported; choose "
+        raise ValueError(f"{file}: rope scaling {rope!r} is not supported; choose "
                          "weights with dynamic scaling or none")
     if saved.get("bias"):
-        raise ValueError(f"{where}/config.json: InternLM2 with biases is not supported; choose "
+        raise ValueError(f"{file}: InternLM2 with biases is not supported; choose "
                          "weights without them")
     heads = saved["num_attention_heads"]
     return MiniMindConfig(
@@ -81,21 +86,25 @@ class InternLM2Tokenizer:
                              "run pip install sentencepiece") from None
         if not (folder / "tokenizer.model").is_file():
             raise ValueError(f"{folder}: tokenizer.model is missing; copy it next to config.json")
-        self.pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+        with explained(folder / "tokenizer.model", "not a sentencepiece model",
+                       "download it again"):
+            self.pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
         configured = {"<s>": saved.get("bos_token_id"), "<|reward|>": saved.get("reward_token_id")}
         self.special = self.special_ids(folder) | {
             token: index for token, index in configured.items() if index is not None}
         vocab_size = saved["vocab_size"]
-        if wrong := [token for token, index in self.special.items() if index >= vocab_size]:
+        if wrong := [token for token, index in self.special.items()
+                     if not (type(index) is int and 0 <= index < vocab_size)]:
             raise ValueError(f"{folder}: no valid id is known for {wrong[0]}; copy "
                              "tokenizer_config.json next to config.json")
 
     def special_ids(self, folder):
         """The ids in tokenizer_config.json, else in the vocabulary, else as published."""
-        file, added = folder / "tokenizer_config.json", {}
+        file, ids = folder / "tokenizer_config.json", {}
         if file.is_file():
-            added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens_decoder", {})
-        ids = {token["content"]: int(index) for index, token in added.items()}
+            with explained(file, "it does not list its added tokens", "download it again"):
+                added = read_json(file).get("added_tokens_decoder", {})
+                ids = {token["content"]: int(index) for index, token in added.items()}
         pieces = {token: self.pieces.piece_to_id(token) for token in SPECIAL}
         known = {token: index for token, index in pieces.items() if index != self.pieces.unk_id()}
         return {token: ids.get(token, known.get(token, published))

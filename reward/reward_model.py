@@ -1,21 +1,25 @@
 """Reward models: a network reads a chat and rates the assistant's last turn with one number."""
 import json
 import math
+import reprlib
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging
 
-from model import load_pretrained, save_pretrained
-from model.checkpoint import hub_config, load_state, local_path, read_weights, save_tokenizer
+from model import load_pretrained, load_tokenizer, save_pretrained
+from model.checkpoint import build, hub_config, local_path, read_weights, save_tokenizer
+from model.files import check_tensors, explained, read_json
 from model.model import Decoder
 
 from .internlm2 import ARCHITECTURE, InternLM2Tokenizer, internlm2_config, internlm2_state
 from .rules import answer_block
+
+ANOTHER = "choose another reward model"
 
 
 class RewardModel(nn.Module):
@@ -118,8 +122,9 @@ class LikelihoodModel(RewardModel):
             return tokenizer.apply_chat_template(chat, return_dict=False, **options)
 
         question = [{"role": "user", "content": ""}]
-        without, opened = ids_of(question), ids_of(question, add_generation_prompt=True)
-        answered = ids_of([*question, {"role": "assistant", "content": "a"}])
+        with explained(tokenizer.name_or_path, "its chat template fails on a short chat", ANOTHER):
+            without, opened = ids_of(question), ids_of(question, add_generation_prompt=True)
+            answered = ids_of([*question, {"role": "assistant", "content": "a"}])
         self.opening = opened[len(without):]                # <|im_start|>assistant\n
         if not self.opening or answered[:len(opened)] != opened:
             raise ValueError("the likelihood is that of the last turn, but the chat template does "
@@ -151,8 +156,7 @@ class LikelihoodModel(RewardModel):
 
 def is_likelihood(folder):
     """Whether a LikelihoodModel wrote this folder."""
-    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    return config.get("score") == "likelihood"
+    return read_json(Path(folder) / "config.json").get("score") == "likelihood"
 
 
 def load_reward_model(path, *, device="cpu"):
@@ -167,65 +171,82 @@ def load_reward_model(path, *, device="cpu"):
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--reward_model_device {device}: {str(error).splitlines()[0]}; choose "
                          "cpu, or a GPU such as cuda:1") from None
-    folder = find_folder(path)
-    saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    try:
+        model = read_reward_model(find_folder(path), dtype)
+    except ValueError as error:
+        raise ValueError(f"--reward_model_path {error}") from error
+    return model.to(device).eval()
+
+
+def read_reward_model(folder, dtype):
+    saved = read_json(folder / "config.json")
     if is_likelihood(folder):
         policy = load_pretrained(folder, dtype=torch.float32)   # small differences of long sums
-        return LikelihoodModel(policy, AutoTokenizer.from_pretrained(folder)).to(device).eval()
-    if ARCHITECTURE in (saved.get("architectures") or []):
+        return LikelihoodModel(policy, load_tokenizer(folder, policy.config.vocab_size, ANOTHER))
+    if ARCHITECTURE in str(saved.get("architectures")):
         config = internlm2_config(saved, folder)
-        model = RewardModel(config, InternLM2Tokenizer(folder, saved))
-        load_state(model, internlm2_state(read_weights(folder), config), folder)
+        state = internlm2_state(read_weights(folder), config)
+        tokenizer = InternLM2Tokenizer(folder, saved)
+        model = build(RewardModel, config, tokenizer, state=state, path=folder)
     else:
         model = load_classifier(folder, saved, dtype)
     model.model.to(dtype)
     model.score.float()
-    return model.to(device).eval()
+    return model
 
 
 def find_folder(path):
     """The folder at `path`, downloaded first if `path` is a name on the hub."""
-    try:
-        folder = local_path(path)
-        if folder != Path(path) and not list(folder.glob("*.safetensors")):
-            folder = local_path(path, weights="pytorch_model*")
-    except ValueError as error:
-        raise ValueError(f"--reward_model_path {error}") from error
+    folder = local_path(path)
+    if folder != Path(path) and not list(folder.glob("*.safetensors")):
+        folder = local_path(path, weights="pytorch_model*")
     if not (folder / "config.json").is_file():
-        raise ValueError(f"--reward_model_path {path}: no config.json there; give a folder with a "
-                         "reward model, or leave rm out of --reward_funcs")
+        raise ValueError(f"{path}: no config.json there; give a folder with a reward model, or "
+                         "leave rm out of --reward_funcs")
     return folder
 
 
 def load_classifier(folder, saved, dtype):
     """A ...ForSequenceClassification from transformers as a RewardModel: its backbone and head."""
-    where, architectures = f"--reward_model_path {folder}", saved.get("architectures")
-    if not any(name.endswith("ForSequenceClassification") for name in architectures or []):
-        raise ValueError(f"{where}: it holds {architectures}; give a reward model, either a "
-                         f"...ForSequenceClassification from transformers or an {ARCHITECTURE}, "
-                         "not a language model")
+    architectures = saved.get("architectures")
+    if "ForSequenceClassification" not in str(architectures):
+        raise ValueError(f"{folder}: it holds {reprlib.repr(architectures)}; give a reward model, "
+                         "either a ...ForSequenceClassification from transformers or an "
+                         f"{ARCHITECTURE}, not a language model")
     logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    with explained(folder, "transformers can't load it", ANOTHER):
+        check_promises(saved, folder)
         classifier, info = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=dtype, trust_remote_code=False, output_loading_info=True)
-    except (ValueError, OSError, KeyError, RuntimeError) as error:
-        raise ValueError(f"{where}: transformers can't load it: "
-                         f"{' '.join(str(error).split())[:200]}; choose another reward model"
-                         ) from None
     missing, labels = info["missing_keys"], classifier.config.num_labels
     if missing or labels != 1 or not hasattr(classifier, "score"):
-        raise ValueError(f"{where}: its weights are not a {type(classifier).__name__} with one "
+        raise ValueError(f"{folder}: its weights are not a {type(classifier).__name__} with one "
                          f"label and a head named score (missing: {sorted(missing)}, labels: "
-                         f"{labels}); choose another reward model")
-    if not tokenizer.chat_template:
-        raise ValueError(f"{where}: its tokenizer has no chat template to render chats with; add "
-                         "chat_template.jinja")
+                         f"{labels}); {ANOTHER}")
+    check_tensors(classifier.state_dict(), folder)
+    tokenizer = load_tokenizer(folder, classifier.config.vocab_size, ANOTHER)
     classifier.config.use_cache = False     # one forward per chat: no need to keep keys and values
     model = RewardModel(classifier.config, tokenizer, backbone=classifier.base_model)
     model.score = classifier.score
     return model
+
+
+def check_promises(saved, folder):
+    """Raise ValueError for a config.json that asks for more than is in the folder.
+
+    transformers would take memory for tensors that are not there, and an implementation of
+    attention that has a hub id is code, which it would download and run.
+    """
+    for name, value in saved.items():
+        if name.endswith("_implementation") and "/" in str(value):
+            raise ValueError(f"its {name} is code from elsewhere")
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    width = saved.get("hidden_size") or 1
+    for name in ("vocab_size", "intermediate_size", "num_hidden_layers"):
+        count = saved.get(name) or 1
+        if type(width) is not int or type(count) is not int or width * count > size:
+            raise ValueError(f"its {name} or its hidden_size is no number that fits its files")
 
 
 def reward_model_reward(model, *, reasoning=True, clip=3.0, scale=1.0, answer_share=0.6):

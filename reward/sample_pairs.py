@@ -14,10 +14,9 @@ import random
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from dataset import PromptCollator, PromptDataset
-from model import load_pretrained, sample
+from model import load_pretrained, load_tokenizer, sample
 
 from .rules import accuracy_reward
 
@@ -27,8 +26,8 @@ def replies(path, problems, num_generations, seed):
 
     Sampled at temperature 1 from the policy in folder `path`.
     """
-    tokenizer = AutoTokenizer.from_pretrained(path)
     model = load_pretrained(path, dtype=torch.float32)
+    tokenizer = load_tokenizer(path, model.config.vocab_size, "choose other --policies")
     collate = PromptCollator(tokenizer, max_seq_len=66)
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, len(problems), 64):

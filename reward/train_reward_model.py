@@ -34,10 +34,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoTokenizer
 
-from model import load_pretrained
-from model.checkpoint import load_state, read_config, read_weights
+from dataset.prompts import read_lines
+from model import load_pretrained, load_tokenizer
+from model.checkpoint import build, read_config, read_weights
+from model.files import explained, plain
 from model.train_sft import optimize
 
 from .reward_model import LikelihoodModel, RewardModel, is_likelihood
@@ -45,6 +46,7 @@ from .rules import accuracy_reward, extract_answer
 from .sample_pairs import pairs_of
 
 KEPT = 1000         # pairs saved next to the weights, for a later --replay
+ANOTHER = "choose another --init"
 
 
 def with_reply(messages, text):
@@ -53,17 +55,14 @@ def with_reply(messages, text):
 
 def read_pairs(paths):
     """[(chosen chat, rejected chat, kind)]"""
-    return [(with_reply(row["conversations"], row["chosen"]),
-             with_reply(row["conversations"], row["rejected"]), row.get("kind", "all"))
-            for row in read_rows(paths)]
-
-
-def read_rows(paths):
+    pairs = []
     for path in paths:
-        if not Path(path).is_file():
-            raise ValueError(f"{path}: no such file; give a jsonl file")
-        with open(path, encoding="utf-8") as file:
-            yield from map(json.loads, file)
+        for where, row in read_lines(path):
+            with explained(where, "not a pair", 'write {"conversations", "chosen", "rejected"}'):
+                pairs.append((with_reply(row["conversations"], row["chosen"]),
+                              with_reply(row["conversations"], row["rejected"]),
+                              row.get("kind", "all")))
+    return pairs
 
 
 def held_out(messages):
@@ -82,9 +81,10 @@ def pairs_of_runs(paths, rng):
     """
     groups = defaultdict(list)
     for path in paths:
-        for row in read_rows([path]):
-            if row.get("answer") is not None:
-                groups[path, row["step"], row["prompt"]].append(row)
+        for where, row in read_lines(path):
+            with explained(where, "not a completion", "give the completions.jsonl of a run"):
+                if row.get("answer") is not None:
+                    groups[path, row["step"], row["prompt"]].append(row)
     pairs = {False: [], True: []}
     for rows in groups.values():
         texts, messages = [row["completion"] for row in rows], rows[0]["messages"]
@@ -105,13 +105,14 @@ def load_init(path, *, likelihood=False):
     """
     if likelihood or is_likelihood(path):
         policy = load_pretrained(path, dtype=torch.float32)
-        return LikelihoodModel(policy, AutoTokenizer.from_pretrained(path))
-    model = RewardModel(read_config(path), AutoTokenizer.from_pretrained(path))
-    weights = read_weights(path)
+        return LikelihoodModel(policy, load_tokenizer(path, policy.config.vocab_size, ANOTHER))
+    config, weights = read_config(path), read_weights(path)
+    tokenizer = load_tokenizer(path, config.vocab_size, ANOTHER)
     if "score.weight" in weights:
-        load_state(model, weights, path)
+        model = build(RewardModel, config, tokenizer, state=weights, path=path)
     else:
-        model.model = load_pretrained(path, dtype=torch.float32).model
+        backbone = load_pretrained(path, dtype=torch.float32).model
+        model = RewardModel(config, tokenizer, backbone)
         torch.nn.init.normal_(model.score.weight, std=0.02)
     return model.float()
 
@@ -235,4 +236,4 @@ if __name__ == "__main__":
     try:
         main()
     except (ValueError, OSError) as error:
-        sys.exit(f"train_reward_model.py: error: {error}")
+        sys.exit(f"train_reward_model.py: error: {plain(str(error))}")

@@ -107,7 +107,8 @@ def disaster(way, rng, out, ranks, operations, resume):
         process = start(out, ranks, *resume, die_at=number)
         process.wait(timeout=120)
         return f"operation {number}"
-    process, step = start(out, ranks, *resume), rng.randrange(min(steps_done(out), STEPS - 1), STEPS)
+    process = start(out, ranks, *resume)
+    step = rng.randrange(min(steps_done(out), STEPS - 1), STEPS)
     while process.poll() is None and steps_done(out) < step:
         time.sleep(0.01)
     time.sleep(rng.uniform(0, 0.5))

@@ -142,6 +142,20 @@ def test_config_json_in_the_form_of_transformers_4_is_read_the_same(family, scal
     assert_same_logits(load_pretrained(tmp_path), theirs, *left_padded([40, 7]))
 
 
+def test_rope_theta_is_found_wherever_config_json_has_it(tmp_path):
+    reference("llama").save_pretrained(tmp_path)
+    scaling, theta = {"type": "linear", "factor": 2.0}, {"rope_theta": 7e5}
+    for fields in ({"rope_scaling": scaling, "rope_parameters": theta},
+                   {"rope_scaling": scaling | theta, "rope_parameters": {"rope_type": "default"}},
+                   {"rope_scaling": None, "rope_parameters": scaling | theta},
+                   {"rope_scaling": scaling, "rope_parameters": scaling} | theta):
+        edit_json(tmp_path / "config.json", ["rope_theta"])
+        edit_json(tmp_path / "config.json", **fields)
+        config = load_pretrained(tmp_path).config
+        assert config.rope_theta == 7e5
+        assert config.rope_scaling == {"rope_type": "linear", "factor": 2.0}
+
+
 @pytest.mark.parametrize("family, fields", [
     ("llama", ["tie_word_embeddings", "head_dim"]),
     ("llama_linear", ["num_key_value_heads"]),
@@ -294,7 +308,7 @@ def test_a_minimind_pth_is_read_and_then_saved_for_transformers(generation, toke
     ({"model.layers.0.mlp.shared_experts.0.up_proj.weight": torch.ones(2, 2)}, "shared experts"),
     ({"tok_embeddings.weight": torch.ones(2, 2)}, "before April 2025"),
     ({"weight": torch.ones(2, 2)}, "model.embed_tokens.weight"),
-    (b"version https://git-lfs.github.com/spec/v1", "not a file of tensors"),
+    (b"version https://git-lfs.github.com/spec/v1", "other than tensors"),
 ])
 def test_a_pth_that_is_something_else_is_refused_by_what_it_is(content, words, tmp_path):
     path = tmp_path / "other.pth"

@@ -92,13 +92,16 @@ def test_a_signal_before_the_first_step_leaves_nothing(judge, tmp_path, capsys):
     assert not files(tmp_path / "run")
 
 
-def test_a_signal_that_nohup_ignores_stays_ignored(judge, tmp_path):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    judge.act = at(2, os.kill, os.getpid(), signal.SIGHUP)
+@pytest.mark.parametrize("name, handler", [("SIGHUP", signal.SIG_IGN), ("SIGALRM", print)])
+def test_signals_that_nohup_ignores_or_others_handle_are_left_to_them(name, handler, judge,
+                                                                      tmp_path):
+    number = getattr(signal, name)
+    before = signal.signal(number, handler)
+    judge.act = at(2, os.kill, os.getpid(), number)
     try:
         assert run(tmp_path) == 0
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
 
 
 def test_a_second_signal_stops_at_once(tmp_path):

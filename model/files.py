@@ -1,0 +1,168 @@
+"""Opens files that a stranger may have written: json, tensors, chat templates.
+
+Such a file must never run code, fill the memory or end in a traceback. Whatever is wrong with it
+becomes one ValueError, a sentence: where, what is wrong, what to do.
+"""
+import json
+import reprlib
+import signal
+import threading
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from jinja2 import Environment
+from safetensors.torch import load_file
+
+MAX_JSON = 64 * 2**20           # bytes; the largest index files have a few
+MAX_SECONDS = 10                # for a template to write a chat of one word
+MAX_CHARACTERS = 100_000        # in what it writes; some begin with pages of instructions
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@contextmanager
+def explained(path, what, advice):
+    """Turns any exception into that sentence: the path, what is wrong, the reason, the advice.
+
+    A parser raises dozens of classes for a broken file, from KeyError to RecursionError, so it
+    catches them all. A ValueError that begins with the path is such a sentence already.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith(str(path)):
+            raise
+        raise ValueError(f"{path}: {what} ({reason(error)}); {advice}") from error
+
+
+def reason(error):
+    """The class of an exception and the first sentence of its message, in one line.
+
+    Further sentences are advice, and that of torch and transformers is to trust the file.
+    """
+    sentence = " ".join(plain(str(error)).split()).partition(". ")[0].rstrip(".")[:200]
+    return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__
+
+
+def plain(text):
+    """The text with a dot for each character that a terminal would obey instead of showing it."""
+    return "".join(c if c.isprintable() or c in "\n\t\u3000\u200d" else "·" for c in text)
+
+
+def read_json(path):
+    """The object in a json file, as a dict."""
+    path = Path(path)
+    if not path.is_file():      # nor a pipe, which might never end
+        raise ValueError(f"{path}: no such file; copy it there")
+    with explained(path, "not JSON", "download it again"):
+        if path.stat().st_size > MAX_JSON:
+            raise OverflowError(f"it has more than {MAX_JSON:,} bytes")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not a JSON object, in braces; download it again")
+    return content
+
+
+def read_tensors(path):
+    """The tensors of a safetensors file, or of one that torch.save wrote, by name.
+
+    From a pickle torch builds tensors and plain containers, and refuses everything else.
+    """
+    with explained(path, "truncated, a git-lfs pointer, or something other than tensors",
+                   "download it again"):
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+            raise TypeError("it does not hold tensors by name")
+        return state
+
+
+def check_tensors(state, path):
+    """Raise ValueError, naming a tensor, for one that cannot be a weight."""
+    for name, tensor in state.items():
+        with explained(path, f"{plain(name)} is no weight", "download it again"):
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATS:
+                kind = getattr(tensor, "dtype", type(tensor).__name__)
+                raise TypeError(f"it is {kind}; weights are floating-point tensors")
+            if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+                raise TypeError("its shape is larger than its data")    # a few bytes, expanded
+            # NaN and infinity both show in the extremes, which take a thirtieth of isfinite's time.
+            if not all(extreme.isfinite() for extreme in tensor.aminmax()):
+                raise ValueError("it has NaN or infinite values")
+
+
+def check_fields(config, path):
+    """The config itself; ValueError, naming a field, if one has a wrong type or is out of range."""
+    for field in fields(config):
+        check_field(field.name, getattr(config, field.name), field.type, path)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    experts, chosen = config.num_experts, config.num_experts_per_tok
+    for is_wrong, what in (
+        (heads % kv_heads,
+         f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"),
+        (config.head_dim % 2, f"head_dim {config.head_dim} is odd, and rotation needs pairs"),
+        (0 < experts < chosen, f"num_experts_per_tok {chosen} is more than num_experts {experts}"),
+    ):
+        if is_wrong:
+            raise ValueError(f"{path}: {what}; download the file again")
+    return config
+
+
+def check_field(name, value, kind, path):
+    """Raise ValueError unless the value is of this kind, a field's type in MiniMindConfig."""
+    def whole(number, smallest):
+        return type(number) is int and smallest <= number < 2**31
+
+    least, items = int(name != "num_experts"), value if isinstance(value, list) else [value]
+    fits, wanted = {
+        bool: (isinstance(value, bool), "true or false"),
+        int: (whole(value, least), f"a whole number from {least} to {2**31 - 1:,}"),
+        float: (type(value) in (int, float) and 0 < value < 1e30, "a number above 0"),
+        list[int]: (items is value and all(whole(item, 0) for item in items),
+                    "a list of whole numbers"),
+        dict | None: (value is None or isinstance(value, dict), "an object"),
+        int | None: (value is None or whole(value, -1), "a token id"),
+        int | list[int] | None: (value is None or all(whole(item, -1) for item in items),
+                                 "a token id, or a list of them"),
+    }[kind]
+    if not fits:
+        raise ValueError(f"{path}: {name} is {reprlib.repr(value)}, and must be {wanted}; "
+                         "download the file again")
+
+
+def check_template(tokenizer, path, advice):
+    """Raise ValueError unless the chat template writes a chat of one word as a short text.
+
+    A template is a program. transformers runs it in Jinja's sandbox, from where it reaches neither
+    files nor Python's insides, but it may still fail, loop or write gigabytes.
+    """
+    chat = [{"role": "user", "content": "a"}]
+    with explained(path, "its chat template fails on a chat of one word", advice):
+        tokens = Environment().lex(tokenizer.get_chat_template())
+        if any((kind, text) == ("operator", "**") for _, kind, text in tokens):
+            raise ValueError("it computes a power")     # 9**9**9**9, which no alarm interrupts
+        with time_limit(MAX_SECONDS):
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        if len(text) > MAX_CHARACTERS or not text.strip():
+            raise ValueError(f"it writes {len(text):,} characters")
+        tokenizer(text, add_special_tokens=False)
+
+
+@contextmanager
+def time_limit(seconds):
+    """TimeoutError after so many seconds. On Windows and in threads, where no alarm rings, none."""
+    def stop(*_):
+        raise TimeoutError(f"more than {seconds} seconds")
+
+    if not hasattr(signal, "setitimer") or threading.current_thread() != threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
