@@ -4,6 +4,7 @@ import shlex
 import shutil
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -29,7 +30,7 @@ class Saver:
         if not args.resume and self.run_dir.resolve() in (weights, *weights.parents):
             raise ValueError(f"--model_path {args.model_path} is in {run_dir}, where the new run "
                              "would replace it; choose another --run_name")
-        world.watch.at_end(lock(self.run_dir).release)
+        world.watch.at_end(lock(self.run_dir))
         for name in ("checkpoint.new", "final.new"):        # of a run that was killed as it saved
             shutil.rmtree(self.run_dir / name, ignore_errors=True)
 
@@ -76,9 +77,22 @@ class Saver:
 
 
 def lock(run_dir):
-    """The lock of a run's folder; the system lifts it when this process ends."""
-    file = run_dir / ".lock"
+    """Locks a run's folder; returns the function that unlocks it, as the end of the process does.
+
+    If nothing was written into the folder meanwhile, it leaves nothing behind.
+    """
+    file, missing = run_dir / ".lock", [folder for folder in (run_dir, *run_dir.parents)
+                                        if not folder.exists()]
     held = FileLock(file)
+
+    def unlock():
+        with suppress(OSError):
+            if list(run_dir.iterdir()) == [file]:
+                file.unlink()
+                for folder in missing:
+                    folder.rmdir()
+        held.release()
+
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         held.acquire(blocking=False)
@@ -91,7 +105,7 @@ def lock(run_dir):
     except OSError as error:
         raise ValueError(f"{run_dir}: cannot be written to ({error.strerror}); choose another "
                          "--out_dir") from error
-    return held
+    return unlock
 
 
 def resume_command():

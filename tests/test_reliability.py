@@ -89,7 +89,7 @@ def test_a_signal_before_the_first_step_leaves_nothing(judge, tmp_path, capsys):
     flags = ["--eval_interval", "1", "--eval_reward_funcs", "acting:judge"]
     assert run(tmp_path, *flags) == 130
     assert "before the first step; nothing was written" in capsys.readouterr().err
-    assert not files(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name, handler", [("SIGHUP", signal.SIG_IGN), ("SIGALRM", print)])
