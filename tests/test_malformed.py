@@ -30,7 +30,8 @@ from report.text import fold, printable
 from reward import load_reward_model
 from reward.train_reward_model import read_pairs
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"),
+              pytest.mark.filterwarnings("ignore:Detected pickle", "ignore:Initializing zero")]
 DEEP, DIGITS = b'{"a":' + b"[" * 100_000, b'{"a": ' + b"7" * 5000 + b"}"
 BROKEN_JSON = [b"", b"{", b"[]", b"null", b"5", b'"text"', b"\xff\xfe{}", b"<html>", DEEP, DIGITS,
                b"\x00" * 20, b'{"a": "\xff"}', b"[" * 5]
