@@ -54,6 +54,7 @@ import torch
 
 from dataset import PromptCollator, PromptDataset, batches_of_steps, read_heldout, steps_per_epoch
 from model import Rollout, Saver, World, checkpoint, eos_token_ids, fast, sampler
+from model.lora import TARGETS, with_adapters
 from model.watch import Watch, all_or_none
 from report import Report, add_metrics, describe, drift, mean_metrics, printable, rollout_metrics
 from report.command_line import Parser, folder_name, number, steps_or_minutes, user_errors
@@ -494,10 +495,16 @@ def sync_reference(reference, policy, *, alpha):
 
 def precision(args, device):
     """Matrix products in bfloat16 where --dtype says so; weights and log-softmax stay float32."""
-    bfloat16 = args.dtype == "bfloat16"
+    bfloat16 = matrix_dtype(args, device) == torch.bfloat16
+    return torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
+
+
+def matrix_dtype(args, device):
     if args.dtype == "auto" and device.type == "cuda":
         bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
+    else:
+        bfloat16 = args.dtype == "bfloat16"
+    return torch.bfloat16 if bfloat16 else torch.float32
 
 
 def seed_of(*numbers):
@@ -544,7 +551,13 @@ def load_models(args, device):
     if not eos_token_ids(policy, tokenizer):
         raise ValueError(f"{tokenizer_path}: no EOS token to end an answer with; give another "
                          "--tokenizer_path")
-    reference = copy.deepcopy(policy) if args.beta > 0 else None
+    if args.lora_rank:                  # the frozen base is the reference
+        policy, reference = with_adapters(
+            policy, rank=args.lora_rank, alpha=args.lora_alpha, targets=args.lora_target_modules,
+            name=args.model_path, dtype=matrix_dtype(args, device), seed=args.seed), policy
+    else:
+        reference = copy.deepcopy(policy)
+    reference = reference if args.beta > 0 else None
     reward_funcs = load_reward_funcs(
         args.reward_funcs + args.eval_reward_funcs, reward_model_path=args.reward_model_path,
         device=args.reward_model_device or device, max_completion_length=args.max_gen_len,
@@ -682,6 +695,11 @@ def add_learn_flags(parser):
          help="optimizer steps per pass; with a single one in all, no ratio moves and no clip acts")
 
     flag = parser.add_argument_group("4. learn: the optimizer").add_argument
+    flag("--lora_rank", type=COUNT_OR_0, default=0,
+         help="train adapters of this rank (LoRA) instead of the weights; 0: the weights")
+    flag("--lora_alpha", type=POSITIVE, default=32, help="alpha / rank scales the adapters")
+    flag("--lora_target_modules", nargs="+", metavar="NAME", default=TARGETS,
+         help="the linear layers that get one (default: all of attention and feed-forward)")
     flag("--accumulation_steps", type=COUNT, default=1, help="multiplies the prompts of a step")
     flag("--micro_batch_size", type=COUNT, default=64,
          help="completions per forward pass: changes the memory, never the result")
@@ -787,6 +805,8 @@ def impossible_combinations(args):
         (args.ref_model_sync_steps and not args.beta, "--ref_model_sync_steps moves a reference, "
          "and with --beta 0 there is none; give a --beta above 0"),
         (Path(args.out_dir).is_file(), f"--out_dir {args.out_dir} is a file; name a folder"),
+        (args.ref_model_sync_steps and args.lora_rank, "--ref_model_sync_steps moves the "
+         "reference, and with --lora_rank that is the frozen base; leave one of the two out"),
         (args.num_minibatches > completions, f"--num_minibatches {args.num_minibatches} is more "
          f"than the {completions} completions of a rank's step; choose fewer"),
     ]

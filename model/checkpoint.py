@@ -28,6 +28,7 @@ from .files import (
     read_json,
     read_tensors,
 )
+from .lora import adapters, load_adapter, merged_state, save_adapter
 from .minimind_pth import read_pth
 from .model import MiniMindConfig, MiniMindForCausalLM
 
@@ -356,11 +357,14 @@ def sync(path):
 
 
 def save_pretrained(model, tokenizer, path):
-    """Write a folder that load_pretrained, transformers and inference servers can load."""
+    """Write a folder that load_pretrained, transformers and inference servers can load.
+
+    Adapters (lora.py) are merged into the weights.
+    """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().contiguous().cpu()
-             for name, tensor in model.state_dict().items()}
+             for name, tensor in merged_state(model).items()}
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     save_file(state, path / "model.safetensors", metadata={"format": "pt"})
@@ -399,7 +403,8 @@ def hub_config(model):
         model_type = next(kind for kind, (_, family, _) in FAMILIES.items() if family == switches)
         for name in MOE_FIELDS:
             del ours[name]
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    layer = next(iter(adapters(model).values()), model.lm_head)     # merged into its dtype
+    dtype = str(layer.weight.dtype).removeprefix("torch.")
     return {
         "architectures": [FAMILIES[model_type][0]],
         "model_type": model_type,
@@ -432,11 +437,15 @@ def find_weights(name, *folders):
 def save_checkpoint(folder, model, tokenizer, optimizer, reference=None, **progress):
     """Write all that a resume needs: weights, tokenizer, optimizer, progress (step, num_tokens).
 
-    reference: give it only if it changes during training.
+    Of a model with adapters only these: the base stays as it was loaded. reference: give it only if
+    it changes during training.
     """
     moved = {"reference": reference.state_dict()} if reference is not None else {}
     with written_whole(folder) as new:
-        save_pretrained(model, tokenizer, new)
+        if adapters(model):
+            save_adapter(model, new)
+        else:
+            save_pretrained(model, tokenizer, new)
         torch.save({"optimizer": optimizer.state_dict(), **moved, **progress},
                    new / "optimizer.pt")
 
@@ -451,7 +460,10 @@ def load_checkpoint(folder, model, optimizer, reference=None):
                          "or name the run to resume with --run_name")
     with explained(found, "its checkpoint is broken, or of another model",
                    "start without --resume"):
-        model.load_state_dict(load_pretrained(found).state_dict())
+        if adapters(model):
+            load_adapter(model, found)
+        else:
+            model.load_state_dict(load_pretrained(found).state_dict())
         saved = read_tensors(found / "optimizer.pt")
         optimizer.load_state_dict(saved["optimizer"])
         if "reference" in saved and reference is not None:

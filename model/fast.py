@@ -172,8 +172,8 @@ def linear(*layers):
     Joined where weights are copied anyway: converted under autocast, packed for oneDNN on a CPU.
     """
     device = layers[0].weight.device.type
-    autocast = torch.is_autocast_enabled(device)
-    if device != "cpu" and not autocast:
+    autocast, adapted = torch.is_autocast_enabled(device), hasattr(layers[0], "lora_A")
+    if device != "cpu" and not autocast or adapted:         # with adapters nothing is copied
         return lambda x: torch.cat([layer(x) for layer in layers], -1)
     dtype = torch.get_autocast_dtype(device) if autocast else layers[0].weight.dtype
     weight, bias = torch.cat([layer.weight.to(dtype) for layer in layers]), None

@@ -70,6 +70,9 @@ class Saver:
         if self.writes:
             with checkpoint.written_whole(self.run_dir / "final") as folder:
                 checkpoint.save_pretrained(policy, tokenizer, folder)
+            if checkpoint.adapters(policy):
+                with checkpoint.written_whole(self.run_dir / "adapter") as folder:
+                    checkpoint.save_adapter(policy, folder)
 
     def _advise(self, step):
         self.world.watch.advice = (f"; the checkpoint of step {step} is whole, go on with:\n"

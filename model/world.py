@@ -65,7 +65,7 @@ class World:
         A sum rather than a mean, because each rank's loss is already its share of the step's loss.
         """
         with self.collective():
-            for parameter in model.parameters():
+            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
                 if parameter.grad is None:
                     # This rank had nothing to learn from, but the all_reduce needs every rank.
                     parameter.grad = torch.zeros_like(parameter)

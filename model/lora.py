@@ -1,0 +1,138 @@
+"""LoRA: the policy is the frozen base plus thin matrices that learn (Hu et al., arXiv 2106.09685).
+
+    W x   becomes   W x + (alpha / rank) B (A x)        A (rank, in), B (out, rank), B = 0 at first
+
+Only A and B have gradients and moments, so a parameter of the base costs 2 bytes in bfloat16 and
+not 16. The base is also the reference of the KL, without a copy: it is the same tensors.
+
+A small rank is enough here. A completion tells the policy little more than whether it was good,
+about one bit, and even rank 1 holds more numbers than a run has completions to learn from
+("LoRA Without Regret", Schulman et al., Thinking Machines Lab, 2025). The learning rate is about
+ten times that of full training.
+"""
+import copy
+import json
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+
+from .files import check_tensors, explained, read_json, read_tensors
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class LoRALinear(nn.Module):
+    """A linear layer and its adapter, unmerged: a merged bfloat16 matrix would round B A away."""
+
+    def __init__(self, base, rank, alpha, generator):
+        super().__init__()
+        self.base, self.scale = base, alpha / rank
+        outputs, inputs = base.weight.shape
+        bound = 1 / math.sqrt(inputs)
+        A = (torch.rand(rank, inputs, generator=generator) * 2 - 1) * bound
+        self.lora_A = nn.Parameter(A.to(base.weight.device))
+        self.lora_B = nn.Parameter(torch.zeros(outputs, rank, device=base.weight.device))
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    def forward(self, x):
+        return self.base(x) + self.scale * F.linear(F.linear(x, self.lora_A), self.lora_B)
+
+    def merged(self):
+        """The weight of a plain linear layer that computes the same, in the base's dtype."""
+        update = self.scale * self.lora_B.detach() @ self.lora_A.detach()
+        return (self.weight.float() + update).to(self.weight.dtype)
+
+
+def with_adapters(base, *, rank, alpha, targets=TARGETS, name="", dtype=None, seed=0):
+    """A policy that shares every weight with `base`, now frozen, and has adapters beside them.
+
+    targets: the last part of the names of linear layers; experts are left as they are. dtype: of
+    the base's matrices in the layers, None as they are; embedding, head and norms stay. name: where
+    the base was loaded from, for adapter_config.json. ValueError for a target that isn't there.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    base.requires_grad_(False)
+    base.model.layers.apply(
+        lambda module: module.to(dtype) if isinstance(module, nn.Linear) else module)
+    policy = copy.deepcopy(base, {id(weight): weight for weight in base.parameters()})
+    found = set()
+    for path, layer in list(policy.model.named_modules()):
+        target = path.rpartition(".")[2]
+        if target in targets and isinstance(layer, nn.Linear) and ".experts." not in path:
+            adapter = LoRALinear(layer, rank, alpha, generator)
+            setattr(policy.model.get_submodule(path.rpartition(".")[0]), target, adapter)
+            found.add(target)
+    if missing := [target for target in targets if target not in found]:
+        raise ValueError(f"--lora_target_modules {missing[0]}: {name} has no linear layer of that "
+                         f"name; choose from {', '.join(TARGETS)}")
+    policy.lora = {"r": rank, "lora_alpha": alpha, "target_modules": list(targets),
+                   "base_model_name_or_path": str(name)}
+    return policy
+
+
+def adapters(model):
+    """{name of the layer: LoRALinear}; empty for a model without adapters."""
+    return {name: module for name, module in model.named_modules()
+            if isinstance(module, LoRALinear)}
+
+
+def merged_state(model):
+    """The state dict of a plain model that computes the same."""
+    state, layers = model.state_dict(), adapters(model)
+    for name, layer in layers.items():
+        state[f"{name}.weight"] = layer.merged()
+        if layer.base.bias is not None:
+            state[f"{name}.bias"] = layer.base.bias
+    dtype = next((layer.weight.dtype for layer in layers.values()), None)
+    own = tuple(f"{name}.{part}" for name in layers for part in ("base.", "lora_"))
+    return {name: tensor if dtype is None else tensor.to(dtype)
+            for name, tensor in state.items() if not name.startswith(own)}
+
+
+# --- files, as PEFT writes and reads them ---------------------------------------------------------
+
+
+def adapter_state(model):
+    return {f"base_model.model.{name}.{part}.weight": getattr(layer, part).detach().cpu()
+            for name, layer in adapters(model).items() for part in ("lora_A", "lora_B")}
+
+
+def save_adapter(model, path):
+    """Write adapter_config.json and adapter_model.safetensors, for PEFT and load_adapter."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(adapter_state(model), path / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", **model.lora, "lora_dropout": 0.0,
+              "bias": "none", "fan_in_fan_out": False, "inference_mode": True}
+    (path / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+@torch.no_grad()
+def load_adapter(model, path):
+    """Copy an adapter of the same rank, scale and targets into the model, in place.
+
+    Raises ValueError if the adapter is another one.
+    """
+    path = Path(path)
+    config = read_json(path / "adapter_config.json")
+    for name in ("r", "lora_alpha", "target_modules"):
+        if config.get(name) != model.lora[name]:
+            raise ValueError(f"{path}: its {name} is {config.get(name)!r}, and this run's "
+                             f"{model.lora[name]!r}; give the flags of the run")
+    file, ours = path / "adapter_model.safetensors", adapter_state(model)
+    state = read_tensors(file)
+    check_tensors(state, file)
+    with explained(file, "not the adapter of this model", "give the run's own --model_path"):
+        shapes = {name: tensor.shape for name, tensor in ours.items()}
+        if {name: tensor.shape for name, tensor in state.items()} != shapes:
+            raise ValueError("other names or shapes")
+        for name, layer in adapters(model).items():
+            for part in ("lora_A", "lora_B"):
+                getattr(layer, part).copy_(state[f"base_model.model.{name}.{part}.weight"])
