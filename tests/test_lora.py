@@ -1,0 +1,194 @@
+"""LoRA: it starts as its base, learns what the dense formula says, and others can read it."""
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_run import POLICY, SMALL, arguments, measured, rollout_of_six
+from transformers import AutoModelForCausalLM
+
+import train_grpo
+from model import MiniMindConfig, MiniMindForCausalLM, World, fast, load_pretrained, sampler
+from model.lora import (
+    adapter_state,
+    adapters,
+    load_adapter,
+    merged_state,
+    save_adapter,
+    with_adapters,
+)
+from train_grpo import token_logps, update_policy
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def pair():
+    """A base, and a policy whose adapters have moved."""
+    base = load_pretrained(POLICY, dtype=torch.float32)
+    policy = with_adapters(base, rank=3, alpha=6, name=POLICY)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in adapters(policy).values():
+            layer.lora_B.copy_(0.05 * torch.randn(layer.lora_B.shape, generator=generator))
+    return base, policy
+
+
+IDS = torch.randint(3, 280, (4, 20), generator=torch.Generator().manual_seed(1))
+
+
+def test_the_policy_starts_as_its_base_and_shares_every_weight_of_it():
+    untouched = load_pretrained(POLICY, dtype=torch.float32)
+    base = load_pretrained(POLICY, dtype=torch.float32)
+    policy = with_adapters(base, rank=2, alpha=32)
+    assert torch.equal(policy(IDS), untouched(IDS)) and torch.equal(base(IDS), untouched(IDS))
+    own = {weight.data_ptr() for weight in base.parameters()}
+    learns = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+    shared = {name: weight.data_ptr() for name, weight in policy.named_parameters()
+              if name not in learns}
+    assert set(shared.values()) == own and not any(w.requires_grad for w in base.parameters())
+    assert len(learns) == 2 * 7 * 4 and all(".lora_" in name for name in learns)
+    layer = policy.model.layers[0].mlp.down_proj
+    assert layer.lora_A.shape == (2, 352) and layer.lora_B.shape == (128, 2)
+    assert 0 < layer.lora_A.std() < 1 and not layer.lora_B.any()
+    again = with_adapters(untouched, rank=2, alpha=32)      # on every rank, and after a resume
+    assert torch.equal(again.model.layers[0].mlp.down_proj.lora_A, layer.lora_A)
+
+
+def test_adapters_compute_and_learn_what_dense_matrices_would(pair):
+    base, policy = pair
+    before = base(IDS)
+    dense = load_pretrained(POLICY, dtype=torch.float32)
+    dense.load_state_dict(merged_state(policy))
+    assert (policy(IDS) - base(IDS)).abs().max() > 0.5
+    torch.testing.assert_close(policy(IDS), dense(IDS), atol=1e-4, rtol=1e-5)
+    for model in (policy, dense):
+        model(IDS).logsumexp(-1).pow(2).mean().backward()
+    for name, layer in adapters(policy).items():
+        dW = dense.get_submodule(name).weight.grad
+        torch.testing.assert_close(layer.lora_B.grad, 2 * dW @ layer.lora_A.T, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(layer.lora_A.grad, 2 * layer.lora_B.T @ dW, rtol=1e-3, atol=1e-6)
+    assert torch.equal(base(IDS), before) and all(w.grad is None for w in base.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fast_pair_sees_the_adapters_and_copies_no_base_weight(dtype, pair, monkeypatch):
+    base, policy = pair
+    mask, options = torch.ones_like(IDS[:, :9]), {
+        "num_generations": 2, "max_new_tokens": 8, "eos_token_id": 2, "pad_token_id": 0,
+        "greedy": True}
+    copies = []
+    packs = torch.ops.mkldnn._reorder_linear_weight
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight",
+                        lambda weight: copies.append(weight) or packs(weight))
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        plain = sampler.sample(policy, IDS[:, :9], mask, **options)
+        ours = fast.sample(policy, IDS[:, :9], mask, **options)
+    tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0}
+    assert not copies
+    if dtype == torch.float32:
+        assert torch.equal(plain[0], ours[0])
+    torch.testing.assert_close(plain[1], ours[1], **tolerance)
+    six = rollout_of_six(base)
+    for model, other in ((policy, policy), (base, base)):
+        torch.testing.assert_close(token_logps(model, *six.sequences()),
+                                   fast.token_logps(other, *six.sequences()), atol=1e-4, rtol=1e-4)
+
+
+def test_only_adapters_move_and_the_update_sums_only_their_gradients(pair):
+    base, policy = pair
+    six = rollout_of_six(base)
+    frozen = {name: weight.clone() for name, weight in base.state_dict().items()}
+    start = adapter_state(policy)
+    start = {name: tensor.clone() for name, tensor in start.items()}
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    metrics = update_policy(policy, optimizer, six, World("cpu"), fast.token_logps,
+                            arguments(beta=0.1))
+    assert metrics["grad_norm"] > 0 and metrics["kl"] > 0
+    assert all(torch.equal(weight, frozen[name]) for name, weight in base.state_dict().items())
+    moved = adapter_state(policy)
+    assert all(not torch.equal(moved[name], start[name]) for name in start)
+    assert len(optimizer.state) == len(start)           # no moments for a frozen weight
+
+
+def test_a_run_saves_adapter_and_merged_weights_and_resumes_exactly(tmp_path, monkeypatch):
+    flags = [*SMALL, "--lora_rank", "2", "--learning_rate", "1e-2", "--eval_interval", "0",
+             "--save_interval", "2", "--out_dir", str(tmp_path), "--max_gen_len", "24",
+             "--max_steps", "4", "--lora_target_modules", "q_proj", "down_proj"]
+    train_grpo.main([*flags, "--run_name", "whole"])
+    update, updates = train_grpo.update_policy, []
+
+    def interrupted(*arguments):
+        updates.append(update(*arguments))
+        if len(updates) == 3:
+            raise KeyboardInterrupt
+        return updates[-1]
+
+    monkeypatch.setattr(train_grpo, "update_policy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train_grpo.main([*flags, "--run_name", "parts"])
+    assert not (tmp_path / "parts/final").exists()
+    train_grpo.main([*flags, "--run_name", "parts", "--resume"])
+    assert measured(tmp_path / "whole") == measured(tmp_path / "parts") and len(updates) == 5
+    for file in ("final/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes()
+    weights = load_file(tmp_path / "whole/adapter/adapter_model.safetensors")
+    assert weights.keys() == {
+        f"base_model.model.model.layers.{i}.{name}.lora_{part}.weight" for i in range(4)
+        for name in ("self_attn.q_proj", "mlp.down_proj") for part in "AB"}
+    config = json.loads((tmp_path / "whole/adapter/adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 2, 32)
+    assert config["target_modules"] == ["q_proj", "down_proj"]
+    # The formula once more, from the files alone.
+    final, base = (load_file(folder / "model.safetensors")
+                   for folder in (tmp_path / "whole/final", POLICY))
+    for name, tensor in base.items():
+        tensor, prefix = tensor.float(), f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        if f"{prefix}A.weight" in weights:
+            tensor = tensor + 32 / 2 * weights[f"{prefix}B.weight"] @ weights[f"{prefix}A.weight"]
+            assert not torch.equal(tensor, base[name].float())
+        torch.testing.assert_close(final[name], tensor, rtol=1e-5, atol=1e-6)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "whole/final")
+    ours = load_pretrained(tmp_path / "whole/final")
+    torch.testing.assert_close(theirs(IDS).logits, ours(IDS), atol=1e-4, rtol=1e-4)
+    assert measured(tmp_path / "whole")[0]["kl"] == 0       # the policy is the reference
+
+
+def test_a_wrong_or_hostile_adapter_is_one_sentence(pair, tmp_path):
+    _, policy = pair
+    save_adapter(policy, tmp_path / "good")
+    before = {name: tensor.clone() for name, tensor in adapter_state(policy).items()}
+
+    class Hostile:
+        def __reduce__(self):
+            return (tmp_path / "canary").touch, ()
+
+    for name, change in {
+        "pickle": lambda folder: (folder / "adapter_model.safetensors").write_bytes(
+            pickle.dumps(Hostile())),
+        "rank": lambda folder: (folder / "adapter_config.json").write_text('{"r": 4}'),
+        "names": lambda folder: save_file({"a": torch.zeros(1)},
+                                          folder / "adapter_model.safetensors"),
+        "nan": lambda folder: save_file({key: value / 0 for key, value in before.items()},
+                                        folder / "adapter_model.safetensors"),
+        "json": lambda folder: (folder / "adapter_config.json").write_text("["),
+    }.items():
+        save_adapter(policy, tmp_path / name)
+        change(tmp_path / name)
+        with pytest.raises(ValueError, match=str(tmp_path / name)):
+            load_adapter(policy, tmp_path / name)
+    assert not (tmp_path / "canary").exists()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in adapter_state(policy).items())
+    load_adapter(policy, tmp_path / "good")
+
+
+def test_targets_that_do_not_exist_and_experts_are_left_alone():
+    config = MiniMindConfig(vocab_size=99, hidden_size=16, intermediate_size=16, head_dim=4,
+                            num_hidden_layers=2, num_experts=2, mlp_only_layers=[0])
+    model = MiniMindForCausalLM(config)
+    with pytest.raises(ValueError, match="--lora_target_modules w1: here has no linear layer"):
+        with_adapters(model, rank=1, alpha=1, targets=("q_proj", "w1"), name="here")
+    names = adapters(with_adapters(model, rank=1, alpha=1))
+    assert "model.layers.0.mlp.up_proj" in names and "model.layers.1.self_attn.q_proj" in names
+    assert not any("experts" in name for name in names)
