@@ -370,6 +370,8 @@ def save_pretrained(model, tokenizer, path):
     contents = {"config.json": hub_config(model), "generation_config.json": generation}
     for name, content in contents.items():
         (path / name).write_text(json.dumps(content, indent=2) + "\n")
+    # safetensors makes files that only their owner may read; a server may be somebody else.
+    shutil.copymode(path / "config.json", path / "model.safetensors")
     save_tokenizer(tokenizer, path)
 
 
