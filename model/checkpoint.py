@@ -327,6 +327,8 @@ def written_whole(path):
     except BaseException as error:
         is_full = free_space(path) < 1e6
         shutil.rmtree(new, ignore_errors=True)
+        if old.exists() and not path.exists():
+            old.rename(path)
         # RuntimeError is all that torch.save has for a full disk, and no reason.
         if not isinstance(error, (OSError, SafetensorError, RuntimeError)):
             raise
