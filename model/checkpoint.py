@@ -328,6 +328,8 @@ def written_whole(path):
     except BaseException as error:
         is_full = free_space(path) < 1e6
         shutil.rmtree(new, ignore_errors=True)
+        if old.exists() and not path.exists():
+            old.rename(path)
         # RuntimeError is all that torch.save has for a full disk, and no reason.
         if not isinstance(error, (OSError, SafetensorError, RuntimeError)):
             raise
@@ -374,6 +376,8 @@ def save_pretrained(model, tokenizer, path):
     contents = {"config.json": hub_config(model), "generation_config.json": generation}
     for name, content in contents.items():
         (path / name).write_text(json.dumps(content, indent=2) + "\n")
+    # safetensors makes files that only their owner may read; a server may be somebody else.
+    shutil.copymode(path / "config.json", path / "model.safetensors")
     save_tokenizer(tokenizer, path)
 
 

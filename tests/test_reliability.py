@@ -123,12 +123,30 @@ def test_a_second_signal_stops_at_once(tmp_path):
 # --- writing --------------------------------------------------------------------------------------
 
 
-def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     folder = tmp_path / "checkpoint"
     for text in ("first", "second"):
         with written_whole(folder) as new:
             (new / "file").write_text(text)
             assert not folder.exists() or (folder / "file").read_text() == "first"
+    assert files(tmp_path) == {"checkpoint/file": b"second"}
+    done, fsync, rename = [], os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda number: (
+        done.append(Path(os.readlink(f"/proc/self/fd/{number}")).name), fsync(number)))
+
+    def renamed(path, target):
+        done.append(f"{path.name} to {target.name}")
+        if done[-1] == "checkpoint.new to checkpoint" and done.count(done[-1]) == 2:
+            raise KeyboardInterrupt         # between the two renames
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    with written_whole(folder) as new:
+        (new / "file").write_text("second")
+    assert done == ["file", "checkpoint.new", "checkpoint to checkpoint.old",
+                    "checkpoint.new to checkpoint", tmp_path.name]
+    with pytest.raises(KeyboardInterrupt), written_whole(folder) as new:
+        (new / "file").write_text("third")
     assert files(tmp_path) == {"checkpoint/file": b"second"}
     with pytest.raises(KeyError), written_whole(folder) as new:
         (new / "file").write_text("third")
