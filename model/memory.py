@@ -41,32 +41,42 @@ def num_parameters(config):
         return sum(parameter.numel() for parameter in MiniMindForCausalLM(config).parameters())
 
 
-def layer_bytes(config, gpu):
+def adapter_parameters(config, rank):
+    """Parameters of the layers' matrices, which LoRA freezes, and of its adapters beside them."""
+    with torch.device("meta"):
+        shapes = [layer.weight.shape for layer in MiniMindForCausalLM(config).model.layers.modules()
+                  if isinstance(layer, torch.nn.Linear)]
+    return sum(map(torch.Size.numel, shapes)), rank * sum(map(sum, shapes))
+
+
+def layer_bytes(config, gpu, frozen):
     """Bytes that one layer keeps for its backward pass, per token that it reads, and per position
-    of a sequence, whose keys and values attention gathers."""
+    of a sequence, whose keys and values attention gathers. frozen: with LoRA, norms don't learn."""
     D, product = config.hidden_size, 2 if gpu else 4        # residuals and norms stay float32
     q_size = config.num_attention_heads * config.head_dim
     kv_size = config.num_key_value_heads * config.head_dim
     F = config.intermediate_size
     if config.num_experts:
         F = config.num_experts_per_tok * config.moe_intermediate_size
-    norms = 2 * (8 + product) * D                           # input, normalised input, output; twice
+    normed = 0 if frozen else 4                             # for the gradient of a norm's weight
+    norms = 2 * (4 + normed + product) * D                  # input, normalised input, output; twice
     attention = product * 3 * q_size                        # queries, and twice what came of them
-    qk_norm = (4 + product) * (q_size + kv_size) if config.qk_norm else 0
+    qk_norm = (normed + product) * (q_size + kv_size) if config.qk_norm else 0
     # 4 F: gate, silu(gate), up, their product. On a GPU each head gets its copy of key and value.
     return norms + attention + qk_norm + product * 4 * F, product * 2 * (q_size if gpu else kv_size)
 
 
 def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, completion_length,
-               micro_batch_size, reference, gradient_checkpointing, gpu):
+               micro_batch_size, reference, gradient_checkpointing, gpu, lora_rank=0):
     """Bytes by purpose, and the "peak": what always is there, plus the dearer of sample and learn.
 
     n: num_parameters(config); gpu: bfloat16 products of float32 weights, else float32 on the CPU.
+    With LoRA the layers' matrices are bfloat16 on a GPU, and only adapters are trained.
     """
     N, T = num_prompts * num_generations, prompt_length + completion_length
     D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
     rows, product = min(micro_batch_size, N), 2 if gpu else 4
-    per_token, per_position = layer_bytes(config, gpu)
+    per_token, per_position = layer_bytes(config, gpu, bool(lora_rank))
     prompts = -(-rows // num_generations)           # each is read once for its completions
     tokens = rows * completion_length + prompts * prompt_length
     bias = rows * completion_length * T * (2 if gpu else 0)     # autocast's copy in each layer
@@ -82,6 +92,13 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
         "activations": L * tokens * 4 * D if gradient_checkpointing else L * one_layer,
         "logits": rows * completion_length * V * 4 * 4,     # scaled, log-softmax, probabilities too
     }
+    if lora_rank:
+        matrices, adapters = adapter_parameters(config, lora_rank)
+        head = V * D                        # the only matrix that is still converted or packed
+        parts |= {
+            "weights": product * matrices + 4 * (n - matrices + adapters), "reference": 0,
+            "moments": 8 * adapters, "gradients": 4 * adapters,
+            "bfloat16 weights": 2 * head * gpu, "sampler's weights": 4 * head * (not gpu)}
     always = parts["weights"] + parts["moments"] + parts["reference"]
     copies = parts["bfloat16 weights"] + parts["sampler's weights"]
     # Where completions part after their first token, the prompt's keys and values are copied.
@@ -89,10 +106,11 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
     sampling = parts["gradients"] + copies + (1 + parted) * parts["cache"] + 4 * N * V * 4
     # In turn: all copies of the logits; two of them and the head's gradient; a layer recomputed.
     recomputed = one_layer * gradient_checkpointing
-    dearest = max(parts["logits"], parts["logits"] / 2 + 4 * V * D, recomputed)
+    trained = 0 if lora_rank else 4 * V * D             # the gradient of head or embedding
+    dearest = max(parts["logits"], parts["logits"] / 2 + trained, recomputed)
     micro_batch = parts["activations"] + dearest + parts["bfloat16 weights"]
     # At the end the embedding's gradient and, where it is the head too, the head's are added up.
-    micro_batch = max(micro_batch, (1 + 2 * config.tie_word_embeddings) * 4 * V * D)
+    micro_batch = max(micro_batch, (1 + 2 * config.tie_word_embeddings) * trained)
     # The first micro-batch of a step finds no gradients yet: they grow as its activations go.
     later = micro_batch + parts["gradients"] if rows < N else 0
     learning = max(micro_batch, parts["gradients"], later)

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_grpo  # noqa: E402, I001 - before torch
 import torch  # noqa: E402
 from model import MiniMindConfig, MiniMindForCausalLM, Rollout, fast  # noqa: E402
+from model.lora import with_adapters  # noqa: E402
 from model.memory import num_parameters, peak_bytes  # noqa: E402
 
 SMALL = {"vocab_size": 6400, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
@@ -32,6 +33,7 @@ ROWS = [
     (SMALL, {"reference": False}),
     (SMALL, {"num_prompts": 8, "completion_length": 8, "prompt_length": 120,
              "micro_batch_size": 1}),
+    (LARGE, {"lora_rank": 8}), (WIDE, {"lora_rank": 8, "micro_batch_size": 16}),
     (LARGE, {}), (LARGE, {"micro_batch_size": 16}), (WIDE, {}), (WIDE, {"micro_batch_size": 16})]
 
 
@@ -49,7 +51,9 @@ def two_steps(sizes, run):
                                   "--beta", str(beta), "--dtype", "float32"])
     policy = MiniMindForCausalLM(MiniMindConfig(**sizes))
     policy.model.gradient_checkpointing = run["gradient_checkpointing"]
-    reference = copy.deepcopy(policy) if run["reference"] else None
+    reference = copy.deepcopy(policy) if run["reference"] and not run.get("lora_rank") else None
+    if run.get("lora_rank"):
+        policy, reference = with_adapters(policy, rank=run["lora_rank"], alpha=32), policy
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
     prompts = torch.randint(1, 100, (run["num_prompts"], run["prompt_length"]))
     prompt_mask = torch.ones_like(prompts)
