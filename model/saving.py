@@ -58,10 +58,10 @@ class Saver:
                 self.run_dir / "checkpoint", policy, tokenizer, optimizer,
                 reference if self.args.ref_model_sync_steps else None,
                 step=step, num_tokens=num_tokens)
+        self.world.gather([step])           # the others wait until rank 0 has saved
         self.saved_at = time.monotonic()
         self._advise(step)
         if self.stopped_by:
-            self.world.gather([step])       # wait for rank 0 to have saved
             raise Stopped(self.stopped_by, f"after step {step}, which is saved; go on with:\n"
                           f"    {resume_command()}", together=True)
 

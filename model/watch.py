@@ -18,9 +18,11 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -31,7 +33,8 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
            if hasattr(signal, name)]        # Windows has no SIGHUP
 SECONDS_BETWEEN_LOOKS = 0.25
 LAUNCHER = os.getppid()                     # torchrun, if it is there
-LIBRARIES = os.path.dirname(os.__file__)    # Python's own, and the packages below it
+# The folders of Python's own modules and of the installed packages.
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 class Stopped(KeyboardInterrupt):
@@ -65,14 +68,14 @@ class Watch:
         self.letters.setblocking(False)
         self.main, self.handlers = threading.current_thread(), {}
         self.handles_signals = self.main is threading.main_thread()
-        if self.handles_signals:
-            self.old_letters = signal.set_wakeup_fd(self.letters.fileno(),
-                                                    warn_on_full_buffer=False)
-            self._handle_signals()
         self.ends = []
         self.closed, self.thread = False, threading.Thread(target=self._run, daemon=True)
         self.thread.start()
         Watch.current = world.watch = self
+        if self.handles_signals:
+            self.old_letters = signal.set_wakeup_fd(self.letters.fileno(),
+                                                    warn_on_full_buffer=False)
+            self._handle_signals()
 
     def _meet_the_others(self):
         """A store that all ranks share, and the processes of the other ranks on this machine.
@@ -100,6 +103,21 @@ class Watch:
         if not self.steps_began:
             raise Stopped(number, "before the first step; nothing was written", together=False)
 
+    def give_back_signals(self):
+        if self.handles_signals:
+            signal.set_wakeup_fd(self.old_letters)
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+
+    def leave_child(self):
+        """In a process that a reward function forks, a worker of a Pool, say.
+
+        The Pool ends it with SIGTERM, which must neither be caught nor reach our mailbox. But the
+        terminal sends Ctrl-C to it too, and the step that is running still needs it.
+        """
+        self.give_back_signals()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     def steps_begin(self):
         """From now on a signal lets the step end. Before, there is nothing to save."""
         self.steps_began = True
@@ -114,25 +132,25 @@ class Watch:
         for function in self.ends:
             function()
         self.closed = True
-        if self.store is not None:
-            try:
-                self.store.set(f"ended/{self.rank}", "1")
-            except RuntimeError:            # the launcher is gone, and its store with it
-                pass
+        self._tell(f"ended/{self.rank}", "1")
         self.letters.send(b"\0")
         self.thread.join()
-        if self.handles_signals:
-            signal.set_wakeup_fd(self.old_letters)
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
+        self.give_back_signals()
         Watch.current = None
+
+    def _tell(self, key, value):
+        """Put it into the store, if that is still there: it ends with torchrun."""
+        store = self.store                  # the thread may set it to None at any time
+        if store is not None:
+            with suppress(RuntimeError):
+                store.set(key, value)
 
     # --- World calls these around each collective -------------------------------------------------
 
     def enter_collective(self):
         self.collectives, self.waiting, self.since = self.collectives + 1, True, time.monotonic()
-        if self.hang_timeout and self.store is not None:
-            self.store.set(f"collectives/{self.rank}", str(self.collectives))
+        if self.hang_timeout:
+            self._tell(f"collectives/{self.rank}", str(self.collectives))
 
     def leave_collective(self):
         self.waiting, self.since = False, time.monotonic()
@@ -182,7 +200,7 @@ class Watch:
         silent, limit = time.monotonic() - self.since, f"--hang_timeout {self.hang_timeout:g}"
         if not self.waiting and silent > self.hang_timeout:
             frames = traceback.extract_stack(sys._current_frames()[self.main.ident])
-            place = [f for f in frames if not f.filename.startswith((LIBRARIES, "<"))][-1]
+            place = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))][-1]
             self._leave(f"error: rank {self.rank} hangs, for more than the seconds of {limit}, in "
                         f"{place.filename}, line {place.lineno}: {place.line}", 1)
         # A process that is frozen can't say so. The margin is for one that can.
@@ -199,15 +217,17 @@ class Watch:
         """End this process now, whatever the training is waiting for."""
         if self.is_first_to_fail():
             last_words(text + self.advice)
-        sys.stdout.flush()
+        with suppress(OSError):             # as in say()
+            sys.stdout.flush()
         os._exit(code)
 
     # --- failures ---------------------------------------------------------------------------------
 
     def is_first_to_fail(self):
         """Only the first rank to fail speaks: what the others run into then is its consequence."""
+        store = self.store
         try:
-            return self.store is None or self.store.add("failures", 1) == 1
+            return store is None or store.add("failures", 1) == 1
         except RuntimeError:
             return True
 
@@ -225,13 +245,10 @@ class Watch:
         """All ranks have agreed to stop. Rank 0 tells, and nobody leaves before it has."""
         if self.rank == 0:
             last_words(str(error))
-        if self.store is not None:
-            try:
-                if self.rank == 0:
-                    self.store.set("told", "1")
+            self._tell("told", "1")
+        elif self.store is not None:
+            with suppress(RuntimeError):    # torchrun is gone, and the store with it
                 self.store.wait(["told"], timedelta(seconds=60))
-            except RuntimeError:            # the launcher is gone, and its store with it
-                pass
 
 
 def all_or_none(main):
@@ -275,8 +292,14 @@ def is_alive(process):
     return True
 
 
+if hasattr(os, "register_at_fork"):         # Windows has no fork
+    os.register_at_fork(after_in_child=lambda: Watch.current and Watch.current.leave_child())
+
+
 def say(text):
-    print(text, file=sys.stderr, flush=True)
+    # A closed terminal takes no text, nor does the `tee` of `| tee log` after a Ctrl-C.
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 # A process of its own, which waits for the end of torchrun: argv is its process and a text.

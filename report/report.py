@@ -277,8 +277,9 @@ class Report:
         # A model can write any character: print '?' for one that the terminal cannot encode,
         # rather than stop the run.
         encoding = sys.stdout.encoding or "utf-8"
-        tqdm.write(text.encode(encoding, errors="replace").decode(encoding))
-        sys.stdout.flush()
+        with suppress(OSError):     # nobody reads it: a closed terminal, the end of `| tee log`
+            tqdm.write(text.encode(encoding, errors="replace").decode(encoding))
+            sys.stdout.flush()
 
     def _open_files(self):
         if self.start_step == 0:        # these two would belong to another run

@@ -104,6 +104,32 @@ def test_signals_that_nohup_ignores_or_others_handle_are_left_to_them(name, hand
         signal.signal(number, before)
 
 
+def test_a_run_saves_when_nobody_can_read_what_it_prints(judge, tmp_path, monkeypatch):
+    """Ctrl-C ends `| tee log` before the run, and a closed terminal takes no more text."""
+    def write(text):
+        raise BrokenPipeError
+
+    stream = SimpleNamespace(write=write, flush=lambda: None, isatty=lambda: False, encoding=None)
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    judge.act = at(3, os.kill, os.getpid(), signal.SIGINT)
+    assert run(tmp_path) == 130
+    assert (tmp_path / "run/checkpoint/optimizer.pt").is_file()
+
+
+def test_signals_of_a_process_that_a_reward_forks_are_its_own(judge, tmp_path):
+    def fork(call):
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == signal.SIGTERM        # and SIGINT did nothing
+
+    judge.act = fork
+    assert run(tmp_path) == 0
+
+
 def test_a_second_signal_stops_at_once(tmp_path):
     (tmp_path / "slow.py").write_text(
         "import os, signal, time\n"
