@@ -308,8 +308,8 @@ def eos_token_ids(model, tokenizer):
 def written_whole(path):
     """A new folder to write into. It takes the place of `path` once all of it is on the disk.
 
-    Whatever happens before, a crash, a full disk, leaves `path` as it was. ValueError if the disk
-    refuses a file.
+    A crash or a full disk before that leaves `path` as it was; a crash between the two renames
+    leaves it as `path`.old. ValueError if the disk refuses a file.
     """
     path = Path(path)
     new, old = path.with_suffix(".new"), path.with_suffix(".old")
@@ -327,7 +327,7 @@ def written_whole(path):
     except BaseException as error:
         is_full = free_space(path) < 1e6
         shutil.rmtree(new, ignore_errors=True)
-        # RuntimeError is all that torch.save has for a full disk, and no reason.
+        # For a full disk torch.save raises RuntimeError, without a reason.
         if not isinstance(error, (OSError, SafetensorError, RuntimeError)):
             raise
         reason = "the disk is full" if is_full else str(error).splitlines()[0]

@@ -1,4 +1,4 @@
-"""When a run saves, where it goes on from, and that no other run writes into its folder."""
+"""Saves a run, resumes it, and keeps other runs out of its folder."""
 import os
 import shlex
 import shutil
@@ -77,9 +77,9 @@ class Saver:
 
 
 def lock(run_dir):
-    """Locks a run's folder; returns the function that unlocks it, as the end of the process does.
+    """Locks a run's folder; returns the function that unlocks it. The end of the process does too.
 
-    If nothing was written into the folder meanwhile, it leaves nothing behind.
+    If nothing was written into the folder meanwhile, that function also removes the folder.
     """
     file, missing = run_dir / ".lock", [folder for folder in (run_dir, *run_dir.parents)
                                         if not folder.exists()]

@@ -1,15 +1,15 @@
-"""What can end a run early, and that it then ends on every rank.
+"""Whatever ends a run early ends it on every rank, and the run says why.
 
 Training may be waiting in a collective for a rank that is gone. So a thread beside it watches for
 
-    a signal   SIGINT (Ctrl-C), SIGTERM (a scheduler) or SIGHUP (a closed terminal): the step that
-               is running ends and the run saves (saving.py); a second signal ends it at once
+    a signal   SIGINT (Ctrl-C), SIGTERM (a scheduler) or SIGHUP (a closed terminal): the run ends
+               its step and saves (saving.py); a second signal ends it at once
     a failure  the first rank that fails says why, and the others leave without a word
     a death    a rank that was killed can't say anything, so another one does
     a hang     with --hang_timeout: a rank has been busy for longer without reaching the others
 
-torchrun knows only that a process has failed, and says so in a page of its own. The reason is
-repeated after that page, where one looks first.
+torchrun knows only that a process has failed, and prints a page about that. So the reason is
+repeated after this page, where people look first.
 """
 import functools
 import os
@@ -59,11 +59,11 @@ class Watch:
     def __init__(self, world, hang_timeout=0):
         self.rank, self.size, self.hang_timeout = world.rank, world.size, hang_timeout
         self.signal, self.signalled_at, self.steps_began, self.advice = None, 0.0, False, ""
-        # Collectives: how many so far, is this rank waiting in one, and since when not.
+        # How many collectives so far? Is this rank in one? When did it last enter or leave one?
         self.collectives, self.waiting, self.since = 0, False, time.monotonic()
         self.store, self.processes = self._meet_the_others() if self.size > 1 else (None, {})
-        # Python calls a handler only between two of its own instructions. The number of the signal
-        # is in the mailbox at once, even while the training waits in a collective.
+        # Python calls a handler only between two of its own instructions, so not while the training
+        # waits in a collective. But it writes the number of the signal into the mailbox at once.
         self.mailbox, self.letters = socket.socketpair()
         self.letters.setblocking(False)
         self.main, self.handlers = threading.current_thread(), {}
@@ -80,7 +80,7 @@ class Watch:
     def _meet_the_others(self):
         """A store that all ranks share, and the processes of the other ranks on this machine.
 
-        The connection is our own: training may be blocked in a call on the one that it has.
+        Our own connection to the store: a call of the training may block the one that it has.
         """
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
                               is_master=False)
@@ -165,7 +165,8 @@ class Watch:
             if self.closed:
                 return
             try:
-                # The others first: when a rank fails, torchrun sends the rest a SIGTERM.
+                # The others first: when a rank fails, torchrun sends the rest a SIGTERM, which
+                # is not the reason.
                 if self.store is not None:
                     self._look_at_the_others()
                 if self.hang_timeout:
@@ -302,7 +303,7 @@ def say(text):
         print(text, file=sys.stderr, flush=True)
 
 
-# A process of its own, which waits for the end of torchrun: argv is its process and a text.
+# Runs as a process of its own: waits until torchrun, process argv[1], has ended; prints argv[2].
 REPEAT_AFTER = """
 import os, select, sys, time
 try:

@@ -81,7 +81,7 @@ class World:
         return [row for rows in lists for row in rows]
 
     def agree(self, **values):
-        """ValueError unless all ranks have the same values: one would wait for the other."""
+        """ValueError unless all ranks have the same values: else one waits for another forever."""
         for rank, others in enumerate(self.gather([values])):
             for name, value in values.items():
                 if others[name] != value:

@@ -10,8 +10,8 @@ It moves a progress bar, prints warnings, logs to SwanLab if asked to, and write
                    curves.png          the metrics and evaluations as one picture (curves.py)
                    swanlab/            SwanLab's own files, with --swanlab offline, local or online
 
-The first step that a new run has done deletes what an earlier run of its name has left there. A run
-that fails before, for a mistake in a reward function, say, costs nobody his results.
+Once its first step is done, a new run deletes what an earlier run of its name has left there. A run
+that fails before that, for a mistake in a reward function, say, leaves those results alone.
 """
 import gc
 import importlib.util
@@ -282,7 +282,7 @@ class Report:
             sys.stdout.flush()
 
     def _open_files(self):
-        if self.start_step == 0:        # these two would belong to another run
+        if self.start_step == 0:        # these belong to an earlier run
             for name in ("checkpoint", "checkpoint.old", "final"):
                 shutil.rmtree(self.run_dir / name, ignore_errors=True)
         arguments = json.dumps(to_json(vars(self.args)), indent=2, sort_keys=True,
