@@ -98,10 +98,12 @@ def lock(run_dir):
         held.acquire(blocking=False)
         file.write_text(f"{os.getpid()}\n")
     except Timeout:
-        holder = file.read_text().strip()
+        holder = "unknown"
+        with suppress(OSError):             # it has just ended
+            holder = file.read_text().strip() or holder
         raise ValueError(
-            f"{run_dir}: another run is writing there, process {holder or 'unknown'}; wait until "
-            "it has ended, stop it, or choose another --run_name") from None
+            f"{run_dir}: another run is writing there, process {holder}; wait until it has ended, "
+            "stop it, or choose another --run_name") from None
     except OSError as error:
         raise ValueError(f"{run_dir}: cannot be written to ({error.strerror}); choose another "
                          "--out_dir") from error

@@ -158,8 +158,9 @@ class Watch:
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self):
-        # A single process without a time limit has nothing to look at between two signals.
-        looks = SECONDS_BETWEEN_LOOKS if self.size > 1 or self.hang_timeout else None
+        # A single process, with no time limit and no launcher, waits for nothing but signals.
+        has_more = self.size > 1 or self.hang_timeout or under_torchrun()
+        looks = SECONDS_BETWEEN_LOOKS if has_more else None
         while True:
             has_mail = select.select([self.mailbox], [], [], looks)[0]
             if self.closed:

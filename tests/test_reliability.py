@@ -19,7 +19,7 @@ from filelock import FileLock
 
 import chaos
 import train_grpo
-from model import World
+from model import Saver, World
 from model.checkpoint import written_whole
 from report.jsonl import drop_lines_after, read_jsonl
 
@@ -243,6 +243,13 @@ def test_a_long_file_is_read_in_even_strides_with_both_ends(tmp_path):
 
 
 # --- several ranks --------------------------------------------------------------------------------
+
+
+def test_no_checkpoint_is_called_whole_before_rank_0_has_saved_it(tmp_path):
+    world = SimpleNamespace(rank=1, watch=SimpleNamespace(advice=""), gather=lambda rows: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Saver(tmp_path, world, SimpleNamespace()).save(1, 0, None, None, None, None)
+    assert not world.watch.advice
 
 
 def test_ranks_that_differ_are_told_instead_of_waiting(monkeypatch):
