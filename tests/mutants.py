@@ -3,11 +3,12 @@
     python tests/mutants.py             draws 100 mutants, tests each, prints the survivors
     python tests/mutants.py --again     tests the survivors again, after new tests
 
-cosmic-ray makes the mutants: a plus becomes a minus, 1 becomes 2, a loop runs zero times. Each is
-tested in a copy of the repository, first by the test files that concern its module, then by the
-rest of the suite. tests/mutants.toml names the modules and these files. Messages of errors and
-warnings are left out, and what only runs under `if __name__`. Of the mutants of one place in the
-code one is drawn; modules are represented in proportion to their places.
+cosmic-ray (tests/requirements-bench.txt) makes the mutants: a plus becomes a minus, 1 becomes 2, a
+loop runs zero times. Each is tested in a copy of the repository, first by the test files that
+concern its module, then by the rest of the suite. tests/mutants.toml names the modules and these
+files. Messages of errors and warnings are left out, and what only runs under `if __name__`. Of the
+mutants of one place in the code one is drawn; modules are represented in proportion to their
+places.
 
 The results so far are in --session: interrupted, the same command goes on from there. After a
 change of the code, start a new one. Takes an hour.
