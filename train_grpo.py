@@ -423,7 +423,7 @@ def main(argv=None):
             print(json.dumps(results, indent=2))
         return world.close()
     with Report(run_dir, args, total_steps=last_step, start_step=steps_done,
-                active=world.rank == 0) as report:
+                active=world.rank == 0) as report, watch:
         report.intro(policy, device, world.size, len(problems), len(heldout))
         if args.eval_interval and steps_done == 0:
             report.evaluation(0, evaluate_at(0))
@@ -469,7 +469,8 @@ def main(argv=None):
             report.step(step, metrics, records)
             if saver.is_due(step, last_step):
                 with report.timed("checkpoint"):
-                    saver.save(step, num_tokens, policy, tokenizer, optimizer, reference)
+                    saver.save(     # and stop, if a signal has asked for it
+                        step, num_tokens, policy, tokenizer, optimizer, reference)
                 report.draw()
         saver.save_final(policy, tokenizer)
     world.close()
@@ -745,7 +746,7 @@ def add_report_flags(parser):
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
          "products; all else stays float32; auto: bfloat16 on GPUs that support it")
     flag("--hang_timeout", type=POSITIVE_OR_0, default=0, help="seconds a rank may be busy without "
-         "reaching the others before the run ends and names it; 0: no limit")
+         "reaching the others, once steps began, before the run ends and names it; 0: no limit")
     flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
     flag("--ddp", action="store_true", help="ignored: use torchrun")
 

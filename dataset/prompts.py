@@ -240,7 +240,6 @@ def ignore_signals(worker):
 
     They end when the training does.
     """
-    signal.set_wakeup_fd(-1)
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -27,6 +27,7 @@ from .files import (
     plain,
     read_json,
     read_tensors,
+    reason,
 )
 from .lora import adapters, load_adapter, merged_state, save_adapter
 from .minimind_pth import read_pth
@@ -309,8 +310,8 @@ def eos_token_ids(model, tokenizer):
 def written_whole(path):
     """A new folder to write into. It takes the place of `path` once all of it is on the disk.
 
-    Whatever happens before, a crash, a full disk, leaves `path` as it was. ValueError if the disk
-    refuses a file.
+    A crash or a full disk before that leaves `path` as it was; a crash between the two renames
+    leaves it as `path`.old. ValueError if the disk refuses a file.
     """
     path = Path(path)
     new, old = path.with_suffix(".new"), path.with_suffix(".old")
@@ -330,11 +331,11 @@ def written_whole(path):
         shutil.rmtree(new, ignore_errors=True)
         if old.exists() and not path.exists():
             old.rename(path)
-        # RuntimeError is all that torch.save has for a full disk, and no reason.
+        # For a full disk torch.save raises RuntimeError, without a reason.
         if not isinstance(error, (OSError, SafetensorError, RuntimeError)):
             raise
-        reason = "the disk is full" if is_full else str(error).splitlines()[0]
-        raise ValueError(f"{path} could not be written ({reason}); "
+        why = "the disk is full" if is_full else reason(error)
+        raise ValueError(f"{path} could not be written ({why}); "
                          f"{free_space(path) / 1e6:,.0f} MB are free without it: make room, or "
                          "choose another --out_dir") from error
     shutil.rmtree(old, ignore_errors=True)

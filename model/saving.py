@@ -1,4 +1,4 @@
-"""When a run saves, where it goes on from, and that no other run writes into its folder."""
+"""Saves a run, resumes it, and keeps other runs out of its folder."""
 import os
 import shlex
 import shutil
@@ -58,10 +58,10 @@ class Saver:
                 self.run_dir / "checkpoint", policy, tokenizer, optimizer,
                 reference if self.args.ref_model_sync_steps else None,
                 step=step, num_tokens=num_tokens)
+        self.world.gather([step])           # the others wait until rank 0 has saved
         self.saved_at = time.monotonic()
         self._advise(step)
         if self.stopped_by:
-            self.world.gather([step])       # wait for rank 0 to have saved
             raise Stopped(self.stopped_by, f"after step {step}, which is saved; go on with:\n"
                           f"    {resume_command()}", together=True)
 
@@ -80,9 +80,9 @@ class Saver:
 
 
 def lock(run_dir):
-    """Locks a run's folder; returns the function that unlocks it, as the end of the process does.
+    """Locks a run's folder; returns the function that unlocks it. The end of the process does too.
 
-    If nothing was written into the folder meanwhile, it leaves nothing behind.
+    If nothing was written into the folder meanwhile, that function also removes the folder.
     """
     file, missing = run_dir / ".lock", [folder for folder in (run_dir, *run_dir.parents)
                                         if not folder.exists()]
@@ -101,10 +101,12 @@ def lock(run_dir):
         held.acquire(blocking=False)
         file.write_text(f"{os.getpid()}\n")
     except Timeout:
-        holder = file.read_text().strip()
+        holder = "unknown"
+        with suppress(OSError):             # it has just ended
+            holder = file.read_text().strip() or holder
         raise ValueError(
-            f"{run_dir}: another run is writing there, process {holder or 'unknown'}; wait until "
-            "it has ended, stop it, or choose another --run_name") from None
+            f"{run_dir}: another run is writing there, process {holder}; wait until it has ended, "
+            "stop it, or choose another --run_name") from None
     except OSError as error:
         raise ValueError(f"{run_dir}: cannot be written to ({error.strerror}); choose another "
                          "--out_dir") from error

@@ -1,15 +1,15 @@
-"""What can end a run early, and that it then ends on every rank.
+"""Whatever ends a run early ends it on every rank, and the run says why.
 
 Training may be waiting in a collective for a rank that is gone. So a thread beside it watches for
 
-    a signal   SIGINT (Ctrl-C), SIGTERM (a scheduler) or SIGHUP (a closed terminal): the step that
-               is running ends and the run saves (saving.py); a second signal ends it at once
+    a signal   SIGINT (Ctrl-C), SIGTERM (a scheduler) or SIGHUP (a closed terminal): the run ends
+               its step and saves (saving.py); a second signal ends it at once
     a failure  the first rank that fails says why, and the others leave without a word
     a death    a rank that was killed can't say anything, so another one does
     a hang     with --hang_timeout: a rank has been busy for longer without reaching the others
 
-torchrun knows only that a process has failed, and says so in a page of its own. The reason is
-repeated after that page, where one looks first.
+torchrun knows only that a process has failed, and prints a page about that. So the reason is
+repeated after this page, where people look first.
 """
 import functools
 import os
@@ -18,9 +18,11 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -31,7 +33,8 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
            if hasattr(signal, name)]        # Windows has no SIGHUP
 SECONDS_BETWEEN_LOOKS = 0.25
 LAUNCHER = os.getppid()                     # torchrun, if it is there
-LIBRARIES = os.path.dirname(os.__file__)    # Python's own, and the packages below it
+# The folders of Python's own modules and of the installed packages.
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 class Stopped(KeyboardInterrupt):
@@ -56,32 +59,34 @@ class Watch:
     def __init__(self, world, hang_timeout=0):
         self.rank, self.size, self.hang_timeout = world.rank, world.size, hang_timeout
         self.signal, self.signalled_at, self.steps_began, self.advice = None, 0.0, False, ""
-        # Collectives: how many so far, is this rank waiting in one, and since when not.
+        self.failed = False                 # this rank, and it has said why
+        # How many collectives so far? Is this rank in one? When did it last enter or leave one?
         self.collectives, self.waiting, self.since = 0, False, time.monotonic()
         self.store, self.processes = self._meet_the_others() if self.size > 1 else (None, {})
-        # Python calls a handler only between two of its own instructions. The number of the signal
-        # is in the mailbox at once, even while the training waits in a collective.
+        # Python calls a handler only between two of its own instructions, so not while the training
+        # waits in a collective. But it writes the number of the signal into the mailbox at once.
         self.mailbox, self.letters = socket.socketpair()
         self.letters.setblocking(False)
         self.main, self.handlers = threading.current_thread(), {}
         self.handles_signals = self.main is threading.main_thread()
-        if self.handles_signals:
-            self.old_letters = signal.set_wakeup_fd(self.letters.fileno(),
-                                                    warn_on_full_buffer=False)
-            self._handle_signals()
         self.ends = []
         self.closed, self.thread = False, threading.Thread(target=self._run, daemon=True)
         self.thread.start()
         Watch.current = world.watch = self
+        if self.handles_signals:
+            self.old_letters = signal.set_wakeup_fd(self.letters.fileno(),
+                                                    warn_on_full_buffer=False)
+            self._handle_signals()
 
     def _meet_the_others(self):
         """A store that all ranks share, and the processes of the other ranks on this machine.
 
-        The connection is our own: training may be blocked in a call on the one that it has.
+        Our own connection to the store: a call of the training may block the one that it has.
         """
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
                               is_master=False)
-        attempt, host = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), socket.gethostname()
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        host = f"{os.environ.get('GROUP_RANK')}/{socket.gethostname()}"     # node number and name
         store = dist.PrefixStore(f"watch/{attempt}", store)
         store.set(f"process/{self.rank}", f"{host} {os.getpid()}")
         places = [store.get(f"process/{rank}").decode().split() for rank in range(self.size)]
@@ -99,6 +104,23 @@ class Watch:
     def _stop_unless_steps_began(self, number, frame):
         if not self.steps_began:
             raise Stopped(number, "before the first step; nothing was written", together=False)
+        if self.signal is None:             # a library in a reward may have closed the mailbox
+            self.letters.send(bytes([number]))
+
+    def give_back_signals(self):
+        if self.handles_signals:
+            signal.set_wakeup_fd(self.old_letters)
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+
+    def leave_child(self):
+        """In a process that a reward function forks, a worker of a Pool, say.
+
+        The Pool ends it with SIGTERM, which must neither be caught nor reach our mailbox. But the
+        terminal sends Ctrl-C to it too, and the step that is running still needs it.
+        """
+        self.give_back_signals()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def steps_begin(self):
         """From now on a signal lets the step end. Before, there is nothing to save."""
@@ -111,28 +133,33 @@ class Watch:
         self.ends.append(function)
 
     def close(self):
-        for function in self.ends:
-            function()
+        self._end()
         self.closed = True
-        if self.store is not None:
-            try:
-                self.store.set(f"ended/{self.rank}", "1")
-            except RuntimeError:            # the launcher is gone, and its store with it
-                pass
+        self._tell(f"ended/{self.rank}", "1")
         self.letters.send(b"\0")
         self.thread.join()
-        if self.handles_signals:
-            signal.set_wakeup_fd(self.old_letters)
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
+        self.give_back_signals()
+        self.mailbox.close()
+        self.letters.close()
         Watch.current = None
+
+    def _end(self):
+        while self.ends:
+            self.ends.pop()()
+
+    def _tell(self, key, value):
+        """Put it into the store, if that is still there: it ends with torchrun."""
+        store = self.store                  # the thread may set it to None at any time
+        if store is not None:
+            with suppress(RuntimeError):
+                store.set(key, value)
 
     # --- World calls these around each collective -------------------------------------------------
 
     def enter_collective(self):
         self.collectives, self.waiting, self.since = self.collectives + 1, True, time.monotonic()
-        if self.hang_timeout and self.store is not None:
-            self.store.set(f"collectives/{self.rank}", str(self.collectives))
+        if self.hang_timeout:
+            self._tell(f"collectives/{self.rank}", str(self.collectives))
 
     def leave_collective(self):
         self.waiting, self.since = False, time.monotonic()
@@ -140,17 +167,19 @@ class Watch:
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self):
-        # A single process without a time limit has nothing to look at between two signals.
-        looks = SECONDS_BETWEEN_LOOKS if self.size > 1 or self.hang_timeout else None
+        # A single process, with no time limit and no launcher, waits for nothing but signals.
+        has_more = self.size > 1 or self.hang_timeout or under_torchrun()
+        looks = SECONDS_BETWEEN_LOOKS if has_more else None
         while True:
             has_mail = select.select([self.mailbox], [], [], looks)[0]
             if self.closed:
                 return
             try:
-                # The others first: when a rank fails, torchrun sends the rest a SIGTERM.
-                if self.store is not None:
+                # The others first: when a rank fails, torchrun sends the rest a SIGTERM, which
+                # is not the reason.
+                if self.store is not None and not self.failed:
                     self._look_at_the_others()
-                if self.hang_timeout:
+                if self.hang_timeout and self.steps_began and not self.failed:
                     self._look_at_the_clock()
             except RuntimeError:            # the store has gone, with torchrun or rank 0
                 self.store = None
@@ -163,7 +192,7 @@ class Watch:
     def _stop(self, number, reason):
         if self.signal is None:
             self.signal, self.signalled_at = number, time.monotonic()
-            if self.steps_began and self.rank == 0:
+            if self.steps_began and self.rank == 0 and not self.failed:
                 say(f"\n{reason}: the step that is running ends, then the run saves and stops; a "
                     "second signal stops it at once")
         # torchrun may pass on what the terminal has sent already: that is not a second signal.
@@ -172,7 +201,7 @@ class Watch:
 
     def _look_at_the_others(self):
         if self.store.add("failures", 0):
-            os._exit(1)                     # it has said why
+            self.leave(1)                   # the rank that failed has said why
         for rank, process in self.processes.items():
             if not is_alive(process) and not self.store.check([f"ended/{rank}"]):
                 self._leave(f"error: rank {rank} (process {process}) is gone: it was killed, "
@@ -182,7 +211,7 @@ class Watch:
         silent, limit = time.monotonic() - self.since, f"--hang_timeout {self.hang_timeout:g}"
         if not self.waiting and silent > self.hang_timeout:
             frames = traceback.extract_stack(sys._current_frames()[self.main.ident])
-            place = [f for f in frames if not f.filename.startswith((LIBRARIES, "<"))][-1]
+            place = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))][-1]
             self._leave(f"error: rank {self.rank} hangs, for more than the seconds of {limit}, in "
                         f"{place.filename}, line {place.lineno}: {place.line}", 1)
         # A process that is frozen can't say so. The margin is for one that can.
@@ -196,42 +225,57 @@ class Watch:
                                 f"than the seconds of {limit}", 1)
 
     def _leave(self, text, code):
-        """End this process now, whatever the training is waiting for."""
         if self.is_first_to_fail():
             last_words(text + self.advice)
-        sys.stdout.flush()
+        self.leave(code)
+
+    def leave(self, code):
+        """End this process now, whatever the training or its group of processes is waiting for."""
+        self._end()
+        with suppress(OSError):             # as in say()
+            sys.stdout.flush()
         os._exit(code)
 
     # --- failures ---------------------------------------------------------------------------------
 
     def is_first_to_fail(self):
         """Only the first rank to fail speaks: what the others run into then is its consequence."""
+        store = self.store
         try:
-            return self.store is None or self.store.add("failures", 1) == 1
+            return store is None or store.add("failures", 1) == 1
         except RuntimeError:
             return True
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, _):
+        """Inside of what takes its time to end, such as the report, which draws: tell at once."""
+        if error is not None and not getattr(error, "together", False) and self.size > 1:
+            self.fail(error)
+
     def fail(self, error):
-        """In the except clause of one of several ranks: says why, and ends the process."""
-        text = f"error: rank {self.rank}: {error}"
+        """One of several ranks has failed: say why, or end if another has failed before."""
+        if self.failed:
+            return
+        if not self.is_first_to_fail():
+            self.leave(1)
+        self.failed, text = True, f"error: rank {self.rank}: {error}"
         if isinstance(error, Stopped):
             text = str(error)
         elif not isinstance(error, (ValueError, OSError)):
-            traceback.print_exc()
+            traceback.print_exception(error)
             text = f"error: rank {self.rank}: {type(error).__name__}: {error}"
-        self._leave(text, error.code if isinstance(error, Stopped) else 2)
+        last_words(text + self.advice)
 
     def stop_together(self, error):
         """All ranks have agreed to stop. Rank 0 tells, and nobody leaves before it has."""
         if self.rank == 0:
             last_words(str(error))
-        if self.store is not None:
-            try:
-                if self.rank == 0:
-                    self.store.set("told", "1")
+            self._tell("told", "1")
+        elif self.store is not None:
+            with suppress(RuntimeError):    # torchrun is gone, and the store with it
                 self.store.wait(["told"], timedelta(seconds=60))
-            except RuntimeError:            # the launcher is gone, and its store with it
-                pass
 
 
 def all_or_none(main):
@@ -247,6 +291,7 @@ def all_or_none(main):
                 sys.exit(error.code)
             elif watch is not None and watch.size > 1:
                 watch.fail(error)
+                watch.leave(getattr(error, "code", 2))
             elif watch is not None and watch.advice:
                 error.add_note(watch.advice)
             elif under_torchrun() and isinstance(error, (ValueError, OSError)):
@@ -275,11 +320,17 @@ def is_alive(process):
     return True
 
 
+if hasattr(os, "register_at_fork"):         # Windows has no fork
+    os.register_at_fork(after_in_child=lambda: Watch.current and Watch.current.leave_child())
+
+
 def say(text):
-    print(text, file=sys.stderr, flush=True)
+    # A closed terminal takes no text, nor does the `tee` of `| tee log` after a Ctrl-C.
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
-# A process of its own, which waits for the end of torchrun: argv is its process and a text.
+# Runs as a process of its own: waits until torchrun, process argv[1], has ended; prints argv[2].
 REPEAT_AFTER = """
 import os, select, sys, time
 try:

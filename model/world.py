@@ -2,9 +2,12 @@
 import os
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from .files import reason
 
 
 class World:
@@ -32,7 +35,9 @@ class World:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK") or 0))
             torch.cuda.set_device(self.device)
         if self.size > 1:
-            dist.init_process_group("nccl" if device == "cuda" else "gloo")
+            # torch's own time limit would end a run whose rank 0 takes long to save.
+            dist.init_process_group("nccl" if device == "cuda" else "gloo",
+                                    timeout=timedelta(days=1))
 
     @contextmanager
     def collective(self):
@@ -41,13 +46,14 @@ class World:
             self.watch.enter_collective()
         try:
             yield
+            if self.size > 1 and self.device.type == "cuda":
+                torch.cuda.synchronize()    # NCCL only queues its work; the wait is to be in here
         except RuntimeError as error:
             if self.size == 1 or isinstance(error, torch.OutOfMemoryError):
                 raise
             # The watch knows which rank is gone, and is about to say so and end this process.
             time.sleep(5 if self.watch else 0)
-            raise ValueError(f"lost contact with the other ranks ({str(error).splitlines()[0]})"
-                             ) from error
+            raise ValueError(f"lost contact with the other ranks ({reason(error)})") from error
         if self.watch:
             self.watch.leave_collective()
 
@@ -81,7 +87,7 @@ class World:
         return [row for rows in lists for row in rows]
 
     def agree(self, **values):
-        """ValueError unless all ranks have the same values: one would wait for the other."""
+        """ValueError unless all ranks have the same values: else one waits for another forever."""
         for rank, others in enumerate(self.gather([values])):
             for name, value in values.items():
                 if others[name] != value:

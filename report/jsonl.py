@@ -58,7 +58,7 @@ def read_jsonl(path, *, most=None):
 
 
 def evenly_spaced(path, most):
-    """The numbers, from 0, of so many of a file's lines."""
+    """The numbers, from 0, of `most` evenly spaced lines of a file."""
     with open(path, "rb") as file:
         last = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b"")) - 1
     return {round(i * last / (most - 1)) for i in range(most)}
@@ -77,7 +77,7 @@ def drop_lines_after(step, path):
             try:
                 if json.loads(line)["step"] > step or not line.endswith(b"\n"):
                     break
-            except ValueError:
+            except (ValueError, LookupError, TypeError):
                 break
             kept += len(line)
         file.truncate(kept)

@@ -10,8 +10,8 @@ It moves a progress bar, prints warnings, logs to SwanLab if asked to, and write
                    curves.png          the metrics and evaluations as one picture (curves.py)
                    swanlab/            SwanLab's own files, with --swanlab offline, local or online
 
-The first step that a new run has done deletes what an earlier run of its name has left there. A run
-that fails before, for a mistake in a reward function, say, costs nobody his results.
+Once its first step is done, a new run deletes what an earlier run of its name has left there. A run
+that fails before that, for a mistake in a reward function, say, leaves those results alone.
 """
 import gc
 import importlib.util
@@ -277,11 +277,12 @@ class Report:
         # A model can write any character: print '?' for one that the terminal cannot encode,
         # rather than stop the run.
         encoding = sys.stdout.encoding or "utf-8"
-        tqdm.write(text.encode(encoding, errors="replace").decode(encoding))
-        sys.stdout.flush()
+        with suppress(OSError):     # nobody reads it: a closed terminal, the end of `| tee log`
+            tqdm.write(text.encode(encoding, errors="replace").decode(encoding))
+            sys.stdout.flush()
 
     def _open_files(self):
-        if self.start_step == 0:        # these two would belong to another run
+        if self.start_step == 0:        # these belong to an earlier run
             for name in ("checkpoint", "checkpoint.old", "final"):
                 shutil.rmtree(self.run_dir / name, ignore_errors=True)
         arguments = json.dumps(to_json(vars(self.args)), indent=2, sort_keys=True,

@@ -9,8 +9,8 @@ and final weights must be those of a run that nobody touched, bit for bit, and n
 may be left.
 
     moment      SIGKILL for all its processes, at a random moment
-    operation   SIGKILL before a random one of its file operations. Before fsync, half of the file
-                is gone too: what was not on the disk need not be there after a crash
+    operation   SIGKILL before a random one of its file operations. If that is fsync, the file also
+                loses its second half: after a crash only what was synced is sure to be there
     signal      SIGINT, SIGTERM or SIGHUP at a random moment
     rank        SIGKILL for one of two ranks
     launcher    SIGKILL for torchrun alone: its orphans save, and hold the folder until then

@@ -81,8 +81,31 @@ def test_the_texts_compute_and_compare_rightly_and_their_answers_are_right(order
     assert 60 < gave_up < 240
 
 
+def test_the_first_texts_are_comparisons_searches_that_hit_soon_and_long_ones():
+    chats = list(countdown.pretraining_chats(random.Random(2), 400, "methodical"))
+    drills, tries, hard = [], [], 0
+    for prompt, reply in ([turn["content"] for turn in chat["conversations"]] for chat in chats):
+        if prompt == "Compare.":
+            drills.append([line.removeprefix("=").split() for line in reply.splitlines()])
+        else:
+            tries.append(reply.count(" no\n") + reply.count(" yes\n"))
+            hard += prompt.count(",") == 3
+    assert len(chats) == 400 and 65 < len(drills) < 135                     # a quarter, +- 4 sigma
+    verdicts = [(int(a) == int(b), verdict) for drill in drills for a, b, verdict in drill]
+    assert set(verdicts) == {(True, "yes"), (False, "no")}
+    assert {len(drill) for drill in drills} == {12}
+    assert verdicts.count((True, "yes")) / len(verdicts) == pytest.approx(0.5, abs=0.06)
+    numbers = [int(number) for drill in drills for a, b, _ in drill for number in (a, b)]
+    assert min(numbers) == 0 and max(numbers) == 100
+    # A third of the searches hit within three tries because they must.
+    assert 1 / 3 - 0.1 < sum(n <= 3 for n in tries) / len(tries) < 2 / 3 and max(tries) > 12
+    assert min(tries) == 1 and max(tries) <= 18
+    assert hard / len(tries) == pytest.approx(0.2, abs=0.09)
+
+
 @pytest.mark.parametrize("answer, right", [
     ("8*6+9", 1), ("9 + 6 * 8", 1), ("8*6+9 = 57", 1), ("(8*6)+9", 1),
+    ("9-8+6", 0), ("9*8*6", 0),                         # each number once, but 7 and 432
     ("8*6+8", 0), ("8*6+9+0", 0), ("57", 0), ("48+9", 0), ("8*6", 0), ("none", 0), ("", 0),
     ("8*6+9)", 0), ("9**6", 0), ("8(6)+9", 0), ("[9*6+8-5][0]", 0), ("9/0+8*6", 0),
     ("(" * 60 + "8*6+9" + ")" * 60, 0),

@@ -129,6 +129,8 @@ def test_the_order_is_reproducible_and_differs_between_epochs_and_seeds():
     assert first == rows_by_step([1, 2, 3])
     assert first != rows_by_step([4, 5, 6]) and first != rows_by_step([1, 2, 3], seed=1)
     assert sum(first[0] + first[1] + first[2], []) != list(range(22))
+    alone = rows_by_step([2], world_size=1)[0][0]
+    assert rows_of_step(2, 22, 4) == alone and steps_per_epoch(22, 4) == 6  # by default of one rank
 
 
 def test_rows_that_cannot_be_dealt_out_evenly_are_skipped():
@@ -270,6 +272,61 @@ def test_wrong_thoughts_never_arrive_at_the_right_answer(style):
         assert answer == eval(expression)
         assert arithmetic.think(style, expression, operations)[1] == answer
         assert arithmetic.think_wrongly(style, expression, operations, rng)[1] != answer
+
+
+def test_a_slip_may_be_in_any_number_that_is_computed_or_in_the_answer_alone():
+    operations = [(27, "*", 6), (arithmetic.FIRST, "+", 34)]
+    right, answer = arithmetic.think("steps", "34 + 27*6", operations)
+    assert right == "27*6=120+42=160+2=162\n162+34=192+4=196" and answer == 196
+    rng, first_slips = random.Random(11), []
+    for _ in range(400):
+        thought, _ = arithmetic.think_wrongly("steps", "34 + 27*6", operations, rng)
+        numbers = zip(*(re.findall(r"-?\d+", text) for text in (right, thought)))
+        first_slips.append(next((a for a, b in numbers if a != b), "none"))
+    assert set(first_slips) == {"120", "42", "160", "162", "192", "196", "none"}
+    assert 31 < first_slips.count("none") < 89                  # 15% of 400, +- 4 sigma
+
+
+def test_a_mistake_is_near_the_number_or_one_digit_off_and_never_below_1():
+    rng, by = random.Random(12), {1, 2, 3, 9, 10, 20, 100}
+    assert {arithmetic.wrong(500, rng) - 500 for _ in range(500)} == by | {-d for d in by}
+    assert {arithmetic.wrong(4, rng) - 4 for _ in range(500)} == by | {-1, -2, -3}
+
+
+def test_drills_are_single_operations_of_the_sizes_that_problems_have():
+    rng, of_sign = random.Random(13), {"*": [], "+": [], "-": []}
+    for _ in range(3000):
+        first, *_, last = links = arithmetic.drill(rng).split("=")
+        a, sign, b = re.fullmatch(r"(\d+)([-+*])(\d+)", first).groups()
+        assert {eval(link) for link in links} == {eval(last)} and 0 <= int(last) <= 999
+        of_sign[sign].append((int(a), int(b)))
+    shares = [len(drills) / 3000 for drills in of_sign.values()]
+    assert shares == pytest.approx([0.35, 0.35, 0.3], abs=0.035)                # +- 4 sigma
+    smallest, largest = ([(pick(a), pick(b)) for a, b in (zip(*of_sign[sign]) for sign in "*+-")]
+                         for pick in (min, max))
+    assert smallest == [(11, 2), (5, 2), (6, 5)]
+    assert largest[0] == (98, 9) and largest[1][0] <= 950 and largest[1][1] <= 360
+    assert largest[2][0] <= 400 and largest[2][1] == 49 and all(a >= b for a, b in of_sign["-"])
+
+
+def test_each_style_says_what_it_should_and_has_its_share():
+    operations = [(27, "*", 6), (arithmetic.FIRST, "+", 34)]
+    worked = "27*6=120+42=160+2=162\n162+34=192+4=196"
+    thoughts = {"steps": worked, "wordy": "let me think\n" * 3 + worked, "empty": "",
+                "operations": "27*6 is 162\n162+34 is 196", "guess": "I guess 196."}
+    for style, thought in thoughts.items():
+        assert arithmetic.think(style, "34 + 27*6", operations) == (thought, 196)
+    assert arithmetic.plain("", 196) == "The answer is 196."
+    assert arithmetic.plain(worked, 196) == worked + "\nThe answer is 196."
+    for styles in (arithmetic.STYLES, arithmetic.REDUNDANT_STYLES):
+        found = dict.fromkeys(styles, 0)
+        for _, text in texts(arithmetic.finetuning_chats(
+                random.Random(14), 1000, tags=True, styles=styles, malformed_share=0.0)):
+            thought = text.removeprefix("<think>\n").partition("\n</think>")[0]
+            found["wordy" if "think" in thought else "guess" if "guess" in thought else
+                  "operations" if " is " in thought else "steps" if thought else "empty"] += 1
+        shares = {style: pytest.approx(1000 * share, abs=62) for style, share in styles.items()}
+        assert sum(styles.values()) == pytest.approx(1) and found == shares     # +- 4 sigma
 
 
 def test_the_chosen_reply_of_a_pair_is_right_and_the_rejected_one_is_flawed():

@@ -5,7 +5,6 @@ tests/chaos.py has many more of them, by hand.
 import importlib
 import json
 import os
-import random
 import resource
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from filelock import FileLock
 
 import chaos
 import train_grpo
-from model import World
+from model import Saver, World
 from model.checkpoint import written_whole
 from report.jsonl import drop_lines_after, read_jsonl
 
@@ -102,6 +101,32 @@ def test_signals_that_nohup_ignores_or_others_handle_are_left_to_them(name, hand
         assert run(tmp_path) == 0
     finally:
         signal.signal(number, before)
+
+
+def test_a_run_saves_when_nobody_can_read_what_it_prints(judge, tmp_path, monkeypatch):
+    """Ctrl-C ends `| tee log` before the run, and a closed terminal takes no more text."""
+    def write(text):
+        raise BrokenPipeError
+
+    stream = SimpleNamespace(write=write, flush=lambda: None, isatty=lambda: False, encoding=None)
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    judge.act = at(3, os.kill, os.getpid(), signal.SIGINT)
+    assert run(tmp_path) == 130
+    assert (tmp_path / "run/checkpoint/optimizer.pt").is_file()
+
+
+def test_signals_of_a_process_that_a_reward_forks_are_its_own(judge, tmp_path):
+    def fork(call):
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == signal.SIGTERM        # and SIGINT did nothing
+
+    judge.act = fork
+    assert run(tmp_path) == 0
 
 
 def test_a_second_signal_stops_at_once(tmp_path):
@@ -238,6 +263,13 @@ def test_a_long_file_is_read_in_even_strides_with_both_ends(tmp_path):
 # --- several ranks --------------------------------------------------------------------------------
 
 
+def test_no_checkpoint_is_called_whole_before_rank_0_has_saved_it(tmp_path):
+    world = SimpleNamespace(rank=1, watch=SimpleNamespace(advice=""), gather=lambda rows: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Saver(tmp_path, world, SimpleNamespace()).save(1, 0, None, None, None, None)
+    assert not world.watch.advice
+
+
 def test_ranks_that_differ_are_told_instead_of_waiting(monkeypatch):
     world = World("cpu")
     monkeypatch.setattr(world, "gather", lambda rows: [{"last_step": 5}, {"last_step": 4}])
@@ -278,15 +310,14 @@ def test_what_ends_one_rank_ends_all_with_its_reason_as_the_last_words(way, reas
 
 def test_a_run_killed_at_a_file_operation_goes_on_as_if_nothing_had_happened(tmp_path):
     whole, operations = chaos.unbroken(1, tmp_path / "whole")
-    assert operations > 60                  # that every one is seen is up to this number
-    rng = SimpleNamespace(choice=random.Random(0).choice, uniform=None,
+    assert operations > 60                  # or the hook misses some
+    rng = SimpleNamespace(choice=lambda ways: "operation" if "operation" in ways else 1,
                           randint=lambda low, high: high * 2 // 3)
-    rng.choice = lambda ways: "operation" if "operation" in ways else 1
     chaos.trial(0, 1, rng, whole, operations, tmp_path / "out")
 
 
-def test_a_batch_is_made_where_no_signal_reaches(tmp_path):
-    """The workers that prefetch prompts survive a Ctrl-C, which the terminal sends to all."""
+def test_workers_that_read_ahead_survive_ctrl_c(tmp_path):
+    """The terminal sends it to them too, and the step that is running needs their batches."""
     command = [sys.executable, ROOT / "train_grpo.py", *FLAGS, "--max_steps", "999",
                "--num_workers", "2", "--out_dir", str(tmp_path)]
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)

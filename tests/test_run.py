@@ -222,6 +222,18 @@ def test_evaluation_by_a_reward_and_a_threshold_of_ones_own(tmp_path, monkeypatc
     assert results["eval/reward"] == pytest.approx((1.75 + 2 + 0.25) / 3)
 
 
+def test_without_a_pad_token_prompts_and_completions_are_padded_with_0():
+    policy, tokenizer = load_pretrained(POLICY), AutoTokenizer.from_pretrained(POLICY)
+    tokenizer.pad_token = None
+    items = [{"messages": [{"role": "user", "content": text}]} for text in ("2?", "What is 3 + 4?")]
+    rollout = train_grpo.generate(
+        policy, PromptCollator(tokenizer, 99)(items), tokenizer, sampler.sample,
+        torch.Generator().manual_seed(0), arguments(max_gen_len=96), num_generations=4)
+    for ids, mask in ((rollout.prompt_ids, rollout.prompt_mask),
+                      (rollout.completion_ids, rollout.mask)):
+        assert (mask == 0).any() and not ids[mask == 0].any()
+
+
 def test_countdown_runs_from_its_file_of_flags(tmp_path):
     train_grpo.main(["@dataset/countdown.txt", *SMALL, "--max_steps", "1", "--eval_interval", "1",
                      "--out_dir", str(tmp_path)])

@@ -353,6 +353,20 @@ def test_the_fast_learning_pass_has_the_plain_ones_numbers_and_gradients(family,
         assert_near(got, expected)
 
 
+def test_on_a_gpu_each_head_gets_keys_of_its_own_with_the_same_result(monkeypatch):
+    model, sequences, heads = wide(), batch(pairs()), set()
+    expected, attention = fast.token_logps(model, *sequences), fast.F.scaled_dot_product_attention
+
+    def spy(q, k, v, **options):
+        heads.add((q.shape[1], k.shape[1], v.shape[1], options["enable_gqa"]))
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr(fast.F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    torch.testing.assert_close(fast.token_logps(model, *sequences), expected)
+    assert heads == {(4, 4, 4, False)}
+
+
 def test_gradient_checkpointing_stores_less_in_the_fast_learning_pass_too():
     model, sequences, stored = wide(), batch(pairs()), []
     for model.model.gradient_checkpointing in (False, True):
