@@ -407,7 +407,7 @@ def main(argv=None):
     saver = Saver(run_dir, world, args)
     # The plain pair, or the same two functions faster. Your own sampler goes here.
     pair = (fast.sample, fast.token_logps) if args.fast else (sampler.sample, token_logps)
-    sample, logps_of = pair
+    sample, logps_of = sampler.in_slices(pair[0], args.rollout_batch_size), pair[1]
     tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, device)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)
@@ -641,6 +641,8 @@ def add_ask_flags(parser):
     flag("--system_prompt", help="for chats without one; r1: a text that asks for the tags")
     flag("--num_workers", type=number(int, 0, 256), default=0, help="processes that read ahead")
     flag("--temperature", type=POSITIVE, default=1.0, help="of sampling, in evaluation too")
+    flag("--rollout_batch_size", type=COUNT_OR_0, default=0, help="completions sampled at once, in "
+         "training and evaluation: fewer need less memory and more time; 0: all of them")
     flag("--oversample", type=COUNT, default=1, help="sample this many times the prompts, learn "
          "from the groups with the largest spread of rewards (DAPO's dynamic sampling)")
 

@@ -9,6 +9,7 @@ itself keeps gaps, with which earlier versions held up to 27% more. For a GPU th
 taken with the bytes of bfloat16 products; that was not measured.
 """
 import argparse
+import itertools
 import sys
 
 import torch
@@ -30,8 +31,13 @@ SIZES = {
         vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
         num_attention_heads=32, num_key_value_heads=8, head_dim=128),
 }
-LEVERS = [{"reference": reference, "gradient_checkpointing": checkpointing}
-          for reference in (True, False) for checkpointing in (False, True)]
+LEVERS = {      # flags -> what they are to peak_bytes
+    "--beta above 0": {"reference": True},
+    "--beta 0, no reference": {"reference": False},
+    "--lora_rank 16": {"reference": True, "lora_rank": 16},
+    "--lora_rank 16 --rollout_batch_size 16": {
+        "reference": True, "lora_rank": 16, "rollout_batch_size": 16},
+}
 GPUS = (8, 24, 80)          # GiB
 USABLE = 0.92               # the rest goes to CUDA itself and to gaps between tensors
 
@@ -67,15 +73,18 @@ def layer_bytes(config, gpu, frozen):
 
 
 def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, completion_length,
-               micro_batch_size, reference, gradient_checkpointing, gpu, lora_rank=0):
+               micro_batch_size, reference, gradient_checkpointing, gpu, lora_rank=0,
+               rollout_batch_size=0):
     """Bytes by purpose, and the "peak": what always is there, plus the dearer of sample and learn.
 
     n: num_parameters(config); gpu: bfloat16 products of float32 weights, else float32 on the CPU.
     With LoRA the layers' matrices are bfloat16 on a GPU, and only adapters are trained.
+    rollout_batch_size: completions sampled at once, 0 for all.
     """
     N, T = num_prompts * num_generations, prompt_length + completion_length
     D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
     rows, product = min(micro_batch_size, N), 2 if gpu else 4
+    at_once = min(rollout_batch_size or N, N)
     per_token, per_position = layer_bytes(config, gpu, bool(lora_rank))
     prompts = -(-rows // num_generations)           # each is read once for its completions
     tokens = rows * completion_length + prompts * prompt_length
@@ -88,7 +97,7 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
         "gradients": 4 * n,
         "bfloat16 weights": 2 * n * gpu,            # autocast's copies, during a forward pass
         "sampler's weights": 4 * n * (not gpu),     # its copy; on a GPU the bfloat16 ones are that
-        "cache": 2 * L * N * config.num_key_value_heads * config.head_dim * T * product,
+        "cache": 2 * L * at_once * config.num_key_value_heads * config.head_dim * T * product,
         "activations": L * tokens * 4 * D if gradient_checkpointing else L * one_layer,
         "logits": rows * completion_length * V * 4 * 4,     # scaled, log-softmax, probabilities too
     }
@@ -103,7 +112,7 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
     copies = parts["bfloat16 weights"] + parts["sampler's weights"]
     # Where completions part after their first token, the prompt's keys and values are copied.
     parted = (1 - 1 / num_generations) * prompt_length / T
-    sampling = parts["gradients"] + copies + (1 + parted) * parts["cache"] + 4 * N * V * 4
+    sampling = parts["gradients"] + copies + (1 + parted) * parts["cache"] + 4 * at_once * V * 4
     # In turn: all copies of the logits; two of them and the head's gradient; a layer recomputed.
     recomputed = one_layer * gradient_checkpointing
     trained = 0 if lora_rank else 4 * V * D             # the gradient of head or embedding
@@ -126,15 +135,14 @@ def report(name, config, run):
     GB = {part: f"{size / 2**30:.1f} GB" for part, size in parts.items()}
     print(f"\n{name}: weights {GB['weights']}, as much for gradients and for the reference, twice "
           f"that for moments; the sampler's cache {GB['cache']}")
-    print(f"  {'':48}{'needs at least':>16}" + "".join(f"{size:>9} GB" for size in GPUS))
-    for levers in LEVERS:
-        words = (f"--beta {'above 0' if levers['reference'] else '0, no reference'}"
-                 + ", --gradient_checkpointing" * levers["gradient_checkpointing"])
-        peaks = [peak_bytes(config, n, micro_batch_size=size, **levers, **run)["peak"]
-                 for size in sizes]
+    print(f"  {'':66}{'needs at least':>16}" + "".join(f"{size:>9} GB" for size in GPUS))
+    for (flags, levers), recompute in itertools.product(LEVERS.items(), (False, True)):
+        words = flags + ", --gradient_checkpointing" * recompute
+        peaks = [peak_bytes(config, n, micro_batch_size=size, gradient_checkpointing=recompute,
+                            **levers, **run)["peak"] for size in sizes]
         fits = [max((size for size, peak in zip(sizes, peaks) if peak <= USABLE * gpu * 2**30),
                     default="-") for gpu in GPUS]
-        print(f"  {words:48}{peaks[0] / 2**30:13.1f} GB" + "".join(f"{size:>12}" for size in fits))
+        print(f"  {words:66}{peaks[0] / 2**30:13.1f} GB" + "".join(f"{size:>12}" for size in fits))
 
 
 def main(argv=None):

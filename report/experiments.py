@@ -60,6 +60,7 @@ AVERAGES = {f"{loss_type}, {scale}": f"--loss_type {loss_type} --scale_rewards {
 JUDGED = ("--reward_funcs format tag rm accuracy --reward_weights 1 1 1 0 --reward_model_clip 3 "
           "--max_steps 60 --eval_interval 0")
 REUSED = "--max_steps 30 --eval_interval 5 --eval_samples 300 --num_iterations"
+BRIEF = "--max_steps 120 --eval_interval 30 --eval_samples 500"
 NO_CLIP = "--epsilon_low 1e9 --epsilon_high 1e9"
 
 
@@ -108,6 +109,17 @@ EXPERIMENTS = {
             "rewards/reward_model/mean": ("The reward model's score", "rewarded", "{:.2g}"),
             "rewards/accuracy_reward/mean": ("Right answers", "wanted, not rewarded", "{:.0%}"),
             "kl": ("KL to the reference", "k1, k2 or k3, per token", "{:.2g}"),
+            "length": ("Completion length, tokens", "", "{:.0f}")},
+    },
+    "lora": {
+        "rows": {"": {"all weights, 3e-4": BRIEF} | {
+            f"rank {rank}, {rate}": f"{BRIEF} --lora_rank {rank} --learning_rate {rate}"
+            for rank in (1, 4, 16) for rate in ("1e-3", "3e-3")}},
+        "weights": [], "seeds": (42, 1, 2),
+        "panels": {
+            "eval/accuracy": ("Held-out accuracy, sampled", "never trained on", "{:.0%}"),
+            "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
+            "kl": ("KL to the reference", "k3, per token", "{:.2g}"),
             "length": ("Completion length, tokens", "", "{:.0f}")},
     },
     "clip": {

@@ -111,6 +111,25 @@ def test_greedy_is_one_full_forward_for_each_token(family, sample):
         assert draw(sample, model, [prompt], greedy=True)[0].tolist() == [row]
 
 
+@pytest.mark.parametrize("most, prompts", [(4, 2), (5, 2), (1, 1), (99, 99)])
+def test_slices_are_whole_groups_and_give_what_all_at_once_does(most, prompts, sample):
+    model, sizes = wide(**FAMILIES["qwen3"]), []
+
+    def counting(model, prompt_ids, *others, **options):
+        sizes.append(len(prompt_ids))
+        return sample(model, prompt_ids, *others, **options)
+
+    sliced = sampler.in_slices(counting, most)
+    ids, logps = draw(sliced, model, num_generations=2, greedy=True)
+    expected_ids, expected_logps = draw(sample, model, num_generations=2, greedy=True)
+    assert sum(sizes) == len(PROMPTS) and max(sizes) == min(prompts, len(PROMPTS))
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(logps, expected_logps, atol=1e-5, rtol=1e-5)
+    different = draw(sliced, model, num_generations=2)[0]       # a slice does not repeat another
+    assert len({tuple(row) for row in different.tolist()}) > len(PROMPTS)
+    assert sampler.in_slices(sample, 0) is sample
+
+
 @every_family
 def test_sampled_logps_are_the_trainers_while_rows_leave(family, sample):
     model = wide(**FAMILIES[family])
