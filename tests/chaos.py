@@ -1,6 +1,6 @@
 """Chaos: does a run that was killed go on as if nothing had happened? By hand:
 
-    python tests/chaos.py                      50 trials, about 25 minutes on 2 cores
+    python tests/chaos.py                      50 trials, 16 minutes on 2 cores
     python tests/chaos.py --trials 5 --seed 1
 
 Each trial starts a small run on one process or on two, ends it in one of the ways below, once or

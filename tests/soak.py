@@ -1,4 +1,4 @@
-"""Soak: do memory and time per step stay the same in a long run? By hand, 3 minutes on 2 cores:
+"""Soak: do memory and time per step stay the same in a long run? By hand, a minute:
 
     python tests/soak.py
 
