@@ -430,6 +430,7 @@ def main(argv=None):
         watch.steps_begin()
         for step, batch in enumerate(batches, start=steps_done + 1):
             # 1. ask: G completions of every prompt
+            optimizer.zero_grad()           # makes room for what the sampler caches
             with report.timed("rollout"):
                 generator.manual_seed(seed_of(args.seed, 0, step, world.rank))
                 rollout = generate(policy, batch, tokenizer, sample, generator, args,

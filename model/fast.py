@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .head import log_probs
 from .model import KVCache, MixtureOfExperts, RMSNorm, rotary_frequencies, rotary_tables, rotate
 from .sampler import next_token
 
@@ -201,14 +202,13 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     groups = [(C, *(x.to(device) for x in tensors)) for C, *tensors in groups]
     hidden = hidden_states(model.model, tokens, positions, groups)                      # (n, D)
     predicts = torch.zeros_like(tokens, dtype=torch.bool).index_fill_(0, node[wanted], True)
-    logits = model.lm_head(hidden[predicts])                                            # (m, V)
-    all_logps = (logits.float() / temperature).log_softmax(-1)
     at = (predicts.cumsum(0) - 1)[node]                             # (N, R), which of the m
-    sampled = all_logps.flatten().take((at * logits.shape[1] + input_ids[:, P:])[wanted])
+    sampled, entropy = log_probs(model.lm_head, hidden[predicts], at[wanted],
+                                 input_ids[:, P:][wanted], temperature=temperature,
+                                 with_entropy=with_entropy)
     logps = torch.zeros_like(wanted, dtype=torch.float32).masked_scatter(wanted, sampled)
     if not with_entropy:
         return logps
-    entropy = -(all_logps.exp() * all_logps).sum(-1)                                    # (m,)
     return logps, torch.where(wanted, entropy[at], 0.0)
 
 

@@ -15,6 +15,7 @@ import sys
 import torch
 
 from .checkpoint import local_path, read_config
+from .head import CHUNK, SMALL
 from .model import MiniMindConfig, MiniMindForCausalLM
 
 SIZES = {
@@ -84,6 +85,7 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
     N, T = num_prompts * num_generations, prompt_length + completion_length
     D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
     rows, product = min(micro_batch_size, N), 2 if gpu else 4
+    chunk = min(rows * completion_length, max(CHUNK, SMALL // V))           # tokens in the head
     at_once = min(rollout_batch_size or N, N)
     per_token, per_position = layer_bytes(config, gpu, bool(lora_rank))
     prompts = -(-rows // num_generations)           # each is read once for its completions
@@ -99,7 +101,7 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
         "sampler's weights": 4 * n * (not gpu),     # its copy; on a GPU the bfloat16 ones are that
         "cache": 2 * L * at_once * config.num_key_value_heads * config.head_dim * T * product,
         "activations": L * tokens * 4 * D if gradient_checkpointing else L * one_layer,
-        "logits": rows * completion_length * V * 4 * 4,     # scaled, log-softmax, probabilities too
+        "logits": chunk * V * 4 * 3,            # log-softmax, probabilities, their product
     }
     if lora_rank:
         matrices, adapters = adapter_parameters(config, lora_rank)
@@ -112,11 +114,13 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
     copies = parts["bfloat16 weights"] + parts["sampler's weights"]
     # Where completions part after their first token, the prompt's keys and values are copied.
     parted = (1 - 1 / num_generations) * prompt_length / T
-    sampling = parts["gradients"] + copies + (1 + parted) * parts["cache"] + 4 * at_once * V * 4
+    sampling = copies + (1 + parted) * parts["cache"] + 4 * at_once * V * 4
     # In turn: all copies of the logits; two of them and the head's gradient; a layer recomputed.
     recomputed = one_layer * gradient_checkpointing
     trained = 0 if lora_rank else 4 * V * D             # the gradient of head or embedding
-    dearest = max(parts["logits"], parts["logits"] / 2 + trained, recomputed)
+    # From the second chunk on, the head has a gradient while all copies of the logits exist.
+    earlier = trained if rows * completion_length > chunk else 0
+    dearest = max(parts["logits"] + earlier, parts["logits"] * 2 / 3 + trained, recomputed)
     micro_batch = parts["activations"] + dearest + parts["bfloat16 weights"]
     # At the end the embedding's gradient and, where it is the head too, the head's are added up.
     micro_batch = max(micro_batch, (1 + 2 * config.tie_word_embeddings) * trained)

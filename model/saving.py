@@ -31,8 +31,8 @@ class Saver:
             raise ValueError(f"--model_path {args.model_path} is in {run_dir}, where the new run "
                              "would replace it; choose another --run_name")
         world.watch.at_end(lock(self.run_dir))
-        for name in ("checkpoint.new", "final.new"):        # of a run that was killed as it saved
-            shutil.rmtree(self.run_dir / name, ignore_errors=True)
+        for name in ("checkpoint", "final", "adapter"):     # of a run that was killed as it saved
+            shutil.rmtree(self.run_dir / f"{name}.new", ignore_errors=True)
 
     def resume(self, policy, optimizer, reference):
         """Restores the run's checkpoint if asked to; returns (steps done, tokens sampled)."""

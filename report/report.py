@@ -283,7 +283,7 @@ class Report:
 
     def _open_files(self):
         if self.start_step == 0:        # these belong to an earlier run
-            for name in ("checkpoint", "checkpoint.old", "final"):
+            for name in ("checkpoint", "checkpoint.old", "final", "adapter"):
                 shutil.rmtree(self.run_dir / name, ignore_errors=True)
         arguments = json.dumps(to_json(vars(self.args)), indent=2, sort_keys=True,
                                ensure_ascii=False, default=str)

@@ -33,6 +33,7 @@ ROWS = [
     (SMALL, {"reference": False}),
     (SMALL, {"num_prompts": 8, "completion_length": 8, "prompt_length": 120,
              "micro_batch_size": 1}),
+    (WIDE, {"micro_batch_size": 16, "completion_length": 256}),     # the head in four chunks
     (LARGE, {"lora_rank": 8}), (WIDE, {"lora_rank": 8, "micro_batch_size": 16}),
     (LARGE, {}), (LARGE, {"micro_batch_size": 16}), (WIDE, {}), (WIDE, {"micro_batch_size": 16})]
 
@@ -59,6 +60,7 @@ def two_steps(sizes, run):
     prompt_mask = torch.ones_like(prompts)
     prompt_mask[0, :8] = 0                                      # padding, as in any batch
     for _ in range(2):
+        optimizer.zero_grad()
         ids, logps = fast.sample(
             policy, prompts, prompt_mask, num_generations=G, eos_token_id=-1, pad_token_id=0,
             max_new_tokens=run["completion_length"])

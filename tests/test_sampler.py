@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import train_grpo
-from model import MiniMindConfig, MiniMindForCausalLM, fast, sampler
+from model import MiniMindConfig, MiniMindForCausalLM, fast, head, sampler
 from model.sampler import next_token
 from train_grpo import completion_mask
 
@@ -355,9 +355,13 @@ def assert_near(got, expected):
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max() > 0
 
 
-@pytest.mark.parametrize("family, recompute", [
-    *((family, False) for family in FAMILIES), ("qwen3", True), ("experts", True)])
-def test_the_fast_learning_pass_has_the_plain_ones_numbers_and_gradients(family, recompute):
+@pytest.mark.parametrize("family, recompute, chunk", [
+    *((family, False, 1024) for family in FAMILIES), ("qwen3", True, 1024), ("experts", True, 7),
+    ("qwen3", False, 7), ("qwen2", False, 1)])
+def test_the_fast_learning_pass_has_the_plain_ones_numbers_and_gradients(
+        family, recompute, chunk, monkeypatch):
+    monkeypatch.setattr(head, "CHUNK", chunk)
+    monkeypatch.setattr(head, "SMALL", 0)
     model, sequences = wide(**FAMILIES[family]), batch(pairs())
     mask = sequences[1][:, -sequences[2]:]
     model.model.gradient_checkpointing = recompute
@@ -370,6 +374,20 @@ def test_the_fast_learning_pass_has_the_plain_ones_numbers_and_gradients(family,
                  for both in (plain, fast_one)]
     for expected, got in zip(*gradients):
         assert_near(got, expected)
+
+
+def test_the_head_keeps_one_chunk_of_logits_for_the_backward_pass(monkeypatch):
+    monkeypatch.setattr(head, "SMALL", 0)
+    layer, tokens, kept = torch.nn.Linear(4, 1000, bias=False), torch.arange(256), []
+    for chunk in (256, 64):
+        monkeypatch.setattr(head, "CHUNK", chunk)
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(
+                lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x):
+            head.log_probs(layer, torch.randn(256, 4), tokens, tokens, temperature=1.0,
+                           with_entropy=True)
+        kept.append(sum(sizes))
+    assert kept[0] > 256 * 1000 and kept[1] < 4 * (64 * 4 + 3 * 64) + 4 * 1000 + 2 * 256
 
 
 def test_on_a_gpu_each_head_gets_keys_of_its_own_with_the_same_result(monkeypatch):
