@@ -177,7 +177,8 @@ def linear(*layers):
     if device != "cpu" and not autocast or adapted:         # with adapters nothing is copied
         return lambda x: torch.cat([layer(x) for layer in layers], -1)
     dtype = torch.get_autocast_dtype(device) if autocast else layers[0].weight.dtype
-    weight, bias = torch.cat([layer.weight.to(dtype) for layer in layers]), None
+    weights = [layer.weight.to(dtype) for layer in layers]          # one alone is not copied
+    weight, bias = weights[0] if len(weights) == 1 else torch.cat(weights), None
     if layers[0].bias is not None:
         bias = torch.cat([layer.bias.to(dtype) for layer in layers])
     # The packed product is private to PyTorch: where it is missing, weights stay as they are.
