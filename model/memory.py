@@ -3,7 +3,7 @@
     python -m model.memory                                      the usual sizes
     python -m model.memory Qwen/Qwen3-0.6B out/my_weights       any weights, by their config.json
 
-The formula counts live tensors of a run with model/fast.py. On the CPU it came within 5% of the
+The formula counts live tensors of a run with model/fast.py. On the CPU it came within 8% of the
 peaks measured where freed memory goes back at once (tests/bench_memory.py); glibc's malloc by
 itself keeps gaps, with which earlier versions held up to 27% more. For a GPU the same counts are
 taken with the bytes of bfloat16 products; that was not measured.
