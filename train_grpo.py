@@ -407,7 +407,8 @@ def main(argv=None):
     saver = Saver(run_dir, world, args)
     # The plain pair, or the same two functions faster. Your own sampler goes here.
     pair = (fast.sample, fast.token_logps) if args.fast else (sampler.sample, token_logps)
-    sample, logps_of = sampler.in_slices(pair[0], args.rollout_batch_size), pair[1]
+    sample, logps_of = pair
+    sample = sampler.in_slices(sample, args.rollout_batch_size)
     tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, device)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)

@@ -408,8 +408,8 @@ def hub_config(model):
         model_type = next(kind for kind, (_, family, _) in FAMILIES.items() if family == switches)
         for name in MOE_FIELDS:
             del ours[name]
-    layer = next(iter(adapters(model).values()), model.lm_head)     # merged into its dtype
-    dtype = str(layer.weight.dtype).removeprefix("torch.")
+    merged = [layer.weight.dtype for layer in adapters(model).values()]
+    dtype = str((merged or [next(model.parameters()).dtype])[0]).removeprefix("torch.")
     return {
         "architectures": [FAMILIES[model_type][0]],
         "model_type": model_type,
