@@ -215,6 +215,13 @@ def test_an_earlier_run_stays_until_the_first_step_is_done(judge, tmp_path, caps
     assert run(tmp_path) == 2               # the first call of a new run
     assert files(tmp_path / "run") == earlier
     judge.act = None
+    judge.act = at(7, os.kill, os.getpid(), signal.SIGALRM)     # in its second step
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, "--seed", "1")
+    signal.signal(signal.SIGALRM, before)
+    # What belonged to the earlier run is gone: --resume must not go on from it.
+    assert not {"checkpoint", "final"} & {path.name for path in (tmp_path / "run").iterdir()}
     assert run(tmp_path, "--max_steps", "1", "--seed", "1") == 0
     assert "the first step replaces the earlier run" in capsys.readouterr().out
     assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 1
