@@ -13,6 +13,7 @@ ten times that of full training.
 import copy
 import json
 import math
+import shutil
 from pathlib import Path
 
 import torch
@@ -112,6 +113,8 @@ def save_adapter(model, path):
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", **model.lora, "lora_dropout": 0.0,
               "bias": "none", "fan_in_fan_out": False, "inference_mode": True}
     (path / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    # safetensors makes files that only their owner may read.
+    shutil.copymode(path / "adapter_config.json", path / "adapter_model.safetensors")
 
 
 @torch.no_grad()

@@ -124,7 +124,7 @@ class Watch:
 
     def steps_begin(self):
         """From now on a signal lets the step end. Before, there is nothing to save."""
-        self.steps_began = True
+        self.steps_began, self.since = True, time.monotonic()
         if self.handles_signals:
             self._handle_signals()          # again: SwanLab has put a handler of its own there
 
@@ -292,13 +292,14 @@ def all_or_none(main):
             elif watch is not None and watch.size > 1:
                 watch.fail(error)
                 watch.leave(getattr(error, "code", 2))
+            elif under_torchrun() and isinstance(error, (ValueError, OSError)):
+                # A single rank, or several that don't know of each other yet: these all have the
+                # same to say.
+                if os.environ["LOCAL_RANK"] == "0":
+                    last_words(f"error: {error}{watch.advice if watch else ''}")
+                sys.exit(2)
             elif watch is not None and watch.advice:
                 error.add_note(watch.advice)
-            elif under_torchrun() and isinstance(error, (ValueError, OSError)):
-                # The ranks don't know of each other yet. They all have the same to say.
-                if os.environ["LOCAL_RANK"] == "0":
-                    last_words(f"error: {error}")
-                sys.exit(2)
             raise
         finally:
             if Watch.current is not None:

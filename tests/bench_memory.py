@@ -18,7 +18,7 @@ import train_grpo  # noqa: E402, I001 - before torch
 import torch  # noqa: E402
 from model import MiniMindConfig, MiniMindForCausalLM, Rollout, fast  # noqa: E402
 from model.lora import with_adapters  # noqa: E402
-from model.memory import num_parameters, peak_bytes  # noqa: E402
+from model.memory import SIZES, num_parameters, peak_bytes  # noqa: E402
 
 SMALL = {"vocab_size": 6400, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
          "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "qk_norm": False}
@@ -27,7 +27,10 @@ LARGE = SMALL | {"hidden_size": 768, "intermediate_size": 2432, "num_key_value_h
 WIDE = SMALL | {"vocab_size": 64000, "num_hidden_layers": 4}
 RUN = {"num_prompts": 2, "num_generations": 8, "prompt_length": 32, "completion_length": 64,
        "micro_batch_size": 4, "reference": True, "gradient_checkpointing": False}
+QWEN = vars(SIZES["Qwen3-1.7B"])
+FEW = {"num_prompts": 1, "num_generations": 4, "completion_length": 16, "lora_rank": 16}
 ROWS = [
+    (QWEN | {"hidden_size": 1024, "intermediate_size": 3072}, FEW), (QWEN, FEW),    # 0.6B, 1.7B
     (SMALL, {}), (SMALL, {"micro_batch_size": 1}), (SMALL, {"micro_batch_size": 16}),
     (SMALL, {"micro_batch_size": 16, "gradient_checkpointing": True}),
     (SMALL, {"reference": False}),

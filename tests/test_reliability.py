@@ -21,6 +21,7 @@ import chaos
 import train_grpo
 from model import Saver, World
 from model.checkpoint import written_whole
+from model.watch import Watch
 from report.jsonl import drop_lines_after, read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -275,6 +276,14 @@ def test_no_checkpoint_is_called_whole_before_rank_0_has_saved_it(tmp_path):
     with pytest.raises(ZeroDivisionError):
         Saver(tmp_path, world, SimpleNamespace()).save(1, 0, None, None, None, None)
     assert not world.watch.advice
+
+
+def test_the_clock_of_the_first_step_starts_with_it():
+    watch = Watch(World("cpu"), hang_timeout=1e9)
+    watch.since -= 1e6                      # loading, or a download
+    watch.steps_begin()
+    assert time.monotonic() - watch.since < 60
+    watch.close()
 
 
 def test_ranks_that_differ_are_told_instead_of_waiting(monkeypatch):
