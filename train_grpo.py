@@ -39,7 +39,6 @@ Where we differ from the papers and from other code, on purpose:
     just beta * KL, about 0: the advantages of a group cancel in its value, though not in its
     gradient. Watch the reward.
 """
-import copy
 import functools
 import json
 import math
@@ -54,7 +53,8 @@ import torch
 
 from dataset import PromptCollator, PromptDataset, batches_of_steps, read_heldout, steps_per_epoch
 from model import Rollout, Saver, World, checkpoint, eos_token_ids, fast, sampler
-from model.lora import TARGETS, with_adapters
+from model.lora import TARGETS, AdaptersOff, with_adapters
+from model.shard import on_shards, shard, whole
 from model.watch import Watch, all_or_none
 from report import Report, add_metrics, describe, drift, mean_metrics, printable, rollout_metrics
 from report.command_line import Parser, folder_name, number, steps_or_minutes, user_errors
@@ -387,7 +387,7 @@ def optimizer_step(policy, optimizer, minibatch, world, logps_of, args):
         of_part |= {"loss": loss.detach()} | drift(logps, old_logps, part, entropy, num_learned)
         metrics = add_metrics(metrics, of_part)
     world.sum_gradients(policy)
-    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip)
+    grad_norm = whole(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip))
     if grad_norm.isfinite():        # the same on every rank: all take the step, or all skip it
         optimizer.step()
     shares = world.gather([{name: float(value) for name, value in metrics.items()}])
@@ -409,7 +409,9 @@ def main(argv=None):
     pair = (fast.sample, fast.token_logps) if args.fast else (sampler.sample, token_logps)
     sample, logps_of = pair
     sample = sampler.in_slices(sample, args.rollout_batch_size)
-    tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, device)
+    if args.shard:
+        sample, logps_of = on_shards(sample, logps_of, world, matrix_dtype(args, device))
+    tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)
     steps_done, num_tokens = saver.resume(policy, optimizer, reference)
@@ -523,7 +525,11 @@ def evaluate(model, problems, eval_funcs, collate, world, sample, generator, arg
     """
     generator.manual_seed(seed_of(args.seed, 1, step, world.rank))
     sums, k, mine = torch.zeros(6), args.num_generations_eval, problems[world.rank::world.size]
-    for start in range(0, len(mine), args.eval_batch_size):
+    # Where the problems don't divide, some ranks answer one that doesn't count: sharded ranks must
+    # sample equally often.
+    count, share = len(mine), -(-len(problems) // world.size)
+    mine = mine + problems[:share - count]
+    for start in range(0, share, args.eval_batch_size):
         batch, rewards = collate(mine[start:start + args.eval_batch_size]), []
         for n, greedy in ((1, True), (k, False)):
             rollout = generate(model, batch, collate.tokenizer, sample, generator, args,
@@ -531,6 +537,7 @@ def evaluate(model, problems, eval_funcs, collate, world, sample, generator, arg
             totals, _ = compute_rewards(rollout, eval_funcs, [1.0] * len(eval_funcs))
             rewards.append(totals.view(-1, n))                                  # (B, 1), (B, k)
         judged = ~torch.cat(rewards, 1).isnan().any(1)                                  # (B,)
+        judged &= torch.arange(start, start + len(judged)) < count
         right_greedy, right = ((total >= args.eval_threshold).float() for total in rewards)
         lengths = rollout.lengths.cpu().float().view(-1, k)
         sums += torch.stack([
@@ -542,9 +549,16 @@ def evaluate(model, problems, eval_funcs, collate, world, sample, generator, arg
             for name, value in zip(names[:4 + (k > 1)], sums)}
 
 
-def load_models(args, device):
-    """Tokenizer, policy and reference (float32: small updates add up), and reward functions."""
-    policy = checkpoint.load_pretrained(args.model_path, dtype=torch.float32, device=device)
+def load_models(args, world):
+    """Tokenizer, policy, reference, and reward functions.
+
+    Weights that learn are float32, so that small updates add up. The matrices of frozen ones have
+    the dtype in which products read them anyway.
+    """
+    products, reference = matrix_dtype(args, world.device), None
+    load = functools.partial(checkpoint.load_pretrained, args.model_path, dtype=torch.float32,
+                             device="cpu" if args.shard else world.device)
+    policy = load(matrix_dtype=products if args.lora_rank else None)
     if args.num_hidden_layers not in (None, layers := policy.config.num_hidden_layers):
         raise ValueError(f"--num_hidden_layers {args.num_hidden_layers}: {args.model_path} has "
                          f"{layers} layers; leave the flag out")
@@ -554,19 +568,21 @@ def load_models(args, device):
     if not eos_token_ids(policy, tokenizer):
         raise ValueError(f"{tokenizer_path}: no EOS token to end an answer with; give another "
                          "--tokenizer_path")
-    if args.lora_rank:                  # the frozen base is the reference
-        policy, reference = with_adapters(
+    if args.lora_rank:
+        base, policy = policy, with_adapters(
             policy, rank=args.lora_rank, alpha=args.lora_alpha, targets=args.lora_target_modules,
-            name=args.model_path, dtype=matrix_dtype(args, device), seed=args.seed), policy
-    else:
-        reference = copy.deepcopy(policy)
-    reference = reference if args.beta > 0 else None
+            name=args.model_path, seed=args.seed)
+        reference = AdaptersOff(policy) if args.shard else base
+    elif args.beta > 0:
+        reference = load(matrix_dtype=None if args.ref_model_sync_steps else products)
+    for model in (policy, reference) if args.shard else ():
+        shard(model, world, products)
     reward_funcs = load_reward_funcs(
         args.reward_funcs + args.eval_reward_funcs, reward_model_path=args.reward_model_path,
-        device=args.reward_model_device or device, max_completion_length=args.max_gen_len,
+        device=args.reward_model_device or world.device, max_completion_length=args.max_gen_len,
         timeout=args.reward_timeout, reasoning=args.reasoning, clip=args.reward_model_clip,
         scale=args.reward_model_scale, answer_share=args.reward_model_answer_share)
-    count = len(args.reward_funcs)
+    reference, count = reference if args.beta > 0 else None, len(args.reward_funcs)
     return tokenizer, policy, reference, reward_funcs[:count], reward_funcs[count:]
 
 
@@ -749,6 +765,8 @@ def add_report_flags(parser):
     flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
          "products; all else stays float32; auto: bfloat16 on GPUs that support it")
+    flag("--shard", type=int, choices=(0, 1), default=0, help="1: divide weights, gradients and "
+         "moments over the ranks (FSDP): for models that do not fit one GPU")
     flag("--hang_timeout", type=POSITIVE_OR_0, default=0, help="seconds a rank may be busy without "
          "reaching the others, once steps began, before the run ends and names it; 0: no limit")
     flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
@@ -770,6 +788,7 @@ def fill_in_defaults(args):
         args.epsilon_high = 5.0 if cispo else 0.2
     args.kl_type = args.kl_type or ("k1" if args.kl_in_reward else "k3")
     args.swanlab = "online" if args.use_wandb else args.swanlab
+    args.shard = int(args.shard and int(os.environ.get("WORLD_SIZE") or 1) > 1)
     suffix = f"{args.hidden_size}{'_moe' if args.use_moe else ''}"
     for flag, name, folder in (
         ("model_path", f"reason_{suffix}" if args.reasoning else f"full_sft_{suffix}", "model"),

@@ -268,20 +268,16 @@ def size_class(count):
 def hidden_states(decoder, tokens, positions, groups):
     """Final-norm hidden states of the nodes, (n, D)."""
     rotary = rotary_tables(positions, rotary_frequencies(decoder.config, tokens.device))
-
-    def run(layer, x):
-        heads = layer.self_attn.heads(layer.input_layernorm(x), rotary)
-        x = x + layer.self_attn.o_proj(attend(*heads, groups))
-        return x + layer.mlp(layer.post_attention_layernorm(x))
-
+    attend = functools.partial(attention, groups=groups)
     x = decoder.embed_tokens(tokens)                                                    # (n, D)
     recompute = decoder.gradient_checkpointing and torch.is_grad_enabled()
     for layer in decoder.layers:
-        x = checkpoint(run, layer, x, use_reentrant=False) if recompute else run(layer, x)
+        run = functools.partial(checkpoint, layer, use_reentrant=False) if recompute else layer
+        x = run(x, rotary, attend)
     return decoder.norm(x)
 
 
-def attend(q, k, v, groups):
+def attention(layer, q, k, v, *, groups):
     """Attention of each node to its prefix: q (n, H, d), k, v (n, K, d) -> (n, H*d)."""
     out = []
     own = q.split([len(real) for _, real, _, _ in groups])

@@ -13,6 +13,7 @@ Parameter names and numerics are those of transformers' classes, so a state dict
 without renaming. Shapes: N sequences, T new tokens, S tokens to attend to (cached and new),
 D hidden size, H query heads, K key/value heads, d head size, V vocabulary.
 """
+import functools
 import math
 from dataclasses import dataclass, field
 
@@ -139,14 +140,19 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         return rotate(q, rotary), rotate(k, rotary), v
 
-    def forward(self, x, rotary, mask, cache):
-        q, k, v = (heads.transpose(1, 2) for heads in self.heads(x, rotary))    # (N, H or K, T, d)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)                               # (N, K, S, d)
-        # Each key head serves H/K query heads.
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return self.o_proj(out.transpose(1, 2).flatten(2))                      # (N, T, D)
+    def forward(self, x, rotary, attend):
+        return self.o_proj(attend(self.layer, *self.heads(x, rotary)))
+
+
+def attention(layer, q, k, v, *, mask, cache):
+    """Each query's average of the values that it sees: softmax(q k / sqrt(d)) v; (N, T, H*d)."""
+    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))                # (N, H or K, T, d)
+    if cache is not None:
+        k, v = cache.append(layer, k, v)                                    # (N, K, S, d)
+    # Each key head serves H/K query heads.
+    k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    return out.transpose(1, 2).flatten(2)
 
 
 class SwiGLU(nn.Module):
@@ -194,8 +200,8 @@ class DecoderLayer(nn.Module):
         self.mlp = (MixtureOfExperts(config) if has_experts
                     else SwiGLU(config, config.intermediate_size))
 
-    def forward(self, x, rotary, mask, cache):
-        x = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache)
+    def forward(self, x, rotary, attend):
+        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -219,14 +225,13 @@ class Decoder(nn.Module):
             attention_mask = input_ids.new_ones(N, past + T)
         positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past:]      # padding has none
         rotary = rotary_tables(positions, rotary_frequencies(self.config, input_ids.device))
-        context = rotary, (None if causal else visible(attention_mask, T)), cache
+        mask = None if causal else visible(attention_mask, T)
+        attend = functools.partial(attention, mask=mask, cache=cache)
         x = self.embed_tokens(input_ids)                                        # (N, T, D)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         for layer in self.layers:
-            if recompute:
-                x = checkpoint(layer, x, *context, use_reentrant=False)
-            else:
-                x = layer(x, *context)
+            run = functools.partial(checkpoint, layer, use_reentrant=False) if recompute else layer
+            x = run(x, rotary, attend)
         return self.norm(x)
 
 

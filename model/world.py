@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .files import reason
+from .shard import is_sharded
 
 
 class World:
@@ -71,7 +72,9 @@ class World:
         A sum rather than a mean, because each rank's loss is already its share of the step's loss.
         """
         with self.collective():
-            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+            for parameter in model.parameters():
+                if not parameter.requires_grad or is_sharded(parameter):    # those are added up
+                    continue
                 if parameter.grad is None:
                     # This rank had nothing to learn from, but the all_reduce needs every rank.
                     parameter.grad = torch.zeros_like(parameter)
