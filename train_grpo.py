@@ -359,7 +359,7 @@ def update_policy(policy, optimizer, rollout, world, logps_of, args):
 
 def optimizer_step(policy, optimizer, rollout, totals, parts, world, logps_of, args):
     """One optimizer step on every rank's minibatch; its metrics over all ranks."""
-    num_sequences, num_tokens, num_learned = world.sum(totals).clamp(min=1).tolist()
+    num_sequences, num_tokens, num_learned = world.sum(torch.tensor(totals)).clamp(min=1).tolist()
     metrics = {"loss": 0.0}
     optimizer.zero_grad()
     for rows in parts:

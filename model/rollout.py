@@ -89,8 +89,8 @@ def minibatches(rollout, args):
     """What each optimizer step of a pass learns from: [(totals, micro-batches), ...].
 
     A micro-batch is the rows, (n,), that go through the model together, at most `micro_batch_size`;
-    those without a gradient are in none. totals (3,): the completions of the minibatch, the tokens
-    that averages run over, the tokens that go through the model.
+    those without a gradient are in none. totals are three numbers: the minibatch's completions, the
+    tokens that averages run over, the tokens that go through the model.
     """
     counted, lengths = torch.ones_like(rollout.ended), rollout.lengths                  # (N,) both
     if args.mask_truncated_completions:     # these count as completions only
@@ -101,6 +101,6 @@ def minibatches(rollout, args):
         learned = counted & rollout.advantages.view(len(counted), -1).any(1)
     totals = torch.stack((torch.ones_like(lengths), lengths * counted, lengths * learned), 1)
     rows = torch.arange(len(counted), device=counted.device)
-    return [(totals[rows].sum(0), [part for part in rows[learned[rows]].split(args.micro_batch_size)
-                                   if len(part)])
+    return [(totals[rows].sum(0).tolist(),
+             [part for part in rows[learned[rows]].split(args.micro_batch_size) if len(part)])
             for rows in rows.tensor_split(args.num_minibatches) if len(rows)]
