@@ -52,7 +52,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 
 from dataset import PromptCollator, PromptDataset, batches_of_steps, read_heldout, steps_per_epoch
-from model import Rollout, Saver, World, checkpoint, eos_token_ids, fast, sampler
+from model import Rollout, Saver, World, checkpoint, eos_token_ids, fast, minibatches, sampler
 from model.lora import TARGETS, AdaptersOff, with_adapters
 from model.shard import on_shards, shard, whole
 from model.watch import Watch, all_or_none
@@ -300,10 +300,12 @@ def generate(model, batch, tokenizer, sample, generator, args, *, num_generation
 
 
 @torch.no_grad()
-def compute_logps(model, rollout, logps_of, args):
-    """Step 2: the completions' log-probabilities under the reference or the policy, (N, R)."""
+def compute_logps(model, rollout, logps_of, args, parts=None):
+    """Step 2: log-probabilities of all completions, or of the rows in `parts`, else 0; (N, R)."""
     logps = torch.zeros_like(rollout.sampling_logps)
-    for rows in torch.arange(len(logps), device=logps.device).split(args.micro_batch_size):
+    if parts is None:
+        parts = torch.arange(len(logps), device=logps.device).split(args.micro_batch_size)
+    for rows in parts:
         part = rollout.select(rows)
         with precision(args, logps.device):
             logps[rows, :part.mask.shape[1]] = logps_of(
@@ -335,40 +337,33 @@ def compute_advantages(rollout, tokenizer, world, args):
     return advantages.to(rollout.mask.device)
 
 
-def select_groups(rollout, num_groups, num_generations):
-    """The groups with the largest std of rewards: DAPO's dynamic sampling, in one round."""
-    spread = nanstd(rollout.rewards.view(-1, num_generations))[:, 0]                    # (B,)
-    groups = spread.topk(num_groups).indices.sort().values
-    rows = groups[:, None] * num_generations + torch.arange(num_generations)
-    return rollout.select(rows.flatten().to(rollout.mask.device))
+def compute_old_logps(policy, rollout, logps_of, args):
+    """Step 4: log-probabilities before the policy moves; None if a single update computes them.
+
+    Of the very micro-batches that the updates see: in bfloat16 others round differently, and the
+    first ratios would not be 1.
+    """
+    updates = minibatches(rollout, args)
+    if len(updates) * args.num_iterations == 1:
+        return None
+    parts = [rows for _, parts in updates for rows in parts]
+    return compute_logps(policy, rollout, logps_of, args, parts)
 
 
 def update_policy(policy, optimizer, rollout, world, logps_of, args):
     """Step 4: `num_iterations` passes over the rollout, `num_minibatches` updates each; metrics."""
-    rows = torch.arange(len(rollout.mask), device=rollout.mask.device)
-    minibatches = [part for part in rows.tensor_split(args.num_minibatches) if len(part)]
     return mean_metrics([
-        optimizer_step(policy, optimizer, rollout.select(part), world, logps_of, args)
-        for part in minibatches * args.num_iterations])
+        optimizer_step(policy, optimizer, rollout, totals, parts, world, logps_of, args)
+        for totals, parts in minibatches(rollout, args) * args.num_iterations])
 
 
-def optimizer_step(policy, optimizer, minibatch, world, logps_of, args):
+def optimizer_step(policy, optimizer, rollout, totals, parts, world, logps_of, args):
     """One optimizer step on every rank's minibatch; its metrics over all ranks."""
-    lengths = minibatch.lengths                                                         # (N,)
-    counted = torch.arange(len(lengths), device=lengths.device)
-    if args.mask_truncated_completions:     # not in num_tokens, but still in num_sequences
-        counted = counted[minibatch.ended]
-    learned = counted
-    if minibatch.ref_logps is None and not args.entropy_coef:
-        # Rows with zero advantage contribute no gradient then: skip their forward pass.
-        has_gradient = minibatch.advantages.view(len(lengths), -1).any(1)               # (N,)
-        learned = counted[has_gradient[counted]]
-    totals = torch.tensor([len(lengths), lengths[counted].sum(), lengths[learned].sum()])
-    num_sequences, num_tokens, num_learned = world.sum(totals).clamp(min=1).tolist()
+    num_sequences, num_tokens, num_learned = world.sum(torch.tensor(totals)).clamp(min=1).tolist()
     metrics = {"loss": 0.0}
     optimizer.zero_grad()
-    for rows in learned.split(args.micro_batch_size) if len(learned) else ():
-        part = minibatch.select(rows)
+    for rows in parts:
+        part = rollout.select(rows)
         with precision(args, rows.device):
             logps, entropy = logps_of(policy, *part.sequences(), temperature=args.temperature,
                                       with_entropy=True)                                # (n, R)
@@ -376,13 +371,15 @@ def optimizer_step(policy, optimizer, minibatch, world, logps_of, args):
             entropy = entropy.detach()          # frees what its gradient would need
         # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
         old_logps = logps.detach() if part.old_logps is None else part.old_logps
+        advantages = part.advantages.view(len(rows), -1)                               # (n, 1 or R)
+        if args.rollout_is_threshold:
+            weights = rollout_weights(old_logps, part, args)                           # (n, 1 or R)
+            advantages = advantages * weights
+            mean = (weights * part.mask).sum() / num_learned
+            metrics = add_metrics(metrics, {"rollout_is_mean": mean})
         loss, of_part = grpo_loss(
-            logps, old_logps, part.advantages, part.mask, ref_logps=part.ref_logps,
-            beta=0.0 if args.kl_in_reward else args.beta, kl_type=args.kl_type,
-            epsilon_low=args.epsilon_low, epsilon_high=args.epsilon_high, delta=args.delta,
-            loss_type=args.loss_type, importance_sampling_level=args.importance_sampling_level,
-            max_completion_length=args.max_gen_len, entropy=entropy,
-            entropy_coef=args.entropy_coef, num_sequences=num_sequences, num_tokens=num_tokens)
+            logps, old_logps, advantages, part.mask, ref_logps=part.ref_logps, entropy=entropy,
+            num_sequences=num_sequences, num_tokens=num_tokens, **objective(args))
         loss.backward()
         of_part |= {"loss": loss.detach()} | drift(logps, old_logps, part, entropy, num_learned)
         metrics = add_metrics(metrics, of_part)
@@ -438,8 +435,8 @@ def main(argv=None):
                 generator.manual_seed(seed_of(args.seed, 0, step, world.rank))
                 rollout = generate(policy, batch, tokenizer, sample, generator, args,
                                    num_generations=G)
-            # 2. remember: log-probs under the reference, and under the policy before it moves
-            if args.num_iterations * args.num_minibatches > 1 or args.kl_in_reward:
+            # 2. remember: log-probs under the reference; its KL in the reward needs the policy's
+            if args.kl_in_reward:
                 with report.timed("old_logps"):
                     rollout.old_logps = compute_logps(policy, rollout, logps_of, args)
             if reference is not None:
@@ -455,7 +452,10 @@ def main(argv=None):
             if args.oversample > 1:
                 num_groups = math.ceil(len(batch["prompts"]) / args.oversample)
                 rollout = select_groups(rollout, num_groups, G)
-            # 4. learn: clipped gradient steps
+            # 4. learn: clipped gradient steps, with the log-probs of the policy before them
+            if args.num_iterations * args.num_minibatches > 1 or args.kl_in_reward:
+                with report.timed("old_logps"):
+                    rollout.old_logps = compute_old_logps(policy, rollout, logps_of, args)
             lr = lr_at(step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
             optimizer.param_groups[0]["lr"] = lr
             with report.timed("update"):
@@ -483,12 +483,42 @@ def main(argv=None):
 # --- what one looks up: evaluation, loading -------------------------------------------------------
 
 
+def objective(args):
+    """The flags of the objective, by grpo_loss's names."""
+    return {
+        "beta": 0.0 if args.kl_in_reward else args.beta, "kl_type": args.kl_type,
+        "epsilon_low": args.epsilon_low, "epsilon_high": args.epsilon_high, "delta": args.delta,
+        "loss_type": args.loss_type, "importance_sampling_level": args.importance_sampling_level,
+        "max_completion_length": args.max_gen_len, "entropy_coef": args.entropy_coef}
+
+
+def rollout_weights(old_logps, part, args):
+    """Truncated importance weights, min(pi_old / pi_sampler, C): (n, R), or (n, 1) by completion.
+
+    They correct for a sampler that rounds differently than the trainer, or more coarsely (verl's
+    rollout_is, TRL's vllm_importance_sampling_correction). Their level is that of the loss's ratio:
+    the product of the two is pi / pi_sampler. Both bounds are linear in the advantage, so to weight
+    it is to weight the policy's term; the KL and the entropy keep weight 1, as in TRL.
+    """
+    level = LOSS_TYPES[args.loss_type][0] or args.importance_sampling_level
+    ratio, _ = importance_ratio(old_logps, part.sampling_logps, part.mask, level=level)
+    return ratio.clamp(max=args.rollout_is_threshold)
+
+
 def lr_at(step, last_step, *, peak, warmup_steps):
     """Learning rate of a step (from 1): a linear rise, then a cosine from the peak to a tenth."""
     if step <= warmup_steps:
         return peak * step / warmup_steps
     progress = (step - warmup_steps) / max(1, last_step - warmup_steps)
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def select_groups(rollout, num_groups, num_generations):
+    """The groups with the largest std of rewards: DAPO's dynamic sampling, in one round."""
+    spread = nanstd(rollout.rewards.view(-1, num_generations))[:, 0]                    # (B,)
+    groups = spread.topk(num_groups).indices.sort().values
+    rows = groups[:, None] * num_generations + torch.arange(num_generations)
+    return rollout.select(rows.flatten().to(rollout.mask.device))
 
 
 @torch.no_grad()
@@ -501,7 +531,8 @@ def sync_reference(reference, policy, *, alpha):
 def precision(args, device):
     """Matrix products in bfloat16 where --dtype says so; weights and log-softmax stay float32."""
     bfloat16 = matrix_dtype(args, device) == torch.bfloat16
-    return torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
+    # No cache: it would keep a copy of every weight, and a forward pass reads a weight once.
+    return torch.autocast(device.type, torch.bfloat16, enabled=bfloat16, cache_enabled=False)
 
 
 def matrix_dtype(args, device):
@@ -708,6 +739,9 @@ def add_learn_flags(parser):
          "with cispo at most it (default: 5)")
     flag("--delta", type=FINITE, help="dual clip: cap on the ratio of bad tokens (default: none)")
     flag("--kl_type", choices=("k1", "k2", "k3", "abs"), help="estimate of the KL (default: k3)")
+    flag("--rollout_is_threshold", type=POSITIVE_OR_0, default=0.0, help="weight advantages by "
+         "pi_old / pi_sampler, at most this, where the sampler is not quite the policy (truncated "
+         "importance weights, on the level of the ratio): 2, say; 0: no weights")
     flag("--entropy_coef", type=POSITIVE_OR_0, default=0.0, help="weight of the entropy bonus")
     flag("--mask_truncated_completions", action="store_true",
          help="learn nothing from completions that were cut off")
@@ -816,6 +850,8 @@ def impossible_combinations(args):
          "none; leave it out"),
         (not cispo and delta is not None and delta <= 1 + high,
          f"--delta {delta} undoes the clip at 1 + epsilon_high = {1 + high}; give a larger one"),
+        (0 < args.rollout_is_threshold < 1, f"--rollout_is_threshold {args.rollout_is_threshold} "
+         "would scale down every token; give 1 or more, or 0 for none"),
         (r1 and sequence, "--loss_type r1 has its own ratio, the product over the completion; "
          "leave --importance_sampling_level out"),
         (by_steps and (r1 or sequence), "--supervision process gives each token an advantage, but "

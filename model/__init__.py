@@ -13,12 +13,12 @@ from .checkpoint import (
     save_pretrained,
 )
 from .model import MiniMindConfig, MiniMindForCausalLM
-from .rollout import Rollout
+from .rollout import Rollout, minibatches
 from .sampler import sample
 from .saving import Saver
 from .world import World
 
 __all__ = [
     "MiniMindConfig", "MiniMindForCausalLM", "Rollout", "Saver", "World", "eos_token_ids",
-    "find_weights", "load_checkpoint", "load_pretrained", "load_tokenizer", "sample",
+    "find_weights", "load_checkpoint", "load_pretrained", "load_tokenizer", "minibatches", "sample",
     "save_checkpoint", "save_pretrained"]

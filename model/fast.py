@@ -99,7 +99,9 @@ class Decoding:
         frequencies = rotary_frequencies(config, device)
         self.rotary = rotary_tables(torch.arange(S, device=device), frequencies)
         self.embedding, self.norm = model.model.embed_tokens, model.model.norm
-        self.layers, self.head = [self.parts(x) for x in model.model.layers], linear(model.lm_head)
+        self.layers = [self.parts(layer) for layer in model.model.layers]
+        autocast = torch.is_autocast_enabled(device.type)
+        self.head = model.lm_head if autocast else linear(model.lm_head)    # float32 either way
 
     def parts(self, layer):
         """What `step` needs of a layer, in the order of use."""

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .head import Head
+
 
 @dataclass
 class MiniMindConfig:
@@ -250,7 +252,7 @@ class MiniMindForCausalLM(nn.Module):
         self.config = config
         self.generation_config = {}     # read and written back, for servers
         self.model = Decoder(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.apply(self._init_weights)
         self.tie_weights()
 
@@ -266,9 +268,6 @@ class MiniMindForCausalLM(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, input_ids, attention_mask=None, *, logits_to_keep=0, cache=None):
-        """Logits (N, T, V), or only of the last k = logits_to_keep positions, (N, k, V).
-
-        The head is the model's largest matrix, so ask for no more logits than you need.
-        """
+        """Logits (N, T, V), or only of the last k = logits_to_keep, (N, k, V): the head is big."""
         hidden = self.model(input_ids, attention_mask, cache)
         return self.lm_head(hidden[:, -logits_to_keep:])        # -0: all of them
