@@ -54,7 +54,7 @@ import torch
 from dataset import PromptCollator, PromptDataset, batches_of_steps, read_heldout, steps_per_epoch
 from model import Rollout, Saver, World, checkpoint, eos_token_ids, fast, minibatches, sampler
 from model.lora import TARGETS, AdaptersOff, with_adapters
-from model.shard import on_shards, shard, whole
+from model.shard import keep_pace, on_shards, shard, whole
 from model.watch import Watch, all_or_none
 from report import Report, add_metrics, describe, drift, mean_metrics, printable, rollout_metrics
 from report.command_line import Parser, folder_name, number, steps_or_minutes, user_errors
@@ -337,7 +337,7 @@ def compute_advantages(rollout, tokenizer, world, args):
     return advantages.to(rollout.mask.device)
 
 
-def compute_old_logps(policy, rollout, logps_of, args):
+def compute_old_logps(policy, rollout, world, logps_of, args):
     """Step 4: log-probabilities before the policy moves; None if a single update computes them.
 
     Of the very micro-batches that the updates see: in bfloat16 others round differently, and the
@@ -347,6 +347,9 @@ def compute_old_logps(policy, rollout, logps_of, args):
     if len(updates) * args.num_iterations == 1:
         return None
     parts = [rows for _, parts in updates for rows in parts]
+    if args.shard:
+        with precision(args, world.device), torch.no_grad():
+            keep_pace(policy, len(parts), logps_of, world)
     return compute_logps(policy, rollout, logps_of, args, parts)
 
 
@@ -362,6 +365,9 @@ def optimizer_step(policy, optimizer, rollout, totals, parts, world, logps_of, a
     num_sequences, num_tokens, num_learned = world.sum(torch.tensor(totals)).clamp(min=1).tolist()
     metrics = {"loss": 0.0}
     optimizer.zero_grad()
+    if args.shard:
+        with precision(args, world.device):
+            keep_pace(policy, len(parts), logps_of, world)
     for rows in parts:
         part = rollout.select(rows)
         with precision(args, rows.device):
@@ -455,7 +461,7 @@ def main(argv=None):
             # 4. learn: clipped gradient steps, with the log-probs of the policy before them
             if args.num_iterations * args.num_minibatches > 1 or args.kl_in_reward:
                 with report.timed("old_logps"):
-                    rollout.old_logps = compute_old_logps(policy, rollout, logps_of, args)
+                    rollout.old_logps = compute_old_logps(policy, rollout, world, logps_of, args)
             lr = lr_at(step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
             optimizer.param_groups[0]["lr"] = lr
             with report.timed("update"):

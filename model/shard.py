@@ -31,7 +31,7 @@ def shard(model, world, dtype):
                     for weight in model.parameters()}
     blank = copy.deepcopy(model, without_data)
     for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(
             param_dtype=None if module is model else dtype, reduce_dtype=torch.float32,
             cast_forward_inputs=False))
         # A sum: the loss of a rank is its share of the step's. And Gloo has no other way.
@@ -65,6 +65,15 @@ def on_shards(sample, logps_of, world, dtype):
             return model.run(logps_of, *args, **options)
 
     return sample_whole, logps_inside
+
+
+def keep_pace(model, num_passes, logps_of, world):
+    """Passes over nothing, for a rank that has fewer micro-batches than another."""
+    ids = torch.zeros(1, 2, dtype=torch.long, device=world.device)
+    for _ in range(max(world.gather([num_passes])) - num_passes):
+        nothing = 0.0 * logps_of(model, ids, torch.ones_like(ids), 1).sum()
+        if torch.is_grad_enabled():
+            nothing.backward()
 
 
 # --- whole tensors and their parts; what isn't sharded is whole already ---------------------------
