@@ -401,7 +401,7 @@ def optimizer_step(policy, optimizer, minibatch, world, logps_of, args):
 @all_or_none
 def main(argv=None):
     args = parse_args(argv)
-    world = World(args.device)
+    world = World(args.device, tf32=args.dtype != "float32")
     watch = Watch(world, args.hang_timeout)     # for signals, and for ranks that fail or hang
     device, run_dir, G = world.device, Path(args.out_dir) / args.run_name, args.num_generations
     saver = Saver(run_dir, world, args)
@@ -748,7 +748,8 @@ def add_report_flags(parser):
          help="1: the sampler and log-probs of model/fast.py; 0: the plain ones, same numbers")
     flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
-         "products; all else stays float32; auto: bfloat16 on GPUs that support it")
+         "products; all else stays float32; auto: bfloat16 on GPUs that support it. What is left in "
+         "float32 then takes TF32 on a GPU; with float32 nothing does")
     flag("--hang_timeout", type=POSITIVE_OR_0, default=0, help="seconds a rank may be busy without "
          "reaching the others, once steps began, before the run ends and names it; 0: no limit")
     flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
