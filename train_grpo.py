@@ -748,8 +748,8 @@ def add_report_flags(parser):
          help="1: the sampler and log-probs of model/fast.py; 0: the plain ones, same numbers")
     flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
-         "products; all else stays float32; auto: bfloat16 on GPUs that support it. What is left in "
-         "float32 then takes TF32 on a GPU; with float32 nothing does")
+         "products; all else stays float32; auto: bfloat16 on GPUs that support it. On a GPU what "
+         "is left in float32 then takes TF32, but nothing does with float32")
     flag("--hang_timeout", type=POSITIVE_OR_0, default=0, help="seconds a rank may be busy without "
          "reaching the others, once steps began, before the run ends and names it; 0: no limit")
     flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")

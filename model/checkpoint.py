@@ -471,6 +471,8 @@ def load_checkpoint(folder, model, optimizer, reference=None):
             model.load_state_dict(load_pretrained(found).state_dict())
         saved = read_tensors(found / "optimizer.pt")
         optimizer.load_state_dict(saved["optimizer"])
+        for moments in optimizer.state.values():    # on a CPU they are still the mapped file
+            moments |= {name: moment.clone() for name, moment in moments.items()}
         if "reference" in saved and reference is not None:
             reference.load_state_dict(saved["reference"])
         return int(saved["step"]), int(saved["num_tokens"])

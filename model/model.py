@@ -169,12 +169,12 @@ class MixtureOfExperts(nn.Module):
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = nn.ModuleList(SwiGLU(config, config.moe_intermediate_size) for _ in numbers)
 
-    def route(self, x):
-        weights, chosen = self.gate(x).float().softmax(-1).topk(self.config.num_experts_per_tok)
-        return weights / (weights.sum(-1, keepdim=True) if self.config.norm_topk_prob else 1), chosen
+    def route(self, logits):
+        weights, chosen = logits.float().softmax(-1).topk(self.config.num_experts_per_tok)
+        return weights / (weights.sum(-1)[..., None] if self.config.norm_topk_prob else 1), chosen
 
     def forward(self, x):
-        weights, chosen = self.route(x)                                         # (..., k) each
+        weights, chosen = self.route(self.gate(x))                              # (..., k) each
         number, order = chosen.flatten().sort(stable=True)      # (n*k,), expert after expert
         first = torch.searchsorted(number, torch.arange(len(self.experts) + 1, device=x.device))
         parts = x.flatten(0, -2).index_select(0, order // chosen.shape[-1])     # (n*k, D)

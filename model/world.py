@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from .files import reason
 
-
 BUCKET = 2**24                              # gradients summed in one call: 64 MB in float32
 
 
