@@ -116,7 +116,7 @@ def sum_in_buckets(tensors):
 
     A tensor as large as a bucket goes alone, without a copy.
     """
-    buckets, size = [], BUCKET
+    buckets, size = [], 0
     for tensor in tensors:
         size += tensor.numel()
         if not buckets or size > BUCKET:
