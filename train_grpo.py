@@ -404,7 +404,7 @@ def optimizer_step(policy, optimizer, rollout, totals, parts, world, logps_of, a
 @all_or_none
 def main(argv=None):
     args = parse_args(argv)
-    world = World(args.device)
+    world = World(args.device, tf32=args.dtype != "float32")
     watch = Watch(world, args.hang_timeout)     # for signals, and for ranks that fail or hang
     device, run_dir, G = world.device, Path(args.out_dir) / args.run_name, args.num_generations
     saver = Saver(run_dir, world, args)
@@ -804,7 +804,8 @@ def add_report_flags(parser):
          help="1: the sampler and log-probs of model/fast.py; 0: the plain ones, same numbers")
     flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
-         "products; all else stays float32; auto: bfloat16 on GPUs that support it")
+         "products; all else stays float32; auto: bfloat16 on GPUs that support it. On a GPU what "
+         "is left in float32 then takes TF32, but nothing does with float32")
     flag("--shard", type=int, choices=(0, 1), default=0, help="1: divide weights, gradients and "
          "moments over the ranks (FSDP): for models that do not fit one GPU")
     flag("--hang_timeout", type=POSITIVE_OR_0, default=0, help="seconds a rank may be busy without "

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .experts import all_experts
 from .head import log_probs
 from .model import KVCache, MixtureOfExperts, RMSNorm, rotary_frequencies, rotary_tables, rotate
 from .sampler import next_token
@@ -160,7 +161,7 @@ class Decoding:
 
 def feed_forward(mlp):
     if isinstance(mlp, MixtureOfExperts):
-        return mlp
+        return mlp if mlp.gate.weight.device.type in CHECK_EVERY else all_experts(mlp)
     gate_up, down = linear(mlp.gate_proj, mlp.up_proj), linear(mlp.down_proj)
 
     def function(x):

@@ -173,22 +173,23 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
+        self.config, numbers = config, range(config.num_experts)
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        size, count = config.moe_intermediate_size, config.num_experts
-        self.experts = nn.ModuleList(SwiGLU(config, size) for _ in range(count))
+        self.experts = nn.ModuleList(SwiGLU(config, config.moe_intermediate_size) for _ in numbers)
+
+    def route(self, logits):
+        weights, chosen = logits.float().softmax(-1).topk(self.config.num_experts_per_tok)
+        return weights / (weights.sum(-1)[..., None] if self.config.norm_topk_prob else 1), chosen
 
     def forward(self, x):
-        tokens = x.reshape(-1, x.shape[-1])                                     # (n, D)
-        weights, chosen = self.gate(tokens).float().softmax(-1).topk(self.top_k)    # (n, k)
-        if self.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        out = torch.zeros_like(tokens)
-        for index, expert in enumerate(self.experts):
-            token, slot = (chosen == index).nonzero(as_tuple=True)
-            share = expert(tokens[token]) * weights[token, slot, None]
-            out = out.index_add(0, token, share.to(out.dtype))
-        return out.view_as(x)
+        weights, chosen = self.route(self.gate(x))                              # (..., k) each
+        number, order = chosen.flatten().sort(stable=True)      # (n*k,), expert after expert
+        first = torch.searchsorted(number, torch.arange(len(self.experts) + 1, device=x.device))
+        parts = x.flatten(0, -2).index_select(0, order // chosen.shape[-1])     # (n*k, D)
+        parts = parts.split(first.diff().tolist())      # here, and only here, a GPU is waited for
+        out = torch.cat([expert(part) for expert, part in zip(self.experts, parts)])
+        out = out.index_select(0, order.argsort()).unflatten(0, chosen.shape)   # (..., k, D)
+        return (out * weights[..., None]).sum(-2).to(x.dtype)
 
 
 class DecoderLayer(nn.Module):

@@ -139,8 +139,15 @@ def load_parts(model, state):
 
 
 def part_of_optimizer(state, optimizer):
-    """What `whole_state` returned, with this rank's part of each tensor."""
+    """What `whole_state` returned, with this rank's part of each tensor.
+
+    Copied, since it may come from a file that is mapped into memory.
+    """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    return state | {"state": {index: {
-        name: part_of(tensor, weights[index]) if tensor.shape == weights[index].shape else tensor
-        for name, tensor in of_weight.items()} for index, of_weight in state["state"].items()}}
+
+    def ours(tensor, weight):
+        return part_of(tensor, weight if tensor.shape == weight.shape else tensor).clone()
+
+    return state | {"state": {
+        index: {name: ours(tensor, weights[index]) for name, tensor in of_weight.items()}
+        for index, of_weight in state["state"].items()}}

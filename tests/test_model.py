@@ -16,8 +16,9 @@ from model import (
     sample,
     save_pretrained,
 )
+from model.experts import all_experts
 from model.memory import SIZES, num_parameters, peak_bytes
-from model.model import KVCache
+from model.model import KVCache, MixtureOfExperts
 from model.tokenizer import TAGS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -109,6 +110,35 @@ def test_gradient_checkpointing_computes_each_layer_twice_and_changes_no_gradien
     with torch.no_grad():
         model(ids, mask)
     assert len(calls) == 1                  # without a gradient nothing is computed again
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_experts_are_added_up_by_their_shares_and_the_unused_have_a_gradient_of_0(normed):
+    torch.manual_seed(0)
+    mlp = MixtureOfExperts(MiniMindConfig(hidden_size=16, num_experts=5, num_experts_per_tok=3,
+                                          moe_intermediate_size=24, norm_topk_prob=normed))
+    mlp.gate.weight.data[3] = -9.0          # with inputs above 0 nobody chooses it
+    x = torch.rand(2, 7, 16)
+    expected = []
+    for token in x.view(-1, 16):
+        shares = (mlp.gate.weight @ token).softmax(0)
+        best = sorted(range(5), key=lambda i: -shares[i])[:3]
+        total = sum(shares[i] for i in best) if normed else 1
+        expected.append(sum(shares[i] / total * mlp.experts[i](token) for i in best))
+    expected, weights = torch.stack(expected).view_as(x), torch.randn_like(x)
+    torch.testing.assert_close(mlp(x), expected, atol=1e-7, rtol=1e-5)
+    wanted = torch.autograd.grad((weights * expected).sum(), [*mlp.parameters()],
+                                 materialize_grads=True)
+    (weights * mlp(x)).sum().backward()
+    got = tuple(parameter.grad for parameter in mlp.parameters())
+    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
+    assert [bool(expert.up_proj.weight.grad.any()) for expert in mlp.experts] == [1, 1, 1, 0, 1]
+    x, expected = x.flatten(0, 1), expected.flatten(0, 1)
+    with torch.no_grad():
+        torch.testing.assert_close(all_experts(mlp)(x), expected, atol=1e-7, rtol=1e-5)
+        with torch.autocast("cpu", torch.bfloat16):
+            errors = [(f(x) - expected).norm() for f in (mlp, all_experts(mlp))]
+    assert 0 < errors[1] < 1.5 * errors[0] < 0.02 * expected.norm()
 
 
 # --- what a run needs in memory -------------------------------------------------------------------

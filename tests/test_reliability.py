@@ -15,11 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from filelock import FileLock
 
 import chaos
 import train_grpo
-from model import Saver, World
+from model import Saver, World, world
 from model.checkpoint import written_whole
 from model.watch import Watch
 from report.jsonl import drop_lines_after, read_jsonl
@@ -293,6 +294,41 @@ def test_ranks_that_differ_are_told_instead_of_waiting(monkeypatch):
         world.agree(last_step=5)
     world.gather = lambda rows: rows * 2
     world.agree(last_step=5)
+
+
+def test_gradients_are_joined_into_few_calls_and_large_ones_go_alone(monkeypatch):
+    tensors, calls = [torch.randn(*shape) for shape in ((2, 2), (4,), (3, 3), (1,), (8,))], []
+    doubled = [2 * tensor for tensor in tensors]
+    monkeypatch.setattr(world, "BUCKET", 8)
+    monkeypatch.setattr(dist, "all_reduce", lambda x: (calls.append(x.data_ptr()), x.mul_(2)))
+    world.sum_in_buckets(tensors)
+    torch.testing.assert_close(tensors, doubled)
+    own = [tensor.data_ptr() for tensor in tensors]
+    assert len(calls) == 4 and calls[1:] == [own[2], own[3], own[4]]    # not copied
+
+
+def test_each_rank_has_a_gpu_of_its_own_or_none_starts(monkeypatch):
+    gpus, began, current = 2, {}, []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda kind, **options: began.update(
+        options, backend=kind))
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    before = torch.get_float32_matmul_precision()
+    for tf32, precision in ((True, "high"), (False, "highest")):
+        assert World(tf32=tf32).device == current.pop() == torch.device("cuda:1")
+        assert torch.get_float32_matmul_precision() == precision
+    torch.set_float32_matmul_precision(before)
+    assert (began["backend"], began["device_id"]) == ("nccl", torch.device("cuda:1"))
+    gpus = 1
+    for device in (None, "cuda"):
+        with pytest.raises(ValueError, match="2 processes on a machine with 1 GPU.*--device cpu"):
+            World(device)
+    assert World("cpu").device.type == "cpu" and not current
+    assert (began["backend"], began["device_id"]) == ("gloo", None)
 
 
 @pytest.mark.parametrize("way, reason", [
