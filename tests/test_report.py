@@ -115,7 +115,7 @@ def png_size(path):
     return struct.unpack(">II", data[16:24])
 
 
-def test_a_run_leaves_its_curves_as_a_picture_even_if_it_dies(tmp_path):
+def test_a_run_leaves_its_curves_as_a_picture_even_if_it_dies(pictures, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         with Report(tmp_path, arguments(), total_steps=9) as report:
             report.evaluation(0, {"eval/accuracy": 0.2, "eval/pass@4": 0.6})
