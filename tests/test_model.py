@@ -1,6 +1,8 @@
 """The network, the memory of a run, a chat and the tokenizer."""
+import functools
 import io
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -152,15 +154,17 @@ def test_the_parameters_of_real_sizes_are_counted_as_the_hub_counts_them():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"),
                     reason="reads /proc, and steers glibc's malloc")
-@pytest.mark.parametrize("changes", [       # where learning, and where sampling takes most
-    {"micro_batch_size": 16},
-    {"micro_batch_size": 8, "num_prompts": 8, "prompt_length": 120, "completion_length": 8,
-     "reference": False}])
-def test_the_memory_of_a_run_is_foretold_within_15_percent(changes):
-    sizes, run = SMALL | {"num_hidden_layers": 3}, RUN | changes
+def test_the_memory_of_a_run_is_foretold_within_15_percent():
+    sizes = SMALL | {"num_hidden_layers": 3}
     config = MiniMindConfig(**sizes)
-    foretold = peak_bytes(config, num_parameters(config), gpu=False, **run)["peak"]
-    assert measure_apart(sizes, run) == pytest.approx(foretold, rel=0.15)
+    runs = [RUN | {"micro_batch_size": 16},             # learning takes most, then sampling
+            RUN | {"micro_batch_size": 8, "num_prompts": 8, "prompt_length": 120,
+                   "completion_length": 8, "reference": False}]
+    with ThreadPoolExecutor() as pool:                  # each starts a process of its own
+        measured = pool.map(functools.partial(measure_apart, sizes), runs)
+    for run, peak in zip(runs, measured, strict=True):
+        foretold = peak_bytes(config, num_parameters(config), gpu=False, **run)["peak"]
+        assert peak == pytest.approx(foretold, rel=0.15), run
 
 
 # --- a chat ---------------------------------------------------------------------------------------
