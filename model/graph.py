@@ -6,10 +6,10 @@ was recorded. So here the places of the cache do not grow token by token: each s
 them, and a bias of -inf hides those that are not filled yet. The newest token takes the last of the
 S while it is read, and then moves to its own place, a number that only the GPU knows.
 
-Recording takes as long as some dozens of replays. S therefore grows by a quarter, seldom: from 256
-places to 1,280 in six graphs, with a tenth of the attention wasted. Rows of completions that ended
-leave a graph when the next one is recorded, which costs nothing extra. Until then they are computed
-for nothing; a graph for each number of rows would cost more than that.
+Recording costs two steps from Python, so it is to be seldom: S grows by a quarter each time, from
+256 places to 1,280 in six graphs, and an eighth of the attention is wasted. Rows of completions
+that ended leave a graph when the next one is recorded, which costs nothing extra. Until then they
+are computed for nothing; a graph for each number of rows would cost more.
 """
 import functools
 
