@@ -403,10 +403,7 @@ def main(argv=None):
     # The plain pair, or the same two functions faster. Your own sampler goes here.
     pair = (fast.sample, fast.token_logps) if args.fast else (sampler.sample, token_logps)
     sample, logps_of = pair
-    sample = sampler.in_slices(sample, args.rollout_batch_size)
-    if args.shard:
-        sample, logps_of = on_shards(sample, logps_of, world, matrix_dtype(args, device))
-    sample, logps_of = map(precision(args, device), (sample, logps_of))
+    sample, logps_of = wrapped(sample, logps_of, world, args)       # --dtype, --shard
     tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)
@@ -527,6 +524,14 @@ def sync_reference(reference, policy, *, alpha):
     """reference <- alpha policy + (1 - alpha) reference, weight by weight (arXiv 2404.09656)."""
     for theirs, ours in zip(reference.parameters(), policy.parameters()):
         theirs.lerp_(ours, alpha)
+
+
+def wrapped(sample, logps_of, world, args):
+    """The two functions as the flags want them: sampling in slices, sharded, in lower precision."""
+    sample = sampler.in_slices(sample, args.rollout_batch_size)
+    if args.shard:
+        sample, logps_of = on_shards(sample, logps_of, world, matrix_dtype(args, world.device))
+    return map(precision(args, world.device), (sample, logps_of))
 
 
 def precision(args, device):
