@@ -122,10 +122,11 @@ class Ours:
             "--num_generations", str(case.generations), "--micro_batch_size", str(case.micro_batch),
             "--reward_funcs", "format"])
         self.world, self.generator = train_grpo.World(device), torch.Generator(device)
-        self.sample, self.token_logps = (
-            (sampler.sample, train_grpo.token_logps) if plain else (fast.sample, fast.token_logps))
+        pair = (sampler.sample, train_grpo.token_logps) if plain else (
+            fast.sample, fast.token_logps)
+        self.sample, self.token_logps = train_grpo.wrapped(*pair, self.world, self.args)
         self.tokenizer, self.policy, self.reference, *_ = train_grpo.load_models(
-            self.args, self.world.device)
+            self.args, self.world)
         if case.config:
             self.tokenizer = copy.deepcopy(self.tokenizer)
             self.policy.config.eos_token_id = NO_EOS
