@@ -12,6 +12,7 @@ refuses, tensors of two devices in one operation, and counts
 import collections
 import ctypes
 import functools
+import importlib
 import shutil
 import subprocess
 import sys
@@ -79,7 +80,11 @@ class Generator(torch.Generator):
 
     @property
     def device(self):
-        return torch.device("cuda:0" if self._cdata in self.on_gpu else "cpu")
+        return torch.device("cuda:0" if on_cuda(self) else "cpu")
+
+
+def on_cuda(generator):
+    return generator is not None and generator._cdata in Generator.on_gpu
 
 
 def is_cuda(device):
@@ -116,7 +121,7 @@ class PretendGPU(TorchDispatchMode):
         on_gpu = bool(wrappers) if target is None else is_cuda(target)
         if op is aten.copy_:
             on_gpu = type(args[0]) is OnGPU
-        if not wrappers and not on_gpu:
+        if not (wrappers or on_gpu or on_cuda(kwargs.get("generator"))):
             return func(*args, **kwargs)
         if op is aten._fused_sdp_choice:
             return 0                                    # attention from plain operations
@@ -134,7 +139,7 @@ class PretendGPU(TorchDispatchMode):
         strangers = [x for x in found if type(x) is not OnGPU and x.dim() and id(x) not in indices]
         if func._schema.is_mutable and args and type(args[0]) is torch.Tensor:
             strangers.append(args[0])                   # a result on the CPU
-        if generator is not None and (generator._cdata in Generator.on_gpu) != on_gpu:
+        if generator is not None and on_cuda(generator) != on_gpu:
             strangers.append(torch.empty(0))
         if strangers and op not in COPY:
             raise RuntimeError(f"two devices in {func}: " + ", ".join(
@@ -185,7 +190,7 @@ def line_of_ours():
 
 
 def backward(loss):
-    """Tensor.backward: torch's own nodes, called in order. Its engine wants the streams of a GPU."""
+    """Tensor.backward: torch's nodes, called in order. Its engine wants the streams of a GPU."""
     edges, found = collections.Counter(), [loss.grad_fn]
     for node in found:                      # grows
         for target, _ in node.next_functions:
@@ -223,8 +228,12 @@ def accumulate(variable, gradient):
 
 def install(monkeypatch):
     """What the script finds when it asks torch for a GPU."""
-    import torch._dynamo                    # an optimizer would, and miss what is replaced here
-    no_op = lambda *args, **kwargs: None                # noqa: E731
+    # An optimizer imports this, which then misses what is replaced here.
+    importlib.import_module("torch._dynamo")
+
+    def no_op(*args, **kwargs):
+        pass
+
     for name, value in {
         "is_available": lambda: True, "device_count": lambda: 1, "_lazy_init": no_op,
         "set_device": no_op, "synchronize": no_op, "graph_pool_handle": no_op,
