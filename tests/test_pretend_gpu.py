@@ -203,9 +203,9 @@ def train(gpu, prompts, tmp_path):
     return train
 
 
-def tiny(family, folder):
+def tiny(family, folder, **sizes):
     """Flags for random weights, and a reward that they earn."""
-    reference(family, vocab_size=300).save_pretrained(folder / "weights")
+    reference(family, vocab_size=300, **sizes).save_pretrained(folder / "weights")
     return ["--model_path", str(folder / "weights"), "--tokenizer_path", SHIPPED,
             "--reward_funcs", "format", "test_real_weights:any_score"]
 
@@ -231,12 +231,14 @@ def test_the_script_with_adapters_and_a_resume(train, tmp_path, dtype):
     assert len(train(*flags, "--resume", dtype=dtype)) == 2
 
 
-def test_the_script_with_everything_and_a_resume(train):
-    flags = ["--max_gen_len", "34", "--eval_interval", "1", "--eval_samples", "4",
-             "--save_interval", "1", "--num_minibatches", "2", "--num_iterations", "2",
-             "--micro_batch_size", "2", "--oversample", "2", "--supervision", "process",
-             "--kl_in_reward", "--entropy_coef", "0.01", "--mask_truncated_completions",
-             "--ref_model_sync_steps", "1", "--gradient_checkpointing", "--rollout_batch_size", "6"]
+def test_the_script_with_everything_and_a_resume(train, tmp_path):
+    many = list(range(20, 50))      # so that some completions end
+    flags = [*tiny("qwen3_tied", tmp_path, eos_token_id=many), "--save_interval", "1",
+             "--eval_interval", "1", "--eval_samples", "4", "--num_minibatches", "2",
+             "--num_iterations", "2", "--micro_batch_size", "2", "--oversample", "2",
+             "--supervision", "process", "--kl_in_reward", "--entropy_coef", "0.01",
+             "--mask_truncated_completions", "--ref_model_sync_steps", "1",
+             "--gradient_checkpointing", "--rollout_batch_size", "6"]
     train(*flags, "--max_steps", "1", dtype="bfloat16")
     assert len(train(*flags, "--resume", dtype="bfloat16")) == 2
 
