@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .graph import GraphedStep
 from .head import log_probs
 from .model import KVCache, MixtureOfExperts, RMSNorm, rotary_frequencies, rotary_tables, rotate
 from .sampler import next_token
@@ -26,7 +27,7 @@ from .sampler import next_token
 
 PACK_FROM = 95_000          # weights of a matrix; packing a smaller one does not pay
 # Tokens between looks at which completions have ended. Each look makes a GPU wait, so there they
-# are rare, and completions that agree do not share a row.
+# are rare, completions that agree do not share a row, and a step is one launch: see graph.py.
 CHECK_EVERY = {"cpu": 1}    # elsewhere 16
 
 
@@ -48,8 +49,11 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
         row = number // num_generations
         logits = decoding.prompt_logits[row]                                            # (n, V)
         alive = torch.ones(N, dtype=torch.bool, device=device)
+        step = decoding.step
         if check_every > 1:
             row = decoding.branch(row, number)
+            if device.type != "mps":        # where nobody has tried it
+                step = GraphedStep(decoding)
         for t in range(max_new_tokens):
             tokens, token_logps = next_token(logits, temperature, generator, greedy)
             completion_ids[number, t] = torch.where(alive, tokens, pad_token_id)
@@ -64,7 +68,7 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
                 number, row, tokens, alive = (x[alive] for x in (number, row, tokens, alive))
                 row = decoding.branch(row, tokens)
             of_rows = tokens.new_zeros(decoding.num_rows).index_copy_(0, row, tokens)
-            logits = decoding.step(of_rows)[row]
+            logits = step(of_rows)[row]
     return completion_ids[:, :longest], logps[:, :longest]
 
 
@@ -73,7 +77,8 @@ class Decoding:
 
     Completions of a prompt share a row, and its computation, until they part: see `branch`.
     Matrices that read the same input are joined, and the attention of one query is two plain
-    products, where query heads that share a key head are rows of one matrix.
+    products, where query heads that share a key head are rows of one matrix; in bfloat16 one fused
+    operation.
     """
 
     def __init__(self, model, prompt_ids, prompt_mask, max_rows, max_new_tokens):
@@ -81,10 +86,12 @@ class Decoding:
         config, (B, P), device = model.config, prompt_ids.shape, prompt_ids.device
         self.H, self.K = config.num_attention_heads, config.num_key_value_heads
         self.d = config.head_dim
-        self.num_rows, self.length, S = B, P, P + max_new_tokens
+        self.num_rows, self.length = B, P
+        S = -(-(P + max_new_tokens) // 8) * 8       # CUDA's fused attention wants a bias in eights
         prompts = KVCache()
         logits = model(prompt_ids, prompt_mask, logits_to_keep=1, cache=prompts)
         self.prompt_logits = logits[:, 0]
+        torch.clear_autocast_cache()        # `linear` converts the weights anew, joined
         dtype = prompts.layers[0][1].dtype
         self.cache = torch.empty(                                   # (L, 2, max_rows, K, S, d)
             config.num_hidden_layers, 2, max_rows, self.K, S, self.d, dtype=dtype, device=device)
@@ -134,26 +141,53 @@ class Decoding:
 
     def step(self, tokens):
         """Reads one more token of each row, (n,); returns the logits of the next, (n, V)."""
-        n, H, K, d, S = len(tokens), self.H, self.K, self.d, self.length + 1
+        S = self.length + 1
+        bias = None if self.bias is None else self.bias[:len(tokens), :, :S]
+        logits = self.read(tokens, self.cache[:, :, :len(tokens), :, :S], bias)
+        self.length = S
+        return logits
+
+    def read(self, tokens, cache, bias):
+        """A token of each row, (n,), to the last place of a cache (L, 2, n, K, S, d) -> (n, V).
+
+        bias (n, 1, S): -inf at the places that nobody sees; None if there are none.
+        """
+        n, H, K, d = len(tokens), self.H, self.K, self.d
         rotary = [table[self.positions[:n]] for table in self.rotary]           # (n, 1, d)
-        cached = self.cache[:, :, :n, :, :S].flatten(2, 3)                      # (L, 2, n*K, S, d)
-        latest = self.cache[:, :, :n, :, S - 1]         # (L, 2, n, K, d), the end of `cached`
-        bias = None if self.bias is None else self.bias[:n, :, :S]
+        attention, latest = fused_attention, cache[..., -1, :]                  # (L, 2, n, K, d)
+        if cache.dtype == torch.float32:
+            attention = plain_attention
+        elif bias is not None:
+            bias = bias.expand(-1, K, -1).reshape(n * K, 1, 1, -1)
         x = self.embedding(tokens)                                              # (n, D)
-        for parts, (keys, values), (k, v) in zip(self.layers, cached, latest):
+        for parts, (keys, values), (k, v) in zip(self.layers, cache.flatten(2, 3), latest):
             attention_norm, qkv, head_norm, out, mlp_norm, mlp = parts
             heads = qkv(attention_norm(x)).view(n, H + 2 * K, d)
             qk = rotate(head_norm(heads[:, :H + K]), rotary)                    # (n, H + K, d)
             k.copy_(qk[:, H:])
             v.copy_(heads[:, H + K:])
-            q = (qk[:, :H] * d**-0.5).view(n * K, H // K, d).to(keys.dtype)
-            scores = torch.bmm(q, keys.transpose(1, 2))                         # (n*K, H/K, S)
-            if bias is not None:
-                scores.view(n, H, S).add_(bias)
-            x = x + out(torch.bmm(scores.softmax(-1), values).view(n, H * d))
+            x = x + out(attention(qk[:, :H], keys, values, bias))
             x = x + mlp(mlp_norm(x))
-        self.length, self.positions = S, self.positions + 1
+        self.positions += 1
         return self.head(self.norm(x))
+
+
+def plain_attention(q, keys, values, bias):
+    """A query of each head, (n, H, d), to keys and values (n*K, S, d) -> (n, H*d)."""
+    (n, H, d), (nK, S, _) = q.shape, keys.shape
+    q = (q * d**-0.5).view(nK, n * H // nK, d)
+    scores = torch.bmm(q, keys.transpose(1, 2))                                 # (n*K, H/K, S)
+    if bias is not None:
+        scores.view(n, H, S).add_(bias)
+    return torch.bmm(scores.softmax(-1), values).view(n, H * d)
+
+
+def fused_attention(q, keys, values, bias):
+    """The same in bfloat16: the scores stay float32, which a product would round to 8 bits."""
+    (n, H, d), nK = q.shape, len(keys)
+    q = q.to(keys.dtype).reshape(nK, 1, n * H // nK, d)
+    out = F.scaled_dot_product_attention(q, keys[:, None], values[:, None], attn_mask=bias)
+    return out.reshape(n, H * d)
 
 
 def feed_forward(mlp):

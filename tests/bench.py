@@ -2,6 +2,7 @@
 
     python tests/bench.py               ours, fast and plain, beside theirs
     python tests/bench.py --tricks      what each trick of model/fast.py is worth
+    python tests/bench.py --device cuda     a page about a GPU: see tests/bench_cuda.py
 
 All sides use the same weights, prompts, rewards, sampling (temperature 1, no top-k, no top-p),
 lengths, micro-batch, learning rate and beta, in float32 on the CPU. They take turns in one process,
@@ -114,13 +115,13 @@ def batches_of(case, count, tokenizer):
 class Ours:
     """train_grpo.py's step, as its main() takes it."""
 
-    def __init__(self, case, path, beta, *, plain=False):
+    def __init__(self, case, path, beta, *, plain=False, device="cpu", dtype="float32"):
         self.args = train_grpo.parse_args([
-            "--model_path", str(path), "--device", "cpu", "--dtype", "float32",
+            "--model_path", str(path), "--device", device, "--dtype", dtype,
             "--beta", str(beta), "--loss_type", "grpo", "--max_gen_len", str(case.new_tokens),
             "--num_generations", str(case.generations), "--micro_batch_size", str(case.micro_batch),
             "--reward_funcs", "format"])
-        self.world, self.generator = train_grpo.World("cpu"), torch.Generator()
+        self.world, self.generator = train_grpo.World(device), torch.Generator(device)
         self.sample, self.token_logps = (
             (sampler.sample, train_grpo.token_logps) if plain else (fast.sample, fast.token_logps))
         self.tokenizer, self.policy, self.reference, *_ = train_grpo.load_models(
@@ -152,7 +153,7 @@ class Ours:
         return rollout
 
 
-def trl_trainer(case, path, batches, beta, folder, after_step=None):
+def trl_trainer(case, path, batches, beta, folder, after_step=None, device="cpu"):
     """A GRPOTrainer that takes a step on each batch; after_step(step, seconds, its tokens)."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
@@ -175,7 +176,8 @@ def trl_trainer(case, path, batches, beta, folder, after_step=None):
                                 if name != "messages"}}
             for batch in batches for i, text in enumerate(batch["prompts"])]
     config = GRPOConfig(
-        output_dir=folder, use_cpu=True, bf16=False, report_to="none", logging_strategy="no",
+        output_dir=folder, use_cpu=device == "cpu", bf16=device != "cpu",
+        report_to="none", logging_strategy="no",
         save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, shuffle_dataset=False,
         max_steps=len(batches), num_generations=case.generations,
         per_device_train_batch_size=case.micro_batch,
@@ -410,11 +412,14 @@ def report_growth(tokenizer):
 def main():
     parser = argparse.ArgumentParser(
         description="MiniGRPO beside TRL's GRPOTrainer and transformers' generate.")
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=[*CASES, "0.6B"],
+                        help="(default: all but 0.6B; with --device cuda that one)")
     parser.add_argument("--repetitions", type=int, default=3, help="turns of each side that count")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--tricks", action="store_true",
                         help="what each trick of model/fast.py is worth, instead of the comparison")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="print the page about a GPU, or "
+                        "try its code on a CPU, with --cases 1.7M, say")
     parser.add_argument("--memory", choices=("ours", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--times", type=int, default=1, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -425,6 +430,10 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
     tokenizer = transformers.AutoTokenizer.from_pretrained(SHIPPED)
+    if args.device:
+        import bench_cuda
+        return bench_cuda.report(args.device, args.cases, args.repetitions, tokenizer)
+    args.cases = args.cases or list(CASES)
     if args.tricks:
         return report_tricks(args.cases, args.repetitions, tokenizer)
     if importlib.util.find_spec("trl") is None:

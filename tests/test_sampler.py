@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import train_grpo
-from model import MiniMindConfig, MiniMindForCausalLM, fast, head, sampler
+from model import MiniMindConfig, MiniMindForCausalLM, fast, graph, head, sampler
 from model.sampler import next_token
 from train_grpo import completion_mask
 
@@ -60,6 +60,7 @@ def padded(sequences, side="left"):
 def sample(request, monkeypatch):
     if request.param == "fast as on a GPU":
         monkeypatch.setattr(fast, "CHECK_EVERY", {})
+        monkeypatch.setattr(graph, "BUCKET", 8)
     return sampler.sample if request.param == "plain" else fast.sample
 
 

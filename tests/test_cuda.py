@@ -1,0 +1,170 @@
+"""What only a GPU can show. Skipped without one; tests/test_graph.py has the rest of graph.py."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import bench
+import pytest
+import torch
+from test_graph import policy
+from test_sampler import EOS, FAMILIES, PAD, PROMPTS, TEMPERATURE, batch, padded, pairs
+
+import train_grpo
+from model import fast, graph, sampler
+from model.memory import num_parameters, peak_bytes
+from train_grpo import completion_mask
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICE = "cuda"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+every_policy = pytest.mark.parametrize("family", [*FAMILIES, "adapters"])
+
+
+def precision(dtype):
+    return torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
+def draw(sample, model, dtype, *, max_new_tokens=40, seed=0, **options):
+    prompts = [x.to(DEVICE) for x in padded(PROMPTS)]
+    with precision(dtype):
+        return sample(model, *prompts, num_generations=4, max_new_tokens=max_new_tokens,
+                      temperature=TEMPERATURE, eos_token_id=EOS, pad_token_id=PAD,
+                      generator=torch.Generator(DEVICE).manual_seed(seed), **options)
+
+
+def unrecorded(step, device, graphs):
+    """What graph.record does on a CPU."""
+    return step(), step
+
+
+@every_dtype
+@every_policy
+def test_the_sampler_against_plain_forward(family, dtype):
+    model = policy(family).to(DEVICE)
+    ids, logps = draw(fast.sample, model, dtype)
+    mask = completion_mask(ids, EOS)
+    prompt_ids, prompt_mask = (x.to(DEVICE).repeat_interleave(4, 0) for x in padded(PROMPTS))
+    sequences = torch.cat((prompt_ids, ids), 1), torch.cat((prompt_mask, mask), 1), ids.shape[1]
+    with torch.no_grad(), precision(dtype):
+        trained = train_grpo.token_logps(model, *sequences, temperature=TEMPERATURE)
+    difference = (logps - trained)[mask == 1].abs()
+    assert difference.max() < 1e-3 if dtype == torch.float32 else difference.mean() < 0.02
+    if dtype == torch.float32:
+        greedy = [draw(sample, model, dtype, greedy=True)[0]
+                  for sample in (fast.sample, sampler.sample)]
+        assert torch.equal(*greedy)
+
+
+@every_dtype
+@every_policy
+def test_a_graph_against_the_eager_step(family, dtype, monkeypatch):
+    monkeypatch.setattr(graph, "BUCKET", 8)         # several graphs, which share their memory
+    model, recordings, record = policy(family).to(DEVICE), [], graph.record
+
+    def counting(*args):
+        recordings.append(args)
+        return record(*args)
+
+    for options in ({"greedy": True}, {"seed": 3}):
+        monkeypatch.setattr(graph, "record", counting)
+        ids, logps = draw(fast.sample, model, dtype, **options)
+        again = draw(fast.sample, model, dtype, **options)
+        assert torch.equal(again[0], ids) and torch.equal(again[1], logps)
+        monkeypatch.setattr(graph, "record", unrecorded)
+        eager = draw(fast.sample, model, dtype, **options)
+        assert torch.equal(eager[0], ids)
+        torch.testing.assert_close(eager[1], logps, rtol=0, atol=1e-5)
+    assert len(recordings) >= 8 or family == "experts"
+    monkeypatch.setattr(fast, "GraphedStep", lambda decoding: decoding.step)
+    growing = draw(fast.sample, model, dtype, greedy=True)
+    if dtype == torch.float32:
+        assert torch.equal(growing[0], draw(sampler.sample, model, dtype, greedy=True)[0])
+
+
+@every_dtype
+@every_policy
+def test_the_learning_passes_agree(family, dtype):
+    model, sequences = policy(family).to(DEVICE), [*batch(pairs())]
+    sequences[:2] = (x.to(DEVICE) for x in sequences[:2])
+    mask, results = sequences[1][:, -sequences[2]:] == 1, []
+    for token_logps in (train_grpo.token_logps, fast.token_logps):
+        with precision(dtype):
+            logps = token_logps(model, *sequences)
+        gradients = torch.autograd.grad(
+            logps[mask].sum(), [x for x in model.parameters() if x.requires_grad])
+        results.append((logps[mask], torch.cat([x.flatten() for x in gradients])))
+    (plain, plain_gradient), (ours, gradient) = results
+    assert (plain - ours).abs().mean() < (1e-5 if dtype == torch.float32 else 0.02)
+    assert torch.cosine_similarity(plain_gradient, gradient, dim=0) > 0.99
+
+
+@every_dtype
+def test_nothing_waits_between_two_looks(dtype, monkeypatch):
+    calls, next_token = [], fast.next_token
+
+    def watching(*args):
+        calls.append(args)
+        # From the third token on, when the graph is there, to the last: no look lies between.
+        torch.cuda.set_sync_debug_mode("error" if 3 <= len(calls) < 15 else "default")
+        return next_token(*args)
+
+    monkeypatch.setattr(fast, "next_token", watching)
+    try:
+        draw(fast.sample, policy("qwen3").to(DEVICE), dtype, max_new_tokens=15)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(calls) == 15
+
+
+def train(out, *flags, command=(sys.executable,)):
+    """The metrics and evaluations of a run of the script."""
+    environment = {name: value for name, value in os.environ.items()
+                   if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    result = subprocess.run(
+        [*command, "train_grpo.py", "--device", DEVICE, "--out_dir", str(out), "--run_name", "run",
+         *flags], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return [[json.loads(line) for line in (out / "run" / name).read_text().splitlines()]
+            for name in ("metrics.jsonl", "eval.jsonl") if (out / "run" / name).exists()]
+
+
+@every_dtype
+def test_accuracy_rises_within_30_steps(dtype, tmp_path):
+    metrics, evaluations = train(tmp_path, "--max_steps", "30", "--eval_samples", "400",
+                                 "--dtype", str(dtype).removeprefix("torch."))
+    before, *_, after = (line["eval/accuracy"] for line in evaluations)
+    assert len(metrics) == 30 and before < 0.5 and after > before + 0.25
+    assert max(line["rollout_probs_diff_mean"] for line in metrics) < 2e-3
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_with_nccl(tmp_path):
+    torchrun = sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+    metrics, evaluations = train(tmp_path, "--max_steps", "10", "--eval_interval", "10",
+                                 "--eval_samples", "400", command=torchrun)
+    before, after = (line["eval/accuracy"] for line in evaluations)
+    assert len(metrics) == 10 and after > before
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.02])
+def test_peak_memory_is_that_of_the_formula(beta, tmp_path, tokenizer):
+    case = bench.Case(4, 8, 256, 8, dict(
+        vocab_size=32000, hidden_size=1024, num_hidden_layers=12, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=64, intermediate_size=3072))
+    path = bench.weights_of(case, tmp_path, tokenizer)
+    before = torch.cuda.memory_allocated()
+    ours, batches = bench.Ours(case, path, beta, device=DEVICE, dtype="bfloat16"), bench.batches_of(
+        case, 2, tokenizer)
+    torch.cuda.reset_peak_memory_stats()
+    for one in batches:
+        ours.step(one)
+    measured, config = torch.cuda.max_memory_allocated() - before, ours.policy.config
+    formula = peak_bytes(
+        config, num_parameters(config), num_prompts=4, num_generations=8, completion_length=256,
+        prompt_length=batches[0]["prompt_ids"].shape[1], micro_batch_size=8, reference=beta > 0,
+        gradient_checkpointing=False, gpu=True)["peak"]
+    assert formula == pytest.approx(measured, rel=0.1)
