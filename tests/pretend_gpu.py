@@ -10,6 +10,7 @@ refuses, tensors of two devices in one operation, and counts
 `waits` and `uploads` are counted by place: the line of ours that caused them, and the operation.
 """
 import collections
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import torch
 from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_map
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,6 +105,7 @@ class PretendGPU(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.launches, self.waits, self.uploads = 0, collections.Counter(), collections.Counter()
+        self.recording = None               # the calls of a CUDA graph, while one is captured
 
     def __enter__(self):
         torch._C._set_only_lift_cpu_tensors(True)       # torch.tensor passes through here, too
@@ -129,7 +131,10 @@ class PretendGPU(TorchDispatchMode):
         self.count(func, args, kwargs, found, on_gpu)
         if target is not None:
             inner_kwargs["device"] = torch.device("cpu")
-        result = func(*inner_args, **inner_kwargs)
+        if self.recording is not None:
+            result = self.record(func, inner_args, inner_kwargs)
+        else:
+            result = func(*inner_args, **inner_kwargs)
         return wrap(result, wrappers) if on_gpu else result
 
     def check(self, func, args, kwargs, found, on_gpu):
@@ -157,10 +162,51 @@ class PretendGPU(TorchDispatchMode):
         else:
             sizes_unknown = op is aten.repeat_interleave and kwargs.get("output_size") is None
             waits, upload = op in WAIT or sizes_unknown, False
-        self.launches += not (func.is_view or op in ALLOCATE)
+        if self.recording is not None and (waits or upload):
+            raise RuntimeError(f"{func} is not permitted while a graph is captured")
+        self.launches += self.recording is None and not (func.is_view or op in ALLOCATE)
         for counter, happens in ((self.waits, waits), (self.uploads, upload)):
             if happens:
                 counter[f"{line_of_ours()} {op.__name__}"] += 1
+
+    def record(self, func, args, kwargs):
+        """A call of a graph: nothing is changed now, what it allocates stays where it is."""
+        if func._schema.is_mutable:
+            result = args[0]
+        else:
+            result = func(*args, **kwargs)
+        if not (func.is_view or func.overloadpacket in ALLOCATE):
+            self.recording.append((func, args, kwargs, result))
+        return result
+
+
+class Graph:
+    """torch.cuda.CUDAGraph: the same operations again, on the very tensors that they had."""
+
+    def capture_begin(self, **_):
+        self.gpu = _get_current_dispatch_mode()
+        self.gpu.recording = self.calls = []
+
+    def capture_end(self):
+        self.gpu.recording = None
+
+    def pool(self):
+        return None
+
+    def replay(self):
+        self.gpu.launches += 1
+        for func, args, kwargs, result in self.calls:
+            again = func(*args, **kwargs)
+            if not func._schema.is_mutable:
+                tree_map(lambda old, new: old.copy_(new), result, again)
+
+
+class Stream:
+    def __init__(self, device=None):
+        pass
+
+    def wait_stream(self, other):
+        pass
 
 
 def unwrap(x, found):
@@ -236,8 +282,9 @@ def install(monkeypatch):
 
     for name, value in {
         "is_available": lambda: True, "device_count": lambda: 1, "_lazy_init": no_op,
-        "set_device": no_op, "synchronize": no_op, "graph_pool_handle": no_op,
-        "is_bf16_supported": lambda **_: True,
+        "set_device": no_op, "synchronize": no_op, "is_bf16_supported": lambda **_: True,
+        "CUDAGraph": Graph, "Stream": Stream, "current_stream": Stream,
+        "stream": contextlib.nullcontext,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch, "Generator", Generator)
