@@ -39,7 +39,6 @@ Where we differ from the papers and from other code, on purpose:
     just beta * KL, about 0: the advantages of a group cancel in its value, though not in its
     gradient. Watch the reward.
 """
-import copy
 import functools
 import json
 import math
@@ -53,8 +52,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 
 from dataset import PromptCollator, PromptDataset, batches_of_steps, read_heldout, steps_per_epoch
-from model import Rollout, Saver, World, checkpoint, eos_token_ids, fast, sampler
-from model.lora import TARGETS, with_adapters
+from model import Rollout, Saver, World, checkpoint, eos_token_ids, fast, minibatches, sampler
+from model.lora import TARGETS, AdaptersOff, with_adapters
+from model.shard import keep_pace, on_shards, shard, whole
 from model.watch import Watch, all_or_none
 from report import Report, add_metrics, describe, drift, mean_metrics, printable, rollout_metrics
 from report.command_line import Parser, folder_name, number, steps_or_minutes, user_errors
@@ -300,10 +300,12 @@ def generate(model, batch, tokenizer, sample, generator, args, *, num_generation
 
 
 @torch.no_grad()
-def compute_logps(model, rollout, logps_of, args):
-    """Step 2: the completions' log-probabilities under the reference or the policy, (N, R)."""
+def compute_logps(model, rollout, logps_of, args, parts=None):
+    """Step 2: log-probabilities of all completions, or of the rows in `parts`, else 0; (N, R)."""
     logps = torch.zeros_like(rollout.sampling_logps)
-    for rows in torch.arange(len(logps), device=logps.device).split(args.micro_batch_size):
+    if parts is None:
+        parts = torch.arange(len(logps), device=logps.device).split(args.micro_batch_size)
+    for rows in parts:
         part = rollout.select(rows)
         with precision(args, logps.device):
             logps[rows, :part.mask.shape[1]] = logps_of(
@@ -335,40 +337,39 @@ def compute_advantages(rollout, tokenizer, world, args):
     return advantages.to(rollout.mask.device)
 
 
-def select_groups(rollout, num_groups, num_generations):
-    """The groups with the largest std of rewards: DAPO's dynamic sampling, in one round."""
-    spread = nanstd(rollout.rewards.view(-1, num_generations))[:, 0]                    # (B,)
-    groups = spread.topk(num_groups).indices.sort().values
-    rows = groups[:, None] * num_generations + torch.arange(num_generations)
-    return rollout.select(rows.flatten().to(rollout.mask.device))
+def compute_old_logps(policy, rollout, world, logps_of, args):
+    """Step 4: log-probabilities before the policy moves; None if a single update computes them.
+
+    Of the very micro-batches that the updates see: in bfloat16 others round differently, and the
+    first ratios would not be 1.
+    """
+    updates = minibatches(rollout, args)
+    if len(updates) * args.num_iterations == 1:
+        return None
+    parts = [rows for _, parts in updates for rows in parts]
+    if args.shard:
+        with precision(args, world.device), torch.no_grad():
+            keep_pace(policy, len(parts), logps_of, world)
+    return compute_logps(policy, rollout, logps_of, args, parts)
 
 
 def update_policy(policy, optimizer, rollout, world, logps_of, args):
     """Step 4: `num_iterations` passes over the rollout, `num_minibatches` updates each; metrics."""
-    rows = torch.arange(len(rollout.mask), device=rollout.mask.device)
-    minibatches = [part for part in rows.tensor_split(args.num_minibatches) if len(part)]
     return mean_metrics([
-        optimizer_step(policy, optimizer, rollout.select(part), world, logps_of, args)
-        for part in minibatches * args.num_iterations])
+        optimizer_step(policy, optimizer, rollout, totals, parts, world, logps_of, args)
+        for totals, parts in minibatches(rollout, args) * args.num_iterations])
 
 
-def optimizer_step(policy, optimizer, minibatch, world, logps_of, args):
+def optimizer_step(policy, optimizer, rollout, totals, parts, world, logps_of, args):
     """One optimizer step on every rank's minibatch; its metrics over all ranks."""
-    lengths = minibatch.lengths                                                         # (N,)
-    counted = torch.arange(len(lengths), device=lengths.device)
-    if args.mask_truncated_completions:     # not in num_tokens, but still in num_sequences
-        counted = counted[minibatch.ended]
-    learned = counted
-    if minibatch.ref_logps is None and not args.entropy_coef:
-        # Rows with zero advantage contribute no gradient then: skip their forward pass.
-        has_gradient = minibatch.advantages.view(len(lengths), -1).any(1)               # (N,)
-        learned = counted[has_gradient[counted]]
-    totals = torch.tensor([len(lengths), lengths[counted].sum(), lengths[learned].sum()])
-    num_sequences, num_tokens, num_learned = world.sum(totals).clamp(min=1).tolist()
+    num_sequences, num_tokens, num_learned = world.sum(torch.tensor(totals)).clamp(min=1).tolist()
     metrics = {"loss": 0.0}
     optimizer.zero_grad()
-    for rows in learned.split(args.micro_batch_size) if len(learned) else ():
-        part = minibatch.select(rows)
+    if args.shard:
+        with precision(args, world.device):
+            keep_pace(policy, len(parts), logps_of, world)
+    for rows in parts:
+        part = rollout.select(rows)
         with precision(args, rows.device):
             logps, entropy = logps_of(policy, *part.sequences(), temperature=args.temperature,
                                       with_entropy=True)                                # (n, R)
@@ -376,18 +377,20 @@ def optimizer_step(policy, optimizer, minibatch, world, logps_of, args):
             entropy = entropy.detach()          # frees what its gradient would need
         # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
         old_logps = logps.detach() if part.old_logps is None else part.old_logps
+        advantages = part.advantages.view(len(rows), -1)                               # (n, 1 or R)
+        if args.rollout_is_threshold:
+            weights = rollout_weights(old_logps, part, args)                           # (n, 1 or R)
+            advantages = advantages * weights
+            mean = (weights * part.mask).sum() / num_learned
+            metrics = add_metrics(metrics, {"rollout_is_mean": mean})
         loss, of_part = grpo_loss(
-            logps, old_logps, part.advantages, part.mask, ref_logps=part.ref_logps,
-            beta=0.0 if args.kl_in_reward else args.beta, kl_type=args.kl_type,
-            epsilon_low=args.epsilon_low, epsilon_high=args.epsilon_high, delta=args.delta,
-            loss_type=args.loss_type, importance_sampling_level=args.importance_sampling_level,
-            max_completion_length=args.max_gen_len, entropy=entropy,
-            entropy_coef=args.entropy_coef, num_sequences=num_sequences, num_tokens=num_tokens)
+            logps, old_logps, advantages, part.mask, ref_logps=part.ref_logps, entropy=entropy,
+            num_sequences=num_sequences, num_tokens=num_tokens, **objective(args))
         loss.backward()
         of_part |= {"loss": loss.detach()} | drift(logps, old_logps, part, entropy, num_learned)
         metrics = add_metrics(metrics, of_part)
     world.sum_gradients(policy)
-    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip)
+    grad_norm = whole(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip))
     if grad_norm.isfinite():        # the same on every rank: all take the step, or all skip it
         optimizer.step()
     shares = world.gather([{name: float(value) for name, value in metrics.items()}])
@@ -401,7 +404,7 @@ def optimizer_step(policy, optimizer, minibatch, world, logps_of, args):
 @all_or_none
 def main(argv=None):
     args = parse_args(argv)
-    world = World(args.device)
+    world = World(args.device, tf32=args.dtype != "float32")
     watch = Watch(world, args.hang_timeout)     # for signals, and for ranks that fail or hang
     device, run_dir, G = world.device, Path(args.out_dir) / args.run_name, args.num_generations
     saver = Saver(run_dir, world, args)
@@ -409,7 +412,9 @@ def main(argv=None):
     pair = (fast.sample, fast.token_logps) if args.fast else (sampler.sample, token_logps)
     sample, logps_of = pair
     sample = sampler.in_slices(sample, args.rollout_batch_size)
-    tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, device)
+    if args.shard:
+        sample, logps_of = on_shards(sample, logps_of, world, matrix_dtype(args, device))
+    tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)
     steps_done, num_tokens = saver.resume(policy, optimizer, reference)
@@ -436,8 +441,8 @@ def main(argv=None):
                 generator.manual_seed(seed_of(args.seed, 0, step, world.rank))
                 rollout = generate(policy, batch, tokenizer, sample, generator, args,
                                    num_generations=G)
-            # 2. remember: log-probs under the reference, and under the policy before it moves
-            if args.num_iterations * args.num_minibatches > 1 or args.kl_in_reward:
+            # 2. remember: log-probs under the reference; its KL in the reward needs the policy's
+            if args.kl_in_reward:
                 with report.timed("old_logps"):
                     rollout.old_logps = compute_logps(policy, rollout, logps_of, args)
             if reference is not None:
@@ -453,7 +458,10 @@ def main(argv=None):
             if args.oversample > 1:
                 num_groups = math.ceil(len(batch["prompts"]) / args.oversample)
                 rollout = select_groups(rollout, num_groups, G)
-            # 4. learn: clipped gradient steps
+            # 4. learn: clipped gradient steps, with the log-probs of the policy before them
+            if args.num_iterations * args.num_minibatches > 1 or args.kl_in_reward:
+                with report.timed("old_logps"):
+                    rollout.old_logps = compute_old_logps(policy, rollout, world, logps_of, args)
             lr = lr_at(step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
             optimizer.param_groups[0]["lr"] = lr
             with report.timed("update"):
@@ -481,12 +489,42 @@ def main(argv=None):
 # --- what one looks up: evaluation, loading -------------------------------------------------------
 
 
+def objective(args):
+    """The flags of the objective, by grpo_loss's names."""
+    return {
+        "beta": 0.0 if args.kl_in_reward else args.beta, "kl_type": args.kl_type,
+        "epsilon_low": args.epsilon_low, "epsilon_high": args.epsilon_high, "delta": args.delta,
+        "loss_type": args.loss_type, "importance_sampling_level": args.importance_sampling_level,
+        "max_completion_length": args.max_gen_len, "entropy_coef": args.entropy_coef}
+
+
+def rollout_weights(old_logps, part, args):
+    """Truncated importance weights, min(pi_old / pi_sampler, C): (n, R), or (n, 1) by completion.
+
+    They correct for a sampler that rounds differently than the trainer, or more coarsely (verl's
+    rollout_is, TRL's vllm_importance_sampling_correction). Their level is that of the loss's ratio:
+    the product of the two is pi / pi_sampler. Both bounds are linear in the advantage, so to weight
+    it is to weight the policy's term; the KL and the entropy keep weight 1, as in TRL.
+    """
+    level = LOSS_TYPES[args.loss_type][0] or args.importance_sampling_level
+    ratio, _ = importance_ratio(old_logps, part.sampling_logps, part.mask, level=level)
+    return ratio.clamp(max=args.rollout_is_threshold)
+
+
 def lr_at(step, last_step, *, peak, warmup_steps):
     """Learning rate of a step (from 1): a linear rise, then a cosine from the peak to a tenth."""
     if step <= warmup_steps:
         return peak * step / warmup_steps
     progress = (step - warmup_steps) / max(1, last_step - warmup_steps)
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def select_groups(rollout, num_groups, num_generations):
+    """The groups with the largest std of rewards: DAPO's dynamic sampling, in one round."""
+    spread = nanstd(rollout.rewards.view(-1, num_generations))[:, 0]                    # (B,)
+    groups = spread.topk(num_groups).indices.sort().values
+    rows = groups[:, None] * num_generations + torch.arange(num_generations)
+    return rollout.select(rows.flatten().to(rollout.mask.device))
 
 
 @torch.no_grad()
@@ -499,7 +537,8 @@ def sync_reference(reference, policy, *, alpha):
 def precision(args, device):
     """Matrix products in bfloat16 where --dtype says so; weights and log-softmax stay float32."""
     bfloat16 = matrix_dtype(args, device) == torch.bfloat16
-    return torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
+    # No cache: it would keep a copy of every weight, and a forward pass reads a weight once.
+    return torch.autocast(device.type, torch.bfloat16, enabled=bfloat16, cache_enabled=False)
 
 
 def matrix_dtype(args, device):
@@ -523,7 +562,11 @@ def evaluate(model, problems, eval_funcs, collate, world, sample, generator, arg
     """
     generator.manual_seed(seed_of(args.seed, 1, step, world.rank))
     sums, k, mine = torch.zeros(6), args.num_generations_eval, problems[world.rank::world.size]
-    for start in range(0, len(mine), args.eval_batch_size):
+    # Where the problems don't divide, some ranks answer one that doesn't count: sharded ranks must
+    # sample equally often.
+    count, share = len(mine), -(-len(problems) // world.size)
+    mine = mine + problems[:share - count]
+    for start in range(0, share, args.eval_batch_size):
         batch, rewards = collate(mine[start:start + args.eval_batch_size]), []
         for n, greedy in ((1, True), (k, False)):
             rollout = generate(model, batch, collate.tokenizer, sample, generator, args,
@@ -531,6 +574,7 @@ def evaluate(model, problems, eval_funcs, collate, world, sample, generator, arg
             totals, _ = compute_rewards(rollout, eval_funcs, [1.0] * len(eval_funcs))
             rewards.append(totals.view(-1, n))                                  # (B, 1), (B, k)
         judged = ~torch.cat(rewards, 1).isnan().any(1)                                  # (B,)
+        judged &= torch.arange(start, start + len(judged)) < count
         right_greedy, right = ((total >= args.eval_threshold).float() for total in rewards)
         lengths = rollout.lengths.cpu().float().view(-1, k)
         sums += torch.stack([
@@ -542,9 +586,16 @@ def evaluate(model, problems, eval_funcs, collate, world, sample, generator, arg
             for name, value in zip(names[:4 + (k > 1)], sums)}
 
 
-def load_models(args, device):
-    """Tokenizer, policy and reference (float32: small updates add up), and reward functions."""
-    policy = checkpoint.load_pretrained(args.model_path, dtype=torch.float32, device=device)
+def load_models(args, world):
+    """Tokenizer, policy, reference, and reward functions.
+
+    Weights that learn are float32, so that small updates add up. The matrices of frozen ones have
+    the dtype in which products read them anyway.
+    """
+    products, reference = matrix_dtype(args, world.device), None
+    load = functools.partial(checkpoint.load_pretrained, args.model_path, dtype=torch.float32,
+                             device="cpu" if args.shard else world.device)
+    policy = load(matrix_dtype=products if args.lora_rank else None)
     if args.num_hidden_layers not in (None, layers := policy.config.num_hidden_layers):
         raise ValueError(f"--num_hidden_layers {args.num_hidden_layers}: {args.model_path} has "
                          f"{layers} layers; leave the flag out")
@@ -554,19 +605,21 @@ def load_models(args, device):
     if not eos_token_ids(policy, tokenizer):
         raise ValueError(f"{tokenizer_path}: no EOS token to end an answer with; give another "
                          "--tokenizer_path")
-    if args.lora_rank:                  # the frozen base is the reference
-        policy, reference = with_adapters(
+    if args.lora_rank:
+        base, policy = policy, with_adapters(
             policy, rank=args.lora_rank, alpha=args.lora_alpha, targets=args.lora_target_modules,
-            name=args.model_path, dtype=matrix_dtype(args, device), seed=args.seed), policy
-    else:
-        reference = copy.deepcopy(policy)
-    reference = reference if args.beta > 0 else None
+            name=args.model_path, seed=args.seed)
+        reference = AdaptersOff(policy) if args.shard else base
+    elif args.beta > 0:
+        reference = load(matrix_dtype=None if args.ref_model_sync_steps else products)
+    for model in (policy, reference) if args.shard else ():
+        shard(model, world, products)
     reward_funcs = load_reward_funcs(
         args.reward_funcs + args.eval_reward_funcs, reward_model_path=args.reward_model_path,
-        device=args.reward_model_device or device, max_completion_length=args.max_gen_len,
+        device=args.reward_model_device or world.device, max_completion_length=args.max_gen_len,
         timeout=args.reward_timeout, reasoning=args.reasoning, clip=args.reward_model_clip,
         scale=args.reward_model_scale, answer_share=args.reward_model_answer_share)
-    count = len(args.reward_funcs)
+    reference, count = reference if args.beta > 0 else None, len(args.reward_funcs)
     return tokenizer, policy, reference, reward_funcs[:count], reward_funcs[count:]
 
 
@@ -692,6 +745,9 @@ def add_learn_flags(parser):
          "with cispo at most it (default: 5)")
     flag("--delta", type=FINITE, help="dual clip: cap on the ratio of bad tokens (default: none)")
     flag("--kl_type", choices=("k1", "k2", "k3", "abs"), help="estimate of the KL (default: k3)")
+    flag("--rollout_is_threshold", type=POSITIVE_OR_0, default=0.0, help="weight advantages by "
+         "pi_old / pi_sampler, at most this, where the sampler is not quite the policy (truncated "
+         "importance weights, on the level of the ratio): 2, say; 0: no weights")
     flag("--entropy_coef", type=POSITIVE_OR_0, default=0.0, help="weight of the entropy bonus")
     flag("--mask_truncated_completions", action="store_true",
          help="learn nothing from completions that were cut off")
@@ -748,7 +804,10 @@ def add_report_flags(parser):
          help="1: the sampler and log-probs of model/fast.py; 0: the plain ones, same numbers")
     flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
-         "products; all else stays float32; auto: bfloat16 on GPUs that support it")
+         "products; all else stays float32; auto: bfloat16 on GPUs that support it. On a GPU what "
+         "is left in float32 then takes TF32, but nothing does with float32")
+    flag("--shard", type=int, choices=(0, 1), default=0, help="1: divide weights, gradients and "
+         "moments over the ranks (FSDP): for models that do not fit one GPU")
     flag("--hang_timeout", type=POSITIVE_OR_0, default=0, help="seconds a rank may be busy without "
          "reaching the others, once steps began, before the run ends and names it; 0: no limit")
     flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
@@ -770,6 +829,7 @@ def fill_in_defaults(args):
         args.epsilon_high = 5.0 if cispo else 0.2
     args.kl_type = args.kl_type or ("k1" if args.kl_in_reward else "k3")
     args.swanlab = "online" if args.use_wandb else args.swanlab
+    args.shard = int(args.shard and int(os.environ.get("WORLD_SIZE") or 1) > 1)
     suffix = f"{args.hidden_size}{'_moe' if args.use_moe else ''}"
     for flag, name, folder in (
         ("model_path", f"reason_{suffix}" if args.reasoning else f"full_sft_{suffix}", "model"),
@@ -797,6 +857,8 @@ def impossible_combinations(args):
          "none; leave it out"),
         (not cispo and delta is not None and delta <= 1 + high,
          f"--delta {delta} undoes the clip at 1 + epsilon_high = {1 + high}; give a larger one"),
+        (0 < args.rollout_is_threshold < 1, f"--rollout_is_threshold {args.rollout_is_threshold} "
+         "would scale down every token; give 1 or more, or 0 for none"),
         (r1 and sequence, "--loss_type r1 has its own ratio, the product over the completion; "
          "leave --importance_sampling_level out"),
         (by_steps and (r1 or sequence), "--supervision process gives each token an advantage, but "

@@ -1,3 +1,4 @@
+import gc
 import os
 
 # Before torch is imported: waiting threads go to sleep soon, so that a busy machine stays usable.
@@ -13,12 +14,15 @@ from .checkpoint import (
     save_pretrained,
 )
 from .model import MiniMindConfig, MiniMindForCausalLM
-from .rollout import Rollout
+from .rollout import Rollout, minibatches
 from .sampler import sample
 from .saving import Saver
 from .world import World
 
+# Modules stay: the search for garbage need not look through their 350,000 objects time and again.
+gc.freeze()
+
 __all__ = [
     "MiniMindConfig", "MiniMindForCausalLM", "Rollout", "Saver", "World", "eos_token_ids",
-    "find_weights", "load_checkpoint", "load_pretrained", "load_tokenizer", "sample",
+    "find_weights", "load_checkpoint", "load_pretrained", "load_tokenizer", "minibatches", "sample",
     "save_checkpoint", "save_pretrained"]

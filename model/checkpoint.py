@@ -32,6 +32,7 @@ from .files import (
 from .lora import adapters, load_adapter, merged_state, save_adapter
 from .minimind_pth import read_pth
 from .model import MiniMindConfig, MiniMindForCausalLM
+from .shard import load_parts, part_of_optimizer
 
 # model_type in config.json -> (class in transformers, our switches that build it, its own defaults
 # for fields that config.json leaves out)
@@ -50,10 +51,11 @@ MOE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "no
 # --- reading --------------------------------------------------------------------------------------
 
 
-def load_pretrained(path, *, dtype=None, device=None):
+def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
     """Load a model from a folder, a hub id or a MiniMind .pth.
 
-    dtype: None keeps the dtype that the weights were saved in. The model's config.eos_token_id
+    dtype: None keeps the dtype that the weights were saved in. matrix_dtype: another one for the
+    matrices in the layers, which are nearly all of a model. The model's config.eos_token_id
     combines those in config.json and in generation_config.json. Raises ValueError if the weights
     are missing, broken, or of an architecture that model/model.py does not build.
     """
@@ -72,10 +74,12 @@ def load_pretrained(path, *, dtype=None, device=None):
     config.eos_token_id = eos if len(eos) > 1 else next(iter(eos), None)
     if config.tie_word_embeddings and "model.embed_tokens.weight" in state:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model = build(MiniMindForCausalLM, config, state=state, path=path)
+    dtype = dtype or getattr(state.get("model.norm.weight"), "dtype", None)
+    model = build(MiniMindForCausalLM, config, state=state, path=path, dtype=dtype,
+                  matrix_dtype=matrix_dtype, device=device)
     model.tie_weights()
     model.generation_config = generation
-    return model.to(device=device, dtype=dtype or state["model.norm.weight"].dtype)
+    return model
 
 
 def local_path(path, *, weights="*.safetensors"):
@@ -122,7 +126,7 @@ def load_tokenizer(path, vocab_size, advice="give another with --tokenizer_path"
     return tokenizer
 
 
-def build(model_class, config, *more, state, path):
+def build(model_class, config, *more, state, path, **where):
     """model_class(config, *more) with the tensors in `state`; ValueError if they don't fit.
 
     On the meta device a model takes no memory, and no time: at 4B parameters, drawing random
@@ -136,12 +140,12 @@ def build(model_class, config, *more, state, path):
     with explained(path, "no model has this configuration", "download its config.json again"):
         with torch.device("meta"):
             model = model_class(config, *more)
-    load_state(model, state, path)
+    load_state(model, state, path, **where)
     return model
 
 
-def load_state(model, state, path):
-    """Copy the tensors into the model.
+def load_state(model, state, path, *, dtype=torch.float32, matrix_dtype=None, device=None):
+    """Give the model, which is on the meta device, copies of the tensors.
 
     Raises ValueError, naming a tensor, if any is missing, unexpected or of the wrong shape.
     """
@@ -154,9 +158,13 @@ def load_state(model, state, path):
         raise ValueError(f"{path}: {plain(name)} should have shape {expected.get(name)} according "
                          f"to the configuration, but has {found.get(name)} in the weights "
                          f"({len(wrong)} such tensors); check that both are of the same model")
-    if next(model.parameters()).is_meta:
-        model.to_empty(device="cpu")
-    model.load_state_dict(state)
+
+    def copy(name, tensor):         # one by one: there is never a second model, in another dtype
+        is_matrix = ".layers." in name and tensor.dim() == 2
+        return tensor.to(device, is_matrix and matrix_dtype or dtype, copy=True)
+
+    model.load_state_dict({name: copy(name, tensor) for name, tensor in state.items()},
+                          assign=True)
 
 
 def read_weights(path):
@@ -439,7 +447,7 @@ def find_weights(name, *folders):
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-def save_checkpoint(folder, model, tokenizer, optimizer, reference=None, **progress):
+def save_checkpoint(folder, model, tokenizer, optimizer_state, reference=None, **progress):
     """Write all that a resume needs: weights, tokenizer, optimizer, progress (step, num_tokens).
 
     Of a model with adapters only these: the base stays as it was loaded. reference: give it only if
@@ -451,12 +459,15 @@ def save_checkpoint(folder, model, tokenizer, optimizer, reference=None, **progr
             save_adapter(model, new)
         else:
             save_pretrained(model, tokenizer, new)
-        torch.save({"optimizer": optimizer.state_dict(), **moved, **progress},
+        torch.save({"optimizer": optimizer_state, **moved, **progress},
                    new / "optimizer.pt")
 
 
 def load_checkpoint(folder, model, optimizer, reference=None):
-    """Restore weights, optimizer and reference in place; returns (steps done, tokens sampled)."""
+    """Restore weights, optimizer and reference in place; returns (steps done, tokens sampled).
+
+    What is saved is whole, and of sharded models each rank takes its part.
+    """
     # A crash between the two renames in written_whole leaves only the previous checkpoint.
     found = next((path for path in (folder, folder.with_suffix(".old"))
                   if (path / "optimizer.pt").is_file()), None)
@@ -468,9 +479,9 @@ def load_checkpoint(folder, model, optimizer, reference=None):
         if adapters(model):
             load_adapter(model, found)
         else:
-            model.load_state_dict(load_pretrained(found).state_dict())
+            load_parts(model, load_pretrained(found).state_dict())
         saved = read_tensors(found / "optimizer.pt")
-        optimizer.load_state_dict(saved["optimizer"])
+        optimizer.load_state_dict(part_of_optimizer(saved["optimizer"], optimizer))
         if "reference" in saved and reference is not None:
-            reference.load_state_dict(saved["reference"])
+            load_parts(reference, saved["reference"])
         return int(saved["step"]), int(saved["num_tokens"])

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .experts import all_experts
 from .graph import GraphedStep
 from .head import log_probs
 from .model import KVCache, MixtureOfExperts, RMSNorm, rotary_frequencies, rotary_tables, rotate
@@ -106,7 +107,9 @@ class Decoding:
         frequencies = rotary_frequencies(config, device)
         self.rotary = rotary_tables(torch.arange(S, device=device), frequencies)
         self.embedding, self.norm = model.model.embed_tokens, model.model.norm
-        self.layers, self.head = [self.parts(x) for x in model.model.layers], linear(model.lm_head)
+        self.layers = [self.parts(layer) for layer in model.model.layers]
+        autocast = torch.is_autocast_enabled(device.type)
+        self.head = model.lm_head if autocast else linear(model.lm_head)    # float32 either way
 
     def parts(self, layer):
         """What `step` needs of a layer, in the order of use."""
@@ -192,7 +195,7 @@ def fused_attention(q, keys, values, bias):
 
 def feed_forward(mlp):
     if isinstance(mlp, MixtureOfExperts):
-        return mlp
+        return mlp if mlp.gate.weight.device.type in CHECK_EVERY else all_experts(mlp)
     gate_up, down = linear(mlp.gate_proj, mlp.up_proj), linear(mlp.down_proj)
 
     def function(x):
@@ -305,20 +308,16 @@ def size_class(count):
 def hidden_states(decoder, tokens, positions, groups):
     """Final-norm hidden states of the nodes, (n, D)."""
     rotary = rotary_tables(positions, rotary_frequencies(decoder.config, tokens.device))
-
-    def run(layer, x):
-        heads = layer.self_attn.heads(layer.input_layernorm(x), rotary)
-        x = x + layer.self_attn.o_proj(attend(*heads, groups))
-        return x + layer.mlp(layer.post_attention_layernorm(x))
-
+    attend = functools.partial(attention, groups=groups)
     x = decoder.embed_tokens(tokens)                                                    # (n, D)
     recompute = decoder.gradient_checkpointing and torch.is_grad_enabled()
     for layer in decoder.layers:
-        x = checkpoint(run, layer, x, use_reentrant=False) if recompute else run(layer, x)
+        run = functools.partial(checkpoint, layer, use_reentrant=False) if recompute else layer
+        x = run(x, rotary, attend)
     return decoder.norm(x)
 
 
-def attend(q, k, v, groups):
+def attention(layer, q, k, v, *, groups):
     """Attention of each node to its prefix: q (n, H, d), k, v (n, K, d) -> (n, H*d)."""
     out = []
     own = q.split([len(real) for _, real, _, _ in groups])

@@ -7,6 +7,7 @@ import json
 import reprlib
 import signal
 import threading
+import zipfile
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -67,16 +68,26 @@ def read_json(path):
 def read_tensors(path):
     """The tensors of a safetensors file, or of one that torch.save wrote, by name.
 
-    From a pickle torch builds tensors and plain containers, and refuses everything else.
+    From a pickle torch builds tensors and plain containers, and refuses everything else. The
+    tensors are the file itself, mapped, so that the ranks of a machine share one copy of it: copy
+    those that you keep, since the disk can't drop the file before.
     """
     with explained(path, "truncated, a git-lfs pointer, or something other than tensors",
                    "download it again"):
         if path.suffix == ".safetensors":
             return load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_stored(path))
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise TypeError("it does not hold tensors by name")
         return state
+
+
+def is_stored(path):
+    """Whether a file has its tensors byte by byte: torch's zip, unless it was compressed later."""
+    if not zipfile.is_zipfile(path):        # torch.save's older format
+        return False
+    with zipfile.ZipFile(path) as file:
+        return all(part.compress_type == zipfile.ZIP_STORED for part in file.infolist())
 
 
 def check_tensors(state, path):

@@ -22,12 +22,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 from .files import check_tensors, explained, read_json, read_tensors
+from .shard import part_of
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class LoRALinear(nn.Module):
     """A linear layer and its adapter, unmerged: a merged bfloat16 matrix would round B A away."""
+
+    enabled = True                          # False: it computes as its base does
 
     def __init__(self, base, rank, alpha, generator):
         super().__init__()
@@ -43,6 +46,8 @@ class LoRALinear(nn.Module):
         return self.base.weight
 
     def forward(self, x):
+        if not self.enabled:
+            return self.base(x)
         return self.base(x) + self.scale * F.linear(F.linear(x, self.lora_A), self.lora_B)
 
     def merged(self):
@@ -51,17 +56,14 @@ class LoRALinear(nn.Module):
         return (self.weight.float() + update).to(self.weight.dtype)
 
 
-def with_adapters(base, *, rank, alpha, targets=TARGETS, name="", dtype=None, seed=0):
+def with_adapters(base, *, rank, alpha, targets=TARGETS, name="", seed=0):
     """A policy that shares every weight with `base`, now frozen, and has adapters beside them.
 
-    targets: the last part of the names of linear layers; experts are left as they are. dtype: of
-    the base's matrices in the layers, None as they are; embedding, head and norms stay. name: where
+    targets: the last part of the names of linear layers; experts are left as they are. name: where
     the base was loaded from, for adapter_config.json. ValueError for a target that isn't there.
     """
     generator = torch.Generator().manual_seed(seed)
     base.requires_grad_(False)
-    base.model.layers.apply(
-        lambda module: module.to(dtype) if isinstance(module, nn.Linear) else module)
     policy = copy.deepcopy(base, {id(weight): weight for weight in base.parameters()})
     found = set()
     for path, layer in list(policy.model.named_modules()):
@@ -76,6 +78,27 @@ def with_adapters(base, *, rank, alpha, targets=TARGETS, name="", dtype=None, se
     policy.lora = {"r": rank, "lora_alpha": alpha, "target_modules": list(targets),
                    "base_model_name_or_path": str(name)}
     return policy
+
+
+class AdaptersOff:
+    """The base of a sharded policy, as a reference.
+
+    Unsharded, both are models that share their tensors: see with_adapters. FSDP would divide, and
+    keep, those of each.
+    """
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def run(self, function, *args, **options):
+        layers = adapters(self.policy).values()
+        for layer in layers:
+            layer.enabled = False
+        try:
+            return self.policy.run(function, *args, **options)
+        finally:
+            for layer in layers:
+                layer.enabled = True
 
 
 def adapters(model):
@@ -138,4 +161,5 @@ def load_adapter(model, path):
             raise ValueError("other names or shapes")
         for name, layer in adapters(model).items():
             for part in ("lora_A", "lora_B"):
-                getattr(layer, part).copy_(state[f"base_model.model.{name}.{part}.weight"])
+                ours = getattr(layer, part)
+                ours.copy_(part_of(state[f"base_model.model.{name}.{part}.weight"], ours))

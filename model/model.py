@@ -13,6 +13,7 @@ Parameter names and numerics are those of transformers' classes, so a state dict
 without renaming. Shapes: N sequences, T new tokens, S tokens to attend to (cached and new),
 D hidden size, H query heads, K key/value heads, d head size, V vocabulary.
 """
+import functools
 import math
 from dataclasses import dataclass, field
 
@@ -20,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from .head import Head
 
 
 @dataclass
@@ -139,14 +142,19 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         return rotate(q, rotary), rotate(k, rotary), v
 
-    def forward(self, x, rotary, mask, cache):
-        q, k, v = (heads.transpose(1, 2) for heads in self.heads(x, rotary))    # (N, H or K, T, d)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)                               # (N, K, S, d)
-        # Each key head serves H/K query heads.
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return self.o_proj(out.transpose(1, 2).flatten(2))                      # (N, T, D)
+    def forward(self, x, rotary, attend):
+        return self.o_proj(attend(self.layer, *self.heads(x, rotary)))
+
+
+def attention(layer, q, k, v, *, mask, cache):
+    """Each query's average of the values that it sees: softmax(q k / sqrt(d)) v; (N, T, H*d)."""
+    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))                # (N, H or K, T, d)
+    if cache is not None:
+        k, v = cache.append(layer, k, v)                                    # (N, K, S, d)
+    # Each key head serves H/K query heads.
+    k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    return out.transpose(1, 2).flatten(2)
 
 
 class SwiGLU(nn.Module):
@@ -165,22 +173,23 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
+        self.config, numbers = config, range(config.num_experts)
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        size, count = config.moe_intermediate_size, config.num_experts
-        self.experts = nn.ModuleList(SwiGLU(config, size) for _ in range(count))
+        self.experts = nn.ModuleList(SwiGLU(config, config.moe_intermediate_size) for _ in numbers)
+
+    def route(self, logits):
+        weights, chosen = logits.float().softmax(-1).topk(self.config.num_experts_per_tok)
+        return weights / (weights.sum(-1)[..., None] if self.config.norm_topk_prob else 1), chosen
 
     def forward(self, x):
-        tokens = x.reshape(-1, x.shape[-1])                                     # (n, D)
-        weights, chosen = self.gate(tokens).float().softmax(-1).topk(self.top_k)    # (n, k)
-        if self.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        out = torch.zeros_like(tokens)
-        for index, expert in enumerate(self.experts):
-            token, slot = (chosen == index).nonzero(as_tuple=True)
-            share = expert(tokens[token]) * weights[token, slot, None]
-            out = out.index_add(0, token, share.to(out.dtype))
-        return out.view_as(x)
+        weights, chosen = self.route(self.gate(x))                              # (..., k) each
+        number, order = chosen.flatten().sort(stable=True)      # (n*k,), expert after expert
+        first = torch.searchsorted(number, torch.arange(len(self.experts) + 1, device=x.device))
+        parts = x.flatten(0, -2).index_select(0, order // chosen.shape[-1])     # (n*k, D)
+        parts = parts.split(first.diff().tolist())      # here, and only here, a GPU is waited for
+        out = torch.cat([expert(part) for expert, part in zip(self.experts, parts)])
+        out = out.index_select(0, order.argsort()).unflatten(0, chosen.shape)   # (..., k, D)
+        return (out * weights[..., None]).sum(-2).to(x.dtype)
 
 
 class DecoderLayer(nn.Module):
@@ -194,8 +203,8 @@ class DecoderLayer(nn.Module):
         self.mlp = (MixtureOfExperts(config) if has_experts
                     else SwiGLU(config, config.intermediate_size))
 
-    def forward(self, x, rotary, mask, cache):
-        x = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache)
+    def forward(self, x, rotary, attend):
+        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -219,14 +228,13 @@ class Decoder(nn.Module):
             attention_mask = input_ids.new_ones(N, past + T)
         positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past:]      # padding has none
         rotary = rotary_tables(positions, rotary_frequencies(self.config, input_ids.device))
-        context = rotary, (None if causal else visible(attention_mask, T)), cache
+        mask = None if causal else visible(attention_mask, T)
+        attend = functools.partial(attention, mask=mask, cache=cache)
         x = self.embed_tokens(input_ids)                                        # (N, T, D)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         for layer in self.layers:
-            if recompute:
-                x = checkpoint(layer, x, *context, use_reentrant=False)
-            else:
-                x = layer(x, *context)
+            run = functools.partial(checkpoint, layer, use_reentrant=False) if recompute else layer
+            x = run(x, rotary, attend)
         return self.norm(x)
 
 
@@ -245,7 +253,7 @@ class MiniMindForCausalLM(nn.Module):
         self.config = config
         self.generation_config = {}     # read and written back, for servers
         self.model = Decoder(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.apply(self._init_weights)
         self.tie_weights()
 
@@ -261,9 +269,6 @@ class MiniMindForCausalLM(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, input_ids, attention_mask=None, *, logits_to_keep=0, cache=None):
-        """Logits (N, T, V), or only of the last k = logits_to_keep positions, (N, k, V).
-
-        The head is the model's largest matrix, so ask for no more logits than you need.
-        """
+        """Logits (N, T, V), or only of the last k = logits_to_keep, (N, k, V): the head is big."""
         hidden = self.model(input_ids, attention_mask, cache)
         return self.lm_head(hidden[:, -logits_to_keep:])        # -0: all of them

@@ -1,4 +1,4 @@
-"""A rollout: what one rank sampled in one step, and all that later phases find out about it."""
+"""A rollout: what one rank sampled in one step, what later phases find out about it, its parts."""
 from dataclasses import dataclass
 
 import torch
@@ -85,3 +85,24 @@ class Rollout:
 
         return Rollout(**{name: join(name, [vars(rollout)[name] for rollout in rollouts])
                           for name in vars(rollouts[0])})
+
+
+def minibatches(rollout, args):
+    """What each optimizer step of a pass learns from: [(totals, micro-batches), ...].
+
+    A micro-batch is the rows, (n,), that go through the model together, at most `micro_batch_size`;
+    those without a gradient are in none. totals are three numbers: the minibatch's completions, the
+    tokens that averages run over, the tokens that go through the model.
+    """
+    counted, lengths = torch.ones_like(rollout.ended), rollout.lengths                  # (N,) both
+    if args.mask_truncated_completions:     # these count as completions only
+        counted = rollout.ended
+    learned = counted
+    if rollout.ref_logps is None and not args.entropy_coef:
+        # Rows with zero advantage contribute no gradient then: skip their forward pass.
+        learned = counted & rollout.advantages.view(len(counted), -1).any(1)
+    totals = torch.stack((torch.ones_like(lengths), lengths * counted, lengths * learned), 1)
+    rows = torch.arange(len(counted), device=counted.device)
+    return [(totals[rows].sum(0).tolist(),
+             [part for part in rows[learned[rows]].split(args.micro_batch_size) if len(part)])
+            for rows in rows.tensor_split(args.num_minibatches) if len(rows)]

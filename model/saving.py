@@ -10,6 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from . import checkpoint
+from .shard import whole_model, whole_state
 from .watch import Stopped, under_torchrun
 
 
@@ -53,10 +54,11 @@ class Saver:
 
     def save(self, step, num_tokens, policy, tokenizer, optimizer, reference):
         """Write a checkpoint. Raises Stopped on all ranks if a signal has asked the run to stop."""
+        policy, optimizer_state = self._whole(policy), whole_state(optimizer, keep=self.writes)
+        reference = self._whole(reference) if self.args.ref_model_sync_steps else None
         if self.writes:
             checkpoint.save_checkpoint(
-                self.run_dir / "checkpoint", policy, tokenizer, optimizer,
-                reference if self.args.ref_model_sync_steps else None,
+                self.run_dir / "checkpoint", policy, tokenizer, optimizer_state, reference,
                 step=step, num_tokens=num_tokens)
         self.world.gather([step])           # the others wait until rank 0 has saved
         self.saved_at = time.monotonic()
@@ -67,12 +69,18 @@ class Saver:
 
     def save_final(self, policy, tokenizer):
         """Write final/, which load_pretrained, transformers and inference servers can load."""
+        policy = self._whole(policy)
         if self.writes:
             with checkpoint.written_whole(self.run_dir / "final") as folder:
                 checkpoint.save_pretrained(policy, tokenizer, folder)
             if checkpoint.adapters(policy):
                 with checkpoint.written_whole(self.run_dir / "adapter") as folder:
                     checkpoint.save_adapter(policy, folder)
+
+    def _whole(self, model):
+        """The model, if it is sharded a whole copy for the rank that writes."""
+        with self.world.collective():
+            return whole_model(model, keep=self.writes)
 
     def _advise(self, step):
         self.world.watch.advice = (f"; the checkpoint of step {step} is whole, go on with:\n"

@@ -8,36 +8,31 @@ import torch
 import torch.distributed as dist
 
 from .files import reason
+from .shard import is_sharded
+
+BUCKET = 2**24                              # gradients summed in one call: 64 MB in float32
 
 
 class World:
     """All processes that torchrun started, or this one alone if it was started without torchrun.
 
-    device: cuda, mps or cpu, by default the first of these that every process can use.
+    device: cuda, mps or cpu, by default the first of these that is there. tf32: on CUDA, what is
+    left in float32 may be multiplied in TF32, with 10 bits after the point instead of 23.
     """
     watch = None                            # watch.py, if there is one
 
-    def __init__(self, device=None):
+    def __init__(self, device=None, *, tf32=False):
         self.rank = int(os.environ.get("RANK") or 0)
         self.size = int(os.environ.get("WORLD_SIZE") or 1)
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)       # processes on this machine
-        usable = {      # NCCL needs a GPU for each process, and Gloo cannot sum MPS tensors
-            "cuda": torch.cuda.device_count() >= local_size,
-            "mps": torch.backends.mps.is_available() and self.size == 1,
-            "cpu": True,
-        }
-        device = device or next(name for name in usable if usable[name])
-        if not usable[device]:
-            raise ValueError(f"--device {device}: not available to {local_size} process(es) on "
-                             "this machine; choose another")
-        self.device = torch.device(device)
-        if device == "cuda":
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK") or 0))
-            torch.cuda.set_device(self.device)
+        self.device = choose_device(device, self.size)
+        on_cuda = self.device.type == "cuda"
+        if on_cuda:
+            torch.cuda.set_device(self.device)      # what "cuda" means from now on
+            torch.set_float32_matmul_precision("high" if tf32 else "highest")
         if self.size > 1:
             # torch's own time limit would end a run whose rank 0 takes long to save.
-            dist.init_process_group("nccl" if device == "cuda" else "gloo",
-                                    timeout=timedelta(days=1))
+            dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(days=1),
+                                    device_id=self.device if on_cuda else None)
 
     @contextmanager
     def collective(self):
@@ -70,13 +65,16 @@ class World:
 
         A sum rather than a mean, because each rank's loss is already its share of the step's loss.
         """
+        # Of sharded parameters FSDP has added up the gradients.
+        parameters = [parameter for parameter in model.parameters()
+                      if parameter.requires_grad and not is_sharded(parameter)]
         with self.collective():
-            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+            for parameter in parameters:
                 if parameter.grad is None:
                     # This rank had nothing to learn from, but the all_reduce needs every rank.
                     parameter.grad = torch.zeros_like(parameter)
-                if self.size > 1:
-                    dist.all_reduce(parameter.grad)
+            if self.size > 1:
+                sum_in_buckets([parameter.grad for parameter in parameters])
 
     def gather(self, rows):
         """The lists of all ranks, joined in rank order, on every rank."""
@@ -97,3 +95,37 @@ class World:
     def close(self):
         if self.size > 1:
             dist.destroy_process_group()
+
+
+def choose_device(name, size):
+    """The device of this process, one of `size`; ValueError if it can't have the one it names."""
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)           # processes on this machine
+    gpus = torch.cuda.device_count()
+    has_mps = torch.backends.mps.is_available() and size == 1   # Gloo cannot sum MPS tensors
+    name = name or ("cuda" if gpus else "mps" if has_mps else "cpu")
+    if name == "cuda" and 0 < gpus < local_size:
+        raise ValueError(f"{local_size} processes on a machine with {gpus} GPU(s), and NCCL needs "
+                         f"one for each; choose --nproc_per_node={gpus}, or add --device cpu")
+    if name == "cuda" and not gpus or name == "mps" and not has_mps:
+        raise ValueError(f"--device {name}: not available to {local_size} process(es) on this "
+                         "machine; choose another")
+    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK') or 0}" if name == "cuda" else name)
+
+
+def sum_in_buckets(tensors):
+    """all_reduce of each tensor, in place, joined to fewer calls: a call costs more than it moves.
+
+    A tensor as large as a bucket goes alone, without a copy.
+    """
+    buckets, size = [], 0
+    for tensor in tensors:
+        size += tensor.numel()
+        if not buckets or size > BUCKET:
+            buckets.append([])
+            size = tensor.numel()
+        buckets[-1].append(tensor)
+    for bucket in buckets:
+        flat = torch.cat([x.flatten() for x in bucket]) if len(bucket) > 1 else bucket[0].view(-1)
+        dist.all_reduce(flat)
+        for tensor, summed in zip(bucket, flat.split([x.numel() for x in bucket])):
+            tensor.copy_(summed.view_as(tensor))

@@ -60,6 +60,7 @@ class Report:
         self.warned_at = {}                     # text of a warning -> step that last printed it
         self.files, self.held_back = {}, []     # opened by the first step; lines until then
         self.drawing_costs, self.drawn_at = 0.0, -math.inf          # seconds
+        self.drawn_step = None
 
     def __enter__(self):
         if not self.active:
@@ -254,10 +255,11 @@ class Report:
     def draw(self):
         """Draw curves.png from the lines written so far; a failure is only a warning.
 
-        Skipped if the last picture is so young that drawing would take 5% of the run's time.
+        Skipped if the last picture shows them all, or is so young that drawing would take 5% of the
+        run's time.
         """
-        start = time.perf_counter()
-        if not self.files or start - self.drawn_at < 20 * self.drawing_costs:
+        start, has_news = time.perf_counter(), self.current_step != self.drawn_step
+        if not self.files or not has_news or start - self.drawn_at < 20 * self.drawing_costs:
             return
         try:
             # Imported here for the reason given in report/__init__.py.
@@ -265,7 +267,7 @@ class Report:
             draw_curves([self.run_dir], self.run_dir / "curves.new.png")
             os.replace(self.run_dir / "curves.new.png", self.run_dir / "curves.png")
             gc.collect()    # a picture is megabytes of objects that refer to each other
-            self.drawn_at = time.perf_counter()
+            self.drawn_at, self.drawn_step = time.perf_counter(), self.current_step
             self.drawing_costs = self.drawn_at - start
         except Exception as error:      # no picture is worth losing a run for
             self.warn(f"curves.png could not be drawn ({type(error).__name__}: {error}); try "

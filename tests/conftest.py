@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 from pathlib import Path
@@ -7,6 +8,26 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"      # a test that reaches for the network fails, everywhere
+
+
+def pytest_collection_finish():
+    # What the imports made stays for good, half a million objects: don't look through it again and
+    # again for garbage.
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch):
+    """A run that a test starts in this process leaves an empty curves.png: to draw it takes longer
+    than a few steps. Tests of the picture itself have the fixture `pictures`.
+    """
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("report.curves.draw_curves", lambda run_dirs, path: path.touch())
+
+
+@pytest.fixture
+def pictures():
+    """Runs draw their curves."""
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,13 @@
 """Experiments: a run becomes a line, a line is run once, and the figures are what they say."""
 import json
 import math
+from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
 import pytest
 
+import train_grpo
 from report import experiments, figures
 from report.jsonl import read_jsonl
 
@@ -17,43 +19,73 @@ def tiny(tmp_path, monkeypatch):
              "--eval_samples 4 --reward_funcs accuracy --beta 0")
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", {
         "rows": {"": {"small, a": flags, "small, b": f"{flags} --loss_type dapo"}},
-        "weights": [], "seeds": (1, 2),
+        "weights": [], "seeds": (1,),
         "panels": {"eval/accuracy": ("Accuracy", "", "{:.0%}"), "length": ("Length", "", "{:.0f}"),
                    "completions/mean_length": ("Length", "as the run has it", "{:.0f}"),
                    "gave_up": ("Gave up", "not recorded here", "{:.0%}")}})
     return experiments.EXPERIMENTS["tiny"], tmp_path / "results/tiny.jsonl", tmp_path / "out"
 
 
-def test_an_experiment_runs_what_is_missing_and_is_drawn(tiny, tmp_path, capsys):
+def test_an_experiment_runs_and_is_drawn(tiny, tmp_path, capsys):
     experiment, results, out = tiny
     experiments.run_missing(experiment, results, out, jobs=2)
     rows = read_jsonl(results)
-    assert {(row["arm"], row["seed"]) for row in rows} == {
-        ("small, a", 1), ("small, a", 2), ("small, b", 1), ("small, b", 2)}
+    assert {(row["arm"], row["seed"]) for row in rows} == {("small, a", 1), ("small, b", 1)}
     for row in rows:
         assert row["steps"] == [1, 2] and len(row["series"]["length"]) == 2
         assert row["series"]["length"] == row["series"]["completions/mean_length"]
         assert row["eval"]["step"] == [0, 2] and 0 <= row["eval"]["eval/accuracy"][0] <= 1
         assert row["series"].keys() == {"length", "completions/mean_length"}
+    # Until the first update the arms are the same runs: the seed decides.
+    assert rows[0]["series"]["length"][0] == rows[1]["series"]["length"][0]
     assert not [path for path in out.iterdir() if path.is_dir()]        # summarised and removed
-    results.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
-    experiments.run_missing(experiment, results, out, jobs=1)
-    again = read_jsonl(results)
-    assert again[:3] == rows[1:]
-    redone = again[3] | {"seconds": 0}
-    assert redone["series"]["length"] == rows[0]["series"]["length"]    # the seed decides
-    figures.draw_experiment(again, experiment["panels"], tmp_path / "tiny.png")
+    figures.draw_experiment(rows, experiment["panels"], tmp_path / "tiny.png")
     assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
-    figures.print_table(again, experiment["panels"])
+    figures.print_table(rows, experiment["panels"])
     table = capsys.readouterr().out.splitlines()
     assert table[-2].startswith("| small, ") and table[-1].endswith("| - |")
 
 
+def test_an_experiment_runs_what_is_missing_with_its_flags_and_seed(tiny, monkeypatch):
+    experiment, results, out = tiny
+    experiment["seeds"], started = (1, 2), []
+
+    def python(arguments, log, **environment):
+        """Leaves what a run of two steps does; its lengths tell the flags, its reward the seed."""
+        args = train_grpo.parse_args(arguments.split()[1:])
+        started.append((args.loss_type, args.seed, environment))
+        folder = Path(args.out_dir) / args.run_name
+        folder.mkdir(parents=True)
+        for name, row in (("metrics", {"step_time": 3.0, "completions/mean_length": args.seed}),
+                          ("completions", {"completion": "a", "length": args.seed, "reward": 1.0,
+                                           "ended": True, "rewards": {}})):
+            (folder / f"{name}.jsonl").write_text(
+                "".join(json.dumps({"step": step} | row) + "\n" for step in (1, 2)))
+
+    monkeypatch.setattr(experiments, "python", python)
+    experiments.run_missing(experiment, results, out, jobs=2)
+    rows, alone = read_jsonl(results), {"OMP_NUM_THREADS": "1"}
+    assert sorted(started, key=str) == [("dapo", 1, alone), ("dapo", 2, alone),
+                                        ("grpo", 1, alone), ("grpo", 2, alone)]
+    assert sorted((row["arm"], row["seed"]) for row in rows) == [
+        ("small, a", 1), ("small, a", 2), ("small, b", 1), ("small, b", 2)]
+    for row in rows:
+        assert row["series"]["completions/mean_length"] == [row["seed"]] * 2
+        assert row["seconds"] == 6
+    started.clear()
+    results.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    experiments.run_missing(experiment, results, out, jobs=1)
+    again = read_jsonl(results)
+    assert again[:3] == rows[1:] and again[3] == rows[0]
+    assert started == [("grpo" if rows[0]["arm"] == "small, a" else "dapo", rows[0]["seed"], {})]
+
+
 def test_a_run_that_fails_stops_the_experiment_and_names_its_log(tiny):
     experiment, results, out = tiny
-    experiment["rows"][""]["small, a"] = "--max_steps none"
+    experiment["rows"][""] = {"small, a": "--max_steps none"}
     with pytest.raises(ValueError, match=r"--max_steps none.*failed.*small__a_1\.log"):
         experiments.run_missing(experiment, results, out, jobs=1)
+    assert "--max_steps: invalid" in (out / "small__a_1.log").read_text()
 
 
 def test_the_interval_is_students():

@@ -23,6 +23,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 import train_grpo
 from dataset import PromptCollator, PromptDataset, prompts
 from model import chat, files, load_checkpoint, load_pretrained, load_tokenizer, save_pretrained
+from model.checkpoint import save_checkpoint
 from model.tokenizer import read_chats
 from report import Report, user_errors
 from report.jsonl import read_jsonl, to_line
@@ -358,6 +359,39 @@ def test_a_pth_that_lacks_tensors(without, weights):
     torch.save(state, weights / "some.pth")
     message = refusal(weights, load_pretrained, weights / "some.pth")
     assert message or without == "layers.1."       # a MiniMind of one layer
+
+
+def test_a_pth_that_cannot_be_mapped_is_read_too(tmp_path):
+    state, deflated = {"a": torch.arange(1e4)}, tmp_path / "deflated.pth"
+    with zipfile.ZipFile(deflated, "w", zipfile.ZIP_DEFLATED) as archive:
+        with zipfile.ZipFile(io.BytesIO(by_torch(state))) as stored:
+            for name in stored.namelist():
+                archive.writestr(name, stored.read(name))
+    (tmp_path / "old.pth").write_bytes(by_torch(state, _use_new_zipfile_serialization=False))
+    for name in ("deflated.pth", "old.pth"):
+        assert torch.equal(files.read_tensors(tmp_path / name)["a"], state["a"]), name
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks there for what is mapped")
+def test_a_checkpoint_is_mapped_while_it_is_read_and_may_be_replaced(tiny_policy, tmp_path):
+    tokenizer, policy = tiny_policy
+    optimizer = torch.optim.AdamW(policy.parameters())
+    for parameter in policy.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    folder, file = tmp_path / "checkpoint", tmp_path / "checkpoint/optimizer.pt"
+    save_checkpoint(folder, policy, tokenizer, optimizer, step=1, num_tokens=2)
+    mapped, expected = files.read_tensors(file), by_torch(optimizer.state_dict())
+    assert str(file) in Path("/proc/self/maps").read_text()
+    save_checkpoint(folder, policy, tokenizer, torch.optim.AdamW(policy.parameters()), step=9,
+                    num_tokens=9)
+    assert by_torch(mapped["optimizer"]) == expected
+    os.replace(folder, tmp_path / "later")
+    del mapped
+    save_checkpoint(folder, policy, tokenizer, optimizer, step=1, num_tokens=2)
+    assert load_checkpoint(folder, policy, optimizer) == (1, 2)
+    assert by_torch(optimizer.state_dict()) == expected
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
 def test_a_broken_checkpoint_is_one_sentence(weights, tiny_policy):

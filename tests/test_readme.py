@@ -77,7 +77,7 @@ def test_the_task_of_ones_own_runs(tmp_path):
     (tmp_path / "sorting.py").write_text(python)
     (tmp_path / "sorting.txt").write_text(flags)
     # The same commands, of fewer steps.
-    commands = commands.replace("--steps 400", "--steps 20")
+    commands = commands.replace("--steps 400", "--steps 2")
     commands = commands.replace("@sorting.txt", "@sorting.txt --max_steps 2 --eval_samples 8")
     for command in commands.replace("\\\n", "").splitlines():
         process = subprocess.run([sys.executable, *command.split()[1:]], cwd=tmp_path,

@@ -10,16 +10,18 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from filelock import FileLock
 
 import chaos
 import train_grpo
-from model import Saver, World
+from model import Saver, World, world
 from model.checkpoint import written_whole
 from model.watch import Watch
 from report.jsonl import drop_lines_after, read_jsonl
@@ -295,6 +297,41 @@ def test_ranks_that_differ_are_told_instead_of_waiting(monkeypatch):
     world.agree(last_step=5)
 
 
+def test_gradients_are_joined_into_few_calls_and_large_ones_go_alone(monkeypatch):
+    tensors, calls = [torch.randn(*shape) for shape in ((2, 2), (4,), (3, 3), (1,), (8,))], []
+    doubled = [2 * tensor for tensor in tensors]
+    monkeypatch.setattr(world, "BUCKET", 8)
+    monkeypatch.setattr(dist, "all_reduce", lambda x: (calls.append(x.data_ptr()), x.mul_(2)))
+    world.sum_in_buckets(tensors)
+    torch.testing.assert_close(tensors, doubled)
+    own = [tensor.data_ptr() for tensor in tensors]
+    assert len(calls) == 4 and calls[1:] == [own[2], own[3], own[4]]    # not copied
+
+
+def test_each_rank_has_a_gpu_of_its_own_or_none_starts(monkeypatch):
+    gpus, began, current = 2, {}, []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda kind, **options: began.update(
+        options, backend=kind))
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    before = torch.get_float32_matmul_precision()
+    for tf32, precision in ((True, "high"), (False, "highest")):
+        assert World(tf32=tf32).device == current.pop() == torch.device("cuda:1")
+        assert torch.get_float32_matmul_precision() == precision
+    torch.set_float32_matmul_precision(before)
+    assert (began["backend"], began["device_id"]) == ("nccl", torch.device("cuda:1"))
+    gpus = 1
+    for device in (None, "cuda"):
+        with pytest.raises(ValueError, match="2 processes on a machine with 1 GPU.*--device cpu"):
+            World(device)
+    assert World("cpu").device.type == "cpu" and not current
+    assert (began["backend"], began["device_id"]) == ("gloo", None)
+
+
 @pytest.mark.parametrize("way, reason", [
     ("raise KeyboardInterrupt('stumbled')", "error: rank 1: KeyboardInterrupt: stumbled"),
     ("os._exit(0)", "error: rank 1 (process "),
@@ -325,11 +362,18 @@ def test_what_ends_one_rank_ends_all_with_its_reason_as_the_last_words(way, reas
 
 
 def test_a_run_killed_at_a_file_operation_goes_on_as_if_nothing_had_happened(tmp_path):
-    whole, operations = chaos.unbroken(1, tmp_path / "whole")
+    out = tmp_path / "out"
+    with ThreadPoolExecutor() as pool:      # at the same time: a run that nobody touches
+        unbroken = pool.submit(chaos.unbroken, 1, tmp_path / "whole")
+        # While the last checkpoint is written: the one before is there to go on from.
+        assert chaos.start(out, 1, die_at=90).wait(timeout=120) == -signal.SIGKILL
+        assert (out / "run/checkpoint/optimizer.pt").exists()
+        assert not (out / "run/final").exists()
+        chaos.finish(out, 1)
+        whole, operations = unbroken.result()
     assert operations > 60                  # or the hook misses some
-    rng = SimpleNamespace(choice=lambda ways: "operation" if "operation" in ways else 1,
-                          randint=lambda low, high: high * 2 // 3)
-    chaos.trial(0, 1, rng, whole, operations, tmp_path / "out")
+    for ours, theirs in zip(chaos.result(out), whole, strict=True):
+        assert ours == theirs
 
 
 def test_workers_that_read_ahead_survive_ctrl_c(tmp_path):

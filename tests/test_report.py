@@ -115,7 +115,7 @@ def png_size(path):
     return struct.unpack(">II", data[16:24])
 
 
-def test_a_run_leaves_its_curves_as_a_picture_even_if_it_dies(tmp_path):
+def test_a_run_leaves_its_curves_as_a_picture_even_if_it_dies(pictures, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         with Report(tmp_path, arguments(), total_steps=9) as report:
             report.evaluation(0, {"eval/accuracy": 0.2, "eval/pass@4": 0.6})
@@ -125,6 +125,20 @@ def test_a_run_leaves_its_curves_as_a_picture_even_if_it_dies(tmp_path):
     width, height = png_size(tmp_path / "curves.png")
     assert 1000 <= width <= 3000 and 600 <= height <= 2000
     assert len(lines(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_the_same_lines_are_not_drawn_twice(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("report.curves.draw_curves", lambda _, path: (
+        path.touch(), drawn.append(len(lines(tmp_path / "metrics.jsonl")))))
+    for last in (1, 2):
+        with Report(tmp_path, arguments(), total_steps=2) as report:
+            report.step(1, metrics(1), ROWS)
+            report.draw()
+            if last == 2:
+                report.step(2, metrics(2), ROWS)
+        assert drawn == [1, 2][:last]
+        drawn.clear()
 
 
 def test_several_runs_share_a_picture_and_a_folder_without_a_run_is_named(tmp_path):

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_grpo
 from dataset import PromptCollator, PromptDataset
 from model import fast, load_pretrained, sampler
+from model import world as world_module
 from train_grpo import (
     Rollout,
     World,
@@ -401,6 +402,8 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost",
                    "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    if world_size > 1:
+        world_module.BUCKET = 10_000    # some gradients are larger, some go together
     world, model = World("cpu"), load_pretrained(POLICY, dtype=torch.float64)
     rows = torch.arange(6).tensor_split(world_size)[rank]
     share, results = rollout_of_six(model, token_logps).select(rows), []

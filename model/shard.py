@@ -1,0 +1,153 @@
+"""Weights, gradients and moments divided over the ranks: --shard 1 (ZeRO-3, arXiv 1910.02054).
+
+Of each weight a rank keeps one part of n, and AdamW updates that part. For a forward or backward
+pass PyTorch's FSDP gathers a layer at a time, in the dtype of the matrix products, and frees it
+again; gradients are added up as they are scattered. So all ranks must make the same number of
+passes. Sampling would gather all layers for every single token: it gets a copy of the whole model
+instead, which lives as long as the rollout.
+"""
+import copy
+import functools
+
+import torch
+from torch import nn
+
+
+def shard(model, world, dtype):
+    """Divides the model over the ranks, in place, and moves each part to its rank's device.
+
+    dtype: in which the layers are gathered. Embedding, head and last norm stay as they are.
+    """
+    if not isinstance(model, nn.Module):    # there is no reference, or it is lora.AdaptersOff
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import (
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    without_data = {id(weight): nn.Parameter(weight.detach().to("meta"), requires_grad=False)
+                    for weight in model.parameters()}
+    blank = copy.deepcopy(model, without_data)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(
+            param_dtype=None if module is model else dtype, reduce_dtype=torch.float32,
+            cast_forward_inputs=False))
+        # A sum: the loss of a rank is its share of the step's. And Gloo has no other way.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    model.whole = functools.partial(gather, model, blank)
+    model.run = lambda function, *args, **options: function(Inside(model), *args, **options)
+    register_fsdp_forward_method(model, "run")
+
+
+class Inside:
+    """A sharded model within its own forward pass, where a call must not gather it once more."""
+
+    def __init__(self, model):
+        self.config, self.model, self.lm_head = model.config, model.model, model.lm_head
+        self.forward = model.forward
+
+    def __call__(self, *args, **options):
+        return self.forward(*args, **options)
+
+
+def on_shards(sample, logps_of, world, dtype):
+    """The two functions for models that are sharded; dtype: of the sampler's copy."""
+    def sample_whole(model, *args, **options):
+        with world.collective():
+            model = model.whole(dtype=dtype)
+        return sample(model, *args, **options)
+
+    def logps_inside(model, *args, **options):
+        with world.collective():
+            return model.run(logps_of, *args, **options)
+
+    return sample_whole, logps_inside
+
+
+def keep_pace(model, num_passes, logps_of, world):
+    """Passes over nothing, for a rank that has fewer micro-batches than another."""
+    ids = torch.zeros(1, 2, dtype=torch.long, device=world.device)
+    for _ in range(max(world.gather([num_passes])) - num_passes):
+        nothing = 0.0 * logps_of(model, ids, torch.ones_like(ids), 1).sum()
+        if torch.is_grad_enabled():
+            nothing.backward()
+
+
+# --- whole tensors and their parts; what isn't sharded is whole already ---------------------------
+
+
+def is_sharded(tensor):
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor):
+    """All parts of a sharded tensor, put together: every rank takes part."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def part_of(tensor, like):
+    """This rank's part of a whole tensor, if `like` is sharded."""
+    if not is_sharded(like):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements,
+                             src_data_rank=None)        # every rank has read the whole
+
+
+@torch.no_grad()
+def gather(model, blank, *, dtype=None, device=None, keep=True):
+    """A sharded model as a whole one; every rank takes part, and those that `keep` it get it.
+
+    dtype: of the layers' weights, None as they are.
+    """
+    weights = {}
+    for name, weight in model.named_parameters():
+        weight = whole(weight.to(dtype) if dtype and ".layers." in name else weight)
+        if keep:
+            weights[name] = weight.to(device)
+    copied = copy.deepcopy(blank)
+    copied.load_state_dict(weights, assign=True, strict=False)      # a tied head has one name
+    copied.tie_weights()
+    return copied
+
+
+def whole_model(model, *, keep):
+    """The model itself or, if it is sharded, a whole copy of it on the CPU."""
+    return model.whole(device="cpu", keep=keep) if hasattr(model, "whole") else model
+
+
+def whole_state(optimizer, *, keep):
+    """The optimizer's state dict with whole tensors, on the CPU where they were sharded."""
+    def saved(tensor):
+        if not is_sharded(tensor):
+            return tensor
+        tensor = whole(tensor)
+        return tensor.cpu() if keep else None
+
+    state = optimizer.state_dict()
+    return state | {"state": {index: {name: saved(value) for name, value in of_weight.items()}
+                              for index, of_weight in state["state"].items()}}
+
+
+def load_parts(model, state):
+    """Copy this rank's part of each tensor of a state dict into the model."""
+    ours = model.state_dict()
+    model.load_state_dict({name: part_of(tensor, ours[name]) for name, tensor in state.items()})
+
+
+def part_of_optimizer(state, optimizer):
+    """What `whole_state` returned, with this rank's part of each tensor.
+
+    Copied, since it may come from a file that is mapped into memory.
+    """
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+
+    def ours(tensor, weight):
+        return part_of(tensor, weight if tensor.shape == weight.shape else tensor).clone()
+
+    return state | {"state": {
+        index: {name: ours(tensor, weights[index]) for name, tensor in of_weight.items()}
+        for index, of_weight in state["state"].items()}}

@@ -1,0 +1,138 @@
+"""What stays exact where matrix products are in bfloat16, and weights for a sampler that is not."""
+import pytest
+import torch
+import torch.nn.functional as F
+from test_run import POLICY, SMALL, arguments, gradient, jsonl, rollout_of_six
+
+import train_grpo
+from model import fast, load_pretrained
+from train_grpo import minibatches, precision, rollout_weights, token_logps
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def policy():
+    return load_pretrained(POLICY, dtype=torch.float32)
+
+
+@pytest.fixture
+def six(policy):
+    return rollout_of_six(policy)
+
+
+# --- the head -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_logits_are_products_in_float32_under_autocast_too(stored):
+    model = load_pretrained(POLICY, dtype=torch.float32)
+    model.lm_head.weight.data = model.lm_head.weight.data.to(stored)
+    ids, mask = torch.randint(3, 280, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    read = []
+    model.model.norm.register_forward_hook(lambda norm, inputs, hidden: read.append(hidden))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        plain = model(ids, mask)
+        decoding = fast.Decoding(model, ids, mask, 2, 4)
+        sampled = decoding.step(ids[:, 0])
+        fast_logps = fast.token_logps(model, ids, mask, 4)
+    with torch.no_grad():       # the hook has seen these hidden states: the second is the prompts'
+        of_plain, _, of_sampled, of_nodes = (
+            F.linear(hidden.float(), model.lm_head.weight.float()) for hidden in read)
+    assert torch.equal(plain, of_plain) and torch.equal(sampled, of_sampled)
+    assert torch.isin(fast_logps, of_nodes.log_softmax(-1)).all()
+    # No copy of the model's largest matrix, and no change where nothing is cast.
+    assert decoding.head.weight is model.lm_head.weight
+    assert model.to(torch.bfloat16)(ids, mask).dtype == torch.bfloat16
+
+
+def test_autocast_keeps_no_copies_of_weights():
+    with precision(arguments(dtype="bfloat16"), torch.device("cpu")):
+        assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
+
+
+# --- the first ratio ------------------------------------------------------------------------------
+
+SEVERAL = "--num_iterations 2 --num_minibatches 3"
+
+
+@pytest.mark.parametrize("flags, updates", [
+    (f"{SEVERAL} --beta 0 --mask_truncated_completions --loss_type dr_grpo", 6),
+    (f"{SEVERAL} --kl_in_reward --loss_type bnpo", 6),
+    (f"{SEVERAL} --fast 0 --supervision process --entropy_coef 0.1 --loss_type dapo", 6),
+    (f"{SEVERAL} --lora_rank 4 --gradient_checkpointing --loss_type cispo", 6),
+    ("--num_minibatches 4 --importance_sampling_level sequence --rollout_is_threshold 2", 4),
+    ("--num_iterations 2 --fast 0 --beta 0 --gradient_checkpointing --loss_type r1", 2),
+    ("--kl_in_reward --oversample 2", 1),
+])
+def test_ratios_are_exactly_1_while_the_policy_has_not_moved(flags, updates, tmp_path, monkeypatch):
+    calls, steps, loss, step = [], [], train_grpo.grpo_loss, train_grpo.optimizer_step
+
+    def spy(logps, old_logps, advantages, mask, **options):
+        calls.append((logps - old_logps)[mask.bool()].abs().max().item())
+        return loss(logps, old_logps, advantages, mask, **options)
+
+    monkeypatch.setattr(train_grpo, "grpo_loss", spy)
+    monkeypatch.setattr(train_grpo, "optimizer_step", lambda *x: steps.append(0) or step(*x))
+    monkeypatch.setattr(train_grpo, "lr_at", lambda *args, **options: 0.0)
+    for name in ("save", "save_final"):
+        monkeypatch.setattr(train_grpo.Saver, name, lambda *args: None)
+    monkeypatch.setattr(train_grpo.Report, "draw", lambda report: None)
+    train_grpo.main([*SMALL, *flags.split(), "--dtype", "bfloat16", "--micro_batch_size", "5",
+                     "--max_steps", "1", "--eval_interval", "0", "--reward_funcs", "format", "tag",
+                     "accuracy", "--out_dir", str(tmp_path), "--run_name", "still"])
+    assert len(steps) == updates and len(calls) >= updates
+    assert calls == [0.0] * len(calls)
+    (metrics,) = jsonl(tmp_path / "still/metrics.jsonl")
+    assert metrics["ppo_kl"] == 0 and metrics["timing_s/old_logps"] > 0
+
+
+def test_the_parts_of_a_step_by_hand(six):
+    six.ref_logps, six.advantages = None, torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
+    args = arguments(num_minibatches=2, micro_batch_size=2, mask_truncated_completions=True)
+    # Lengths 3, 12 (cut off), 5 (no advantage); 1, 7, 12 (cut off).
+    (first, rows), (second, more) = minibatches(six, args)
+    assert (first, second) == ([3, 8, 3], [3, 8, 8])
+    assert [part.tolist() for part in (*rows, *more)] == [[0], [3, 4]]
+    args.mask_truncated_completions, args.entropy_coef = False, 0.1
+    (first, rows), (second, more) = minibatches(six, args)
+    assert first == second == [3, 20, 20]
+    assert [part.tolist() for part in (*rows, *more)] == [[0, 1], [2], [3, 4], [5]]
+
+
+# --- weights between sampler and trainer ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ([], [1.5, 0.5, 0.25, 1]), (["--importance_sampling_level", "sequence"], [0.25 ** (1 / 3)]),
+    (["--loss_type", "r1"], [0.25]),
+])
+def test_importance_weights_by_hand(six, flags, expected):
+    six = six.select(torch.tensor([0]))                         # three tokens
+    six.sampling_logps = torch.tensor([[0.1, 0.4, 0.8]]).log()
+    old_logps = torch.tensor([[0.2, 0.2, 0.2]]).log()           # ratios 2, 1/2 and 1/4
+    padding = torch.zeros(1, 1)
+    six.mask, old_logps, six.sampling_logps = (
+        torch.cat((x, padding.to(x.dtype)), 1) for x in (six.mask, old_logps, six.sampling_logps))
+    weights = rollout_weights(old_logps, six, arguments(*flags, rollout_is_threshold=1.5))
+    assert weights[0].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "cispo"])
+@pytest.mark.parametrize("single", [True, False], ids=["one update", "old policy"])
+def test_importance_weights_multiply_the_policy_term_alone(six, policy, loss_type, single):
+    options = {"loss_type": loss_type, "beta": 0.1, "epsilon_high": 5.0}
+    ratios = torch.tensor([0.5, 1.0, 8.0]).repeat(6, 4)
+    weights = torch.tensor([0.5, 1.0, 2.0]).repeat(6, 4)
+    if single:
+        six.old_logps = None
+    else:
+        six.old_logps = six.sampling_logps
+    six.sampling_logps = six.sampling_logps - ratios.log()
+    weighted, metrics = gradient(policy, six, token_logps, rollout_is_threshold=2.0, **options)
+    counted = six.mask.bool()
+    assert metrics["rollout_is_mean"] == pytest.approx(weights[counted].mean().item(), rel=1e-4)
+    six.advantages = six.advantages[:, None] * weights
+    expected, metrics = gradient(policy, six, token_logps, **options)
+    assert "rollout_is_mean" not in metrics
+    assert (weighted - expected).norm() < 1e-4 * expected.norm()

@@ -1,0 +1,119 @@
+"""--shard 1 on two ranks: the same numbers, and runs that can be stopped and resumed."""
+import json
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_run import free_port
+from torch import multiprocessing
+
+import train_grpo
+from model import save_pretrained
+from model.shard import part_of, whole
+
+RUNS = {        # name -> flags
+    "apart": [], "sharded": ["--shard", "1"],
+    "kl_apart": ["--beta", "0.1", "--fast", "0", "--ref_model_sync_steps", "2"],
+    "kl_sharded": ["--beta", "0.1", "--fast", "0", "--ref_model_sync_steps", "2", "--shard", "1"],
+    "lora_apart": ["--beta", "0.1", "--lora_rank", "2"],
+    "lora_sharded": ["--beta", "0.1", "--lora_rank", "2", "--shard", "1"],
+    "stopped": ["--shard", "1"], "lora_stopped": ["--beta", "0.1", "--lora_rank", "2", "--shard",
+                                                  "1"]}
+STEPS, calls = 5, 0
+
+
+def unequal(prompts, completions, completion_ids, **columns):
+    """On rank 1 only every third group has a spread; in step 3 of a run to be stopped, a signal."""
+    global calls
+    calls += 1
+    if calls == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+    dead = os.environ["RANK"] == "1"
+    return [0.0 if dead and i // 4 % 3 else float(sum(ids) % 5)
+            for i, ids in enumerate(completion_ids)]
+
+
+def one_rank(rank, ports, weights, out):
+    """All runs, one after the other, on one of two ranks."""
+    global calls
+    torch.set_num_threads(1)
+    sys.path.insert(0, os.path.dirname(__file__))
+    for name, flags in RUNS.items():
+        for resume in ([], ["--resume"]) if "stopped" in name else ([],):
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
+                           "MASTER_PORT": str(ports.pop(0))}
+            calls = 0 if "stopped" in name and not resume else 100
+            try:
+                train_grpo.main([
+                    "--model_path", weights, "--out_dir", out, "--run_name", name,
+                    "--reward_funcs", "test_shard:unequal", "--beta", "0", "--batch_size", "3",
+                    "--num_generations", "4", "--max_gen_len", "12", "--max_steps", str(STEPS),
+                    "--eval_interval", "5", "--eval_samples", "5", "--eval_batch_size", "1",
+                    "--micro_batch_size", "2", "--rollout_batch_size", "8",
+                    "--learning_rate", "1e-3", *flags, *resume])
+                assert "stopped" not in name or resume
+            except SystemExit as error:
+                assert error.code == 128 + signal.SIGTERM and not resume
+                torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def out(tiny_policy, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shard")
+    tokenizer, model = tiny_policy
+    save_pretrained(model, tokenizer, folder / "weights")
+    ports = [free_port() for _ in range(len(RUNS) + 2)]
+    multiprocessing.spawn(one_rank, (ports, str(folder / "weights"), str(folder)), nprocs=2)
+    return folder
+
+
+def final(out, name):
+    return load_file(out / name / "final/model.safetensors")
+
+
+@pytest.mark.parametrize("prefix", ["", "kl_", "lora_"])
+def test_sharded_runs_learn_the_same(prefix, out):
+    apart, sharded = final(out, f"{prefix}apart"), final(out, f"{prefix}sharded")
+    start = load_file(out / "weights/model.safetensors")
+    assert apart.keys() == sharded.keys()
+    for name in apart:
+        assert (apart[name] - sharded[name]).abs().max() < 1e-6, name
+    assert max((apart[name] - start[name]).abs().max() for name in apart) > 1e-3
+    lines = [[json.loads(line) for line in (out / f"{prefix}{kind}/metrics.jsonl").open()]
+             for kind in ("apart", "sharded")]
+    for ours, theirs in zip(*lines):
+        for key in ("reward", "grad_norm", "kl", "loss", "eval/mean_length"):
+            assert ours.get(key, 0) == pytest.approx(theirs.get(key, 0), rel=1e-4, abs=1e-6), key
+    assert len(lines[1]) == STEPS
+
+
+@pytest.mark.parametrize("prefix", ["", "lora_"])
+def test_a_sharded_run_that_is_stopped_and_resumed_ends_the_same_bit_for_bit(prefix, out):
+    ours, theirs = final(out, f"{prefix}stopped"), final(out, f"{prefix}sharded")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("name", ["sharded", "lora_sharded"])
+def test_another_number_of_ranks_resumes_it(name, out, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    flags = [*RUNS[name], "--model_path", str(out / "weights"), "--max_steps", str(STEPS + 1)]
+    args = train_grpo.parse_args([*flags, "--beta", "0", "--reward_funcs", "test_shard:unequal"])
+    world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
+    _, policy, *_ = train_grpo.load_models(args, world)
+    optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
+    done, _ = train_grpo.checkpoint.load_checkpoint(out / name / "checkpoint", policy, optimizer)
+    assert done == STEPS
+    merged = train_grpo.checkpoint.merged_state(policy)
+    assert all(torch.equal(tensor, merged[key]) for key, tensor in final(out, name).items())
+    for weight in filter(lambda weight: weight.requires_grad, policy.parameters()):
+        assert optimizer.state[weight]["exp_avg_sq"].shape == weight.shape
+        assert optimizer.state[weight]["exp_avg_sq"].any()
+
+
+def test_a_tensor_that_is_not_sharded_is_whole_and_its_own_part():
+    tensor = torch.ones(3)
+    assert whole(tensor) is tensor and part_of(tensor, tensor) is tensor
