@@ -232,22 +232,25 @@ def linear(*layers):
 def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temperature=1.0,
                 with_entropy=False):
     """The `token_logps` of train_grpo.py, for sequences with padding at their ends only."""
-    P = input_ids.shape[1] - num_completion_tokens
-    wanted, device = attention_mask[:, P:].bool(), input_ids.device                     # (N, R)
-    # On the CPU, because a GPU would have to stop for each number that the tree depends on.
-    *tree, groups = prefix_tree(input_ids.cpu(), attention_mask.cpu(), P)
-    tokens, positions, node = (x.to(device) for x in tree)
+    (N, R), device = (len(input_ids), num_completion_tokens), input_ids.device
+    P = input_ids.shape[1] - R
+    # On the CPU, because a GPU would have to stop for each number that a shape depends on.
+    mask = attention_mask.cpu()
+    *tree, node, groups = prefix_tree(input_ids.cpu(), mask, P)
+    wanted = mask[:, P:].flatten().nonzero()[:, 0]                  # (p,) places of N*R
+    predicts, row = node.flatten()[wanted].unique(return_inverse=True)          # (m,), (p,)
+    tokens, positions, wanted, predicts, row = (
+        x.to(device) for x in (*tree, wanted, predicts, row))
     groups = [(C, *(x.to(device) for x in tensors)) for C, *tensors in groups]
     hidden = hidden_states(model.model, tokens, positions, groups)                      # (n, D)
-    predicts = torch.zeros_like(tokens, dtype=torch.bool).index_fill_(0, node[wanted], True)
-    at = (predicts.cumsum(0) - 1)[node]                             # (N, R), which of the m
-    sampled, entropy = log_probs(model.lm_head, hidden[predicts], at[wanted],
-                                 input_ids[:, P:][wanted], temperature=temperature,
+    sampled, entropy = log_probs(model.lm_head, hidden.index_select(0, predicts), row,
+                                 input_ids[:, P:].flatten()[wanted], temperature=temperature,
                                  with_entropy=with_entropy)
-    logps = torch.zeros_like(wanted, dtype=torch.float32).masked_scatter(wanted, sampled)
-    if not with_entropy:
-        return logps
-    return logps, torch.where(wanted, entropy[at], 0.0)
+
+    def spread(x):
+        return x.new_zeros(N * R).index_copy(0, wanted, x).view(N, R)
+
+    return (spread(sampled), spread(entropy[row])) if with_entropy else spread(sampled)
 
 
 @torch.no_grad()

@@ -49,17 +49,19 @@ class Rollout:
 
     def select(self, rows):
         """These rows only, (n,), without the positions that are then padding in all of them."""
-        P, R = (int(mask[rows].sum(1).max()) for mask in (self.prompt_mask, self.mask))
+        masks = (self.prompt_mask, self.mask)
+        P, R = torch.stack([mask[rows].sum(1).max() for mask in masks]).tolist()
+        on_cpu = rows.cpu()             # once, as a GPU has to be waited for
 
         def pick(name, x):
             if isinstance(x, dict):
                 return {key: pick(key, values) for key, values in x.items()}
             if isinstance(x, list):
-                return [x[i] for i in rows.tolist()]
+                return [x[i] for i in on_cpu.tolist()]
             if x is None:
                 return None
             if x.dim() == 1:
-                return x[rows.to(x.device)]
+                return x[on_cpu if x.device.type == "cpu" else rows]
             # Prompts are padded on the left, all else on the right.
             return x[rows, -P:] if name.startswith("prompt") else x[rows, :R]
 

@@ -62,8 +62,11 @@ def add_metrics(metrics, more):
     """
     total = dict(metrics)
     for name, value in more.items():
-        so_far = total.get(name, 0.0)
-        total[name] = max(so_far, value) if name.endswith("_max") else so_far + value
+        if name.endswith("_max"):       # of tensors without looking at them: a GPU is still at work
+            larger = torch.maximum if isinstance(value, torch.Tensor) else max
+            total[name] = larger(total.get(name, value), value)
+        else:
+            total[name] = total.get(name, 0.0) + value
     return total
 
 
