@@ -15,8 +15,6 @@ import functools
 
 import torch
 
-from .model import MixtureOfExperts
-
 BUCKET = 64             # S is a multiple of it
 
 
@@ -31,8 +29,6 @@ class GraphedStep:
         cache[..., decoding.length:, :] = 0     # 0 times what was there before might be NaN
         if decoding.bias is None:
             decoding.bias = cache.new_zeros(cache.shape[2], 1, cache.shape[4])
-        # How many tokens an expert takes changes from step to step: that cannot be recorded.
-        self.experts = any(isinstance(parts[-1], MixtureOfExperts) for parts in decoding.layers)
 
     def __call__(self, tokens):
         """Reads one more token of each row, (n,); returns the logits of the next, (n, V)."""
@@ -58,9 +54,6 @@ class GraphedStep:
             self.place += 1
             return logits
 
-        if self.experts:
-            self.replay = step
-            return step()
         logits, self.replay = record(step, cache.device, self.graphs)
         return logits
 

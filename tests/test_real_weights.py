@@ -11,6 +11,7 @@ import train_grpo
 from conftest import ROOT
 from model import (
     MiniMindForCausalLM,
+    World,
     eos_token_ids,
     load_pretrained,
     load_tokenizer,

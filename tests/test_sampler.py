@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import train_grpo
-from model import MiniMindConfig, MiniMindForCausalLM, fast, graph, head, sampler
+from model import MiniMindConfig, MiniMindForCausalLM, decoding, fast, graph, head, sampler
 from model.sampler import next_token
 from train_grpo import completion_mask
 
@@ -321,7 +321,7 @@ def test_attention_in_bfloat16_tells_scores_of_30_and_30_and_a_sixteenth_apart()
     q, keys, values = torch.zeros(1, 1, 16), torch.zeros(1, 2, 16), torch.zeros(1, 2, 16)
     q[..., :2] = 4                                      # divided by sqrt(16): 1
     keys[0, :, 0], keys[0, 1, 1], values[0, 1] = 30, 1 / 16, 1
-    out = fast.fused_attention(q, keys.bfloat16(), values.bfloat16(), None)
+    out = decoding.fused_attention(q, keys.bfloat16(), values.bfloat16(), None)
     assert out.dtype == torch.bfloat16          # between 16 and 32 its numbers are 1/8 apart
     torch.testing.assert_close(out.float(), torch.full((1, 16), 1 / (1 + math.exp(-1 / 16))),
                                rtol=0, atol=2**-9)
