@@ -151,11 +151,11 @@ def linear(*layers):
 
     Joined where weights are copied anyway: converted under autocast, packed for oneDNN on a CPU.
     """
-    device = layers[0].weight.device.type
+    device, dtype = layers[0].weight.device.type, layers[0].weight.dtype
     autocast, adapted = torch.is_autocast_enabled(device), hasattr(layers[0], "lora_A")
-    if device != "cpu" and not autocast or adapted:         # with adapters nothing is copied
+    stored, dtype = dtype, torch.get_autocast_dtype(device) if autocast else dtype
+    if device != "cpu" and stored == dtype or adapted:      # with adapters nothing is copied
         return lambda x: torch.cat([layer(x) for layer in layers], -1)
-    dtype = torch.get_autocast_dtype(device) if autocast else layers[0].weight.dtype
     weights = [layer.weight.to(dtype) for layer in layers]          # one alone is not copied
     weight, bias = weights[0] if len(weights) == 1 else torch.cat(weights), None
     if layers[0].bias is not None:

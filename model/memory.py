@@ -48,12 +48,15 @@ def num_parameters(config):
         return sum(parameter.numel() for parameter in MiniMindForCausalLM(config).parameters())
 
 
-def adapter_parameters(config, rank):
-    """Parameters of the layers' matrices, which LoRA freezes, and of its adapters beside them."""
+def layer_parameters(config, rank):
+    """Parameters of the layers' matrices, and of the adapters of a LoRA beside them."""
     with torch.device("meta"):
-        shapes = [layer.weight.shape for layer in MiniMindForCausalLM(config).model.layers.modules()
-                  if isinstance(layer, torch.nn.Linear)]
-    return sum(map(torch.Size.numel, shapes)), rank * sum(map(sum, shapes))
+        layers = MiniMindForCausalLM(config).model.layers
+    shapes = {name: layer.weight.shape for name, layer in layers.named_modules()
+              if isinstance(layer, torch.nn.Linear)}
+    adapted = [sum(shape) for name, shape in shapes.items() if name.endswith("_proj")
+               and ".experts." not in name]
+    return sum(map(torch.Size.numel, shapes.values())), rank * sum(adapted)
 
 
 def layer_bytes(config, gpu, frozen):
@@ -75,12 +78,12 @@ def layer_bytes(config, gpu, frozen):
 
 def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, completion_length,
                micro_batch_size, reference, gradient_checkpointing, gpu, lora_rank=0,
-               rollout_batch_size=0):
+               rollout_batch_size=0, ranks=1):
     """Bytes by purpose, and the "peak": what always is there, plus the dearer of sample and learn.
 
-    n: num_parameters(config); gpu: bfloat16 products of float32 weights, else float32 on the CPU.
-    With LoRA the layers' matrices are bfloat16 on a GPU, and only adapters are trained.
-    rollout_batch_size: completions sampled at once, 0 for all.
+    n: num_parameters(config); gpu: products in bfloat16, else in float32 on the CPU. What learns is
+    float32; matrices that don't are stored as products read them. rollout_batch_size: completions
+    sampled at once, 0 for all. ranks: of a sharded run; all numbers are those of one of them.
     """
     N, T = num_prompts * num_generations, prompt_length + completion_length
     D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
@@ -92,38 +95,39 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
     tokens = rows * completion_length + prompts * prompt_length
     bias = rows * completion_length * T * (2 if gpu else 0)     # autocast's copy in each layer
     one_layer = tokens * per_token + rows * T * per_position + bias
+    matrices, adapters = layer_parameters(config, lora_rank)
+    frozen = product * matrices + 4 * (n - matrices)
+    trained = adapters if lora_rank else n
+    converted = 2 * matrices * (gpu and not lora_rank)      # autocast's copies for the products
     parts = {
-        "weights": 4 * n,
-        "moments": 8 * n,
-        "reference": 4 * n * reference,
-        "gradients": 4 * n,
-        "bfloat16 weights": 2 * n * gpu,            # autocast's copies, during a forward pass
-        "sampler's weights": 4 * n * (not gpu),     # its copy; on a GPU the bfloat16 ones are that
+        "weights": (frozen + 4 * adapters if lora_rank else 4 * n) / ranks,
+        "moments": 8 * trained / ranks,
+        "reference": frozen * (reference and not lora_rank) / ranks,    # LoRA's is the base
+        "gradients": 4 * trained / ranks,
+        "converted weights": converted / (L if gradient_checkpointing else 1) * (ranks == 1),
+        # On a CPU they are packed, without adapters all, with them only the head.
+        "sampler's weights": converted if gpu else 4 * (V * D if lora_rank else n),
         "cache": 2 * L * at_once * config.num_key_value_heads * config.head_dim * T * product,
         "activations": L * tokens * 4 * D if gradient_checkpointing else L * one_layer,
         "logits": chunk * V * 4 * 3,            # log-softmax, probabilities, their product
     }
-    if lora_rank:
-        matrices, adapters = adapter_parameters(config, lora_rank)
-        head = V * D                        # the only matrix that is still converted or packed
-        parts |= {
-            "weights": product * matrices + 4 * (n - matrices + adapters), "reference": 0,
-            "moments": 8 * adapters, "gradients": 4 * adapters,
-            "bfloat16 weights": 2 * head * gpu, "sampler's weights": 4 * head * (not gpu)}
+    gathered = 0
+    if ranks > 1:       # the sampler has the model whole; learning has this layer and the next
+        parts["sampler's weights"] = frozen + 4 * adapters + 4 * n * (not gpu)
+        gathered = 2 * product * matrices / L + 4 * (n - matrices)
     always = parts["weights"] + parts["moments"] + parts["reference"]
-    copies = parts["bfloat16 weights"] + parts["sampler's weights"]
     # Where completions part after their first token, the prompt's keys and values are copied.
     parted = (1 - 1 / num_generations) * prompt_length / T
-    sampling = copies + (1 + parted) * parts["cache"] + 4 * at_once * V * 4
+    sampling = parts["sampler's weights"] + (1 + parted) * parts["cache"] + 4 * at_once * V * 4
     # In turn: all copies of the logits; two of them and the head's gradient; a layer recomputed.
     recomputed = one_layer * gradient_checkpointing
-    trained = 0 if lora_rank else 4 * V * D             # the gradient of head or embedding
+    head = 0 if lora_rank else 4 * V * D                # the gradient of head or embedding
     # From the second chunk on, the head has a gradient while all copies of the logits exist.
-    earlier = trained if rows * completion_length > chunk else 0
-    dearest = max(parts["logits"] + earlier, parts["logits"] * 2 / 3 + trained, recomputed)
-    micro_batch = parts["activations"] + dearest + parts["bfloat16 weights"]
+    earlier = head if rows * completion_length > chunk else 0
+    dearest = max(parts["logits"] + earlier, parts["logits"] * 2 / 3 + head, recomputed)
+    micro_batch = parts["activations"] + dearest + parts["converted weights"] + gathered
     # At the end the embedding's gradient and, where it is the head too, the head's are added up.
-    ending = parts["gradients"] + 2 * config.tie_word_embeddings * trained
+    ending = parts["gradients"] + 2 * config.tie_word_embeddings * head + gathered
     # The first micro-batch of a step finds no gradients yet: they grow as its activations go.
     later = micro_batch + parts["gradients"] if rows < N else 0
     learning = max(micro_batch, ending, later)

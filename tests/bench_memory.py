@@ -2,9 +2,10 @@
 
     python tests/bench_memory.py
 
-Each row runs in a process of its own, on the CPU in float32: two steps of sampling, log-probs under
-the reference, and learning, so that gradients and moments exist. The peak is the high-water mark of
-the resident memory, less what the code itself takes.
+Each row runs in processes of its own, on the CPU, in float32 or in bfloat16: two steps of sampling,
+log-probs under the reference, and learning, so that gradients and moments exist. The peak is the
+high-water mark of the resident memory, less what the code itself takes. A sharded row takes the
+first of two ranks.
 """
 import copy
 import json
@@ -16,15 +17,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_grpo  # noqa: E402, I001 - before torch
 import torch  # noqa: E402
-from model import MiniMindConfig, MiniMindForCausalLM, Rollout, fast  # noqa: E402
-from model.lora import with_adapters  # noqa: E402
+from model import MiniMindConfig, MiniMindForCausalLM, Rollout, World, fast  # noqa: E402
+from model.lora import AdaptersOff, with_adapters  # noqa: E402
 from model.memory import SIZES, num_parameters, peak_bytes  # noqa: E402
+from model.shard import shard  # noqa: E402
 
 SMALL = {"vocab_size": 6400, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
          "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "qk_norm": False}
 LARGE = SMALL | {"hidden_size": 768, "intermediate_size": 2432, "num_key_value_heads": 4,
                  "head_dim": 96, "qk_norm": True}
 WIDE = SMALL | {"vocab_size": 64000, "num_hidden_layers": 4}
+DEEP = LARGE | {"num_hidden_layers": 24}
 RUN = {"num_prompts": 2, "num_generations": 8, "prompt_length": 32, "completion_length": 64,
        "micro_batch_size": 4, "reference": True, "gradient_checkpointing": False}
 QWEN = vars(SIZES["Qwen3-1.7B"])
@@ -38,7 +41,10 @@ ROWS = [
              "micro_batch_size": 1}),
     (WIDE, {"micro_batch_size": 16, "completion_length": 256}),     # the head in four chunks
     (LARGE, {"lora_rank": 8}), (WIDE, {"lora_rank": 8, "micro_batch_size": 16}),
-    (LARGE, {}), (LARGE, {"micro_batch_size": 16}), (WIDE, {}), (WIDE, {"micro_batch_size": 16})]
+    (LARGE, {}), (LARGE, {"micro_batch_size": 16}), (WIDE, {}), (WIDE, {"micro_batch_size": 16}),
+    (LARGE, {"gpu": True}), (LARGE, {"gpu": True, "gradient_checkpointing": True}),
+    (LARGE, {"gpu": True, "lora_rank": 8}), (LARGE, {"gpu": True, "reference": False}),
+    (DEEP, {"ranks": 2}), (DEEP, {"ranks": 2, "lora_rank": 8}), (DEEP, {"ranks": 2, "gpu": True})]
 
 
 def peak_of_this_process():
@@ -47,24 +53,40 @@ def peak_of_this_process():
         return int(line.split()[1]) * 1024
 
 
-def two_steps(sizes, run):
+def frozen(policy, dtype):
+    """The policy as a model that doesn't learn is stored."""
+    for layer in policy.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.to(dtype)
+    return policy
+
+
+def two_steps(sizes, run, world):
     """Sampling, log-probs under the reference, learning; twice."""
-    G, world = run["num_generations"], train_grpo.World("cpu")
-    beta = 0.02 if run["reference"] else 0.0
-    args = train_grpo.parse_args(["--micro_batch_size", str(run["micro_batch_size"]),
-                                  "--beta", str(beta), "--dtype", "float32"])
-    policy = MiniMindForCausalLM(MiniMindConfig(**sizes))
+    G, ranks = run["num_generations"], run.get("ranks", 1)
+    dtype = torch.bfloat16 if run.get("gpu") else torch.float32
+    args = train_grpo.parse_args([
+        "--micro_batch_size", str(run["micro_batch_size"]), "--shard", str(int(ranks > 1)),
+        "--beta", str(0.02 * run["reference"]), "--dtype", str(dtype).removeprefix("torch.")])
+    sample, logps_of = train_grpo.wrapped(fast.sample, fast.token_logps, world, args)
+    policy, reference = MiniMindForCausalLM(MiniMindConfig(**sizes)), None
     policy.model.gradient_checkpointing = run["gradient_checkpointing"]
-    reference = copy.deepcopy(policy) if run["reference"] and not run.get("lora_rank") else None
     if run.get("lora_rank"):
-        policy, reference = with_adapters(policy, rank=run["lora_rank"], alpha=32), policy
+        base = frozen(policy, dtype)
+        policy = with_adapters(base, rank=run["lora_rank"], alpha=32)
+        reference = AdaptersOff(policy) if args.shard else base
+        del base
+    elif run["reference"]:
+        reference = frozen(copy.deepcopy(policy), dtype)
+    for model in (policy, reference) if args.shard else ():
+        shard(model, world, dtype)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
     prompts = torch.randint(1, 100, (run["num_prompts"], run["prompt_length"]))
     prompt_mask = torch.ones_like(prompts)
     prompt_mask[0, :8] = 0                                      # padding, as in any batch
     for _ in range(2):
         optimizer.zero_grad()
-        ids, logps = fast.sample(
+        ids, logps = sample(
             policy, prompts, prompt_mask, num_generations=G, eos_token_id=-1, pad_token_id=0,
             max_new_tokens=run["completion_length"])
         texts = [""] * len(ids)
@@ -74,16 +96,16 @@ def two_steps(sizes, run):
             mask=torch.ones_like(ids), ended=torch.ones(len(ids)) == 0, sampling_logps=logps,
             advantages=torch.randn(len(ids)))
         if reference is not None:
-            rollout.ref_logps = train_grpo.compute_logps(reference, rollout, fast.token_logps, args)
-        train_grpo.update_policy(policy, optimizer, rollout, world, fast.token_logps, args)
+            rollout.ref_logps = train_grpo.compute_logps(reference, rollout, logps_of, args)
+        train_grpo.update_policy(policy, optimizer, rollout, world, logps_of, args)
 
 
 def measure(sizes, run):
     """Bytes at the peak of two steps, less those of two steps of a network of next to nothing."""
-    nothing = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 16}
-    two_steps(SMALL | nothing | {"num_hidden_layers": 1}, RUN)
+    nothing, world = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 16}, World("cpu")
+    two_steps(SMALL | nothing | {"num_hidden_layers": 1}, run | {"lora_rank": 0}, world)
     baseline = peak_of_this_process()
-    two_steps(sizes, run)
+    two_steps(sizes, run, world)
     return peak_of_this_process() - baseline
 
 
@@ -91,9 +113,12 @@ def measure_apart(sizes, run):
     """The same in a process of its own, so that no peak hides another."""
     # With this threshold freed tensors go back to the system, so the peak is that of live ones.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run([sys.executable, __file__, json.dumps([sizes, run])], env=environment,
-                             capture_output=True, text=True, check=True)
-    return int(process.stdout)
+    command = [sys.executable, __file__, json.dumps([sizes, run])]
+    if run.get("ranks", 1) > 1:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone",
+                        f"--nproc_per_node={run['ranks']}"]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return int(process.stdout.split()[0])
 
 
 if __name__ == "__main__":
@@ -103,7 +128,7 @@ if __name__ == "__main__":
         for sizes, changes in ROWS:
             run, config = RUN | changes, MiniMindConfig(**sizes)
             measured = measure_apart(sizes, run)
-            formula = peak_bytes(config, num_parameters(config), **run, gpu=False)["peak"]
+            formula = peak_bytes(config, num_parameters(config), **{"gpu": False} | run)["peak"]
             print(f"hidden {sizes['hidden_size']}, vocabulary {sizes['vocab_size']}, {changes}: "
                   f"measured {measured / 2**20:.0f} MiB, by the formula {formula / 2**20:.0f} MiB "
                   f"({formula / measured - 1:+.0%})", flush=True)
