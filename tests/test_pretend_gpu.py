@@ -2,9 +2,9 @@
 
 Shown: it never mixes devices, takes the branches it has for GPUs, gets the numbers of the CPU
 there, and makes the GPU wait, or the CPU launch, no more often than is said here. Not shown:
-whether CUDA's own kernels agree, how much memory is taken, anything about streams and CUDA graphs
-(a step runs without capture), several GPUs, and torch's autograd engine, whose nodes are called in
-order instead.
+whether CUDA's own kernels agree, how long they take, how much memory; anything about streams or
+several GPUs; torch's autograd engine, whose nodes are called in order instead. A CUDA graph is one
+that repeats its operations on the very tensors it was recorded with.
 """
 import copy
 import json
@@ -139,7 +139,7 @@ def test_a_micro_batch_waits_four_times(gpu):
     assert (waits_of_three - waits).total() <= 2 * 4, waits_of_three - waits
     # The tree's way back: five tensors, and three for each size of sequences.
     assert (uploads_of_three - uploads).total() <= 2 * 8, uploads_of_three - uploads
-    assert waits.total() <= 30, waits       # an optimizer step with one micro-batch
+    assert waits.total() <= 17, waits       # with those of the optimizer step around it
 
 
 # --- sampling -------------------------------------------------------------------------------------
@@ -174,7 +174,8 @@ def test_between_two_looks_a_gpu_is_not_waited_for(gpu, dtype, switches):
                 decode(gpu, model, length) for length in (2, 16, 17, 32))
         assert before == begin and after == look, (before - begin, after - look)
         assert (look - before).total() <= 7, look - before
-        assert begin.total() <= 9, begin        # reading the prompts, and cutting at the longest
+        # Once to read the prompts, and again for the experts of each layer there.
+        assert begin.total() <= 9 + layers * ("num_experts" in switches), begin
         # However many layers: one is the graph, the others sample a token and write it down.
         assert (end - start) / 15 <= 26
 
