@@ -1,10 +1,10 @@
 """The script on a GPU that is not there: pretend_gpu.py has tensors that say cuda:0.
 
 Shown: it never mixes devices, takes the branches it has for GPUs, gets the numbers of the CPU
-there, and makes the GPU wait, or the CPU launch, no more often than is said here. Not shown:
-whether CUDA's own kernels agree, how long they take, how much memory; anything about streams or
-several GPUs; torch's autograd engine, whose nodes are called in order instead. A CUDA graph is one
-that repeats its operations on the very tensors it was recorded with.
+there, and waits for the GPU, or launches work on it, no more often than is said here. A CUDA graph
+repeats its operations on the very tensors that it was recorded with. Not shown: whether CUDA's own
+kernels agree, how long they take, how much memory; anything about streams or several GPUs; torch's
+autograd engine, whose nodes are called in order instead.
 """
 import copy
 import json
