@@ -281,11 +281,10 @@ def generate(model, batch, tokenizer, sample, generator, args, *, num_generation
 
     device, eos_ids = generator.device, eos_token_ids(model, tokenizer)
     prompt_ids, prompt_mask = batch["prompt_ids"].to(device), batch["prompt_mask"].to(device)
-    with precision(args, device):
-        completion_ids, sampling_logps = sample(
-            model, prompt_ids, prompt_mask, num_generations=num_generations,
-            max_new_tokens=args.max_gen_len, temperature=args.temperature, eos_token_id=eos_ids,
-            pad_token_id=tokenizer.pad_token_id or 0, generator=generator, greedy=greedy)
+    completion_ids, sampling_logps = sample(
+        model, prompt_ids, prompt_mask, num_generations=num_generations,
+        max_new_tokens=args.max_gen_len, temperature=args.temperature, eos_token_id=eos_ids,
+        pad_token_id=tokenizer.pad_token_id or 0, generator=generator, greedy=greedy)
     mask = completion_mask(completion_ids, eos_ids)                                     # (N, R)
     last_ids = completion_ids.gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]            # (N,)
     rollout = Rollout(
@@ -307,9 +306,8 @@ def compute_logps(model, rollout, logps_of, args, parts=None):
         parts = torch.arange(len(logps), device=logps.device).split(args.micro_batch_size)
     for rows in parts:
         part = rollout.select(rows)
-        with precision(args, logps.device):
-            logps[rows, :part.mask.shape[1]] = logps_of(
-                model, *part.sequences(), temperature=args.temperature)
+        logps[rows, :part.mask.shape[1]] = logps_of(
+            model, *part.sequences(), temperature=args.temperature)
     return logps
 
 
@@ -337,6 +335,7 @@ def compute_advantages(rollout, tokenizer, world, args):
     return advantages.to(rollout.mask.device)
 
 
+@torch.no_grad()
 def compute_old_logps(policy, rollout, world, logps_of, args):
     """Step 4: log-probabilities before the policy moves; None if a single update computes them.
 
@@ -348,8 +347,7 @@ def compute_old_logps(policy, rollout, world, logps_of, args):
         return None
     parts = [rows for _, parts in updates for rows in parts]
     if args.shard:
-        with precision(args, world.device), torch.no_grad():
-            keep_pace(policy, len(parts), logps_of, world)
+        keep_pace(policy, len(parts), logps_of, world)
     return compute_logps(policy, rollout, logps_of, args, parts)
 
 
@@ -366,29 +364,23 @@ def optimizer_step(policy, optimizer, rollout, totals, parts, world, logps_of, a
     metrics = {"loss": 0.0}
     optimizer.zero_grad()
     if args.shard:
-        with precision(args, world.device):
-            keep_pace(policy, len(parts), logps_of, world)
+        keep_pace(policy, len(parts), logps_of, world)
     for rows in parts:
         part = rollout.select(rows)
-        with precision(args, rows.device):
-            logps, entropy = logps_of(policy, *part.sequences(), temperature=args.temperature,
-                                      with_entropy=True)                                # (n, R)
+        logps, entropy = logps_of(policy, *part.sequences(), temperature=args.temperature,
+                                  with_entropy=True)                                    # (n, R)
         if not args.entropy_coef:
             entropy = entropy.detach()          # frees what its gradient would need
         # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
         old_logps = logps.detach() if part.old_logps is None else part.old_logps
-        advantages = part.advantages.view(len(rows), -1)                               # (n, 1 or R)
-        if args.rollout_is_threshold:
-            weights = rollout_weights(old_logps, part, args)                           # (n, 1 or R)
-            advantages = advantages * weights
-            mean = (weights * part.mask).sum() / num_learned
-            metrics = add_metrics(metrics, {"rollout_is_mean": mean})
+        weights = rollout_weights(old_logps, part, args)                            # (n, 1 or R)
         loss, of_part = grpo_loss(
-            logps, old_logps, advantages, part.mask, ref_logps=part.ref_logps, entropy=entropy,
-            num_sequences=num_sequences, num_tokens=num_tokens, **objective(args))
+            logps, old_logps, weights * part.advantages.view(len(rows), -1), part.mask,
+            ref_logps=part.ref_logps, entropy=entropy, num_sequences=num_sequences,
+            num_tokens=num_tokens, **objective(args))
         loss.backward()
-        of_part |= {"loss": loss.detach()} | drift(logps, old_logps, part, entropy, num_learned)
-        metrics = add_metrics(metrics, of_part)
+        moved = drift(logps, old_logps, part, entropy, weights, num_learned)
+        metrics = add_metrics(metrics, of_part | moved | {"loss": loss.detach()})
     world.sum_gradients(policy)
     grad_norm = whole(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip))
     if grad_norm.isfinite():        # the same on every rank: all take the step, or all skip it
@@ -411,9 +403,7 @@ def main(argv=None):
     # The plain pair, or the same two functions faster. Your own sampler goes here.
     pair = (fast.sample, fast.token_logps) if args.fast else (sampler.sample, token_logps)
     sample, logps_of = pair
-    sample = sampler.in_slices(sample, args.rollout_batch_size)
-    if args.shard:
-        sample, logps_of = on_shards(sample, logps_of, world, matrix_dtype(args, device))
+    sample, logps_of = wrapped(sample, logps_of, world, args)       # --dtype, --shard
     tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)
@@ -506,6 +496,8 @@ def rollout_weights(old_logps, part, args):
     the product of the two is pi / pi_sampler. Both bounds are linear in the advantage, so to weight
     it is to weight the policy's term; the KL and the entropy keep weight 1, as in TRL.
     """
+    if not args.rollout_is_threshold:
+        return torch.ones_like(old_logps[:, :1])
     level = LOSS_TYPES[args.loss_type][0] or args.importance_sampling_level
     ratio, _ = importance_ratio(old_logps, part.sampling_logps, part.mask, level=level)
     return ratio.clamp(max=args.rollout_is_threshold)
@@ -534,8 +526,19 @@ def sync_reference(reference, policy, *, alpha):
         theirs.lerp_(ours, alpha)
 
 
+def wrapped(sample, logps_of, world, args):
+    """The two functions as the flags want them: sampling in slices, sharded, in lower precision."""
+    sample = sampler.in_slices(sample, args.rollout_batch_size)
+    if args.shard:
+        sample, logps_of = on_shards(sample, logps_of, world, matrix_dtype(args, world.device))
+    return map(precision(args, world.device), (sample, logps_of))
+
+
 def precision(args, device):
-    """Matrix products in bfloat16 where --dtype says so; weights and log-softmax stay float32."""
+    """Matrix products in bfloat16 where --dtype says so; weights and log-softmax stay float32.
+
+    A context, or a decorator of functions.
+    """
     bfloat16 = matrix_dtype(args, device) == torch.bfloat16
     # No cache: it would keep a copy of every weight, and a forward pass reads a weight once.
     return torch.autocast(device.type, torch.bfloat16, enabled=bfloat16, cache_enabled=False)

@@ -19,7 +19,7 @@ from .sampler import sample
 from .saving import Saver
 from .world import World
 
-# Modules stay: the search for garbage need not look through their 350,000 objects time and again.
+# Modules stay: the search for garbage need not look through their 200,000 objects time and again.
 gc.freeze()
 
 __all__ = [

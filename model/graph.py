@@ -6,16 +6,14 @@ was recorded. So here the places of the cache do not grow token by token: each s
 them, and a bias of -inf hides those that are not filled yet. The newest token takes the last of the
 S while it is read, and then moves to its own place, a number that only the GPU knows.
 
-Recording takes as long as some dozens of replays. S therefore grows by a quarter, seldom: from 256
-places to 1,280 in six graphs, with a tenth of the attention wasted. Rows of completions that ended
-leave a graph when the next one is recorded, which costs nothing extra. Until then they are computed
-for nothing; a graph for each number of rows would cost more than that.
+Recording costs two steps from Python, so it is to be seldom: S grows by a quarter each time, from
+256 places to 1,280 in six graphs, and an eighth of the attention is wasted. Rows of completions
+that ended leave a graph when the next one is recorded, which costs nothing extra. Until then they
+are computed for nothing; a graph for each number of rows would cost more.
 """
 import functools
 
 import torch
-
-from .model import MixtureOfExperts
 
 BUCKET = 64             # S is a multiple of it
 
@@ -31,8 +29,6 @@ class GraphedStep:
         cache[..., decoding.length:, :] = 0     # 0 times what was there before might be NaN
         if decoding.bias is None:
             decoding.bias = cache.new_zeros(cache.shape[2], 1, cache.shape[4])
-        # How many tokens an expert takes changes from step to step: that cannot be recorded.
-        self.experts = any(isinstance(parts[-1], MixtureOfExperts) for parts in decoding.layers)
 
     def __call__(self, tokens):
         """Reads one more token of each row, (n,); returns the logits of the next, (n, V)."""
@@ -58,9 +54,6 @@ class GraphedStep:
             self.place += 1
             return logits
 
-        if self.experts:
-            self.replay = step
-            return step()
         logits, self.replay = record(step, cache.device, self.graphs)
         return logits
 

@@ -105,13 +105,15 @@ def describe(rollout):
 
 
 @torch.no_grad()
-def drift(logps, old_logps, part, entropy, num_tokens):
+def drift(logps, old_logps, part, entropy, weights, num_tokens):
     """A micro-batch's share of the metrics that tell how far the distributions have moved.
 
     entropy, in nats; ppo_kl, the mean of log pi_old - log pi; rollout_probs_diff, between the
-    probabilities of sampler and trainer: 0 up to rounding, or one of the two is wrong.
+    probabilities of sampler and trainer: 0 up to rounding, or one of the two is wrong;
+    rollout_is_mean, the mean importance weight between the two.
     """
     difference = (old_logps.exp() - part.sampling_logps.exp()).abs() * part.mask
-    means = {"entropy": entropy, "ppo_kl": old_logps - logps, "rollout_probs_diff_mean": difference}
+    means = {"entropy": entropy, "ppo_kl": old_logps - logps,
+             "rollout_probs_diff_mean": difference, "rollout_is_mean": weights}
     means = {name: (value * part.mask).sum() / num_tokens for name, value in means.items()}
     return means | {"rollout_probs_diff_max": difference.max()}

@@ -45,7 +45,14 @@ sys.path.insert(0, str(ROOT))
 import train_grpo  # noqa: E402, I001 - before torch: it sets how OpenMP's threads wait
 import torch  # noqa: E402
 from dataset import PromptCollator, PromptDataset  # noqa: E402
-from model import MiniMindConfig, MiniMindForCausalLM, fast, sampler, save_pretrained  # noqa: E402
+from model import (  # noqa: E402
+    MiniMindConfig,
+    MiniMindForCausalLM,
+    decoding,
+    fast,
+    sampler,
+    save_pretrained,
+)
 from reward import load_reward_funcs  # noqa: E402
 
 SHIPPED = ROOT / "model/weights/reason_128"
@@ -122,10 +129,11 @@ class Ours:
             "--num_generations", str(case.generations), "--micro_batch_size", str(case.micro_batch),
             "--reward_funcs", "format"])
         self.world, self.generator = train_grpo.World(device), torch.Generator(device)
-        self.sample, self.token_logps = (
-            (sampler.sample, train_grpo.token_logps) if plain else (fast.sample, fast.token_logps))
+        pair = (sampler.sample, train_grpo.token_logps) if plain else (
+            fast.sample, fast.token_logps)
+        self.sample, self.token_logps = train_grpo.wrapped(*pair, self.world, self.args)
         self.tokenizer, self.policy, self.reference, *_ = train_grpo.load_models(
-            self.args, self.world.device)
+            self.args, self.world)
         if case.config:
             self.tokenizer = copy.deepcopy(self.tokenizer)
             self.policy.config.eos_token_id = NO_EOS
@@ -332,8 +340,9 @@ def always_apart(branch):
 TRICKS = {      # name -> (what it speeds up, where it is, its name there, what to put in its place)
     "completions that agree so far are one row": (
         "sampling", fast.Decoding, "branch", always_apart(fast.Decoding.branch)),
-    "matrices with the same input are one": ("sampling", fast, "linear", one_by_one(fast.linear)),
-    "weights packed for oneDNN": ("sampling", fast, "PACK_FROM", float("inf")),
+    "matrices with the same input are one": (
+        "sampling", decoding, "linear", one_by_one(decoding.linear)),
+    "weights packed for oneDNN": ("sampling", decoding, "PACK_FROM", float("inf")),
     "each distinct prefix is read once": (
         "learning", fast, "shared_with_the_row_above",
         lambda rows: torch.zeros_like(rows, dtype=torch.bool)),

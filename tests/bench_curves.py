@@ -125,7 +125,7 @@ def theirs(args, batches, evaluate, curve):
 
     path = args.model_path
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    _, _, _, reward_funcs, _ = train_grpo.load_models(args, torch.device("cpu"))
+    _, _, _, reward_funcs, _ = train_grpo.load_models(args, train_grpo.World("cpu"))
     rows = [{"prompt": text, "messages": batch["columns"]["messages"][i],
              "answer": batch["columns"]["answer"][i]}
             for batch in batches for i, text in enumerate(batch["prompts"])]
@@ -168,7 +168,7 @@ def main():
         args = train_grpo.parse_args(
             [*FLAGS, "--seed", str(seed), "--max_steps", str(options.steps)])
         world = train_grpo.World("cpu")
-        tokenizer, *_ = train_grpo.load_models(args, world.device)
+        tokenizer, *_ = train_grpo.load_models(args, world)
         collate, problems, heldout = train_grpo.read_prompts(args, tokenizer)
         batches = list(batches_of_steps(
             problems, collate, range(1, options.steps + 1), prompts_per_rank=args.batch_size,

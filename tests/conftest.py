@@ -11,8 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"      # a test that reaches for the network fa
 
 
 def pytest_collection_finish():
-    # What the imports made stays for good, half a million objects: don't look through it again and
-    # again for garbage.
+    # What the imports made stays: the search for garbage need not look through it time and again.
     gc.freeze()
 
 

@@ -158,8 +158,8 @@ def test_the_memory_of_a_run_is_foretold_within_15_percent():
     sizes = SMALL | {"num_hidden_layers": 3}
     config = MiniMindConfig(**sizes)
     runs = [RUN | {"micro_batch_size": 16},             # learning takes most, then sampling
-            RUN | {"micro_batch_size": 8, "num_prompts": 8, "prompt_length": 120,
-                   "completion_length": 8, "reference": False}]
+            RUN | {"micro_batch_size": 8, "num_prompts": 8, "num_generations": 16,
+                   "prompt_length": 120, "completion_length": 8, "reference": False}]
     with ThreadPoolExecutor() as pool:                  # each starts a process of its own
         measured = pool.map(functools.partial(measure_apart, sizes), runs)
     for run, peak in zip(runs, measured, strict=True):

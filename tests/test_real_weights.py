@@ -11,6 +11,7 @@ import train_grpo
 from conftest import ROOT
 from model import (
     MiniMindForCausalLM,
+    World,
     eos_token_ids,
     load_pretrained,
     load_tokenizer,
@@ -377,7 +378,7 @@ def test_a_few_steps_of_grpo_train_a_minimind(generation, tmp_path):
 @pytest.mark.parametrize("flags", [[], ["--gradient_checkpointing"]])
 def test_the_flag_gradient_checkpointing_reaches_the_model(flags):
     args = train_grpo.parse_args(["--model_path", SHIPPED, "--reward_funcs", "format", *flags])
-    _, policy, *_ = train_grpo.load_models(args, torch.device("cpu"))
+    _, policy, *_ = train_grpo.load_models(args, World("cpu"))
     assert policy.model.gradient_checkpointing == bool(flags)
 
 

@@ -3,13 +3,14 @@
 The fast functions promise the numbers of the plain ones, and nothing here looks at how they do it.
 """
 import functools
+import math
 
 import pytest
 import torch
 from torch import nn
 
 import train_grpo
-from model import MiniMindConfig, MiniMindForCausalLM, fast, graph, head, sampler
+from model import MiniMindConfig, MiniMindForCausalLM, decoding, fast, graph, head, sampler
 from model.sampler import next_token
 from train_grpo import completion_mask
 
@@ -314,6 +315,16 @@ def test_sampling_in_bfloat16_is_near_the_trainer_in_bfloat16(family, sample):
     assert ids.min() >= 0 and ids.max() < 40 and ids[mask == 0].eq(PAD).all()
     assert logps.dtype == torch.float32 and logps.isfinite().all()
     assert (logps - trained)[mask == 1].abs().mean() < 0.02
+
+
+def test_attention_in_bfloat16_tells_scores_of_30_and_30_and_a_sixteenth_apart():
+    q, keys, values = torch.zeros(1, 1, 16), torch.zeros(1, 2, 16), torch.zeros(1, 2, 16)
+    q[..., :2] = 4                                      # divided by sqrt(16): 1
+    keys[0, :, 0], keys[0, 1, 1], values[0, 1] = 30, 1 / 16, 1
+    out = decoding.fused_attention(q, keys.bfloat16(), values.bfloat16(), None)
+    assert out.dtype == torch.bfloat16          # between 16 and 32 its numbers are 1/8 apart
+    torch.testing.assert_close(out.float(), torch.full((1, 16), 1 / (1 + math.exp(-1 / 16))),
+                               rtol=0, atol=2**-9)
 
 
 # --- the learning pass ----------------------------------------------------------------------------
