@@ -139,7 +139,8 @@ def test_a_micro_batch_waits_four_times(gpu):
     assert (waits_of_three - waits).total() <= 2 * 4, waits_of_three - waits
     # The tree's way back: five tensors, and three for each size of sequences.
     assert (uploads_of_three - uploads).total() <= 2 * 8, uploads_of_three - uploads
-    assert waits.total() <= 17, waits       # with those of the optimizer step around it
+    # With those of the optimizer step around it: each metric, when the GPU has nothing left to do.
+    assert waits.total() <= 22, waits
 
 
 # --- sampling -------------------------------------------------------------------------------------
