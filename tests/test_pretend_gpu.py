@@ -1,10 +1,10 @@
 """The script on a GPU that is not there: pretend_gpu.py has tensors that say cuda:0.
 
 Shown: it never mixes devices, takes the branches it has for GPUs, gets the numbers of the CPU
-there, and makes the GPU wait, or the CPU launch, no more often than is said here. Not shown:
-whether CUDA's own kernels agree, how much memory is taken, anything about streams and CUDA graphs
-(a step runs without capture), several GPUs, and torch's autograd engine, whose nodes are called in
-order instead.
+there, and waits for the GPU, or launches work on it, no more often than is said here. A CUDA graph
+repeats its operations on the very tensors that it was recorded with. Not shown: whether CUDA's own
+kernels agree, how long they take, how much memory; anything about streams or several GPUs; torch's
+autograd engine, whose nodes are called in order instead.
 """
 import copy
 import json
@@ -139,7 +139,8 @@ def test_a_micro_batch_waits_four_times(gpu):
     assert (waits_of_three - waits).total() <= 2 * 4, waits_of_three - waits
     # The tree's way back: five tensors, and three for each size of sequences.
     assert (uploads_of_three - uploads).total() <= 2 * 8, uploads_of_three - uploads
-    assert waits.total() <= 30, waits       # an optimizer step with one micro-batch
+    # With those of the optimizer step around it: each metric, when the GPU has nothing left to do.
+    assert waits.total() <= 22, waits
 
 
 # --- sampling -------------------------------------------------------------------------------------
@@ -159,10 +160,10 @@ def decode(gpu, model, length):
 
 
 @pytest.mark.parametrize("dtype, switches", [
-    (torch.float32, {}),
-    (torch.bfloat16, {}),
     (torch.float32, {"qk_norm": False, "qkv_bias": True}),
-    (torch.bfloat16, {"qk_norm": False, "qkv_bias": True}),
+    (torch.bfloat16, {}),
+    (torch.float32, {"num_experts": 4, "num_experts_per_tok": 2}),
+    (torch.bfloat16, {"num_experts": 4, "num_experts_per_tok": 2}),
 ])
 def test_between_two_looks_a_gpu_is_not_waited_for(gpu, dtype, switches):
     for layers in (2, 4):
@@ -174,21 +175,22 @@ def test_between_two_looks_a_gpu_is_not_waited_for(gpu, dtype, switches):
                 decode(gpu, model, length) for length in (2, 16, 17, 32))
         assert before == begin and after == look, (before - begin, after - look)
         assert (look - before).total() <= 7, look - before
-        assert begin.total() <= 9, begin        # reading the prompts, and cutting at the longest
+        # Once to read the prompts, and again for the experts of each layer there.
+        assert begin.total() <= 9 + layers * ("num_experts" in switches), begin
         # However many layers: one is the graph, the others sample a token and write it down.
         assert (end - start) / 15 <= 26
 
 
 def test_graphs_sample_what_the_plain_sampler_does(guard, monkeypatch):
-    model, tokenizer = load_pretrained(SHIPPED), load_tokenizer(SHIPPED, 10**6)
-    batch = PromptCollator(tokenizer, 66)(PromptDataset(ROOT / "dataset/heldout.jsonl")[:4])
+    model, tokenizer = load_pretrained(SHIPPED, dtype=torch.float32), load_tokenizer(SHIPPED, 10**6)
+    batch = PromptCollator(tokenizer, 66)(PromptDataset(ROOT / "dataset/heldout.jsonl")[32:36])
     prompts = batch["prompt_ids"], batch["prompt_mask"]
     options = {"num_generations": 2, "max_new_tokens": 90, "greedy": True, "pad_token_id": 0,
                "eos_token_id": tokenizer.eos_token_id}
     ids, logps = sampler.sample(model, *prompts, **options)
-    # One graph is not enough, and some rows leave before another one begins to run.
-    lengths = (ids != 0).sum(1)
-    assert prompts[0].shape[1] + ids.shape[1] > 66 and lengths.min() < 32 < lengths.max()
+    # Two graphs: the first holds 64 tokens, and has rows that the second does not.
+    P, lengths = prompts[0].shape[1], (ids != 0).sum(1)
+    assert lengths.min() < 32 < 64 - P < lengths.max()
     pretend_gpu.install(monkeypatch)
     with pretend_gpu.PretendGPU():
         same, same_logps = fast.sample(model.cuda(), *(x.cuda() for x in prompts), **options)
