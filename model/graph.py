@@ -17,7 +17,7 @@ import torch
 
 from .model import MixtureOfExperts
 
-BUCKET = 64             # S is a multiple of it
+BUCKET = 64             # S is a multiple of it, or all places
 
 
 class GraphedStep:
