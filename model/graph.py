@@ -15,7 +15,7 @@ import functools
 
 import torch
 
-BUCKET = 64             # S is a multiple of it
+BUCKET = 64             # S is a multiple of it, or all places
 
 
 class GraphedStep:

@@ -152,6 +152,9 @@ def report_steps(case, path, batches, beta, device, folder):
 
 
 def report(device, names, repetitions, tokenizer):
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("tests/bench.py: --device cuda: no GPU that this torch can use; --device "
+                         "cpu tries the code")
     machine = torch.cuda.get_device_name() if device == "cuda" else "a CPU"
     print(f"{machine}, torch {torch.__version__}, {DTYPES[device]}, medians of {repetitions} turns")
     for name in names or ["0.6B"]:
