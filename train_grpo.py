@@ -13,7 +13,7 @@ than their group's average become more likely, worse ones less.
 One step, for B prompts and G = num_generations answers to each:
     1. ask        generate           sample G completions of every prompt          model/
     2. remember   compute_logps      their log-probabilities under the reference, and under the old
-                                     policy if it will have moved
+                                     policy, right before 4, if it will have moved
     3. judge      compute_rewards    one reward per completion                     reward/
                   compute_advantages ... compared within each group
     4. learn      update_policy      clipped gradient steps on micro-batches

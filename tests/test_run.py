@@ -558,6 +558,7 @@ def test_the_reference_moves_towards_the_policy():
     ("--loss_type cispo --epsilon_high 0.2", "--epsilon_high cispo"),
     ("--loss_type cispo --delta 3", "--delta cispo"),
     ("--delta 1.1", "--delta epsilon_high"),
+    ("--rollout_is_threshold 0.5", "--rollout_is_threshold 1"),
     ("--loss_type r1 --importance_sampling_level sequence", "r1 --importance_sampling_level"),
     ("--supervision process --loss_type r1", "--supervision r1"),
     ("--supervision process --importance_sampling_level sequence", "--supervision sequence"),
