@@ -615,6 +615,7 @@ def load_models(args, world):
         reference = AdaptersOff(policy) if args.shard else base
     elif args.beta > 0:
         reference = load(matrix_dtype=None if args.ref_model_sync_steps else products)
+        reference.requires_grad_(False)
     for model in (policy, reference) if args.shard else ():
         shard(model, world, products)
     reward_funcs = load_reward_funcs(

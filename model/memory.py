@@ -68,12 +68,14 @@ def layer_bytes(config, gpu, frozen):
     F = config.intermediate_size
     if config.num_experts:
         F = config.num_experts_per_tok * config.moe_intermediate_size
-    normed = 0 if frozen else 4                             # for the gradient of a norm's weight
-    norms = 2 * (4 + normed + product) * D                  # input, normalised input, output; twice
+    norms = 2 * (4 + 4 * (not frozen)) * D      # input; normalised, for the gradient of the weight
+    # What the norms give, for q, k, v, gate and up: autocast converts it for each of them anew.
+    inputs = 5 * product * D if gpu else 2 * product * D
     attention = product * 3 * q_size                        # queries, and twice what came of them
-    qk_norm = (normed + product) * (q_size + kv_size) if config.qk_norm else 0
+    qk_norm = (4 + product * (not frozen)) * (q_size + kv_size) if config.qk_norm else 0
     # 4 F: gate, silu(gate), up, their product. On a GPU each head gets its copy of key and value.
-    return norms + attention + qk_norm + product * 4 * F, product * 2 * (q_size if gpu else kv_size)
+    per_token = norms + inputs + attention + qk_norm + product * 4 * F
+    return per_token, product * 2 * (q_size if gpu else kv_size)
 
 
 def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, completion_length,
@@ -113,7 +115,8 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
     }
     gathered = 0
     if ranks > 1:       # the sampler has the model whole; learning has this layer and the next
-        parts["sampler's weights"] = frozen + 4 * adapters + 4 * n * (not gpu)
+        packed = 0 if gpu else parts["sampler's weights"]
+        parts["sampler's weights"] = frozen + 4 * adapters + packed
         gathered = 2 * product * matrices / L + 4 * (n - matrices)
     always = parts["weights"] + parts["moments"] + parts["reference"]
     # Where completions part after their first token, the prompt's keys and values are copied.

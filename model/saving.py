@@ -10,7 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from . import checkpoint
-from .shard import whole_model, whole_state
+from .shard import whole_state
 from .watch import Stopped, under_torchrun
 
 
@@ -54,7 +54,7 @@ class Saver:
 
     def save(self, step, num_tokens, policy, tokenizer, optimizer, reference):
         """Write a checkpoint. Raises Stopped on all ranks if a signal has asked the run to stop."""
-        policy, optimizer_state = self._whole(policy), whole_state(optimizer, keep=self.writes)
+        policy, optimizer_state = self._whole(policy), whole_state(optimizer, self.writes)
         reference = self._whole(reference) if self.args.ref_model_sync_steps else None
         if self.writes:
             checkpoint.save_checkpoint(
@@ -78,9 +78,8 @@ class Saver:
                     checkpoint.save_adapter(policy, folder)
 
     def _whole(self, model):
-        """The model, if it is sharded a whole copy for the rank that writes."""
-        with self.world.collective():
-            return whole_model(model, keep=self.writes)
+        """The model itself or, if it is sharded, a whole copy of it for the rank that writes."""
+        return model.whole(device="cpu", keep=self.writes) if hasattr(model, "whole") else model
 
     def _advise(self, step):
         self.world.watch.advice = (f"; the checkpoint of step {step} is whole, go on with:\n"

@@ -37,7 +37,7 @@ def shard(model, world, dtype):
         # A sum: the loss of a rank is its share of the step's. And Gloo has no other way.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    model.whole = functools.partial(gather, model, blank)
+    model.whole = functools.partial(gather, model, blank, world)
     model.run = lambda function, *args, **options: function(Inside(model), *args, **options)
     register_fsdp_forward_method(model, "run")
 
@@ -56,9 +56,7 @@ class Inside:
 def on_shards(sample, logps_of, world, dtype):
     """The two functions for models that are sharded; dtype: of the sampler's copy."""
     def sample_whole(model, *args, **options):
-        with world.collective():
-            model = model.whole(dtype=dtype)
-        return sample(model, *args, **options)
+        return sample(model.whole(dtype=dtype), *args, **options)
 
     def logps_inside(model, *args, **options):
         with world.collective():
@@ -98,14 +96,15 @@ def part_of(tensor, like):
 
 
 @torch.no_grad()
-def gather(model, blank, *, dtype=None, device=None, keep=True):
+def gather(model, blank, world, *, dtype=None, device=None, keep=True):
     """A sharded model as a whole one; every rank takes part, and those that `keep` it get it.
 
     dtype: of the layers' weights, None as they are.
     """
     weights = {}
     for name, weight in model.named_parameters():
-        weight = whole(weight.to(dtype) if dtype and ".layers." in name else weight)
+        with world.collective():
+            weight = whole(weight.to(dtype) if dtype and ".layers." in name else weight)
         if keep:
             weights[name] = weight.to(device)
     copied = copy.deepcopy(blank)
@@ -114,12 +113,7 @@ def gather(model, blank, *, dtype=None, device=None, keep=True):
     return copied
 
 
-def whole_model(model, *, keep):
-    """The model itself or, if it is sharded, a whole copy of it on the CPU."""
-    return model.whole(device="cpu", keep=keep) if hasattr(model, "whole") else model
-
-
-def whole_state(optimizer, *, keep):
+def whole_state(optimizer, keep):
     """The optimizer's state dict with whole tensors, on the CPU where they were sharded."""
     def saved(tensor):
         if not is_sharded(tensor):

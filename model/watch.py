@@ -258,6 +258,8 @@ class Watch:
         """One of several ranks has failed: say why, or end if another has failed before."""
         if self.failed:
             return
+        if isinstance(error, RuntimeError):     # a backward pass of shards lost a rank, perhaps:
+            time.sleep(1)                       # then the thread is about to say which one
         if not self.is_first_to_fail():
             self.leave(1)
         self.failed, text = True, f"error: rank {self.rank}: {error}"

@@ -77,7 +77,7 @@ def two_steps(sizes, run, world):
         reference = AdaptersOff(policy) if args.shard else base
         del base
     elif run["reference"]:
-        reference = frozen(copy.deepcopy(policy), dtype)
+        reference = frozen(copy.deepcopy(policy), dtype).requires_grad_(False)
     for model in (policy, reference) if args.shard else ():
         shard(model, world, dtype)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)

@@ -380,15 +380,15 @@ def test_a_checkpoint_is_mapped_while_it_is_read_and_may_be_replaced(tiny_policy
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     folder, file = tmp_path / "checkpoint", tmp_path / "checkpoint/optimizer.pt"
-    save_checkpoint(folder, policy, tokenizer, optimizer, step=1, num_tokens=2)
+    save_checkpoint(folder, policy, tokenizer, optimizer.state_dict(), step=1, num_tokens=2)
     mapped, expected = files.read_tensors(file), by_torch(optimizer.state_dict())
     assert str(file) in Path("/proc/self/maps").read_text()
-    save_checkpoint(folder, policy, tokenizer, torch.optim.AdamW(policy.parameters()), step=9,
-                    num_tokens=9)
+    another = torch.optim.AdamW(policy.parameters())
+    save_checkpoint(folder, policy, tokenizer, another.state_dict(), step=9, num_tokens=9)
     assert by_torch(mapped["optimizer"]) == expected
     os.replace(folder, tmp_path / "later")
     del mapped
-    save_checkpoint(folder, policy, tokenizer, optimizer, step=1, num_tokens=2)
+    save_checkpoint(folder, policy, tokenizer, optimizer.state_dict(), step=1, num_tokens=2)
     assert load_checkpoint(folder, policy, optimizer) == (1, 2)
     assert by_torch(optimizer.state_dict()) == expected
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()

@@ -276,7 +276,9 @@ def test_a_long_file_is_read_in_even_strides_with_both_ends(tmp_path):
 def test_no_checkpoint_is_called_whole_before_rank_0_has_saved_it(tmp_path):
     world = SimpleNamespace(rank=1, watch=SimpleNamespace(advice=""), gather=lambda rows: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        Saver(tmp_path, world, SimpleNamespace()).save(1, 0, None, None, None, None)
+        optimizer = SimpleNamespace(state_dict=lambda: {"state": {}})
+        args = SimpleNamespace(ref_model_sync_steps=0)
+        Saver(tmp_path, world, args).save(1, 0, None, None, optimizer, None)
     assert not world.watch.advice
 
 

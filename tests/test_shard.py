@@ -21,8 +21,9 @@ RUNS = {        # name -> flags
     "kl_sharded": ["--beta", "0.1", "--fast", "0", "--ref_model_sync_steps", "2", "--shard", "1"],
     "lora_apart": ["--beta", "0.1", "--lora_rank", "2"],
     "lora_sharded": ["--beta", "0.1", "--lora_rank", "2", "--shard", "1"],
-    "stopped": ["--shard", "1"], "lora_stopped": ["--beta", "0.1", "--lora_rank", "2", "--shard",
-                                                  "1"]}
+    "half_sharded": ["--beta", "0.1", "--dtype", "bfloat16", "--shard", "1"]}
+RUNS |= {name.replace("sharded", "stopped"): RUNS[name] for name in (
+    "half_sharded", "lora_sharded")}
 STEPS, calls = 5, 0
 
 
@@ -91,7 +92,12 @@ def test_sharded_runs_learn_the_same(prefix, out):
     assert len(lines[1]) == STEPS
 
 
-@pytest.mark.parametrize("prefix", ["", "lora_"])
+def test_in_bfloat16_a_sharded_policy_starts_as_its_reference(out):
+    first, *_, last = [json.loads(line) for line in (out / "half_sharded/metrics.jsonl").open()]
+    assert first["kl"] == 0 < last["kl"] and first["rollout_probs_diff_max"] < 0.02
+
+
+@pytest.mark.parametrize("prefix", ["half_", "lora_"])
 def test_a_sharded_run_that_is_stopped_and_resumed_ends_the_same_bit_for_bit(prefix, out):
     ours, theirs = final(out, f"{prefix}stopped"), final(out, f"{prefix}sharded")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
