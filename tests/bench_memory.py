@@ -69,10 +69,14 @@ def two_steps(sizes, run, world):
         "--micro_batch_size", str(run["micro_batch_size"]), "--shard", str(int(ranks > 1)),
         "--beta", str(0.02 * run["reference"]), "--dtype", str(dtype).removeprefix("torch.")])
     sample, logps_of = train_grpo.wrapped(fast.sample, fast.token_logps, world, args)
-    policy, reference = MiniMindForCausalLM(MiniMindConfig(**sizes)), None
+    with torch.device("meta"):          # a base in bfloat16 was never in float32
+        policy, reference = MiniMindForCausalLM(MiniMindConfig(**sizes)), None
+    base = frozen(policy, dtype) if run.get("lora_rank") else policy
+    base.to_empty(device="cpu").tie_weights()
+    for weight in base.parameters():
+        torch.nn.init.normal_(weight, std=0.02)
     policy.model.gradient_checkpointing = run["gradient_checkpointing"]
     if run.get("lora_rank"):
-        base = frozen(policy, dtype)
         policy = with_adapters(base, rank=run["lora_rank"], alpha=32)
         reference = AdaptersOff(policy) if args.shard else base
         del base
@@ -118,12 +122,14 @@ def measure_apart(sizes, run):
         command[1:1] = ["-m", "torch.distributed.run", "--standalone",
                         f"--nproc_per_node={run['ranks']}"]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return int(process.stdout.split()[0])
+    return int(process.stdout)
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        print(measure(*json.loads(sys.argv[1])))
+        measured = measure(*json.loads(sys.argv[1]))
+        if os.environ.get("RANK", "0") == "0":
+            print(measured)
     else:
         for sizes, changes in ROWS:
             run, config = RUN | changes, MiniMindConfig(**sizes)
