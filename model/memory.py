@@ -25,12 +25,18 @@ SIZES = {
     "Qwen2.5-0.5B": MiniMindConfig(
         vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
         num_attention_heads=14, num_key_value_heads=2, head_dim=64, qk_norm=False, qkv_bias=True),
+    "Qwen3-0.6B": MiniMindConfig(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128),
     "Qwen3-1.7B": MiniMindConfig(
         vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
         num_attention_heads=16, num_key_value_heads=8, head_dim=128),
     "Qwen3-4B": MiniMindConfig(
         vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
         num_attention_heads=32, num_key_value_heads=8, head_dim=128),
+    "Qwen3-8B": MiniMindConfig(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False),
 }
 LEVERS = {      # flags -> what they are to peak_bytes
     "--beta above 0": {"reference": True},
@@ -39,24 +45,21 @@ LEVERS = {      # flags -> what they are to peak_bytes
     "--lora_rank 16 --rollout_batch_size 16": {
         "reference": True, "lora_rank": 16, "rollout_batch_size": 16},
 }
-GPUS = (8, 24, 80)          # GiB
+GPUS = {        # name -> GiB of each, ranks that share a model
+    "8 GB": (8, 1), "24 GB": (24, 1), "80 GB": (80, 1), "8x80, --shard 1": (80, 8)}
 USABLE = 0.92               # the rest goes to CUDA itself and to gaps between tensors
 
 
 def num_parameters(config):
+    """Of the model, of the matrices in its layers, and of adapters of rank 1 for these."""
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in MiniMindForCausalLM(config).parameters())
-
-
-def layer_parameters(config, rank):
-    """Parameters of the layers' matrices, and of the adapters of a LoRA beside them."""
-    with torch.device("meta"):
-        layers = MiniMindForCausalLM(config).model.layers
-    shapes = {name: layer.weight.shape for name, layer in layers.named_modules()
+        model = MiniMindForCausalLM(config)
+    shapes = {name: layer.weight.shape for name, layer in model.model.layers.named_modules()
               if isinstance(layer, torch.nn.Linear)}
     adapted = [sum(shape) for name, shape in shapes.items() if name.endswith("_proj")
                and ".experts." not in name]
-    return sum(map(torch.Size.numel, shapes.values())), rank * sum(adapted)
+    return (sum(parameter.numel() for parameter in model.parameters()),
+            sum(map(torch.Size.numel, shapes.values())), sum(adapted))
 
 
 def layer_bytes(config, gpu, frozen):
@@ -78,14 +81,14 @@ def layer_bytes(config, gpu, frozen):
     return per_token, product * 2 * (q_size if gpu else kv_size)
 
 
-def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, completion_length,
+def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, completion_length,
                micro_batch_size, reference, gradient_checkpointing, gpu, lora_rank=0,
                rollout_batch_size=0, ranks=1):
     """Bytes by purpose, and the "peak": what always is there, plus the dearer of sample and learn.
 
-    n: num_parameters(config); gpu: products in bfloat16, else in float32 on the CPU. What learns is
-    float32; matrices that don't are stored as products read them. rollout_batch_size: completions
-    sampled at once, 0 for all. ranks: of a sharded run; all numbers are those of one of them.
+    counts: num_parameters(config); gpu: products in bfloat16, else in float32 on the CPU. What
+    learns is float32; matrices that don't are stored as products read them. rollout_batch_size:
+    completions sampled at once, 0 for all. ranks: of a sharded run; the bytes are those of one.
     """
     N, T = num_prompts * num_generations, prompt_length + completion_length
     D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
@@ -97,7 +100,7 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
     tokens = rows * completion_length + prompts * prompt_length
     bias = rows * completion_length * T * (2 if gpu else 0)     # autocast's copy in each layer
     one_layer = tokens * per_token + rows * T * per_position + bias
-    matrices, adapters = layer_parameters(config, lora_rank)
+    n, matrices, adapters = counts[0], counts[1], lora_rank * counts[2]
     frozen = product * matrices + 4 * (n - matrices)
     trained = adapters if lora_rank else n
     converted = 2 * matrices * (gpu and not lora_rank)      # autocast's copies for the products
@@ -138,29 +141,30 @@ def peak_bytes(config, n, *, num_prompts, num_generations, prompt_length, comple
 
 
 def report(name, config, run):
-    """For each choice of levers: the least it needs, and the largest micro-batch per GPU size."""
+    """For each choice of levers: the least it needs, and the largest micro-batch of each GPU."""
     sizes = [2**i for i in range((run["num_prompts"] * run["num_generations"]).bit_length())]
-    n = num_parameters(config)
-    parts = peak_bytes(config, n, micro_batch_size=1, reference=True, gradient_checkpointing=False,
-                       **run)
+    counts = num_parameters(config)
+    parts = peak_bytes(config, counts, micro_batch_size=1, reference=True,
+                       gradient_checkpointing=False, **run)
     GB = {part: f"{size / 2**30:.1f} GB" for part, size in parts.items()}
     print(f"\n{name}: weights {GB['weights']}, as much for gradients and for the reference, twice "
           f"that for moments; the sampler's cache {GB['cache']}")
-    print(f"  {'':66}{'needs at least':>16}" + "".join(f"{size:>9} GB" for size in GPUS))
+    print(f"  {'':66}{'needs at least':>16}" + "".join(f"{name:>17}" for name in GPUS))
     for (flags, levers), recompute in itertools.product(LEVERS.items(), (False, True)):
         words = flags + ", --gradient_checkpointing" * recompute
-        peaks = [peak_bytes(config, n, micro_batch_size=size, gradient_checkpointing=recompute,
-                            **levers, **run)["peak"] for size in sizes]
-        fits = [max((size for size, peak in zip(sizes, peaks) if peak <= USABLE * gpu * 2**30),
-                    default="-") for gpu in GPUS]
-        print(f"  {words:66}{peaks[0] / 2**30:13.1f} GB" + "".join(f"{size:>12}" for size in fits))
+        peaks = {(size, ranks): peak_bytes(
+            config, counts, micro_batch_size=size, gradient_checkpointing=recompute, ranks=ranks,
+            **levers, **run)["peak"] / 2**30 for size in sizes for ranks in (1, 8)}
+        fits = [max((size for size in sizes if peaks[size, ranks] <= USABLE * gpu), default="-")
+                for gpu, ranks in GPUS.values()]
+        print(f"  {words:66}{peaks[1, 1]:13.1f} GB" + "".join(f"{size:>17}" for size in fits))
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m model.memory", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*",
-                        help="folders or hub ids of weights (default: four usual sizes)")
+                        help="folders or hub ids of weights (default: the usual sizes)")
     parser.add_argument("--num_prompts", type=int, default=8, help="per step (default: 8)")
     parser.add_argument("--num_generations", type=int, default=8, help="of each (default: 8)")
     parser.add_argument("--prompt_length", type=int, default=256, help="tokens (default: 256)")

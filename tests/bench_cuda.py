@@ -49,7 +49,7 @@ def bytes_to_read(config, case, prompt_length, product):
     """What the decode steps of a rollout must read: see above. product: bytes of a number."""
     D, V = config.hidden_size, config.vocab_size
     copies = 1 if config.tie_word_embeddings else 2
-    layers = num_parameters(config) - copies * V * D
+    layers = num_parameters(config)[0] - copies * V * D
     weights = product * layers + 4 * V * D              # the head stays float32
     rows, steps = case.prompts * case.generations, case.new_tokens - 1      # the prompt gave one
     a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * product

@@ -1,4 +1,4 @@
-"""Measures the peak memory of GRPO steps and compares it with model/memory.py:
+"""Measures the peak memory of GRPO steps, compares it with model/memory.py, and takes their time:
 
     python tests/bench_memory.py
 
@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -62,7 +63,7 @@ def frozen(policy, dtype):
 
 
 def two_steps(sizes, run, world):
-    """Sampling, log-probs under the reference, learning; twice."""
+    """Sampling, log-probs under the reference, learning; twice. Returns the second's seconds."""
     G, ranks = run["num_generations"], run.get("ranks", 1)
     dtype = torch.bfloat16 if run.get("gpu") else torch.float32
     args = train_grpo.parse_args([
@@ -89,6 +90,7 @@ def two_steps(sizes, run, world):
     prompt_mask = torch.ones_like(prompts)
     prompt_mask[0, :8] = 0                                      # padding, as in any batch
     for _ in range(2):
+        start = time.perf_counter()
         optimizer.zero_grad()
         ids, logps = sample(
             policy, prompts, prompt_mask, num_generations=G, eos_token_id=-1, pad_token_id=0,
@@ -102,15 +104,17 @@ def two_steps(sizes, run, world):
         if reference is not None:
             rollout.ref_logps = train_grpo.compute_logps(reference, rollout, logps_of, args)
         train_grpo.update_policy(policy, optimizer, rollout, world, logps_of, args)
+    return time.perf_counter() - start
 
 
 def measure(sizes, run):
-    """Bytes at the peak of two steps, less those of two steps of a network of next to nothing."""
+    """Bytes at the peak of two steps, less those of two steps of a network of next to nothing;
+    and the seconds of the second step."""
     nothing, world = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 16}, World("cpu")
     two_steps(SMALL | nothing | {"num_hidden_layers": 1}, run | {"lora_rank": 0}, world)
     baseline = peak_of_this_process()
-    two_steps(sizes, run, world)
-    return peak_of_this_process() - baseline
+    seconds = two_steps(sizes, run, world)
+    return peak_of_this_process() - baseline, seconds
 
 
 def measure_apart(sizes, run):
@@ -122,19 +126,20 @@ def measure_apart(sizes, run):
         command[1:1] = ["-m", "torch.distributed.run", "--standalone",
                         f"--nproc_per_node={run['ranks']}"]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return int(process.stdout)
+    measured, seconds = process.stdout.split()
+    return int(measured), float(seconds)
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         measured = measure(*json.loads(sys.argv[1]))
         if os.environ.get("RANK", "0") == "0":
-            print(measured)
+            print(*measured)
     else:
         for sizes, changes in ROWS:
             run, config = RUN | changes, MiniMindConfig(**sizes)
-            measured = measure_apart(sizes, run)
+            measured, seconds = measure_apart(sizes, run)
             formula = peak_bytes(config, num_parameters(config), **{"gpu": False} | run)["peak"]
             print(f"hidden {sizes['hidden_size']}, vocabulary {sizes['vocab_size']}, {changes}: "
                   f"measured {measured / 2**20:.0f} MiB, by the formula {formula / 2**20:.0f} MiB "
-                  f"({formula / measured - 1:+.0%})", flush=True)
+                  f"({formula / measured - 1:+.0%}), {seconds:.1f} s a step", flush=True)

@@ -147,9 +147,13 @@ def test_experts_are_added_up_by_their_shares_and_the_unused_have_a_gradient_of_
 
 
 def test_the_parameters_of_real_sizes_are_counted_as_the_hub_counts_them():
-    assert {name: num_parameters(config) for name, config in SIZES.items()} == {
-        "MiniMind2 (0.1B)": 104_030_976, "Qwen2.5-0.5B": 494_032_768,
-        "Qwen3-1.7B": 1_720_574_976, "Qwen3-4B": 4_022_468_096}
+    assert {name: num_parameters(config)[0] for name, config in SIZES.items()} == {
+        "MiniMind2 (0.1B)": 104_030_976, "Qwen2.5-0.5B": 494_032_768, "Qwen3-0.6B": 596_049_920,
+        "Qwen3-1.7B": 1_720_574_976, "Qwen3-4B": 4_022_468_096, "Qwen3-8B": 8_190_735_360}
+    # The 0.6B shape has 0.44B without its embedding, of which the norms are 65,536.
+    _, matrices, adapter = num_parameters(SIZES["Qwen3-0.6B"])
+    assert matrices == 596_049_920 - 151_936 * 1024 - 65_536
+    assert adapter == 28 * sum((1024 + 2048, 2 * (1024 + 1024), 2048 + 1024, 3 * (1024 + 3072)))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"),
@@ -162,7 +166,7 @@ def test_the_memory_of_a_run_is_foretold_within_15_percent():
                    "prompt_length": 120, "completion_length": 8, "reference": False}]
     with ThreadPoolExecutor() as pool:                  # each starts a process of its own
         measured = pool.map(functools.partial(measure_apart, sizes), runs)
-    for run, peak in zip(runs, measured, strict=True):
+    for run, (peak, _) in zip(runs, measured, strict=True):
         foretold = peak_bytes(config, num_parameters(config), gpu=False, **run)["peak"]
         assert peak == pytest.approx(foretold, rel=0.15), run
 
