@@ -198,10 +198,9 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        has_experts = (config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
-                       and layer not in config.mlp_only_layers)
-        self.mlp = (MixtureOfExperts(config) if has_experts
-                    else SwiGLU(config, config.intermediate_size))
+        dense = (not config.num_experts or (layer + 1) % config.decoder_sparse_step
+                 or layer in config.mlp_only_layers)
+        self.mlp = SwiGLU(config, config.intermediate_size) if dense else MixtureOfExperts(config)
 
     def forward(self, x, rotary, attend):
         x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
@@ -242,9 +241,8 @@ def visible(attention_mask, T):
     """Which of S tokens each of the last T sees, (N, 1, T, S) bool: real, not later than itself."""
     S, device = attention_mask.shape[1], attention_mask.device
     row, column = torch.arange(S - T, S, device=device)[:, None], torch.arange(S, device=device)
-    real = attention_mask.bool()[:, None, None, :]                              # (N, 1, 1, S)
     # A padding token sees itself: a softmax over nothing is NaN, and NaN spreads.
-    return (real & (column <= row)) | (column == row)
+    return (attention_mask.bool()[:, None, None, :] & (column <= row)) | (column == row)
 
 
 class MiniMindForCausalLM(nn.Module):

@@ -29,6 +29,8 @@ class World:
         if on_cuda:
             torch.cuda.set_device(self.device)      # what "cuda" means from now on
             torch.set_float32_matmul_precision("high" if tf32 else "highest")
+            # cuDNN's attention makes a plan for each new shape, and here shapes are always new.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         if self.size > 1:
             # torch's own time limit would end a run whose rank 0 takes long to save.
             dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(days=1),
