@@ -156,6 +156,20 @@ def test_the_parameters_of_real_sizes_are_counted_as_the_hub_counts_them():
     assert adapter == 28 * sum((1024 + 2048, 2 * (1024 + 1024), 2048 + 1024, 3 * (1024 + 3072)))
 
 
+def test_what_fits_a_gpu():
+    run = {"num_prompts": 8, "num_generations": 8, "prompt_length": 256, "completion_length": 1024,
+           "gradient_checkpointing": True, "reference": True, "gpu": True}
+    lora = {"lora_rank": 16, "rollout_batch_size": 16}
+    for name, rows, gigabytes, changes in (
+            ("Qwen3-0.6B", 16, 8, lora), ("Qwen3-4B", 16, 24, lora), ("Qwen3-4B", 4, 80, {}),
+            ("Qwen3-8B", 32, 80, {"ranks": 8})):
+        config = SIZES[name]
+        for twice, fits in ((1, True), (2, False)):
+            peak = peak_bytes(config, num_parameters(config), micro_batch_size=rows * twice,
+                              **run | changes)["peak"]
+            assert (peak < 0.92 * gigabytes * 2**30) is fits, name
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"),
                     reason="reads /proc, and steers glibc's malloc")
 def test_the_memory_of_a_run_is_foretold_within_15_percent():
