@@ -31,10 +31,12 @@ WIDE = SMALL | {"vocab_size": 64000, "num_hidden_layers": 4}
 DEEP = LARGE | {"num_hidden_layers": 24}
 RUN = {"num_prompts": 2, "num_generations": 8, "prompt_length": 32, "completion_length": 64,
        "micro_batch_size": 4, "reference": True, "gradient_checkpointing": False}
-QWEN = vars(SIZES["Qwen3-1.7B"])
 FEW = {"num_prompts": 1, "num_generations": 4, "completion_length": 16, "lora_rank": 16}
 ROWS = [
-    (QWEN | {"hidden_size": 1024, "intermediate_size": 3072}, FEW), (QWEN, FEW),    # 0.6B, 1.7B
+    (vars(SIZES["Qwen3-0.6B"]), {}), (vars(SIZES["Qwen3-0.6B"]), {"lora_rank": 16}),
+    (vars(SIZES["Qwen3-0.6B"]), FEW | {"gpu": True, "lora_rank": 0}),
+    *((vars(SIZES[f"Qwen3-{size}B"]), FEW | {"gpu": True}) for size in ("0.6", "1.7", "4")),
+    (vars(SIZES["Qwen3-1.7B"]), FEW),
     (SMALL, {}), (SMALL, {"micro_batch_size": 1}), (SMALL, {"micro_batch_size": 16}),
     (SMALL, {"micro_batch_size": 16, "gradient_checkpointing": True}),
     (SMALL, {"reference": False}),
