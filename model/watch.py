@@ -59,7 +59,9 @@ class Watch:
     def __init__(self, world, hang_timeout=0):
         self.rank, self.size, self.hang_timeout = world.rank, world.size, hang_timeout
         self.signal, self.signalled_at, self.steps_began, self.advice = None, 0.0, False, ""
-        self.failed = False                 # this rank, and it has said why
+        self.failed = False                 # this rank, and it says why
+        # The training and the thread take turns: neither ends the process while the other says why.
+        self.turn = threading.RLock()
         # How many collectives so far? Is this rank in one? When did it last enter or leave one?
         self.collectives, self.waiting, self.since = 0, False, time.monotonic()
         self.store, self.processes = self._meet_the_others() if self.size > 1 else (None, {})
@@ -102,7 +104,8 @@ class Watch:
                 signal.signal(number, self._stop_unless_steps_began)
 
     def _stop_unless_steps_began(self, number, frame):
-        if not self.steps_began:
+        # torchrun stops a rank that has failed as soon as another has left: it is to say why first.
+        if not self.steps_began and not self.failed:
             raise Stopped(number, "before the first step; nothing was written", together=False)
         if self.signal is None:             # a library in a reward may have closed the mailbox
             self.letters.send(bytes([number]))
@@ -177,10 +180,11 @@ class Watch:
             try:
                 # The others first: when a rank fails, torchrun sends the rest a SIGTERM, which
                 # is not the reason.
-                if self.store is not None and not self.failed:
-                    self._look_at_the_others()
-                if self.hang_timeout and self.steps_began and not self.failed:
-                    self._look_at_the_clock()
+                with self.turn:
+                    if self.store is not None and not self.failed:
+                        self._look_at_the_others()
+                    if self.hang_timeout and self.steps_began and not self.failed:
+                        self._look_at_the_clock()
             except RuntimeError:            # the store has gone, with torchrun or rank 0
                 self.store = None
             for number in self.mailbox.recv(64) if has_mail else b"":
@@ -225,9 +229,10 @@ class Watch:
                                 f"than the seconds of {limit}", 1)
 
     def _leave(self, text, code):
-        if self.is_first_to_fail():
-            last_words(text + self.advice)
-        self.leave(code)
+        with self.turn:
+            if self.is_first_to_fail():
+                last_words(text + self.advice)
+            self.leave(code)
 
     def leave(self, code):
         """End this process now, whatever the training or its group of processes is waiting for."""
@@ -260,15 +265,17 @@ class Watch:
             return
         if isinstance(error, RuntimeError):     # a backward pass of shards lost a rank, perhaps:
             time.sleep(1)                       # then the thread is about to say which one
-        if not self.is_first_to_fail():
-            self.leave(1)
-        self.failed, text = True, f"error: rank {self.rank}: {error}"
-        if isinstance(error, Stopped):
-            text = str(error)
-        elif not isinstance(error, (ValueError, OSError)):
-            traceback.print_exception(error)
-            text = f"error: rank {self.rank}: {type(error).__name__}: {error}"
-        last_words(text + self.advice)
+        with self.turn:
+            self.failed = True
+            if not self.is_first_to_fail():
+                self.leave(1)
+            text = f"error: rank {self.rank}: {error}"
+            if isinstance(error, Stopped):
+                text = str(error)
+            elif not isinstance(error, (ValueError, OSError)):
+                traceback.print_exception(error)
+                text = f"error: rank {self.rank}: {type(error).__name__}: {error}"
+            last_words(text + self.advice)
 
     def stop_together(self, error):
         """All ranks have agreed to stop. Rank 0 tells, and nobody leaves before it has."""
@@ -351,6 +358,10 @@ def last_words(text):
     text = f"{os.path.basename(sys.argv[0])}: {plain(text)}"
     say(text)
     if under_torchrun() and os.getppid() == LAUNCHER:
+        # torchrun ends the session of each rank, so the new process has one of its own. A SIGTERM
+        # that comes before must not end it: it inherits from this thread what to be deaf to.
+        if hasattr(signal, "pthread_sigmask"):      # Windows has none
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         subprocess.Popen([sys.executable, "-c", REPEAT_AFTER, str(LAUNCHER), text],
                          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                         start_new_session=True)    # torchrun ends the session of each rank
+                         start_new_session=True)

@@ -3,10 +3,10 @@
     python tests/chaos.py                      50 trials, 16 minutes on 2 cores
     python tests/chaos.py --trials 5 --seed 1
 
-Each trial starts a small run on one process or on two, ends it in one of the ways below, once or
-twice, and resumes it with the user's own command. In the end its metrics, evaluations, completions
-and final weights must be those of a run that nobody touched, bit for bit, and nothing half-written
-may be left.
+Each trial starts a small run on one process, on two, or divided over two, ends it in one of the
+ways below, once or twice, and resumes it with the user's own command. In the end its metrics,
+evaluations, completions and final weights must be those of a run that nobody touched, bit for bit,
+and nothing half-written may be left.
 
     moment      SIGKILL for all its processes, at a random moment
     operation   SIGKILL before a random one of its file operations. If that is fsync, the file also
@@ -32,6 +32,9 @@ STEPS = 6
 FLAGS = f"""--batch_size 2 --num_generations 4 --max_gen_len 24 --max_steps {STEPS}
 --save_interval 2 --eval_interval 3 --eval_samples 8 --num_iterations 2 --num_minibatches 2
 --ref_model_sync_steps 2 --oversample 2 --run_name run --reward_funcs format tag accuracy""".split()
+SHARDED = ("--shard", "1")
+LORA = (*SHARDED, "--lora_rank", "2", "--ref_model_sync_steps", "0")    # its reference is the base
+RUNS = [(1, ()), (2, ()), (1, ()), (2, SHARDED), (1, ()), (2, LORA)]    # (processes, more flags)
 WAYS = {1: ["moment", "operation", "operation", "signal"],
         2: ["moment", "operation", "signal", "rank", "launcher"]}
 
@@ -100,14 +103,14 @@ def ranks_of(process):
     return [int(text) for text in file.read_text().split()] if file.exists() else []
 
 
-def disaster(way, rng, out, ranks, operations, resume):
+def disaster(way, rng, out, ranks, operations, flags):
     """Start or resume a run, and end it in this way; returns what has happened, as a text."""
     if way == "operation":
         number = rng.randint(1, operations)
-        process = start(out, ranks, *resume, die_at=number)
+        process = start(out, ranks, *flags, die_at=number)
         process.wait(timeout=120)
         return f"operation {number}"
-    process = start(out, ranks, *resume)
+    process = start(out, ranks, *flags)
     step = rng.randrange(min(steps_done(out), STEPS - 1), STEPS)
     while process.poll() is None and steps_done(out) < step:
         time.sleep(0.01)
@@ -129,13 +132,13 @@ def disaster(way, rng, out, ranks, operations, resume):
     return happened
 
 
-def finish(out, ranks):
+def finish(out, ranks, *flags):
     """Go on with the command that the user has, until the run is done; the number of starts."""
     for attempt in range(1, 40):
         has_checkpoint = any((out / "run" / name / "optimizer.pt").exists()
                              for name in ("checkpoint", "checkpoint.old"))
         with tempfile.TemporaryFile("w+") as log:
-            process = start(out, ranks, *["--resume"] * has_checkpoint, log=log)
+            process = start(out, ranks, *flags, *["--resume"] * has_checkpoint, log=log)
             code = process.wait(timeout=180)
             log.seek(0)
             text = log.read()
@@ -158,24 +161,24 @@ def result(out):
     return lines, (run / "final/model.safetensors").read_bytes(), names
 
 
-def trial(number, ranks, rng, whole, operations, out):
+def trial(number, ranks, rng, whole, operations, out, *flags):
     """One run, ended once or twice; returns what has happened. AssertionError if it shows."""
     happened = []
     for _ in range(rng.choice([1, 1, 2])):
         way = rng.choice(WAYS[ranks])
         has_checkpoint = (out / "run/checkpoint/optimizer.pt").exists()
         resume = ["--resume"] * has_checkpoint
-        happened.append(disaster(way, rng, out, ranks, operations, resume))
-    starts = finish(out, ranks)
+        happened.append(disaster(way, rng, out, ranks, operations, [*flags, *resume]))
+    starts = finish(out, ranks, *flags)
     for name, ours, theirs in zip(("lines", "weights", "files"), result(out), whole):
         assert ours == theirs, f"trial {number}, {happened}: the {name} differ"
     return f"{' then '.join(happened)}; {starts} start{'s' * (starts > 1)} to the end"
 
 
-def unbroken(ranks, out):
+def unbroken(ranks, out, *flags):
     """What a run that nobody touches leaves, and the number of its file operations."""
     with tempfile.TemporaryFile("w+") as log:
-        assert start(out, ranks, die_at=10**9, log=log).wait() == 0
+        assert start(out, ranks, *flags, die_at=10**9, log=log).wait() == 0
         log.seek(0)
         line = next(line for line in log if line.strip().endswith("file operations")
                     and not line.startswith("0 "))
@@ -192,15 +195,16 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.trials):
             rng, out = random.Random(f"{args.seed} {number}"), Path(folder) / str(number)
-            ranks = 1 + number % 2
-            if ranks not in wholes:
-                wholes[ranks] = unbroken(ranks, Path(folder) / f"whole{ranks}")
+            ranks, flags = run = RUNS[number % len(RUNS)]
+            if run not in wholes:
+                wholes[run] = unbroken(ranks, Path(folder) / f"whole{number}", *flags)
             try:
-                happened = trial(number, ranks, rng, *wholes[ranks], out)
+                happened = trial(number, ranks, rng, *wholes[run], out, *flags)
                 survived += 1
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 happened = f"FAILED: {error}"
-            print(f"{number + 1:>3}  {ranks} process{'es' * (ranks > 1)}: {happened}", flush=True)
+            name = " ".join([f"{ranks} process{'es' * (ranks > 1)}", *flags])
+            print(f"{number + 1:>3}  {name}: {happened}", flush=True)
             shutil.rmtree(out, ignore_errors=True)
     print(f"{survived} of {args.trials} runs ended as if nothing had happened")
     sys.exit(survived < args.trials)

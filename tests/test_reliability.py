@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from filelock import FileLock
 import chaos
 import train_grpo
 from model import Saver, World, world
+from model import watch as watching
 from model.checkpoint import written_whole
 from model.watch import Watch
 from report.jsonl import drop_lines_after, read_jsonl
@@ -290,6 +292,38 @@ def test_the_clock_of_the_first_step_starts_with_it():
     watch.close()
 
 
+def test_nothing_ends_a_rank_that_fails_before_it_has_said_why(monkeypatch, capsys):
+    """Not its own thread, which sees a failure, nor the SIGTERM that torchrun sends its session."""
+    failures, deaf, left, looks = 0, [], [], threading.Event()
+
+    def add(key, number):
+        nonlocal failures
+        failures += number
+        if number:                          # the others leave at once
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:                               # this look began before the failure, and sees it
+            looks.set()
+            time.sleep(0.1)
+        return failures
+
+    monkeypatch.setattr(watching, "SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(Watch, "leave", lambda self, code: left.append(code))
+    monkeypatch.setattr(watching, "under_torchrun", lambda: True)
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: deaf.append(
+        signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+    watch = Watch(World("cpu"))
+    watch.store = SimpleNamespace(add=add, set=lambda key, value: None)
+    looks.wait()
+    try:
+        watch.fail(ValueError("stumbled"))
+    except watching.Stopped as error:
+        left.append(error)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, watching.SIGNALS)
+    watch.close()
+    assert "error: rank 0: stumbled" in capsys.readouterr().err
+    assert not left and deaf == [set(watching.SIGNALS)]
+
+
 def test_ranks_that_differ_are_told_instead_of_waiting(monkeypatch):
     world = World("cpu")
     monkeypatch.setattr(world, "gather", lambda rows: [{"last_step": 5}, {"last_step": 4}])
@@ -334,12 +368,13 @@ def test_each_rank_has_a_gpu_of_its_own_or_none_starts(monkeypatch):
     assert (began["backend"], began["device_id"]) == ("gloo", None)
 
 
-@pytest.mark.parametrize("way, reason", [
-    ("raise KeyboardInterrupt('stumbled')", "error: rank 1: KeyboardInterrupt: stumbled"),
-    ("os._exit(0)", "error: rank 1 (process "),
-    ("time.sleep(99)", "error: rank 1 hangs, for more than the seconds of --hang_timeout 3, in "),
+@pytest.mark.parametrize("way, limit, reason", [      # limit: a picture may take seconds too
+    ("raise KeyboardInterrupt('stumbled')", 0, "error: rank 1: KeyboardInterrupt: stumbled"),
+    ("os._exit(0)", 0, "error: rank 1 (process "),
+    ("time.sleep(99)", 6, "error: rank 1 hangs, for more than the seconds of --hang_timeout 6, "),
 ])
-def test_what_ends_one_rank_ends_all_with_its_reason_as_the_last_words(way, reason, tmp_path):
+def test_what_ends_one_rank_ends_all_with_its_reason_as_the_last_words(way, limit, reason,
+                                                                       tmp_path):
     (tmp_path / "failing.py").write_text(
         "import os, pathlib, time\n"
         "calls = 0\n"
@@ -353,9 +388,9 @@ def test_what_ends_one_rank_ends_all_with_its_reason_as_the_last_words(way, reas
     process = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone",
          ROOT / "train_grpo.py", *FLAGS, "--max_steps", "50", "--reward_funcs", "failing:judge",
-         "--hang_timeout", "3", "--out_dir", "."], cwd=tmp_path, capture_output=True, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120)
-    assert time.time() - (tmp_path / "when").stat().st_mtime < 10
+         "--hang_timeout", str(limit), "--out_dir", "."], cwd=tmp_path, capture_output=True,
+        text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120)
+    assert time.time() - (tmp_path / "when").stat().st_mtime < limit + 10
     assert process.returncode == 1
     said = process.stderr.splitlines()
     assert said[-2].startswith(f"train_grpo.py: {reason}") and said[-1].endswith("--resume")
