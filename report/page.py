@@ -43,13 +43,20 @@ def page_data(run_dir):
     return {
         "name": run.name,
         "headline": run.headline(),
-        "args": {name: args[name] for name in SHOWN_ARGS if args.get(name) is not None},
+        "args": shown_args(args),
         "metrics": columns(run.steps),
         "evaluations": columns(run.evaluations[::math.ceil(len(run.evaluations) / 500) or 1]),
         "steps": steps,
         "shortened": sum("left_out" in row for row in rows),
         "completions": len(rows),
     }
+
+
+def shown_args(args):
+    """The arguments that matter most; of paths only the last part, since pages are passed on."""
+    args = {name: args[name] for name in SHOWN_ARGS if args.get(name) is not None}
+    return {name.removesuffix("_path"): Path(value).name if name.endswith("_path") else value
+            for name, value in args.items()}
 
 
 def columns(rows):
