@@ -17,7 +17,7 @@ from .curves import Run
 from .jsonl import is_finite, to_line
 
 TEMPLATE = Path(__file__).with_name("page.html")
-MOST_BYTES = 1_400_000      # of completions, so that a page stays under 2 MB
+MOST_BYTES = 1_600_000      # of completions, so that a page stays under 2 MB
 MOST_STEPS = 40
 MOST_CHARACTERS = 4000      # of a text: a longer one loses its middle
 SHOWN_ARGS = ["model_path", "data_path", "reward_funcs", "reward_weights", "num_generations",
@@ -28,10 +28,17 @@ OWN_FIELDS = {"step", "messages", "prompt", "completion", "length", "ended", "re
 
 def write_page(run_dir, path):
     """Write the page of a run; ValueError if the run has not finished a step."""
-    # "<" appears in strings only, where JSON may escape it: nothing can close the script element.
-    data = to_line(page_data(Path(run_dir))).replace("<", "\\u003c")
+    data = to_script(page_data(Path(run_dir)))
     page = TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data)
     Path(path).write_text(page, encoding="utf-8")
+
+
+def to_script(value):
+    """JSON that may stand in a script element, which no text in it can close.
+
+    "<" appears in strings only, where JSON may escape it.
+    """
+    return to_line(value).replace("<", "\\u003c")
 
 
 def page_data(run_dir):
@@ -92,7 +99,7 @@ def sample_steps(run_dir, last, args):
         G = args["num_generations"]
         for start in range(0, len(rows), G):
             group = shown_group(rows[start:start + G], args)
-            sizes.append(len(to_line(group).encode()))
+            sizes.append(len(to_script(group).encode()))
             if sum(sizes) > share and len(groups) >= least:
                 break
             groups.append(group)
@@ -162,7 +169,7 @@ def shown_row(row, args):
              "rewards": {name: digits(value) for name, value in row["rewards"].items()},
              "length": row.get("length"), "ended": row.get("ended", True),
              "right": is_right(row, args)}
-    room = min(MOST_CHARACTERS, 200_000 // args["num_generations"])
+    room = min(MOST_CHARACTERS, 100_000 // args["num_generations"])
     if "tokens" not in row:
         shown["text"] = cut(row["completion"], room)
         if shown["text"] != row["completion"]:
@@ -170,7 +177,7 @@ def shown_row(row, args):
         return shown
     # A long one loses its middle, as a text does; in its place stands a token without numbers.
     count = len(row["tokens"])
-    half = max(1, room * count // max(len(row["completion"]), 1) // 2)
+    half = max(1, room // 8)        # of a quarter as many tokens as a text has characters
     whole = count <= 2 * half
     for name, short in (("tokens", "tokens"), ("token_logps", "logps"),
                         ("token_advantages", "advantages")):

@@ -75,6 +75,14 @@ def test_the_page_holds_what_the_run_wrote(tmp_path):
         "answer": "2"}
 
 
+@pytest.mark.parametrize("text", ["<" * 9000, "果" * 9000])
+def test_large_groups_of_long_completions_do_not_make_a_large_page(tmp_path, text):
+    tokens = {"tokens": list(text), "token_logps": [-0.12] * 9000, "token_advantages": [-1.2] * 9000}
+    rows = [row(step, text, **tokens) for step in (1, 2, 3) for _ in range(64)]
+    write_page(write_run(tmp_path / "run", rows, 3, num_generations=64), tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size < 2_000_000
+
+
 @pytest.mark.parametrize("size, steps, most", [
     (100, 300, 40), (20_000, 200, 40), (1_000_000, 5, 3)])
 def test_a_page_is_small_whatever_the_run_and_shows_its_first_and_last_step(
@@ -120,7 +128,8 @@ def test_long_completions_lose_the_middle_of_their_tokens(tmp_path):
     rows = [row(1, "".join(tokens), tokens=tokens, token_logps=[-i / 100 for i in range(5000)])]
     shown = page_data(write_run(tmp_path / "run", rows, 1))["steps"][0]["groups"][0]["rows"][0]
     gap = shown["tokens"].index(next(token for token in shown["tokens"] if "left out" in token))
-    assert shown["logps"][gap] is None and len(shown["logps"]) == len(shown["tokens"]) < 1000
+    assert gap == 500 and "4,000 tokens" in shown["tokens"][gap] and shown["logps"][gap] is None
+    assert len(shown["logps"]) == len(shown["tokens"]) == 1001 and shown["left_out"]
     assert shown["tokens"][-1] == "4999 " and shown["logps"][-1] == -49.99
 
 
