@@ -1,3 +1,4 @@
+import argparse
 import html
 import json
 import re
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from report import describe
+from report import Report, describe
 from report.jsonl import to_line
 from report.page import MOST_BYTES, page_data, write_page
 from report.tokens import token_texts
@@ -75,12 +76,14 @@ def test_the_page_holds_what_the_run_wrote(tmp_path):
         "answer": "2"}
 
 
-@pytest.mark.parametrize("text", ["<" * 9000, "果" * 9000])
+@pytest.mark.parametrize("text", ["<" * 3000, "果" * 3000])
 def test_large_groups_of_long_completions_do_not_make_a_large_page(tmp_path, text):
-    tokens = {"tokens": list(text), "token_logps": [-0.12] * 9000, "token_advantages": [-1.2] * 9000}
-    rows = [row(step, text, **tokens) for step in (1, 2, 3) for _ in range(64)]
+    numbers = {"token_logps": [-0.12] * 3000, "token_advantages": [-1.2] * 3000}
+    rows = [row(step, text, tokens=list(text), **numbers) for step in (1, 2, 3) for _ in range(64)]
     write_page(write_run(tmp_path / "run", rows, 3, num_generations=64), tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size < 2_000_000
+    numbers = [step["step"] for step in embedded(tmp_path / "page.html")["steps"]]
+    assert numbers[0] == 1 and numbers[-1] == 3
 
 
 @pytest.mark.parametrize("size, steps, most", [
@@ -105,6 +108,26 @@ def test_a_page_is_small_whatever_the_run_and_shows_its_first_and_last_step(
     assert shown[-1]["groups"][0]["rows"][2]["text"].endswith(f"x {steps}")
 
 
+def test_a_run_writes_its_page_and_outlives_a_page_that_fails(tmp_path, monkeypatch, capsys):
+    args = argparse.Namespace(swanlab="disabled", log_interval=1, num_generations=G,
+                              completions_limit=0)
+
+    def run(folder):
+        with Report(folder, args, total_steps=2) as report:
+            for step in (1, 2):
+                report.step(step, {"reward": 0.5, "tokens": 9}, [row(step)] * G)
+
+    run(tmp_path / "good")
+    assert [step["step"] for step in embedded(tmp_path / "good/report.html")["steps"]] == [1, 2]
+    assert "report.html" in capsys.readouterr().out
+    monkeypatch.setattr("report.page.write_page", lambda *_: 1 / 0)
+    run(tmp_path / "bad")
+    out = capsys.readouterr().out
+    assert "report.html could not be drawn (ZeroDivisionError" in out and "report.page" in out
+    assert {path.name for path in (tmp_path / "bad").iterdir()} == {
+        "args.json", "metrics.jsonl", "eval.jsonl", "completions.jsonl", "curves.png"}
+
+
 def test_each_token_keeps_its_log_probability():
     class Bytes:
         def decode(self, ids, skip_special_tokens):
@@ -112,6 +135,7 @@ def test_each_token_keeps_its_log_probability():
 
     ids = [*"a果b".encode(), 0]         # three bytes make one character; 0 is the EOS
     assert token_texts(ids, Bytes()) == ["a", "", "", "果", "b", ""]
+    assert token_texts(ids[:3], Bytes()) == ["a", "", "\ufffd"]     # cut off within a character
     rollout = SimpleNamespace(
         prompts=["p"], completions=["a果b"], columns={}, mask=torch.tensor([[1] * 6 + [0]]),
         ended=torch.tensor([True]), advantages=torch.arange(7.0)[None], token_ids=lambda: [ids],
