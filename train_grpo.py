@@ -443,7 +443,7 @@ def main(argv=None):
                 rollout.rewards, rollout.rewards_per_func = compute_rewards(
                     rollout, reward_funcs, args.reward_weights)
             rollout.advantages = compute_advantages(rollout, tokenizer, world, args)
-            records = world.gather(describe(rollout))
+            records = world.gather(describe(rollout, args.log_token_logps and tokenizer))
             metrics = rollout_metrics(records, G, world.gather(failures(reward_funcs)))
             if args.oversample > 1:
                 num_groups = math.ceil(len(batch["prompts"]) / args.oversample)
@@ -797,6 +797,8 @@ def add_report_flags(parser):
          help="steps between checkpoints and pictures, or minutes, as in 10m")
     flag("--completions_limit", type=COUNT_OR_0, default=1000, help="megabytes after which "
          "completions.jsonl becomes completions.1.jsonl, in place of an older one; 0: no limit")
+    flag("--log_token_logps", action="store_true", help="completions.jsonl also gets each token "
+         "and its log-probability, by which report.html shades it")
     flag("--resume", action="store_true", help="continue exactly from the run's checkpoint")
     flag("--swanlab", choices=("disabled", "offline", "local", "online"), default="disabled",
          help="where to track; only online needs an account")

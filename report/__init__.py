@@ -1,6 +1,7 @@
 """What a run reports: `Report` while it trains, `draw_curves` at any time.
 
-`python -m report.curves out/run_a` draws the curves from the command line.
+`python -m report.curves out/run_a` draws the curves from the command line, and
+`python -m report.page out/run_a` writes the page to look into a run.
 """
 from .command_line import user_errors
 from .metrics import add_metrics, describe, drift, mean_metrics, rollout_metrics

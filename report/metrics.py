@@ -3,6 +3,8 @@ import math
 
 import torch
 
+from .tokens import add_tokens
+
 
 def rollout_metrics(rows, num_generations, failures=()):
     """The metrics that follow from a step's completions and their rewards.
@@ -83,16 +85,16 @@ def mean_metrics(updates):
             for name, of_name in values.items()}
 
 
-def describe(rollout):
+def describe(rollout, tokenizer=None):
     """A row of completions.jsonl for each of the N completions, with the columns of its data.
 
     "reward" is the total and "rewards" each function's own; "advantage" is the first token's.
-    A column by the name of one of these fields gives way to it.
+    A column by the name of one of these fields gives way to it. With a tokenizer, also the tokens.
     """
     N = len(rollout.completions)
     lengths, ended = rollout.mask.sum(1).tolist(), rollout.ended.tolist()
     advantages = rollout.advantages.reshape(N, -1)[:, 0].tolist()       # from (N,) or (N, R)
-    return [{
+    rows = [{
         **{name: values[i] for name, values in rollout.columns.items()},
         "prompt": rollout.prompts[i],
         "completion": rollout.completions[i],
@@ -102,6 +104,7 @@ def describe(rollout):
         "reward": rollout.rewards[i].item(),
         "advantage": advantages[i],
     } for i in range(N)]
+    return add_tokens(rows, rollout, tokenizer) if tokenizer else rows
 
 
 @torch.no_grad()

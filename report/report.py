@@ -8,6 +8,7 @@ It moves a progress bar, prints warnings, logs to SwanLab if asked to, and write
                    completions.jsonl   every completion, with its rewards and its advantage;
                                        completions.1.jsonl the older ones (--completions_limit)
                    curves.png          the metrics and evaluations as one picture (curves.py)
+                   report.html         a page to look into the run (page.py)
                    swanlab/            SwanLab's own files, with --swanlab offline, local or online
 
 Once its first step is done, a new run deletes what an earlier run of its name has left there. A run
@@ -253,27 +254,37 @@ class Report:
             self._print(f"warning: {text}")
 
     def draw(self):
-        """Draw curves.png from the lines written so far; a failure is only a warning.
+        """Draw curves.png and report.html from the lines written so far; a failure only warns.
 
-        Skipped if the last picture shows them all, or is so young that drawing would take 5% of the
+        Skipped if the last ones show them all, or are so young that drawing would take 5% of the
         run's time.
         """
         start, has_news = time.perf_counter(), self.current_step != self.drawn_step
         if not self.files or not has_news or start - self.drawn_at < 20 * self.drawing_costs:
             return
-        try:
-            # Imported here for the reason given in report/__init__.py.
-            from .curves import draw_curves
-            draw_curves([self.run_dir], self.run_dir / "curves.new.png")
-            os.replace(self.run_dir / "curves.new.png", self.run_dir / "curves.png")
-            gc.collect()    # a picture is megabytes of objects that refer to each other
-            self.drawn_at, self.drawn_step = time.perf_counter(), self.current_step
-            self.drawing_costs = self.drawn_at - start
-        except Exception as error:      # no picture is worth losing a run for
-            self.warn(f"curves.png could not be drawn ({type(error).__name__}: {error}); try "
-                      f"`python -m report.curves {short(self.run_dir)}` later.")
+        self._draw("curves", "curves.png")
+        self._draw("page", "report.html")
+        gc.collect()    # a picture is megabytes of objects that refer to each other
+        self.drawn_at, self.drawn_step = time.perf_counter(), self.current_step
+        self.drawing_costs = self.drawn_at - start
 
     # --- helpers ----------------------------------------------------------------------------------
+
+    def _draw(self, module, name):
+        path = self.run_dir / name
+        new = path.with_stem(f"{path.stem}.new")
+        try:
+            # Imported here for the reason given in report/__init__.py.
+            if module == "curves":
+                from .curves import draw_curves
+                draw_curves([self.run_dir], new)
+            else:
+                from .page import write_page
+                write_page(self.run_dir, new)
+            os.replace(new, path)
+        except Exception as error:      # no picture is worth losing a run for
+            self.warn(f"{name} could not be drawn ({type(error).__name__}: {error}); try "
+                      f"`python -m report.{module} {short(self.run_dir)}` later.")
 
     def _print(self, text):
         # A model can write any character: print '?' for one that the terminal cannot encode,
@@ -352,8 +363,8 @@ class Report:
         accuracies = [("sampled", change("eval/accuracy", ".1%")),
                       ("greedy", change("eval/greedy_accuracy", ".1%"))]
         length = change("eval/mean_length", ".0f")
-        files = [("curves", "curves.png"), ("completions", "completions.jsonl"),
-                 ("the trained model", "final")]
+        files = [("curves", "curves.png"), ("a look inside", "report.html"),
+                 ("completions", "completions.jsonl"), ("the trained model", "final")]
         lines = {
             "held-out accuracy": ", ".join(f"{values} {name}"
                                            for name, values in accuracies if values),
