@@ -58,6 +58,7 @@ def test_every_cell_runs(monkeypatch):
     steps, shares = zip(*names["curve"])
     assert steps == (0, 2) and 0.05 < shares[0] < 0.6
     assert len(names["axes"].lines[0].get_xdata()) == 2
+    names["plt"].close("all")
 
 
 def test_the_saved_outputs_show_accuracy_climb():
