@@ -3,8 +3,9 @@
     python -m report.page out/run_a                 writes out/run_a/report.html
 
 The page is page.html with the data of the run in it. It needs no network, and what a model wrote is
-only ever text in it. A long run has more completions than a page can hold: it shows evenly spaced
-steps and the first groups of each (batches are shuffled), and says what it leaves out.
+only ever text in it. A long run has more completions than a page can hold: it shows some steps,
+closer together at the start, where most is learned, and the first groups of each (batches are
+shuffled), and says what it leaves out.
 """
 import argparse
 import json
@@ -80,7 +81,7 @@ def digits(value):
 
 
 def sample_steps(run_dir, last, args):
-    """Evenly spaced steps with as many of their first groups as fit; always the first and last."""
+    """Some steps with as many of their first groups as fit; always the first and the last step."""
     paths = [run_dir / "completions.1.jsonl", run_dir / "completions.jsonl"]
     paths = [path for path in paths if path.exists() and path.stat().st_size]
     if not paths:
@@ -110,7 +111,8 @@ def sample_steps(run_dir, last, args):
 
     largest = max(take(step, MOST_BYTES // 8, least=1) for step in {first, last})
     count = max(2, min(MOST_STEPS, last - first + 1, int(left / max(largest, 1))))
-    between = {round(first + i * (last - first) / (count - 1)) for i in range(count)}
+    power = 2 if last - first >= count else 1       # 2: closer together at the start
+    between = {round(first + (last - first) * (i / (count - 1)) ** power) for i in range(count)}
     between = sorted(between - {first, last})
     for number, step in enumerate(between):
         take(step, left / (len(between) - number), least=0)
