@@ -609,10 +609,11 @@ def load_models(args, world):
         raise ValueError(f"{tokenizer_path}: no EOS token to end an answer with; give another "
                          "--tokenizer_path")
     if args.lora_rank:
-        base, policy = policy, with_adapters(
+        reference, policy = policy, with_adapters(
             policy, rank=args.lora_rank, alpha=args.lora_alpha, targets=args.lora_target_modules,
             name=args.model_path, seed=args.seed)
-        reference = AdaptersOff(policy) if args.shard else base
+        if args.shard:      # the base is let go: it would keep every layer whole on the GPU
+            reference = AdaptersOff(policy)
     elif args.beta > 0:
         reference = load(matrix_dtype=None if args.ref_model_sync_steps else products)
         reference.requires_grad_(False)

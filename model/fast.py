@@ -93,8 +93,8 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
                                  input_ids[:, P:].flatten()[wanted], temperature=temperature,
                                  with_entropy=with_entropy)
 
-    def spread(x):
-        return x.new_zeros(N * R).index_copy(0, wanted, x).view(N, R)
+    def spread(x):      # no view of another tensor: FSDP warns of those
+        return x.new_zeros(N, R).index_put((wanted // R, wanted % R), x)
 
     return (spread(sampled), spread(entropy[row])) if with_entropy else spread(sampled)
 
