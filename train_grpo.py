@@ -337,10 +337,10 @@ def compute_advantages(rollout, tokenizer, world, args):
 
 @torch.no_grad()
 def compute_old_logps(policy, rollout, world, logps_of, args):
-    """Step 4: log-probabilities before the policy moves; None if a single update computes them.
+    """Step 4: log-probabilities before the policy moves; None if one update follows, with its own.
 
-    Of the very micro-batches that the updates see: in bfloat16 others round differently, and the
-    first ratios would not be 1.
+    Computed on the updates' own micro-batches: another split rounds differently in bfloat16, and
+    the first ratios would not be 1.
     """
     updates = minibatches(rollout, args)
     if len(updates) * args.num_iterations == 1:
@@ -431,7 +431,7 @@ def main(argv=None):
                 generator.manual_seed(seed_of(args.seed, 0, step, world.rank))
                 rollout = generate(policy, batch, tokenizer, sample, generator, args,
                                    num_generations=G)
-            # 2. remember: log-probs under the reference; its KL in the reward needs the policy's
+            # 2. remember: log-probs under the reference; a KL in the reward also needs the policy's
             if args.kl_in_reward:
                 with report.timed("old_logps"):
                     rollout.old_logps = compute_logps(policy, rollout, logps_of, args)
@@ -565,8 +565,8 @@ def evaluate(model, problems, eval_funcs, collate, world, sample, generator, arg
     """
     generator.manual_seed(seed_of(args.seed, 1, step, world.rank))
     sums, k, mine = torch.zeros(6), args.num_generations_eval, problems[world.rank::world.size]
-    # Where the problems don't divide, some ranks answer one that doesn't count: sharded ranks must
-    # sample equally often.
+    # Sharded ranks must sample equally often: one with a problem less than others answers another
+    # one, which isn't counted.
     count, share = len(mine), -(-len(problems) // world.size)
     mine = mine + problems[:share - count]
     for start in range(0, share, args.eval_batch_size):

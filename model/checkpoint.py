@@ -474,6 +474,10 @@ def load_checkpoint(folder, model, optimizer, reference=None):
     if found is None:
         raise ValueError(f"--resume: no checkpoint in {folder}; start without --resume, "
                          "or name the run to resume with --run_name")
+    saved_with = (found / "adapter_config.json").is_file()
+    if saved_with != bool(adapters(model)):
+        raise ValueError(f"--resume: {found} was saved {'with' if saved_with else 'without'} "
+                         "--lora_rank; resume it the same way")
     with explained(found, "its checkpoint is broken, or of another model",
                    "start without --resume"):
         if adapters(model):

@@ -34,7 +34,7 @@ class Decoding:
         prompts = KVCache()
         logits = model(prompt_ids, prompt_mask, logits_to_keep=1, cache=prompts)
         self.prompt_logits = logits[:, 0]
-        torch.clear_autocast_cache()        # `linear` converts the weights anew, joined
+        torch.clear_autocast_cache()        # or copies would stay beside those that `linear` joins
         dtype = prompts.layers[0][1].dtype
         self.cache = torch.empty(                                   # (L, 2, max_rows, K, S, d)
             config.num_hidden_layers, 2, max_rows, self.K, S, self.d, dtype=dtype, device=device)

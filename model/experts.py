@@ -1,6 +1,6 @@
 """Experts for a step of sampling on a GPU: no shape depends on the data, so nothing is waited for.
 
-Each token goes through all experts, and what the router did not choose counts 0 times. That costs
+Each token goes through all experts, and those that the router did not choose weigh 0. That costs
 little: such a step waits for weights to arrive, and the tokens of a batch together need most of
 them anyway. With their weights side by side, all experts are one wide SwiGLU.
 """

@@ -4,7 +4,7 @@ A step of 28 layers is about 1,000 kernels. Launched from Python one by one they
 they run, so the GPU mostly waits. A graph is all of them in one launch, but it repeats exactly what
 was recorded. So here the places of the cache do not grow token by token: each step attends to S of
 them, and a bias of -inf hides those that are not filled yet. The newest token takes the last of the
-S while it is read, and then moves to its own place, a number that only the GPU knows.
+S while it is read, and then moves to its own place, a number on the GPU that the graph counts up.
 
 Recording costs two steps from Python, so it is to be seldom: S grows by a quarter each time, from
 256 places to 1,280 in six graphs, and an eighth of the attention is wasted. Rows of completions

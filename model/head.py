@@ -1,7 +1,7 @@
 """The language-model head, and log-probabilities from it without logits of the whole batch.
 
-Logits are a micro-batch's largest tensor where the vocabulary is large: with 152,000 entries a
-token takes 0.6 MB, three times over while it is learned from. Here the logits of one chunk exist at
+Logits are a micro-batch's largest tensor where the vocabulary is large: with 152,000 entries those
+of a token take 0.6 MB, and learning holds three such tensors. Here the logits of one chunk exist at
 a time. The backward pass computes them again, which costs one more product with the head.
 """
 import torch

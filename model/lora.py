@@ -83,8 +83,8 @@ def with_adapters(base, *, rank, alpha, targets=TARGETS, name="", seed=0):
 class AdaptersOff:
     """The base of a sharded policy, as a reference.
 
-    Unsharded, both are models that share their tensors: see with_adapters. FSDP would divide, and
-    keep, those of each.
+    Unsharded, both are models that share their tensors: see with_adapters. FSDP would keep the
+    base twice.
     """
 
     def __init__(self, policy):

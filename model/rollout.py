@@ -102,7 +102,7 @@ def minibatches(rollout, args):
         # Rows with zero advantage contribute no gradient then: skip their forward pass.
         learned = counted & rollout.advantages.view(len(counted), -1).any(1)
     totals = torch.stack((torch.ones_like(lengths), lengths * counted, lengths * learned), 1)
-    rows = torch.arange(len(counted), device=counted.device)
+    all_rows = torch.arange(len(counted), device=counted.device)
     return [(totals[rows].sum(0).tolist(),
              [part for part in rows[learned[rows]].split(args.micro_batch_size) if len(part)])
-            for rows in rows.tensor_split(args.num_minibatches) if len(rows)]
+            for rows in all_rows.tensor_split(args.num_minibatches) if len(rows)]

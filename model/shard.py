@@ -1,6 +1,6 @@
 """Weights, gradients and moments divided over the ranks: --shard 1 (ZeRO-3, arXiv 1910.02054).
 
-Of each weight a rank keeps one part of n, and AdamW updates that part. For a forward or backward
+Each of n ranks keeps 1/n of every weight, and AdamW updates that part. For a forward or backward
 pass PyTorch's FSDP gathers a layer at a time, in the dtype of the matrix products, and frees it
 again; gradients are added up as they are scattered. So all ranks must make the same number of
 passes. Sampling would gather all layers for every single token: it gets a copy of the whole model
@@ -34,7 +34,7 @@ def shard(model, world, dtype):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(
             param_dtype=None if module is model else dtype, reduce_dtype=torch.float32,
             cast_forward_inputs=False))
-        # A sum: the loss of a rank is its share of the step's. And Gloo has no other way.
+        # A sum: the loss of a rank is its share of the step's. And Gloo cannot average.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     model.whole = functools.partial(gather, model, blank, world)
@@ -66,7 +66,7 @@ def on_shards(sample, logps_of, world, dtype):
 
 
 def keep_pace(model, num_passes, logps_of, world):
-    """Passes over nothing, for a rank that has fewer micro-batches than another."""
+    """Empty passes, so that this rank makes as many as the one with the most micro-batches."""
     ids = torch.zeros(1, 2, dtype=torch.long, device=world.device)
     for _ in range(max(world.gather([num_passes])) - num_passes):
         nothing = 0.0 * logps_of(model, ids, torch.ones_like(ids), 1).sum()

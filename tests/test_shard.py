@@ -12,7 +12,7 @@ from test_run import free_port
 from torch import multiprocessing
 
 import train_grpo
-from model import save_pretrained
+from model import head, save_pretrained
 from model.shard import part_of, whole
 
 RUNS = {        # name -> flags
@@ -48,6 +48,7 @@ def one_rank(rank, ports, weights, out):
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
                            "MASTER_PORT": str(ports.pop(0))}
             calls = 0 if "stopped" in name and not resume else 100
+            head.CHUNK, head.SMALL = (4, 4) if name == "sharded" else (1024, 2**24)
             try:
                 train_grpo.main([
                     "--model_path", weights, "--out_dir", out, "--run_name", name,
