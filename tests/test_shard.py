@@ -43,6 +43,7 @@ def one_rank(rank, ports, weights, out):
     global calls
     torch.set_num_threads(1)
     sys.path.insert(0, os.path.dirname(__file__))
+    train_grpo.Report.draw = lambda report: None        # takes longer than a run
     for name, flags in RUNS.items():
         for resume in ([], ["--resume"]) if "stopped" in name else ([],):
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
