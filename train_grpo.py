@@ -12,11 +12,11 @@ than their group's average become more likely, worse ones less.
 
 One step, for B prompts and G = num_generations answers to each:
     1. ask        generate           sample G completions of every prompt          model/
-    2. remember   compute_logps      their log-probabilities under the reference, and under the old
-                                     policy, right before 4, if it will have moved
+    2. remember   compute_logps      their log-probabilities under the reference
     3. judge      compute_rewards    one reward per completion                     reward/
                   compute_advantages ... compared within each group
-    4. learn      update_policy      clipped gradient steps on micro-batches
+    4. learn      compute_old_logps  the same under the policy, if it is to move more than once
+                  update_policy      clipped gradient steps on micro-batches
     5. report                        metrics, a progress bar, pictures, weights    report/
 
 Letters: B prompts, G generations per prompt, N = B*G completions; P prompt tokens, R completion
@@ -403,7 +403,7 @@ def main(argv=None):
     # The plain pair, or the same two functions faster. Your own sampler goes here.
     pair = (fast.sample, fast.token_logps) if args.fast else (sampler.sample, token_logps)
     sample, logps_of = pair
-    sample, logps_of = wrapped(sample, logps_of, world, args)       # --dtype, --shard
+    sample, logps_of = wrapped(sample, logps_of, world, args)       # precision, shards, slices
     tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)
@@ -811,8 +811,7 @@ def add_report_flags(parser):
          help="1: the sampler and log-probs of model/fast.py; 0: the plain ones, same numbers")
     flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
-         "products; all else stays float32; auto: bfloat16 on GPUs that support it. On a GPU what "
-         "is left in float32 then takes TF32, but nothing does with float32")
+         "products; the rest stays float32, beside bfloat16 as TF32 on a GPU; auto: bfloat16 there")
     flag("--shard", type=int, choices=(0, 1), default=0, help="1: divide weights, gradients and "
          "moments over the ranks (FSDP): for models that do not fit one GPU")
     flag("--hang_timeout", type=POSITIVE_OR_0, default=0, help="seconds a rank may be busy without "

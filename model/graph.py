@@ -76,7 +76,7 @@ def record(step, device, graphs):
         # Errors of this thread only: nccl's watchdog may ask the GPU something meanwhile.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            result = step()     # computes nothing
+            result = step()     # recorded, not run
         finally:
             graph.capture_end()
     torch.cuda.current_stream(device).wait_stream(stream)

@@ -115,7 +115,7 @@ def choose_device(name, size):
 
 
 def sum_in_buckets(tensors):
-    """all_reduce of each tensor, in place, joined to fewer calls: a call costs more than it moves.
+    """all_reduce of each tensor, in place, in few calls: for small tensors the call is what costs.
 
     A tensor as large as a bucket goes alone, without a copy.
     """
