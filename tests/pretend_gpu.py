@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_map
 
 ROOT = Path(__file__).resolve().parent.parent
+LIBRARIES = Path(torch.__file__).resolve().parent.parent    # below ROOT, if .venv is there
 # Tensors with gradients ask for the current GPU, which a build of torch for CPUs knows nothing of.
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -231,7 +232,7 @@ def line_of_ours():
     frame = sys._getframe()
     while frame := frame.f_back:
         file = Path(frame.f_code.co_filename)
-        if ROOT in file.parents and file != Path(__file__):
+        if ROOT in file.parents and LIBRARIES not in file.parents and file != Path(__file__):
             return f"{file.relative_to(ROOT)}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
