@@ -8,6 +8,8 @@ with a thread each (--jobs), and each run becomes a line of report/results/<name
 
     {"row", "arm", "seed", "steps": [...], "series": {name: [...]}, "eval": {name: [...]}}
 
+An arm may also change a line of the code (changes.py): it runs in a changed copy.
+
 A series is averaged over each of up to 20 parts of the run. Interrupted, the same command goes on
 with the runs that are missing; to run some again, delete their lines. The picture is
 images/<name>.png, and the table is printed: means over the seeds, and the 95% confidence interval
@@ -26,7 +28,8 @@ from pathlib import Path
 import numpy as np
 
 from .behaviour import behaviour_of_run
-from .figures import draw_experiment, print_table
+from .changes import LADDER, MUSEUM
+from .figures import draw_experiment, draw_lessons, print_table
 from .jsonl import is_finite, read_jsonl
 
 ROOT = Path(__file__).parent.parent
@@ -132,16 +135,41 @@ EXPERIMENTS = {
             "entropy": ("Entropy, nats per token", "", "{:.2g}"),
             "grad_norm": ("Gradient norm", "before it is clipped to 1", "{:.2g}")},
     },
+    "ladder": {
+        "rows": {"": {rung: f"--max_steps 100 --eval_interval 10 --eval_samples 300 {change.flags}"
+                      for rung, change in LADDER.items()}},
+        "changes": {("", rung): change for rung, change in LADDER.items() if change.before},
+        "weights": [], "seeds": (42, 1, 2),
+        "panels": {
+            "eval/accuracy": ("Held-out accuracy, sampled", "", "{:.0%}"),
+            "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
+            "length": ("Completion length, tokens", "", "{:.0f}"),
+            "entropy": ("Entropy, nats per token", "", "{:.2g}"),
+            "grad_norm": ("Gradient norm", "before it is clipped to 1", "{:.2g}")},
+    },
+    "museum": {
+        "rows": {error: {"right": change.flags, "wrong": change.flags}
+                 for error, change in MUSEUM.items()},
+        "changes": {(error, "wrong"): change for error, change in MUSEUM.items()},
+        "weights": [], "seeds": (42, 1, 2),
+        "panels": {
+            "eval/accuracy": ("Held-out accuracy, sampled", "", "{:.0%}"),
+            "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
+            "eval/mean_length": ("Completion length, tokens", "held-out", "{:.0f}"),
+            "completions/clipped_ratio": ("Cut off", "at the length limit", "{:.0%}"),
+            "kl": ("KL to the reference", "k3, per token", "{:.2g}"),
+            "grad_norm": ("Gradient norm", "before it is clipped to 1", "{:.2g}")},
+    },
 }
 
 
 # --- running --------------------------------------------------------------------------------------
 
-def python(arguments, log, **environment):
-    """Run python with these arguments from the top folder; ValueError if it fails."""
+def python(arguments, log, folder=ROOT, **environment):
+    """Run python with these arguments in the top folder; ValueError if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w", encoding="utf-8") as file:
-        done = subprocess.run([sys.executable, *shlex.split(arguments)], cwd=ROOT, stdout=file,
+        done = subprocess.run([sys.executable, *shlex.split(arguments)], cwd=folder, stdout=file,
                               stderr=subprocess.STDOUT, env=os.environ | environment)
     if done.returncode:
         raise ValueError(f"python {arguments} failed; its output is in {log}")
@@ -165,9 +193,13 @@ def run_missing(experiment, results, out, jobs):
     def run(key):
         row, arm, seed = key
         name = "".join(c if c.isalnum() else "_" for c in f"{row} {arm} {seed}".strip())
-        flags = experiment["rows"][row][arm].format(out=out)
-        python(f"train_grpo.py {flags} --seed {seed} --out_dir {out} --run_name {name}",
-               out / f"{name}.log", **({"OMP_NUM_THREADS": "1"} if jobs > 1 else {}))
+        command = experiment["rows"][row][arm].format(out=out)
+        if "train_grpo.py" not in command:          # with it, it also says how many processes
+            command = f"train_grpo.py {command}"
+        change = experiment.get("changes", {}).get((row, arm))
+        folder = change.copy(ROOT, out / "changed" / name) if change else ROOT
+        python(f"{command} --seed {seed} --out_dir {out} --run_name {name}", out / f"{name}.log",
+               folder, **({"OMP_NUM_THREADS": "1"} if jobs > 1 else {}))
         line = json.dumps({"row": row, "arm": arm, "seed": seed,
                            **summary(out / name, experiment["panels"])})
         with open(results, "a", encoding="utf-8") as file:

@@ -1,0 +1,123 @@
+"""One line of code at a time: the rungs of the ladder, and the exhibits of the bug museum.
+
+`python -m report.experiments ladder` and `python -m report.experiments museum` train with each of
+them; docs/ladder.md and docs/museum.md show what comes out.
+"""
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+
+
+@dataclass
+class Change:
+    """Some lines of the code, what stands there instead, and how the difference shows."""
+    before: str = ""            # stands once in the file; "": nothing changes but the flags
+    after: str = ""
+    flags: str = ""             # of the run
+    shown: str = ""             # the line as the picture has it
+    watch: str = "eval/accuracy"
+    test: str = ""              # the test that fails with the change
+    file: str = "train_grpo.py"
+
+    def copy(self, root, folder):
+        """The repository with the change, in a folder; ValueError if the code has moved on."""
+        shutil.copytree(root, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(
+            ".?*", "out", "__pycache__", "images"))
+        path = folder / self.file
+        source = path.read_text(encoding="utf-8")
+        if source.count(self.before) != 1:
+            raise ValueError(f"report/changes.py: {self.file} does not hold {self.before.strip()!r} "
+                             "once; adapt the change to the code")
+        path.write_text(source.replace(self.before, self.after), encoding="utf-8")
+        return folder
+
+    def verdict(self, folder):
+        """What the test says of a changed copy; ValueError if it passes, or does not run."""
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", self.test],
+            cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        said = re.search(r"^E +(.*)$", done.stdout, re.MULTILINE)
+        if done.returncode != 1 or not said:
+            raise ValueError(f"{self.test} should fail in {folder}, and does not:\n{done.stdout}")
+        return said[1]
+
+
+# --- the ladder: from REINFORCE to GRPO -----------------------------------------------------------
+# Each rung has the lines of those before it. Rungs 2 to 6 need no change of the code: flags take
+# the lines out again.
+
+FOUR_UPDATES, NO_CLIP = "--num_iterations 4", "--epsilon_low 1e9 --epsilon_high 1e9"
+LADDER = {
+    "1. REINFORCE": Change(
+        "    advantages = (groups - groups.nanmean(1, keepdim=True)).nan_to_num(0.0)",
+        "    advantages = rewards.view(-1, num_generations).nan_to_num(0.0)",
+        "--scale_rewards none --beta 0", "A = r"),
+    "2. minus the group's mean": Change(
+        flags="--scale_rewards none --beta 0", shown="A = r - mean(group)"),
+    "3. divided by its std": Change(
+        flags="--beta 0", shown="A = (r - mean(group)) / (std(group) + eps)"),
+    "4. several updates per rollout": Change(
+        flags=f"--beta 0 {FOUR_UPDATES} {NO_CLIP}", shown="for _ in range(4): update(ratio * A)"),
+    "5. the clip": Change(
+        flags=f"--beta 0 {FOUR_UPDATES}", shown="min(ratio * A, clip(ratio, 0.8, 1.2) * A)"),
+    "6. the KL penalty": Change(
+        flags=f"--beta 0.02 {FOUR_UPDATES}", shown="... - beta * KL(pi || pi_ref)"),
+}
+
+# --- the museum: errors that real trainers shipped ------------------------------------------------
+# Flags: of a task where the error shows. The right code runs with the same.
+
+BRIEF, PLAIN = "--max_steps 60 --eval_interval 10 --eval_samples 300", "--fast 0"
+MUSEUM = {
+    "EOS left out of the mask": Change(
+        "        completion_ids=completion_ids, mask=mask,",
+        "        completion_ids=completion_ids, mask=mask * (completion_ids != eos_ids[0]),",
+        f"{BRIEF} --temperature 1.5", watch="eval/mean_length",
+        test="tests/test_objective.py::test_mask_ends_with_the_first_eos_and_keeps_it"),
+    "std without eps": Change(
+        "        advantages = advantages / (nanstd(groups) + eps)",
+        "        advantages = advantages / nanstd(groups)",
+        f"{BRIEF} --reward_funcs accuracy",
+        test="tests/test_objective.py::test_equal_rewards_teach_nothing_whatever_their_rounding"),
+    "logits shifted by one": Change(
+        "logits_to_keep=R + 1)[:, :-1]", "logits_to_keep=R + 1)[:, 1:]",
+        "--max_steps 30 --eval_interval 5 --eval_samples 300 --fast 0",
+        test="tests/test_objective.py::test_token_logps_are_those_of_a_softmax_with_temperature"),
+    "temperature in sampling only": Change(
+        "    all_logps = (logits.float() / temperature).log_softmax(-1)",
+        "    all_logps = logits.float().log_softmax(-1)",
+        "--max_steps 30 --eval_interval 5 --eval_samples 300 --fast 0 --temperature 1.5",
+        test="tests/test_objective.py::test_token_logps_are_those_of_a_softmax_with_temperature"),
+    "gradients not synchronised": Change(
+        "    world.sum_gradients(policy)\n", "",
+        "-m torch.distributed.run --standalone --nproc_per_node=4 train_grpo.py "
+        f"{BRIEF} --batch_size 2",
+        test="tests/test_run.py::test_ranks_micro_batches_and_the_pair_change_no_gradient"),
+    "each micro-batch averages alone": Change(
+        "            num_tokens=num_tokens, **objective(args))", "            **objective(args))",
+        f"{BRIEF} --micro_batch_size 16 --loss_type bnpo", watch="grad_norm",
+        test="tests/test_run.py::test_ranks_micro_batches_and_the_pair_change_no_gradient"),
+    "an unjudged reply earns 0": Change(
+        "    groups = rewards.view(-1, num_generations)  ",
+        "    groups = rewards.nan_to_num(0.0).view(-1, num_generations)  ",
+        f"{BRIEF} --reward_funcs report.changes:slow_judge",
+        test="tests/test_objective.py::"
+             "test_advantages_stay_within_their_group_and_leave_out_the_unjudged"),
+    "the reference is the policy": Change(
+        "compute_logps(reference, rollout, logps_of, args)",
+        "compute_logps(policy, rollout, logps_of, args)",
+        f"{BRIEF} --reward_funcs format tag rm --reward_model_clip 3 --beta 0.3",
+        test="tests/test_run.py"),
+}
+
+rng = random.Random(0)
+
+
+def slow_judge(prompts, completions, answer, **columns):
+    """A reward: 1 if the answer is right; but half of the replies it has no time for, None."""
+    return [float(f"<answer>\n{gold}\n</answer>" in completion) if rng.random() < 0.5 else None
+            for completion, gold in zip(completions, answer)]
