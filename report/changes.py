@@ -71,13 +71,14 @@ LADDER = {
 # --- the museum: errors that real trainers shipped ------------------------------------------------
 # Flags: of a task where the error shows. The right code runs with the same.
 
-BRIEF, PLAIN = "--max_steps 60 --eval_interval 10 --eval_samples 300", "--fast 0"
+BRIEF = "--max_steps 60 --eval_interval 15 --eval_samples 200"
+PLAIN = "--max_steps 30 --eval_interval 10 --eval_samples 200 --fast 0"
 MUSEUM = {
     "EOS left out of the mask": Change(
         "        completion_ids=completion_ids, mask=mask,",
         "        completion_ids=completion_ids, mask=mask * (completion_ids != eos_ids[0]),",
-        f"{BRIEF} --temperature 1.5", watch="eval/mean_length",
-        test="tests/test_objective.py::test_mask_ends_with_the_first_eos_and_keeps_it"),
+        f"{BRIEF} --temperature 1.5", watch="rewards/format_reward/mean",
+        test="tests/test_run.py::test_the_eos_of_a_completion_is_learned_with_the_rest"),
     "std without eps": Change(
         "        advantages = advantages / (nanstd(groups) + eps)",
         "        advantages = advantages / nanstd(groups)",
@@ -85,12 +86,12 @@ MUSEUM = {
         test="tests/test_objective.py::test_equal_rewards_teach_nothing_whatever_their_rounding"),
     "logits shifted by one": Change(
         "logits_to_keep=R + 1)[:, :-1]", "logits_to_keep=R + 1)[:, 1:]",
-        "--max_steps 30 --eval_interval 5 --eval_samples 300 --fast 0",
+        PLAIN,
         test="tests/test_objective.py::test_token_logps_are_those_of_a_softmax_with_temperature"),
     "temperature in sampling only": Change(
         "    all_logps = (logits.float() / temperature).log_softmax(-1)",
         "    all_logps = logits.float().log_softmax(-1)",
-        "--max_steps 30 --eval_interval 5 --eval_samples 300 --fast 0 --temperature 1.5",
+        f"{PLAIN} --temperature 1.5",
         test="tests/test_objective.py::test_token_logps_are_those_of_a_softmax_with_temperature"),
     "gradients not synchronised": Change(
         "    world.sum_gradients(policy)\n", "",
@@ -111,7 +112,7 @@ MUSEUM = {
         "compute_logps(reference, rollout, logps_of, args)",
         "compute_logps(policy, rollout, logps_of, args)",
         f"{BRIEF} --reward_funcs format tag rm --reward_model_clip 3 --beta 0.3",
-        test="tests/test_run.py"),
+        test="tests/test_run.py::test_the_kl_is_0_until_the_policy_has_left_its_reference"),
 }
 
 rng = random.Random(0)

@@ -136,9 +136,11 @@ EXPERIMENTS = {
             "grad_norm": ("Gradient norm", "before it is clipped to 1", "{:.2g}")},
     },
     "ladder": {
-        "rows": {"": {rung: f"--max_steps 100 --eval_interval 10 --eval_samples 300 {change.flags}"
+        "rows": {"": {rung: f"--max_steps 100 --eval_interval 20 --eval_samples 200 {change.flags}"
                       for rung, change in LADDER.items()}},
         "changes": {("", rung): change for rung, change in LADDER.items() if change.before},
+        "lessons": {rung: (change.shown, "eval/accuracy", below and ("", below), ("", rung))
+                    for below, (rung, change) in zip((None, *LADDER), LADDER.items())},
         "weights": [], "seeds": (42, 1, 2),
         "panels": {
             "eval/accuracy": ("Held-out accuracy, sampled", "", "{:.0%}"),
@@ -151,11 +153,14 @@ EXPERIMENTS = {
         "rows": {error: {"right": change.flags, "wrong": change.flags}
                  for error, change in MUSEUM.items()},
         "changes": {(error, "wrong"): change for error, change in MUSEUM.items()},
+        "lessons": {error: ("", change.watch, (error, "right"), (error, "wrong"))
+                    for error, change in MUSEUM.items()},
         "weights": [], "seeds": (42, 1, 2),
         "panels": {
             "eval/accuracy": ("Held-out accuracy, sampled", "", "{:.0%}"),
             "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
             "eval/mean_length": ("Completion length, tokens", "held-out", "{:.0f}"),
+            "rewards/format_reward/mean": ("Format reward", "at most 0.5", "{:.2f}"),
             "completions/clipped_ratio": ("Cut off", "at the length limit", "{:.0%}"),
             "kl": ("KL to the reference", "k3, per token", "{:.2g}"),
             "grad_norm": ("Gradient norm", "before it is clipped to 1", "{:.2g}")},
@@ -256,7 +261,11 @@ def main():
         order = [(row, arm) for row, arms_of in experiment["rows"].items() for arm in arms_of]
         rows = sorted(read_jsonl(results), key=lambda run: (order.index((run["row"], run["arm"])),
                                                             experiment["seeds"].index(run["seed"])))
-        draw_experiment(rows, experiment["panels"], ROOT / "images" / f"{args.name}.png")
+        picture = ROOT / "images" / f"{args.name}.png"
+        if "lessons" in experiment:
+            draw_lessons(rows, experiment["lessons"], experiment["panels"], picture)
+        else:
+            draw_experiment(rows, experiment["panels"], picture)
         print_table(rows, experiment["panels"])
     except (ValueError, OSError) as error:
         sys.exit(f"report.experiments: error: {error}")

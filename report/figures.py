@@ -58,6 +58,41 @@ def draw_experiment(results, panels, path):
         fig.savefig(path)
 
 
+def draw_lessons(results, lessons, panels, path):
+    """Write a PNG: a panel for each lesson, its runs in colour and those beside them in grey.
+
+    lessons: {title: (line of code or "", series, (row, arm) in grey or None, (row, arm))};
+    panels: {series: (title, subtitle, format of the values)}.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    if not results:
+        raise ValueError(f"{path}: there are no results yet; run the experiment first")
+    columns = 3 if len(lessons) <= 6 else 4
+    lines = math.ceil(len(lessons) / columns)
+    with matplotlib.rc_context(STYLE):
+        fig = Figure(figsize=(10.4, 2.6 * lines + 0.2), dpi=150, facecolor="white")
+        inch = 1 / fig.get_figheight()
+        grid = fig.add_gridspec(lines, columns, left=0.05, right=0.94, bottom=0.4 * inch,
+                                top=1 - 0.65 * inch, wspace=0.42, hspace=0.62)
+        for i, (title, (code, key, *pair)) in enumerate(lessons.items()):
+            ax = fig.add_subplot(grid[i // columns, i % columns])
+            name, _, form = panels[key]
+            ends = [end for where, color in zip(pair, (GREY, BLUE if code else ORANGE)) if where
+                    for end in draw_arm(ax, [run for run in results
+                                             if (run["row"], run["arm"]) == where],
+                                        key, color, "-")]
+            offset = dict(xycoords="axes fraction", textcoords="offset points", xytext=(-24, 22))
+            ax.annotate(title, (0, 1), fontsize=10, fontweight="bold", color=INK, **offset)
+            offset["xytext"] = (-24, 8)
+            ax.annotate(code or name, (0, 1), fontsize=7.8, color=BLUE if code else GREY,
+                        family="monospace" if code else None, **offset)
+            finish(ax, ends, form, top=1.04 if "%" in form else None)
+            ax.set_xlabel("step", loc="right", fontsize=8, color=GREY, labelpad=1)
+        fig.savefig(path)
+
+
 def styles(arms):
     """({arm: colour}, {arm: dashes}), by what stands before and after the comma."""
     families = list(dict.fromkeys(arm.partition(", ")[0] for arm in arms))

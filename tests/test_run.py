@@ -82,7 +82,6 @@ def test_a_run_leaves_all_its_files(three_steps):
     ):
         assert all(isinstance(line[name], float | int) for line in metrics), name
     first, second, third = metrics
-    assert first["kl"] == pytest.approx(0, abs=1e-6) and third["kl"] > 0    # from the reference on
     assert 0 < first["rollout_probs_diff_mean"] < first["rollout_probs_diff_max"] < 1e-4
     assert first["num_tokens"] < second["num_tokens"] < third["num_tokens"]
     assert [line["step"] for line in jsonl(folder / "eval.jsonl")] == [0, 2, 3]
@@ -100,6 +99,11 @@ def test_a_run_leaves_all_its_files(three_steps):
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "checkpoint" / "optimizer.pt").is_file()
     assert "loss will read about 0" in printed and "held-out accuracy" in printed
+
+
+def test_the_kl_is_0_until_the_policy_has_left_its_reference(three_steps):
+    first, _, third = jsonl(three_steps[0] / "metrics.jsonl")
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and third["kl"] > 1e-5
 
 
 def test_final_is_a_transformers_model_with_the_same_greedy_text(three_steps):
@@ -223,13 +227,25 @@ def test_evaluation_by_a_reward_and_a_threshold_of_ones_own(tmp_path, monkeypatc
     assert results["eval/reward"] == pytest.approx((1.75 + 2 + 0.25) / 3)
 
 
-def test_without_a_pad_token_prompts_and_completions_are_padded_with_0():
+def eight_completions(*, max_gen_len, pad_token):
     policy, tokenizer = load_pretrained(POLICY), AutoTokenizer.from_pretrained(POLICY)
-    tokenizer.pad_token = None
+    tokenizer.pad_token = pad_token
     items = [{"messages": [{"role": "user", "content": text}]} for text in ("2?", "What is 3 + 4?")]
-    rollout = train_grpo.generate(
+    return train_grpo.generate(
         policy, PromptCollator(tokenizer, 99)(items), tokenizer, sampler.sample,
-        torch.Generator().manual_seed(0), arguments(max_gen_len=96), num_generations=4)
+        torch.Generator().manual_seed(0), arguments(max_gen_len=max_gen_len), num_generations=4)
+
+
+def test_the_eos_of_a_completion_is_learned_with_the_rest():
+    rollout, eos = eight_completions(max_gen_len=28, pad_token="<|endoftext|>"), 2
+    assert rollout.ended.any() and not rollout.ended.all()
+    for ids, mask, ended in zip(rollout.completion_ids, rollout.mask, rollout.ended):
+        learned = ids[mask.bool()].tolist()
+        assert eos not in learned[:-1] and (learned[-1] == eos) == ended
+
+
+def test_without_a_pad_token_prompts_and_completions_are_padded_with_0():
+    rollout = eight_completions(max_gen_len=96, pad_token=None)
     for ids, mask in ((rollout.prompt_ids, rollout.prompt_mask),
                       (rollout.completion_ids, rollout.mask)):
         assert (mask == 0).any() and not ids[mask == 0].any()
