@@ -73,9 +73,9 @@ NOT_OURS = {".", "accelerate", "git", "jupyter", "pip", "ray", "ruff", "vllm"}
 MODULES_NOT_OURS = {"pytest", "sglang.launch_server", "venv", "verl.trainer.main_ppo"}
 MADE_BY_THE_READER = {"sorting.py", "sorting.txt", "train_trl.py", "verl_task.py"}
 # A flag without its program is train_grpo.py's, except for these.
-FLAGS_OF_OTHERS = {"--draw": "report/experiments.py", "--merge_digits": "model/tokenizer.py",
-                   "--node_rank": "torchrun", "--nproc_per_node": "torchrun",
-                   "--shutdown-timeout": "torchrun"}
+FLAGS_OF_OTHERS = {"--draw": "report/experiments.py", "--jobs": "report/experiments.py",
+                   "--merge_digits": "model/tokenizer.py", "--node_rank": "torchrun",
+                   "--nproc_per_node": "torchrun", "--shutdown-timeout": "torchrun"}
 STAND_INS = {"k": "2", "NAME": "clip"}      # what a sentence leaves open: `--oversample k`
 
 
@@ -142,11 +142,12 @@ def parser_of(program, whole=True):
     else:
         with (patch.object(argparse.ArgumentParser, "parse_args", found),
               patch("sys.argv", [program]), pytest.raises(Found) as caught):
-            if program.startswith("tests/") or "/" not in program:
+            if program == "train_grpo.py":
+                train_grpo.parse_args([])
+            elif program.startswith("tests/"):
                 runpy.run_path(str(ROOT / program), run_name="__main__")
             else:
-                module = program.removesuffix(".py").replace("/", ".")
-                runpy.run_module(module, run_name="__main__")
+                runpy.run_module(program.removesuffix(".py").replace("/", "."), run_name="__main__")
         parser = caught.value.args[0]
     parser.allow_abbrev, parser.error = False, refuse
     for action in parser._actions:
@@ -159,10 +160,11 @@ def check(words, whole):
     program, *flags = words
     if program.startswith(("-", "@")):
         program, flags = "train_grpo.py", words
-        if other := FLAGS_OF_OTHERS.get(words[0].partition("=")[0]):
-            assert words[0].partition("=")[0] in parser_of(other).format_help()
+        flag = words[0].partition("=")[0]
+        if flag in FLAGS_OF_OTHERS:
+            assert flag in parser_of(FLAGS_OF_OTHERS[flag]).format_help().split()
             return
-        if len(words) == 1 and words[0] in parser_of(program).format_help().split():
+        if words == [flag] and flag in parser_of(program).format_help().split():
             return                                      # only named, without a value
     elif program == "torchrun":
         flags = flags if any(word.endswith(".py") for word in flags) else [*flags, "train_grpo.py"]
@@ -280,9 +282,11 @@ def test_both_languages_have_the_same_numbers_in_their_tables(english, chinese):
 
 
 @of_each_page
-def test_python_blocks_compile(page):
-    for language, code in blocks(PAGES[page]):
-        if language == "python":
+def test_blocks_are_of_a_kind_that_is_read_here(page):
+    assert "```" not in "".join(paragraphs(PAGES[page]))        # every block has two fences
+    for kind, code in blocks(PAGES[page]):
+        assert kind in ("bash", "diff", "mermaid", "python", "text"), code
+        if kind == "python":
             compile(code, page, "exec")
 
 
@@ -332,7 +336,8 @@ def test_every_picture_is_shown():
 
 @pytest.mark.parametrize("page", ["README.md", "README_zh.md"])
 def test_a_readme_has_at_most_150_lines(page):
-    assert len(PAGES[page].splitlines()) <= 150
+    lines = len(PAGES[page].splitlines())
+    assert lines <= 150     # the rest belongs into docs/
 
 
 # --- figures: what stands in report/results -------------------------------------------------------
@@ -380,22 +385,24 @@ def countdown():
 
 
 def loss_types():
-    settings = {"Countdown": 0, "Countdown, cut off at 128 tokens": 0,
-                "Arithmetic, where half of the worked replies are wordy": 0}
     cut_off = "Countdown, cut off at 128 tokens"
+    rows = "Countdown", cut_off, "Arithmetic, where half of the worked replies are wordy"
 
-    def rows(key, digits):
-        for arm in ("grpo", "bnpo", "dr_grpo", "r1"):
-            form, minus = ("{1:z.%df}", None) if arm == "grpo" else ("{1:z.%df} ± {2:.%df}", "grpo")
-            yield [", ".join(cell(
-                "loss_types", f"{arm}, {scale}", key, times=1, row=row,
-                minus=minus and f"{minus}, {scale}",
-                form=form.replace("%d", str(digits.get(row, 0) if minus else 0)))
-                for scale in ("group", "none")) for row in settings]
+    def length(key, arm, scale, row):
+        if arm == "grpo":
+            return cell("loss_types", f"grpo, {scale}", key, "{1:.0f}", times=1, row=row)
+        small = (key, row) == ("length/wrong", cut_off)
+        return cell("loss_types", f"{arm}, {scale}", key, times=1, row=row, minus=f"grpo, {scale}",
+                    form="{1:.1f} ± {2:.1f}" if small else "{1:z.0f} ± {2:.0f}")      # z: no -0
 
-    worse = [cell("loss_types", f"{arm}, group", "right", "{1:.1f} {2:.1f}", row=cut_off,
-                  minus="grpo, group").strip("-").split() for arm in ("bnpo", "r1")]
-    return [*rows("length/right", {}), *rows("length/wrong", {cut_off: 1})], [sum(worse, [])]
+    def less_often_right(arm):
+        return cell("loss_types", f"{arm}, group", "right", "{1:.1f} {2:.1f}", row=cut_off,
+                    minus="grpo, group").removeprefix("-").split()
+
+    return ([[", ".join(length(key, arm, scale, row) for scale in ("group", "none"))
+              for row in rows] for key in ("length/right", "length/wrong")
+             for arm in ("grpo", "bnpo", "dr_grpo", "r1")],
+            [less_often_right("bnpo") + less_often_right("r1")])
 
 
 def clip():
@@ -441,6 +448,7 @@ def trl():
     return None, [sum(map(list, accuracies + seconds), [])]
 
 
+INTERVAL = r"(-?\d+(?:\.\d+)?)%? ± (\d+(?:\.\d+)?)"
 # A file of results -> the cells of its table (right of the first column), and figures that stand in
 # this order in a paragraph.
 FIGURES = {"countdown": countdown, "loss_types": loss_types, "clip": clip,
@@ -462,6 +470,21 @@ def test_the_figures_of_an_experiment_are_those_of_its_results(name, language):
     for figures in in_sentences:
         assert any(all(figure in rest for figure in figures) for text in texts
                    for part in paragraphs(text) for rest in [iter(numbers(part))]), figures
+
+
+@functools.cache
+def known_intervals():
+    """All `mean ± interval` of the results, as pairs."""
+    of_all = [figures() for figures in FIGURES.values()]
+    return {pair for table, _ in of_all for row in table or () for cell in row
+            for pair in re.findall(INTERVAL, str(cell))} | {
+        pair for _, in_sentences in of_all for figures in in_sentences
+        for pair in itertools.pairwise(figures)}
+
+
+@of_each_page
+def test_every_interval_is_one_of_the_results(page):
+    assert set(re.findall(INTERVAL, PAGES[page])) - known_intervals() == set()
 
 
 # --- the page about changes and a task of one's own: each applies and runs as printed -------------
