@@ -1,0 +1,562 @@
+"""The pages (README, CONTRIBUTING, docs) say what is so: commands, links, tables, code, figures."""
+import argparse
+import functools
+import itertools
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from unittest.mock import ANY, patch
+
+import numpy as np
+import pytest
+from torch.distributed.run import get_args_parser
+
+import train_grpo
+from conftest import ROOT
+from report.figures import ends_of_runs, interval
+from report.jsonl import read_jsonl
+
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in (
+    *sorted(ROOT.glob("README*.md")), ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))}
+CHINESE = {page: text for page, text in PAGES.items() if page.endswith("_zh.md")}
+ENGLISH = {page: text for page, text in PAGES.items() if page not in CHINESE}
+LANGUAGES = {"English": ENGLISH, "Chinese": CHINESE}
+PAIRS = [(page.replace("_zh.md", ".md"), page) for page in CHINESE]
+of_each_page = pytest.mark.parametrize("page", PAGES)
+of_each_pair = pytest.mark.parametrize("english, chinese", PAIRS)
+in_each_language = pytest.mark.parametrize("language", LANGUAGES)
+
+# --- what a page consists of ----------------------------------------------------------------------
+
+
+def blocks(text):
+    """The fenced blocks of code: [(language, what stands in it)]."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def paragraphs(text):
+    """What stands outside of fenced blocks; a list or a table is one paragraph."""
+    return re.split(r"\n\s*\n", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def inline(text):
+    """The pieces of code within sentences and tables."""
+    return [" ".join(code.split()) for part in paragraphs(text)
+            for code in re.findall(r"`([^`]+)`", part)]
+
+
+def tables(text):
+    """The tables: rows of cells, without the two lines of the head."""
+    return [[[cell.strip(" *") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+             for line in part.strip().splitlines()[2:]]
+            for part in paragraphs(text) if part.lstrip().startswith("|")]
+
+
+def links(text):
+    """[("!" for a picture, its text, where it leads)]."""
+    without_code = re.sub(r"`[^`]+`", "code", "\n\n".join(paragraphs(text)))
+    return re.findall(r"(!?)\[([^\[\]]*)\]\(([^()\s]+)\)", without_code)
+
+
+def numbers(text):
+    """The numbers in a text; 26M is 2,600 万."""
+    text = re.sub(r"([\d,]+) 万", lambda found: f"{int(found[1].replace(',', '')) / 100:g}", text)
+    return re.findall(r"\d+(?:[.,]\d+)*", text)
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+NOT_OURS = {".", "accelerate", "git", "jupyter", "pip", "ray", "ruff", "vllm"}
+MODULES_NOT_OURS = {"pytest", "sglang.launch_server", "venv", "verl.trainer.main_ppo"}
+MADE_BY_THE_READER = {"sorting.py", "sorting.txt", "train_trl.py", "verl_task.py"}
+# A flag without its program is train_grpo.py's, except for these.
+FLAGS_OF_OTHERS = {"--draw": "report/experiments.py", "--jobs": "report/experiments.py",
+                   "--merge_digits": "model/tokenizer.py", "--node_rank": "torchrun",
+                   "--nproc_per_node": "torchrun", "--shutdown-timeout": "torchrun"}
+STAND_INS = {"k": "2", "NAME": "clip"}      # what a sentence leaves open: `--oversample k`
+
+
+def commands(script):
+    """The commands of a shell script, as words, without `...`; a loop's once for each value."""
+    variables, found = {"PWD": [str(ROOT)]}, []
+    for line in script.replace("\\\n", "").splitlines():
+        words = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+        words.whitespace_split = True
+        for is_operator, part in itertools.groupby(words, lambda word: not word.strip(";&|")):
+            part = [word for word in part if word not in ("do", "done", "...")]
+            if part[:1] == ["for"]:
+                variables[part[1]] = part[3:]
+                continue
+            while part and re.match(r"\w+=", part[0]):
+                name, _, value = part.pop(0).partition("=")
+                variables[name] = [value]
+            found += expanded(part, variables) if part and not is_operator else []
+    return found
+
+
+def expanded(words, variables):
+    """[words], with the values of shell variables; several if a variable has several."""
+    name = next((name for word in words for name in re.findall(r"\$(\w+)", word)), None)
+    if name is None:
+        return [words]
+    return [result for value in variables[name] for result in expanded(
+        [re.sub(rf"\${name}\b", value, word) for word in words], variables)]
+
+
+def commands_in_blocks(text):
+    return [words for language, script in blocks(text) if language == "bash"
+            for words in commands(script)]
+
+
+def commands_in_sentences(text):
+    """Inline code that runs a program or is made of flags, as words."""
+    starts = re.compile(r"(python3?|torchrun) |\S+\.py [-@]|@\S+\.txt|--")
+    return [words for code in inline(text) if starts.match(code) or " --" in code
+            for words in commands(code)]
+
+
+class Found(Exception):
+    """A program's parser."""
+
+
+def refuse(message):
+    raise ValueError(message)
+
+
+@functools.cache
+def parser_of(program, whole=True):
+    """The parser of a program, which runs until it would parse its flags.
+
+    whole: False for a command that may leave out flags that the program needs.
+    """
+    def found(parser, *arguments):
+        raise Found(parser)
+
+    if program == "torchrun":
+        parser = get_args_parser()
+    elif "Parser(" not in (ROOT / program).read_text(encoding="utf-8"):
+        parser = argparse.ArgumentParser()      # takes no flags
+    else:
+        with (patch.object(argparse.ArgumentParser, "parse_args", found),
+              patch("sys.argv", [program]), pytest.raises(Found) as caught):
+            if program == "train_grpo.py":
+                train_grpo.parse_args([])
+            elif program.startswith("tests/"):
+                runpy.run_path(str(ROOT / program), run_name="__main__")
+            else:
+                runpy.run_module(program.removesuffix(".py").replace("/", "."), run_name="__main__")
+        parser = caught.value.args[0]
+    parser.allow_abbrev, parser.error = False, refuse
+    for action in parser._actions:
+        action.required &= whole
+    return parser
+
+
+def check(words, whole):
+    """AssertionError or ValueError unless it is a known program that takes these flags."""
+    program, *flags = words
+    if program.startswith(("-", "@")):
+        program, flags = "train_grpo.py", words
+        flag = words[0].partition("=")[0]
+        if flag in FLAGS_OF_OTHERS:
+            assert flag in parser_of(FLAGS_OF_OTHERS[flag]).format_help().split()
+            return
+        if words == [flag] and flag in parser_of(program).format_help().split():
+            return                                      # only named, without a value
+    elif program == "torchrun":
+        flags = flags if any(word.endswith(".py") for word in flags) else [*flags, "train_grpo.py"]
+        options = parser_of("torchrun").parse_args(flags)
+        program, flags = options.training_script, options.training_script_args
+    elif program in ("python", "python3"):
+        program = flags.pop(0)
+        if program == "-m":
+            module = flags.pop(0)
+            if module in MODULES_NOT_OURS:
+                return
+            program = module.replace(".", "/") + ".py"
+    if program in NOT_OURS | MADE_BY_THE_READER:
+        return
+    assert (ROOT / program).is_file(), "there is no such program; if it is not ours, list it above"
+    if program.endswith(".py") and "--help" not in flags and (flags or whole):
+        parse(program, flags, whole)
+
+
+def parse(program, flags, whole):
+    flags = [STAND_INS.get(flag, flag) for flag in flags
+             if flag.removeprefix("@") not in MADE_BY_THE_READER]
+    args = parser_of(program, whole).parse_args(flags)
+    if program == "train_grpo.py":
+        train_grpo.parse_args(flags)                    # also refuses impossible combinations
+    if program == "reward/iterate.py":
+        train_grpo.parse_args(args.flags)
+
+
+def complaints(found, whole=True):
+    """What is wrong with these commands."""
+    for words in found:
+        try:
+            check(words, whole)
+        except (AssertionError, ValueError) as error:
+            yield f"{shlex.join(words)}: {error}"
+
+
+@pytest.fixture
+def at_the_top(monkeypatch):
+    """Commands are run from the repository's top folder."""
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+@of_each_page
+def test_the_flags_of_every_command_parse(page, at_the_top):
+    assert list(complaints(commands_in_blocks(PAGES[page]))) == []
+    assert list(complaints(commands_in_sentences(PAGES[page]), whole=False)) == []
+
+
+@of_each_page
+def test_the_files_that_a_page_names_exist(page):
+    text, rooms = PAGES[page], "(dataset|docs|images|model|report|reward|tests)"
+    words = set(sum(commands_in_blocks(text) + commands_in_sentences(text), []))
+    files = {word for word in words if re.fullmatch(r"[\w.-]+\.(py|txt|ipynb)", word)}
+    files |= {f"{word.replace('.', '/')}.py" for word in words
+              if re.fullmatch(rf"{rooms}\.\w+", word)}
+    files |= {word.lstrip("@").rstrip("/").replace("NAME", "*") for word in words | {*inline(text)}
+              if re.fullmatch(rf"@?{rooms}/[\w.*/-]*", word)}
+    assert [name for name in sorted(files - MADE_BY_THE_READER) if not any(ROOT.glob(name))] == []
+
+
+@pytest.mark.parametrize("script, complaint", [
+    ("python train_grpo.py --max_step 2", "unrecognized arguments: --max_step 2"),
+    ("torchrun --nproc_per_nod=2 train_grpo.py", "unrecognized arguments"),
+    ("torchrun --nproc_per_node=1 train_grpo.py --beta x", "--beta: invalid float value"),
+    ("for x in r1 no; do\n  python train_grpo.py --loss_type $x\ndone", "choice: 'no'"),
+    ("A=dapo python train_grpo.py --loss_type $A \\\n    --delta 1", "undoes the clip"),
+    ("python -m model.train_sft --steps 3", "arguments are required: --data"),
+    ("python -m reward.iterate -- --reward_funcs", "--reward_funcs: expected at least one"),
+    ("python tests/bench_memory.py --quick", "unrecognized arguments: --quick"),
+    ("cd out && python -m model.memory", "no such program"),
+    ("--beta", None), ("--beta 0", None), ("--betas", "unrecognized"), ("--oversample k", None),
+    ("python train_grpo.py @dataset/countdown.txt --reward_funcs ... overlong  # it's", None)])
+def test_a_wrong_command_is_noticed(script, complaint, at_the_top):
+    found = list(complaints(commands(script)))
+    assert len(found) == bool(complaint) and (not complaint or complaint in found[0]), found
+
+
+# --- two languages, links, pictures ---------------------------------------------------------------
+
+
+def test_every_page_is_in_both_languages():
+    assert set(CHINESE) == {page.replace(".md", "_zh.md") for page in ENGLISH} - {
+        "CONTRIBUTING_zh.md"}
+
+
+@of_each_pair
+def test_both_languages_begin_alike(english, chinese):
+    names = [page.rpartition("/")[2] for page in (english, chinese)]
+    for page, line in ((english, f"English | [中文]({names[1]})"),
+                       (chinese, f"[English]({names[0]}) | 中文")):
+        title, _, switch, *_ = PAGES[page].splitlines()
+        assert title.startswith("# ") and switch == line
+
+
+@of_each_pair
+def test_both_languages_hold_the_same_code(english, chinese):
+    assert blocks(PAGES[english]) == blocks(PAGES[chinese])
+
+
+@of_each_pair
+def test_both_languages_show_the_same_pictures(english, chinese):
+    first, second = ([target for picture, _, target in links(PAGES[page]) if picture]
+                     for page in (english, chinese))
+    assert first == second
+
+
+@of_each_pair
+def test_both_languages_have_the_same_numbers_in_their_tables(english, chinese):
+    first, second = ([[[numbers(cell) for cell in row] for row in table]
+                      for table in tables(PAGES[page])] for page in (english, chinese))
+    assert first == second
+
+
+@of_each_page
+def test_blocks_are_of_a_kind_that_is_read_here(page):
+    assert "```" not in "".join(paragraphs(PAGES[page]))        # every block has two fences
+    for kind, code in blocks(PAGES[page]):
+        assert kind in ("bash", "diff", "mermaid", "python", "text"), code
+        if kind == "python":
+            compile(code, page, "exec")
+
+
+def anchors(text):
+    """The names under which GitHub links to the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+@of_each_page
+def test_links_lead_somewhere(page):
+    for _, _, target in links(PAGES[page]):
+        if re.match(r"[a-z]+:", target):        # https:, mailto:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), target
+
+
+@in_each_language
+def test_links_lead_to_every_page(language):
+    pages = LANGUAGES[language]
+    reached, waiting = set(), [next(page for page in pages if page.startswith("README"))]
+    while waiting:
+        page = waiting.pop()
+        reached.add(page)
+        targets = {((ROOT / page).parent / target.partition("#")[0]).resolve()
+                   for _, _, target in links(pages[page])}
+        waiting += [other for other in pages if ROOT / other in targets - {ROOT / page}
+                    and other not in reached]
+    assert {page for page in pages if page.startswith("docs/")} <= reached
+
+
+@of_each_page
+def test_a_picture_says_what_one_sees(page):
+    assert "<img" not in PAGES[page], "write pictures in Markdown, which is read here"
+    for picture, text, target in links(PAGES[page]):
+        assert not picture or len(text) >= (5 if page in CHINESE else 10), target
+
+
+def test_every_picture_is_shown():
+    shown = {target.rpartition("/")[2] for text in PAGES.values()
+             for picture, _, target in links(text) if picture}
+    assert {path.name for path in ROOT.glob("images/*")} <= shown
+
+
+@pytest.mark.parametrize("page", ["README.md", "README_zh.md"])
+def test_a_readme_has_at_most_150_lines(page):
+    lines = len(PAGES[page].splitlines())
+    assert lines <= 150     # the rest belongs into docs/
+
+
+# --- figures: what stands in report/results -------------------------------------------------------
+
+
+@functools.cache
+def runs(name):
+    return read_jsonl(ROOT / f"report/results/{name}.jsonl")
+
+
+def cell(name, arm, key, form="{1:.1f} ± {2:.1f}", *, times=100, row="", minus=None):
+    """What a table says of an arm; {0}: its beginning, {1}: its end, {2}: the end's 95% interval.
+
+    minus: another arm, from whose end in the same seed {1} and {2} are the distance.
+    """
+    begins, ends = ends_of_runs(runs(name), row, arm, key)
+    if minus:
+        base = ends_of_runs(runs(name), row, minus, key)[1]
+        ends = {seed: ends[seed] - base[seed] for seed in base}
+    begins, ends = (times * np.array(list(part.values())) for part in (begins, ends))
+    return form.format(begins.mean(), ends.mean(), interval(ends)[1])
+
+
+def of_runs(name, arm, values):
+    """The lowest and the highest of its runs, as `79`, `83`."""
+    found = [values(run) for run in runs(name) if run["arm"] == arm]
+    return f"{min(found):.0f}", f"{max(found):.0f}"
+
+
+def countdown():
+    def row(arm, greedy="{0:.0f} → {1:.1f}"):
+        return [cell("countdown", arm, "eval/accuracy", "{0:.1f} → {1:.1f} ± {2:.1f}"),
+                cell("countdown", arm, "eval/greedy_accuracy", greedy),
+                cell("countdown", arm, "eval/mean_length", "{0:.0f} → {1:.0f}", times=1),
+                cell("countdown", arm, "tries", "{0:.1f} → {1:.1f}", times=1),
+                cell("countdown", arm, "repeats", "{0:.1f} → {1:.1f}")]
+
+    shipped = [run for run in runs("countdown") if run["arm"] == "the shipped weights"]
+    step_20 = shipped[0]["steps"].index(20)
+    gave_up = np.mean([run["series"]["gave_up"] for run in shipped], 0)
+    slips = cell("countdown", "the shipped weights", "slips", "{0:.1f} {1:.1f}").split()
+    return ([row("the shipped weights"), row("gives up sooner"),
+             row("tries in random order", greedy="{0:.0f} → {1:.0f}")],
+            [[f"{gave_up[0]:.0%}"[:-1], f"{gave_up[step_20]:.0%}"[:-1], *slips]])
+
+
+def loss_types():
+    cut_off = "Countdown, cut off at 128 tokens"
+    rows = "Countdown", cut_off, "Arithmetic, where half of the worked replies are wordy"
+
+    def length(key, arm, scale, row):
+        if arm == "grpo":
+            return cell("loss_types", f"grpo, {scale}", key, "{1:.0f}", times=1, row=row)
+        small = (key, row) == ("length/wrong", cut_off)
+        return cell("loss_types", f"{arm}, {scale}", key, times=1, row=row, minus=f"grpo, {scale}",
+                    form="{1:.1f} ± {2:.1f}" if small else "{1:z.0f} ± {2:.0f}")      # z: no -0
+
+    def less_often_right(arm):
+        return cell("loss_types", f"{arm}, group", "right", "{1:.1f} {2:.1f}", row=cut_off,
+                    minus="grpo, group").removeprefix("-").split()
+
+    return ([[", ".join(length(key, arm, scale, row) for scale in ("group", "none"))
+              for row in rows] for key in ("length/right", "length/wrong")
+             for arm in ("grpo", "bnpo", "dr_grpo", "r1")],
+            [less_often_right("bnpo") + less_often_right("r1")])
+
+
+def clip():
+    def row(arm):
+        return [cell("clip", f"{arm}, {kind}", "eval/accuracy") for kind in ("clip", "no clip")]
+
+    def after_5(run):
+        return 100 * run["eval"]["eval/accuracy"][run["eval"]["step"].index(5)]
+
+    return ([[row("1 iteration")[0], ANY], row("4 iterations"), row("16 iterations")],
+            [[*of_runs("clip", "4 iterations, clip", after_5),
+              *of_runs("clip", "1 iteration, clip", after_5)]])
+
+
+def reward_model():
+    def right(arm):
+        return cell("reward_model", arm, "rewards/accuracy_reward/mean", "{1:.0f} ± {2:.0f}")
+
+    kinds = ("k1", "k2", "k3")
+    scores = [cell("reward_model", arm, "rewards/reward_model/mean", "{1:.2f}", times=1)
+              for arm in ("no KL", "k1, beta 0.3", "k2, beta 0.3", "k3, beta 0.3")]
+    arms = {run["arm"] for run in runs("reward_model")}
+    after_8 = [100 * np.mean([
+        run["series"]["rewards/accuracy_reward/mean"][run["steps"].index(8)]
+        for run in runs("reward_model") if run["arm"] == arm]) for arm in arms]
+    highest = [f"{min(after_8):.0f}", f"{max(after_8):.0f}"]
+    return ([[right("no KL"), *(right(f"{kind}, beta 0.3") for kind in kinds)],
+             ["", *(right(f"{kind}, beta 0.1") for kind in kinds)]],
+            [highest + scores])
+
+
+def lora():
+    arms = ["all weights, 3e-4", *(f"rank {rank}, {rate}" for rank in (16, 4, 1)
+                                   for rate in ("3e-3", "1e-3"))]
+    return [[arm.partition(", ")[2], cell("lora", arm, "eval/accuracy"),
+             cell("lora", arm, "eval/greedy_accuracy")] for arm in arms], []
+
+
+def trl():
+    accuracies = [cell("trl", arm, key, "{1:.1f} {2:.1f}").split() for arm in ("TRL", "MiniGRPO")
+                  for key in ("eval/accuracy", "eval/greedy_accuracy")]
+    seconds = [of_runs("trl", arm, lambda run: run["seconds"]) for arm in ("TRL", "MiniGRPO")]
+    return None, [sum(map(list, accuracies + seconds), [])]
+
+
+INTERVAL = r"(-?\d+(?:\.\d+)?)%? ± (\d+(?:\.\d+)?)"
+# A file of results -> the cells of its table (right of the first column), and figures that stand in
+# this order in a paragraph.
+FIGURES = {"countdown": countdown, "loss_types": loss_types, "clip": clip,
+           "reward_model": reward_model, "lora": lora, "trl": trl}
+
+
+def test_all_results_are_checked():
+    assert FIGURES.keys() == {path.stem for path in ROOT.glob("report/results/*.jsonl")}
+
+
+@in_each_language
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_figures_of_an_experiment_are_those_of_its_results(name, language):
+    expected, in_sentences = FIGURES[name]()
+    texts = LANGUAGES[language].values()
+    held = [[row[1:] for row in table] for text in texts for table in tables(text)]
+    assert expected is None or expected in held, "no such table:\n" + "\n".join(
+        " | ".join(map(str, row)) for row in expected)
+    for figures in in_sentences:
+        assert any(all(figure in rest for figure in figures) for text in texts
+                   for part in paragraphs(text) for rest in [iter(numbers(part))]), figures
+
+
+@functools.cache
+def known_intervals():
+    """All `mean ± interval` of the results, as pairs."""
+    of_all = [figures() for figures in FIGURES.values()]
+    return {pair for table, _ in of_all for row in table or () for cell in row
+            for pair in re.findall(INTERVAL, str(cell))} | {
+        pair for _, in_sentences in of_all for figures in in_sentences
+        for pair in itertools.pairwise(figures)}
+
+
+@of_each_page
+def test_every_interval_is_one_of_the_results(page):
+    assert set(re.findall(INTERVAL, PAGES[page])) - known_intervals() == set()
+
+
+# --- the page about changes and a task of one's own: each applies and runs as printed -------------
+
+
+def changes(language):
+    """The diffs of the page about changes; each is [(file, lines of a hunk), ...]."""
+    found = [text for text in LANGUAGES[language].values() if "--- brevity.py\n" in text]
+    assert len(found) == 1, "the diffs stand in one page"
+    return [[(hunk.partition("\n")[0].strip(), hunk.partition("\n")[2].splitlines())
+             for hunk in re.split(r"^--- ", diff, flags=re.MULTILINE)[1:]]
+            for kind, diff in blocks(found[0]) if kind == "diff"]
+
+
+def apply(hunk, folder):
+    name, lines = hunk
+    before = "".join(line[1:] + "\n" for line in lines if line[:1] != "+")
+    after = "".join(line[1:] + "\n" for line in lines if line[:1] != "-")
+    file = folder / name
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    assert text.count(before) == 1 or not text, f"{name} does not hold these lines once:\n{before}"
+    file.write_text(text.replace(before, after) if text else after, encoding="utf-8")
+
+
+@in_each_language
+def test_a_change_is_at_most_ten_lines_in_at_most_two_places(language):
+    found = changes(language)
+    assert len(found) == 4
+    for diff in found:
+        assert len(diff) <= 2
+        assert sum(line.startswith(("+", "-")) for _, lines in diff for line in lines) <= 10, diff
+
+
+def copy_of_the_code(folder):
+    for name in ("dataset", "model", "report", "reward"):
+        shutil.copytree(ROOT / name, folder / name)
+    shutil.copy(ROOT / "train_grpo.py", folder)
+
+
+def test_the_changes_apply_and_train(tmp_path):
+    copy_of_the_code(tmp_path)
+    for diff in changes("English"):
+        for hunk in diff:
+            apply(hunk, tmp_path)
+    process = subprocess.run(
+        [sys.executable, "train_grpo.py", "--max_steps", "2", "--batch_size", "4",
+         "--num_generations", "4", "--max_gen_len", "64", "--eval_interval", "0", "--loss_type",
+         "sqrt", "--advantage_estimator", "median", "--reward_funcs", "accuracy",
+         "brevity:brevity"], cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert "brevity" in process.stdout and (tmp_path / "out/grpo_reason_128/final").is_dir()
+
+
+def own_task():
+    """The blocks of the task of one's own: sorting.py, sorting.txt, the commands."""
+    for start in ("import json\nimport random\n", "--model_path out/sorting_sft\n",
+                  "python sorting.py\n"):
+        code, = (code for text in ENGLISH.values() for _, code in blocks(text)
+                 if code.startswith(start))
+        yield code
+
+
+def test_the_task_of_ones_own_runs(tmp_path):
+    copy_of_the_code(tmp_path)
+    python, flags, script = own_task()
+    (tmp_path / "sorting.py").write_text(python)
+    (tmp_path / "sorting.txt").write_text(flags)
+    # The same commands, of fewer steps.
+    script = script.replace("--steps 400", "--steps 2")
+    script = script.replace("@sorting.txt", "@sorting.txt --max_steps 2 --eval_samples 8")
+    for command in script.replace("\\\n", "").splitlines():
+        process = subprocess.run([sys.executable, *command.split()[1:]], cwd=tmp_path,
+                                 capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+    assert "held-out accuracy" in process.stdout and (tmp_path / "out/sorting/final").is_dir()
