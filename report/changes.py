@@ -30,8 +30,8 @@ class Change:
         path = folder / self.file
         source = path.read_text(encoding="utf-8")
         if source.count(self.before) != 1:
-            raise ValueError(f"report/changes.py: {self.file} does not hold {self.before.strip()!r} "
-                             "once; adapt the change to the code")
+            raise ValueError(f"{self.file} does not hold {self.before.strip()!r} once; adapt the "
+                             "change in report/changes.py to the code")
         path.write_text(source.replace(self.before, self.after), encoding="utf-8")
         return folder
 

@@ -22,6 +22,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -204,18 +205,29 @@ def run_missing(experiment, results, out, jobs):
         change = experiment.get("changes", {}).get((row, arm))
         folder = change.copy(ROOT, out / "changed" / name) if change else ROOT
         python(f"{command} --seed {seed} --out_dir {out} --run_name {name}", out / f"{name}.log",
-               folder, **({"OMP_NUM_THREADS": "1"} if jobs > 1 else {}))
+               folder=folder, **({"OMP_NUM_THREADS": "1"} if jobs > 1 else {}))
         line = json.dumps({"row": row, "arm": arm, "seed": seed,
                            **summary(out / name, experiment["panels"])})
         with open(results, "a", encoding="utf-8") as file:
             file.write(line + "\n")
         shutil.rmtree(out / name)           # its completions alone are megabytes
+        if change:
+            shutil.rmtree(folder)
         print(f"{row} {arm}, seed {seed}: done".strip(), flush=True)
 
     results.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(jobs) as pool:
         for _ in pool.map(run, missing):
             pass
+
+
+def prove(changes, out):
+    """Print how each change's test fails in a copy with the change; ValueError if it passes."""
+    for (row, _), change in changes.items():
+        if change.test:
+            with tempfile.TemporaryDirectory(dir=out) as folder:
+                said = change.verdict(change.copy(ROOT, Path(folder)))
+            print(f"{row}: {change.test.partition('::')[2]} fails: {said}", flush=True)
 
 
 def summary(run_dir, names):
@@ -258,6 +270,7 @@ def main():
         if not args.draw:
             make_weights(experiment["weights"], out)
             run_missing(experiment, results, out, args.jobs)
+            prove(experiment.get("changes", {}), out)
         order = [(row, arm) for row, arms_of in experiment["rows"].items() for arm in arms_of]
         rows = sorted(read_jsonl(results), key=lambda run: (order.index((run["row"], run["arm"])),
                                                             experiment["seeds"].index(run["seed"])))

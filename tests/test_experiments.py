@@ -9,6 +9,7 @@ import pytest
 
 import train_grpo
 from report import experiments, figures
+from report.changes import Change, slow_judge
 from report.jsonl import read_jsonl
 
 
@@ -50,7 +51,7 @@ def test_an_experiment_runs_what_is_missing_with_its_flags_and_seed(tiny, monkey
     experiment, results, out = tiny
     experiment["seeds"], started = (1, 2), []
 
-    def python(arguments, log, **environment):
+    def python(arguments, log, folder, **environment):
         """Leaves what a run of two steps does; its lengths tell the flags, its reward the seed."""
         args = train_grpo.parse_args(arguments.split()[1:])
         started.append((args.loss_type, args.seed, environment))
@@ -86,6 +87,59 @@ def test_a_run_that_fails_stops_the_experiment_and_names_its_log(tiny):
     with pytest.raises(ValueError, match=r"--max_steps none.*failed.*small__a_1\.log"):
         experiments.run_missing(experiment, results, out, jobs=1)
     assert "--max_steps: invalid" in (out / "small__a_1.log").read_text()
+
+
+def test_an_arm_that_changes_the_code_runs_in_a_changed_copy(tiny, monkeypatch):
+    experiment, results, out = tiny
+    change = Change("    all_logps = (logits.float() / temperature)", "    all_logps = (0)")
+    experiment["changes"] = {("", "small, b"): change}
+    sources = {}
+
+    def python(arguments, log, folder, **environment):
+        args = train_grpo.parse_args(arguments.split()[1:])
+        sources[args.loss_type] = (Path(folder) / "train_grpo.py").read_text(encoding="utf-8")
+        raise ValueError("enough")
+
+    monkeypatch.setattr(experiments, "python", python)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="enough"):
+            experiments.run_missing(experiment, results, out, jobs=1)
+        experiment["rows"][""] = {"small, b": experiment["rows"][""]["small, b"]}
+    ours = (experiments.ROOT / "train_grpo.py").read_text(encoding="utf-8")
+    assert sources == {"grpo": ours, "dapo": ours.replace(change.before, change.after)}
+
+
+@pytest.mark.parametrize("name", ["ladder", "museum"])
+def test_each_change_fits_the_code_and_its_test_is_there(name, tmp_path):
+    experiment = experiments.EXPERIMENTS[name]
+    for (row, arm), change in experiment["changes"].items():
+        assert arm in experiment["rows"][row]
+        source = (experiments.ROOT / change.file).read_text(encoding="utf-8")
+        assert source.count(change.before) == 1 and change.before != change.after, row or arm
+        if name == "museum":
+            file, _, test = change.test.partition("::")
+            assert f"\ndef {test}(" in (experiments.ROOT / file).read_text(encoding="utf-8"), row
+
+
+def test_a_change_that_no_test_notices_or_that_does_not_fit_is_an_error(tmp_path):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/train_grpo.py").write_text("answer = 42\n")
+    (tmp_path / "code/test_it.py").write_text(
+        "from train_grpo import answer\n\n\ndef test_it():\n    assert answer != 41\n")
+    bug = Change("42", "41", test="test_it.py::test_it")
+    assert bug.verdict(bug.copy(tmp_path / "code", tmp_path / "bug")) == "assert 41 != 41"
+    harmless = Change("42", "43", test="test_it.py::test_it")
+    with pytest.raises(ValueError, match="should fail"):
+        harmless.verdict(harmless.copy(tmp_path / "code", tmp_path / "harmless"))
+    with pytest.raises(ValueError, match="does not hold '40' once"):
+        Change("40", "41").copy(tmp_path / "code", tmp_path / "none")
+
+
+def test_the_slow_judge_has_no_opinion_on_half_of_the_replies():
+    replies = ["<answer>\n12\n</answer>", "<answer>\n13\n</answer>"] * 500
+    rewards = slow_judge([""] * 1000, replies, ["12"] * 1000)
+    assert set(rewards[::2]) == {1.0, None} and set(rewards[1::2]) == {0.0, None}
+    assert 400 < rewards.count(None) < 600
 
 
 def test_the_interval_is_students():
