@@ -662,8 +662,10 @@ FINITE = number(float, -10**6, 10**6)
 
 
 def parse_args(argv=None):
-    parser = Parser(description="Group Relative Policy Optimization. Without flags a small model "
-                                "learns arithmetic, in minutes, on a laptop.")
+    parser = Parser(description=(
+        "Group Relative Policy Optimization. Without flags a small model learns arithmetic, in "
+        "minutes, on a laptop. Policy: the model that learns. Reference: the weights it started "
+        "from. Group: the completions of one prompt. Rollout: the completions of a step."))
     for add_flags in (add_ask_flags, add_judge_flags, add_learn_flags, add_report_flags):
         add_flags(parser)
     args = parser.parse_args(argv)
@@ -677,53 +679,57 @@ def parse_args(argv=None):
 def add_ask_flags(parser):
     flag = parser.add_argument_group("the six that matter first").add_argument
     flag("--reasoning", type=int, choices=(0, 1), default=1,
-         help="1: start from reason_* weights, reward format and tags, let the reward model score "
-              "the answer by itself too; 0: start from full_sft_* weights, no format")
-    flag("--num_generations", type=number(int, 2), default=8, help="G, completions per prompt")
-    flag("--batch_size", type=COUNT, default=16, help="prompts per rank and step")
-    flag("--learning_rate", type=POSITIVE, default=3e-4, help="the peak; for real models 1e-6")
-    flag("--max_gen_len", type=COUNT, default=96, help="maximum completion length, in tokens")
-    flag("--beta", type=POSITIVE_OR_0, default=0.02,
-         help="weight of the KL penalty that keeps the policy near the reference; 0: no reference")
+         help="1: start from weights that think between tags (reason_*), reward the tags, score "
+              "the answer by itself too; 0: start from weights without tags (full_sft_*)")
+    flag("--num_generations", type=number(int, 2), default=8, help="G, completions per prompt: "
+         "with more of them a group's mean is less noisy, at a cost in proportion")
+    flag("--batch_size", type=COUNT, default=16, help="prompts per step, for each process")
+    flag("--learning_rate", type=POSITIVE, default=3e-4, help="its peak; with real models try 1e-6")
+    flag("--max_gen_len", type=COUNT, default=96, help="tokens after which a completion is cut off")
+    flag("--beta", type=POSITIVE_OR_0, default=0.02, help="weight of the KL penalty, which keeps "
+         "the policy near the reference; 0: no penalty, and no reference in memory")
 
-    flag = parser.add_argument_group("1. ask: weights, prompts, sampling").add_argument
-    flag("--model_path", help="Qwen3, Qwen2.5, Llama or Qwen3-MoE weights, a folder or hub id, or "
-         "MiniMind's .pth (default: reason_<hidden_size> or full_sft_<hidden_size>, from out_dir "
-         "or else from model/weights)")
+    flag = parser.add_argument_group("1. ask (weights, prompts, sampling)").add_argument
+    flag("--model_path", help="the policy: Qwen3, Qwen2.5, Llama or Qwen3-MoE weights, a folder or "
+         "hub id, or MiniMind's .pth (default: reason_<hidden_size> or full_sft_<hidden_size>, "
+         "from out_dir or else from model/weights)")
     flag("--tokenizer_path", help="a folder or hub id, if the tokenizer is not with the weights")
-    flag("--hidden_size", type=COUNT, default=128, help="picks the weights by their name")
+    flag("--hidden_size", type=COUNT, default=128, help="picks the default weights by their name")
     flag("--num_hidden_layers", type=COUNT, help="refuse weights with another number of layers")
-    flag("--use_moe", type=int, choices=(0, 1), default=0, help="1: the weights named ..._moe")
+    flag("--use_moe", type=int, choices=(0, 1), default=0, help="1: default weights named ..._moe")
     flag("--data_path", help="training prompts, a jsonl file (default: dataset/train.jsonl)")
-    flag("--max_seq_len", type=COUNT, default=66, help="maximum prompt length, in tokens")
-    flag("--overlong_prompts", choices=("cut", "drop"), default="cut", help="what happens "
-         "to prompts longer than max_seq_len: keep the last tokens, or leave them out, counted")
+    flag("--max_seq_len", type=COUNT, default=66, help="tokens that a prompt may have")
+    flag("--overlong_prompts", choices=("cut", "drop"), default="cut",
+         help="keep the last tokens of longer prompts, or leave those out and say how many")
     flag("--system_prompt", help="for chats without one; r1: a text that asks for the tags")
     flag("--num_workers", type=number(int, 0, 256), default=0, help="processes that read ahead")
     flag("--temperature", type=POSITIVE, default=1.0, help="of sampling, in evaluation too")
     flag("--rollout_batch_size", type=COUNT_OR_0, default=0, help="completions sampled at once, in "
          "training and evaluation: fewer need less memory and more time; 0: all of them")
     flag("--oversample", type=COUNT, default=1, help="sample this many times the prompts, learn "
-         "from the groups with the largest spread of rewards (DAPO's dynamic sampling)")
+         "from the groups with the largest spread of rewards (DAPO's dynamic sampling): where "
+         "most groups are all right or all wrong")
 
-    flag = parser.add_argument_group("2. remember: the reference").add_argument
-    flag("--ref_model_sync_steps", type=COUNT_OR_0, default=0,
-         help="steps between moves of the reference towards the policy; 0: it stays")
+    flag = parser.add_argument_group("2. remember (the reference)").add_argument
+    flag("--ref_model_sync_steps", type=COUNT_OR_0, default=0, help="steps between moves of the "
+         "reference towards the policy, in long runs; 0: it stays")
     flag("--ref_model_mixup_alpha", type=number(float, 0, 1, above=True), default=0.6,
          help="such a move is reference <- alpha policy + (1 - alpha) reference")
 
 
 def add_judge_flags(parser):
-    flag = parser.add_argument_group("3. judge: rewards, advantages").add_argument
+    flag = parser.add_argument_group("3. judge (rewards, advantages)").add_argument
     flag("--reward_funcs", nargs="+", metavar="NAME", help="format, tag, rm, accuracy, overlong, "
          "repetition, countdown, or your own as module:function (default: format tag rm accuracy "
          "with --reasoning 1, rm accuracy with 0)")
-    flag("--reward_weights", nargs="+", type=FINITE, metavar="W", help="one for each (default: 1)")
-    flag("--reward_model_path", help="a folder or hub id: a ...ForSequenceClassification with one "
-         "label, InternLM2's reward model, or a likelihood from reward.train_reward_model "
-         "(default: reward_<hidden_size>, from out_dir or else from reward/weights)")
+    flag("--reward_weights", nargs="+", type=FINITE, metavar="W", help="a factor for each of them; "
+         "with 0 it is recorded, but teaches nothing (default: 1)")
+    flag("--reward_model_path", help="what rm is, a folder or hub id: a "
+         "...ForSequenceClassification with one label, InternLM2's reward model, or a likelihood "
+         "from reward.train_reward_model (default: reward_<hidden_size>, from out_dir or else from "
+         "reward/weights)")
     flag("--reward_model_device", help="cpu or cuda:1, say (default: the policy's)")
-    flag("--reward_model_scale", type=POSITIVE, default=1.0, help="multiplies the score")
+    flag("--reward_model_scale", type=POSITIVE, default=1.0, help="multiplies the score of rm")
     flag("--reward_model_clip", type=POSITIVE_OR_0, default=1.0,
          help="bounds the scaled score: 1 is worth as much as a right answer; 0: no bound")
     flag("--reward_model_answer_share", type=number(float, 0, 1), default=0.6,
@@ -731,65 +737,69 @@ def add_judge_flags(parser):
     flag("--reward_timeout", type=POSITIVE_OR_0, default=0,
          help="seconds per step after which a reward function has failed; 0: no limit")
     flag("--scale_rewards", choices=("group", "batch", "none"), help="divide advantages by the std "
-         "of the group, of the step, or by nothing (default: group; none with rloo)")
+         "of the group, of the step, or by nothing: then groups that hardly differ weigh less "
+         "(default: group; none with rloo)")
     flag("--advantage_estimator", choices=("grpo", "rloo"), default="grpo",
-         help="baseline: the mean of the group, or of the other completions in it")
+         help="compare a reward with the mean of its group, or of the other completions in it")
     flag("--supervision", choices=("outcome", "process"), default="outcome",
          help="process: also reward each right line of arithmetic with 1")
-    flag("--kl_in_reward", action="store_true", help="beta * KL (k1) lowers the reward instead")
+    flag("--kl_in_reward", action="store_true", help="take beta * KL (k1) off the reward instead")
 
 
 def add_learn_flags(parser):
-    flag = parser.add_argument_group("4. learn: the objective").add_argument
-    flag("--loss_type", choices=tuple(LOSS_TYPES), default="grpo",
-         help="how tokens are averaged; cispo and r1 also change the bound and the ratio")
+    flag = parser.add_argument_group("4. learn (the objective)").add_argument
+    flag("--loss_type", choices=tuple(LOSS_TYPES), default="grpo", help="mean over tokens: of each "
+         "completion, then of all (grpo); of all tokens (bnpo, dapo); sum / max_gen_len (dr_grpo); "
+         "cispo and r1 also change the bound and the ratio")
     flag("--importance_sampling_level", choices=("token", "sequence"), default="token",
-         help="one ratio per token, or per completion (GSPO, with epsilons of about 3e-4)")
-    flag("--epsilon_low", type=POSITIVE_OR_0, default=0.2, help="the ratio is at least 1 - it")
-    flag("--epsilon_high", type=POSITIVE_OR_0, help="the ratio is at most 1 + it (default: 0.2), "
-         "with cispo at most it (default: 5)")
+         help="a ratio pi / pi_old per token, or per completion (GSPO: epsilons of about 3e-4)")
+    flag("--epsilon_low", type=POSITIVE_OR_0, default=0.2, help="clip the ratio at 1 - it")
+    flag("--epsilon_high", type=POSITIVE_OR_0, help="and at 1 + it (default: 0.2; DAPO 0.28); "
+         "with cispo the cap itself (default: 5)")
     flag("--delta", type=FINITE, help="dual clip: cap on the ratio of bad tokens (default: none)")
-    flag("--kl_type", choices=("k1", "k2", "k3", "abs"), help="estimate of the KL (default: k3)")
-    flag("--rollout_is_threshold", type=POSITIVE_OR_0, default=0.0, help="weight advantages by "
-         "pi_old / pi_sampler, at most this, where the sampler is not quite the policy (truncated "
+    flag("--kl_type", choices=("k1", "k2", "k3", "abs"), help="estimate of the KL: k2 has its "
+         "gradient, k3 is GRPO's (default: k3; k1 with --kl_in_reward)")
+    flag("--rollout_is_threshold", type=POSITIVE_OR_0, default=0.0, help="where the sampler is not "
+         "quite the policy: weight advantages by pi_old / pi_sampler, at most this (truncated "
          "importance weights, on the level of the ratio): 2, say; 0: no weights")
-    flag("--entropy_coef", type=POSITIVE_OR_0, default=0.0, help="weight of the entropy bonus")
+    flag("--entropy_coef", type=POSITIVE_OR_0, default=0.0, help="weight of an entropy bonus: "
+         "raise it if the policy soon tries nothing new")
     flag("--mask_truncated_completions", action="store_true",
          help="learn nothing from completions that were cut off")
-    flag("--num_iterations", type=COUNT, default=1, help="passes over each rollout")
+    flag("--num_iterations", type=COUNT, default=1, help="passes over each rollout: more save "
+         "sampling, but the policy moves away from the one that sampled")
     flag("--num_minibatches", type=COUNT, default=1,
          help="optimizer steps per pass; with a single one in all, no ratio moves and no clip acts")
 
-    flag = parser.add_argument_group("4. learn: the optimizer").add_argument
+    flag = parser.add_argument_group("4. learn (the optimizer)").add_argument
     flag("--lora_rank", type=COUNT_OR_0, default=0,
          help="train adapters of this rank (LoRA) instead of the weights; 0: the weights")
     flag("--lora_alpha", type=POSITIVE, default=32, help="alpha / rank scales the adapters")
-    flag("--lora_target_modules", nargs="+", metavar="NAME", default=TARGETS,
-         help="the linear layers that get one (default: all of attention and feed-forward)")
-    flag("--accumulation_steps", type=COUNT, default=1, help="multiplies the prompts of a step")
-    flag("--micro_batch_size", type=COUNT, default=64,
-         help="completions per forward pass: changes the memory, never the result")
+    flag("--lora_target_modules", nargs="+", metavar="NAME", default=TARGETS, help="adapted layers")
+    flag("--accumulation_steps", type=COUNT, default=1, help="multiplies batch_size")
+    flag("--micro_batch_size", type=COUNT, default=64, help="completions per forward pass: lower "
+         "it if memory runs out; the result stays the same")
     flag("--gradient_checkpointing", action="store_true",
          help="recompute activations instead of storing them: less memory, more time")
-    flag("--epochs", type=COUNT, default=1, help="passes over the prompts")
-    flag("--max_steps", type=COUNT_OR_0, default=300, help="at most; 0: as many as the epochs have")
-    flag("--warmup_steps", type=COUNT_OR_0, default=3, help="then a cosine to a tenth of the peak")
+    flag("--epochs", type=COUNT, default=1, help="passes over the prompts, within max_steps")
+    flag("--max_steps", type=COUNT_OR_0, default=300, help="at most; 0: until the epochs are done")
+    flag("--warmup_steps", type=COUNT_OR_0, default=3, help="the rate rises, then falls to a tenth")
     flag("--weight_decay", type=POSITIVE_OR_0, default=0.0, help="AdamW's")
     flag("--grad_clip", type=POSITIVE, default=1.0, help="maximum norm of the gradient")
 
 
 def add_report_flags(parser):
-    flag = parser.add_argument_group("5. report: evaluation, logs, weights").add_argument
-    flag("--eval_data_path", help="a jsonl file with answers (default: dataset/heldout.jsonl)")
+    flag = parser.add_argument_group("5. report (evaluation, logs, weights)").add_argument
+    flag("--eval_data_path", help="jsonl with held-out problems (default: dataset/heldout.jsonl)")
     flag("--eval_interval", type=COUNT_OR_0, help="steps between evaluations; also before and "
          "after training; 0: none (default: 30; 0 if only data_path is your own)")
     flag("--eval_samples", type=COUNT, default=1000, help="held-out problems per evaluation")
     flag("--eval_reward_funcs", nargs="+", metavar="NAME", help="what tells whether a held-out "
          "reply is right, by the names of --reward_funcs (default: accuracy)")
-    flag("--eval_threshold", type=FINITE, default=1.0, help="right is a reply whose evaluation "
-         "rewards add up to this, or more")
+    flag("--eval_threshold", type=FINITE, default=1.0, help="right: such rewards add up to this")
     flag("--eval_batch_size", type=COUNT, default=256, help="problems answered at once")
-    flag("--num_generations_eval", type=COUNT, default=2, help="k, samples per problem")
+    flag("--num_generations_eval", type=COUNT, default=2, help="k, samples per problem: accuracy "
+         "is their mean, pass@k the share of problems that any of them gets right")
     flag("--eval_only", action="store_true", help="evaluate the weights and stop")
     flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
     flag("--run_name", type=folder_name, help="(default: grpo_<name of the weights>)")
@@ -802,8 +812,8 @@ def add_report_flags(parser):
          "and its log-probability, by which report.html shades it")
     flag("--resume", action="store_true", help="continue exactly from the run's checkpoint")
     flag("--swanlab", choices=("disabled", "offline", "local", "online"), default="disabled",
-         help="where to track; only online needs an account")
-    flag("--use_wandb", action="store_true", help="the same as --swanlab online")
+         help="track the run: local for `swanlab watch`, online with an account")
+    flag("--use_wandb", action="store_true", help="MiniMind's name of --swanlab online")
     flag("--wandb_project", default="MiniGRPO", help="the project in SwanLab")
 
     flag = parser.add_argument_group("the machine").add_argument
@@ -811,13 +821,13 @@ def add_report_flags(parser):
          help="1: the sampler and log-probs of model/fast.py; 0: the plain ones, same numbers")
     flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
-         "products; the rest stays float32, beside bfloat16 as TF32 on a GPU; auto: bfloat16 there")
+         "products; auto: bfloat16 on a GPU that has it. The rest is float32, beside bfloat16 TF32")
     flag("--shard", type=int, choices=(0, 1), default=0, help="1: divide weights, gradients and "
-         "moments over the ranks (FSDP): for models that do not fit one GPU")
-    flag("--hang_timeout", type=POSITIVE_OR_0, default=0, help="seconds a rank may be busy without "
-         "reaching the others, once steps began, before the run ends and names it; 0: no limit")
+         "moments over the processes (FSDP), for models that do not fit one GPU")
+    flag("--hang_timeout", type=POSITIVE_OR_0, default=0, help="seconds a process may be busy "
+         "without reaching the others before the run ends and names it; 0: no limit")
     flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
-    flag("--ddp", action="store_true", help="ignored: use torchrun")
+    flag("--ddp", action="store_true", help="MiniMind's, ignored: use torchrun")
 
 
 def fill_in_defaults(args):

@@ -97,6 +97,8 @@ class HelpFormatter(argparse.HelpFormatter):
         is_switch = isinstance(action.default, bool)
         if is_switch or action.default in (None, argparse.SUPPRESS):
             return action.help
+        if isinstance(action.default, tuple):       # as one would type it
+            return f"{action.help} (default: {' '.join(action.default)})"
         return f"{action.help} (default: %(default)s)"
 
 

@@ -244,7 +244,7 @@ class Report:
         if self.swanlab:
             samples = [self.swanlab.Text(printable(f"{row['prompt']}\n\n{row['completion']}"),
                                          caption=f"reward {number(row['reward'])}")
-                       for row in rows[:4]]
+                       for row in rows[:8]]
             self.swanlab.log({"samples": samples}, step=step)
 
     def warn(self, text):
@@ -391,10 +391,12 @@ class Report:
         # Ask no questions, since a run may have no keyboard, and leave stdout and stderr alone,
         # since the bar is drawn there.
         settings = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
+        # Only flags that have a value: the dashboard shows a None as "[object Object]".
+        flags = {name: x for name, x in to_json(vars(self.args)).items() if x is not None}
         try:
             swanlab.init(mode=mode, project=self.args.wandb_project, name=self.run_dir.name,
                          settings=settings, log_dir=str(self.run_dir / "swanlab"),
-                         config=to_json(vars(self.args)))
+                         config=flags)
         except Exception as error:
             if mode == "online":
                 advice = "run `swanlab login` first, or choose --swanlab offline"

@@ -72,6 +72,21 @@ def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
     assert strict((tmp_path / "run/args.json").read_text())["num_generations"] == 2
 
 
+def test_swanlab_gets_the_flags_that_have_a_value_and_the_group_as_it_is_printed(
+        tmp_path, monkeypatch):
+    import swanlab
+    given, logged = {}, []
+    monkeypatch.setattr(swanlab, "init", lambda **options: given.update(options))
+    monkeypatch.setattr(swanlab, "log", lambda values, step: logged.append(values))
+    monkeypatch.setattr(swanlab, "Text", lambda text, caption: caption)
+    monkeypatch.setattr(swanlab, "has_run", lambda: False)
+    args = arguments(swanlab="offline", delta=None, beta=0.0)
+    with Report(tmp_path / "run", args, total_steps=1) as report:
+        report.group(1, [ROWS[0]] * 7 + ROWS)
+    assert given["config"]["beta"] == 0.0 and "delta" not in given["config"]
+    assert logged == [{"samples": ["reward 1.50"] * 8}]
+
+
 def test_a_resumed_run_drops_the_lines_after_its_checkpoint_and_a_half_line(tmp_path):
     run(tmp_path, [1, 2, 3, 4, 5])
     with open(tmp_path / "metrics.jsonl", "a") as file:
