@@ -4,7 +4,6 @@
 them; docs/ladder.md and docs/museum.md show what comes out.
 """
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -96,7 +95,7 @@ MUSEUM = {
     "gradients not synchronised": Change(
         "    world.sum_gradients(policy)\n", "",
         "-m torch.distributed.run --standalone --nproc_per_node=4 train_grpo.py "
-        f"{BRIEF} --batch_size 2",
+        f"{BRIEF} --batch_size 1 --num_generations 4",
         test="tests/test_run.py::test_ranks_micro_batches_and_the_pair_change_no_gradient"),
     "each micro-batch averages alone": Change(
         "            num_tokens=num_tokens, **objective(args))", "            **objective(args))",
@@ -115,10 +114,7 @@ MUSEUM = {
         test="tests/test_run.py::test_the_kl_is_0_until_the_policy_has_left_its_reference"),
 }
 
-rng = random.Random(0)
-
-
 def slow_judge(prompts, completions, answer, **columns):
-    """A reward: 1 if the answer is right; but half of the replies it has no time for, None."""
-    return [float(f"<answer>\n{gold}\n</answer>" in completion) if rng.random() < 0.5 else None
+    """A reward: 1 if the answer is right; but long replies it has no time for, None."""
+    return [float(f"<answer>\n{gold}\n</answer>" in completion) if len(completion) <= 60 else None
             for completion, gold in zip(completions, answer)]

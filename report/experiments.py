@@ -63,6 +63,7 @@ AVERAGES = {f"{loss_type}, {scale}": f"--loss_type {loss_type} --scale_rewards {
             for scale in ("group", "none") for loss_type in ("grpo", "bnpo", "dr_grpo", "r1")}
 JUDGED = ("--reward_funcs format tag rm accuracy --reward_weights 1 1 1 0 --reward_model_clip 3 "
           "--max_steps 60 --eval_interval 0")
+SHORT = "--max_steps 30 --eval_interval 30 --eval_samples 300"
 REUSED = "--max_steps 30 --eval_interval 5 --eval_samples 300 --num_iterations"
 BRIEF = "--max_steps 120 --eval_interval 30 --eval_samples 500"
 NO_CLIP = "--epsilon_low 1e9 --epsilon_high 1e9"
@@ -134,6 +135,17 @@ EXPERIMENTS = {
             "eval/accuracy": ("Held-out accuracy, sampled", "never trained on", "{:.0%}"),
             "kl": ("KL to the reference", "k3, per token", "{:.2g}"),
             "entropy": ("Entropy, nats per token", "", "{:.2g}"),
+            "grad_norm": ("Gradient norm", "before it is clipped to 1", "{:.2g}")},
+    },
+    "groups": {
+        "rows": {"": {f"groups of {size}": f"{SHORT} --num_generations {size} "
+                      f"--batch_size {128 // size}" for size in (2, 4, 8, 16, 32)}
+                 | {"groups of 8, beta 0": f"{SHORT} --beta 0"}},
+        "weights": [], "seeds": (42, 1, 2),
+        "panels": {
+            "eval/accuracy": ("Held-out accuracy, sampled", "never trained on", "{:.0%}"),
+            "frac_reward_zero_std": ("Dead groups", "whose rewards are all equal", "{:.0%}"),
+            "reward": ("Reward", "", "{:.2f}"),
             "grad_norm": ("Gradient norm", "before it is clipped to 1", "{:.2g}")},
     },
     "ladder": {

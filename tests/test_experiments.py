@@ -135,11 +135,9 @@ def test_a_change_that_no_test_notices_or_that_does_not_fit_is_an_error(tmp_path
         Change("40", "41").copy(tmp_path / "code", tmp_path / "none")
 
 
-def test_the_slow_judge_has_no_opinion_on_half_of_the_replies():
-    replies = ["<answer>\n12\n</answer>", "<answer>\n13\n</answer>"] * 500
-    rewards = slow_judge([""] * 1000, replies, ["12"] * 1000)
-    assert set(rewards[::2]) == {1.0, None} and set(rewards[1::2]) == {0.0, None}
-    assert 400 < rewards.count(None) < 600
+def test_the_slow_judge_has_no_opinion_on_long_replies():
+    replies = ["<answer>\n12\n</answer>", "<answer>\n13\n</answer>", "no", " " * 60 + "12"]
+    assert slow_judge([""] * 4, replies, ["12"] * 4) == [1.0, 0.0, 0.0, None]
 
 
 def test_the_interval_is_students():
