@@ -84,7 +84,8 @@ MUSEUM = {
         f"{BRIEF} --reward_funcs accuracy",
         test="tests/test_objective.py::test_equal_rewards_teach_nothing_whatever_their_rounding"),
     "logits shifted by one": Change(
-        "logits_to_keep=R + 1)[:, :-1]", "logits_to_keep=R + 1)[:, 1:]",
+        "    logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, :-1]",
+        "    logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, 1:]",
         PLAIN,
         test="tests/test_objective.py::test_token_logps_are_those_of_a_softmax_with_temperature"),
     "temperature in sampling only": Change(
@@ -108,8 +109,8 @@ MUSEUM = {
         test="tests/test_objective.py::"
              "test_advantages_stay_within_their_group_and_leave_out_the_unjudged"),
     "the reference is the policy": Change(
-        "compute_logps(reference, rollout, logps_of, args)",
-        "compute_logps(policy, rollout, logps_of, args)",
+        "rollout.ref_logps = compute_logps(reference, rollout, logps_of, args)",
+        "rollout.ref_logps = compute_logps(policy, rollout, logps_of, args)",
         f"{BRIEF} --reward_funcs format tag rm --reward_model_clip 3 --beta 0.3",
         test="tests/test_run.py::test_the_kl_is_0_until_the_policy_has_left_its_reference"),
 }

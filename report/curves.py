@@ -355,7 +355,9 @@ def finish(ax, ends, form="", top=None):
         overlap = np.maximum(gap - np.diff(heights), 0) / 2
         heights[:-1] -= overlap
         heights[1:] += overlap
-    heights -= max(heights[-1] - 1, 0) if ends else 0
+    if ends:
+        heights -= max(heights[-1] - 1, 0)
+        heights += max(-heights[0], 0)
     for height, (value, label, color) in zip(heights, ends):
         ax.text(1.02, height, f"{label} {form.format(value)}".strip(), transform=ax.transAxes,
                 va="center", color=color, fontsize=8.5)

@@ -29,7 +29,7 @@ def draw_experiment(results, panels, path):
     columns = len(panels) if len(rows) > 1 else math.ceil(len(panels) / 2)
     lines = len(rows) if len(rows) > 1 else 2
     with matplotlib.rc_context(STYLE):
-        fig = Figure(figsize=(13, 2.9 * lines + 0.8), dpi=100, facecolor="white")
+        fig = Figure(figsize=(13, 2.9 * lines + 0.8), dpi=130, facecolor="white")
         inch = 1 / fig.get_figheight()
         grid = fig.add_gridspec(lines, columns, left=0.045, right=0.955, bottom=0.45 * inch,
                                 top=1 - (1.3 if len(rows) > 1 else 1.1) * inch, wspace=0.45,

@@ -69,7 +69,7 @@ def numbers(text):
 
 # --- commands -------------------------------------------------------------------------------------
 
-NOT_OURS = {".", "accelerate", "git", "jupyter", "pip", "ray", "ruff", "vllm"}
+NOT_OURS = {".", "accelerate", "git", "jupyter", "pip", "ray", "ruff", "swanlab", "vllm"}
 MODULES_NOT_OURS = {"pytest", "sglang.launch_server", "venv", "verl.trainer.main_ppo"}
 MADE_BY_THE_READER = {"sorting.py", "sorting.txt", "train_trl.py", "verl_task.py"}
 # A flag without its program is train_grpo.py's, except for these.
