@@ -98,7 +98,7 @@ MUSEUM = {
         "-m torch.distributed.run --standalone --nproc_per_node=4 train_grpo.py "
         f"{BRIEF} --batch_size 1 --num_generations 4",
         test="tests/test_run.py::test_ranks_micro_batches_and_the_pair_change_no_gradient"),
-    "each micro-batch averages alone": Change(
+    "micro-batches average alone": Change(
         "            num_tokens=num_tokens, **objective(args))", "            **objective(args))",
         f"{BRIEF} --micro_batch_size 16 --loss_type bnpo", watch="grad_norm",
         test="tests/test_run.py::test_ranks_micro_batches_and_the_pair_change_no_gradient"),

@@ -59,7 +59,9 @@ def draw_experiment(results, panels, path):
 
 
 def draw_lessons(results, lessons, panels, path):
-    """Write a PNG: a panel for each lesson, its runs in colour and those beside them in grey.
+    """Write a PNG: a panel for each lesson, its runs in colour and others beside them in grey.
+
+    Thin lines are runs, thick ones their means.
 
     lessons: {title: (line of code or "", series, (row, arm) in grey or None, (row, arm))};
     panels: {series: (title, subtitle, format of the values)}.
@@ -79,10 +81,14 @@ def draw_lessons(results, lessons, panels, path):
         for i, (title, (code, key, *pair)) in enumerate(lessons.items()):
             ax = fig.add_subplot(grid[i // columns, i % columns])
             name, _, form = panels[key]
-            ends = [end for where, color in zip(pair, (GREY, BLUE if code else ORANGE)) if where
-                    for end in draw_arm(ax, [run for run in results
-                                             if (run["row"], run["arm"]) == where],
-                                        key, color, "-")]
+            ends = []
+            for where, color in zip(pair, (GREY, BLUE if code else ORANGE)):
+                steps, values = series([run for run in results
+                                        if (run["row"], run["arm"]) == where], key)
+                if len(steps):
+                    ax.plot(steps, values.T, color=color, linewidth=0.8, alpha=0.45)
+                    ax.plot(steps, mean := np.nanmean(values, 0), color=color, linewidth=2.2)
+                    ends.append((mean[-1], "", color))
             offset = dict(xycoords="axes fraction", textcoords="offset points", xytext=(-24, 22))
             ax.annotate(title, (0, 1), fontsize=10, fontweight="bold", color=INK, **offset)
             offset["xytext"] = (-24, 8)

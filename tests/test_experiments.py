@@ -1,6 +1,7 @@
 """Experiments: a run becomes a line, a line is run once, and the figures are what they say."""
 import json
 import math
+import re
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -9,7 +10,7 @@ import pytest
 
 import train_grpo
 from report import experiments, figures
-from report.changes import Change, slow_judge
+from report.changes import MUSEUM, Change, slow_judge
 from report.jsonl import read_jsonl
 
 
@@ -121,6 +122,17 @@ def test_each_change_fits_the_code_and_its_test_is_there(name, tmp_path):
             assert f"\ndef {test}(" in (experiments.ROOT / file).read_text(encoding="utf-8"), row
 
 
+@pytest.mark.parametrize("page", ["museum.md", "museum_zh.md"])
+def test_the_museum_shows_each_change_and_names_its_test(page):
+    text = (experiments.ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert re.findall(r"```diff\n(.*?)```", text, re.DOTALL) == [
+        "".join(f"{sign}{line.strip()}\n" for sign, lines in (("-", change.before),
+                                                              ("+", change.after))
+                for line in lines.splitlines()) for change in MUSEUM.values()]
+    assert re.findall(r"`(test_\w+)`", text) == [
+        change.test.partition("::")[2] for change in MUSEUM.values()]
+
+
 def test_a_change_that_no_test_notices_or_that_does_not_fit_is_an_error(tmp_path):
     (tmp_path / "code").mkdir()
     (tmp_path / "code/train_grpo.py").write_text("answer = 42\n")
@@ -152,6 +164,26 @@ def test_arms_of_a_family_share_a_colour_and_kinds_their_dashes():
     colors, dashes = figures.styles(["grpo, group", "bnpo, group", "grpo, none", "bnpo, none"])
     assert colors["grpo, group"] == colors["grpo, none"] != colors["bnpo, group"]
     assert dashes["grpo, group"] == dashes["bnpo, group"] != dashes["grpo, none"]
+
+
+def test_a_lesson_is_drawn_beside_the_one_before_it(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    def run(arm, seed, end):
+        return {"row": "", "arm": arm, "seed": seed, "steps": [1, 2], "series": {"a": [0.1, end]},
+                "eval": {}}
+
+    drawn, plot = [], Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda ax, steps, values, color, linewidth, **kwargs: (
+        drawn.append((values.tolist(), color)) if linewidth > 1 else None,
+        plot(ax, steps, values, color=color, linewidth=linewidth, **kwargs)))
+    figures.draw_lessons(
+        [run("one", 1, 0.2), run("one", 2, 0.3), run("two", 1, 0.5)],
+        {"one": ("a = 1", "a", None, ("", "one")), "two": ("a = 2", "a", ("", "one"), ("", "two"))},
+        {"a": ("A", "", "{:.0%}")}, tmp_path / "lessons.png")
+    assert drawn == [([0.1, 0.25], figures.BLUE), ([0.1, 0.25], figures.GREY),
+                     ([0.1, 0.5], figures.BLUE)]
+    assert (tmp_path / "lessons.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_drawing_without_results_is_refused(tmp_path):
