@@ -8,7 +8,7 @@ than their group's average become more likely, worse ones less.
     ratio_t = pi(o_t | q, o_<t) / pi_old(o_t | q, o_<t)            how far pi moved since sampling
     loss    = - mean over answers of mean over tokens of [
                   min(ratio_t A_i, clip(ratio_t, 1-epsilon_low, 1+epsilon_high) A_i)
-                  - beta KL_t(pi || pi_ref) ]
+                  - beta KL_t(pi || pi_ref) ]                      KL_t: estimated at token t
 
 One step, for B prompts and G = num_generations answers to each:
     1. ask        generate           sample G completions of every prompt          model/
@@ -33,8 +33,8 @@ Where we differ from the papers and from other code, on purpose:
     temperature, no top-k or top-p, exact masks and positions under padding. pi_old is computed by
     the training code, not taken from the sampler, so that ratios start at 1.
   - averages run over the whole optimizer step, all micro-batches and ranks, so that neither
-    micro_batch_size nor the number of processes changes the gradient. Gradients are summed over
-    the ranks in plain sight, without a wrapper.
+    micro_batch_size nor the number of processes changes the gradient of the same completions.
+    Gradients are summed over the ranks in plain sight, without a wrapper.
   - with one update per rollout, the default, the clip never acts, and the printed loss of `grpo` is
     just beta * KL, about 0: the advantages of a group cancel in its value, though not in its
     gradient. Watch the reward.
@@ -92,7 +92,7 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
     """
     groups = rewards.view(-1, num_generations)                                          # (B, G)
     highest = groups.nan_to_num(float("-inf")).amax(1, keepdim=True)
-    groups = groups - highest               # equal rewards now give exactly 0, whatever they are
+    groups = groups - highest       # equal rewards now give exactly 0; a rounded mean would not
     advantages = (groups - groups.nanmean(1, keepdim=True)).nan_to_num(0.0)             # (B, G)
     if advantage_estimator == "rloo":       # r - mean of the others = n / (n-1) (r - mean of all)
         n = (~groups.isnan()).sum(1, keepdim=True)
@@ -115,7 +115,7 @@ def completion_mask(completion_ids, eos_token_id):
     """
     eos_ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
     is_eos = torch.isin(completion_ids, torch.tensor(eos_ids, device=completion_ids.device)).int()
-    return (is_eos.cumsum(1) - is_eos == 0).int()           # no EOS before this token
+    return (is_eos.cumsum(1) - is_eos == 0).int()   # no EOS before this token; the first one stays
 
 
 def kl_penalty(logps, ref_logps, *, kl_type="k3"):
@@ -126,6 +126,9 @@ def kl_penalty(logps, ref_logps, *, kl_type="k3"):
         k2  x^2 / 2        biased                    that of KL(pi || pi_ref)
         k3  e^x - x - 1    unbiased, >= 0; GRPO's    that of KL(pi_ref || pi)
         abs |x|            biased
+
+    Estimate and gradient part ways because autograd takes the tokens as given: it does not see that
+    another pi would sample others.
 
     k3 clamps x at 20, so that e^x cannot overflow. Nothing is clamped below, nor is the result
     (verl clamps both): a clamp removes the gradient, the pull back, exactly where the policy has
@@ -152,7 +155,7 @@ def importance_ratio(logps, old_logps, mask, *, level="token"):
         sequence   exp(mean of d over the completion)       (N, 1)    1       GSPO, arXiv 2507.18071
         product    exp(sum of d over the completion)        (N, 1)    1/|o|   DeepSeek-R1
 
-    With "product" the completion is one action with one term, so its |o| tokens share that term.
+    With "product" the completion is one action: its |o| tokens together are one term of the sum.
     """
     log_ratio = (logps - old_logps) * mask                                              # (N, R)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                    # (N, 1)
@@ -205,7 +208,7 @@ LOSS_TYPES = {
 }   # ratio None: whichever importance_sampling_level names
 #     paper's GRPO  the defaults                  GSPO   sequence level, epsilons of about 3e-4
 #     Dr. GRPO      dr_grpo, scale_rewards none   CISPO  cispo, epsilon_high 5: it is the cap
-#     DAPO          dapo, epsilon_high 0.28       R1     r1
+#     DAPO          dapo, epsilon_high 0.28       R1     r1         all flags: docs/losses.md
 
 
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, kl_type="k3",
@@ -337,10 +340,10 @@ def compute_advantages(rollout, tokenizer, world, args):
 
 @torch.no_grad()
 def compute_old_logps(policy, rollout, world, logps_of, args):
-    """Step 4: log-probabilities before the policy moves; None if one update follows, with its own.
+    """Step 4: log-probabilities before the policy moves; None if only one update follows.
 
-    Computed on the updates' own micro-batches: another split rounds differently in bfloat16, and
-    the first ratios would not be 1.
+    (That one detaches its own.) Computed on the updates' own micro-batches: another split rounds
+    differently in bfloat16, and the first ratios would not be 1.
     """
     updates = minibatches(rollout, args)
     if len(updates) * args.num_iterations == 1:
@@ -359,7 +362,7 @@ def update_policy(policy, optimizer, rollout, world, logps_of, args):
 
 
 def optimizer_step(policy, optimizer, rollout, totals, parts, world, logps_of, args):
-    """One optimizer step on every rank's minibatch; its metrics over all ranks."""
+    """One optimizer step on every rank's minibatch, `minibatches` (model/rollout.py); metrics."""
     num_sequences, num_tokens, num_learned = world.sum(torch.tensor(totals)).clamp(min=1).tolist()
     metrics = {"loss": 0.0}
     optimizer.zero_grad()
@@ -373,7 +376,7 @@ def optimizer_step(policy, optimizer, rollout, totals, parts, world, logps_of, a
             entropy = entropy.detach()          # frees what its gradient would need
         # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
         old_logps = logps.detach() if part.old_logps is None else part.old_logps
-        weights = rollout_weights(old_logps, part, args)                            # (n, 1 or R)
+        weights = rollout_weights(old_logps, part, args)    # (n, 1 or R), ones by default
         loss, of_part = grpo_loss(
             logps, old_logps, weights * part.advantages.view(len(rows), -1), part.mask,
             ref_logps=part.ref_logps, entropy=entropy, num_sequences=num_sequences,
@@ -448,7 +451,7 @@ def main(argv=None):
             if args.oversample > 1:
                 num_groups = math.ceil(len(batch["prompts"]) / args.oversample)
                 rollout = select_groups(rollout, num_groups, G)
-            # 4. learn: clipped gradient steps, with the log-probs of the policy before them
+            # 4. learn: clipped gradient steps; old_logps from before them, or None for a single one
             if args.num_iterations * args.num_minibatches > 1 or args.kl_in_reward:
                 with report.timed("old_logps"):
                     rollout.old_logps = compute_old_logps(policy, rollout, world, logps_of, args)

@@ -166,11 +166,11 @@ def draw_drift(fig, cell, run):
 
 def draw_health(fig, cell, run):
     rows = [("frac_reward_zero_std", ORANGE, "{:.0%}",
-             "groups whose rewards are all equal: they teach nothing"),
+             "groups whose rewards are all equal: more, as prompts get easy"),
             ("clip_ratio/region_mean", BLUE, "{:.1%}", "tokens clipped: a few percent at most"),
             ("grad_norm", BROWN, "{:.2g}", "gradient norm: no spikes")]
-    draw_strips(fig, cell, run, "Health of the updates", "all of these should stay low and calm",
-                rows)
+    draw_strips(fig, cell, run, "Health of the updates",
+                "clipped tokens and gradient norm should stay calm", rows)
 
 
 def draw_strips(fig, cell, run, name, subtitle, rows):

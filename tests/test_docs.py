@@ -16,6 +16,7 @@ from torch.distributed.run import get_args_parser
 
 import train_grpo
 from conftest import ROOT
+from report.changes import LADDER, MUSEUM
 from report.figures import ends_of_runs, interval
 from report.jsonl import read_jsonl
 
@@ -448,11 +449,43 @@ def trl():
     return None, [sum(map(list, accuracies + seconds), [])]
 
 
+def ladder():
+    def after(rung, step):
+        values = np.array([100 * run["eval"]["eval/accuracy"][run["eval"]["step"].index(step)]
+                           for run in runs("ladder") if run["arm"] == rung])
+        return "{:.1f} ± {:.1f}".format(*interval(values))
+
+    return [[after(rung, 20), after(rung, 100)] for rung in LADDER], []
+
+
+def museum():
+    def end(error, arm):
+        key = MUSEUM[error].watch
+        return cell("museum", arm, key, row=error) if key.startswith("eval/") else cell(
+            "museum", arm, key, "{1:.2f} ± {2:.2f}", times=1, row=error)
+
+    return [[ANY, end(error, "right"), end(error, "wrong")] for error in MUSEUM], []
+
+
+def groups():
+    def dead(arm, steps):
+        values = [run["series"]["frac_reward_zero_std"][i] for run in runs("groups")
+                  if run["arm"] == arm for i, step in enumerate(run["steps"]) if step in steps]
+        return f"{np.mean(values):.1%}"
+
+    arms = [f"groups of {size}" for size in (2, 4, 8, 16, 32)]
+    without_kl = cell("groups", "groups of 8, beta 0", "eval/accuracy")
+    return ([[cell("groups", arm, "eval/accuracy"), dead(arm, (1.5, 3.5)), dead(arm, range(26, 31))]
+             for arm in arms],
+            [[*without_kl.split(" ± "), *cell("groups", arms[2], "eval/accuracy").split(" ± ")]])
+
+
 INTERVAL = r"(-?\d+(?:\.\d+)?)%? ± (\d+(?:\.\d+)?)"
 # A file of results -> the cells of its table (right of the first column), and figures that stand in
 # this order in a paragraph.
 FIGURES = {"countdown": countdown, "loss_types": loss_types, "clip": clip,
-           "reward_model": reward_model, "lora": lora, "trl": trl}
+           "reward_model": reward_model, "lora": lora, "trl": trl, "groups": groups,
+           "ladder": ladder, "museum": museum}
 
 
 def test_all_results_are_checked():
