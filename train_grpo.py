@@ -22,7 +22,7 @@ One step, for B prompts and G = num_generations answers to each:
 Letters: B prompts, G generations per prompt, N = B*G completions; P prompt tokens, R completion
 tokens, T = P + R; V vocabulary.
 
-    python train_grpo.py                                       learns arithmetic on a laptop's CPU
+    python train_grpo.py                                       learns to think, on a laptop's CPU
     torchrun --nproc_per_node=2 train_grpo.py --reasoning 1    on two processes
     python train_grpo.py --help                                every flag
 
@@ -109,9 +109,10 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
 
 
 def completion_mask(completion_ids, eos_token_id):
-    """(N, R): 1 through the first EOS, all 1 without one. The EOS is trained: stopping is a skill.
+    """(N, R): 1 through the first EOS, the token that ends an answer; all 1 without one.
 
-    eos_token_id is an int or a list of ints.
+    The EOS is trained: stopping is a skill. Prompts and padding never are. eos_token_id is an int
+    or a list of ints.
     """
     eos_ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
     is_eos = torch.isin(completion_ids, torch.tensor(eos_ids, device=completion_ids.device)).int()
@@ -130,9 +131,9 @@ def kl_penalty(logps, ref_logps, *, kl_type="k3"):
     Estimate and gradient part ways because autograd takes the tokens as given: it does not see that
     another pi would sample others.
 
-    k3 clamps x at 20, so that e^x cannot overflow. Nothing is clamped below, nor is the result
-    (verl clamps both): a clamp removes the gradient, the pull back, exactly where the policy has
-    drifted furthest.
+    k3 clamps x at 20, so that e^x cannot overflow; pi samples such a token once in e^20 times.
+    Nothing else is clamped (verl clamps x at -20 and the result at 10): a clamp removes the
+    gradient, the pull back, where the policy has drifted furthest.
     """
     x = ref_logps - logps
     if kl_type == "k1":
@@ -173,7 +174,7 @@ def ppo_clip(ratio, advantages, logps, *, epsilon_low, epsilon_high, delta=None)
 
     Once a ratio has moved past epsilon in the direction that its advantage favours, the clip
     removes its gradient. It does nothing against a bad token (A < 0) whose ratio is large: `delta`,
-    above 1 + epsilon_high, caps such a ratio (INTELLECT-2; verl's dual clip, Ye et al. 2020).
+    above 1 + epsilon_high, caps it, and ends its gradient (INTELLECT-2; dual clip, Ye et al. 2020).
     """
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     capped = ratio if delta is None else ratio.clamp(max=delta)
@@ -666,7 +667,7 @@ FINITE = number(float, -10**6, 10**6)
 
 def parse_args(argv=None):
     parser = Parser(description=(
-        "Group Relative Policy Optimization. Without flags a small model learns arithmetic, in "
+        "Group Relative Policy Optimization. Without flags a small model learns to think, in "
         "minutes, on a laptop. Policy: the model that learns. Reference: the weights it started "
         "from. Group: the completions of one prompt. Rollout: the completions of a step."))
     for add_flags in (add_ask_flags, add_judge_flags, add_learn_flags, add_report_flags):
