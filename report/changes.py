@@ -67,6 +67,11 @@ LADDER = {
         flags=f"--beta 0.02 {FOUR_UPDATES}", shown="... - beta * KL(pi || pi_ref)"),
 }
 
+# Is the first rung only too fast? It also runs at a tenth of the learning rate.
+SLOWLY = ("1. REINFORCE, slowly", Change(
+    LADDER["1. REINFORCE"].before, LADDER["1. REINFORCE"].after,
+    "--scale_rewards none --beta 0 --learning_rate 3e-5"))
+
 # --- the museum: errors that real trainers shipped ------------------------------------------------
 # Flags: of a task where the error shows. The right code runs with the same.
 

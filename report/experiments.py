@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from .behaviour import behaviour_of_run
-from .changes import LADDER, MUSEUM
+from .changes import LADDER, MUSEUM, SLOWLY
 from .figures import draw_experiment, draw_lessons, print_table
 from .jsonl import is_finite, read_jsonl
 
@@ -137,6 +137,15 @@ EXPERIMENTS = {
             "entropy": ("Entropy, nats per token", "", "{:.2g}"),
             "grad_norm": ("Gradient norm", "before it is clipped to 1", "{:.2g}")},
     },
+    "rewards": {
+        "rows": {"": {"all four": BRIEF, "accuracy alone": f"{BRIEF} --reward_funcs accuracy"}},
+        "weights": [], "seeds": (42, 1, 2),
+        "panels": {
+            "eval/accuracy": ("Held-out accuracy, sampled", "never trained on", "{:.0%}"),
+            "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
+            "eval/mean_length": ("Completion length, tokens", "held-out", "{:.0f}"),
+            "frac_reward_zero_std": ("Dead groups", "whose rewards are all equal", "{:.0%}")},
+    },
     "groups": {
         "rows": {"": {f"groups of {size}": f"{SHORT} --num_generations {size} "
                       f"--batch_size {128 // size}" for size in (2, 4, 8, 16, 32)}
@@ -150,8 +159,9 @@ EXPERIMENTS = {
     },
     "ladder": {
         "rows": {"": {rung: f"--max_steps 100 --eval_interval 20 --eval_samples 200 {change.flags}"
-                      for rung, change in LADDER.items()}},
-        "changes": {("", rung): change for rung, change in LADDER.items() if change.before},
+                      for rung, change in (*LADDER.items(), SLOWLY)}},
+        "changes": {("", rung): change for rung, change in (*LADDER.items(), SLOWLY)
+                    if change.before},
         "lessons": {rung: (change.shown, "eval/accuracy", below and ("", below), ("", rung))
                     for below, (rung, change) in zip((None, *LADDER), LADDER.items())},
         "weights": [], "seeds": (42, 1, 2),

@@ -55,7 +55,6 @@ class Report:
         self.run_dir, self.args, self.active = Path(run_dir), args, active
         self.total_steps, self.start_step = total_steps, start_step
         self.current_step = start_step
-        self.held_out = None                    # the last held-out accuracy, sampled
         self.dead_groups = deque(maxlen=10)     # frac_reward_zero_std of the last steps
         self.timings = {}                       # timing_s/<phase> -> seconds since the last step
         self.warned_at = {}                     # text of a warning -> step that last printed it
@@ -153,7 +152,6 @@ class Report:
             return
         self._write("eval", {"step": step, **metrics})
         self._log(metrics, step)
-        self.held_out = metrics.get("eval/accuracy")
         if step == self.start_step:
             # The first evaluation is not part of a step: keep it out of the time left.
             self.training_started = time.perf_counter()
@@ -222,7 +220,7 @@ class Report:
     def group(self, step, rows):
         """Print one group: a prompt and its completions, at most 8, with all their numbers.
 
-        rows: the group's rows, as describe() returns them.
+        rows: the group's rows, as describe() returns them. Copies are printed once, and counted.
         """
         if not self.active:
             return
@@ -234,12 +232,16 @@ class Report:
         lines = ["", title + "─" * (width - len(title)),
                  *fold(rows[0]["prompt"], width, max_lines=3),
                  "  " + "  ".join(columns)]
+        copies = {}
         for row in rows[:8]:
             values = [number(row["advantage"], "+.2f"), number(row["reward"])]
             values += [number(row["rewards"][name]) for name in names]
             cells = [value.rjust(len(column)) for column, value in zip(columns, values)]
-            lines.append("  " + "  ".join(cells))
-            lines += [f"    │ {line}" for line in fold(row["completion"], width - 6, max_lines=5)]
+            what = "  " + "  ".join(cells), row["completion"]
+            copies[what] = copies.get(what, 0) + 1
+        for (cells, completion), count in copies.items():
+            lines.append(cells + (f"   {count} times" if count > 1 else ""))
+            lines += [f"    │ {line}" for line in fold(completion, width - 6, max_lines=5)]
         self._print("\n".join([*lines, "─" * width]))
         if self.swanlab:
             samples = [self.swanlab.Text(printable(f"{row['prompt']}\n\n{row['completion']}"),
@@ -344,8 +346,6 @@ class Report:
         if "rewards/accuracy_reward/mean" in metrics:
             accuracy = number(metrics["rewards/accuracy_reward/mean"], ".0%")
             numbers.append(f"accuracy {accuracy:>4}")
-        if self.held_out is not None:
-            numbers.append(f"held-out {number(self.held_out, '.0%'):>4}")
         numbers.append(f"length {number(metrics.get('completions/mean_length'), '.0f'):>3}")
         if "kl" in metrics:
             numbers.append(f"kl {number(metrics['kl'], '.4f')}")

@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 
 import train_grpo
 from conftest import ROOT
-from report.changes import LADDER, MUSEUM
+from report.changes import LADDER, MUSEUM, SLOWLY
 from report.figures import ends_of_runs, interval
 from report.jsonl import read_jsonl
 
@@ -455,7 +455,7 @@ def ladder():
                            for run in runs("ladder") if run["arm"] == rung])
         return "{:.1f} ± {:.1f}".format(*interval(values))
 
-    return [[after(rung, 20), after(rung, 100)] for rung in LADDER], []
+    return [[after(rung, 20), after(rung, 100)] for rung in (*LADDER, SLOWLY[0])], []
 
 
 def museum():

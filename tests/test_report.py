@@ -204,6 +204,14 @@ def test_a_printed_group_shows_every_completion_with_its_numbers(tmp_path, capsy
         assert shown in printed
 
 
+def test_copies_in_a_printed_group_are_counted(tmp_path, capsys):
+    with Report(tmp_path, arguments(), total_steps=1) as report:
+        report.group(1, [ROWS[0], ROWS[1], ROWS[0]])
+    printed = capsys.readouterr().out
+    assert printed.count("two") == 1 and "+0.71" in printed.split("   2 times")[0]
+    assert printed.count(" times") == 1
+
+
 def test_metrics_of_a_rollout_by_hand():
     nan = float("nan")
     group_a = [(1.0, 1.0, 4, True), (2.0, nan, 6, True), (nan, nan, 9, False)]
