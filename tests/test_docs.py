@@ -449,6 +449,13 @@ def trl():
     return None, [sum(map(list, accuracies + seconds), [])]
 
 
+def rewards():
+    return None, [[cell("rewards", "all four", "eval/mean_length", "{0:.0f}", times=1),
+                   cell("rewards", "accuracy alone", "eval/mean_length", "{1:.0f}", times=1)]
+                  + sum([cell("rewards", arm, "eval/accuracy").split(" ± ")
+                         for arm in ("accuracy alone", "all four")], [])]
+
+
 def ladder():
     def after(rung, step):
         values = np.array([100 * run["eval"]["eval/accuracy"][run["eval"]["step"].index(step)]
@@ -485,7 +492,7 @@ INTERVAL = r"(-?\d+(?:\.\d+)?)%? ± (\d+(?:\.\d+)?)"
 # this order in a paragraph.
 FIGURES = {"countdown": countdown, "loss_types": loss_types, "clip": clip,
            "reward_model": reward_model, "lora": lora, "trl": trl, "groups": groups,
-           "ladder": ladder, "museum": museum}
+           "rewards": rewards, "ladder": ladder, "museum": museum}
 
 
 def test_all_results_are_checked():
