@@ -3,12 +3,12 @@ import math
 
 import numpy as np
 
-from .curves import BLUE, GREEN, GREY, INK, ORANGE, PINK, STYLE, finish
+from .curves import BLUE, BROWN, GREEN, GREY, INK, ORANGE, PINK, STYLE, finish
 
 # Student's t for a 95% interval, by the number of values less one.
 T_95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
 LOGARITHMIC = ("kl", "grad_norm")       # one run's may be a hundred times another's
-ARM_COLORS = [BLUE, ORANGE, GREEN, PINK]
+ARM_COLORS = [BLUE, ORANGE, GREEN, PINK, BROWN]
 
 
 def draw_experiment(results, panels, path):
@@ -103,7 +103,7 @@ def styles(arms):
     """({arm: colour}, {arm: dashes}), by what stands before and after the comma."""
     families = list(dict.fromkeys(arm.partition(", ")[0] for arm in arms))
     kinds = list(dict.fromkeys(arm.partition(", ")[2] for arm in arms))
-    return ({arm: ARM_COLORS[families.index(arm.partition(", ")[0]) % 4] for arm in arms},
+    return ({arm: ARM_COLORS[families.index(arm.partition(", ")[0]) % 5] for arm in arms},
             {arm: ("-", (0, (3, 1.5)), ":")[kinds.index(arm.partition(", ")[2])] for arm in arms})
 
 
