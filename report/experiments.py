@@ -243,11 +243,11 @@ def run_missing(experiment, results, out, jobs):
             pass
 
 
-def prove(changes, out):
+def prove(changes):
     """Print how each change's test fails in a copy with the change; ValueError if it passes."""
     for (row, _), change in changes.items():
         if change.test:
-            with tempfile.TemporaryDirectory(dir=out) as folder:
+            with tempfile.TemporaryDirectory() as folder:
                 said = change.verdict(change.copy(ROOT, Path(folder)))
             print(f"{row}: {change.test.partition('::')[2]} fails: {said}", flush=True)
 
@@ -267,6 +267,17 @@ def summary(run_dir, names):
                  for name in (evaluations[0] if evaluations else ())},
         "seconds": round(sum(row["step_time"] for row in rows)),
     }
+
+
+def results_of(experiment, path):
+    """The results of the experiment's runs, in its order; of a run that is there twice, the last.
+
+    Lines of arms that the experiment no longer has are left out.
+    """
+    found = {(line["row"], line["arm"], line["seed"]): line for line in read_jsonl(path)}
+    runs = [(row, arm, seed) for row, flags in experiment["rows"].items() for arm in flags
+            for seed in experiment["seeds"]]
+    return [found[run] for run in runs if run in found]
 
 
 def mean(values):
@@ -292,10 +303,8 @@ def main():
         if not args.draw:
             make_weights(experiment["weights"], out)
             run_missing(experiment, results, out, args.jobs)
-            prove(experiment.get("changes", {}), out)
-        order = [(row, arm) for row, arms_of in experiment["rows"].items() for arm in arms_of]
-        rows = sorted(read_jsonl(results), key=lambda run: (order.index((run["row"], run["arm"])),
-                                                            experiment["seeds"].index(run["seed"])))
+            prove(experiment.get("changes", {}))
+        rows = results_of(experiment, results)
         picture = ROOT / "images" / f"{args.name}.png"
         if "lessons" in experiment:
             draw_lessons(rows, experiment["lessons"], experiment["panels"], picture)

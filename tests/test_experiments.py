@@ -133,16 +133,19 @@ def test_the_museum_shows_each_change_and_names_its_test(page):
         change.test.partition("::")[2] for change in MUSEUM.values()]
 
 
-def test_a_change_that_no_test_notices_or_that_does_not_fit_is_an_error(tmp_path):
+def test_a_change_that_no_test_notices_or_that_does_not_fit_is_an_error(
+        tmp_path, monkeypatch, capsys):
     (tmp_path / "code").mkdir()
     (tmp_path / "code/train_grpo.py").write_text("answer = 42\n")
     (tmp_path / "code/test_it.py").write_text(
         "from train_grpo import answer\n\n\ndef test_it():\n    assert answer != 41\n")
     bug = Change("42", "41", test="test_it.py::test_it")
-    assert bug.verdict(bug.copy(tmp_path / "code", tmp_path / "bug")) == "assert 41 != 41"
     harmless = Change("42", "43", test="test_it.py::test_it")
+    monkeypatch.setattr(experiments, "ROOT", tmp_path / "code")
+    experiments.prove({("no change", ""): Change(), ("bug", "wrong"): bug})
+    assert capsys.readouterr().out == "bug: test_it fails: assert 41 != 41\n"
     with pytest.raises(ValueError, match="should fail"):
-        harmless.verdict(harmless.copy(tmp_path / "code", tmp_path / "harmless"))
+        experiments.prove({("harmless", "wrong"): harmless})
     with pytest.raises(ValueError, match="does not hold '40' once"):
         Change("40", "41").copy(tmp_path / "code", tmp_path / "none")
 
@@ -150,6 +153,17 @@ def test_a_change_that_no_test_notices_or_that_does_not_fit_is_an_error(tmp_path
 def test_the_slow_judge_has_no_opinion_on_long_replies():
     replies = ["<answer>\n12\n</answer>", "<answer>\n13\n</answer>", "no", " " * 60 + "12"]
     assert slow_judge([""] * 4, replies, ["12"] * 4) == [1.0, 0.0, 0.0, None]
+
+
+def test_results_come_in_the_experiments_order_each_once_and_only_its_own(tiny):
+    experiment, results, _ = tiny
+    results.parent.mkdir()
+    results.write_text("".join(
+        json.dumps({"row": "", "arm": arm, "seed": seed, "try": i}) + "\n" for i, (arm, seed) in
+        enumerate([("small, b", 1), ("renamed", 1), ("small, a", 7), ("small, a", 1),
+                   ("small, b", 1)])))
+    assert [(run["arm"], run["try"]) for run in experiments.results_of(experiment, results)] == [
+        ("small, a", 3), ("small, b", 4)]
 
 
 def test_the_interval_is_students():
