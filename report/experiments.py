@@ -194,7 +194,7 @@ EXPERIMENTS = {
 # --- running --------------------------------------------------------------------------------------
 
 def python(arguments, log, folder=ROOT, **environment):
-    """Run python with these arguments in the top folder; ValueError if it fails."""
+    """Run python with these arguments in a folder; ValueError if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w", encoding="utf-8") as file:
         done = subprocess.run([sys.executable, *shlex.split(arguments)], cwd=folder, stdout=file,
@@ -203,12 +203,18 @@ def python(arguments, log, folder=ROOT, **environment):
         raise ValueError(f"python {arguments} failed; its output is in {log}")
 
 
+def quoted(path):
+    """A path as a piece of a command: it may hold spaces, or the backslashes of Windows."""
+    return shlex.quote(path.as_posix())
+
+
 def make_weights(names, out):
     for name in names:
         if not (out / name / "config.json").exists():
             for number, command in enumerate(WEIGHTS[name]):
-                print(f"python {command.format(out=out)}", flush=True)
-                python(command.format(out=out), out / f"{name}_{number}.log")
+                command = command.format(out=quoted(out))
+                print(f"python {command}", flush=True)
+                python(command, out / f"{name}_{number}.log")
 
 
 def run_missing(experiment, results, out, jobs):
@@ -221,13 +227,14 @@ def run_missing(experiment, results, out, jobs):
     def run(key):
         row, arm, seed = key
         name = "".join(c if c.isalnum() else "_" for c in f"{row} {arm} {seed}".strip())
-        command = experiment["rows"][row][arm].format(out=out)
+        command = experiment["rows"][row][arm].format(out=quoted(out))
         if "train_grpo.py" not in command:          # with it, it also says how many processes
             command = f"train_grpo.py {command}"
         change = experiment.get("changes", {}).get((row, arm))
         folder = change.copy(ROOT, out / "changed" / name) if change else ROOT
-        python(f"{command} --seed {seed} --out_dir {out} --run_name {name}", out / f"{name}.log",
-               folder=folder, **({"OMP_NUM_THREADS": "1"} if jobs > 1 else {}))
+        python(f"{command} --seed {seed} --out_dir {quoted(out)} --run_name {name}",
+               out / f"{name}.log", folder=folder,
+               **({"OMP_NUM_THREADS": "1"} if jobs > 1 else {}))
         line = json.dumps({"row": row, "arm": arm, "seed": seed,
                            **summary(out / name, experiment["panels"])})
         with open(results, "a", encoding="utf-8") as file:
