@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from .behaviour import behaviour_of_run
-from .changes import LADDER, MUSEUM, SLOWLY
+from .changes import LADDER, MUSEUM, NO_CLIP, SLOWLY
 from .figures import draw_experiment, draw_lessons, print_table
 from .jsonl import is_finite, read_jsonl
 
@@ -66,7 +66,6 @@ JUDGED = ("--reward_funcs format tag rm accuracy --reward_weights 1 1 1 0 --rewa
 SHORT = "--max_steps 30 --eval_interval 30 --eval_samples 300"
 REUSED = "--max_steps 30 --eval_interval 5 --eval_samples 300 --num_iterations"
 BRIEF = "--max_steps 120 --eval_interval 30 --eval_samples 500"
-NO_CLIP = "--epsilon_low 1e9 --epsilon_high 1e9"
 
 
 def arms(common, by_arm):

@@ -113,9 +113,9 @@ def test_an_arm_that_changes_the_code_runs_in_a_changed_copy(tiny, monkeypatch):
 @pytest.mark.parametrize("name", ["ladder", "museum"])
 def test_each_change_fits_the_code_and_its_test_is_there(name):
     experiment = experiments.EXPERIMENTS[name]
+    source = (experiments.ROOT / "train_grpo.py").read_text(encoding="utf-8")
     for (row, arm), change in experiment["changes"].items():
         assert arm in experiment["rows"][row]
-        source = (experiments.ROOT / change.file).read_text(encoding="utf-8")
         assert source.count(change.before) == 1 and change.before != change.after, row or arm
         if name == "museum":
             file, _, test = change.test.partition("::")
