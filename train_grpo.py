@@ -363,7 +363,7 @@ def update_policy(policy, optimizer, rollout, world, logps_of, args):
 
 
 def optimizer_step(policy, optimizer, rollout, totals, parts, world, logps_of, args):
-    """One optimizer step on every rank's minibatch, `minibatches` (model/rollout.py); metrics."""
+    """One optimizer step on a minibatch of every rank (model/rollout.py); its metrics."""
     num_sequences, num_tokens, num_learned = world.sum(torch.tensor(totals)).clamp(min=1).tolist()
     metrics = {"loss": 0.0}
     optimizer.zero_grad()
@@ -800,7 +800,8 @@ def add_report_flags(parser):
     flag("--eval_samples", type=COUNT, default=1000, help="held-out problems per evaluation")
     flag("--eval_reward_funcs", nargs="+", metavar="NAME", help="what tells whether a held-out "
          "reply is right, by the names of --reward_funcs (default: accuracy)")
-    flag("--eval_threshold", type=FINITE, default=1.0, help="right: such rewards add up to this")
+    flag("--eval_threshold", type=FINITE, default=1.0,
+         help="a reply is right if these rewards add up to at least this")
     flag("--eval_batch_size", type=COUNT, default=256, help="problems answered at once")
     flag("--num_generations_eval", type=COUNT, default=2, help="k, samples per problem: accuracy "
          "is their mean, pass@k the share of problems that any of them gets right")

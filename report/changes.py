@@ -13,24 +13,23 @@ from dataclasses import dataclass
 
 @dataclass
 class Change:
-    """Some lines of the code, what stands there instead, and how the difference shows."""
-    before: str = ""            # stands once in the file; "": nothing changes but the flags
+    """A line of train_grpo.py, what stands there instead, and how the difference shows."""
+    before: str = ""            # stands there once; "": nothing changes but the flags
     after: str = ""
     flags: str = ""             # of the run
     shown: str = ""             # the line as the picture has it
     watch: str = "eval/accuracy"
     test: str = ""              # the test that fails with the change
-    file: str = "train_grpo.py"
 
     def copy(self, root, folder):
         """The repository with the change, in a folder; ValueError if the code has moved on."""
         shutil.copytree(root, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(
-            ".?*", "out", "__pycache__", "images"))
-        path = folder / self.file
+            ".?*", "venv", "out", "__pycache__", "images"))
+        path = folder / "train_grpo.py"
         source = path.read_text(encoding="utf-8")
         if source.count(self.before) != 1:
-            raise ValueError(f"{self.file} does not hold {self.before.strip()!r} once; adapt the "
-                             "change in report/changes.py to the code")
+            raise ValueError(f"train_grpo.py does not hold {self.before.strip()!r} once; adapt "
+                             "the change in report/changes.py to the code")
         path.write_text(source.replace(self.before, self.after), encoding="utf-8")
         return folder
 
@@ -46,8 +45,8 @@ class Change:
 
 
 # --- the ladder: from REINFORCE to GRPO -----------------------------------------------------------
-# Each rung has the lines of those before it. Rungs 2 to 6 need no change of the code: flags take
-# the lines out again.
+# Each rung has the lines of those before it. Only the first changes the code; in the others flags
+# switch off the lines that are still to come.
 
 FOUR_UPDATES, NO_CLIP = "--num_iterations 4", "--epsilon_low 1e9 --epsilon_high 1e9"
 LADDER = {

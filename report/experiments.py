@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from .behaviour import behaviour_of_run
-from .changes import LADDER, MUSEUM, SLOWLY
+from .changes import LADDER, MUSEUM, NO_CLIP, SLOWLY
 from .figures import draw_experiment, draw_lessons, print_table
 from .jsonl import is_finite, read_jsonl
 
@@ -66,7 +66,6 @@ JUDGED = ("--reward_funcs format tag rm accuracy --reward_weights 1 1 1 0 --rewa
 SHORT = "--max_steps 30 --eval_interval 30 --eval_samples 300"
 REUSED = "--max_steps 30 --eval_interval 5 --eval_samples 300 --num_iterations"
 BRIEF = "--max_steps 120 --eval_interval 30 --eval_samples 500"
-NO_CLIP = "--epsilon_low 1e9 --epsilon_high 1e9"
 
 
 def arms(common, by_arm):
@@ -194,7 +193,7 @@ EXPERIMENTS = {
 # --- running --------------------------------------------------------------------------------------
 
 def python(arguments, log, folder=ROOT, **environment):
-    """Run python with these arguments in the top folder; ValueError if it fails."""
+    """Run python with these arguments in a folder; ValueError if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w", encoding="utf-8") as file:
         done = subprocess.run([sys.executable, *shlex.split(arguments)], cwd=folder, stdout=file,
@@ -203,12 +202,18 @@ def python(arguments, log, folder=ROOT, **environment):
         raise ValueError(f"python {arguments} failed; its output is in {log}")
 
 
+def quoted(path):
+    """A path as a piece of a command: it may hold spaces, or the backslashes of Windows."""
+    return shlex.quote(path.as_posix())
+
+
 def make_weights(names, out):
     for name in names:
         if not (out / name / "config.json").exists():
             for number, command in enumerate(WEIGHTS[name]):
-                print(f"python {command.format(out=out)}", flush=True)
-                python(command.format(out=out), out / f"{name}_{number}.log")
+                command = command.format(out=quoted(out))
+                print(f"python {command}", flush=True)
+                python(command, out / f"{name}_{number}.log")
 
 
 def run_missing(experiment, results, out, jobs):
@@ -221,13 +226,14 @@ def run_missing(experiment, results, out, jobs):
     def run(key):
         row, arm, seed = key
         name = "".join(c if c.isalnum() else "_" for c in f"{row} {arm} {seed}".strip())
-        command = experiment["rows"][row][arm].format(out=out)
+        command = experiment["rows"][row][arm].format(out=quoted(out))
         if "train_grpo.py" not in command:          # with it, it also says how many processes
             command = f"train_grpo.py {command}"
         change = experiment.get("changes", {}).get((row, arm))
         folder = change.copy(ROOT, out / "changed" / name) if change else ROOT
-        python(f"{command} --seed {seed} --out_dir {out} --run_name {name}", out / f"{name}.log",
-               folder=folder, **({"OMP_NUM_THREADS": "1"} if jobs > 1 else {}))
+        python(f"{command} --seed {seed} --out_dir {quoted(out)} --run_name {name}",
+               out / f"{name}.log", folder=folder,
+               **({"OMP_NUM_THREADS": "1"} if jobs > 1 else {}))
         line = json.dumps({"row": row, "arm": arm, "seed": seed,
                            **summary(out / name, experiment["panels"])})
         with open(results, "a", encoding="utf-8") as file:
@@ -243,11 +249,11 @@ def run_missing(experiment, results, out, jobs):
             pass
 
 
-def prove(changes, out):
+def prove(changes):
     """Print how each change's test fails in a copy with the change; ValueError if it passes."""
     for (row, _), change in changes.items():
         if change.test:
-            with tempfile.TemporaryDirectory(dir=out) as folder:
+            with tempfile.TemporaryDirectory() as folder:
                 said = change.verdict(change.copy(ROOT, Path(folder)))
             print(f"{row}: {change.test.partition('::')[2]} fails: {said}", flush=True)
 
@@ -267,6 +273,17 @@ def summary(run_dir, names):
                  for name in (evaluations[0] if evaluations else ())},
         "seconds": round(sum(row["step_time"] for row in rows)),
     }
+
+
+def results_of(experiment, path):
+    """The results of the experiment's runs, in its order; of a run that is there twice, the last.
+
+    Lines of arms that the experiment no longer has are left out.
+    """
+    found = {(line["row"], line["arm"], line["seed"]): line for line in read_jsonl(path)}
+    runs = [(row, arm, seed) for row, flags in experiment["rows"].items() for arm in flags
+            for seed in experiment["seeds"]]
+    return [found[run] for run in runs if run in found]
 
 
 def mean(values):
@@ -292,10 +309,8 @@ def main():
         if not args.draw:
             make_weights(experiment["weights"], out)
             run_missing(experiment, results, out, args.jobs)
-            prove(experiment.get("changes", {}), out)
-        order = [(row, arm) for row, arms_of in experiment["rows"].items() for arm in arms_of]
-        rows = sorted(read_jsonl(results), key=lambda run: (order.index((run["row"], run["arm"])),
-                                                            experiment["seeds"].index(run["seed"])))
+            prove(experiment.get("changes", {}))
+        rows = results_of(experiment, results)
         picture = ROOT / "images" / f"{args.name}.png"
         if "lessons" in experiment:
             draw_lessons(rows, experiment["lessons"], experiment["panels"], picture)

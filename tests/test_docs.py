@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 import train_grpo
 from conftest import ROOT
 from report.changes import LADDER, MUSEUM, SLOWLY
-from report.figures import ends_of_runs, interval
+from report.figures import ends_of_runs, interval, series
 from report.jsonl import read_jsonl
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in (
@@ -38,9 +38,13 @@ def blocks(text):
     return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
+def without_blocks(text):
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
 def paragraphs(text):
     """What stands outside of fenced blocks; a list or a table is one paragraph."""
-    return re.split(r"\n\s*\n", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+    return re.split(r"\n\s*\n", without_blocks(text))
 
 
 def inline(text):
@@ -284,7 +288,7 @@ def test_both_languages_have_the_same_numbers_in_their_tables(english, chinese):
 
 @of_each_page
 def test_blocks_are_of_a_kind_that_is_read_here(page):
-    assert "```" not in "".join(paragraphs(PAGES[page]))        # every block has two fences
+    assert "```" not in without_blocks(PAGES[page])     # every block has two fences
     for kind, code in blocks(PAGES[page]):
         assert kind in ("bash", "diff", "mermaid", "python", "text"), code
         if kind == "python":
@@ -293,7 +297,7 @@ def test_blocks_are_of_a_kind_that_is_read_here(page):
 
 def anchors(text):
     """The names under which GitHub links to the headings of a page."""
-    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    titles = re.findall(r"^#+ (.*)$", without_blocks(text), re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
@@ -362,10 +366,14 @@ def cell(name, arm, key, form="{1:.1f} ± {2:.1f}", *, times=100, row="", minus=
     return form.format(begins.mean(), ends.mean(), interval(ends)[1])
 
 
-def of_runs(name, arm, values):
-    """The lowest and the highest of its runs, as `79`, `83`."""
-    found = [values(run) for run in runs(name) if run["arm"] == arm]
-    return f"{min(found):.0f}", f"{max(found):.0f}"
+def after(name, arm, key, step):
+    """An arm's values after a step, one of each run, in percent."""
+    steps, values = series([run for run in runs(name) if run["arm"] == arm], key)
+    return 100 * values[:, steps.tolist().index(step)]
+
+
+def lowest_and_highest(values):
+    return f"{min(values):.0f}", f"{max(values):.0f}"
 
 
 def countdown():
@@ -376,13 +384,12 @@ def countdown():
                 cell("countdown", arm, "tries", "{0:.1f} → {1:.1f}", times=1),
                 cell("countdown", arm, "repeats", "{0:.1f} → {1:.1f}")]
 
-    shipped = [run for run in runs("countdown") if run["arm"] == "the shipped weights"]
-    step_20 = shipped[0]["steps"].index(20)
-    gave_up = np.mean([run["series"]["gave_up"] for run in shipped], 0)
+    gave_up = (cell("countdown", "the shipped weights", "gave_up", "{0:.0f}"),
+               f'{after("countdown", "the shipped weights", "gave_up", 20).mean():.0f}')
     slips = cell("countdown", "the shipped weights", "slips", "{0:.1f} {1:.1f}").split()
     return ([row("the shipped weights"), row("gives up sooner"),
              row("tries in random order", greedy="{0:.0f} → {1:.0f}")],
-            [[f"{gave_up[0]:.0%}"[:-1], f"{gave_up[step_20]:.0%}"[:-1], *slips]])
+            [[*gave_up, *slips]])
 
 
 def loss_types():
@@ -410,12 +417,10 @@ def clip():
     def row(arm):
         return [cell("clip", f"{arm}, {kind}", "eval/accuracy") for kind in ("clip", "no clip")]
 
-    def after_5(run):
-        return 100 * run["eval"]["eval/accuracy"][run["eval"]["step"].index(5)]
-
+    after_5 = [lowest_and_highest(after("clip", f"{arm}, clip", "eval/accuracy", 5))
+               for arm in ("4 iterations", "1 iteration")]
     return ([[row("1 iteration")[0], ANY], row("4 iterations"), row("16 iterations")],
-            [[*of_runs("clip", "4 iterations, clip", after_5),
-              *of_runs("clip", "1 iteration, clip", after_5)]])
+            [[*itertools.chain(*after_5)]])
 
 
 def reward_model():
@@ -425,14 +430,12 @@ def reward_model():
     kinds = ("k1", "k2", "k3")
     scores = [cell("reward_model", arm, "rewards/reward_model/mean", "{1:.2f}", times=1)
               for arm in ("no KL", "k1, beta 0.3", "k2, beta 0.3", "k3, beta 0.3")]
-    arms = {run["arm"] for run in runs("reward_model")}
-    after_8 = [100 * np.mean([
-        run["series"]["rewards/accuracy_reward/mean"][run["steps"].index(8)]
-        for run in runs("reward_model") if run["arm"] == arm]) for arm in arms]
-    highest = [f"{min(after_8):.0f}", f"{max(after_8):.0f}"]
+    highest = lowest_and_highest([
+        after("reward_model", arm, "rewards/accuracy_reward/mean", 8).mean()
+        for arm in {run["arm"] for run in runs("reward_model")}])
     return ([[right("no KL"), *(right(f"{kind}, beta 0.3") for kind in kinds)],
              ["", *(right(f"{kind}, beta 0.1") for kind in kinds)]],
-            [highest + scores])
+            [[*highest, *scores]])
 
 
 def lora():
@@ -445,8 +448,9 @@ def lora():
 def trl():
     accuracies = [cell("trl", arm, key, "{1:.1f} {2:.1f}").split() for arm in ("TRL", "MiniGRPO")
                   for key in ("eval/accuracy", "eval/greedy_accuracy")]
-    seconds = [of_runs("trl", arm, lambda run: run["seconds"]) for arm in ("TRL", "MiniGRPO")]
-    return None, [sum(map(list, accuracies + seconds), [])]
+    seconds = [lowest_and_highest([run["seconds"] for run in runs("trl") if run["arm"] == arm])
+               for arm in ("TRL", "MiniGRPO")]
+    return None, [[*itertools.chain(*accuracies, *seconds)]]
 
 
 def rewards():
@@ -457,12 +461,8 @@ def rewards():
 
 
 def ladder():
-    def after(rung, step):
-        values = np.array([100 * run["eval"]["eval/accuracy"][run["eval"]["step"].index(step)]
-                           for run in runs("ladder") if run["arm"] == rung])
-        return "{:.1f} ± {:.1f}".format(*interval(values))
-
-    return [[after(rung, 20), after(rung, 100)] for rung in (*LADDER, SLOWLY[0])], []
+    return [["{:.1f} ± {:.1f}".format(*interval(after("ladder", rung, "eval/accuracy", step)))
+             for step in (20, 100)] for rung in (*LADDER, SLOWLY[0])], []
 
 
 def museum():
@@ -530,13 +530,12 @@ def test_every_interval_is_one_of_the_results(page):
 # --- the page about changes and a task of one's own: each applies and runs as printed -------------
 
 
-def changes(language):
+def changes():
     """The diffs of the page about changes; each is [(file, lines of a hunk), ...]."""
-    found = [text for text in LANGUAGES[language].values() if "--- brevity.py\n" in text]
-    assert len(found) == 1, "the diffs stand in one page"
+    page, = (text for text in ENGLISH.values() if "--- brevity.py\n" in text)
     return [[(hunk.partition("\n")[0].strip(), hunk.partition("\n")[2].splitlines())
              for hunk in re.split(r"^--- ", diff, flags=re.MULTILINE)[1:]]
-            for kind, diff in blocks(found[0]) if kind == "diff"]
+            for kind, diff in blocks(page) if kind == "diff"]
 
 
 def apply(hunk, folder):
@@ -549,11 +548,9 @@ def apply(hunk, folder):
     file.write_text(text.replace(before, after) if text else after, encoding="utf-8")
 
 
-@in_each_language
-def test_a_change_is_at_most_ten_lines_in_at_most_two_places(language):
-    found = changes(language)
-    assert len(found) == 4
-    for diff in found:
+def test_a_change_is_at_most_ten_lines_in_at_most_two_places():
+    assert len(changes()) == 4
+    for diff in changes():
         assert len(diff) <= 2
         assert sum(line.startswith(("+", "-")) for _, lines in diff for line in lines) <= 10, diff
 
@@ -566,7 +563,7 @@ def copy_of_the_code(folder):
 
 def test_the_changes_apply_and_train(tmp_path):
     copy_of_the_code(tmp_path)
-    for diff in changes("English"):
+    for diff in changes():
         for hunk in diff:
             apply(hunk, tmp_path)
     process = subprocess.run(

@@ -2,6 +2,7 @@
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -25,7 +26,7 @@ def tiny(tmp_path, monkeypatch):
         "panels": {"eval/accuracy": ("Accuracy", "", "{:.0%}"), "length": ("Length", "", "{:.0f}"),
                    "completions/mean_length": ("Length", "as the run has it", "{:.0f}"),
                    "gave_up": ("Gave up", "not recorded here", "{:.0%}")}})
-    return experiments.EXPERIMENTS["tiny"], tmp_path / "results/tiny.jsonl", tmp_path / "out"
+    return experiments.EXPERIMENTS["tiny"], tmp_path / "results/tiny.jsonl", tmp_path / "the runs"
 
 
 def test_an_experiment_runs_and_is_drawn(tiny, tmp_path, capsys):
@@ -54,7 +55,7 @@ def test_an_experiment_runs_what_is_missing_with_its_flags_and_seed(tiny, monkey
 
     def python(arguments, log, folder, **environment):
         """Leaves what a run of two steps does; its lengths tell the flags, its reward the seed."""
-        args = train_grpo.parse_args(arguments.split()[1:])
+        args = train_grpo.parse_args(shlex.split(arguments)[1:])
         started.append((args.loss_type, args.seed, environment))
         folder = Path(args.out_dir) / args.run_name
         folder.mkdir(parents=True)
@@ -97,25 +98,24 @@ def test_an_arm_that_changes_the_code_runs_in_a_changed_copy(tiny, monkeypatch):
     sources = {}
 
     def python(arguments, log, folder, **environment):
-        args = train_grpo.parse_args(arguments.split()[1:])
-        sources[args.loss_type] = (Path(folder) / "train_grpo.py").read_text(encoding="utf-8")
-        raise ValueError("enough")
+        args = train_grpo.parse_args(shlex.split(arguments)[1:])
+        sources[args.loss_type] = (folder / "train_grpo.py").read_text(encoding="utf-8")
+        (out / args.run_name).mkdir(parents=True)
 
     monkeypatch.setattr(experiments, "python", python)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="enough"):
-            experiments.run_missing(experiment, results, out, jobs=1)
-        experiment["rows"][""] = {"small, b": experiment["rows"][""]["small, b"]}
+    monkeypatch.setattr(experiments, "summary", lambda run_dir, names: {})
+    experiments.run_missing(experiment, results, out, jobs=1)
     ours = (experiments.ROOT / "train_grpo.py").read_text(encoding="utf-8")
     assert sources == {"grpo": ours, "dapo": ours.replace(change.before, change.after)}
+    assert not [*(out / "changed").iterdir()]                           # used and removed
 
 
 @pytest.mark.parametrize("name", ["ladder", "museum"])
-def test_each_change_fits_the_code_and_its_test_is_there(name, tmp_path):
+def test_each_change_fits_the_code_and_its_test_is_there(name):
     experiment = experiments.EXPERIMENTS[name]
+    source = (experiments.ROOT / "train_grpo.py").read_text(encoding="utf-8")
     for (row, arm), change in experiment["changes"].items():
         assert arm in experiment["rows"][row]
-        source = (experiments.ROOT / change.file).read_text(encoding="utf-8")
         assert source.count(change.before) == 1 and change.before != change.after, row or arm
         if name == "museum":
             file, _, test = change.test.partition("::")
@@ -133,16 +133,19 @@ def test_the_museum_shows_each_change_and_names_its_test(page):
         change.test.partition("::")[2] for change in MUSEUM.values()]
 
 
-def test_a_change_that_no_test_notices_or_that_does_not_fit_is_an_error(tmp_path):
+def test_a_change_that_no_test_notices_or_that_does_not_fit_is_an_error(
+        tmp_path, monkeypatch, capsys):
     (tmp_path / "code").mkdir()
     (tmp_path / "code/train_grpo.py").write_text("answer = 42\n")
     (tmp_path / "code/test_it.py").write_text(
         "from train_grpo import answer\n\n\ndef test_it():\n    assert answer != 41\n")
     bug = Change("42", "41", test="test_it.py::test_it")
-    assert bug.verdict(bug.copy(tmp_path / "code", tmp_path / "bug")) == "assert 41 != 41"
     harmless = Change("42", "43", test="test_it.py::test_it")
+    monkeypatch.setattr(experiments, "ROOT", tmp_path / "code")
+    experiments.prove({("no change", ""): Change(), ("bug", "wrong"): bug})
+    assert capsys.readouterr().out == "bug: test_it fails: assert 41 != 41\n"
     with pytest.raises(ValueError, match="should fail"):
-        harmless.verdict(harmless.copy(tmp_path / "code", tmp_path / "harmless"))
+        experiments.prove({("harmless", "wrong"): harmless})
     with pytest.raises(ValueError, match="does not hold '40' once"):
         Change("40", "41").copy(tmp_path / "code", tmp_path / "none")
 
@@ -150,6 +153,17 @@ def test_a_change_that_no_test_notices_or_that_does_not_fit_is_an_error(tmp_path
 def test_the_slow_judge_has_no_opinion_on_long_replies():
     replies = ["<answer>\n12\n</answer>", "<answer>\n13\n</answer>", "no", " " * 60 + "12"]
     assert slow_judge([""] * 4, replies, ["12"] * 4) == [1.0, 0.0, 0.0, None]
+
+
+def test_results_come_in_the_experiments_order_each_once_and_only_its_own(tiny):
+    experiment, results, _ = tiny
+    results.parent.mkdir()
+    results.write_text("".join(
+        json.dumps({"row": "", "arm": arm, "seed": seed, "try": i}) + "\n" for i, (arm, seed) in
+        enumerate([("small, b", 1), ("renamed", 1), ("small, a", 7), ("small, a", 1),
+                   ("small, b", 1)])))
+    assert [(run["arm"], run["try"]) for run in experiments.results_of(experiment, results)] == [
+        ("small, a", 3), ("small, b", 4)]
 
 
 def test_the_interval_is_students():
