@@ -39,7 +39,7 @@ class Change:
             [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", self.test],
             cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
         said = re.search(r"^E +(.*)$", done.stdout, re.MULTILINE)
-        if done.returncode != 1 or not said:
+        if done.returncode != 1 or "1 failed" not in done.stdout or not said:
             raise ValueError(f"{self.test} should fail in {folder}, and does not:\n{done.stdout}")
         return said[1]
 
@@ -74,18 +74,18 @@ SLOWLY = ("1. REINFORCE, slowly", Change(
 # --- the museum: errors that real trainers shipped ------------------------------------------------
 # Flags: of a task where the error shows. The right code runs with the same.
 
-BRIEF = "--max_steps 60 --eval_interval 15 --eval_samples 200"
+QUICK = "--max_steps 60 --eval_interval 15 --eval_samples 200"
 PLAIN = "--max_steps 30 --eval_interval 10 --eval_samples 200 --fast 0"
 MUSEUM = {
     "EOS left out of the mask": Change(
         "        completion_ids=completion_ids, mask=mask,",
         "        completion_ids=completion_ids, mask=mask * (completion_ids != eos_ids[0]),",
-        f"{BRIEF} --temperature 1.5", watch="rewards/format_reward/mean",
+        f"{QUICK} --temperature 1.5", watch="rewards/format_reward/mean",
         test="tests/test_run.py::test_the_eos_of_a_completion_is_learned_with_the_rest"),
     "std without eps": Change(
         "        advantages = advantages / (nanstd(groups) + eps)",
         "        advantages = advantages / nanstd(groups)",
-        f"{BRIEF} --reward_funcs accuracy",
+        f"{QUICK} --reward_funcs accuracy",
         test="tests/test_objective.py::test_equal_rewards_teach_nothing_whatever_their_rounding"),
     "logits shifted by one": Change(
         "    logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, :-1]",
@@ -100,22 +100,22 @@ MUSEUM = {
     "gradients not synchronised": Change(
         "    world.sum_gradients(policy)\n", "",
         "-m torch.distributed.run --standalone --nproc_per_node=4 train_grpo.py "
-        f"{BRIEF} --batch_size 1 --num_generations 4",
+        f"{QUICK} --batch_size 1 --num_generations 4",
         test="tests/test_run.py::test_ranks_micro_batches_and_the_pair_change_no_gradient"),
     "micro-batches average alone": Change(
         "            num_tokens=num_tokens, **objective(args))", "            **objective(args))",
-        f"{BRIEF} --micro_batch_size 16 --loss_type bnpo", watch="grad_norm",
+        f"{QUICK} --micro_batch_size 16 --loss_type bnpo", watch="grad_norm",
         test="tests/test_run.py::test_ranks_micro_batches_and_the_pair_change_no_gradient"),
     "an unjudged reply earns 0": Change(
         "    groups = rewards.view(-1, num_generations)  ",
         "    groups = rewards.nan_to_num(0.0).view(-1, num_generations)  ",
-        f"{BRIEF} --reward_funcs report.changes:slow_judge",
+        f"{QUICK} --reward_funcs report.changes:slow_judge",
         test="tests/test_objective.py::"
              "test_advantages_stay_within_their_group_and_leave_out_the_unjudged"),
     "the reference is the policy": Change(
         "rollout.ref_logps = compute_logps(reference, rollout, logps_of, args)",
         "rollout.ref_logps = compute_logps(policy, rollout, logps_of, args)",
-        f"{BRIEF} --reward_funcs format tag rm --reward_model_clip 3 --beta 0.3",
+        f"{QUICK} --reward_funcs format tag rm --reward_model_clip 3 --beta 0.3",
         test="tests/test_run.py::test_the_kl_is_0_until_the_policy_has_left_its_reference"),
 }
 
