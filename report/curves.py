@@ -158,7 +158,7 @@ def draw_length(fig, cell, run):
 
 
 def draw_drift(fig, cell, run):
-    rows = [("kl", PINK, "{:.2g}", "KL to the reference: spikes pass, a lasting climb does not"),
+    rows = [("kl", PINK, "{:.2g}", "KL to the reference: a spike is fine, a lasting climb is not"),
             ("entropy", GREEN, "{:.2g}", "entropy, nats per token: falls as the policy gets sure")]
     draw_strips(fig, cell, run, "Exploration and drift",
                 "how sure the policy is, and how far it has moved", rows)
@@ -166,7 +166,7 @@ def draw_drift(fig, cell, run):
 
 def draw_health(fig, cell, run):
     rows = [("frac_reward_zero_std", ORANGE, "{:.0%}",
-             "groups whose rewards are all equal: early bad, late it is solved"),
+             "groups of equal rewards: bad early; late, the task is solved"),
             ("clip_ratio/region_mean", BLUE, "{:.1%}", "tokens clipped: a few percent at most"),
             ("grad_norm", BROWN, "{:.2g}", "gradient norm: spikes are clipped")]
     draw_strips(fig, cell, run, "Health of the updates",
