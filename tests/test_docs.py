@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from unittest.mock import ANY, patch
 
 import numpy as np
@@ -146,7 +147,9 @@ def parser_of(program, whole=True):
         parser = argparse.ArgumentParser()      # takes no flags
     else:
         with (patch.object(argparse.ArgumentParser, "parse_args", found),
-              patch("sys.argv", [program]), pytest.raises(Found) as caught):
+              patch("sys.argv", [program]), pytest.raises(Found) as caught,
+              warnings.catch_warnings()):
+            warnings.simplefilter("ignore", RuntimeWarning)     # the module is imported already
             if program == "train_grpo.py":
                 train_grpo.parse_args([])
             elif program.startswith("tests/"):
