@@ -177,7 +177,7 @@ EXPERIMENTS = {
         "changes": {(error, "wrong"): change for error, change in MUSEUM.items()},
         "lessons": {error: ("", change.watch, (error, "right"), (error, "wrong"))
                     for error, change in MUSEUM.items()},
-        "weights": [], "seeds": (42, 1, 2),
+        "weights": [], "seeds": (42, 1, 2, 3, 4),
         "panels": {
             "eval/accuracy": ("Held-out accuracy, sampled", "", "{:.0%}"),
             "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
