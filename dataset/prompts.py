@@ -137,12 +137,16 @@ class PromptCollator:
         self.system_prompt = R1_SYSTEM_PROMPT if system_prompt == "r1" else system_prompt
 
     def render(self, messages):
-        """The prompt as text, with thinking on in templates that have the switch (Qwen3's)."""
+        """The prompt as text, with thinking on in templates that have the switch.
+
+        Qwen3's is called enable_thinking, MiniMind-3's open_thinking; others ignore both.
+        """
         if self.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, enable_thinking=True)
+                messages, tokenize=False, add_generation_prompt=True, enable_thinking=True,
+                open_thinking=True)
             text.encode()       # fails on half of a character, which no tokenizer takes
         except Exception as error:      # a template is a program, and can raise anything
             roles = reprlib.repr([turn["role"] for turn in messages])

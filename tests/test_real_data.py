@@ -195,7 +195,9 @@ def opening(tokenizer, tmp_path):
     return changed
 
 
-def test_thinking_is_switched_on_and_what_the_template_opens_is_told(opening, tokenizer):
+@pytest.mark.parametrize("switch", ["enable_thinking", "open_thinking"])
+def test_thinking_is_switched_on_and_what_the_template_opens_is_told(opening, tokenizer, switch):
+    opening.chat_template = HYBRID.replace("enable_thinking", switch)
     batch = PromptCollator(opening, 99)(ITEMS)
     assert batch["opened"] == ["<think>\n", "<think>\n"]
     assert all(text.endswith("assistant\n<think>\n") for text in batch["prompts"])
