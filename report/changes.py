@@ -66,10 +66,13 @@ LADDER = {
         flags=f"--beta 0.02 {FOUR_UPDATES}", shown="... - beta * KL(pi || pi_ref)"),
 }
 
-# Is the first rung only too fast? It also runs at a tenth of the learning rate.
-SLOWLY = ("1. REINFORCE, slowly", Change(
-    LADDER["1. REINFORCE"].before, LADDER["1. REINFORCE"].after,
-    "--scale_rewards none --beta 0 --learning_rate 3e-5"))
+# What else the ladder's table has: is the first rung only too fast, or are its rewards too kind?
+RAW, PAID_0_OR_1 = LADDER["1. REINFORCE"], "--scale_rewards none --beta 0 --reward_funcs accuracy"
+BESIDE = {
+    "1. REINFORCE, slowly": Change(RAW.before, RAW.after, f"{RAW.flags} --learning_rate 3e-5"),
+    "1. REINFORCE, paid 0 or 1": Change(RAW.before, RAW.after, PAID_0_OR_1),
+    "2. minus the group's mean, paid 0 or 1": Change(flags=PAID_0_OR_1),
+}
 
 # --- the museum: errors that real trainers shipped ------------------------------------------------
 # Flags: of a task where the error shows. The right code runs with the same.

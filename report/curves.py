@@ -324,6 +324,12 @@ def smooth(values):
     seen = np.isfinite(values)
     weight = np.convolve(seen, kernel, mode="same")
     total = np.convolve(np.where(seen, values, 0.0), kernel, mode="same")
+    # Most is learned in the first steps, and a window cut in half there would hide where the run
+    # began: so it grows from a single value, and stays centred.
+    for i in range(len(kernel) // 2):
+        narrow, part = np.hanning(2 * i + 3)[1:-1], slice(0, 2 * i + 1)
+        weight[i] = narrow @ seen[part]
+        total[i] = narrow @ np.where(seen[part], values[part], 0.0)
     return np.where(weight > 0, total / np.maximum(weight, 1e-9), np.nan)
 
 
@@ -341,14 +347,14 @@ def finish(ax, ends, form="", top=None):
     last = max(1, ax.dataLim.x1)
     ax.set_xlim(-0.02 * last, 1.02 * last)
     ax.locator_params(axis="x", integer=True, min_n_ticks=1, nbins=6)
-    if ax.dataLim.y0 >= 0:
+    if ax.get_yscale() == "linear" and ax.dataLim.y0 >= 0:
         ax.set_ylim(0, top or 1.1 * ax.dataLim.y1 or 1)
     if "%" in form:
         ax.yaxis.set_major_formatter(
             lambda value, _: f"{value:.3%}".rstrip("0%").rstrip(".") + "%")
-    low, high = ax.get_ylim()
-    ends = sorted(ends)
-    heights = np.array([(value - low) / (high - low) for value, _, _ in ends])
+    ends, scale = sorted(ends), ax.yaxis.get_transform().transform
+    (low, high), values = scale(ax.get_ylim()), scale([value for value, _, _ in ends])
+    heights = (values - low) / (high - low)
     # A line of text as a fraction of the height of the axes; there are 72 points to an inch.
     gap = 12 / (ax.get_position().height * ax.figure.get_figheight() * 72)
     for _ in range(100):    # labels that overlap push each other apart

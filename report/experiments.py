@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from .behaviour import behaviour_of_run
-from .changes import LADDER, MUSEUM, NO_CLIP, SLOWLY
+from .changes import BESIDE, LADDER, MUSEUM, NO_CLIP
 from .figures import draw_experiment, draw_lessons, print_table
 from .jsonl import is_finite, read_jsonl
 
@@ -158,9 +158,10 @@ EXPERIMENTS = {
     },
     "ladder": {
         "rows": {"": {rung: f"--max_steps 100 --eval_interval 20 --eval_samples 200 {change.flags}"
-                      for rung, change in (*LADDER.items(), SLOWLY)}},
-        "changes": {("", rung): change for rung, change in (*LADDER.items(), SLOWLY)
+                      for rung, change in (LADDER | BESIDE).items()}},
+        "changes": {("", rung): change for rung, change in (LADDER | BESIDE).items()
                     if change.before},
+        "legend": ("Held-out accuracy", "with this line", "one rung below"),
         "lessons": {rung: (change.shown, "eval/accuracy", below and ("", below), ("", rung))
                     for below, (rung, change) in zip((None, *LADDER), LADDER.items())},
         "weights": [], "seeds": (42, 1, 2),
@@ -175,6 +176,7 @@ EXPERIMENTS = {
         "rows": {error: {"right": change.flags, "wrong": change.flags}
                  for error, change in MUSEUM.items()},
         "changes": {(error, "wrong"): change for error, change in MUSEUM.items()},
+        "legend": ("What an error does", "wrong", "right"),
         "lessons": {error: ("", change.watch, (error, "right"), (error, "wrong"))
                     for error, change in MUSEUM.items()},
         "weights": [], "seeds": (42, 1, 2, 3, 4),
@@ -313,7 +315,8 @@ def main():
         rows = results_of(experiment, results)
         picture = ROOT / "images" / f"{args.name}.png"
         if "lessons" in experiment:
-            draw_lessons(rows, experiment["lessons"], experiment["panels"], picture)
+            draw_lessons(rows, experiment["lessons"], experiment["panels"],
+                         experiment["legend"], picture)
         else:
             draw_experiment(rows, experiment["panels"], picture)
         print_table(rows, experiment["panels"])

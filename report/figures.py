@@ -32,8 +32,8 @@ def draw_experiment(results, panels, path):
         fig = Figure(figsize=(13, 2.9 * lines + 0.8), dpi=130, facecolor="white")
         inch = 1 / fig.get_figheight()
         grid = fig.add_gridspec(lines, columns, left=0.045, right=0.955, bottom=0.45 * inch,
-                                top=1 - (1.3 if len(rows) > 1 else 1.1) * inch, wspace=0.45,
-                                hspace=0.6)
+                                top=1 - (1.3 if len(rows) > 1 else 1.1) * inch, hspace=0.6,
+                                wspace=0.9 * columns / (13 * 0.91 - 0.9 * (columns - 1)))
         swatches = [Line2D([], [], color=colors[arm], linestyle=dashes[arm], linewidth=2.4)
                     for arm in arms]
         fig.legend(swatches, arms, frameon=False, loc="upper left",
@@ -48,23 +48,24 @@ def draw_experiment(results, panels, path):
                                         key, colors[arm], dashes[arm])]
             head(ax, name, subtitle, row if i % columns == 0 else "")
             share = "%" in form and max((end[0] for end in ends), default=0) > 0.85
+            if key in LOGARITHMIC:
+                ax.set_yscale("log")
             # With many arms the numbers at the ends of the lines would not fit; the table has them.
             finish(ax, ends if len(arms) <= 4 else [], form, top=1.04 if share else None)
             if key in LOGARITHMIC:
-                ax.set_yscale("log")
-                ax.autoscale(axis="y")
                 ax.yaxis.set_major_formatter("{x:g}")
             ax.set_xlabel("step", loc="right", fontsize=8, color=GREY, labelpad=1)
         fig.savefig(path)
 
 
-def draw_lessons(results, lessons, panels, path):
+def draw_lessons(results, lessons, panels, legend, path):
     """Write a PNG: a panel for each lesson, its runs in colour and others beside them in grey.
 
     Thin lines are runs, thick ones their means.
 
     lessons: {title: (line of code or "", series, (row, arm) in grey or None, (row, arm))};
-    panels: {series: (title, subtitle, format of the values)}.
+    panels: {series: (title, subtitle, format of the values)}; legend: what all panels show, and
+    what their lines in colour and in grey are.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -74,15 +75,19 @@ def draw_lessons(results, lessons, panels, path):
     columns = 3 if len(lessons) <= 6 else 4
     lines = math.ceil(len(lessons) / columns)
     with matplotlib.rc_context(STYLE):
-        fig = Figure(figsize=(10.4, 2.6 * lines + 0.2), dpi=150, facecolor="white")
+        fig = Figure(figsize=(10.4, 2.6 * lines + 0.5), dpi=150, facecolor="white")
         inch = 1 / fig.get_figheight()
         grid = fig.add_gridspec(lines, columns, left=0.05, right=0.94, bottom=0.4 * inch,
-                                top=1 - 0.65 * inch, wspace=0.42, hspace=0.62)
+                                top=1 - 0.95 * inch, wspace=0.42, hspace=0.62)
+        hue, at = (BLUE if any(code for code, *_ in lessons.values()) else ORANGE), 0.015
+        for text, color in zip((*legend, "thin: single seeds"), (INK, hue, GREY, GREY)):
+            written = fig.text(at, 1 - 0.22 * inch, text, color=color, fontsize=11, va="center")
+            at += (written.get_window_extent().width / fig.dpi + 0.25) / fig.get_figwidth()
         for i, (title, (code, key, *pair)) in enumerate(lessons.items()):
             ax = fig.add_subplot(grid[i // columns, i % columns])
             name, _, form = panels[key]
             ends = []
-            for where, color in zip(pair, (GREY, BLUE if code else ORANGE)):
+            for where, color in zip(pair, (GREY, hue)):
                 steps, values = series([run for run in results
                                         if (run["row"], run["arm"]) == where], key)
                 if len(steps):

@@ -103,9 +103,10 @@ class Report:
         args, note = self.args, []
         updates = args.num_iterations * args.num_minibatches
         if updates == 1 and args.loss_type in ("grpo", "r1") and args.supervision == "outcome":
+            held_out = " and the accuracy on held-out problems" if num_heldout else ""
             note = ["The loss will read about 0 throughout: the advantages of a group cancel out",
                     "in its value, though not in its gradient. To see whether the policy learns,",
-                    "watch the reward and the accuracy on held-out problems.",
+                    f"watch the reward{held_out}.",
                     ""]
         rewards = [name if weight == 1 else f"{weight:g} {name}"
                    for name, weight in zip(args.reward_funcs, args.reward_weights)]
@@ -218,14 +219,15 @@ class Report:
             self.warn(NOT_FINITE)
 
     def group(self, step, rows):
-        """Print one group: a prompt and its completions, at most 8, with all their numbers.
+        """Print one group: a prompt and at most 8 completions, best to worst, with their numbers.
 
         rows: the group's rows, as describe() returns them. Copies are printed once, and counted.
         """
         if not self.active:
             return
         width = min(shutil.get_terminal_size().columns, 110)
-        title = f"── step {step}, one group of {len(rows)} "
+        answer = f", the answer is {rows[0]['answer']}" if rows[0].get("answer") else ""
+        title = f"── step {step}, one group of {len(rows)}{printable(answer)} "
         names = list(rows[0]["rewards"])
         columns = [name.removesuffix("_reward").rjust(5)
                    for name in ("advantage", "reward", *names)]
@@ -233,7 +235,8 @@ class Report:
                  *fold(rows[0]["prompt"], width, max_lines=3),
                  "  " + "  ".join(columns)]
         copies = {}
-        for row in rows[:8]:
+        for row in sorted(rows[:8], key=lambda row: -row["reward"] if is_finite(row["reward"]) else
+                          math.inf):
             values = [number(row["advantage"], "+.2f"), number(row["reward"])]
             values += [number(row["rewards"][name]) for name in names]
             cells = [value.rjust(len(column)) for column, value in zip(columns, values)]

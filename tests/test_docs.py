@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 
 import train_grpo
 from conftest import ROOT
-from report.changes import LADDER, MUSEUM, SLOWLY
+from report.changes import BESIDE, LADDER, MUSEUM
 from report.figures import ends_of_runs, interval, series
 from report.jsonl import read_jsonl
 
@@ -465,7 +465,7 @@ def rewards():
 
 def ladder():
     return [["{:.1f} ± {:.1f}".format(*interval(after("ladder", rung, "eval/accuracy", step)))
-             for step in (20, 100)] for rung in (*LADDER, SLOWLY[0])], []
+             for step in (20, 100)] for rung in LADDER | BESIDE], []
 
 
 def museum():

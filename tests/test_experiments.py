@@ -194,7 +194,7 @@ def test_a_lesson_is_drawn_beside_the_one_before_it(tmp_path, monkeypatch):
     figures.draw_lessons(
         [run("one", 1, 0.2), run("one", 2, 0.3), run("two", 1, 0.5)],
         {"one": ("a = 1", "a", None, ("", "one")), "two": ("a = 2", "a", ("", "one"), ("", "two"))},
-        {"a": ("A", "", "{:.0%}")}, tmp_path / "lessons.png")
+        {"a": ("A", "", "{:.0%}")}, ("A", "with", "without"), tmp_path / "lessons.png")
     assert drawn == [([0.1, 0.25], figures.BLUE), ([0.1, 0.25], figures.GREY),
                      ([0.1, 0.5], figures.BLUE)]
     assert (tmp_path / "lessons.png").read_bytes().startswith(b"\x89PNG")
