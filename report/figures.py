@@ -34,11 +34,13 @@ def draw_experiment(results, panels, path):
         grid = fig.add_gridspec(lines, columns, left=0.045, right=0.955, bottom=0.45 * inch,
                                 top=1 - (1.3 if len(rows) > 1 else 1.1) * inch, hspace=0.6,
                                 wspace=0.9 * columns / (13 * 0.91 - 0.9 * (columns - 1)))
+        # A legend is filled column by column, and read row by row.
+        across = min(len(arms), 4)
+        order = [arm for column in range(across) for arm in arms[column::across]]
         swatches = [Line2D([], [], color=colors[arm], linestyle=dashes[arm], linewidth=2.4)
-                    for arm in arms]
-        fig.legend(swatches, arms, frameon=False, loc="upper left",
-                   bbox_to_anchor=(0.015, 1 - 0.1 * inch), ncols=min(len(arms), 4), fontsize=10.5,
-                   handlelength=2.2)
+                    for arm in order]
+        fig.legend(swatches, order, frameon=False, loc="upper left", ncols=across, fontsize=10.5,
+                   bbox_to_anchor=(0.015, 1 - 0.1 * inch), handlelength=2.2)
         for i, (row, (key, (name, subtitle, form))) in enumerate(
                 (row, panel) for row in rows for panel in panels.items()):
             ax = fig.add_subplot(grid[i // columns, i % columns])
