@@ -63,7 +63,7 @@ AVERAGES = {f"{loss_type}, {scale}": f"--loss_type {loss_type} --scale_rewards {
             for scale in ("group", "none") for loss_type in ("grpo", "bnpo", "dr_grpo", "r1")}
 JUDGED = ("--reward_funcs format tag rm accuracy --reward_weights 1 1 1 0 --reward_model_clip 3 "
           "--max_steps 60 --eval_interval 0")
-SHORT = "--max_steps 30 --eval_interval 30 --eval_samples 300"
+SHORT = "--max_steps 30 --eval_interval 5 --eval_samples 300"
 REUSED = "--max_steps 30 --eval_interval 5 --eval_samples 300 --num_iterations"
 BRIEF = "--max_steps 120 --eval_interval 30 --eval_samples 500"
 
