@@ -4,6 +4,7 @@
 them; docs/ladder.md and docs/museum.md show what comes out.
 """
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -112,7 +113,7 @@ MUSEUM = {
     "an unjudged reply earns 0": Change(
         "    groups = rewards.view(-1, num_generations)  ",
         "    groups = rewards.nan_to_num(0.0).view(-1, num_generations)  ",
-        f"{QUICK} --reward_funcs report.changes:slow_judge",
+        f"{QUICK} --reward_funcs report.changes:strict_judge",
         test="tests/test_objective.py::"
              "test_advantages_stay_within_their_group_and_leave_out_the_unjudged"),
     "the reference is the policy": Change(
@@ -122,7 +123,14 @@ MUSEUM = {
         test="tests/test_run.py::test_the_kl_is_0_until_the_policy_has_left_its_reference"),
 }
 
-def slow_judge(prompts, completions, answer, **columns):
-    """A reward: 1 if the answer is right; but long replies it has no time for, None."""
-    return [float(f"<answer>\n{gold}\n</answer>" in completion) if len(completion) <= 60 else None
-            for completion, gold in zip(completions, answer)]
+rng = random.Random(0)
+
+
+def strict_judge(prompts, completions, answer, **columns):
+    """A reward: 0 for a right answer, -1 for a wrong one; without any, None nine times in ten."""
+    def judge(completion, gold):
+        if "</answer>" not in completion:
+            return -1.0 if rng.random() < 0.1 else None
+        return 0.0 if f"<answer>\n{gold}\n</answer>" in completion else -1.0
+
+    return [judge(completion, gold) for completion, gold in zip(completions, answer)]

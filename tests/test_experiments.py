@@ -11,7 +11,7 @@ import pytest
 
 import train_grpo
 from report import experiments, figures
-from report.changes import MUSEUM, Change, slow_judge
+from report.changes import MUSEUM, Change, strict_judge
 from report.jsonl import read_jsonl
 
 
@@ -150,9 +150,11 @@ def test_a_change_that_no_test_notices_or_that_does_not_fit_is_an_error(
         Change("40", "41").copy(tmp_path / "code", tmp_path / "none")
 
 
-def test_the_slow_judge_has_no_opinion_on_long_replies():
-    replies = ["<answer>\n12\n</answer>", "<answer>\n13\n</answer>", "no", " " * 60 + "12"]
-    assert slow_judge([""] * 4, replies, ["12"] * 4) == [1.0, 0.0, 0.0, None]
+def test_the_strict_judge_mostly_has_no_opinion_without_an_answer():
+    replies = ["<answer>\n12\n</answer>", "<answer>\n13\n</answer>"] + ["12"] * 998
+    right, wrong, *others = strict_judge([""] * 1000, replies, ["12"] * 1000)
+    assert (right, wrong) == (0, -1) and set(others) == {None, -1}
+    assert 50 < others.count(-1) < 150
 
 
 def test_results_come_in_the_experiments_order_each_once_and_only_its_own(tiny):
