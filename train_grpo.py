@@ -800,8 +800,7 @@ def add_report_flags(parser):
     flag("--eval_samples", type=COUNT, default=1000, help="held-out problems per evaluation")
     flag("--eval_reward_funcs", nargs="+", metavar="NAME", help="what tells whether a held-out "
          "reply is right, by the names of --reward_funcs (default: accuracy)")
-    flag("--eval_threshold", type=FINITE, default=1.0,
-         help="a reply is right if these rewards add up to at least this")
+    flag("--eval_threshold", type=FINITE, default=1.0, help="it is, if these add up to this much")
     flag("--eval_batch_size", type=COUNT, default=256, help="problems answered at once")
     flag("--num_generations_eval", type=COUNT, default=2, help="k, samples per problem: accuracy "
          "is their mean, pass@k the share of problems that any of them gets right")
