@@ -320,7 +320,7 @@ def points(ax, run, key, color, label, width):
 def smooth(values):
     """Centred moving average over a tenth of the series, with a Hann window, ignoring NaNs."""
     # A box window would spread a single spike into a plateau; this one keeps it a bump.
-    kernel = np.hanning(max(1, len(values) // 10) + 2)[1:-1]
+    kernel = np.hanning((len(values) // 10 | 1) + 2)[1:-1]     # of an odd length: it has a centre
     seen = np.isfinite(values)
     weight = np.convolve(seen, kernel, mode="same")
     total = np.convolve(np.where(seen, values, 0.0), kernel, mode="same")

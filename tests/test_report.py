@@ -4,10 +4,13 @@ import struct
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from report import Report, describe, draw_curves, rollout_metrics, user_errors
+from report.curves import finish, smooth
 
 
 def arguments(**changed):
@@ -210,6 +213,22 @@ def test_copies_in_a_printed_group_are_counted(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.count("two") == 1 and "+0.71" in printed.split("   2 times")[0]
     assert printed.count(" times") == 1
+
+
+def test_a_smooth_curve_begins_where_the_run_began_and_leaves_a_straight_line_straight():
+    line = np.arange(100.0)
+    assert smooth(line)[:95] == pytest.approx(line[:95])
+    # A window of three, (1/4, 1/2, 1/4) around the second value; of one at the first.
+    fall = np.array([8.0, 4.0] + [0.0] * 28)
+    assert smooth(fall)[:3] == pytest.approx([8, 4, 1])
+
+
+def test_a_name_stands_at_the_end_of_its_line_on_a_logarithmic_scale_too():
+    ax = Figure().add_subplot()
+    ax.plot([0, 1], [1, 10])
+    ax.set(yscale="log", ylim=(1, 100))
+    finish(ax, [(10, "a", "red")])
+    assert ax.texts[0].get_position()[1] == pytest.approx(0.5)
 
 
 def test_metrics_of_a_rollout_by_hand():
