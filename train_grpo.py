@@ -452,7 +452,7 @@ def main(argv=None):
             if args.oversample > 1:
                 num_groups = math.ceil(len(batch["prompts"]) / args.oversample)
                 rollout = select_groups(rollout, num_groups, G)
-            # 4. learn: clipped gradient steps; old_logps from before them, or None for a single one
+            # 4. learn: clipped gradient steps; if several, with the log-probs from before the first
             if args.num_iterations * args.num_minibatches > 1 or args.kl_in_reward:
                 with report.timed("old_logps"):
                     rollout.old_logps = compute_old_logps(policy, rollout, world, logps_of, args)
@@ -800,10 +800,10 @@ def add_report_flags(parser):
     flag("--eval_samples", type=COUNT, default=1000, help="held-out problems per evaluation")
     flag("--eval_reward_funcs", nargs="+", metavar="NAME", help="what tells whether a held-out "
          "reply is right, by the names of --reward_funcs (default: accuracy)")
-    flag("--eval_threshold", type=FINITE, default=1.0, help="it is, if these add up to this much")
+    flag("--eval_threshold", type=FINITE, default=1.0,
+         help="a reply is right if these rewards add up to at least this")
     flag("--eval_batch_size", type=COUNT, default=256, help="problems answered at once")
-    flag("--num_generations_eval", type=COUNT, default=2, help="k, samples per problem: accuracy "
-         "is their mean, pass@k the share of problems that any of them gets right")
+    flag("--num_generations_eval", type=COUNT, default=2, help="k, samples per problem (pass@k)")
     flag("--eval_only", action="store_true", help="evaluate the weights and stop")
     flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
     flag("--run_name", type=folder_name, help="(default: grpo_<name of the weights>)")

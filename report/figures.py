@@ -1,4 +1,5 @@
 """Draws the results of an experiment, and prints their table: see experiments.py."""
+import itertools
 import math
 
 import numpy as np
@@ -99,7 +100,7 @@ def draw_lessons(results, lessons, panels, legend, path):
             offset = dict(xycoords="axes fraction", textcoords="offset points", xytext=(-24, 22))
             ax.annotate(title, (0, 1), fontsize=10, fontweight="bold", color=INK, **offset)
             offset["xytext"] = (-24, 8)
-            ax.annotate(code or name, (0, 1), fontsize=7.8, color=BLUE if code else GREY,
+            ax.annotate(code or name, (0, 1), fontsize=7.8, color=hue if code else GREY,
                         family="monospace" if code else None, **offset)
             finish(ax, ends, form, top=1.04 if "%" in form else None)
             ax.set_xlabel("step", loc="right", fontsize=8, color=GREY, labelpad=1)
@@ -110,7 +111,8 @@ def styles(arms):
     """({arm: colour}, {arm: dashes}), by what stands before and after the comma."""
     families = list(dict.fromkeys(arm.partition(", ")[0] for arm in arms))
     kinds = list(dict.fromkeys(arm.partition(", ")[2] for arm in arms))
-    return ({arm: ARM_COLORS[families.index(arm.partition(", ")[0]) % 5] for arm in arms},
+    color = dict(zip(families, itertools.cycle(ARM_COLORS)))
+    return ({arm: color[arm.partition(", ")[0]] for arm in arms},
             {arm: ("-", (0, (3, 1.5)), ":")[kinds.index(arm.partition(", ")[2])] for arm in arms})
 
 

@@ -217,7 +217,6 @@ def at_the_top(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 @of_each_page
 def test_the_flags_of_every_command_parse(page, at_the_top):
     assert list(complaints(commands_in_blocks(PAGES[page]))) == []
