@@ -57,7 +57,8 @@ class Watch:
     current = None                          # the Watch of the main function that is running
 
     def __init__(self, world, hang_timeout=0):
-        self.rank, self.size, self.hang_timeout = world.rank, world.size, hang_timeout
+        self.world, self.hang_timeout = world, hang_timeout
+        self.rank, self.size = world.rank, world.size
         self.signal, self.signalled_at, self.steps_began, self.advice = None, 0.0, False, ""
         self.failed = False                 # this rank, and it says why
         # The training and the thread take turns: neither ends the process while the other says why.
@@ -285,6 +286,7 @@ class Watch:
         elif self.store is not None:
             with suppress(RuntimeError):    # torchrun is gone, and the store with it
                 self.store.wait(["told"], timedelta(seconds=60))
+        self.world.close()
 
 
 def all_or_none(main):

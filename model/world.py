@@ -97,6 +97,9 @@ class World:
     def close(self):
         if self.size > 1:
             dist.destroy_process_group()
+            # Threads of Gloo outlive the group, if DTensor's caches still know it. Python's end
+            # would abort the process while one of them frees a tensor (pytorch issue 190489).
+            time.sleep(0.1)
 
 
 def choose_device(name, size):

@@ -6,9 +6,11 @@ the plain and the fast pair agree, and that a user's mistake ends in one sentenc
 import json
 import math
 import os
+import random
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -436,9 +438,12 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
 
 
 def free_port():
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return server.getsockname()[1]
+    """Not one that the system hands out, which could have another owner when it is used."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with socket.socket() as server, suppress(OSError):
+            server.bind(("localhost", port))
+            return port
 
 
 def test_ranks_micro_batches_and_the_pair_change_no_gradient(tmp_path, monkeypatch):
