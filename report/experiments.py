@@ -107,7 +107,8 @@ EXPERIMENTS = {
     "reward_model": {
         "rows": {"": arms(JUDGED, {"no KL": "--beta 0"} | {
             f"{kl_type}, beta {beta}": f"--beta {beta} --kl_type {kl_type}"
-            for beta in (0.3, 0.1) for kl_type in ("k1", "k2", "k3")})},
+            for beta in (0.3, 0.1) for kl_type in ("k1", "k2", "k3")}
+            | {"k3, beta 0.02": "--beta 0.02"})},
         "weights": [], "seeds": (42, 1, 2),
         "panels": {
             "rewards/reward_model/mean": ("The reward model's score", "rewarded", "{:.2g}"),
@@ -144,6 +145,26 @@ EXPERIMENTS = {
             "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
             "eval/mean_length": ("Completion length, tokens", "held-out", "{:.0f}"),
             "frac_reward_zero_std": ("Dead groups", "whose rewards are all equal", "{:.0%}")},
+    },
+    "process": {
+        "rows": {"": {"outcome": BRIEF, "process": f"{BRIEF} --supervision process"}},
+        "weights": [], "seeds": (42, 1, 2, 3, 4),
+        "panels": {
+            "eval/accuracy": ("Held-out accuracy, sampled", "never trained on", "{:.0%}"),
+            "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
+            "eval/mean_length": ("Completion length, tokens", "held-out", "{:.0f}"),
+            "kl": ("KL to the reference", "k3, per token", "{:.2g}")},
+    },
+    "oversample": {
+        "rows": {"": {"300 steps": "", "150 steps, twice the prompts":
+                      "--oversample 2 --max_steps 150", "200 steps, twice the prompts":
+                      "--oversample 2 --max_steps 200"}},
+        "weights": [], "seeds": (42, 1, 2),
+        "panels": {
+            "eval/accuracy": ("Held-out accuracy, sampled", "never trained on", "{:.0%}"),
+            "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
+            "frac_reward_zero_std": ("Dead groups", "of those sampled", "{:.0%}"),
+            "length": ("Completion length, tokens", "", "{:.0f}")},
     },
     "groups": {
         "rows": {"": {f"groups of {size}": f"{SHORT} --num_generations {size} "

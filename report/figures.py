@@ -30,13 +30,14 @@ def draw_experiment(results, panels, path):
     columns = len(panels) if len(rows) > 1 else math.ceil(len(panels) / 2)
     lines = len(rows) if len(rows) > 1 else 2
     with matplotlib.rc_context(STYLE):
-        fig = Figure(figsize=(13, 2.9 * lines + 0.8), dpi=130, facecolor="white")
-        inch = 1 / fig.get_figheight()
-        grid = fig.add_gridspec(lines, columns, left=0.045, right=0.955, bottom=0.45 * inch,
-                                top=1 - (1.3 if len(rows) > 1 else 1.1) * inch, hspace=0.6,
-                                wspace=0.9 * columns / (13 * 0.91 - 0.9 * (columns - 1)))
+        width, gap = max(10.4, 2.6 * columns), 0.85             # inches, as all lengths here
+        fig = Figure(figsize=(width, 2.9 * lines + 0.8), dpi=150, facecolor="white")
+        inch, panel = 1 / fig.get_figheight(), (width - 1.2 + gap) / columns - gap
+        across, deep = min(len(arms), 4), math.ceil(len(arms) / 4)      # of the legend
+        grid = fig.add_gridspec(lines, columns, left=0.6 / width, right=1 - 0.6 / width,
+                                top=1 - (0.87 + 0.2 * (len(rows) > 1) + 0.21 * deep) * inch,
+                                bottom=0.45 * inch, hspace=0.55, wspace=gap / panel)
         # A legend is filled column by column, and read row by row.
-        across = min(len(arms), 4)
         order = [arm for column in range(across) for arm in arms[column::across]]
         swatches = [Line2D([], [], color=colors[arm], linestyle=dashes[arm], linewidth=2.4)
                     for arm in order]
