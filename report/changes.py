@@ -81,35 +81,16 @@ BESIDE = {
 QUICK = "--max_steps 60 --eval_interval 15 --eval_samples 200"
 PLAIN = "--max_steps 30 --eval_interval 10 --eval_samples 200 --fast 0"
 MUSEUM = {
-    "EOS left out of the mask": Change(
-        "        completion_ids=completion_ids, mask=mask,",
-        "        completion_ids=completion_ids, mask=mask * (completion_ids != eos_ids[0]),",
-        f"{QUICK} --temperature 1.5", watch="rewards/format_reward/mean",
-        test="tests/test_run.py::test_the_eos_of_a_completion_is_learned_with_the_rest"),
-    "std without eps": Change(
-        "        advantages = advantages / (nanstd(groups) + eps)",
-        "        advantages = advantages / nanstd(groups)",
-        f"{QUICK} --reward_funcs accuracy",
-        test="tests/test_objective.py::test_equal_rewards_teach_nothing_whatever_their_rounding"),
     "logits shifted by one": Change(
         "    logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, :-1]",
         "    logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, 1:]",
         PLAIN,
         test="tests/test_objective.py::test_token_logps_are_those_of_a_softmax_with_temperature"),
-    "temperature in sampling only": Change(
-        "    all_logps = (logits.float() / temperature).log_softmax(-1)",
-        "    all_logps = logits.float().log_softmax(-1)",
-        f"{PLAIN} --temperature 1.5",
-        test="tests/test_objective.py::test_token_logps_are_those_of_a_softmax_with_temperature"),
-    "gradients not synchronised": Change(
-        "    world.sum_gradients(policy)\n", "",
-        "-m torch.distributed.run --standalone --nproc_per_node=4 train_grpo.py "
-        f"{QUICK} --batch_size 1 --num_generations 4",
-        test="tests/test_run.py::test_ranks_micro_batches_and_the_pair_change_no_gradient"),
-    "micro-batches average alone": Change(
-        "            num_tokens=num_tokens, **objective(args))", "            **objective(args))",
-        f"{QUICK} --micro_batch_size 16 --loss_type bnpo", watch="grad_norm",
-        test="tests/test_run.py::test_ranks_micro_batches_and_the_pair_change_no_gradient"),
+    "std without eps": Change(
+        "        advantages = advantages / (nanstd(groups) + eps)",
+        "        advantages = advantages / nanstd(groups)",
+        f"{QUICK} --reward_funcs accuracy",
+        test="tests/test_objective.py::test_equal_rewards_teach_nothing_whatever_their_rounding"),
     "an unjudged reply earns 0": Change(
         "    groups = rewards.view(-1, num_generations)  ",
         "    groups = rewards.nan_to_num(0.0).view(-1, num_generations)  ",
@@ -121,6 +102,25 @@ MUSEUM = {
         "rollout.ref_logps = compute_logps(policy, rollout, logps_of, args)",
         f"{QUICK} --reward_funcs format tag rm --reward_model_clip 3 --beta 0.3",
         test="tests/test_run.py::test_the_kl_is_0_until_the_policy_has_left_its_reference"),
+    "gradients not synchronised": Change(
+        "    world.sum_gradients(policy)\n", "",
+        "-m torch.distributed.run --standalone --nproc_per_node=4 train_grpo.py "
+        f"{QUICK} --batch_size 1 --num_generations 4",
+        test="tests/test_run.py::test_ranks_micro_batches_and_the_pair_change_no_gradient"),
+    "micro-batches average alone": Change(
+        "            num_tokens=num_tokens, **objective(args))", "            **objective(args))",
+        f"{QUICK} --micro_batch_size 16 --loss_type bnpo", watch="grad_norm",
+        test="tests/test_run.py::test_ranks_micro_batches_and_the_pair_change_no_gradient"),
+    "temperature in sampling only": Change(
+        "    all_logps = (logits.float() / temperature).log_softmax(-1)",
+        "    all_logps = logits.float().log_softmax(-1)",
+        f"{PLAIN} --temperature 1.5",
+        test="tests/test_objective.py::test_token_logps_are_those_of_a_softmax_with_temperature"),
+    "EOS left out of the mask": Change(
+        "        completion_ids=completion_ids, mask=mask,",
+        "        completion_ids=completion_ids, mask=mask * (completion_ids != eos_ids[0]),",
+        f"{QUICK} --temperature 1.5", watch="rewards/format_reward/mean",
+        test="tests/test_run.py::test_the_eos_of_a_completion_is_learned_with_the_rest"),
 }
 
 rng = random.Random(0)
