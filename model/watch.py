@@ -265,7 +265,7 @@ class Watch:
         if self.failed:
             return
         if isinstance(error, RuntimeError):     # a backward pass of shards lost a rank, perhaps:
-            time.sleep(1)                       # then the thread is about to say which one
+            time.sleep(3)                       # then the thread is about to say which one
         with self.turn:
             self.failed = True
             if not self.is_first_to_fail():

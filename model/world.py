@@ -99,7 +99,7 @@ class World:
             dist.destroy_process_group()
             # Threads of Gloo outlive the group, if DTensor's caches still know it. Python's end
             # would abort the process while one of them frees a tensor (pytorch issue 190489).
-            time.sleep(0.1)
+            time.sleep(0.3)
 
 
 def choose_device(name, size):

@@ -37,8 +37,9 @@ class Change:
     def verdict(self, folder):
         """What the test says of a changed copy; ValueError if it passes, or does not run."""
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", self.test],
-            cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--color=no",
+             self.test], cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True)
         said = re.search(r"^E +(.*)$", done.stdout, re.MULTILINE)
         if done.returncode != 1 or "1 failed" not in done.stdout or not said:
             raise ValueError(f"{self.test} should fail in {folder}, and does not:\n{done.stdout}")

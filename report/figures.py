@@ -113,8 +113,9 @@ def styles(arms):
     families = list(dict.fromkeys(arm.partition(", ")[0] for arm in arms))
     kinds = list(dict.fromkeys(arm.partition(", ")[2] for arm in arms))
     color = dict(zip(families, itertools.cycle(ARM_COLORS)))
+    dash = dict(zip(kinds, itertools.cycle(["-", (0, (3, 1.5)), ":", "-."])))
     return ({arm: color[arm.partition(", ")[0]] for arm in arms},
-            {arm: ("-", (0, (3, 1.5)), ":")[kinds.index(arm.partition(", ")[2])] for arm in arms})
+            {arm: dash[arm.partition(", ")[2]] for arm in arms})
 
 
 def head(ax, title, subtitle, row):

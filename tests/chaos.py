@@ -108,7 +108,7 @@ def disaster(way, rng, out, ranks, operations, flags):
     if way == "operation":
         number = rng.randint(1, operations)
         process = start(out, ranks, *flags, die_at=number)
-        process.wait(timeout=120)
+        process.wait(timeout=600)
         return f"operation {number}"
     process = start(out, ranks, *flags)
     step = rng.randrange(min(steps_done(out), STEPS - 1), STEPS)
@@ -128,7 +128,7 @@ def disaster(way, rng, out, ranks, operations, flags):
             os.kill(rng.choice(victims), signal.SIGKILL)
     else:
         process.kill()
-    process.wait(timeout=120)
+    process.wait(timeout=600)
     return happened
 
 
@@ -139,7 +139,7 @@ def finish(out, ranks, *flags):
                              for name in ("checkpoint", "checkpoint.old"))
         with tempfile.TemporaryFile("w+") as log:
             process = start(out, ranks, *flags, *["--resume"] * has_checkpoint, log=log)
-            code = process.wait(timeout=180)
+            code = process.wait(timeout=600)
             log.seek(0)
             text = log.read()
         if code == 0:

@@ -1,5 +1,6 @@
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -8,6 +9,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"      # a test that reaches for the network fails, everywhere
+# nohup, or a shell that starts the tests in the background, has signals ignored, also by the runs
+# that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish():

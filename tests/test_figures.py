@@ -96,12 +96,17 @@ def reward_model():
     kinds = ("k1", "k2", "k3")
     scores = [cell("reward_model", arm, "rewards/reward_model/mean", "{1:.2f}", times=1)
               for arm in ("no KL", "k1, beta 0.3", "k2, beta 0.3", "k3, beta 0.3")]
+    gamed = [f"{after('reward_model', 'k3, beta 0.02', key, step).mean() / by:{form}}"
+             for key, by, form in (("rewards/accuracy_reward/mean", 1, ".0f"),
+                                   ("rewards/reward_model/mean", 100, ".2f"))
+             for step in (8, 59)]
     highest = lowest_and_highest([
         after("reward_model", arm, "rewards/accuracy_reward/mean", 8).mean()
         for arm in {run["arm"] for run in runs("reward_model")}])
     return ([[right("no KL"), *(right(f"{kind}, beta 0.3") for kind in kinds)],
-             ["", *(right(f"{kind}, beta 0.1") for kind in kinds)]],
-            [[*highest, *scores]])
+             ["", *(right(f"{kind}, beta 0.1") for kind in kinds)],
+             ["", "", "", right("k3, beta 0.02")]],
+            [highest, scores, gamed])
 
 
 def lora():
@@ -124,6 +129,13 @@ def rewards():
                    cell("rewards", "accuracy alone", "eval/mean_length", "{1:.0f}", times=1)]
                   + sum([cell("rewards", arm, "eval/accuracy").split(" ± ")
                          for arm in ("accuracy alone", "all four")], [])]
+
+
+def process():
+    less = [cell("process", "process", f"eval/{key}", minus="outcome").removeprefix("-")
+            .split(" ± ") for key in ("accuracy", "greedy_accuracy")]
+    return ([[cell("process", arm, f"eval/{key}") for key in ("accuracy", "greedy_accuracy")]
+             for arm in ("outcome", "process")], [[*itertools.chain(*less)]])
 
 
 def ladder():
@@ -158,7 +170,7 @@ INTERVAL = r"(-?\d+(?:\.\d+)?)%? ± (\d+(?:\.\d+)?)"
 # this order in a paragraph.
 FIGURES = {"countdown": countdown, "loss_types": loss_types, "clip": clip,
            "reward_model": reward_model, "lora": lora, "trl": trl, "groups": groups,
-           "rewards": rewards, "ladder": ladder, "museum": museum}
+           "rewards": rewards, "process": process, "ladder": ladder, "museum": museum}
 
 
 def test_all_results_are_checked():

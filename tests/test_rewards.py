@@ -477,7 +477,7 @@ def test_while_a_call_hangs_it_is_not_called_again_and_what_it_prints_is_dropped
         print("talk")
         return [1.0, 1.0]
 
-    ours, other = Judge(judge, timeout=0.3), Judge(talker, timeout=60)
+    ours, other = Judge(judge, timeout=2), Judge(talker, timeout=60)
     rewards, texts = ask(ours)
     assert all(map(math.isnan, rewards)) and len(texts) == 2 and "TimeoutError" in texts[0]
     assert len(capsys.readouterr().out) <= LIMIT
@@ -581,7 +581,7 @@ def nasty(tmp_path, monkeypatch):
 def test_a_run_outlives_its_rewards(flags, nasty, tmp_path, capsys):
     with warnings.catch_warnings(record=True):
         train_grpo.main([*RUN, *flags, "--reward_funcs", "my_nasty:one", "my_nasty:two",
-                         "my_nasty:three", "--reward_timeout", "1", "--out_dir", str(tmp_path)])
+                         "my_nasty:three", "--reward_timeout", "4", "--out_dir", str(tmp_path)])
     assert 0 < capsys.readouterr().out.count("flood") < LIMIT
     folder = tmp_path / "grpo_reason_128"
     first, *lines = map(json.loads, (folder / "metrics.jsonl").open())

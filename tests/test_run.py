@@ -10,7 +10,6 @@ import random
 import socket
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -437,13 +436,13 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
     world.close()
 
 
-def free_port():
-    """Not one that the system hands out, which could have another owner when it is used."""
-    while True:
-        port = random.randrange(10_000, 30_000)
-        with socket.socket() as server, suppress(OSError):
-            server.bind(("localhost", port))
-            return port
+def free_ports(count):
+    """None that the system hands out: it could have another owner by the time it is used."""
+    def is_free(port):
+        with socket.socket() as client:
+            return client.connect_ex(("localhost", port)) != 0
+
+    return list(filter(is_free, random.sample(range(10_000, 30_000), 2 * count)))[:count]
 
 
 def test_ranks_micro_batches_and_the_pair_change_no_gradient(tmp_path, monkeypatch):
@@ -452,7 +451,7 @@ def test_ranks_micro_batches_and_the_pair_change_no_gradient(tmp_path, monkeypat
     runs = []
     for pair, world_size, micro_batch_size in (
             (fast, 1, 6), (train_grpo, 1, 6), (fast, 1, 1), (fast, 1, 3), (fast, 2, 2)):
-        rest = free_port(), micro_batch_size, pair.token_logps, tmp_path
+        rest = *free_ports(1), micro_batch_size, pair.token_logps, tmp_path
         if world_size == 1:
             gradients_of_learning(0, 1, *rest)
         else:

@@ -3,17 +3,19 @@ import json
 import os
 import signal
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_run import free_port
+from test_run import free_ports
 from torch import multiprocessing
 
 import train_grpo
 from model import head, save_pretrained
 from model.shard import part_of, whole
+from model.watch import Watch
 
 RUNS = {        # name -> flags
     "apart": [], "sharded": ["--shard", "1"],
@@ -33,6 +35,8 @@ def unequal(prompts, completions, completion_ids, **columns):
     calls += 1
     if calls == 3:
         os.kill(os.getpid(), signal.SIGTERM)
+        while Watch.current.signal is None:         # else the step might end before it is seen
+            time.sleep(0.001)
     dead = os.environ["RANK"] == "1"
     return [0.0 if dead and i // 4 % 3 else float(sum(ids) % 5)
             for i, ids in enumerate(completion_ids)]
@@ -68,7 +72,7 @@ def out(tiny_policy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("shard")
     tokenizer, model = tiny_policy
     save_pretrained(model, tokenizer, folder / "weights")
-    ports = [free_port() for _ in range(len(RUNS) + 2)]
+    ports = free_ports(len(RUNS) + 2)
     multiprocessing.spawn(one_rank, (ports, str(folder / "weights"), str(folder)), nprocs=2)
     return folder
 
