@@ -138,6 +138,15 @@ def process():
              for arm in ("outcome", "process")], [[*itertools.chain(*less)]])
 
 
+def oversample():
+    arms = "300 steps", "150 steps, twice the prompts", "200 steps, twice the prompts"
+    more = [cell("oversample", arm, "eval/accuracy", minus=arms[0]).removeprefix("-").split(" ± ")
+            for arm in arms[:0:-1]]
+    return ([[ANY, *(cell("oversample", arm, f"eval/{key}") for key in
+                     ("accuracy", "greedy_accuracy"))] for arm in arms],
+            [[*itertools.chain(*more)]])
+
+
 def ladder():
     return [["{:.1f} ± {:.1f}".format(*interval(after("ladder", rung, "eval/accuracy", step)))
              for step in (20, 100)] for rung in LADDER | BESIDE], []
@@ -170,7 +179,8 @@ INTERVAL = r"(-?\d+(?:\.\d+)?)%? ± (\d+(?:\.\d+)?)"
 # this order in a paragraph.
 FIGURES = {"countdown": countdown, "loss_types": loss_types, "clip": clip,
            "reward_model": reward_model, "lora": lora, "trl": trl, "groups": groups,
-           "rewards": rewards, "process": process, "ladder": ladder, "museum": museum}
+           "rewards": rewards, "process": process, "oversample": oversample,
+           "ladder": ladder, "museum": museum}
 
 
 def test_all_results_are_checked():
