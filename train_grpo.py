@@ -885,6 +885,8 @@ def impossible_combinations(args):
          f"{'r1' if r1 else 'sequence'} has one ratio per completion; change one of the two"),
         (by_steps and other_advantages, "--supervision process normalises all steps of a group "
          "together; leave --scale_rewards and --advantage_estimator out"),
+        (by_steps and not any(args.reward_weights), "--supervision process divides the outcome by "
+         "the sum of --reward_weights, which is 0; give one above 0"),
         (args.kl_in_reward and not args.beta, "--kl_in_reward subtracts beta * KL, and --beta is "
          "0; give a --beta above 0"),
         (args.kl_in_reward and args.kl_type != "k1", f"--kl_type {args.kl_type} is for the KL in "

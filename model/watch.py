@@ -23,7 +23,6 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -60,6 +59,7 @@ class Watch:
         self.world, self.hang_timeout = world, hang_timeout
         self.rank, self.size = world.rank, world.size
         self.signal, self.signalled_at, self.steps_began, self.advice = None, 0.0, False, ""
+        self.failing = False                # this rank; perhaps because another one did
         self.failed = False                 # this rank, and it says why
         # The training and the thread take turns: neither ends the process while the other says why.
         self.turn = threading.RLock()
@@ -106,9 +106,10 @@ class Watch:
 
     def _stop_unless_steps_began(self, number, frame):
         # torchrun stops a rank that has failed as soon as another has left: it is to say why first.
-        if not self.steps_began and not self.failed:
+        if not self.steps_began and not self.failing:
             raise Stopped(number, "before the first step; nothing was written", together=False)
-        if self.signal is None:             # a library in a reward may have closed the mailbox
+        # asyncio, in a reward, may have reset set_wakeup_fd: then this is the only letter.
+        if self.signal is None:
             self.letters.send(bytes([number]))
 
     def give_back_signals(self):
@@ -197,7 +198,7 @@ class Watch:
     def _stop(self, number, reason):
         if self.signal is None:
             self.signal, self.signalled_at = number, time.monotonic()
-            if self.steps_began and self.rank == 0 and not self.failed:
+            if self.steps_began and self.rank == 0 and not self.failing:
                 say(f"\n{reason}: the step that is running ends, then the run saves and stops; a "
                     "second signal stops it at once")
         # torchrun may pass on what the terminal has sent already: that is not a second signal.
@@ -213,11 +214,11 @@ class Watch:
                             "perhaps for lack of memory, or a reward function has ended it", 1)
 
     def _look_at_the_clock(self):
-        silent, limit = time.monotonic() - self.since, f"--hang_timeout {self.hang_timeout:g}"
+        silent, limit = time.monotonic() - self.since, f"{self.hang_timeout:g} s (--hang_timeout)"
         if not self.waiting and silent > self.hang_timeout:
             frames = traceback.extract_stack(sys._current_frames()[self.main.ident])
             place = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))][-1]
-            self._leave(f"error: rank {self.rank} hangs, for more than the seconds of {limit}, in "
+            self._leave(f"error: rank {self.rank} hangs: it was busy for more than {limit} in "
                         f"{place.filename}, line {place.lineno}: {place.line}", 1)
         # A process that is frozen can't say so. The margin is for one that can.
         elif self.store is not None and self.waiting and silent > self.hang_timeout + 3:
@@ -227,7 +228,7 @@ class Watch:
                     if rank in self.processes:
                         os.kill(self.processes[rank], signal.SIGKILL)   # it won't leave by itself
                     self._leave(f"error: rank {rank} hangs: nothing was heard from it for more "
-                                f"than the seconds of {limit}", 1)
+                                f"than {limit}", 1)
 
     def _leave(self, text, code):
         with self.turn:
@@ -264,6 +265,7 @@ class Watch:
         """One of several ranks has failed: say why, or end if another has failed before."""
         if self.failed:
             return
+        self.failing = True
         if isinstance(error, RuntimeError):     # a backward pass of shards lost a rank, perhaps:
             time.sleep(3)                       # then the thread is about to say which one
         with self.turn:
@@ -279,13 +281,16 @@ class Watch:
             last_words(text + self.advice)
 
     def stop_together(self, error):
-        """All ranks have agreed to stop. Rank 0 tells, and nobody leaves before it has."""
+        """All ranks have agreed to stop. Rank 0 tells, nobody leaves before; closes the world."""
+        store, until = self.store, time.monotonic() + 60
         if self.rank == 0:
             last_words(str(error))
             self._tell("told", "1")
-        elif self.store is not None:
+        elif store is not None:
             with suppress(RuntimeError):    # torchrun is gone, and the store with it
-                self.store.wait(["told"], timedelta(seconds=60))
+                # Not store.wait(): the thread could not look at the others meanwhile.
+                while not store.check(["told"]) and time.monotonic() < until:
+                    time.sleep(0.1)
         self.world.close()
 
 

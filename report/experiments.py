@@ -6,7 +6,7 @@
 An arm of an experiment is the flags of a run. Every arm runs with every seed, two runs at a time
 with a thread each (--jobs), and each run becomes a line of report/results/<name>.jsonl:
 
-    {"row", "arm", "seed", "steps": [...], "series": {name: [...]}, "eval": {name: [...]}}
+    {"row", "arm", "seed", "seconds", "steps": [...], "series": {name: [...]}, "eval": {...}}
 
 An arm may also change a line of the code (changes.py): it runs in a changed copy.
 
@@ -64,7 +64,7 @@ AVERAGES = {f"{loss_type}, {scale}": f"--loss_type {loss_type} --scale_rewards {
 JUDGED = ("--reward_funcs format tag rm accuracy --reward_weights 1 1 1 0 --reward_model_clip 3 "
           "--max_steps 60 --eval_interval 0")
 SHORT = "--max_steps 30 --eval_interval 5 --eval_samples 300"
-REUSED = "--max_steps 30 --eval_interval 5 --eval_samples 300 --num_iterations"
+REUSED = f"{SHORT} --num_iterations"
 BRIEF = "--max_steps 120 --eval_interval 30 --eval_samples 500"
 
 
@@ -156,13 +156,13 @@ EXPERIMENTS = {
             "kl": ("KL to the reference", "k3, per token", "{:.2g}")},
     },
     "oversample": {
-        "rows": {"": {"300 steps": "", "150 steps, twice the prompts":
-                      "--oversample 2 --max_steps 150", "200 steps, twice the prompts":
-                      "--oversample 2 --max_steps 200"}},
+        "rows": {"": {"300 steps": "", "150 steps with twice the prompts":
+                      "--oversample 2 --max_steps 150", "188 steps with twice the prompts":
+                      "--oversample 2"}},
         "weights": [], "seeds": (42, 1, 2),
         "panels": {
             "eval/accuracy": ("Held-out accuracy, sampled", "never trained on", "{:.0%}"),
-            "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
+            "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.1%}"),
             "frac_reward_zero_std": ("Dead groups", "of those sampled", "{:.0%}"),
             "length": ("Completion length, tokens", "", "{:.0f}")},
     },

@@ -30,13 +30,13 @@ def draw_experiment(results, panels, path):
     columns = len(panels) if len(rows) > 1 else math.ceil(len(panels) / 2)
     lines = len(rows) if len(rows) > 1 else 2
     with matplotlib.rc_context(STYLE):
-        width, gap = max(10.4, 2.6 * columns), 0.85             # inches, as all lengths here
+        width, gap = max(10.4, 2.6 * columns), 0.85             # inches
         fig = Figure(figsize=(width, 2.9 * lines + 0.8), dpi=150, facecolor="white")
-        inch, panel = 1 / fig.get_figheight(), (width - 1.2 + gap) / columns - gap
+        inch, panel_width = 1 / fig.get_figheight(), (width - 1.2 + gap) / columns - gap
         across, deep = min(len(arms), 4), math.ceil(len(arms) / 4)      # of the legend
         grid = fig.add_gridspec(lines, columns, left=0.6 / width, right=1 - 0.6 / width,
                                 top=1 - (0.87 + 0.2 * (len(rows) > 1) + 0.21 * deep) * inch,
-                                bottom=0.45 * inch, hspace=0.55, wspace=gap / panel)
+                                bottom=0.45 * inch, hspace=0.55, wspace=gap / panel_width)
         # A legend is filled column by column, and read row by row.
         order = [arm for column in range(across) for arm in arms[column::across]]
         swatches = [Line2D([], [], color=colors[arm], linestyle=dashes[arm], linewidth=2.4)
@@ -49,7 +49,7 @@ def draw_experiment(results, panels, path):
             ends = [end for arm in arms
                     for end in draw_arm(ax, [r for r in results
                                              if (r["row"], r["arm"]) == (row, arm)],
-                                        key, colors[arm], dashes[arm])]
+                                        key, colors[arm], dashes[arm], band=len(arms) <= 6)]
             head(ax, name, subtitle, row if i % columns == 0 else "")
             share = "%" in form and max((end[0] for end in ends), default=0) > 0.85
             if key in LOGARITHMIC:
@@ -128,8 +128,8 @@ def head(ax, title, subtitle, row):
     ax.annotate(subtitle, (0, 1), xytext=(-22, 6), fontsize=8, color=GREY, **offset)
 
 
-def draw_arm(ax, runs, key, color, dash):
-    """Draw the mean over the runs and its 95% interval; its end, as finish() takes it."""
+def draw_arm(ax, runs, key, color, dash, *, band):
+    """Draw the mean over the runs and the band of its 95% interval; its end, for finish()."""
     steps, values = series(runs, key)
     if not len(steps):
         return []
@@ -140,7 +140,8 @@ def draw_arm(ax, runs, key, color, dash):
         center, half = interval(values)
         # Of a share or a length, nothing lies below 0.
         low, high = np.maximum(center - half, min(0, np.nanmin(values))), center + half
-    ax.fill_between(steps, low, high, color=color, alpha=0.13, linewidth=0)
+    if band:                # many would merge into a grey
+        ax.fill_between(steps, low, high, color=color, alpha=0.13, linewidth=0)
     ax.plot(steps, center, color=color, linestyle=dash, linewidth=1.8)
     return [(center[-1], "", color)]
 

@@ -2,6 +2,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,21 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"      # a test that reaches for the network fails, everywhere
-# nohup, or a shell that starts the tests in the background, has signals ignored, also by the runs
-# that the tests start.
+# Under nohup, or in the background of a shell, these signals are ignored, and the runs that the
+# tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def interrupt(number):
+    """Send this process a signal; returns once the watch has seen it."""
+    from model.watch import Watch
+
+    os.kill(os.getpid(), number)
+    until = time.monotonic() + 60
+    while Watch.current.signal is None:
+        assert time.monotonic() < until, "the watch has not seen the signal"
+        time.sleep(0.001)
 
 
 def pytest_collection_finish():

@@ -32,10 +32,17 @@ def cell(name, arm, key, form="{1:.1f} ± {2:.1f}", *, times=100, row="", minus=
     return form.format(begins.mean(), ends.mean(), interval(ends)[1])
 
 
-def after(name, arm, key, step):
-    """An arm's values after a step, one of each run, in percent."""
+def below(*args, **options):
+    """A difference that a page calls lower, without its sign."""
+    text = cell(*args, **options)
+    assert text.startswith("-"), text
+    return text[1:]
+
+
+def after(name, arm, key, step, times=100):
+    """An arm's values, one of each run: an evaluation's after a step, a series' around it."""
     steps, values = series([run for run in runs(name) if run["arm"] == arm], key)
-    return 100 * values[:, steps.tolist().index(step)]
+    return times * values[:, steps.tolist().index(step)]
 
 
 def lowest_and_highest(values):
@@ -52,10 +59,10 @@ def countdown():
 
     gave_up = (cell("countdown", "the shipped weights", "gave_up", "{0:.0f}"),
                f'{after("countdown", "the shipped weights", "gave_up", 20).mean():.0f}')
-    slips = cell("countdown", "the shipped weights", "slips", "{0:.1f} {1:.1f}").split()
+    slips = cell("countdown", "the shipped weights", "slips", "{0:.1f} {1:.1f}")
     return ([row("the shipped weights"), row("gives up sooner"),
              row("tries in random order", greedy="{0:.0f} → {1:.0f}")],
-            [[*gave_up, *slips]])
+            [[*gave_up, slips]])
 
 
 def loss_types():
@@ -70,13 +77,12 @@ def loss_types():
                     form="{1:.1f} ± {2:.1f}" if small else "{1:z.0f} ± {2:.0f}")      # z: no -0
 
     def less_often_right(arm):
-        return cell("loss_types", f"{arm}, group", "right", "{1:.1f} {2:.1f}", row=cut_off,
-                    minus="grpo, group").removeprefix("-").split()
+        return below("loss_types", f"{arm}, group", "right", row=cut_off, minus="grpo, group")
 
     return ([[", ".join(length(key, arm, scale, row) for scale in ("group", "none"))
               for row in rows] for key in ("length/right", "length/wrong")
              for arm in ("grpo", "bnpo", "dr_grpo", "r1")],
-            [less_often_right("bnpo") + less_often_right("r1")])
+            [[less_often_right("bnpo"), less_often_right("r1")]])
 
 
 def clip():
@@ -96,16 +102,15 @@ def reward_model():
     kinds = ("k1", "k2", "k3")
     scores = [cell("reward_model", arm, "rewards/reward_model/mean", "{1:.2f}", times=1)
               for arm in ("no KL", "k1, beta 0.3", "k2, beta 0.3", "k3, beta 0.3")]
-    gamed = [f"{after('reward_model', 'k3, beta 0.02', key, step).mean() / by:{form}}"
-             for key, by, form in (("rewards/accuracy_reward/mean", 1, ".0f"),
-                                   ("rewards/reward_model/mean", 100, ".2f"))
+    gamed = [f"{after('reward_model', 'k3, beta 0.02', key, step, times).mean():{form}}"
+             for key, times, form in (("rewards/accuracy_reward/mean", 100, ".0f"),
+                                      ("rewards/reward_model/mean", 1, ".2f"))
              for step in (8, 59)]
     highest = lowest_and_highest([
         after("reward_model", arm, "rewards/accuracy_reward/mean", 8).mean()
         for arm in {run["arm"] for run in runs("reward_model")}])
-    return ([[right("no KL"), *(right(f"{kind}, beta 0.3") for kind in kinds)],
-             ["", *(right(f"{kind}, beta 0.1") for kind in kinds)],
-             ["", "", "", right("k3, beta 0.02")]],
+    return ([*([right(f"{kind}, beta {beta}") for kind in kinds] for beta in (0.3, 0.1)),
+             ["", "", right("k3, beta 0.02")], ["", "", right("no KL")]],
             [highest, scores, gamed])
 
 
@@ -117,34 +122,34 @@ def lora():
 
 
 def trl():
-    accuracies = [cell("trl", arm, key, "{1:.1f} {2:.1f}").split() for arm in ("TRL", "MiniGRPO")
+    accuracies = [cell("trl", arm, key) for arm in ("TRL", "MiniGRPO")
                   for key in ("eval/accuracy", "eval/greedy_accuracy")]
     seconds = [lowest_and_highest([run["seconds"] for run in runs("trl") if run["arm"] == arm])
                for arm in ("TRL", "MiniGRPO")]
-    return None, [[*itertools.chain(*accuracies, *seconds)]]
+    return None, [[*accuracies, *itertools.chain(*seconds)]]
 
 
 def rewards():
     return None, [[cell("rewards", "all four", "eval/mean_length", "{0:.0f}", times=1),
-                   cell("rewards", "accuracy alone", "eval/mean_length", "{1:.0f}", times=1)]
-                  + sum([cell("rewards", arm, "eval/accuracy").split(" ± ")
-                         for arm in ("accuracy alone", "all four")], [])]
+                   cell("rewards", "accuracy alone", "eval/mean_length", "{1:.0f}", times=1),
+                   *(cell("rewards", arm, "eval/accuracy")
+                     for arm in ("accuracy alone", "all four"))]]
 
 
 def process():
-    less = [cell("process", "process", f"eval/{key}", minus="outcome").removeprefix("-")
-            .split(" ± ") for key in ("accuracy", "greedy_accuracy")]
-    return ([[cell("process", arm, f"eval/{key}") for key in ("accuracy", "greedy_accuracy")]
-             for arm in ("outcome", "process")], [[*itertools.chain(*less)]])
+    keys = "eval/accuracy", "eval/greedy_accuracy"
+    return ([[cell("process", arm, key) for key in keys] for arm in ("outcome", "process")],
+            [[below("process", "process", key, minus="outcome") for key in keys]])
 
 
 def oversample():
-    arms = "300 steps", "150 steps, twice the prompts", "200 steps, twice the prompts"
-    more = [cell("oversample", arm, "eval/accuracy", minus=arms[0]).removeprefix("-").split(" ± ")
-            for arm in arms[:0:-1]]
+    default = "300 steps"
+    equal_samples, equal_time = (f"{steps} steps with twice the prompts" for steps in (150, 188))
+    differences = [function("oversample", arm, "eval/accuracy", minus=default)
+                   for function, arm in ((cell, equal_time), (below, equal_samples))]
     return ([[ANY, *(cell("oversample", arm, f"eval/{key}") for key in
-                     ("accuracy", "greedy_accuracy"))] for arm in arms],
-            [[*itertools.chain(*more)]])
+                     ("accuracy", "greedy_accuracy"))]
+             for arm in (default, equal_samples, equal_time)], [differences])
 
 
 def ladder():
@@ -171,7 +176,7 @@ def groups():
     without_kl = cell("groups", "groups of 8, beta 0", "eval/accuracy")
     return ([[cell("groups", arm, "eval/accuracy"), dead(arm, (1.5, 3.5)), dead(arm, range(26, 31))]
              for arm in arms],
-            [[*without_kl.split(" ± "), *cell("groups", arms[2], "eval/accuracy").split(" ± ")]])
+            [[without_kl, cell("groups", arms[2], "eval/accuracy")]])
 
 
 INTERVAL = r"(-?\d+(?:\.\d+)?)%? ± (\d+(?:\.\d+)?)"
@@ -195,7 +200,8 @@ def test_the_figures_of_an_experiment_are_those_of_its_results(name, language):
     held = [[row[1:] for row in table] for text in texts for table in tables(text)]
     assert expected is None or expected in held, "no such table:\n" + "\n".join(
         " | ".join(map(str, row)) for row in expected)
-    for figures in in_sentences:
+    for parts in in_sentences:
+        figures = [number for part in parts for number in numbers(part)]
         assert any(all(figure in rest for figure in figures) for text in texts
                    for part in paragraphs(text) for rest in [iter(numbers(part))]), figures
 
@@ -204,10 +210,9 @@ def test_the_figures_of_an_experiment_are_those_of_its_results(name, language):
 def known_intervals():
     """All `mean ± interval` of the results, as pairs."""
     of_all = [figures() for figures in FIGURES.values()]
-    return {pair for table, _ in of_all for row in table or () for cell in row
-            for pair in re.findall(INTERVAL, str(cell))} | {
-        pair for _, in_sentences in of_all for figures in in_sentences
-        for pair in itertools.pairwise(figures)}
+    cells = [cell for table, in_sentences in of_all for row in [*(table or ()), *in_sentences]
+             for cell in row]
+    return {pair for cell in cells for pair in re.findall(INTERVAL, str(cell))}
 
 
 @of_each_page

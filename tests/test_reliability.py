@@ -22,6 +22,7 @@ from filelock import FileLock
 
 import chaos
 import train_grpo
+from conftest import interrupt
 from model import Saver, World, world
 from model import watch as watching
 from model.checkpoint import written_whole
@@ -63,13 +64,6 @@ def run(out, *flags):
 def files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
             if path.is_file() and path.name != ".lock"}
-
-
-def interrupt(number):
-    """Send this process a signal; returns once the watch has seen it."""
-    os.kill(os.getpid(), number)
-    while Watch.current.signal is None:
-        time.sleep(0.001)
 
 
 def at(call, function, *arguments):
@@ -299,7 +293,9 @@ def test_the_clock_of_the_first_step_starts_with_it():
     watch.close()
 
 
-def test_nothing_ends_a_rank_that_fails_before_it_has_said_why(monkeypatch, capsys):
+@pytest.mark.parametrize("failure, said", [
+    (ValueError("stumbled"), "stumbled"), (RuntimeError("stumbled"), "RuntimeError: stumbled")])
+def test_nothing_ends_a_rank_that_fails_before_it_has_said_why(failure, said, monkeypatch, capsys):
     """Not its own thread, which sees a failure, nor the SIGTERM that torchrun sends its session."""
     failures, deaf, left, looks = 0, [], [], threading.Event()
 
@@ -310,9 +306,12 @@ def test_nothing_ends_a_rank_that_fails_before_it_has_said_why(monkeypatch, caps
             os.kill(os.getpid(), signal.SIGTERM)
         else:                               # this look began before the failure, and sees it
             looks.set()
-            time.sleep(0.1)
+            sleep(0.1)
         return failures
 
+    sleep = time.sleep
+    # It waits after a RuntimeError: another rank may be the reason, and torchrun ends this one.
+    monkeypatch.setattr(time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
     monkeypatch.setattr(watching, "SECONDS_BETWEEN_LOOKS", 0.01)
     monkeypatch.setattr(Watch, "leave", lambda self, code: left.append(code))
     monkeypatch.setattr(watching, "under_torchrun", lambda: True)
@@ -322,12 +321,12 @@ def test_nothing_ends_a_rank_that_fails_before_it_has_said_why(monkeypatch, caps
     watch.store = SimpleNamespace(add=add, set=lambda key, value: None)
     looks.wait()
     try:
-        watch.fail(ValueError("stumbled"))
+        watch.fail(failure)
     except watching.Stopped as error:
         left.append(error)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, watching.SIGNALS)
     watch.close()
-    assert "error: rank 0: stumbled" in capsys.readouterr().err
+    assert f"error: rank 0: {said}" in capsys.readouterr().err
     assert not left and deaf == [set(watching.SIGNALS)]
 
 
@@ -380,7 +379,7 @@ def test_each_rank_has_a_gpu_of_its_own_or_none_starts(monkeypatch):
     ("os._exit(0)", "", "error: rank 1 (process "),
     # Here the other rank loses its connection in the middle of a backward pass.
     ("torch.Tensor.backward = lambda loss: os._exit(0)", "--shard 1", "error: rank 1 (process "),
-    ("time.sleep(99)", "--hang_timeout 6", "error: rank 1 hangs"),
+    ("time.sleep(99)", "--hang_timeout 8", "error: rank 1 hangs: it was busy for more than 8 s"),
 ])
 def test_what_ends_one_rank_ends_all_with_its_reason_as_the_last_words(way, flags, reason,
                                                                        tmp_path):

@@ -437,7 +437,7 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
 
 
 def free_ports(count):
-    """None that the system hands out: it could have another owner by the time it is used."""
+    """Free ports below those that the system hands out: nobody else gets one before its use."""
     def is_free(port):
         with socket.socket() as client:
             return client.connect_ex(("localhost", port)) != 0
@@ -584,6 +584,7 @@ def test_the_reference_moves_towards_the_policy():
     ("--supervision process --importance_sampling_level sequence", "--supervision sequence"),
     ("--supervision process --scale_rewards none", "--scale_rewards --supervision"),
     ("--supervision process --advantage_estimator rloo", "--advantage_estimator --supervision"),
+    ("--supervision process --reward_weights 0 0 0 0", "--reward_weights --supervision"),
     ("--kl_in_reward --beta 0", "--kl_in_reward --beta"),
     ("--kl_in_reward --kl_type k3", "--kl_type --kl_in_reward"),
     ("--ref_model_sync_steps 5 --beta 0", "--ref_model_sync_steps --beta"),

@@ -3,7 +3,6 @@ import json
 import os
 import signal
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +12,9 @@ from test_run import free_ports
 from torch import multiprocessing
 
 import train_grpo
+from conftest import interrupt
 from model import head, save_pretrained
 from model.shard import part_of, whole
-from model.watch import Watch
 
 RUNS = {        # name -> flags
     "apart": [], "sharded": ["--shard", "1"],
@@ -34,9 +33,7 @@ def unequal(prompts, completions, completion_ids, **columns):
     global calls
     calls += 1
     if calls == 3:
-        os.kill(os.getpid(), signal.SIGTERM)
-        while Watch.current.signal is None:         # else the step might end before it is seen
-            time.sleep(0.001)
+        interrupt(signal.SIGTERM)
     dead = os.environ["RANK"] == "1"
     return [0.0 if dead and i // 4 % 3 else float(sum(ids) % 5)
             for i, ids in enumerate(completion_ids)]
