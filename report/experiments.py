@@ -67,9 +67,26 @@ SHORT = "--max_steps 30 --eval_interval 5 --eval_samples 300"
 REUSED = f"{SHORT} --num_iterations"
 BRIEF = "--max_steps 120 --eval_interval 30 --eval_samples 500"
 
+# Panels that several experiments have.
+PANELS = {
+    "eval/accuracy": ("Held-out accuracy, sampled", "never trained on", "{:.0%}"),
+    "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
+    "eval/mean_length": ("Completion length, tokens", "held-out", "{:.0f}"),
+    "length": ("Completion length, tokens", "", "{:.0f}"),
+    "reward": ("Reward", "", "{:.2f}"),
+    "frac_reward_zero_std": ("Dead groups", "whose rewards are all equal", "{:.0%}"),
+    "kl": ("KL to the reference", "k3, per token", "{:.2g}"),
+    "entropy": ("Entropy, nats per token", "", "{:.2g}"),
+    "grad_norm": ("Gradient norm", "before it is clipped to 1", "{:.2g}"),
+}
+
 
 def arms(common, by_arm):
     return {arm: f"{common} {flags}" for arm, flags in by_arm.items()}
+
+
+def panels(*names):
+    return {name: PANELS[name] for name in names}
 
 
 EXPERIMENTS = {
@@ -121,61 +138,39 @@ EXPERIMENTS = {
             f"rank {rank}, {rate}": f"{BRIEF} --lora_rank {rank} --learning_rate {rate}"
             for rank in (1, 4, 16) for rate in ("1e-3", "3e-3")}},
         "weights": [], "seeds": (42, 1, 2),
-        "panels": {
-            "eval/accuracy": ("Held-out accuracy, sampled", "never trained on", "{:.0%}"),
-            "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
-            "kl": ("KL to the reference", "k3, per token", "{:.2g}"),
-            "length": ("Completion length, tokens", "", "{:.0f}")},
+        "panels": panels("eval/accuracy", "eval/greedy_accuracy", "kl", "length"),
     },
     "clip": {
         "rows": {"": {f"{n} iteration{'s' * (n > 1)}, {name}": f"{REUSED} {n} {flags}".strip()
                       for name, flags in (("clip", ""), ("no clip", NO_CLIP)) for n in (1, 4, 16)}},
         "weights": [], "seeds": (42, 1, 2),
-        "panels": {
-            "eval/accuracy": ("Held-out accuracy, sampled", "never trained on", "{:.0%}"),
-            "kl": ("KL to the reference", "k3, per token", "{:.2g}"),
-            "entropy": ("Entropy, nats per token", "", "{:.2g}"),
-            "grad_norm": ("Gradient norm", "before it is clipped to 1", "{:.2g}")},
+        "panels": panels("eval/accuracy", "kl", "entropy", "grad_norm"),
     },
     "rewards": {
         "rows": {"": {"all four": BRIEF, "accuracy alone": f"{BRIEF} --reward_funcs accuracy"}},
         "weights": [], "seeds": (42, 1, 2),
-        "panels": {
-            "eval/accuracy": ("Held-out accuracy, sampled", "never trained on", "{:.0%}"),
-            "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
-            "eval/mean_length": ("Completion length, tokens", "held-out", "{:.0f}"),
-            "frac_reward_zero_std": ("Dead groups", "whose rewards are all equal", "{:.0%}")},
+        "panels": panels("eval/accuracy", "eval/greedy_accuracy", "eval/mean_length",
+                         "frac_reward_zero_std"),
     },
     "process": {
         "rows": {"": {"outcome": BRIEF, "process": f"{BRIEF} --supervision process"}},
         "weights": [], "seeds": (42, 1, 2, 3, 4),
-        "panels": {
-            "eval/accuracy": ("Held-out accuracy, sampled", "never trained on", "{:.0%}"),
-            "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
-            "eval/mean_length": ("Completion length, tokens", "held-out", "{:.0f}"),
-            "kl": ("KL to the reference", "k3, per token", "{:.2g}")},
+        "panels": panels("eval/accuracy", "eval/greedy_accuracy", "eval/mean_length", "kl"),
     },
     "oversample": {
-        "rows": {"": {"300 steps": "", "150 steps with twice the prompts":
-                      "--oversample 2 --max_steps 150", "188 steps with twice the prompts":
-                      "--oversample 2"}},
+        "rows": {"": {"300 steps": "",
+                      "150 steps with twice the prompts": "--oversample 2 --max_steps 150",
+                      "188 steps with twice the prompts": "--oversample 2"}},     # an epoch
         "weights": [], "seeds": (42, 1, 2),
-        "panels": {
-            "eval/accuracy": ("Held-out accuracy, sampled", "never trained on", "{:.0%}"),
-            "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.1%}"),
-            "frac_reward_zero_std": ("Dead groups", "of those sampled", "{:.0%}"),
-            "length": ("Completion length, tokens", "", "{:.0f}")},
+        "panels": panels("eval/accuracy", "eval/greedy_accuracy", "frac_reward_zero_std", "length")
+        | {"eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.1%}")},
     },
     "groups": {
         "rows": {"": {f"groups of {size}": f"{SHORT} --num_generations {size} "
                       f"--batch_size {128 // size}" for size in (2, 4, 8, 16, 32)}
                  | {"groups of 8, beta 0": f"{SHORT} --beta 0"}},
         "weights": [], "seeds": (42, 1, 2),
-        "panels": {
-            "eval/accuracy": ("Held-out accuracy, sampled", "never trained on", "{:.0%}"),
-            "frac_reward_zero_std": ("Dead groups", "whose rewards are all equal", "{:.0%}"),
-            "reward": ("Reward", "", "{:.2f}"),
-            "grad_norm": ("Gradient norm", "before it is clipped to 1", "{:.2g}")},
+        "panels": panels("eval/accuracy", "frac_reward_zero_std", "reward", "grad_norm"),
     },
     "ladder": {
         "rows": {"": {rung: f"--max_steps 100 --eval_interval 20 --eval_samples 200 {change.flags}"
@@ -186,12 +181,7 @@ EXPERIMENTS = {
         "lessons": {rung: (change.shown, "eval/accuracy", below and ("", below), ("", rung))
                     for below, (rung, change) in zip((None, *LADDER), LADDER.items())},
         "weights": [], "seeds": (42, 1, 2),
-        "panels": {
-            "eval/accuracy": ("Held-out accuracy, sampled", "", "{:.0%}"),
-            "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
-            "length": ("Completion length, tokens", "", "{:.0f}"),
-            "entropy": ("Entropy, nats per token", "", "{:.2g}"),
-            "grad_norm": ("Gradient norm", "before it is clipped to 1", "{:.2g}")},
+        "panels": panels("eval/accuracy", "eval/greedy_accuracy", "length", "entropy", "grad_norm"),
     },
     "museum": {
         "rows": {error: {"right": change.flags, "wrong": change.flags}
@@ -201,14 +191,10 @@ EXPERIMENTS = {
         "lessons": {error: ("", change.watch, (error, "right"), (error, "wrong"))
                     for error, change in MUSEUM.items()},
         "weights": [], "seeds": (42, 1, 2, 3, 4),
-        "panels": {
-            "eval/accuracy": ("Held-out accuracy, sampled", "", "{:.0%}"),
-            "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
-            "eval/mean_length": ("Completion length, tokens", "held-out", "{:.0f}"),
-            "rewards/format_reward/mean": ("Format reward", "at most 0.5", "{:.2f}"),
-            "completions/clipped_ratio": ("Cut off", "at the length limit", "{:.0%}"),
-            "kl": ("KL to the reference", "k3, per token", "{:.2g}"),
-            "grad_norm": ("Gradient norm", "before it is clipped to 1", "{:.2g}")},
+        "panels": panels("eval/accuracy", "eval/greedy_accuracy", "eval/mean_length", "kl",
+                         "grad_norm")
+        | {"rewards/format_reward/mean": ("Format reward", "at most 0.5", "{:.2f}"),
+           "completions/clipped_ratio": ("Cut off", "at the length limit", "{:.0%}")},
     },
 }
 

@@ -13,7 +13,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"      # a test that reaches for the network fa
 # Under nohup, or in the background of a shell, these signals are ignored, and the runs that the
 # tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if hasattr(signal, "SIGHUP"):           # Windows has none
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def interrupt(number):

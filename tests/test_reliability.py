@@ -399,7 +399,8 @@ def test_what_ends_one_rank_ends_all_with_its_reason_as_the_last_words(way, flag
          ROOT / "train_grpo.py", *FLAGS, "--max_steps", "50", "--reward_funcs", "failing:judge",
          *flags.split(), "--out_dir", "."], cwd=tmp_path, capture_output=True,
         text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=600)
-    assert time.time() - (tmp_path / "when").stat().st_mtime < 60
+    # A rank that hears nothing is ended by torchrun, after 30 s.
+    assert time.time() - (tmp_path / "when").stat().st_mtime < 25
     assert process.returncode == 1
     said = process.stderr.splitlines()
     assert said[-2].startswith(f"train_grpo.py: {reason}") and said[-1].endswith("--resume")
