@@ -12,7 +12,7 @@ than their group's average become more likely, worse ones less.
 
 One step, for B prompts and G = num_generations answers to each:
     1. ask        generate           sample G completions of every prompt          model/
-    2. remember   compute_logps      their log-probabilities under the reference
+    2. remember   compute_ref_logps  their log-probabilities under the reference
     3. judge      compute_rewards    one reward per completion                     reward/
                   compute_advantages ... compared within each group
     4. learn      compute_old_logps  the same under the policy, if it is to move more than once
@@ -22,28 +22,22 @@ One step, for B prompts and G = num_generations answers to each:
 Letters: B prompts, G generations per prompt, N = B*G completions; P prompt tokens, R completion
 tokens, T = P + R; V vocabulary.
 
-    python train_grpo.py                                       learns to think, on a laptop's CPU
+    python train_grpo.py                                       two minutes on a laptop's CPU
     torchrun --nproc_per_node=2 train_grpo.py --reasoning 1    on two processes
     python train_grpo.py --help                                every flag
 
 Where we differ from the papers and from other code, on purpose:
-  - std is the sample standard deviation (n-1) plus eps = 1e-4, as in TRL; the paper specifies
-    neither.
   - log-probabilities are float32 and those of the distribution that was sampled: the same
     temperature, no top-k or top-p, exact masks and positions under padding. pi_old is computed by
     the training code, not taken from the sampler, so that ratios start at 1.
   - averages run over the whole optimizer step, all micro-batches and ranks, so that neither
     micro_batch_size nor the number of processes changes the gradient of the same completions.
-    Gradients are summed over the ranks in plain sight, without a wrapper.
-  - with one update per rollout, the default, the clip never acts, and the printed loss of `grpo` is
-    just beta * KL, about 0: the advantages of a group cancel in its value, though not in its
-    gradient. Watch the reward.
 """
 import functools
 import json
 import math
 import os
-import warnings
+from collections import defaultdict, namedtuple
 from pathlib import Path
 
 # Before torch is imported: waiting threads go to sleep soon, so that a busy machine stays usable.
@@ -51,18 +45,22 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import torch
 
-from dataset import PromptCollator, PromptDataset, batches_of_steps, read_heldout, steps_per_epoch
-from model import Rollout, Saver, World, checkpoint, eos_token_ids, fast, minibatches, sampler
+from dataset import batches_from, read_prompts
+from model import Rollout, Saver, World, checkpoint, eos_token_ids, fast, sampler
 from model.lora import TARGETS, AdaptersOff, with_adapters
-from model.shard import keep_pace, on_shards, shard, whole
+from model.machine import for_learning, for_sampling
+from model.shard import keep_pace, shard
 from model.watch import Watch, all_or_none
-from report import Report, add_metrics, describe, drift, mean_metrics, printable, rollout_metrics
+from report import Report, UserError, describe, drift, mean_metrics, rollout_metrics, sum_metrics
 from report.command_line import Parser, folder_name, number, steps_or_minutes, user_errors
 from reward import combine_rewards, failures, load_reward_funcs, process
 
-HERE = Path(__file__).parent
+HERE, TRAINING, EVALUATION = Path(__file__).parent, 0, 1
 
 # --- the objective --------------------------------------------------------------------------------
+# First the advantages. Then the loss, which is three independent choices: which ratio
+# (importance_ratio), how it is bounded (ppo_clip, cispo_cap), how tokens are averaged (LOSS_TYPES).
+# grpo_loss composes them, and a relative of GRPO is the choice in which it differs.
 
 
 def nanstd(x):
@@ -85,92 +83,73 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
 
     rewards (N,), the G completions of one prompt adjacent -> (N,). NaN marks a completion that no
     reward judged: it is left out of mean and std and gets advantage 0. Four answers to `7 + 3*7`,
-    1 for a right one and 0.1 for the format: the first and the last are only well formatted.
+    paid 1 for being right and 0.1 for the format:
 
     >>> group_advantages(torch.tensor([0.1, 1.1, 1.0, 0.1]), 4)
     tensor([-0.8635,  0.9544,  0.7726, -0.8635])
     """
     groups = rewards.view(-1, num_generations)                                          # (B, G)
-    highest = groups.nan_to_num(float("-inf")).amax(1, keepdim=True)
-    groups = groups - highest       # equal rewards now give exactly 0; a rounded mean would not
-    advantages = (groups - groups.nanmean(1, keepdim=True)).nan_to_num(0.0)             # (B, G)
-    if advantage_estimator == "rloo":       # r - mean of the others = n / (n-1) (r - mean of all)
+    # Counted from the group's best, equal rewards are exactly 0, and so is their rounded mean.
+    groups = groups - groups.nan_to_num(float("-inf")).amax(1, keepdim=True)
+    baseline, scale = groups.nanmean(1, keepdim=True), nanstd(groups) + eps             # (B, 1)
+    if advantage_estimator == "rloo":
         n = (~groups.isnan()).sum(1, keepdim=True)
-        advantages = advantages * n / (n - 1).clamp(min=1)
+        baseline = (n * baseline - groups) / (n - 1).clamp(min=1)       # (B, G): of the n-1 others
     elif advantage_estimator != "grpo":
         raise ValueError(f"advantage_estimator is {advantage_estimator!r}; choose grpo or rloo")
-    if scale_rewards == "group":
-        advantages = advantages / (nanstd(groups) + eps)
-    elif scale_rewards == "batch":
-        advantages = advantages / ((nanstd(rewards) if batch_std is None else batch_std) + eps)
-    elif scale_rewards != "none":
+    if scale_rewards == "batch":
+        scale = (nanstd(rewards) if batch_std is None else batch_std) + eps
+    elif scale_rewards == "none":
+        scale = 1.0
+    elif scale_rewards != "group":
         raise ValueError(f"scale_rewards is {scale_rewards!r}; choose group, batch or none")
-    return advantages.view(-1)
+    return ((groups - baseline).nan_to_num(0.0) / scale).view(-1)
 
 
 def completion_mask(completion_ids, eos_token_id):
     """(N, R): 1 through the first EOS, the token that ends an answer; all 1 without one.
 
-    The EOS is trained: stopping is a skill. Prompts and padding never are. eos_token_id is an int
-    or a list of ints.
+    The EOS is trained: stopping is a skill. eos_token_id is an int or a list of ints.
     """
-    eos_ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
-    is_eos = torch.isin(completion_ids, torch.tensor(eos_ids, device=completion_ids.device)).int()
+    is_eos = torch.isin(completion_ids, completion_ids.new_tensor(eos_token_id)).int()
     return (is_eos.cumsum(1) - is_eos == 0).int()   # no EOS before this token; the first one stays
 
 
+# KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. Estimate and
+# gradient part ways because autograd takes the tokens as given: it does not see that another pi
+# would sample others. k3 clamps x at 20, so that e^x cannot overflow; a clamp ends the gradient.
+KL_TYPES = {
+    # name                                                    estimate        average gradient
+    "k1":  lambda x: -x,                                    # unbiased        0: for the reward only
+    "k2":  lambda x: x.pow(2) / 2,                          # biased          of KL(pi || pi_ref)
+    "k3":  lambda x: (x := x.clamp(max=20)).exp() - x - 1,  # unbiased, >= 0  of KL(pi_ref || pi)
+    "abs": lambda x: x.abs(),                               # biased
+}
+
+
 def kl_penalty(logps, ref_logps, *, kl_type="k3"):
-    """KL(pi || pi_ref), estimated at each token that pi sampled; x = log pi_ref - log pi; (N, R).
-
-            estimate                                 its gradient, averaged over what pi samples
-        k1  -x             unbiased                  0: use it in the reward, not in the loss
-        k2  x^2 / 2        biased                    that of KL(pi || pi_ref)
-        k3  e^x - x - 1    unbiased, >= 0; GRPO's    that of KL(pi_ref || pi)
-        abs |x|            biased
-
-    Estimate and gradient part ways because autograd takes the tokens as given: it does not see that
-    another pi would sample others.
-
-    k3 clamps x at 20, so that e^x cannot overflow; pi samples such a token once in e^20 times.
-    Nothing else is clamped (verl clamps x at -20 and the result at 10): a clamp removes the
-    gradient, the pull back, where the policy has drifted furthest.
-    """
-    x = ref_logps - logps
-    if kl_type == "k1":
-        return -x
-    if kl_type == "k2":
-        return x.pow(2) / 2
-    if kl_type == "k3":
-        x = x.clamp(max=20)
-        return x.exp() - x - 1
-    if kl_type == "abs":
-        return x.abs()
-    raise ValueError(f"kl_type is {kl_type!r}; choose k1, k2, k3 or abs")
+    """KL to the reference, estimated at each token, (N, R). GRPO's estimate is k3."""
+    if kl_type not in KL_TYPES:
+        raise ValueError(f"kl_type is {kl_type!r}; choose {', '.join(KL_TYPES)}")
+    return KL_TYPES[kl_type](ref_logps - logps)
 
 
 def importance_ratio(logps, old_logps, mask, *, level="token"):
-    """Choice 1 of 3, the ratio pi / pi_old; and each token's share of the term that it enters.
+    """Choice 1, the ratio pi / pi_old; with d = log pi - log pi_old at each token:
 
-        level      ratio, with d_t = log pi - log pi_old    shape     share
-        token      exp(d_t)                                 (N, R)    1       PPO, GRPO
-        sequence   exp(mean of d over the completion)       (N, 1)    1       GSPO, arXiv 2507.18071
-        product    exp(sum of d over the completion)        (N, 1)    1/|o|   DeepSeek-R1
-
-    With "product" the completion is one action: its |o| tokens together are one term of the sum.
+        token      exp(d)                                     (N, R)    PPO, GRPO
+        sequence   exp(mean of d over the completion)         (N, 1)    GSPO, arXiv 2507.18071
     """
     log_ratio = (logps - old_logps) * mask                                              # (N, R)
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)                                    # (N, 1)
     if level == "token":
-        return log_ratio.exp(), 1.0
+        return log_ratio.exp()
     if level == "sequence":
-        return (log_ratio.sum(1, keepdim=True) / lengths).exp(), 1.0
-    if level == "product":
-        return log_ratio.sum(1, keepdim=True).exp(), 1 / lengths.to(log_ratio.dtype)
+        return (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp()
     raise ValueError(f"importance_sampling_level is {level!r}; choose token or sequence")
 
 
 def ppo_clip(ratio, advantages, logps, *, epsilon_low, epsilon_high, delta=None):
-    """Choice 2 of 3, the bound: PPO's -min(ratio A, clip(ratio) A); and where it clips.
+    """Choice 2, the bound: PPO's -min(ratio A, clip(ratio) A); and where it clips.
 
     Once a ratio has moved past epsilon in the direction that its advantage favours, the clip
     removes its gradient. It does nothing against a bad token (A < 0) whose ratio is large: `delta`,
@@ -185,7 +164,7 @@ def ppo_clip(ratio, advantages, logps, *, epsilon_low, epsilon_high, delta=None)
 
 
 def cispo_cap(ratio, advantages, logps, *, epsilon_low=None, epsilon_high, delta=None):
-    """Choice 2 of 3, the bound: CISPO's -sg[min(ratio, epsilon_high)] A log pi, arXiv 2506.13585.
+    """Choice 2, the bound: CISPO's -sg[min(ratio, epsilon_high)] A log pi, arXiv 2506.13585.
 
     The ratio is a weight without gradient, sg, and epsilon_high the cap itself: no token ever loses
     its gradient. There is no lower bound.
@@ -195,21 +174,18 @@ def cispo_cap(ratio, advantages, logps, *, epsilon_low=None, epsilon_high, delta
     return -weight * advantages * logps, torch.zeros_like(high), high
 
 
-# Choice 3 of 3, the average: each token's term is divided by `divisor`, then all are added up. o is
-# the length of the token's completion, L the maximum completion length; N and tokens count the
+# Choice 3, the average: each token's term is divided by `divisor`, then all are added up. o is the
+# length of the token's completion, L the maximum completion length; N and tokens count the
 # completions and the tokens of the whole optimizer step, over all micro-batches and ranks.
 LOSS_TYPES = {
-    # name      ratio      bound      divisor
-    "grpo":    (None,      ppo_clip,  lambda o, N, tokens, L: N * o),   # mean over token means
-    "bnpo":    (None,      ppo_clip,  lambda o, N, tokens, L: tokens),  # mean over all tokens
-    "dr_grpo": (None,      ppo_clip,  lambda o, N, tokens, L: N * L),   # no bias by length
-    "dapo":    (None,      ppo_clip,  lambda o, N, tokens, L: tokens),  # the same as bnpo
-    "cispo":   (None,      cispo_cap, lambda o, N, tokens, L: tokens),
-    "r1":      ("product", ppo_clip,  lambda o, N, tokens, L: N),       # its KL: mean of sums
-}   # ratio None: whichever importance_sampling_level names
-#     paper's GRPO  the defaults                  GSPO   sequence level, epsilons of about 3e-4
-#     Dr. GRPO      dr_grpo, scale_rewards none   CISPO  cispo, epsilon_high 5: it is the cap
-#     DAPO          dapo, epsilon_high 0.28       R1     r1         all flags: docs/losses.md
+    # name      bound      divisor
+    "grpo":    (ppo_clip,  lambda o, N, tokens, L: N * o),      # mean over token means
+    "bnpo":    (ppo_clip,  lambda o, N, tokens, L: tokens),     # mean over all tokens
+    "dr_grpo": (ppo_clip,  lambda o, N, tokens, L: N * L),      # no bias by length
+    "dapo":    (ppo_clip,  lambda o, N, tokens, L: tokens),     # the same as bnpo
+    "cispo":   (cispo_cap, lambda o, N, tokens, L: tokens),
+    "r1":      (ppo_clip,  lambda o, N, tokens, L: N),          # a completion is one action
+}   # the flags of each relative: docs/losses.md
 
 
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, kl_type="k3",
@@ -218,40 +194,40 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
               entropy_coef=0.0, num_sequences=None, num_tokens=None):
     """The loss of GRPO and its family, and metrics as detached scalars.
 
-    logps, old_logps, mask (N, R) of this call's rows; advantages (N,) or (N, R); ref_logps (N, R),
-    None without a reference; entropy (N, R): entropy_coef times its mean is the entropy bonus.
-    num_sequences and num_tokens are the totals of the whole optimizer step, over all micro-batches
-    and ranks (None: this call is the whole step): the losses and metrics of the parts then add up
-    to those of the step. Masked-out rows count in num_sequences.
+    logps, old_logps, mask, ref_logps, entropy (N, R); advantages (N,) or (N, R). num_sequences and
+    num_tokens are totals of the whole optimizer step, over all micro-batches and ranks (None: this
+    call is the step): the parts' losses and metrics then add up to the step's. Masked-out rows
+    count in num_sequences. entropy_coef times the mean entropy is a bonus.
     """
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"loss_type is {loss_type!r}; choose {', '.join(LOSS_TYPES)}")
     if loss_type == "dr_grpo" and max_completion_length is None:
         raise ValueError("loss_type dr_grpo divides by max_completion_length; give it")
-    fixed_level, bound, divisor = LOSS_TYPES[loss_type]
-    level = fixed_level or importance_sampling_level
-    advantages = advantages if advantages.dim() == 2 else advantages[:, None]          # (N, 1 or R)
+    bound, divisor = LOSS_TYPES[loss_type]
+    advantages = advantages if advantages.dim() == 2 else advantages[:, None]         # (N, 1 or R)
+    num_sequences, num_tokens = num_sequences or len(mask), num_tokens or mask.sum().clamp(min=1)
+    bonus = entropy_coef * (entropy * mask).sum() / num_tokens if entropy_coef else 0.0
+    if loss_type == "r1":       # a completion is one action: its tokens' log-probs are added up
+        if advantages.shape[1] > 1:
+            raise ValueError("loss_type r1 has one ratio per completion; give advantages (N,)")
+        logps, old_logps, ref_logps = (None if x is None else (x * mask).sum(1, keepdim=True)
+                                       for x in (logps, old_logps, ref_logps))          # (N, 1)
+        mask, num_tokens = mask.any(1, keepdim=True).int(), num_sequences
+    ratio = importance_ratio(logps, old_logps, mask, level=importance_sampling_level)
+    loss, low, high = bound(ratio, advantages, logps, epsilon_low=epsilon_low,
+                            epsilon_high=epsilon_high, delta=delta)                   # (N, 1 or R)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                    # (N, 1)
-    num_sequences = num_sequences or len(mask)
-    num_tokens = num_tokens or mask.sum().clamp(min=1)
-
-    ratio, share = importance_ratio(logps, old_logps, mask, level=level)               # (N, 1 or R)
-    policy_loss, low, high = bound(ratio, advantages, logps, epsilon_low=epsilon_low,
-                                   epsilon_high=epsilon_high, delta=delta)
-    per_token = policy_loss * share                                                   # (N, 1 or R)
     # Ratios of tokens are counted by token, those of completions by completion.
-    weight = mask / num_tokens if level == "token" else mask / lengths / num_sequences  # (N, R)
+    by_token = importance_sampling_level == "token"
+    weight = mask / num_tokens if by_token else mask / lengths / num_sequences          # (N, R)
     metrics = {f"clip_ratio/{name}_mean": (where * weight).sum() for name, where in
                {"low": low, "high": high, "region": low | high}.items()}
     if beta or ref_logps is not None:
         kl = kl_penalty(logps, ref_logps, kl_type=kl_type)                              # (N, R)
-        per_token = per_token + beta * kl
+        loss = loss + beta * kl
         metrics["kl"] = (kl.detach() * mask).sum() / num_tokens
     divided_by = divisor(lengths, num_sequences, num_tokens, max_completion_length)
-    loss = (per_token * mask / divided_by).sum()
-    if entropy_coef:
-        loss = loss - entropy_coef * (entropy * mask).sum() / num_tokens
-    return loss, metrics
+    return (loss * mask / divided_by).sum() - bonus, metrics
 
 
 # --- log-probabilities ----------------------------------------------------------------------------
@@ -276,49 +252,46 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 
 
 # --- the functions of a step ----------------------------------------------------------------------
+# `logps_of` is token_logps above, and `sample` that of model/sampler.py, if you add --fast 0. By
+# default they are those of model/fast.py, which give the same numbers in less time.
 
 
-def generate(model, batch, tokenizer, sample, generator, args, *, num_generations, greedy=False):
+def generate(model, batch, tokenizer, sample, generator, args, num_generations=None, greedy=False):
     """Step 1: G completions of each prompt of the batch, as a Rollout."""
-    def repeat(items):
-        return [item for item in items for _ in range(num_generations)]                 # a a b b
-
-    device, eos_ids = generator.device, eos_token_ids(model, tokenizer)
-    prompt_ids, prompt_mask = batch["prompt_ids"].to(device), batch["prompt_mask"].to(device)
-    completion_ids, sampling_logps = sample(
-        model, prompt_ids, prompt_mask, num_generations=num_generations,
-        max_new_tokens=args.max_gen_len, temperature=args.temperature, eos_token_id=eos_ids,
-        pad_token_id=tokenizer.pad_token_id or 0, generator=generator, greedy=greedy)
+    G, eos_ids = num_generations or args.num_generations, eos_token_ids(model, tokenizer)
+    prompts = [batch[name].to(generator.device) for name in ("prompt_ids", "prompt_mask")]  # (B, P)
+    completion_ids, logps = sample(
+        model, *prompts, num_generations=G, max_new_tokens=args.max_gen_len,
+        temperature=args.temperature, eos_token_id=eos_ids,
+        pad_token_id=tokenizer.pad_token_id or 0, generator=generator, greedy=greedy)   # (N, R)
     mask = completion_mask(completion_ids, eos_ids)                                     # (N, R)
-    last_ids = completion_ids.gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]            # (N,)
-    rollout = Rollout(
-        prompts=repeat(batch["prompts"]), opened=repeat(batch["opened"]), completions=[],
-        columns={name: repeat(values) for name, values in batch["columns"].items()},
-        prompt_ids=prompt_ids.repeat_interleave(num_generations, 0),
-        prompt_mask=prompt_mask.repeat_interleave(num_generations, 0),
-        completion_ids=completion_ids, mask=mask, sampling_logps=sampling_logps,
-        ended=torch.isin(last_ids, torch.tensor(eos_ids, device=device)))
-    rollout.completions = tokenizer.batch_decode(rollout.token_ids(), skip_special_tokens=True)
-    return rollout
+    return Rollout.of(batch, completion_ids, mask, logps, eos_ids, tokenizer)
 
 
 @torch.no_grad()
-def compute_logps(model, rollout, logps_of, args, parts=None):
-    """Step 2: log-probabilities of all completions, or of the rows in `parts`, else 0; (N, R)."""
+def compute_logps(model, rollout, logps_of, args):
+    """Log-probabilities of all completions, (N, R)."""
     logps = torch.zeros_like(rollout.sampling_logps)
-    if parts is None:
-        parts = torch.arange(len(logps), device=logps.device).split(args.micro_batch_size)
-    for rows in parts:
+    for rows in torch.arange(len(logps), device=logps.device).split(args.micro_batch_size):
         part = rollout.select(rows)
         logps[rows, :part.mask.shape[1]] = logps_of(
             model, *part.sequences(), temperature=args.temperature)
     return logps
 
 
+def compute_ref_logps(rollout, reference, policy, logps_of, args):
+    """Step 2: rollout.ref_logps, if there is a reference; old_logps too if the reward has a KL."""
+    if reference is not None:
+        rollout.ref_logps = compute_logps(reference, rollout, logps_of, args)           # (N, R)
+    if args.kl_in_reward:
+        rollout.old_logps = compute_logps(policy, rollout, logps_of, args)              # (N, R)
+
+
 def compute_rewards(rollout, reward_funcs, reward_weights):
-    """Step 3: the weighted sum of the rewards, (N,), and each function's own, {name: (N,)}."""
-    return combine_rewards(rollout.prompts, rollout.replies, reward_funcs, reward_weights,
-                           completion_ids=rollout.token_ids(), **rollout.columns)
+    """Step 3: rollout.rewards, weighted sums, (N,); .rewards_per_func, {function: (N,)}."""
+    rollout.rewards, rollout.rewards_per_func = combine_rewards(
+        rollout.prompts, rollout.replies, reward_funcs, reward_weights,
+        completion_ids=rollout.token_ids(), **rollout.columns)
 
 
 def compute_advantages(rollout, tokenizer, world, args):
@@ -328,10 +301,7 @@ def compute_advantages(rollout, tokenizer, world, args):
         kl = kl_penalty(rollout.old_logps, rollout.ref_logps, kl_type="k1")             # (N, R)
         rewards = rewards - args.beta * (kl * rollout.mask).sum(1).cpu()
     if args.supervision == "process":
-        # A step earns 0 or 1. The mean of the rewards puts the outcome on the same scale.
-        outcomes = (rewards / sum(map(abs, args.reward_weights))).tolist()
-        steps = process.judge_steps(rollout.completions, rollout.token_ids(), tokenizer, outcomes)
-        return process.process_advantages(*steps, args.num_generations, rollout.mask)
+        return process.advantages_of(rollout, rewards, tokenizer, args)
     all_rewards = torch.tensor(world.gather(rewards.tolist()))
     advantages = group_advantages(rewards, args.num_generations, batch_std=nanstd(all_rewards),
                                   scale_rewards=args.scale_rewards,
@@ -339,143 +309,131 @@ def compute_advantages(rollout, tokenizer, world, args):
     return advantages.to(rollout.mask.device)
 
 
+# What an optimizer step learns from: two totals over all ranks, and this rank's parts, as Rollouts.
+Minibatch = namedtuple("Minibatch", "num_sequences num_tokens micro_batches")
+
+
+def minibatches(rollout, world, args):
+    """Step 4: a Minibatch for each optimizer step of a pass over the rollout."""
+    counted = rollout.ended if args.mask_truncated_completions else rollout.lengths > 0  # (N,)
+    learned = counted                   # what has a gradient; other rows are in no micro-batch
+    if rollout.ref_logps is None and not args.entropy_coef:
+        learned = counted & rollout.advantages.view(len(counted), -1).any(1)
+    all_rows, updates = best_groups(rollout, args), []
+    for rows in all_rows.tensor_split(min(args.num_minibatches, len(all_rows))):
+        totals = torch.stack((torch.ones_like(rows), (rollout.lengths * counted)[rows]))
+        parts = [part for part in rows[learned[rows]].split(args.micro_batch_size) if len(part)]
+        parts = keep_pace([rollout.select(part) for part in parts], rollout, world, args.shard)
+        updates.append(Minibatch(*world.sum(totals.sum(1)).tolist(), parts))
+    return updates
+
+
 @torch.no_grad()
-def compute_old_logps(policy, rollout, world, logps_of, args):
-    """Step 4: log-probabilities before the policy moves; None if only one update follows.
+def compute_old_logps(policy, updates, logps_of, args):
+    """Step 4: pi_old, if the policy is to move more than once; else None.
 
-    (That one detaches its own.) Computed on the updates' own micro-batches: another split rounds
-    differently in bfloat16, and the first ratios would not be 1.
+    On the updates' own micro-batches: another split rounds differently in bfloat16, and the first
+    ratios would not be 1.
     """
-    updates = minibatches(rollout, args)
-    if len(updates) * args.num_iterations == 1:
-        return None
-    parts = [rows for _, parts in updates for rows in parts]
-    if args.shard:
-        keep_pace(policy, len(parts), logps_of, world)
-    return compute_logps(policy, rollout, logps_of, args, parts)
+    for part in [part for update in updates for part in update.micro_batches]:
+        part.old_logps = None
+        if len(updates) * args.num_iterations > 1:
+            part.old_logps = logps_of(policy, *part.sequences(), temperature=args.temperature)
 
 
-def update_policy(policy, optimizer, rollout, world, logps_of, args):
-    """Step 4: `num_iterations` passes over the rollout, `num_minibatches` updates each; metrics."""
-    return mean_metrics([
-        optimizer_step(policy, optimizer, rollout, totals, parts, world, logps_of, args)
-        for totals, parts in minibatches(rollout, args) * args.num_iterations])
-
-
-def optimizer_step(policy, optimizer, rollout, totals, parts, world, logps_of, args):
-    """One optimizer step on a minibatch of every rank (model/rollout.py); its metrics."""
-    num_sequences, num_tokens, num_learned = world.sum(torch.tensor(totals)).clamp(min=1).tolist()
-    metrics = {"loss": 0.0}
-    optimizer.zero_grad()
-    if args.shard:
-        keep_pace(policy, len(parts), logps_of, world)
-    for rows in parts:
-        part = rollout.select(rows)
-        logps, entropy = logps_of(policy, *part.sequences(), temperature=args.temperature,
-                                  with_entropy=True)                                    # (n, R)
-        if not args.entropy_coef:
-            entropy = entropy.detach()          # frees what its gradient would need
-        # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
-        old_logps = logps.detach() if part.old_logps is None else part.old_logps
-        weights = rollout_weights(old_logps, part, args)    # (n, 1 or R), ones by default
-        loss, of_part = grpo_loss(
-            logps, old_logps, weights * part.advantages.view(len(rows), -1), part.mask,
-            ref_logps=part.ref_logps, entropy=entropy, num_sequences=num_sequences,
-            num_tokens=num_tokens, **objective(args))
-        loss.backward()
-        moved = drift(logps, old_logps, part, entropy, weights, num_learned)
-        metrics = add_metrics(metrics, of_part | moved | {"loss": loss.detach()})
-    world.sum_gradients(policy)
-    grad_norm = whole(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip))
-    if grad_norm.isfinite():        # the same on every rank: all take the step, or all skip it
-        optimizer.step()
-    shares = world.gather([{name: float(value) for name, value in metrics.items()}])
-    return functools.reduce(add_metrics, shares) | {"grad_norm": grad_norm.item()}
+def update_policy(policy, optimizer, updates, world, logps_of, args):
+    """Step 4: optimizer steps on each Minibatch, `num_iterations` times; their metrics."""
+    metrics = []
+    for update in updates * args.num_iterations:
+        shares = [{"loss": 0.0}]
+        for part in update.micro_batches:
+            logps, entropy = logps_of(policy, *part.sequences(), temperature=args.temperature,
+                                      with_entropy=True)                                # (n, R)
+            if not args.entropy_coef:
+                entropy = entropy.detach()      # frees what its gradient would need
+            # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
+            old_logps = logps.detach() if part.old_logps is None else part.old_logps
+            weights = part.sampler_weights(old_logps, args)     # (n, 1 or R), ones by default
+            loss, of_loss = grpo_loss(
+                logps, old_logps, weights * part.advantages.view(len(logps), -1), part.mask,
+                ref_logps=part.ref_logps, entropy=entropy, num_sequences=update.num_sequences,
+                num_tokens=update.num_tokens, loss_type=args.loss_type, kl_type=args.kl_type,
+                beta=0.0 if args.kl_in_reward else args.beta, epsilon_low=args.epsilon_low,
+                epsilon_high=args.epsilon_high, delta=args.delta, entropy_coef=args.entropy_coef,
+                importance_sampling_level=args.importance_sampling_level,
+                max_completion_length=args.max_gen_len)
+            loss.backward()
+            of_policy = drift(part, logps, old_logps, entropy, weights)
+            shares.append({"loss": loss.detach()} | of_loss | of_policy)
+        world.sum_gradients(policy)
+        grad_norm = world.clip_gradients(policy, args.grad_clip)
+        if grad_norm.isfinite():    # the same on every rank: all take the step, or all skip it
+            optimizer.step()
+        optimizer.zero_grad()       # frees the gradients: the sampler will need the room
+        metrics.append(sum_metrics(shares, world) | {"grad_norm": grad_norm.item()})
+    return mean_metrics(metrics)
 
 
 # --- main -----------------------------------------------------------------------------------------
 
 
-@user_errors("train_grpo.py")
-@all_or_none
+@user_errors("train_grpo.py")       # a user's mistake is one line, without a traceback
+@all_or_none                        # what ends one rank ends all of them
 def main(argv=None):
     args = parse_args(argv)
-    world = World(args.device, tf32=args.dtype != "float32")
+    world, G = World(args.device, args.dtype), args.num_generations
     watch = Watch(world, args.hang_timeout)     # for signals, and for ranks that fail or hang
-    device, run_dir, G = world.device, Path(args.out_dir) / args.run_name, args.num_generations
-    saver = Saver(run_dir, world, args)
-    # The plain pair, or the same two functions faster. Your own sampler goes here.
-    pair = (fast.sample, fast.token_logps) if args.fast else (sampler.sample, token_logps)
-    sample, logps_of = pair
-    sample, logps_of = wrapped(sample, logps_of, world, args)       # precision, shards, slices
+    saver = Saver(Path(args.out_dir) / args.run_name, world, args)
+    # Plain or fast, with the same numbers. Your own sampler goes here.
+    sample = for_sampling(fast.sample if args.fast else sampler.sample, world, args)
+    logps_of = for_learning(fast.token_logps if args.fast else token_logps, world, args)
     tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)
     steps_done, num_tokens = saver.resume(policy, optimizer, reference)
     collate, problems, heldout = read_prompts(args, tokenizer)
     batches, last_step = batches_from(steps_done + 1, problems, collate, world, args)
-    generator = torch.Generator(device)
     evaluate_at = functools.partial(
-        evaluate, policy, heldout, eval_funcs, collate, world, sample, generator, args)
+        evaluate, policy, heldout, eval_funcs, collate, world, sample, args)
     if args.eval_only:
-        results = evaluate_at(steps_done)
-        if world.rank == 0:
-            print(json.dumps(results, indent=2))
+        world.print(json.dumps(evaluate_at(steps_done), indent=2))
         return world.close()
-    with Report(run_dir, args, total_steps=last_step, start_step=steps_done,
+    with Report(saver.run_dir, args, total_steps=last_step, start_step=steps_done,
                 active=world.rank == 0) as report, watch:
-        report.intro(policy, device, world.size, len(problems), len(heldout))
+        report.intro(policy, world.device, world.size, len(problems), len(heldout))
         if args.eval_interval and steps_done == 0:
             report.evaluation(0, evaluate_at(0))
         watch.steps_begin()
         for step, batch in enumerate(batches, start=steps_done + 1):
-            # 1. ask: G completions of every prompt
-            optimizer.zero_grad()           # makes room for what the sampler caches
-            with report.timed("rollout"):
-                generator.manual_seed(seed_of(args.seed, 0, step, world.rank))
-                rollout = generate(policy, batch, tokenizer, sample, generator, args,
-                                   num_generations=G)
-            # 2. remember: log-probs under the reference; a KL in the reward also needs the policy's
-            if args.kl_in_reward:
-                with report.timed("old_logps"):
-                    rollout.old_logps = compute_logps(policy, rollout, logps_of, args)
-            if reference is not None:
-                with report.timed("ref_logps"):
-                    rollout.ref_logps = compute_logps(reference, rollout, logps_of, args)
-            # 3. judge: rewards, then advantages within each group
-            with report.timed("reward"):
-                rollout.rewards, rollout.rewards_per_func = compute_rewards(
-                    rollout, reward_funcs, args.reward_weights)
+            report.phase("rollout")         # 1. ask: G completions of every prompt
+            generator = world.generator(args.seed, TRAINING, step)
+            rollout = generate(policy, batch, tokenizer, sample, generator, args)
+            report.phase("ref_logps")       # 2. remember: log-probs under the reference
+            compute_ref_logps(rollout, reference, policy, logps_of, args)
+            report.phase("reward")          # 3. judge: rewards, then advantages within each group
+            compute_rewards(rollout, reward_funcs, args.reward_weights)
             rollout.advantages = compute_advantages(rollout, tokenizer, world, args)
+            report.phase("old_logps")       # 4. learn: clipped gradient steps
+            updates = minibatches(rollout, world, args)
+            compute_old_logps(policy, updates, logps_of, args)
+            report.phase("update")
+            lr = set_learning_rate(optimizer, step, last_step, args)
+            metrics = update_policy(policy, optimizer, updates, world, logps_of, args)
+            sync_reference(reference, policy, step, args)
+            report.phase(None)              # 5. report: metrics, pictures, weights
             records = world.gather(describe(rollout, args.log_token_logps and tokenizer))
-            metrics = rollout_metrics(records, G, world.gather(failures(reward_funcs)))
-            if args.oversample > 1:
-                num_groups = math.ceil(len(batch["prompts"]) / args.oversample)
-                rollout = select_groups(rollout, num_groups, G)
-            # 4. learn: clipped gradient steps; if several, with the log-probs from before the first
-            if args.num_iterations * args.num_minibatches > 1 or args.kl_in_reward:
-                with report.timed("old_logps"):
-                    rollout.old_logps = compute_old_logps(policy, rollout, world, logps_of, args)
-            lr = lr_at(step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
-            optimizer.param_groups[0]["lr"] = lr
-            with report.timed("update"):
-                metrics |= update_policy(policy, optimizer, rollout, world, logps_of, args)
-                if args.ref_model_sync_steps and step % args.ref_model_sync_steps == 0:
-                    sync_reference(reference, policy, alpha=args.ref_model_mixup_alpha)
-            # 5. report: metrics, now and then an evaluation, a checkpoint, a picture
+            metrics |= rollout_metrics(records, G, world.gather(failures(reward_funcs)))
             num_tokens += metrics["tokens"]
-            metrics |= {"num_tokens": num_tokens, "learning_rate": lr}
             if args.eval_interval and (step % args.eval_interval == 0 or step == last_step):
-                with report.timed("eval"):
-                    results = evaluate_at(step)
-                report.evaluation(step, results)
-                metrics |= results
-            report.step(step, metrics, records)
+                report.phase("eval")
+                metrics |= report.evaluation(step, evaluate_at(step))
+            report.step(step, metrics | {"num_tokens": num_tokens, "learning_rate": lr}, records)
             if saver.is_due(step, last_step):
-                with report.timed("checkpoint"):
-                    saver.save(     # and stop, if a signal has asked for it
-                        step, num_tokens, policy, tokenizer, optimizer, reference)
+                report.phase("checkpoint")
+                saver.save(step, num_tokens, policy, tokenizer, optimizer, reference)
                 report.draw()
+            if saver.stopped_by:            # a signal; all ranks have agreed to end here
+                raise saver.stopped(step)
         saver.save_final(policy, tokenizer)
     world.close()
 
@@ -483,114 +441,72 @@ def main(argv=None):
 # --- what one looks up: evaluation, loading -------------------------------------------------------
 
 
-def objective(args):
-    """The flags of the objective, by grpo_loss's names."""
-    return {
-        "beta": 0.0 if args.kl_in_reward else args.beta, "kl_type": args.kl_type,
-        "epsilon_low": args.epsilon_low, "epsilon_high": args.epsilon_high, "delta": args.delta,
-        "loss_type": args.loss_type, "importance_sampling_level": args.importance_sampling_level,
-        "max_completion_length": args.max_gen_len, "entropy_coef": args.entropy_coef}
+def best_groups(rollout, args):
+    """The rows to learn from: all; with --oversample, the groups with the largest std of rewards.
 
-
-def rollout_weights(old_logps, part, args):
-    """Truncated importance weights, min(pi_old / pi_sampler, C): (n, R), or (n, 1) by completion.
-
-    They correct for a sampler that rounds differently than the trainer, or more coarsely (verl's
-    rollout_is, TRL's vllm_importance_sampling_correction). Their level is that of the loss's ratio:
-    the product of the two is pi / pi_sampler. Both bounds are linear in the advantage, so to weight
-    it is to weight the policy's term; the KL and the entropy keep weight 1, as in TRL.
+    This is DAPO's dynamic sampling, in one round.
     """
-    if not args.rollout_is_threshold:
-        return torch.ones_like(old_logps[:, :1])
-    level = LOSS_TYPES[args.loss_type][0] or args.importance_sampling_level
-    ratio, _ = importance_ratio(old_logps, part.sampling_logps, part.mask, level=level)
-    return ratio.clamp(max=args.rollout_is_threshold)
+    spread = nanstd(rollout.rewards.view(-1, args.num_generations))[:, 0]               # (B,)
+    groups = spread.topk(math.ceil(len(spread) / args.oversample)).indices.sort().values
+    rows = groups[:, None] * args.num_generations + torch.arange(args.num_generations)
+    return rows.flatten().to(rollout.mask.device)
 
 
-def lr_at(step, last_step, *, peak, warmup_steps):
-    """Learning rate of a step (from 1): a linear rise, then a cosine from the peak to a tenth."""
-    if step <= warmup_steps:
-        return peak * step / warmup_steps
-    progress = (step - warmup_steps) / max(1, last_step - warmup_steps)
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-
-
-def select_groups(rollout, num_groups, num_generations):
-    """The groups with the largest std of rewards: DAPO's dynamic sampling, in one round."""
-    spread = nanstd(rollout.rewards.view(-1, num_generations))[:, 0]                    # (B,)
-    groups = spread.topk(num_groups).indices.sort().values
-    rows = groups[:, None] * num_generations + torch.arange(num_generations)
-    return rollout.select(rows.flatten().to(rollout.mask.device))
+def set_learning_rate(optimizer, step, last_step, args):
+    """The rate of a step (from 1): a linear rise, then a cosine from the peak to a tenth of it."""
+    peak, warmup = args.learning_rate, args.warmup_steps
+    if step <= warmup:
+        rate = peak * step / warmup
+    else:
+        progress = (step - warmup) / max(1, last_step - warmup)
+        rate = peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+    optimizer.param_groups[0]["lr"] = rate
+    return rate
 
 
 @torch.no_grad()
-def sync_reference(reference, policy, *, alpha):
-    """reference <- alpha policy + (1 - alpha) reference, weight by weight (arXiv 2404.09656)."""
-    for theirs, ours in zip(reference.parameters(), policy.parameters()):
-        theirs.lerp_(ours, alpha)
+def sync_reference(reference, policy, step, args):
+    """With --ref_model_sync_steps: reference <- alpha policy + (1 - alpha) reference, now and then.
 
-
-def wrapped(sample, logps_of, world, args):
-    """The two functions as the flags want them: sampling in slices, sharded, in lower precision."""
-    sample = sampler.in_slices(sample, args.rollout_batch_size)
-    if args.shard:
-        sample, logps_of = on_shards(sample, logps_of, world, matrix_dtype(args, world.device))
-    return map(precision(args, world.device), (sample, logps_of))
-
-
-def precision(args, device):
-    """Matrix products in bfloat16 where --dtype says so; weights and log-softmax stay float32.
-
-    A context, or a decorator of functions.
+    Weight by weight (TR-DPO, arXiv 2404.09656).
     """
-    bfloat16 = matrix_dtype(args, device) == torch.bfloat16
-    # No cache: it would keep a copy of every weight, and a forward pass reads a weight once.
-    return torch.autocast(device.type, torch.bfloat16, enabled=bfloat16, cache_enabled=False)
+    if args.ref_model_sync_steps and step % args.ref_model_sync_steps == 0:
+        for theirs, ours in zip(reference.parameters(), policy.parameters()):
+            theirs.lerp_(ours, args.ref_model_mixup_alpha)
 
 
-def matrix_dtype(args, device):
-    if args.dtype == "auto" and device.type == "cuda":
-        bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        bfloat16 = args.dtype == "bfloat16"
-    return torch.bfloat16 if bfloat16 else torch.float32
-
-
-def seed_of(*numbers):
-    """One seed from (seed, 0 to train or 1 to evaluate, step, rank): a resume needs no state."""
-    return functools.reduce(lambda seed, number: (seed * 1_000_003 + number) % 2**62, numbers, 0)
-
-
-def evaluate(model, problems, eval_funcs, collate, world, sample, generator, args, step):
+def evaluate(policy, problems, eval_funcs, collate, world, sample, args, step):
     """Held-out accuracy over all ranks: of k samples the mean, any of them (pass@k), and greedy.
 
     A reply is right if its evaluation rewards add up to --eval_threshold or more. A problem that
     they do not judge is left out.
     """
-    generator.manual_seed(seed_of(args.seed, 1, step, world.rank))
-    sums, k, mine = torch.zeros(6), args.num_generations_eval, problems[world.rank::world.size]
+    generator = world.generator(args.seed, EVALUATION, step)
+    k, found = args.num_generations_eval, defaultdict(list)     # metric -> a number per problem
     # Sharded ranks must sample equally often: one with a problem less than others answers another
     # one, which isn't counted.
-    count, share = len(mine), -(-len(problems) // world.size)
-    mine = mine + problems[:share - count]
+    mine, share = problems[world.rank::world.size], -(-len(problems) // world.size)
+    answered = mine + problems[:share - len(mine)]
     for start in range(0, share, args.eval_batch_size):
-        batch, rewards = collate(mine[start:start + args.eval_batch_size]), []
-        for n, greedy in ((1, True), (k, False)):
-            rollout = generate(model, batch, collate.tokenizer, sample, generator, args,
-                               num_generations=n, greedy=greedy)
-            totals, _ = compute_rewards(rollout, eval_funcs, [1.0] * len(eval_funcs))
-            rewards.append(totals.view(-1, n))                                  # (B, 1), (B, k)
-        judged = ~torch.cat(rewards, 1).isnan().any(1)                                  # (B,)
-        judged &= torch.arange(start, start + len(judged)) < count
-        right_greedy, right = ((total >= args.eval_threshold).float() for total in rewards)
-        lengths = rollout.lengths.cpu().float().view(-1, k)
-        sums += torch.stack([
-            judged.float(), right.mean(1), right_greedy[:, 0], rewards[1].mean(1), lengths.mean(1),
-            right.amax(1)])[:, judged].sum(1)
-    count, *sums = world.sum(sums).tolist()
-    names = ["accuracy", "greedy_accuracy", "reward", "mean_length", f"pass@{k}"]
-    return {f"eval/{name}": value / count if count else math.nan
-            for name, value in zip(names[:4 + (k > 1)], sums)}
+        batch = collate(answered[start:start + args.eval_batch_size])
+        rollouts = [generate(policy, batch, collate.tokenizer, sample, generator, args, n, greedy)
+                    for n, greedy in ((1, True), (k, False))]
+        for rollout in rollouts:
+            compute_rewards(rollout, eval_funcs, [1.0] * len(eval_funcs))
+        greedy, sampled = (rollout.rewards.view(len(batch["prompts"]), -1) for rollout in rollouts)
+        judged = ~torch.cat((greedy, sampled), 1).isnan().any(1)                        # (B,)
+        judged[len(mine) - start:] = False
+        right = (sampled >= args.eval_threshold).float()                                # (B, k)
+        for name, numbers in {
+            "accuracy": right.mean(1), "reward": sampled.mean(1), f"pass@{k}": right.amax(1),
+            "greedy_accuracy": (greedy[:, 0] >= args.eval_threshold).float(),
+            "mean_length": rollout.lengths.cpu().float().view(-1, k).mean(1),
+        }.items():
+            found[name] += numbers[judged].tolist()
+    names = ["accuracy", "greedy_accuracy", "reward", "mean_length", *[f"pass@{k}"] * (k > 1)]
+    found = {f"eval/{name}": world.gather(found[name]) for name in names}
+    return {name: sum(all_of) / len(all_of) if all_of else math.nan
+            for name, all_of in found.items()}
 
 
 def load_models(args, world):
@@ -599,19 +515,19 @@ def load_models(args, world):
     Weights that learn are float32, so that small updates add up. The matrices of frozen ones have
     the dtype in which products read them anyway.
     """
-    products, reference = matrix_dtype(args, world.device), None
+    products, reference = world.matrix_dtype, None
     load = functools.partial(checkpoint.load_pretrained, args.model_path, dtype=torch.float32,
                              device="cpu" if args.shard else world.device)
     policy = load(matrix_dtype=products if args.lora_rank else None)
     if args.num_hidden_layers not in (None, layers := policy.config.num_hidden_layers):
-        raise ValueError(f"--num_hidden_layers {args.num_hidden_layers}: {args.model_path} has "
-                         f"{layers} layers; leave the flag out")
+        raise UserError(f"--num_hidden_layers {args.num_hidden_layers}: {args.model_path} has "
+                        f"{layers} layers; leave the flag out")
     policy.model.gradient_checkpointing = args.gradient_checkpointing
     tokenizer_path = args.tokenizer_path or args.model_path
     tokenizer = checkpoint.load_tokenizer(tokenizer_path, policy.config.vocab_size)
     if not eos_token_ids(policy, tokenizer):
-        raise ValueError(f"{tokenizer_path}: no EOS token to end an answer with; give another "
-                         "--tokenizer_path")
+        raise UserError(f"{tokenizer_path}: no EOS token to end an answer with; give another "
+                        "--tokenizer_path")
     if args.lora_rank:
         reference, policy = policy, with_adapters(
             policy, rank=args.lora_rank, alpha=args.lora_alpha, targets=args.lora_target_modules,
@@ -632,31 +548,6 @@ def load_models(args, world):
     return tokenizer, policy, reference, reward_funcs[:count], reward_funcs[count:]
 
 
-def read_prompts(args, tokenizer):
-    """The collator, the training prompts, and the held-out problems if any are evaluated."""
-    collate = PromptCollator(tokenizer, args.max_seq_len, args.system_prompt)
-    problems, heldout = PromptDataset(args.data_path), []
-    if args.eval_interval or args.eval_only:
-        heldout = read_heldout(args.eval_data_path, args.eval_samples,
-                               with_answer=args.eval_reward_funcs == ["accuracy"])
-    if args.overlong_prompts == "drop":
-        problems = collate.without_overlong(problems, args.data_path)
-        heldout = collate.without_overlong(heldout, args.eval_data_path)
-    return collate, problems, heldout
-
-
-def batches_from(first_step, problems, collate, world, args):
-    """This rank's batches from a step on, and the number of the last step."""
-    num_prompts = args.batch_size * args.accumulation_steps * args.oversample
-    last_step = args.epochs * steps_per_epoch(len(problems), num_prompts, world.size)
-    last_step = min(last_step, args.max_steps or last_step)
-    world.agree(first_step=first_step, last_step=last_step, prompts=len(problems))
-    return batches_of_steps(
-        problems, collate, range(first_step, last_step + 1), prompts_per_rank=num_prompts,
-        rank=world.rank, world_size=world.size, seed=args.seed, num_workers=args.num_workers
-    ), last_step
-
-
 # --- what one looks up: flags ---------------------------------------------------------------------
 
 
@@ -667,9 +558,10 @@ FINITE = number(float, -10**6, 10**6)
 
 def parse_args(argv=None):
     parser = Parser(description=(
-        "Group Relative Policy Optimization. Without flags a small model learns to think, in "
-        "minutes, on a laptop. Policy: the model that learns. Reference: the weights it started "
-        "from. Group: the completions of one prompt. Rollout: the completions of a step."))
+        "Group Relative Policy Optimization. Without flags a small model learns, in minutes, on a "
+        "laptop, that thinking before it answers pays. Policy: the model that learns. Reference: "
+        "the weights it started from. Group: the completions of one prompt. Rollout: the "
+        "completions of a step."))
     for add_flags in (add_ask_flags, add_judge_flags, add_learn_flags, add_report_flags):
         add_flags(parser)
     args = parser.parse_args(argv)
@@ -761,7 +653,7 @@ def add_learn_flags(parser):
     flag("--epsilon_high", type=POSITIVE_OR_0, help="and at 1 + it (default: 0.2; DAPO 0.28); "
          "with cispo the cap itself (default: 5)")
     flag("--delta", type=FINITE, help="dual clip: cap on the ratio of bad tokens (default: none)")
-    flag("--kl_type", choices=("k1", "k2", "k3", "abs"), help="estimate of the KL: k2 has its "
+    flag("--kl_type", choices=tuple(KL_TYPES), help="estimate of the KL: k2 has its "
          "gradient, k3 is GRPO's (default: k3; k1 with --kl_in_reward)")
     flag("--rollout_is_threshold", type=POSITIVE_OR_0, default=0.0, help="where the sampler is not "
          "quite the policy: weight advantages by pi_old / pi_sampler, at most this (truncated "
@@ -902,5 +794,4 @@ def impossible_combinations(args):
 
 
 if __name__ == "__main__":
-    warnings.formatwarning = lambda message, *where: f"warning: {printable(str(message))}\n"
     main()

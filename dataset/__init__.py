@@ -1,11 +1,3 @@
-from .prompts import (
-    PromptCollator,
-    PromptDataset,
-    batches_of_steps,
-    read_heldout,
-    rows_of_step,
-    steps_per_epoch,
-)
+from .prompts import PromptCollator, PromptDataset, batches_from, read_prompts
 
-__all__ = ["PromptCollator", "PromptDataset", "batches_of_steps", "read_heldout", "rows_of_step",
-           "steps_per_epoch"]
+__all__ = ["PromptCollator", "PromptDataset", "batches_from", "read_prompts"]

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from report import UserError
+
 PROMPT_FIELDS = ("conversations", "prompt", "question", "problem")
 # Rewards get the file's columns as keyword arguments, next to these. A column can't share a name.
 RESERVED = {"prompts", "completions", "messages", "completion_ids", "reward_funcs",
@@ -35,14 +37,14 @@ class PromptDataset(Dataset):
         {"nums": [9, 8, 6], "target": 57}                     Countdown; the prompt is made of them
 
     A last turn by the assistant is dropped. The answer is optional: without one, only the rewards
-    that don't need it apply. An item is {"messages": [...], **the line's other fields}. ValueError
+    that don't need it apply. An item is {"messages": [...], **the line's other fields}. UserError
     names the file, the line and the field at fault.
     """
 
     def __init__(self, path):
         self.rows = [read_row(row, where) for where, row in read_lines(path)]
         if not self.rows:
-            raise ValueError(f"{path}: the file has no prompts; write one JSON object per line")
+            raise UserError(f"{path}: the file has no prompts; write one JSON object per line")
 
     def __len__(self):
         return len(self.rows)
@@ -54,15 +56,15 @@ class PromptDataset(Dataset):
 def read_lines(path):
     """Yields ("<path>, line <number>", the line's JSON) for each line that is not blank."""
     if not Path(path).is_file():        # nor a folder or a pipe
-        raise ValueError(f"{path}: no such file; give a jsonl file")
+        raise UserError(f"{path}: no such file; give a jsonl file")
     with open(path, "rb") as file:
         # A file may lack line breaks, and then a single line could fill the memory.
         lines = iter(lambda: file.readline(MAX_LINE + 1), b"")
         for number, line in enumerate(lines, start=1):
             where = f"{path}, line {number}"
             if len(line) > MAX_LINE:
-                raise ValueError(f"{where}: longer than {MAX_LINE:,} bytes; write one JSON object "
-                                 "per line")
+                raise UserError(f"{where}: longer than {MAX_LINE:,} bytes; write one JSON object "
+                                "per line")
             if line.strip():
                 yield where, parse(line, where)
 
@@ -76,15 +78,15 @@ def parse(line, where):
         json.dumps(row, ensure_ascii=False).encode()    # fails on half of a character, \ud800
         return row
     except UnicodeDecodeError:
-        raise ValueError(f"{where}: not UTF-8; save the file as UTF-8") from None
+        raise UserError(f"{where}: not UTF-8; save the file as UTF-8") from None
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: {ascii(error.object[error.start])} is half of a character; "
-                         "write both halves, or none") from None
+        raise UserError(f"{where}: {ascii(error.object[error.start])} is half of a character; "
+                        "write both halves, or none") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); "
-                         "write one object per line") from None
+        raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); "
+                        "write one object per line") from None
     except (ValueError, RecursionError) as error:   # a number of too many digits, nested too deep
-        raise ValueError(f"{where}: not valid JSON ({error}); write one object per line") from None
+        raise UserError(f"{where}: not valid JSON ({error}); write one object per line") from None
 
 
 def read_row(row, where):
@@ -93,19 +95,19 @@ def read_row(row, where):
             row.get("nums"), list):
         fields, row["prompt"] = ["prompt"], countdown_prompt(row["nums"], row["target"])
     if not fields:
-        raise ValueError(f"{where}: no prompt found; put it in one of the fields "
-                         f"{', '.join(PROMPT_FIELDS)}")
+        raise UserError(f"{where}: no prompt found; put it in one of the fields "
+                        f"{', '.join(PROMPT_FIELDS)}")
     if taken := sorted(RESERVED & row.keys()):
-        raise ValueError(f"{where}: the field name {taken[0]} is reserved, since rewards already "
-                         "have an argument of that name; rename the field")
+        raise UserError(f"{where}: the field name {taken[0]} is reserved, since rewards already "
+                        "have an argument of that name; rename the field")
     if row.get("answer") is None and "\\boxed" in str(row.get("solution")):
         row["answer"] = row["solution"]
     if isinstance(row.get("answer"), (list, dict)):
-        raise ValueError(f"{where}: the field answer must be text or a number; give a list for a "
-                         "reward of your own in a field of another name")
+        raise UserError(f"{where}: the field answer must be text or a number; give a list for a "
+                        "reward of your own in a field of another name")
     if row.get("answer") is not None and not str(row["answer"]).rpartition("####")[2].strip():
-        raise ValueError(f"{where}: the field answer is empty; give the gold answer, or leave the "
-                         "field out")
+        raise UserError(f"{where}: the field answer is empty; give the gold answer, or leave the "
+                        "field out")
     field = fields[0]
     messages = row.pop(field)
     if isinstance(messages, str):
@@ -113,20 +115,20 @@ def read_row(row, where):
     if not isinstance(messages, list) or not all(
             isinstance(turn, dict) and isinstance(turn.get("role"), str)
             and isinstance(turn.get("content"), str) for turn in messages):
-        raise ValueError(f"{where}: {field} must be a string or a list of turns, each with a role "
-                         "and a content")
+        raise UserError(f"{where}: {field} must be a string or a list of turns, each with a role "
+                        "and a content")
     if messages and messages[-1]["role"] == "assistant":    # the policy samples its own reply
         messages = messages[:-1]
     if not messages or not messages[-1]["content"].strip():
-        raise ValueError(f"{where}: {field} has nothing to reply to; end it with a user turn that "
-                         "is not empty")
+        raise UserError(f"{where}: {field} has nothing to reply to; end it with a user turn that "
+                        "is not empty")
     return {"messages": messages, **row}
 
 
 class PromptCollator:
     """Collates items into one batch, with the tokenizer's chat template.
 
-    The batch is {"prompts", "prompt_ids", "prompt_mask", "opened", "columns"}.
+    The batch is {"prompts", "prompt_ids", "prompt_mask", "prefills", "columns"}.
 
     A system prompt ("r1": the built-in one) is added to chats that have none of their own. Only the
     policy reads it: columns["messages"], which a reward model judges, stays as it is in the file.
@@ -150,12 +152,12 @@ class PromptCollator:
             text.encode()       # fails on half of a character, which no tokenizer takes
         except Exception as error:      # a template is a program, and can raise anything
             roles = reprlib.repr([turn["role"] for turn in messages])
-            raise ValueError(f"the tokenizer's chat template rejects the roles {roles}: {error}; "
-                             "leave out --system_prompt, or write the prompts without that role"
-                             ) from None
+            raise UserError(f"the tokenizer's chat template rejects the roles {roles}: {error}; "
+                            "leave out --system_prompt, or write the prompts without that role"
+                            ) from None
         if not text.strip():
-            raise ValueError("the tokenizer's chat template writes nothing for a prompt; give "
-                             "another one with --tokenizer_path")
+            raise UserError("the tokenizer's chat template writes nothing for a prompt; give "
+                            "another one with --tokenizer_path")
         return text
 
     def encode(self, texts):
@@ -164,8 +166,8 @@ class PromptCollator:
     def __call__(self, items):
         """prompt_ids and prompt_mask are (B, P), padded on the left.
 
-        A prompt longer than max_seq_len keeps its last max_seq_len tokens. "opened" is the part of
-        each reply that the template has already written: `<think>\\n`, or "" with most templates.
+        A prompt longer than max_seq_len keeps its last max_seq_len tokens. "prefills" are what
+        the template has already written of each reply: `<think>\\n`, or "" with most templates.
         """
         texts = [self.render(item["messages"]) for item in items]
         ids = self.encode(texts)
@@ -181,7 +183,7 @@ class PromptCollator:
             "prompts": texts,
             "prompt_ids": torch.tensor([[pad] * (P - len(row)) + row for row in ids]),
             "prompt_mask": torch.tensor([[0] * (P - len(row)) + [1] * len(row) for row in ids]),
-            "opened": [re.search(r"(?:<think>\s*)?\Z", text)[0] for text in texts],
+            "prefills": [re.search(r"(?:<think>\s*)?\Z", text)[0] for text in texts],
             "columns": {name: [item.get(name) for item in items] for name in sorted(names)},
         }
 
@@ -193,7 +195,7 @@ class PromptCollator:
         dropped = (f"{count} of {len(rows)} prompts are longer than --max_seq_len "
                    f"{self.max_seq_len} tokens")
         if rows and not fitting:
-            raise ValueError(f"{path}: {dropped}; raise it, or use --overlong_prompts cut")
+            raise UserError(f"{path}: {dropped}; raise it, or use --overlong_prompts cut")
         if count:
             warnings.warn(f"{path}: {dropped} and were dropped", stacklevel=2)
         return fitting
@@ -226,9 +228,9 @@ def read_heldout(path, most, *, with_answer=True):
     problems = [row for row in PromptDataset(path)
                 if not with_answer or row.get("answer") is not None][:most]
     if not problems:
-        raise ValueError(f"--eval_data_path {path}: no line has an answer to compare with; add the "
-                         "field answer, name your own reward with --eval_reward_funcs, or train "
-                         "with --eval_interval 0")
+        raise UserError(f"--eval_data_path {path}: no line has an answer to compare with; add the "
+                        "field answer, name your own reward with --eval_reward_funcs, or train "
+                        "with --eval_interval 0")
     return problems
 
 
@@ -247,3 +249,28 @@ def ignore_signals(worker):
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def read_prompts(args, tokenizer):
+    """The collator, the training prompts, and the held-out problems if any are evaluated."""
+    collate = PromptCollator(tokenizer, args.max_seq_len, args.system_prompt)
+    problems, heldout = PromptDataset(args.data_path), []
+    if args.eval_interval or args.eval_only:
+        heldout = read_heldout(args.eval_data_path, args.eval_samples,
+                               with_answer=args.eval_reward_funcs == ["accuracy"])
+    if args.overlong_prompts == "drop":
+        problems = collate.without_overlong(problems, args.data_path)
+        heldout = collate.without_overlong(heldout, args.eval_data_path)
+    return collate, problems, heldout
+
+
+def batches_from(first_step, problems, collate, world, args):
+    """This rank's batches from a step on, and the number of the last step."""
+    num_prompts = args.batch_size * args.accumulation_steps * args.oversample
+    last_step = args.epochs * steps_per_epoch(len(problems), num_prompts, world.size)
+    last_step = min(last_step, args.max_steps or last_step)
+    world.agree(first_step=first_step, last_step=last_step, prompts=len(problems))
+    return batches_of_steps(
+        problems, collate, range(first_step, last_step + 1), prompts_per_rank=num_prompts,
+        rank=world.rank, world_size=world.size, seed=args.seed, num_workers=args.num_workers
+    ), last_step

@@ -14,7 +14,7 @@ from .checkpoint import (
     save_pretrained,
 )
 from .model import MiniMindConfig, MiniMindForCausalLM
-from .rollout import Rollout, minibatches
+from .rollout import Rollout
 from .sampler import sample
 from .saving import Saver
 from .world import World
@@ -24,5 +24,5 @@ gc.freeze()
 
 __all__ = [
     "MiniMindConfig", "MiniMindForCausalLM", "Rollout", "Saver", "World", "eos_token_ids",
-    "find_weights", "load_checkpoint", "load_pretrained", "load_tokenizer", "minibatches", "sample",
+    "find_weights", "load_checkpoint", "load_pretrained", "load_tokenizer", "sample",
     "save_checkpoint", "save_pretrained"]

@@ -11,8 +11,10 @@ import sys
 
 import torch
 
+from report import printable, user_errors
+
 from .checkpoint import eos_token_ids, load_pretrained, load_tokenizer
-from .files import explained, plain
+from .files import explained
 from .model import KVCache
 from .sampler import next_token
 
@@ -53,12 +55,13 @@ def chat(model, tokenizer, **sampling):
         messages.append({"role": "user", "content": text})
         reply = ""
         for piece in stream(model, tokenizer, messages, **sampling):
-            print(plain(piece), end="", flush=True)
+            print(printable(piece), end="", flush=True)
             reply += piece
         print()
         messages.append({"role": "assistant", "content": reply})
 
 
+@user_errors("model.chat")
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m model.chat", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,14 +75,11 @@ def main(argv=None):
     args = parser.parse_args(argv)
     device = "mps" if torch.backends.mps.is_available() else "cpu"
     device = "cuda" if torch.cuda.is_available() else device
+    dtype = torch.float32 if device == "cpu" else None      # half precision is slow on a CPU
+    model = load_pretrained(args.path, dtype=dtype, device=device)
+    tokenizer = load_tokenizer(args.tokenizer_path or args.path, model.config.vocab_size)
     try:
-        dtype = torch.float32 if device == "cpu" else None      # half precision is slow on a CPU
-        model = load_pretrained(args.path, dtype=dtype, device=device)
-        tokenizer = load_tokenizer(args.tokenizer_path or args.path, model.config.vocab_size)
         chat(model, tokenizer, temperature=args.temperature, max_new_tokens=args.max_new_tokens)
-    except (ValueError, OSError) as error:
-        print(f"model.chat: error: {plain(str(error))}", file=sys.stderr)
-        sys.exit(2)
     except KeyboardInterrupt:
         print()
 

@@ -18,13 +18,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
+from report import UserError, printable
+
 from .files import (
     check_field,
     check_fields,
     check_template,
     check_tensors,
     explained,
-    plain,
     read_json,
     read_tensors,
     reason,
@@ -56,7 +57,7 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
 
     dtype: None keeps the dtype that the weights were saved in. matrix_dtype: another one for the
     matrices in the layers, which are nearly all of a model. The model's config.eos_token_id
-    combines those in config.json and in generation_config.json. Raises ValueError if the weights
+    combines those in config.json and in generation_config.json. Raises UserError if the weights
     are missing, broken, or of an architecture that model/model.py does not build.
     """
     path, generation = local_path(path), {}
@@ -64,9 +65,9 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
         config, state = read_pth(path)
     else:
         if not (path / "config.json").is_file():
-            raise ValueError(f"{path}: no config.json there; give a folder with config.json and "
-                             "model.safetensors, a hub id like Qwen/Qwen3-0.6B, or a MiniMind "
-                             ".pth file")
+            raise UserError(f"{path}: no config.json there; give a folder with config.json and "
+                            "model.safetensors, a hub id like Qwen/Qwen3-0.6B, or a MiniMind "
+                            ".pth file")
         config, state = read_config(path), read_weights(path)
         if (path / "generation_config.json").is_file():
             generation = read_generation_config(path / "generation_config.json")
@@ -95,48 +96,48 @@ def local_path(path, *, weights="*.safetensors"):
         return Path(snapshot_download(str(path), allow_patterns=files,
                                       ignore_patterns=["original/*"]))
     except Exception as error:      # many classes: no such name, network, permission, disk space
-        raise ValueError(f"{path}: no such folder on this machine, and downloading it from the hub "
-                         f"failed ({type(error).__name__}); check the spelling, the network, and "
-                         "whether it needs a login (hf auth login)") from error
+        raise UserError(f"{path}: no such folder on this machine, and downloading it from the hub "
+                        f"failed ({type(error).__name__}); check the spelling, the network, and "
+                        "whether it needs a login (hf auth login)") from error
 
 
 def load_tokenizer(path, vocab_size, advice="give another with --tokenizer_path"):
     """Load the tokenizer from a folder or a hub id. Code that comes with it never runs.
 
     advice: what to do if there is none, if its chat template is missing or fails, or if it has more
-    tokens than the weights, whose embedding has vocab_size rows: the end of the ValueError.
+    tokens than the weights, whose embedding has vocab_size rows: the end of the UserError.
     """
     path = local_path(path, weights=None)
     if path.is_file():
-        raise ValueError(f"{path}: a .pth file comes without a tokenizer; give the tokenizer's "
-                         "folder with --tokenizer_path (MiniMind's is model/ in its repository)")
+        raise UserError(f"{path}: a .pth file comes without a tokenizer; give the tokenizer's "
+                        "folder with --tokenizer_path (MiniMind's is model/ in its repository)")
     if not path.is_dir():
-        raise ValueError(f"{path}: no such folder, so no tokenizer; {advice}")
+        raise UserError(f"{path}: no such folder, so no tokenizer; {advice}")
     with explained(path, "no tokenizer could be read there", advice):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         count = max(tokenizer.get_vocab().values()) + 1     # an id may be larger than all others
     if tokenizer.chat_template is None:
-        raise ValueError(f"{path}: its tokenizer has no chat template to write prompts with; "
-                         f"{advice}")
+        raise UserError(f"{path}: its tokenizer has no chat template to write prompts with; "
+                        f"{advice}")
     # Fewer tokens than rows are common: embeddings are often padded to a round number.
     if count > vocab_size:
-        raise ValueError(f"{path}: its tokenizer has {count} tokens, but the weights know "
-                         f"{vocab_size}; {advice}")
+        raise UserError(f"{path}: its tokenizer has {count} tokens, but the weights know "
+                        f"{vocab_size}; {advice}")
     check_template(tokenizer, path, advice)
     return tokenizer
 
 
 def build(model_class, config, *more, state, path, **where):
-    """model_class(config, *more) with the tensors in `state`; ValueError if they don't fit.
+    """model_class(config, *more) with the tensors in `state`; UserError if they don't fit.
 
     On the meta device a model takes no memory, and no time: at 4B parameters, drawing random
     weights only to overwrite them takes a minute. So a config.json that asks for more than the
     weights have is refused before anything is allocated.
     """
     if config.num_hidden_layers * max(1, config.num_experts) > 10 * len(state):
-        raise ValueError(f"{path}: num_hidden_layers {config.num_hidden_layers} and num_experts "
-                         f"{config.num_experts} do not belong to weights of {len(state)} tensors; "
-                         "check that both are of the same model")
+        raise UserError(f"{path}: num_hidden_layers {config.num_hidden_layers} and num_experts "
+                        f"{config.num_experts} do not belong to weights of {len(state)} tensors; "
+                        "check that both are of the same model")
     with explained(path, "no model has this configuration", "download its config.json again"):
         with torch.device("meta"):
             model = model_class(config, *more)
@@ -147,7 +148,7 @@ def build(model_class, config, *more, state, path, **where):
 def load_state(model, state, path, *, dtype=torch.float32, matrix_dtype=None, device=None):
     """Give the model, which is on the meta device, copies of the tensors.
 
-    Raises ValueError, naming a tensor, if any is missing, unexpected or of the wrong shape.
+    Raises UserError, naming a tensor, if any is missing, unexpected or of the wrong shape.
     """
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -155,9 +156,9 @@ def load_state(model, state, path, *, dtype=torch.float32, matrix_dtype=None, de
                    if expected.get(name) != found.get(name))
     if wrong:
         name = wrong[0]
-        raise ValueError(f"{path}: {plain(name)} should have shape {expected.get(name)} according "
-                         f"to the configuration, but has {found.get(name)} in the weights "
-                         f"({len(wrong)} such tensors); check that both are of the same model")
+        raise UserError(f"{path}: {printable(name)} should have shape {expected.get(name)} "
+                        f"according to the configuration, but has {found.get(name)} in the weights "
+                        f"({len(wrong)} such tensors); check that both are of the same model")
 
     def copy(name, tensor):         # one by one: there is never a second model, in another dtype
         is_matrix = ".layers." in name and tensor.dim() == 2
@@ -183,10 +184,10 @@ def read_weights(path):
     for name in files:
         file = path / name
         if file.name != name:       # ../elsewhere/model.safetensors
-            raise ValueError(f"{index}: it names {reprlib.repr(name)}, which is not in this "
-                             "folder; download the index again")
+            raise UserError(f"{index}: it names {reprlib.repr(name)}, which is not in this "
+                            "folder; download the index again")
         if not file.is_file():
-            raise ValueError(f"{path}: {name} is missing; copy it next to config.json")
+            raise UserError(f"{path}: {name} is missing; copy it next to config.json")
         # Llama 2's files also hold the RoPE frequencies, which the model computes from its config.
         tensors = {name: tensor for name, tensor in read_tensors(file).items()
                    if not name.endswith("rotary_emb.inv_freq")}
@@ -204,7 +205,7 @@ def read_generation_config(path):
 def read_config(path):
     """The folder's config.json as a MiniMindConfig.
 
-    Raises ValueError if a field is missing, has a value that no such model has, or asks for
+    Raises UserError if a field is missing, has a value that no such model has, or asks for
     something that model/model.py does not build.
     """
     path = Path(path) / "config.json"
@@ -214,9 +215,9 @@ def read_config(path):
 
 def to_config(saved, path):
     if saved.get("model_type") not in FAMILIES:
-        raise ValueError(f"{path}: model/model.py does not build model_type "
-                         f"{reprlib.repr(saved.get('model_type'))}; choose weights with one of "
-                         f"{', '.join(FAMILIES)}")
+        raise UserError(f"{path}: model/model.py does not build model_type "
+                        f"{reprlib.repr(saved.get('model_type'))}; choose weights with one of "
+                        f"{', '.join(FAMILIES)}")
     _, switches, defaults = FAMILIES[saved["model_type"]]
     # A field left out has the default of transformers, which differs from MiniMindConfig's.
     saved = {"tie_word_embeddings": False} | defaults | saved
@@ -224,7 +225,7 @@ def to_config(saved, path):
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
                  "num_attention_heads"):
         if name not in saved:
-            raise ValueError(f"{path}: {name} is missing; download the file again")
+            raise UserError(f"{path}: {name} is missing; download the file again")
         check_field(name, saved[name], int, path)
     check_config(saved, path)
     saved.setdefault("head_dim", saved["hidden_size"] // saved["num_attention_heads"])
@@ -242,7 +243,7 @@ def read_rope(saved, path):
     """rope_theta and rope_scaling, as a dict, from wherever config.json has them.
 
     transformers 4 writes rope_theta and rope_scaling; 5 writes both into rope_parameters.
-    Raises ValueError for a kind of scaling that model/model.py does not build.
+    Raises UserError for a kind of scaling that model/model.py does not build.
     """
     rope = saved.get("rope_scaling") or saved.get("rope_parameters") or {}
     places = (rope, saved.get("rope_parameters") or {}, saved)
@@ -251,12 +252,12 @@ def read_rope(saved, path):
     needed = {"default": [], "linear": ["factor"],
               "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
     if kind not in needed:
-        raise ValueError(f"{path}: model/model.py does not build rope scaling {kind!r}; "
-                         f"choose weights with one of {', '.join(needed)}")
+        raise UserError(f"{path}: model/model.py does not build rope scaling {kind!r}; "
+                        f"choose weights with one of {', '.join(needed)}")
     for name in needed[kind]:
         if name not in rope:
-            raise ValueError(f"{path}: rope scaling {kind!r} lacks its {name}; "
-                             "download the file again")
+            raise UserError(f"{path}: rope scaling {kind!r} lacks its {name}; "
+                            "download the file again")
         check_field(name, rope[name], float, path)
     if kind == "default":
         return {"rope_theta": theta, "rope_scaling": None}
@@ -266,13 +267,13 @@ def read_rope(saved, path):
         scaling[name] = rope.get(name, saved.get("max_position_embeddings", 2048))
         check_field(name, scaling[name], float, path)
         if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-            raise ValueError(f"{path}: low_freq_factor must be below high_freq_factor; download "
-                             "the file again")
+            raise UserError(f"{path}: low_freq_factor must be below high_freq_factor; download "
+                            "the file again")
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def check_config(saved, path):
-    """Raise ValueError for an option of these families that model/model.py does not build.
+    """Raise UserError for an option of these families that model/model.py does not build.
 
     Ignoring it would silently compute something else.
     """
@@ -293,8 +294,8 @@ def check_config(saved, path):
     for name, is_refused in refused.items():
         if is_refused:
             value = partial if name == "partial_rotary_factor" else saved[name]
-            raise ValueError(f"{path}: model/model.py does not build {name} "
-                             f"{reprlib.repr(value)}; choose weights without it")
+            raise UserError(f"{path}: model/model.py does not build {name} "
+                            f"{reprlib.repr(value)}; choose weights without it")
 
 
 def token_ids(*sources):
@@ -319,7 +320,7 @@ def written_whole(path):
     """A new folder to write into. It takes the place of `path` once all of it is on the disk.
 
     A crash or a full disk before that leaves `path` as it was; a crash between the two renames
-    leaves it as `path`.old. ValueError if the disk refuses a file.
+    leaves it as `path`.old. UserError if the disk refuses a file.
     """
     path = Path(path)
     new, old = path.with_suffix(".new"), path.with_suffix(".old")
@@ -343,9 +344,9 @@ def written_whole(path):
         if not isinstance(error, (OSError, SafetensorError, RuntimeError)):
             raise
         why = "the disk is full" if is_full else reason(error)
-        raise ValueError(f"{path} could not be written ({why}); "
-                         f"{free_space(path) / 1e6:,.0f} MB are free without it: make room, or "
-                         "choose another --out_dir") from error
+        raise UserError(f"{path} could not be written ({why}); "
+                        f"{free_space(path) / 1e6:,.0f} MB are free without it: make room, or "
+                        "choose another --out_dir") from error
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -472,12 +473,12 @@ def load_checkpoint(folder, model, optimizer, reference=None):
     found = next((path for path in (folder, folder.with_suffix(".old"))
                   if (path / "optimizer.pt").is_file()), None)
     if found is None:
-        raise ValueError(f"--resume: no checkpoint in {folder}; start without --resume, "
-                         "or name the run to resume with --run_name")
+        raise UserError(f"--resume: no checkpoint in {folder}; start without --resume, "
+                        "or name the run to resume with --run_name")
     saved_with = (found / "adapter_config.json").is_file()
     if saved_with != bool(adapters(model)):
-        raise ValueError(f"--resume: {found} was saved {'with' if saved_with else 'without'} "
-                         "--lora_rank; resume it the same way")
+        raise UserError(f"--resume: {found} was saved {'with' if saved_with else 'without'} "
+                        "--lora_rank; resume it the same way")
     with explained(found, "its checkpoint is broken, or of another model",
                    "start without --resume"):
         if adapters(model):

@@ -1,7 +1,7 @@
 """Opens files that a stranger may have written: json, tensors, chat templates.
 
 Such a file must never run code, fill the memory or end in a traceback. Whatever is wrong with it
-becomes one ValueError, a sentence: where, what is wrong, what to do.
+becomes one UserError, a sentence: where, what is wrong, what to do.
 """
 import json
 import reprlib
@@ -16,6 +16,8 @@ import torch
 from jinja2 import Environment
 from safetensors.torch import load_file
 
+from report import UserError, printable
+
 MAX_JSON = 64 * 2**20           # bytes; the largest index files have a few
 MAX_SECONDS = 10                # for a template to write a chat of one word
 MAX_CHARACTERS = 100_000        # in what it writes; some begin with pages of instructions
@@ -27,14 +29,14 @@ def explained(path, what, advice):
     """Turns any exception into that sentence: the path, what is wrong, the reason, the advice.
 
     A parser raises dozens of classes for a broken file, from KeyError to RecursionError, so it
-    catches them all. A ValueError that begins with the path is such a sentence already.
+    catches them all. A UserError that begins with the path is such a sentence already.
     """
     try:
         yield
     except Exception as error:
-        if isinstance(error, ValueError) and str(error).startswith(str(path)):
+        if isinstance(error, UserError) and str(error).startswith(str(path)):
             raise
-        raise ValueError(f"{path}: {what} ({reason(error)}); {advice}") from error
+        raise UserError(f"{path}: {what} ({reason(error)}); {advice}") from error
 
 
 def reason(error):
@@ -42,26 +44,21 @@ def reason(error):
 
     Further sentences are advice, and that of torch and transformers is to trust the file.
     """
-    sentence = " ".join(plain(str(error)).split()).partition(". ")[0].rstrip(".")[:200]
+    sentence = " ".join(printable(str(error)).split()).partition(". ")[0].rstrip(".")[:200]
     return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__
-
-
-def plain(text):
-    """The text with a dot for each character that a terminal would obey instead of showing it."""
-    return "".join(c if c.isprintable() or c in "\n\t\u3000\u200d" else "·" for c in text)
 
 
 def read_json(path):
     """The object in a json file, as a dict."""
     path = Path(path)
     if not path.is_file():      # nor a pipe, which might never end
-        raise ValueError(f"{path}: no such file; copy it there")
+        raise UserError(f"{path}: no such file; copy it there")
     with explained(path, "not JSON", "download it again"):
         if path.stat().st_size > MAX_JSON:
             raise OverflowError(f"it has more than {MAX_JSON:,} bytes")
         content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: not a JSON object, in braces; download it again")
+        raise UserError(f"{path}: not a JSON object, in braces; download it again")
     return content
 
 
@@ -91,9 +88,9 @@ def is_stored(path):
 
 
 def check_tensors(state, path):
-    """Raise ValueError, naming a tensor, for one that cannot be a weight."""
+    """Raise UserError, naming a tensor, for one that cannot be a weight."""
     for name, tensor in state.items():
-        with explained(path, f"{plain(name)} is no weight", "download it again"):
+        with explained(path, f"{printable(name)} is no weight", "download it again"):
             if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATS:
                 kind = getattr(tensor, "dtype", type(tensor).__name__)
                 raise TypeError(f"it is {kind}; weights are floating-point tensors")
@@ -105,7 +102,7 @@ def check_tensors(state, path):
 
 
 def check_fields(config, path):
-    """The config itself; ValueError, naming a field, if one has a wrong type or is out of range."""
+    """The config itself; UserError, naming a field, if one has a wrong type or is out of range."""
     for field in fields(config):
         check_field(field.name, getattr(config, field.name), field.type, path)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -117,12 +114,12 @@ def check_fields(config, path):
         (0 < experts < chosen, f"num_experts_per_tok {chosen} is more than num_experts {experts}"),
     ):
         if is_wrong:
-            raise ValueError(f"{path}: {what}; download the file again")
+            raise UserError(f"{path}: {what}; download the file again")
     return config
 
 
 def check_field(name, value, kind, path):
-    """Raise ValueError unless the value is of this kind, a field's type in MiniMindConfig."""
+    """Raise UserError unless the value is of this kind, a field's type in MiniMindConfig."""
     def whole(number, smallest):
         return type(number) is int and smallest <= number < 2**31
 
@@ -139,12 +136,12 @@ def check_field(name, value, kind, path):
                                  "a token id, or a list of them"),
     }[kind]
     if not fits:
-        raise ValueError(f"{path}: {name} is {reprlib.repr(value)}, and must be {wanted}; "
-                         "download the file again")
+        raise UserError(f"{path}: {name} is {reprlib.repr(value)}, and must be {wanted}; "
+                        "download the file again")
 
 
 def check_template(tokenizer, path, advice):
-    """Raise ValueError unless the chat template writes a chat of one word as a short text.
+    """Raise UserError unless the chat template writes a chat of one word as a short text.
 
     A template is a program. transformers runs it in Jinja's sandbox, from where it reaches neither
     files nor Python's insides, but it may still fail, loop or write gigabytes.

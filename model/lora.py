@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
+from report import UserError
+
 from .files import check_tensors, explained, read_json, read_tensors
 from .shard import part_of
 
@@ -60,7 +62,7 @@ def with_adapters(base, *, rank, alpha, targets=TARGETS, name="", seed=0):
     """A policy that shares every weight with `base`, now frozen, and has adapters beside them.
 
     targets: the last part of the names of linear layers; experts are left as they are. name: where
-    the base was loaded from, for adapter_config.json. ValueError for a target that isn't there.
+    the base was loaded from, for adapter_config.json. UserError for a target that isn't there.
     """
     generator = torch.Generator().manual_seed(seed)
     base.requires_grad_(False)
@@ -73,8 +75,8 @@ def with_adapters(base, *, rank, alpha, targets=TARGETS, name="", seed=0):
             setattr(policy.model.get_submodule(path.rpartition(".")[0]), target, adapter)
             found.add(target)
     if missing := [target for target in targets if target not in found]:
-        raise ValueError(f"--lora_target_modules {missing[0]}: {name} has no linear layer of that "
-                         f"name; choose from {', '.join(TARGETS)}")
+        raise UserError(f"--lora_target_modules {missing[0]}: {name} has no linear layer of that "
+                        f"name; choose from {', '.join(TARGETS)}")
     policy.lora = {"r": rank, "lora_alpha": alpha, "target_modules": list(targets),
                    "base_model_name_or_path": str(name)}
     return policy
@@ -144,14 +146,14 @@ def save_adapter(model, path):
 def load_adapter(model, path):
     """Copy an adapter of the same rank, scale and targets into the model, in place.
 
-    Raises ValueError if the adapter is another one.
+    Raises UserError if the adapter is another one.
     """
     path = Path(path)
     config = read_json(path / "adapter_config.json")
     for name in ("r", "lora_alpha", "target_modules"):
         if config.get(name) != model.lora[name]:
-            raise ValueError(f"{path}: its {name} is {config.get(name)!r}, and this run's "
-                             f"{model.lora[name]!r}; give the flags of the run")
+            raise UserError(f"{path}: its {name} is {config.get(name)!r}, and this run's "
+                            f"{model.lora[name]!r}; give the flags of the run")
     file, ours = path / "adapter_model.safetensors", adapter_state(model)
     state = read_tensors(file)
     check_tensors(state, file)

@@ -10,9 +10,10 @@ which earlier versions held up to 27% more. On a GPU nothing was measured.
 """
 import argparse
 import itertools
-import sys
 
 import torch
+
+from report import user_errors
 
 from .checkpoint import local_path, read_config
 from .head import CHUNK, SMALL
@@ -160,6 +161,7 @@ def report(name, config, run):
         print(f"  {words:66}{peaks[1, 1]:13.1f} GB" + "".join(f"{size:>17}" for size in fits))
 
 
+@user_errors("model.memory")
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m model.memory", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -171,12 +173,8 @@ def main(argv=None):
     parser.add_argument("--completion_length", type=int, default=1024,
                         help="tokens (default: 1024)")
     args = vars(parser.parse_args(argv))
-    try:
-        configs = {path: read_config(local_path(path, weights=None))
-                   for path in args.pop("paths")} or SIZES
-    except (ValueError, OSError) as error:
-        print(f"model.memory: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    configs = {path: read_config(local_path(path, weights=None))
+               for path in args.pop("paths")} or SIZES
     print("The largest --micro_batch_size that fits: "
           f"{args['num_prompts']} prompts x {args['num_generations']} completions, "
           f"{args['prompt_length']} + {args['completion_length']} tokens, bfloat16 products.")

@@ -12,6 +12,8 @@ Source: jingyaogong/minimind, model/model_minimind.py.
 """
 import torch
 
+from report import UserError
+
 from .files import check_fields, check_tensors, explained, read_tensors
 from .model import MiniMindConfig
 
@@ -19,7 +21,7 @@ HEADS = 8       # in every MiniMind; without a q-norm, no tensor's shape gives t
 
 
 def read_pth(path):
-    """The configuration and the tensors of a MiniMind .pth; ValueError if it is something else."""
+    """The configuration and the tensors of a MiniMind .pth; UserError if it is something else."""
     state = read_tensors(path)
     check_names(state, path)
     check_tensors(state, path)
@@ -30,7 +32,7 @@ def read_pth(path):
 
 
 def check_names(state, path):
-    """Raise ValueError unless these are the tensors of a MiniMind that model/model.py builds.
+    """Raise UserError unless these are the tensors of a MiniMind that model/model.py builds.
 
     The message says what the file is instead, as far as its names tell.
     """
@@ -45,12 +47,12 @@ def check_names(state, path):
     }
     for part, what in others.items():
         if any(part in name for name in state):
-            raise ValueError(f"{path}: this is {what}")
+            raise UserError(f"{path}: this is {what}")
     for name in ("model.embed_tokens.weight", "model.norm.weight",
                  "model.layers.0.self_attn.q_proj.weight"):
         if name not in state:
-            raise ValueError(f"{path}: it has no tensor {name}, so it is not a MiniMind policy; "
-                             "give a folder with config.json, or a MiniMind .pth")
+            raise UserError(f"{path}: it has no tensor {name}, so it is not a MiniMind policy; "
+                            "give a folder with config.json, or a MiniMind .pth")
 
 
 def infer_config(state, path):
@@ -61,8 +63,8 @@ def infer_config(state, path):
     head_dim = len(state[f"{first}self_attn.q_norm.weight"]) if qk_norm else q_size // HEADS
     router = state.get(f"{first}mlp.gate.weight")       # (experts, D), or None in a dense model
     if router is not None and not qk_norm:
-        raise ValueError(f"{path}: experts without q/k-norm, as in MiniMind2's MoE, are something "
-                         "model/model.py does not build; choose dense weights, or MiniMind-3")
+        raise UserError(f"{path}: experts without q/k-norm, as in MiniMind2's MoE, are something "
+                        "model/model.py does not build; choose dense weights, or MiniMind-3")
     gate_proj = "gate_proj" if router is None else "experts.0.gate_proj"
     feed_forward = len(state[f"{first}mlp.{gate_proj}.weight"])
     layers = {name.split(".")[2] for name in state if name.startswith("model.layers.")}

@@ -122,6 +122,10 @@ class KVCache:
 
 
 class Attention(nn.Module):
+    """What comes before and after attention. Attention itself, in which tokens read others, is an
+    argument: `attend` is the function `attention` below, or that of the fast pair.
+    """
+
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim

@@ -2,18 +2,20 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+
+# The two tensors that are padded on the left; all others with two dimensions, on the right.
+PROMPTS = ("prompt_ids", "prompt_mask")
 
 
 @dataclass
 class Rollout:
     """All that one rank knows of the completions of one step, a row each; groups are adjacent.
 
-    A micro-batch is `select` of some rows. Groups are filtered with `select` and joined with `cat`.
+    A micro-batch is a Rollout too: `select` of some rows.
     """
     prompts: list                               # N texts, each prompt G times
     columns: dict                               # name -> N values: the data's other fields
-    opened: list                                # N texts: what the template wrote of the reply
+    prefills: list                              # N texts: what the template wrote of the reply
     prompt_ids: torch.Tensor                    # (N, P) padded on the left
     prompt_mask: torch.Tensor                   # (N, P)
     completions: list                           # N texts, without the EOS
@@ -27,6 +29,25 @@ class Rollout:
     rewards_per_func: dict = None               # name -> (N,)
     advantages: torch.Tensor = None             # (N,) or (N, R)
 
+    @classmethod
+    def of(cls, batch, completion_ids, mask, sampling_logps, eos_ids, tokenizer):
+        """What a sampler returned, (N, R) each, for the prompts of a batch (dataset/prompts.py)."""
+        G, device = len(completion_ids) // len(batch["prompts"]), completion_ids.device
+
+        def repeat(items):
+            if isinstance(items, torch.Tensor):
+                return items.to(device).repeat_interleave(G, 0)
+            return [item for item in items for _ in range(G)]                   # a a b b
+
+        columns = {name: repeat(values) for name, values in batch["columns"].items()}
+        prompts = {name: repeat(batch[name]) for name in ("prompts", "prefills", *PROMPTS)}
+        rollout = cls(
+            **prompts, columns=columns, completions=[], completion_ids=completion_ids, mask=mask,
+            ended=torch.isin(completion_ids, torch.tensor(eos_ids, device=device)).any(1),
+            sampling_logps=sampling_logps)
+        rollout.completions = tokenizer.batch_decode(rollout.token_ids(), skip_special_tokens=True)
+        return rollout
+
     @property
     def lengths(self):
         """(N,) in tokens, the EOS included."""
@@ -35,7 +56,7 @@ class Rollout:
     @property
     def replies(self):
         """The completions with what the chat template had already written of them."""
-        return [opened + text for opened, text in zip(self.opened, self.completions)]
+        return [prefill + text for prefill, text in zip(self.prefills, self.completions)]
 
     def sequences(self):
         """input_ids and attention_mask (N, T), and R: what `token_logps` reads."""
@@ -62,47 +83,24 @@ class Rollout:
                 return None
             if x.dim() == 1:
                 return x[on_cpu if x.device.type == "cpu" else rows]
-            # Prompts are padded on the left, all else on the right.
-            return x[rows, -P:] if name.startswith("prompt") else x[rows, :R]
+            return x[rows, -P:] if name in PROMPTS else x[rows, :R]
 
         return Rollout(**{name: pick(name, x) for name, x in vars(self).items()})
 
-    @staticmethod
-    def cat(rollouts):
-        """Rollouts one after the other, padded to the widest."""
-        def join(name, parts):
-            if parts[0] is None:
-                return None
-            if isinstance(parts[0], dict):
-                return {key: join(key, [part[key] for part in parts]) for key in parts[0]}
-            if isinstance(parts[0], list):
-                return [item for part in parts for item in part]
-            if parts[0].dim() == 2:
-                missing = [max(x.shape[1] for x in parts) - x.shape[1] for x in parts]
-                left = name.startswith("prompt")
-                parts = [F.pad(x, (n, 0) if left else (0, n)) for x, n in zip(parts, missing)]
-            return torch.cat(parts)
+    def sampler_weights(self, old_logps, args):
+        """Truncated importance weights, min(pi_old / pi_sampler, C), (N, R) or (N, 1).
 
-        return Rollout(**{name: join(name, [vars(rollout)[name] for rollout in rollouts])
-                          for name in vars(rollouts[0])})
-
-
-def minibatches(rollout, args):
-    """What each optimizer step of a pass learns from: [(totals, micro-batches), ...].
-
-    A micro-batch is the rows, (n,), that go through the model together, at most `micro_batch_size`;
-    those without a gradient are in none. totals are three numbers: the minibatch's completions, the
-    tokens that averages run over, the tokens that go through the model.
-    """
-    counted, lengths = torch.ones_like(rollout.ended), rollout.lengths                  # (N,) both
-    if args.mask_truncated_completions:     # these count as completions only
-        counted = rollout.ended
-    learned = counted
-    if rollout.ref_logps is None and not args.entropy_coef:
-        # Rows with zero advantage contribute no gradient then: skip their forward pass.
-        learned = counted & rollout.advantages.view(len(counted), -1).any(1)
-    totals = torch.stack((torch.ones_like(lengths), lengths * counted, lengths * learned), 1)
-    all_rows = torch.arange(len(counted), device=counted.device)
-    return [(totals[rows].sum(0).tolist(),
-             [part for part in rows[learned[rows]].split(args.micro_batch_size) if len(part)])
-            for rows in all_rows.tensor_split(args.num_minibatches) if len(rows)]
+        They correct for a sampler that rounds differently than the trainer, or more coarsely
+        (--rollout_is_threshold C; verl's rollout_is, TRL's vllm_importance_sampling_correction).
+        Their level is that of the loss's ratio: the product of the two is pi / pi_sampler. Both
+        bounds are linear in the advantage, so to weight it is to weight the policy's term; the KL
+        and the entropy keep weight 1, as in TRL. Without a threshold, ones (N, 1).
+        """
+        if not args.rollout_is_threshold:
+            return torch.ones_like(old_logps[:, :1])
+        log_ratio = (old_logps - self.sampling_logps) * self.mask                       # (N, R)
+        if args.loss_type == "r1":
+            log_ratio = log_ratio.sum(1, keepdim=True)
+        elif args.importance_sampling_level == "sequence":
+            log_ratio = log_ratio.sum(1, keepdim=True) / self.mask.sum(1, keepdim=True).clamp(min=1)
+        return log_ratio.exp().clamp(max=args.rollout_is_threshold)

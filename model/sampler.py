@@ -1,6 +1,5 @@
 """Completions of prompts, one token at a time, with the log-probability of each sampled token."""
 import torch
-import torch.nn.functional as F
 
 from .model import KVCache
 
@@ -56,23 +55,6 @@ def next_token(logits, temperature, generator, greedy):
         cumulative = logps.exp().cumsum(-1)
         u = torch.rand(len(logps), 1, device=logps.device, generator=generator)
         tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)[:, 0]
-        tokens = tokens.clamp(max=logps.shape[1] - 1)       # u * total may round up to the total
+        # NaN draws V, which is no token: the last one stands in, and the NaN gradient ends the step.
+        tokens = tokens.clamp(max=logps.shape[1] - 1)
     return tokens, logps.gather(-1, tokens[:, None])[:, 0]
-
-
-def in_slices(sample, most):
-    """The sampler for at most `most` completions at a time, but whole groups; 0: all at once.
-
-    The cache of keys and values is then that of a slice.
-    """
-    def sliced(model, prompt_ids, prompt_mask, *, num_generations, **options):
-        prompts = max(1, most // num_generations)
-        slices = zip(prompt_ids.split(prompts), prompt_mask.split(prompts))
-        parts = [sample(model, ids, mask, num_generations=num_generations, **options)
-                 for ids, mask in slices]
-        longest = max(ids.shape[1] for ids, _ in parts)
-        return tuple(
-            torch.cat([F.pad(part, (0, longest - part.shape[1]), value=padding) for part in column])
-            for column, padding in zip(zip(*parts), (options["pad_token_id"], 0.0)))
-
-    return sliced if most else sample

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from report import UserError
+
 from . import checkpoint
 from .shard import whole_state
 from .watch import Stopped, under_torchrun
@@ -17,7 +19,7 @@ from .watch import Stopped, under_torchrun
 class Saver:
     """Writes the checkpoints and the final weights of a run into run_dir; rank 0 does.
 
-    The folder is locked until the run ends, or its process does, whatever ends it. ValueError if
+    The folder is locked until the run ends, or its process does, whatever ends it. UserError if
     another run has it, or if the weights to start from are in it. args are those of the script;
     with eval_only nothing is written, and nothing locked.
     """
@@ -29,8 +31,8 @@ class Saver:
             return
         weights = Path(args.model_path).resolve()
         if not args.resume and self.run_dir.resolve() in (weights, *weights.parents):
-            raise ValueError(f"--model_path {args.model_path} is in {run_dir}, where the new run "
-                             "would replace it; choose another --run_name")
+            raise UserError(f"--model_path {args.model_path} is in {run_dir}, where the new run "
+                            "would replace it; choose another --run_name")
         world.watch.at_end(lock(self.run_dir))
         for name in ("checkpoint", "final", "adapter"):     # of a run that was killed as it saved
             shutil.rmtree(self.run_dir / f"{name}.new", ignore_errors=True)
@@ -45,7 +47,10 @@ class Saver:
         return done, num_tokens
 
     def is_due(self, step, last_step):
-        """Is it time to save, on every rank? At each interval, at the end, and if a signal asks."""
+        """Is it time to save, on every rank? At each interval, at the end, and if a signal asks.
+
+        In the last case `stopped_by` is the number of the signal, else 0 or None.
+        """
         every, minutes = self.args.save_interval, (time.monotonic() - self.saved_at) / 60
         due = minutes >= float(every[:-1]) if every.endswith("m") else step % int(every) == 0
         wishes = self.world.gather([(due, self.world.watch.signal or 0)])
@@ -53,7 +58,7 @@ class Saver:
         return wishes[0][0] or step == last_step or bool(self.stopped_by)   # by rank 0's clock
 
     def save(self, step, num_tokens, policy, tokenizer, optimizer, reference):
-        """Write a checkpoint. Raises Stopped on all ranks if a signal has asked the run to stop."""
+        """Write a checkpoint; all ranks wait until it is whole."""
         policy, optimizer_state = self._whole(policy), whole_state(optimizer, self.writes)
         reference = self._whole(reference) if self.args.ref_model_sync_steps else None
         if self.writes:
@@ -63,9 +68,11 @@ class Saver:
         self.world.gather([step])           # the others wait until rank 0 has saved
         self.saved_at = time.monotonic()
         self._advise(step)
-        if self.stopped_by:
-            raise Stopped(self.stopped_by, f"after step {step}, which is saved; go on with:\n"
-                          f"    {resume_command()}", together=True)
+
+    def stopped(self, step):
+        """The exception that ends a run which a signal has asked to stop, on all ranks."""
+        return Stopped(self.stopped_by, f"after step {step}, which is saved; go on with:\n"
+                       f"    {resume_command()}", together=True)
 
     def save_final(self, policy, tokenizer):
         """Write final/, which load_pretrained, transformers and inference servers can load."""
@@ -111,12 +118,12 @@ def lock(run_dir):
         holder = "unknown"
         with suppress(OSError):             # it has just ended
             holder = file.read_text().strip() or holder
-        raise ValueError(
+        raise UserError(
             f"{run_dir}: another run is writing there, process {holder}; wait until it has ended, "
             "stop it, or choose another --run_name") from None
     except OSError as error:
-        raise ValueError(f"{run_dir}: cannot be written to ({error.strerror}); choose another "
-                         "--out_dir") from error
+        raise UserError(f"{run_dir}: cannot be written to ({error.strerror}); choose another "
+                        "--out_dir") from error
     return unlock
 
 

@@ -53,25 +53,18 @@ class Inside:
         return self.forward(*args, **options)
 
 
-def on_shards(sample, logps_of, world, dtype):
-    """The two functions for models that are sharded; dtype: of the sampler's copy."""
-    def sample_whole(model, *args, **options):
-        return sample(model.whole(dtype=dtype), *args, **options)
+def keep_pace(micro_batches, rollout, world, is_sharded):
+    """If the policy is sharded, as many micro-batches as the rank with the most has.
 
-    def logps_inside(model, *args, **options):
-        with world.collective():
-            return model.run(logps_of, *args, **options)
-
-    return sample_whole, logps_inside
-
-
-def keep_pace(model, num_passes, logps_of, world):
-    """Empty passes, so that this rank makes as many as the one with the most micro-batches."""
-    ids = torch.zeros(1, 2, dtype=torch.long, device=world.device)
-    for _ in range(max(world.gather([num_passes])) - num_passes):
-        nothing = 0.0 * logps_of(model, ids, torch.ones_like(ids), 1).sum()
-        if torch.is_grad_enabled():
-            nothing.backward()
+    A rank with fewer passes than the others would leave them waiting for its part of the weights.
+    What is added has no token that counts.
+    """
+    if not is_sharded:
+        return micro_batches
+    missing = max(world.gather([len(micro_batches)])) - len(micro_batches)
+    nothing = rollout.select(torch.zeros(1, dtype=torch.long, device=rollout.mask.device))
+    nothing.mask = torch.zeros_like(nothing.mask)
+    return micro_batches + [nothing] * missing
 
 
 # --- whole tensors and their parts; what isn't sharded is whole already ---------------------------

@@ -4,15 +4,14 @@ With `--merge_digits` a number that is frequent in the texts is one token instea
 it encodes any text and decodes it back unchanged.
 """
 import argparse
-import json
 import re
-import sys
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from .files import explained, plain
+from dataset.prompts import read_lines
+from report import UserError, user_errors
 
 MAX_LINE = 64 * 2**20       # bytes in a line of data
 
@@ -52,36 +51,26 @@ def train_tokenizer(texts, vocab_size=512, *, merge_digits=False):
 def read_chats(path):
     """The chats of a jsonl file, {"conversations": [{"role", "content"}, ...]} a line.
 
-    ValueError names the line at fault.
+    UserError names the line at fault.
     """
     chats = []
-    if not Path(path).is_file():        # nor a folder or a pipe
-        raise ValueError(f"{path}: no such file; give a jsonl file of chats")
-    with open(path, "rb") as file:
-        lines = iter(lambda: file.readline(MAX_LINE + 1), b"")
-        for number, line in enumerate(lines, start=1):
-            with explained(f"{path}, line {number}", "not valid JSON", "write one object per line"):
-                if len(line) > MAX_LINE:
-                    raise OverflowError(f"more than {MAX_LINE:,} bytes")
-                row = json.loads(line.decode("utf-8-sig"))
-                json.dumps(row, ensure_ascii=False).encode()    # fails on half of a character
-            chat = row.get("conversations") if isinstance(row, dict) else None
-            if not isinstance(chat, list) or not all(
-                    isinstance(turn, dict) and isinstance(turn.get("role"), str)
-                    and isinstance(turn.get("content"), str) for turn in chat):
-                raise ValueError(f'{path}, line {number}: no chat found; write {{"conversations": '
-                                 '[{"role": "user", "content": "..."}, {"role": "assistant", '
-                                 '"content": "..."}]}')
-            if not any(turn["role"] == "assistant" for turn in chat):
-                raise ValueError(f"{path}, line {number}: no turn by the role assistant, so there "
-                                 "is nothing to learn")
-            chats.append(chat)
+    for where, row in read_lines(path):
+        chat = row.get("conversations") if isinstance(row, dict) else None
+        if not isinstance(chat, list) or not all(
+                isinstance(turn, dict) and isinstance(turn.get("role"), str)
+                and isinstance(turn.get("content"), str) for turn in chat):
+            raise UserError(f'{where}: no chat found; write {{"conversations": [{{"role": "user", '
+                            '"content": "..."}, {"role": "assistant", "content": "..."}]}')
+        if not any(turn["role"] == "assistant" for turn in chat):
+            raise UserError(f"{where}: no turn by the role assistant, so there is nothing to learn")
+        chats.append(chat)
     if not chats:
-        raise ValueError(f"{path}: the file is empty; write one chat per line")
+        raise UserError(f"{path}: the file is empty; write one chat per line")
     return chats
 
 
-if __name__ == "__main__":
+@user_errors("model.tokenizer")
+def main():
     parser = argparse.ArgumentParser(
         description="Train a tokenizer on the conversations in jsonl files.")
     parser.add_argument("--data", type=Path, nargs="+", required=True,
@@ -93,14 +82,15 @@ if __name__ == "__main__":
     parser.add_argument("--merge_digits", action="store_true",
                         help="let frequent numbers become one token each")
     args = parser.parse_args()
-    try:
-        chats = [chat for path in args.data for chat in read_chats(path)[:5000]]
-        args.save.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
-        sys.exit(f"tokenizer.py: error: {plain(str(error))}")
+    chats = [chat for path in args.data for chat in read_chats(path)[:5000]]
+    args.save.mkdir(parents=True, exist_ok=True)
     texts = [text for chat in chats for turn in chat for text in (turn["role"], turn["content"])]
     # The tags are tokens already: spend no merges on their letters.
     texts = [re.sub("|".join(TAGS), "", text) for text in texts]
     tokenizer = train_tokenizer(texts, args.vocab_size, merge_digits=args.merge_digits)
     tokenizer.save_pretrained(args.save)
     print(f"{len(tokenizer)} tokens, saved in {args.save}")
+
+
+if __name__ == "__main__":
+    main()

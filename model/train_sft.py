@@ -20,16 +20,17 @@ import argparse
 import copy
 import math
 import random
-import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from report import user_errors
+
 from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, save_pretrained
 from .checkpoint import load_tokenizer
-from .files import explained, plain
+from .files import explained
 from .tokenizer import read_chats
 
 
@@ -175,6 +176,7 @@ def new_model(args, tokenizer):
         pad_token_id=tokenizer.pad_token_id))
 
 
+@user_errors("model.train_sft")
 def main():
     args = parse_args()
     torch.manual_seed(args.seed)
@@ -211,7 +213,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"train_sft.py: error: {plain(str(error))}")
+    main()

@@ -26,7 +26,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from .files import plain
+from report import needs_no_traceback, printable
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
            if hasattr(signal, name)]        # Windows has no SIGHUP
@@ -275,7 +275,7 @@ class Watch:
             text = f"error: rank {self.rank}: {error}"
             if isinstance(error, Stopped):
                 text = str(error)
-            elif not isinstance(error, (ValueError, OSError)):
+            elif not needs_no_traceback(error):
                 traceback.print_exception(error)
                 text = f"error: rank {self.rank}: {type(error).__name__}: {error}"
             last_words(text + self.advice)
@@ -308,7 +308,7 @@ def all_or_none(main):
             elif watch is not None and watch.size > 1:
                 watch.fail(error)
                 watch.leave(getattr(error, "code", 2))
-            elif under_torchrun() and isinstance(error, (ValueError, OSError)):
+            elif under_torchrun() and needs_no_traceback(error):
                 # A single rank, or several that don't know of each other yet: these all have the
                 # same to say.
                 if os.environ["LOCAL_RANK"] == "0":
@@ -362,7 +362,7 @@ print(sys.argv[2], file=sys.stderr)
 
 def last_words(text):
     """Say why the run ends; under torchrun again, after torchrun's own page."""
-    text = f"{os.path.basename(sys.argv[0])}: {plain(text)}"
+    text = f"{os.path.basename(sys.argv[0])}: {printable(text)}"
     say(text)
     if under_torchrun() and os.getppid() == LAUNCHER:
         # torchrun ends the session of each rank, so the new process has one of its own. A SIGTERM

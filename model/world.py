@@ -1,4 +1,5 @@
 """The processes that train one model together, and the collectives they use."""
+import functools
 import os
 import time
 from contextlib import contextmanager
@@ -7,8 +8,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from report import UserError
+
 from .files import reason
-from .shard import is_sharded
+from .shard import is_sharded, whole
 
 BUCKET = 2**24                              # gradients summed in one call: 64 MB in float32
 
@@ -16,21 +19,26 @@ BUCKET = 2**24                              # gradients summed in one call: 64 M
 class World:
     """All processes that torchrun started, or this one alone if it was started without torchrun.
 
-    device: cuda, mps or cpu, by default the first of these that is there. tf32: on CUDA, what is
-    left in float32 may be multiplied in TF32, with 10 bits after the point instead of 23.
+    device: cuda, mps or cpu, by default the first of these that is there. dtype: of matrix
+    products, float32 or bfloat16; auto is bfloat16 on a GPU that has it. On CUDA, what is left in
+    float32 beside bfloat16 may be multiplied in TF32, with 10 bits after the point instead of 23.
     """
     watch = None                            # watch.py, if there is one
 
-    def __init__(self, device=None, *, tf32=False):
+    def __init__(self, device=None, dtype="auto"):
         self.rank = int(os.environ.get("RANK") or 0)
         self.size = int(os.environ.get("WORLD_SIZE") or 1)
         self.device = choose_device(device, self.size)
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.set_device(self.device)      # what "cuda" means from now on
-            torch.set_float32_matmul_precision("high" if tf32 else "highest")
+            torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
             # cuDNN's attention makes a plan for each new shape, and here shapes are always new.
             torch.backends.cuda.enable_cudnn_sdp(False)
+        if dtype == "auto":
+            has_bfloat16 = on_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+            dtype = "bfloat16" if has_bfloat16 else "float32"
+        self.matrix_dtype = getattr(torch, dtype)
         if self.size > 1:
             # torch's own time limit would end a run whose rank 0 takes long to save.
             dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(days=1),
@@ -50,7 +58,7 @@ class World:
                 raise               # what a sharded forward pass runs into by itself
             # The watch knows which rank is gone, and is about to say so and end this process.
             time.sleep(5 if self.watch else 0)
-            raise ValueError(f"lost contact with the other ranks ({reason(error)})") from error
+            raise ConnectionError(f"lost contact with the other ranks ({reason(error)})") from error
         if self.watch:
             self.watch.leave_collective()
 
@@ -78,6 +86,10 @@ class World:
             if self.size > 1:
                 sum_in_buckets([parameter.grad for parameter in parameters])
 
+    def clip_gradients(self, model, max_norm):
+        """Scale the gradient down to `max_norm`, if it is longer; its norm before, on all ranks."""
+        return whole(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+
     def gather(self, rows):
         """The lists of all ranks, joined in rank order, on every rank."""
         lists = [rows] * self.size
@@ -86,13 +98,24 @@ class World:
                 dist.all_gather_object(lists, rows)
         return [row for rows in lists for row in rows]
 
+    def generator(self, *numbers):
+        """Random numbers that follow from these numbers and the rank: a resume needs no state."""
+        seed = functools.reduce(lambda seed, number: (seed * 1_000_003 + number) % 2**62,
+                                [*numbers, self.rank], 0)
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def print(self, text):
+        """Print on rank 0 only."""
+        if self.rank == 0:
+            print(text)
+
     def agree(self, **values):
-        """ValueError unless all ranks have the same values: else one waits for another forever."""
+        """UserError unless all ranks have the same values: else one waits for another forever."""
         for rank, others in enumerate(self.gather([values])):
             for name, value in values.items():
                 if others[name] != value:
-                    raise ValueError(f"{name}: {value} on rank {self.rank}, but {others[name]} on "
-                                     f"rank {rank}; give all ranks the same flags and files")
+                    raise UserError(f"{name}: {value} on rank {self.rank}, but {others[name]} on "
+                                    f"rank {rank}; give all ranks the same flags and files")
 
     def close(self):
         if self.size > 1:
@@ -104,17 +127,17 @@ class World:
 
 
 def choose_device(name, size):
-    """The device of this process, one of `size`; ValueError if it can't have the one it names."""
+    """The device of this process, one of `size`; UserError if it can't have the one it names."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)           # processes on this machine
     gpus = torch.cuda.device_count()
     has_mps = torch.backends.mps.is_available() and size == 1   # Gloo cannot sum MPS tensors
     name = name or ("cuda" if gpus else "mps" if has_mps else "cpu")
     if name == "cuda" and 0 < gpus < local_size:
-        raise ValueError(f"{local_size} processes on a machine with {gpus} GPU(s), and NCCL needs "
-                         f"one for each; choose --nproc_per_node={gpus}, or add --device cpu")
+        raise UserError(f"{local_size} processes on a machine with {gpus} GPU(s), and NCCL needs "
+                        f"one for each; choose --nproc_per_node={gpus}, or add --device cpu")
     if name == "cuda" and not gpus or name == "mps" and not has_mps:
-        raise ValueError(f"--device {name}: not available to {local_size} process(es) on this "
-                         "machine; choose another")
+        raise UserError(f"--device {name}: not available to {local_size} process(es) on this "
+                        "machine; choose another")
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK') or 0}" if name == "cuda" else name)
 
 

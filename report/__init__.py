@@ -3,13 +3,13 @@
 `python -m report.curves out/run_a` draws the curves from the command line, and
 `python -m report.page out/run_a` writes the page to look into a run.
 """
-from .command_line import user_errors
-from .metrics import add_metrics, describe, drift, mean_metrics, rollout_metrics
+from .command_line import UserError, needs_no_traceback, user_errors
+from .metrics import describe, drift, mean_metrics, rollout_metrics, sum_metrics
 from .report import Report
 from .text import printable
 
-__all__ = ["Report", "add_metrics", "describe", "draw_curves", "drift", "mean_metrics",
-           "printable", "rollout_metrics", "user_errors"]
+__all__ = ["Report", "UserError", "describe", "draw_curves", "drift", "mean_metrics",
+           "needs_no_traceback", "printable", "rollout_metrics", "sum_metrics", "user_errors"]
 
 
 def __getattr__(name):

@@ -4,6 +4,7 @@ import functools
 import os
 import shlex
 import sys
+import warnings
 from pathlib import Path
 
 from .text import printable
@@ -11,24 +12,40 @@ from .text import printable
 MAX_FLAGS = 10**6       # bytes in a file of flags
 
 
-def user_errors(program):
-    """Decorate a main function: a ValueError or OSError prints one line and exits with code 2.
+class UserError(ValueError):
+    """A user's mistake. Its message is the sentence that the user reads: what, where, what to do.
 
-    program: the script's name, which starts that line. With the environment variable
-    MINIGRPO_TRACEBACK set, the exception propagates, so that Python prints where it was raised.
+    All rooms raise it. Any other exception is a mistake in the code, and keeps its traceback.
     """
+
+
+def needs_no_traceback(error):
+    """Whether the error's message says it all. MINIGRPO_TRACEBACK=1 asks for every traceback."""
+    return isinstance(error, (UserError, OSError)) and not os.environ.get("MINIGRPO_TRACEBACK")
+
+
+def user_errors(program):
+    """Decorate a main function: a UserError or OSError prints one line and exits with code 2.
+
+    program: the script's name, which starts that line. Warnings are one line too.
+    """
+    formatwarning = warnings.formatwarning
+
     def decorate(main):
         @functools.wraps(main)
         def wrapper(*args, **kwargs):
+            warnings.formatwarning = lambda text, *where: f"warning: {printable(str(text))}\n"
             try:
                 return main(*args, **kwargs)
-            except (ValueError, OSError) as error:
-                if os.environ.get("MINIGRPO_TRACEBACK"):
+            except (UserError, OSError) as error:
+                if not needs_no_traceback(error):
                     raise
                 notes = "".join(getattr(error, "__notes__", []))    # how to go on
                 line = " ".join(printable(str(error)).splitlines())
                 print(f"{program}: error: {line}{notes}", file=sys.stderr)
                 sys.exit(2)
+            finally:
+                warnings.formatwarning = formatwarning
         return wrapper
     return decorate
 
@@ -68,11 +85,11 @@ def flags_of_file(path):
     """The flags in a file of flags, which can't name another such file."""
     path = Path(path)
     if not path.is_file() or path.stat().st_size > MAX_FLAGS:
-        raise ValueError(f"@{path}: no such file, or too large to be one of flags; check its name")
+        raise UserError(f"@{path}: no such file, or too large to be one of flags; check its name")
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError:
-        raise ValueError(f"@{path}: not UTF-8; save the file of flags as UTF-8") from None
+        raise UserError(f"@{path}: not UTF-8; save the file of flags as UTF-8") from None
     return [flag for number, line in enumerate(lines, start=1)
             for flag in flags_of_line(line.rstrip(), f"@{path}, line {number}")]
 
@@ -80,11 +97,11 @@ def flags_of_file(path):
 def flags_of_line(line, where):
     """The flags in a line of a file of flags, as a shell reads them; # begins a comment."""
     if printable(line) != line:
-        raise ValueError(f"{where}: it has a character that can't be printed; write plain text")
+        raise UserError(f"{where}: it has a character that can't be printed; write plain text")
     try:
         return shlex.split(line, comments=True)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}; close the quotes of that line") from None
+        raise UserError(f"{where}: {error}; close the quotes of that line") from None
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -105,7 +122,7 @@ class HelpFormatter(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """A parser of flags, and of files of flags, named as @file.
 
-    A wrong flag raises ValueError, so that all of a user's mistakes end in the same way.
+    A wrong flag raises UserError, so that all of a user's mistakes end in the same way.
     """
 
     def __init__(self, **options):
@@ -120,4 +137,4 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(flags)
 
     def error(self, message):
-        raise ValueError(message)
+        raise UserError(message)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .command_line import UserError, user_errors
 from .jsonl import is_finite, read_jsonl
 from .text import duration
 
@@ -34,7 +35,7 @@ MOST_STEPS = 500            # about as many as a panel has pixels
 def draw_curves(run_dirs, path):
     """Write a PNG: everything that one run recorded, or the key numbers of several runs overlaid.
 
-    Raises ValueError if a folder holds no run. Runs are labelled with their folders' names.
+    Raises UserError if a folder holds no run. Runs are labelled with their folders' names.
     """
     # Matplotlib is slow to load, so load it only to draw. Figure rather than pyplot, because pyplot
     # would settle the backend for the whole process.
@@ -52,15 +53,15 @@ def draw_curves(run_dirs, path):
 
 
 class Run:
-    """What a run has recorded so far; ValueError if it has not finished a step."""
+    """What a run has recorded so far; UserError if it has not finished a step."""
 
     def __init__(self, run_dir):
         self.name = Path(run_dir).resolve().name
         self.steps = read_jsonl(Path(run_dir) / "metrics.jsonl", most=MOST_STEPS)
         self.evaluations = read_jsonl(Path(run_dir) / "eval.jsonl")
         if not self.steps:
-            raise ValueError(f"{run_dir}: no step in metrics.jsonl yet; "
-                             "give the folder of a run, such as out/run_a.")
+            raise UserError(f"{run_dir}: no step in metrics.jsonl yet; "
+                            "give the folder of a run, such as out/run_a.")
         for row in self.steps:
             row["training_time"] = sum(
                 value or 0.0 for key, value in row.items()
@@ -369,6 +370,7 @@ def finish(ax, ends, form="", top=None):
                 va="center", color=color, fontsize=8.5)
 
 
+@user_errors("report.curves")
 def main():
     parser = argparse.ArgumentParser(prog="python -m report.curves",
                                      description="Draw the curves of one or more runs.")
@@ -376,10 +378,7 @@ def main():
     parser.add_argument("-o", "--output", default="curves.png",
                         help="the picture to write (default: %(default)s)")
     args = parser.parse_args()
-    try:
-        draw_curves(args.runs, args.output)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    draw_curves(args.runs, args.output)
     print(f"wrote {args.output}")
 
 

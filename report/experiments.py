@@ -30,6 +30,7 @@ import numpy as np
 
 from .behaviour import behaviour_of_run
 from .changes import BESIDE, LADDER, MUSEUM, NO_CLIP
+from .command_line import UserError, user_errors
 from .figures import draw_experiment, draw_lessons, print_table
 from .jsonl import is_finite, read_jsonl
 
@@ -202,13 +203,13 @@ EXPERIMENTS = {
 # --- running --------------------------------------------------------------------------------------
 
 def python(arguments, log, folder=ROOT, **environment):
-    """Run python with these arguments in a folder; ValueError if it fails."""
+    """Run python with these arguments in a folder; UserError if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w", encoding="utf-8") as file:
         done = subprocess.run([sys.executable, *shlex.split(arguments)], cwd=folder, stdout=file,
                               stderr=subprocess.STDOUT, env=os.environ | environment)
     if done.returncode:
-        raise ValueError(f"python {arguments} failed; its output is in {log}")
+        raise UserError(f"python {arguments} failed; its output is in {log}")
 
 
 def quoted(path):
@@ -259,7 +260,7 @@ def run_missing(experiment, results, out, jobs):
 
 
 def prove(changes):
-    """Print how each change's test fails in a copy with the change; ValueError if it passes."""
+    """Print how each change's test fails in a copy with the change; UserError if it passes."""
     for (row, _), change in changes.items():
         if change.test:
             with tempfile.TemporaryDirectory() as folder:
@@ -304,6 +305,7 @@ def rounded(value):
     return float(f"{value:.4g}") if is_finite(value) else None
 
 
+@user_errors("report.experiments")
 def main():
     parser = argparse.ArgumentParser(
         prog="python -m report.experiments", description=__doc__,
@@ -314,21 +316,18 @@ def main():
     args = parser.parse_args()
     experiment, out = EXPERIMENTS[args.name], ROOT / "out" / "experiments" / args.name
     results = Path(__file__).parent / "results" / f"{args.name}.jsonl"
-    try:
-        if not args.draw:
-            make_weights(experiment["weights"], out)
-            run_missing(experiment, results, out, args.jobs)
-            prove(experiment.get("changes", {}))
-        rows = results_of(experiment, results)
-        picture = ROOT / "images" / f"{args.name}.png"
-        if "lessons" in experiment:
-            draw_lessons(rows, experiment["lessons"], experiment["panels"],
-                         experiment["legend"], picture)
-        else:
-            draw_experiment(rows, experiment["panels"], picture)
-        print_table(rows, experiment["panels"])
-    except (ValueError, OSError) as error:
-        sys.exit(f"report.experiments: error: {error}")
+    if not args.draw:
+        make_weights(experiment["weights"], out)
+        run_missing(experiment, results, out, args.jobs)
+        prove(experiment.get("changes", {}))
+    rows = results_of(experiment, results)
+    picture = ROOT / "images" / f"{args.name}.png"
+    if "lessons" in experiment:
+        draw_lessons(rows, experiment["lessons"], experiment["panels"],
+                     experiment["legend"], picture)
+    else:
+        draw_experiment(rows, experiment["panels"], picture)
+    print_table(rows, experiment["panels"])
 
 
 if __name__ == "__main__":

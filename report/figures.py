@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from .command_line import UserError
 from .curves import BLUE, BROWN, GREEN, GREY, INK, ORANGE, PINK, STYLE, finish
 
 # Student's t for a 95% interval, by the number of values less one.
@@ -23,7 +24,7 @@ def draw_experiment(results, panels, path):
     from matplotlib.lines import Line2D
 
     if not results:
-        raise ValueError(f"{path}: there are no results yet; run the experiment first")
+        raise UserError(f"{path}: there are no results yet; run the experiment first")
     rows = list(dict.fromkeys(row["row"] for row in results))
     arms = list(dict.fromkeys(row["arm"] for row in results))
     colors, dashes = styles(arms)
@@ -75,7 +76,7 @@ def draw_lessons(results, lessons, panels, legend, path):
     from matplotlib.figure import Figure
 
     if not results:
-        raise ValueError(f"{path}: there are no results yet; run the experiment first")
+        raise UserError(f"{path}: there are no results yet; run the experiment first")
     columns = 3 if len(lessons) <= 6 else 4
     lines = math.ceil(len(lessons) / columns)
     with matplotlib.rc_context(STYLE):

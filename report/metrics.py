@@ -3,6 +3,7 @@ import math
 
 import torch
 
+from .command_line import UserError
 from .tokens import add_tokens
 
 
@@ -12,7 +13,7 @@ def rollout_metrics(rows, num_generations, failures=()):
     rows: describe()'s rows of the completions of all ranks, the completions of a group adjacent.
     It reads "length", "ended", "reward" and "rewards". A completion that no reward function judged
     has reward NaN and is left out of the reward statistics. Standard deviations are sample
-    standard deviations (n-1). Raises ValueError if every reward is NaN.
+    standard deviations (n-1). Raises UserError if every reward is NaN.
 
     failures: (reward function, how often it has failed in this run, what failed now or None), from
     all ranks.
@@ -20,9 +21,9 @@ def rollout_metrics(rows, num_generations, failures=()):
     rewards = [row["reward"] for row in rows]
     if all(math.isnan(reward) for reward in rewards):
         reasons = dict.fromkeys(f"{name} {reason}" for name, _, reason in failures if reason)
-        raise ValueError("no completion of this step has a reward, because every reward function "
-                         f"returned None or failed{''.join(f'; {text}' for text in reasons)}; "
-                         "check that --reward_funcs fit the data")
+        raise UserError("no completion of this step has a reward, because every reward function "
+                        f"returned None or failed{''.join(f'; {text}' for text in reasons)}; "
+                        "check that --reward_funcs fit the data")
     groups = [rewards[i:i + num_generations] for i in range(0, len(rewards), num_generations)]
     stds = [mean_and_std(group)[1] for group in groups]
     lengths = [row["length"] for row in rows]
@@ -57,18 +58,28 @@ def mean_and_std(values):
     return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
-def add_metrics(metrics, more):
-    """Combine the metrics of two parts of one optimizer step.
+def sum_metrics(shares, world):
+    """The metrics of an optimizer step from those of its micro-batches, of all ranks.
 
-    Each part holds its share of a mean, so shares add up; of a maximum (*_max) take the larger.
+    Each has its share of the loss and of its metrics, so these add up; of a maximum (*_max) take
+    the largest. Those of drift() are then divided by the number of tokens.
     """
-    total = dict(metrics)
-    for name, value in more.items():
-        if name.endswith("_max"):       # of tensors without looking at them: a GPU is still at work
+    total = add(world.gather([{name: float(value) for name, value in add(shares).items()}]))
+    num_tokens = max(total.pop("tokens", 0), 1)
+    return {name: value / num_tokens if name in PER_TOKEN else value
+            for name, value in total.items()}
+
+
+def add(shares):
+    total = {}
+    for name, value in (item for share in shares for item in share.items()):
+        if name not in total:
+            total[name] = value
+        elif name.endswith("_max"):     # of tensors without looking at them: a GPU is still at work
             larger = torch.maximum if isinstance(value, torch.Tensor) else max
-            total[name] = larger(total.get(name, value), value)
+            total[name] = larger(total[name], value)
         else:
-            total[name] = total.get(name, 0.0) + value
+            total[name] = total[name] + value
     return total
 
 
@@ -107,16 +118,19 @@ def describe(rollout, tokenizer=None):
     return add_tokens(rows, rollout, tokenizer) if tokenizer else rows
 
 
+PER_TOKEN = ("entropy", "ppo_kl", "rollout_probs_diff_mean", "rollout_is_mean")
+
+
 @torch.no_grad()
-def drift(logps, old_logps, part, entropy, weights, num_tokens):
+def drift(part, logps, old_logps, entropy, weights):
     """A micro-batch's share of the metrics that tell how far the distributions have moved.
 
-    entropy, in nats; ppo_kl, the mean of log pi_old - log pi; rollout_probs_diff, between the
-    probabilities of sampler and trainer: 0 up to rounding, or one of the two is wrong;
-    rollout_is_mean, the mean importance weight between the two.
+    Sums over its tokens, which sum_metrics divides by the number of "tokens": entropy, in nats;
+    ppo_kl, log pi_old - log pi; rollout_probs_diff, between the probabilities of sampler and
+    trainer: 0 up to rounding, or one of the two is wrong; rollout_is, the importance weight between
+    the two.
     """
     difference = (old_logps.exp() - part.sampling_logps.exp()).abs() * part.mask
-    means = {"entropy": entropy, "ppo_kl": old_logps - logps,
-             "rollout_probs_diff_mean": difference, "rollout_is_mean": weights}
-    means = {name: (value * part.mask).sum() / num_tokens for name, value in means.items()}
-    return means | {"rollout_probs_diff_max": difference.max()}
+    sums = {name: (value * part.mask).sum()
+            for name, value in zip(PER_TOKEN, (entropy, old_logps - logps, difference, weights))}
+    return sums | {"tokens": part.mask.sum(), "rollout_probs_diff_max": difference.max()}

@@ -14,6 +14,7 @@ import os
 from bisect import bisect_left
 from pathlib import Path
 
+from .command_line import user_errors
 from .curves import Run
 from .jsonl import is_finite, to_line
 
@@ -28,7 +29,7 @@ OWN_FIELDS = {"step", "messages", "prompt", "completion", "length", "ended", "re
 
 
 def write_page(run_dir, path):
-    """Write the page of a run; ValueError if the run has not finished a step."""
+    """Write the page of a run; UserError if the run has not finished a step."""
     data = to_script(page_data(Path(run_dir)))
     page = TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data)
     Path(path).write_text(page, encoding="utf-8")
@@ -207,6 +208,7 @@ def is_right(row, args):
     return sum(judged) >= args.get("eval_threshold", 1.0)
 
 
+@user_errors("report.page")
 def main():
     parser = argparse.ArgumentParser(prog="python -m report.page",
                                      description="Write report.html, a page to look into a run.")
@@ -214,10 +216,7 @@ def main():
     parser.add_argument("-o", "--output", help="the page to write (default: RUN/report.html)")
     args = parser.parse_args()
     output = args.output or str(Path(args.run) / "report.html")
-    try:
-        write_page(args.run, output)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    write_page(args.run, output)
     print(f"wrote {output}")
 
 

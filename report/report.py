@@ -23,12 +23,13 @@ import shutil
 import sys
 import time
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from .command_line import UserError
 from .jsonl import drop_lines_after, is_finite, read_jsonl, to_json, to_line
 from .text import duration, fold, number, printable, short
 
@@ -57,6 +58,7 @@ class Report:
         self.current_step = start_step
         self.dead_groups = deque(maxlen=10)     # frac_reward_zero_std of the last steps
         self.timings = {}                       # timing_s/<phase> -> seconds since the last step
+        self.running = None, 0.0                # the phase that is being timed, and since when
         self.warned_at = {}                     # text of a warning -> step that last printed it
         self.files, self.held_back = {}, []     # opened by the first step; lines until then
         self.drawing_costs, self.drawn_at = 0.0, -math.inf          # seconds
@@ -137,20 +139,23 @@ class Report:
             self.warn(f"{short(self.run_dir)} has {free:,.0f} MB free, and a run needs three times "
                       "the size of a checkpoint: make room, or choose another --out_dir.")
 
-    @contextmanager
-    def timed(self, phase):
-        """Time one phase of a step; what runs after step() counts towards the next step."""
-        start = time.perf_counter()
-        yield
+    def phase(self, name):
+        """From here to the next phase, or to step() or draw(), time goes to timing_s/<name>.
+
+        What runs after step() counts towards the next step.
+        """
         if torch.cuda.is_available():
-            torch.cuda.synchronize()    # a GPU is still working when the call returns
-        name = f"timing_s/{phase}"
-        self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - start
+            torch.cuda.synchronize()    # a GPU is still working when a call returns
+        now, (before, since) = time.perf_counter(), self.running
+        if before:
+            key = f"timing_s/{before}"
+            self.timings[key] = self.timings.get(key, 0.0) + now - since
+        self.running = name, now
 
     def evaluation(self, step, metrics):
-        """Record and print one held-out evaluation; step 0 is before training."""
+        """Record, print and return one held-out evaluation; step 0 is before training."""
         if not self.active:
-            return
+            return metrics
         self._write("eval", {"step": step, **metrics})
         self._log(metrics, step)
         if step == self.start_step:
@@ -168,6 +173,7 @@ class Report:
             parts.append(f"{metrics['eval/mean_length']:.0f} tokens")
         parts = parts or ["not known: the evaluation rewards judged nothing"]
         self._print(f"step {step:>3}  held-out accuracy {', '.join(parts)}")
+        return metrics
 
     def step(self, step, metrics, rows):
         """Record one training step and its completions, move the bar, warn of common failures.
@@ -180,6 +186,7 @@ class Report:
         """
         if not self.active:
             return
+        self.phase(None)
         self.current_step = step
         if not self.files:
             self._open_files()
@@ -264,6 +271,7 @@ class Report:
         Skipped if the last ones show them all, or are so young that drawing would take 5% of the
         run's time.
         """
+        self.phase(None)
         start, has_news = time.perf_counter(), self.current_step != self.drawn_step
         if not self.files or not has_news or start - self.drawn_at < 20 * self.drawing_costs:
             return
@@ -333,8 +341,8 @@ class Report:
         try:
             self.files[name].write(to_line(row))
         except OSError as error:
-            raise ValueError(f"{self.run_dir / name}.jsonl could not be written "
-                             f"({error.strerror}); make room, then go on with --resume") from error
+            raise UserError(f"{self.run_dir / name}.jsonl could not be written "
+                            f"({error.strerror}); make room, then go on with --resume") from error
 
     def _log(self, metrics, step):
         if self.swanlab:
@@ -385,11 +393,11 @@ class Report:
         if mode == "disabled":
             return None
         if importlib.util.find_spec("swanlab") is None:
-            raise ValueError(f"--swanlab {mode} needs the package swanlab: pip install swanlab.")
+            raise UserError(f"--swanlab {mode} needs the package swanlab: pip install swanlab.")
         if mode == "local" and importlib.util.find_spec("swanboard") is None:
             # SwanLab itself would only log an error and record nothing.
-            raise ValueError("--swanlab local needs SwanLab's dashboard: "
-                             "pip install 'swanlab[dashboard]'.")
+            raise UserError("--swanlab local needs SwanLab's dashboard: "
+                            "pip install 'swanlab[dashboard]'.")
         import swanlab
         # Ask no questions, since a run may have no keyboard, and leave stdout and stderr alone,
         # since the bar is drawn there.
@@ -406,5 +414,5 @@ class Report:
             else:
                 advice = "check --wandb_project, or choose --swanlab disabled"
             reason = " ".join(str(error).split()).rstrip(".")
-            raise ValueError(f"--swanlab {mode} could not start ({reason}): {advice}.") from error
+            raise UserError(f"--swanlab {mode} could not start ({reason}): {advice}.") from error
         return swanlab

@@ -7,6 +7,8 @@ import traceback
 
 import torch
 
+from report import UserError
+
 from .countdown import countdown_reward
 from .judge import Judge, name_of
 from .penalties import repetition_reward, soft_overlong_reward
@@ -23,8 +25,8 @@ def load_reward_funcs(names, *, reward_model_path=None, device="cpu", max_comple
 
     "overlong" penalises completions that come close to max_completion_length. A function that
     takes longer than `timeout` seconds counts as failed (0: no limit). The other options are those
-    of reward_model_reward: reasoning, clip, scale, answer_share. ValueError for an unknown name. A
-    function that fails in its first call raises Broken, a ValueError, from there.
+    of reward_model_reward: reasoning, clip, scale, answer_share. UserError for an unknown name. A
+    function that fails in its first call raises Broken, a UserError, from there.
     """
     funcs = {}
     for name in dict.fromkeys(names):       # a reward model is loaded once
@@ -38,8 +40,8 @@ def load_reward_funcs(names, *, reward_model_path=None, device="cpu", max_comple
         elif name in RULES:
             funcs[name] = RULES[name]
         else:
-            raise ValueError(f"--reward_funcs {name}: no such reward; choose from "
-                             f"{', '.join(RULES)}, rm, overlong, or give module:function")
+            raise UserError(f"--reward_funcs {name}: no such reward; choose from "
+                            f"{', '.join(RULES)}, rm, overlong, or give module:function")
     judges = {name: Judge(function, timeout=timeout, ours=":" not in name)
               for name, function in funcs.items()}
     return [judges[name] for name in names]
@@ -64,8 +66,8 @@ def import_function(name):
         if callable(getattr(found, function, None)):
             return getattr(found, function)
         reason = f"{getattr(found, '__file__', module)} has no function {function}"
-    raise ValueError(f"--reward_funcs {name}: {reason}; write module:function, with a module that "
-                     "Python can import from this folder")
+    raise UserError(f"--reward_funcs {name}: {reason}; write module:function, with a module that "
+                    "Python can import from this folder")
 
 
 def named(functions):

@@ -37,7 +37,7 @@ def is_solution(text, numbers, target):
 
 
 def evaluate(node, used):
-    """The node's value; the numbers in it are appended to `used`. ValueError for anything else."""
+    """The node's value; the numbers in it are appended to `used`. UserError for anything else."""
     if isinstance(node, ast.Constant):
         used.append(node.value)
         return Fraction(node.value)

@@ -8,6 +8,7 @@ end of the chat:
 """
 from model.files import check_fields, explained, read_json
 from model.model import MiniMindConfig
+from report import UserError
 
 ARCHITECTURE = "InternLM2ForRewardModel"
 # Their names -> those of the policy's backbone. The fused wqkv is also split: see internlm2_state.
@@ -22,7 +23,7 @@ SPECIAL = {"<s>": 1, "<|im_end|>": 92542, "<|im_start|>": 92543, "<|reward|>": 9
 
 
 def internlm2_config(saved, where):
-    """Their config.json, parsed, as a MiniMindConfig. ValueError for what our Decoder lacks."""
+    """Their config.json, parsed, as a MiniMindConfig. UserError for what our Decoder lacks."""
     file = where / "config.json"
     with explained(file, "a field is missing or wrong", "download the file again"):
         return check_fields(to_config(saved, file), file)
@@ -32,11 +33,11 @@ def to_config(saved, file):
     rope = saved.get("rope_scaling") or {}
     # Dynamic scaling changes nothing within the length that the model was trained on.
     if rope.get("type", rope.get("rope_type", "dynamic")) not in ("dynamic", "default"):
-        raise ValueError(f"{file}: rope scaling {rope!r} is not supported; choose "
-                         "weights with dynamic scaling or none")
+        raise UserError(f"{file}: rope scaling {rope!r} is not supported; choose "
+                        "weights with dynamic scaling or none")
     if saved.get("bias"):
-        raise ValueError(f"{file}: InternLM2 with biases is not supported; choose "
-                         "weights without them")
+        raise UserError(f"{file}: InternLM2 with biases is not supported; choose "
+                        "weights without them")
     heads = saved["num_attention_heads"]
     return MiniMindConfig(
         vocab_size=saved["vocab_size"], hidden_size=saved["hidden_size"],
@@ -59,9 +60,9 @@ def internlm2_state(tensors, config):
             name = name.replace(theirs, ours)
         if "attention.wqkv" in name:
             if tensor.shape != (fused, config.hidden_size):
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)} in the weights, but "
-                                 f"{(fused, config.hidden_size)} according to config.json; use a "
-                                 "config.json that belongs to the weights")
+                raise UserError(f"{name} has shape {tuple(tensor.shape)} in the weights, but "
+                                f"{(fused, config.hidden_size)} according to config.json; use a "
+                                "config.json that belongs to the weights")
             groups = tensor.view(kv_heads, -1, config.head_dim, config.hidden_size)
             q, k, v = groups[:, :-2], groups[:, -2], groups[:, -1]      # groups: (K, H/K + 2, d, D)
             for part, rows in (("q", q), ("k", k), ("v", v)):
@@ -82,10 +83,10 @@ class InternLM2Tokenizer:
         try:
             from sentencepiece import SentencePieceProcessor
         except ImportError:
-            raise ValueError(f"{folder}: InternLM2's tokenizer needs the library sentencepiece; "
-                             "run pip install sentencepiece") from None
+            raise UserError(f"{folder}: InternLM2's tokenizer needs the library sentencepiece; "
+                            "run pip install sentencepiece") from None
         if not (folder / "tokenizer.model").is_file():
-            raise ValueError(f"{folder}: tokenizer.model is missing; copy it next to config.json")
+            raise UserError(f"{folder}: tokenizer.model is missing; copy it next to config.json")
         with explained(folder / "tokenizer.model", "not a sentencepiece model",
                        "download it again"):
             self.pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
@@ -95,8 +96,8 @@ class InternLM2Tokenizer:
         vocab_size = saved["vocab_size"]
         if wrong := [token for token, index in self.special.items()
                      if not (type(index) is int and 0 <= index < vocab_size)]:
-            raise ValueError(f"{folder}: no valid id is known for {wrong[0]}; copy "
-                             "tokenizer_config.json next to config.json")
+            raise UserError(f"{folder}: no valid id is known for {wrong[0]}; copy "
+                            "tokenizer_config.json next to config.json")
 
     def special_ids(self, folder):
         """The ids in tokenizer_config.json, else in the vocabulary, else as published."""

@@ -21,6 +21,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from report import user_errors
+
 from .reward_model import find_folder, is_likelihood, load_reward_model
 from .train_reward_model import accuracy_by_kind, pairs_of_runs
 
@@ -69,6 +71,7 @@ def retrain_reward_model(folder, run, reward_model, args):
          "--warmup_steps", max(1, args.reward_steps // 10))
 
 
+@user_errors("reward.iterate")
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -103,7 +106,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"iterate.py: error: {error}")
+    main()

@@ -9,14 +9,14 @@ import traceback
 import warnings
 from collections import Counter
 
-from model.files import plain
+from report import UserError, printable
 
 from .output import LIMIT, late, limited_output
 
 LARGEST = 1e12      # of a reward: the squares of larger ones soon overflow in float32
 
 
-class Broken(ValueError):
+class Broken(UserError):
     """A reward function failed in its first call, so it will fail in the others too."""
 
 
@@ -158,7 +158,7 @@ def as_number(value):
 def brief(value, write=repr, length=80):
     """Any value in one short line that a terminal can show."""
     try:
-        text = plain(" ".join(write(value).split()))
+        text = printable(" ".join(write(value).split()))
     except Exception:
         text = type(value).__name__
     return text if len(text) <= length else text[:length - 1] + "…"

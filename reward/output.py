@@ -3,7 +3,7 @@ import sys
 import threading
 from contextlib import contextmanager
 
-from model.files import plain
+from report import printable
 
 LIMIT = 4000        # characters of stdout, and as many of stderr, in each call
 late = set()        # threads of calls that ran out of time: what they go on to print is dropped
@@ -21,7 +21,7 @@ class Gate:
             return len(text)
         if self.over:               # the run's own text, or that of a logger made in the call
             return self._wrapped.write(text)
-        self._wrapped.write(plain(text[:self.left]))
+        self._wrapped.write(printable(text[:self.left]))
         self.dropped += max(0, len(text) - self.left)
         self.left -= min(self.left, len(text))
         return len(text)

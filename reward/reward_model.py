@@ -15,6 +15,7 @@ from model import load_pretrained, load_tokenizer, save_pretrained
 from model.checkpoint import build, hub_config, local_path, read_weights, save_tokenizer
 from model.files import check_tensors, explained, read_json
 from model.model import Decoder
+from report import UserError
 
 from .internlm2 import ARCHITECTURE, InternLM2Tokenizer, internlm2_config, internlm2_state
 from .rules import answer_block
@@ -127,9 +128,9 @@ class LikelihoodModel(RewardModel):
             answered = ids_of([*question, {"role": "assistant", "content": "a"}])
         self.opening = opened[len(without):]                # <|im_start|>assistant\n
         if not self.opening or answered[:len(opened)] != opened:
-            raise ValueError("the likelihood is that of the last turn, but the chat template does "
-                             "not show where it begins; choose a model whose generation prompt "
-                             "also opens the assistant's turns in its chats")
+            raise UserError("the likelihood is that of the last turn, but the chat template does "
+                            "not show where it begins; choose a model whose generation prompt "
+                            "also opens the assistant's turns in its chats")
 
     def forward(self, input_ids):
         """Log-likelihoods (N, T): at each position, that of the last turn up to there.
@@ -169,13 +170,13 @@ def load_reward_model(path, *, device="cpu"):
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--reward_model_device {device}: {str(error).splitlines()[0]}; choose "
-                         "cpu, or a GPU such as cuda:1") from None
+        raise UserError(f"--reward_model_device {device}: {str(error).splitlines()[0]}; choose "
+                        "cpu, or a GPU such as cuda:1") from None
     dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     try:
         model = read_reward_model(find_folder(path), dtype)
     except ValueError as error:
-        raise ValueError(f"--reward_model_path {error}") from error
+        raise UserError(f"--reward_model_path {error}") from error
     return model.to(device).eval()
 
 
@@ -202,8 +203,8 @@ def find_folder(path):
     if folder != Path(path) and not list(folder.glob("*.safetensors")):
         folder = local_path(path, weights="pytorch_model*")
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{path}: no config.json there; give a folder with a reward model, or "
-                         "leave rm out of --reward_funcs")
+        raise UserError(f"{path}: no config.json there; give a folder with a reward model, or "
+                        "leave rm out of --reward_funcs")
     return folder
 
 
@@ -211,9 +212,9 @@ def load_classifier(folder, saved, dtype):
     """A ...ForSequenceClassification from transformers as a RewardModel: its backbone and head."""
     architectures = saved.get("architectures")
     if "ForSequenceClassification" not in str(architectures):
-        raise ValueError(f"{folder}: it holds {reprlib.repr(architectures)}; give a reward model, "
-                         "either a ...ForSequenceClassification from transformers or an "
-                         f"{ARCHITECTURE}, not a language model")
+        raise UserError(f"{folder}: it holds {reprlib.repr(architectures)}; give a reward model, "
+                        "either a ...ForSequenceClassification from transformers or an "
+                        f"{ARCHITECTURE}, not a language model")
     logging.disable_progress_bar()
     with explained(folder, "transformers can't load it", ANOTHER):
         check_promises(saved, folder)
@@ -221,9 +222,9 @@ def load_classifier(folder, saved, dtype):
             folder, dtype=dtype, trust_remote_code=False, output_loading_info=True)
     missing, labels = info["missing_keys"], classifier.config.num_labels
     if missing or labels != 1 or not hasattr(classifier, "score"):
-        raise ValueError(f"{folder}: its weights are not a {type(classifier).__name__} with one "
-                         f"label and a head named score (missing: {sorted(missing)}, labels: "
-                         f"{labels}); {ANOTHER}")
+        raise UserError(f"{folder}: its weights are not a {type(classifier).__name__} with one "
+                        f"label and a head named score (missing: {sorted(missing)}, labels: "
+                        f"{labels}); {ANOTHER}")
     check_tensors(classifier.state_dict(), folder)
     tokenizer = load_tokenizer(folder, classifier.config.vocab_size, ANOTHER)
     classifier.config.use_cache = False     # one forward per chat: no need to keep keys and values
@@ -233,20 +234,20 @@ def load_classifier(folder, saved, dtype):
 
 
 def check_promises(saved, folder):
-    """Raise ValueError for a config.json that asks for more than is in the folder.
+    """Raise UserError for a config.json that asks for more than is in the folder.
 
     transformers would take memory for tensors that are not there, and an implementation of
     attention that has a hub id is code, which it would download and run.
     """
     for name, value in saved.items():
         if name.endswith("_implementation") and "/" in str(value):
-            raise ValueError(f"its {name} is code from elsewhere")
+            raise UserError(f"its {name} is code from elsewhere")
     size = sum(file.stat().st_size for file in folder.iterdir())
     width = saved.get("hidden_size") or 1
     for name in ("vocab_size", "intermediate_size", "num_hidden_layers"):
         count = saved.get(name) or 1
         if type(width) is not int or type(count) is not int or width * count > size:
-            raise ValueError(f"its {name} or its hidden_size is no number that fits its files")
+            raise UserError(f"its {name} or its hidden_size is no number that fits its files")
 
 
 def reward_model_reward(model, *, reasoning=True, clip=3.0, scale=1.0, answer_share=0.6):
@@ -263,9 +264,9 @@ def reward_model_reward(model, *, reasoning=True, clip=3.0, scale=1.0, answer_sh
     """
     bound = clip or math.inf
     if isinstance(model, LikelihoodModel) and (clip or reasoning and answer_share):
-        raise ValueError("the reward model is a likelihood, which is far below 0 and only makes "
-                         "sense for whole replies; add --reward_model_clip 0 "
-                         "--reward_model_answer_share 0")
+        raise UserError("the reward model is a likelihood, which is far below 0 and only makes "
+                        "sense for whole replies; add --reward_model_clip 0 "
+                        "--reward_model_answer_share 0")
 
     def reward_model(prompts, completions, messages, **columns):
         def chat(i, reply):

@@ -12,6 +12,8 @@ import threading
 import warnings
 from decimal import Decimal, InvalidOperation
 
+from report import UserError
+
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # DOTALL: `.` matches line breaks too.
 FORMAT = re.compile(r"<think>\n.*?\n</think>\n\n?<answer>\n.*?\n</answer>", re.DOTALL)
@@ -99,12 +101,12 @@ def same_answer(given, gold):
 
     The gold answer may be a worked solution: GSM8K's answer follows ####, MATH's is boxed. If it is
     a number, the given answer must be one too, not an expression; else repeating the question would
-    be a right answer. ValueError if the gold answer is empty.
+    be a right answer. UserError if the gold answer is empty.
     """
     gold = str(gold).rpartition("####")[2].strip()
     gold = gold if boxed(gold) is None else boxed(gold)
     if not gold:
-        raise ValueError("the column answer is empty; give the gold answer, or leave the field out")
+        raise UserError("the column answer is empty; give the gold answer, or leave the field out")
     number, gold_number = as_number(given), as_number(gold)
     if gold_number is not None:
         return number == gold_number

@@ -28,7 +28,6 @@ reply. It sees slips; LikelihoodModel says why. A run that uses it as its judge 
 import argparse
 import json
 import random
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -38,8 +37,9 @@ import torch.nn.functional as F
 from dataset.prompts import read_lines
 from model import load_pretrained, load_tokenizer
 from model.checkpoint import build, read_config, read_weights
-from model.files import explained, plain
+from model.files import explained
 from model.train_sft import optimize
+from report import UserError, user_errors
 
 from .reward_model import LikelihoodModel, RewardModel, is_likelihood
 from .rules import accuracy_reward, extract_answer
@@ -93,8 +93,8 @@ def pairs_of_runs(paths, rng):
             pairs[held_out(messages)].append(
                 (with_reply(messages, better), with_reply(messages, worse), "reply"))
     if not (pairs[False] and pairs[True]):
-        raise ValueError(f"{' '.join(map(str, paths))}: too few groups have both a right and a "
-                         "wrong completion; give a longer run, on data with answers")
+        raise UserError(f"{' '.join(map(str, paths))}: too few groups have both a right and a "
+                        "wrong completion; give a longer run, on data with answers")
     return pairs[False], pairs[True]
 
 
@@ -193,6 +193,7 @@ def arguments():
     return args
 
 
+@user_errors("reward.train_reward_model")
 def main():
     args = arguments()
     torch.manual_seed(args.seed)
@@ -233,7 +234,4 @@ def percentages(model, pairs):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"train_reward_model.py: error: {plain(str(error))}")
+    main()
