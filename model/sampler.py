@@ -55,6 +55,6 @@ def next_token(logits, temperature, generator, greedy):
         cumulative = logps.exp().cumsum(-1)
         u = torch.rand(len(logps), 1, device=logps.device, generator=generator)
         tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)[:, 0]
-        # NaN draws V, which is no token: the last one stands in, and the NaN gradient ends the step.
+        # NaN draws V, which is no token: the last one stands in. The NaN gradient skips the step.
         tokens = tokens.clamp(max=logps.shape[1] - 1)
     return tokens, logps.gather(-1, tokens[:, None])[:, 0]
