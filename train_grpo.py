@@ -55,7 +55,8 @@ from report import Report, UserError, describe, drift, mean_metrics, rollout_met
 from report.command_line import Parser, folder_name, number, steps_or_minutes, user_errors
 from reward import combine_rewards, failures, load_reward_funcs, process
 
-HERE, TRAINING, EVALUATION = Path(__file__).parent, 0, 1
+HERE = Path(__file__).parent
+TRAINING, EVALUATION = 0, 1        # what the random numbers of a step are for
 
 # --- the objective --------------------------------------------------------------------------------
 # First the advantages. Then the loss, which is three independent choices: which ratio
@@ -356,12 +357,12 @@ def update_policy(policy, optimizer, updates, world, logps_of, args):
             weights = part.sampler_weights(old_logps, args)     # (n, 1 or R), ones by default
             loss, of_loss = grpo_loss(
                 logps, old_logps, weights * part.advantages.view(len(logps), -1), part.mask,
-                ref_logps=part.ref_logps, entropy=entropy, num_sequences=update.num_sequences,
-                num_tokens=update.num_tokens, loss_type=args.loss_type, kl_type=args.kl_type,
-                beta=0.0 if args.kl_in_reward else args.beta, epsilon_low=args.epsilon_low,
-                epsilon_high=args.epsilon_high, delta=args.delta, entropy_coef=args.entropy_coef,
-                importance_sampling_level=args.importance_sampling_level,
-                max_completion_length=args.max_gen_len)
+                num_sequences=update.num_sequences, num_tokens=update.num_tokens,
+                ref_logps=part.ref_logps, beta=0.0 if args.kl_in_reward else args.beta,
+                kl_type=args.kl_type, epsilon_low=args.epsilon_low, epsilon_high=args.epsilon_high,
+                delta=args.delta, loss_type=args.loss_type, max_completion_length=args.max_gen_len,
+                importance_sampling_level=args.importance_sampling_level, entropy=entropy,
+                entropy_coef=args.entropy_coef)
             loss.backward()
             of_policy = drift(part, logps, old_logps, entropy, weights)
             shares.append({"loss": loss.detach()} | of_loss | of_policy)
@@ -417,7 +418,8 @@ def main(argv=None):
             updates = minibatches(rollout, world, args)
             compute_old_logps(policy, updates, logps_of, args)
             report.phase("update")
-            lr = set_learning_rate(optimizer, step, last_step, args)
+            lr = lr_at(step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
+            optimizer.param_groups[0]["lr"] = lr
             metrics = update_policy(policy, optimizer, updates, world, logps_of, args)
             sync_reference(reference, policy, step, args)
             report.phase(None)              # 5. report: metrics, pictures, weights
@@ -446,22 +448,20 @@ def best_groups(rollout, args):
 
     This is DAPO's dynamic sampling, in one round.
     """
+    if args.oversample == 1:
+        return torch.arange(len(rollout.mask), device=rollout.mask.device)
     spread = nanstd(rollout.rewards.view(-1, args.num_generations))[:, 0]               # (B,)
     groups = spread.topk(math.ceil(len(spread) / args.oversample)).indices.sort().values
     rows = groups[:, None] * args.num_generations + torch.arange(args.num_generations)
     return rows.flatten().to(rollout.mask.device)
 
 
-def set_learning_rate(optimizer, step, last_step, args):
-    """The rate of a step (from 1): a linear rise, then a cosine from the peak to a tenth of it."""
-    peak, warmup = args.learning_rate, args.warmup_steps
-    if step <= warmup:
-        rate = peak * step / warmup
-    else:
-        progress = (step - warmup) / max(1, last_step - warmup)
-        rate = peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-    optimizer.param_groups[0]["lr"] = rate
-    return rate
+def lr_at(step, last_step, *, peak, warmup_steps):
+    """Learning rate of a step (from 1): a linear rise, then a cosine from the peak to a tenth."""
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    progress = (step - warmup_steps) / max(1, last_step - warmup_steps)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
 @torch.no_grad()

@@ -55,8 +55,8 @@ class Change:
 FOUR_UPDATES, NO_CLIP = "--num_iterations 4", "--epsilon_low 1e9 --epsilon_high 1e9"
 LADDER = {
     "1. REINFORCE": Change(
-        "    advantages = (groups - groups.nanmean(1, keepdim=True)).nan_to_num(0.0)",
-        "    advantages = rewards.view(-1, num_generations).nan_to_num(0.0)",
+        "    return ((groups - baseline).nan_to_num(0.0) / scale).view(-1)",
+        "    return rewards.nan_to_num(0.0)",
         "--scale_rewards none --beta 0", "A = r"),
     "2. minus the group's mean": Change(
         flags="--scale_rewards none --beta 0", shown="A = r - mean(group)"),
@@ -90,8 +90,8 @@ MUSEUM = {
         PLAIN,
         test="tests/test_objective.py::test_token_logps_are_those_of_a_softmax_with_temperature"),
     "std without eps": Change(
-        "        advantages = advantages / (nanstd(groups) + eps)",
-        "        advantages = advantages / nanstd(groups)",
+        "    baseline, scale = groups.nanmean(1, keepdim=True), nanstd(groups) + eps ",
+        "    baseline, scale = groups.nanmean(1, keepdim=True), nanstd(groups) ",
         f"{QUICK} --reward_funcs accuracy",
         test="tests/test_objective.py::test_equal_rewards_teach_nothing_whatever_their_rounding"),
     "an unjudged reply earns 0": Change(
@@ -106,12 +106,12 @@ MUSEUM = {
         f"{QUICK} --reward_funcs format tag rm --reward_model_clip 3 --beta 0.3",
         test="tests/test_run.py::test_the_kl_is_0_until_the_policy_has_left_its_reference"),
     "gradients not synchronised": Change(
-        "    world.sum_gradients(policy)\n", "",
+        "        world.sum_gradients(policy)\n", "",
         "-m torch.distributed.run --standalone --nproc_per_node=4 train_grpo.py "
         f"{QUICK} --batch_size 1 --num_generations 4",
         test="tests/test_run.py::test_ranks_micro_batches_and_the_pair_change_no_gradient"),
     "micro-batches average alone": Change(
-        "            num_tokens=num_tokens, **objective(args))", "            **objective(args))",
+        "                num_sequences=update.num_sequences, num_tokens=update.num_tokens,\n", "",
         f"{QUICK} --micro_batch_size 16 --loss_type bnpo", watch="grad_norm",
         test="tests/test_run.py::test_ranks_micro_batches_and_the_pair_change_no_gradient"),
     "temperature in sampling only": Change(
@@ -120,8 +120,8 @@ MUSEUM = {
         f"{PLAIN} --temperature 1.5",
         test="tests/test_objective.py::test_token_logps_are_those_of_a_softmax_with_temperature"),
     "EOS left out of the mask": Change(
-        "        completion_ids=completion_ids, mask=mask,",
-        "        completion_ids=completion_ids, mask=mask * (completion_ids != eos_ids[0]),",
+        "    mask = completion_mask(completion_ids, eos_ids) ",
+        "    mask = completion_mask(completion_ids, eos_ids) * (completion_ids != eos_ids[0]) ",
         f"{QUICK} --temperature 1.5", watch="rewards/format_reward/mean",
         test="tests/test_run.py::test_the_eos_of_a_completion_is_learned_with_the_rest"),
 }

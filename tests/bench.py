@@ -53,6 +53,7 @@ from model import (  # noqa: E402
     sampler,
     save_pretrained,
 )
+from model.machine import for_learning, for_sampling  # noqa: E402
 from reward import load_reward_funcs  # noqa: E402
 
 SHIPPED = ROOT / "model/weights/reason_128"
@@ -128,10 +129,11 @@ class Ours:
             "--beta", str(beta), "--loss_type", "grpo", "--max_gen_len", str(case.new_tokens),
             "--num_generations", str(case.generations), "--micro_batch_size", str(case.micro_batch),
             "--reward_funcs", "format"])
-        self.world, self.generator = train_grpo.World(device), torch.Generator(device)
-        pair = (sampler.sample, train_grpo.token_logps) if plain else (
-            fast.sample, fast.token_logps)
-        self.sample, self.token_logps = train_grpo.wrapped(*pair, self.world, self.args)
+        self.world, self.generator = train_grpo.World(device, dtype), torch.Generator(device)
+        self.sample = for_sampling(
+            sampler.sample if plain else fast.sample, self.world, self.args)
+        self.token_logps = for_learning(
+            train_grpo.token_logps if plain else fast.token_logps, self.world, self.args)
         self.tokenizer, self.policy, self.reference, *_ = train_grpo.load_models(
             self.args, self.world)
         if case.config:
@@ -144,20 +146,19 @@ class Ours:
 
     def rollout(self, batch):
         return train_grpo.generate(self.policy, batch, self.tokenizer, self.sample, self.generator,
-                                   self.args, num_generations=self.args.num_generations)
+                                   self.args)
 
     def step(self, batch):
         """One step; returns the rollout, to count what was done."""
         rollout = self.rollout(batch)
-        if self.reference is not None:
-            rollout.ref_logps = train_grpo.compute_logps(
-                self.reference, rollout, self.token_logps, self.args)
-        rollout.rewards, _ = train_grpo.compute_rewards(
-            rollout, self.rewards, [1.0] * len(self.rewards))
+        train_grpo.compute_ref_logps(
+            rollout, self.reference, self.policy, self.token_logps, self.args)
+        train_grpo.compute_rewards(rollout, self.rewards, [1.0] * len(self.rewards))
         rollout.advantages = train_grpo.compute_advantages(
             rollout, self.tokenizer, self.world, self.args)
+        updates = train_grpo.minibatches(rollout, self.world, self.args)
         train_grpo.update_policy(
-            self.policy, self.optimizer, rollout, self.world, self.token_logps, self.args)
+            self.policy, self.optimizer, updates, self.world, self.token_logps, self.args)
         return rollout
 
 
@@ -370,13 +371,14 @@ def report_tricks(names, repetitions, tokenizer):
             plain = Ours(CASES[name], path, beta=0.0, plain=True)
         batch, = batches_of(CASES[name], 1, tokenizer)
         rollout = ours.rollout(batch)
-        rollout.advantages = torch.randn(len(rollout.mask))
+        rollout.rewards = rollout.advantages = torch.randn(len(rollout.mask))
+        updates = train_grpo.minibatches(rollout, ours.world, ours.args)
 
-        def run(side, what, rollout=rollout, batch=batch):
+        def run(side, what, updates=updates, batch=batch):
             if what == "sampling":
                 side.generator.manual_seed(0)
                 return seconds(side.rollout, batch)[0]
-            return seconds(train_grpo.update_policy, side.policy, side.optimizer, rollout,
+            return seconds(train_grpo.update_policy, side.policy, side.optimizer, updates,
                            side.world, side.token_logps, side.args)[0]
 
         def without_trick(trick, ours=ours, run=run):

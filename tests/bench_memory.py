@@ -21,6 +21,7 @@ import torch  # noqa: E402
 from model import MiniMindConfig, MiniMindForCausalLM, Rollout, World, fast  # noqa: E402
 from model.lora import AdaptersOff, with_adapters  # noqa: E402
 from model.memory import SIZES, num_parameters, peak_bytes  # noqa: E402
+from model.machine import for_learning, for_sampling  # noqa: E402
 from model.shard import shard  # noqa: E402
 
 SMALL = {"vocab_size": 6400, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
@@ -67,11 +68,12 @@ def frozen(policy, dtype):
 def two_steps(sizes, run, world):
     """Sampling, log-probs under the reference, learning; twice. Returns the second's seconds."""
     G, ranks = run["num_generations"], run.get("ranks", 1)
-    dtype = torch.bfloat16 if run.get("gpu") else torch.float32
+    dtype = world.matrix_dtype
     args = train_grpo.parse_args([
         "--micro_batch_size", str(run["micro_batch_size"]), "--shard", str(int(ranks > 1)),
-        "--beta", str(0.02 * run["reference"]), "--dtype", str(dtype).removeprefix("torch.")])
-    sample, logps_of = train_grpo.wrapped(fast.sample, fast.token_logps, world, args)
+        "--num_generations", str(G), "--beta", str(0.02 * run["reference"])])
+    sample, logps_of = for_sampling(fast.sample, world, args), for_learning(
+        fast.token_logps, world, args)
     with torch.device("meta"):          # a base in bfloat16 was never in float32
         policy, reference = MiniMindForCausalLM(MiniMindConfig(**sizes)), None
     base = frozen(policy, dtype) if run.get("lora_rank") else policy
@@ -99,20 +101,23 @@ def two_steps(sizes, run, world):
             max_new_tokens=run["completion_length"])
         texts = [""] * len(ids)
         rollout = Rollout(
-            prompts=texts, columns={}, opened=texts, prompt_ids=prompts.repeat_interleave(G, 0),
+            prompts=texts, columns={}, prefills=texts, prompt_ids=prompts.repeat_interleave(G, 0),
             prompt_mask=prompt_mask.repeat_interleave(G, 0), completions=texts, completion_ids=ids,
             mask=torch.ones_like(ids), ended=torch.ones(len(ids)) == 0, sampling_logps=logps,
             advantages=torch.randn(len(ids)))
         if reference is not None:
             rollout.ref_logps = train_grpo.compute_logps(reference, rollout, logps_of, args)
-        train_grpo.update_policy(policy, optimizer, rollout, world, logps_of, args)
+        rollout.rewards = torch.zeros(len(ids))
+        train_grpo.update_policy(policy, optimizer, train_grpo.minibatches(rollout, world, args),
+                                 world, logps_of, args)
     return time.perf_counter() - start
 
 
 def measure(sizes, run):
     """Bytes at the peak of two steps, less those of two steps of a network of next to nothing;
     and the seconds of the second step."""
-    nothing, world = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 16}, World("cpu")
+    nothing = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 16}
+    world = World("cpu", "bfloat16" if run.get("gpu") else "float32")
     two_steps(SMALL | nothing | {"num_hidden_layers": 1}, run | {"lora_rank": 0}, world)
     baseline = peak_of_this_process()
     seconds = two_steps(sizes, run, world)

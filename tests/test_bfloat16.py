@@ -6,7 +6,8 @@ from test_run import POLICY, SMALL, arguments, gradient, jsonl, rollout_of_six
 
 import train_grpo
 from model import fast, load_pretrained
-from train_grpo import minibatches, precision, rollout_weights, token_logps
+from model.machine import precision
+from train_grpo import World, minibatches, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,7 +48,7 @@ def test_logits_are_products_in_float32_under_autocast_too(stored):
 
 
 def test_autocast_keeps_no_copies_of_weights():
-    with precision(arguments(dtype="bfloat16"), torch.device("cpu")):
+    with precision(World("cpu", "bfloat16")):
         assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
 
 
@@ -66,14 +67,14 @@ SEVERAL = "--num_iterations 2 --num_minibatches 3"
     ("--kl_in_reward --oversample 2", 1),
 ])
 def test_ratios_are_exactly_1_while_the_policy_has_not_moved(flags, updates, tmp_path, monkeypatch):
-    calls, steps, loss, step = [], [], train_grpo.grpo_loss, train_grpo.optimizer_step
+    calls, steps, loss, step = [], [], train_grpo.grpo_loss, torch.optim.AdamW.step
 
     def spy(logps, old_logps, advantages, mask, **options):
         calls.append((logps - old_logps)[mask.bool()].abs().max().item())
         return loss(logps, old_logps, advantages, mask, **options)
 
     monkeypatch.setattr(train_grpo, "grpo_loss", spy)
-    monkeypatch.setattr(train_grpo, "optimizer_step", lambda *x: steps.append(0) or step(*x))
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *x: steps.append(0) or step(*x))
     monkeypatch.setattr(train_grpo, "lr_at", lambda *args, **options: 0.0)
     for name in ("save", "save_final"):
         monkeypatch.setattr(train_grpo.Saver, name, lambda *args: None)
@@ -90,14 +91,16 @@ def test_ratios_are_exactly_1_while_the_policy_has_not_moved(flags, updates, tmp
 def test_the_parts_of_a_step_by_hand(six):
     six.ref_logps, six.advantages = None, torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
     args = arguments(num_minibatches=2, micro_batch_size=2, mask_truncated_completions=True)
+
+    def found():
+        return [(update.num_sequences, update.num_tokens,
+                 [part.columns["number"] for part in update.micro_batches])
+                for update in minibatches(six, World("cpu"), args)]
+
     # Lengths 3, 12 (cut off), 5 (no advantage); 1, 7, 12 (cut off).
-    (first, rows), (second, more) = minibatches(six, args)
-    assert (first, second) == ([3, 8, 3], [3, 8, 8])
-    assert [part.tolist() for part in (*rows, *more)] == [[0], [3, 4]]
+    assert found() == [(3, 8, [[0]]), (3, 8, [[3, 4]])]
     args.mask_truncated_completions, args.entropy_coef = False, 0.1
-    (first, rows), (second, more) = minibatches(six, args)
-    assert first == second == [3, 20, 20]
-    assert [part.tolist() for part in (*rows, *more)] == [[0, 1], [2], [3, 4], [5]]
+    assert found() == [(3, 20, [[0, 1], [2]]), (3, 20, [[3, 4], [5]])]
 
 
 # --- weights between sampler and trainer ----------------------------------------------------------
@@ -114,7 +117,7 @@ def test_importance_weights_by_hand(six, flags, expected):
     padding = torch.zeros(1, 1)
     six.mask, old_logps, six.sampling_logps = (
         torch.cat((x, padding.to(x.dtype)), 1) for x in (six.mask, old_logps, six.sampling_logps))
-    weights = rollout_weights(old_logps, six, arguments(*flags, rollout_is_threshold=1.5))
+    weights = six.sampler_weights(old_logps, arguments(*flags, rollout_is_threshold=1.5))
     assert weights[0].tolist() == pytest.approx(expected)
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from conftest import ROOT
-from dataset import PromptCollator, PromptDataset, arithmetic, rows_of_step, steps_per_epoch
+from dataset import PromptCollator, PromptDataset, arithmetic
+from dataset.prompts import rows_of_step, steps_per_epoch
 from model import load_pretrained, train_sft
 from reward import format_reward, tag_reward
 

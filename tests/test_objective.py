@@ -84,19 +84,24 @@ def loop_loss(logps, old_logps, advantages, mask, ref_logps, entropy, *, beta=0.
     N, num_tokens, total = len(rows), sum(map(len, rows)), 0.0
     for i, tokens in enumerate(rows):
         log_ratios = [logps[i][t] - old_logps[i][t] for t in tokens]
-        share, weight = 1, 1 / num_tokens
+        total -= sum(entropy_coef * entropy[i][t] / num_tokens for t in tokens)
+        if loss_type == "r1":               # one action: exp and clip of sums over the tokens
+            ratio = math.exp(sum(log_ratios))
+            clipped = max(min(ratio, 1 + epsilon_high), 1 - epsilon_low)
+            x = min(sum(ref_logps[i][t] - logps[i][t] for t in tokens), 20)
+            kl = math.exp(x) - x - 1
+            total -= min(min(ratio, delta) * advantages[i], clipped * advantages[i]) / N
+            total += beta * kl / N
+            continue
+        weight = 1 / num_tokens
         if loss_type == "grpo":
             weight = 1 / len(tokens) / N
         elif loss_type == "dr_grpo":
             weight = 1 / L / N
-        elif loss_type == "r1":
-            share, weight = 1 / len(tokens), 1 / N
         for t, log_ratio in zip(tokens, log_ratios):
             A = advantages[i][t] if isinstance(advantages[i], list) else advantages[i]
             if level == "sequence":
                 log_ratio = sum(log_ratios) / len(tokens)
-            if loss_type == "r1":
-                log_ratio = sum(log_ratios)
             ratio = math.exp(log_ratio)
             if loss_type == "cispo":
                 fixed = cispo_weights[i][t] if cispo_weights else min(ratio, epsilon_high)
@@ -106,8 +111,7 @@ def loop_loss(logps, old_logps, advantages, mask, ref_logps, entropy, *, beta=0.
                 policy = -min(min(ratio, delta) * A, clipped * A)
             x = ref_logps[i][t] - logps[i][t]
             kl = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - x - 1, "abs": abs(x)}[kl_type]
-            total += weight * (policy * share + beta * kl)
-            total -= entropy_coef * entropy[i][t] / num_tokens
+            total += weight * (policy + beta * kl)
     return total
 
 
@@ -134,7 +138,8 @@ FAMILY = [
     {"loss_type": "dapo", "epsilon_high": 0.28, "entropy_coef": 0.1},
     DR_GRPO | {"beta": 0.3, "kl_type": "k2", "entropy_coef": 0.1},
     {"loss_type": "cispo", "epsilon_high": 1.3, "beta": 0.3, "kl_type": "abs"},
-    {"loss_type": "r1", "beta": 0.3},
+    {"loss_type": "r1", "beta": 0.3, "entropy_coef": 0.1},
+    {"loss_type": "r1", "delta": 1.5},
     SEQUENCE | {"beta": 0.3},
     SEQUENCE | {"loss_type": "dapo", "delta": 1.5},
     SEQUENCE | DR_GRPO,
@@ -150,6 +155,10 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(options, per_token):
     if per_token:
         rng = torch.Generator().manual_seed(1)
         advantages = torch.randn(mask.shape, generator=rng, dtype=torch.float64)
+        if options.get("loss_type") == "r1":
+            with pytest.raises(ValueError, match=r"r1 has one ratio per completion.*\(N,\)"):
+                grpo_loss(logps, old_logps, advantages, mask, entropy=entropy, **options)
+            return
     loss, _ = grpo_loss(
         logps.requires_grad_(), old_logps, advantages, mask,
         ref_logps=ref_logps if "beta" in options else None, entropy=entropy.requires_grad_(),
@@ -228,7 +237,7 @@ def test_a_clipped_token_has_no_gradient_and_is_counted():
     ({}, 3 / 6, 2 / 6),
     (SEQUENCE, 1 / 4, 1 / 4),
     ({"loss_type": "r1"}, 1 / 4, 1 / 4),
-], ids=["token", "sequence", "product"])
+], ids=["token", "sequence", "one action"])
 def test_clipped_tokens_count_by_token_and_clipped_completions_by_completion(options, low, high):
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])   # the last one is left out
     logps = torch.tensor([0.5, 1.0, 1.5, 1.5]).log()[:, None].expand(4, 3) * mask
@@ -254,6 +263,20 @@ def test_the_four_estimates_of_the_kl():
     drifted = torch.tensor([0.0], requires_grad=True)
     kl_penalty(drifted, torch.tensor([-50.0])).backward()
     assert drifted.grad.item() == pytest.approx(1.0)    # 50 nats away it still pulls back
+
+
+def test_r1_estimates_the_kl_of_a_whole_completion_and_masked_rows_only_count():
+    logps = torch.full((3, 4), -1.0, requires_grad=True)
+    ref_logps = torch.tensor([[-0.9], [-9.0], [5.0]]).expand(3, 4)      # x: 0.4, -32, 24 (as 20)
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
+    loss, metrics = grpo_loss(logps, logps.detach(), torch.tensor([2.0, 9.0, -1.0]), mask,
+                              ref_logps=ref_logps, beta=0.5, loss_type="r1")
+    kl = (math.exp(0.4) - 1.4 + math.exp(20) - 21) / 3
+    assert metrics["kl"].item() == pytest.approx(kl, rel=1e-6)
+    assert loss.item() == pytest.approx((-2 + 1) / 3 + 0.5 * kl, rel=1e-6)
+    loss.backward()                                     # each token gets the completion's gradient
+    slopes = [(-2 + 0.5 * (1 - math.exp(0.4))) / 3, 0, 1 / 3]
+    assert torch.allclose(logps.grad, torch.tensor(slopes)[:, None].expand(3, 4))
 
 
 def test_cispo_caps_from_above_only_and_never_loses_a_gradient():

@@ -103,7 +103,8 @@ def on_gpu(rollout):
 def learn(policy, rollout, **changes):
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     args = arguments(dtype="float32", beta=0.02, **changes)
-    return train_grpo.update_policy(policy, optimizer, rollout, World("cpu"), fast.token_logps,
+    updates = train_grpo.minibatches(rollout, World("cpu"), args)
+    return train_grpo.update_policy(policy, optimizer, updates, World("cpu"), fast.token_logps,
                                     args)
 
 

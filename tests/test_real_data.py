@@ -199,10 +199,10 @@ def opening(tokenizer, tmp_path):
 def test_thinking_is_switched_on_and_what_the_template_opens_is_told(opening, tokenizer, switch):
     opening.chat_template = HYBRID.replace("enable_thinking", switch)
     batch = PromptCollator(opening, 99)(ITEMS)
-    assert batch["opened"] == ["<think>\n", "<think>\n"]
+    assert batch["prefills"] == ["<think>\n", "<think>\n"]
     assert all(text.endswith("assistant\n<think>\n") for text in batch["prompts"])
     item = {"messages": [{"role": "user", "content": "What does <think>\n"}]}
-    assert PromptCollator(tokenizer, 99)([item])["opened"] == [""]
+    assert PromptCollator(tokenizer, 99)([item])["prefills"] == [""]
 
 
 def rollout_of(texts, batch, tokenizer):
@@ -213,7 +213,7 @@ def rollout_of(texts, batch, tokenizer):
     completion_ids = torch.tensor([row + [0] * (R - len(row)) for row in ids])
     mask = completion_mask(completion_ids, tokenizer.eos_token_id)
     return Rollout(
-        prompts=batch["prompts"], columns=batch["columns"], opened=batch["opened"],
+        prompts=batch["prompts"], columns=batch["columns"], prefills=batch["prefills"],
         prompt_ids=batch["prompt_ids"], prompt_mask=batch["prompt_mask"], completions=texts,
         completion_ids=completion_ids, mask=mask, ended=torch.ones(len(ids), dtype=torch.bool),
         sampling_logps=torch.zeros(mask.shape))

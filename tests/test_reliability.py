@@ -361,8 +361,8 @@ def test_each_rank_has_a_gpu_of_its_own_or_none_starts(monkeypatch):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
     before = torch.get_float32_matmul_precision()
-    for tf32, precision in ((True, "high"), (False, "highest")):
-        assert World(tf32=tf32).device == current.pop() == torch.device("cuda:1")
+    for dtype, precision in (("bfloat16", "high"), ("float32", "highest")):
+        assert World(None, dtype).device == current.pop() == torch.device("cuda:1")
         assert torch.get_float32_matmul_precision() == precision
     torch.set_float32_matmul_precision(before)
     assert (began["backend"], began["device_id"]) == ("nccl", torch.device("cuda:1"))

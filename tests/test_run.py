@@ -25,11 +25,12 @@ from model import world as world_module
 from train_grpo import (
     Rollout,
     World,
+    best_groups,
     completion_mask,
     compute_advantages,
     compute_logps,
     group_advantages,
-    select_groups,
+    minibatches,
     sync_reference,
     token_logps,
     update_policy,
@@ -191,9 +192,9 @@ def test_a_step_in_bfloat16_runs_on_a_cpu(flag, tmp_path):
 def test_evaluation_samples_k_times_and_once_greedily(k, tmp_path, monkeypatch, capsys):
     asked, generate = [], train_grpo.generate
 
-    def spy(*others, num_generations, greedy=False):
-        asked.append((num_generations, greedy))
-        return generate(*others, num_generations=num_generations, greedy=greedy)
+    def spy(*others):
+        asked.append(others[-2:])
+        return generate(*others)
 
     monkeypatch.setattr(train_grpo, "generate", spy)
     train_grpo.main([*SMALL, "--eval_only", "--num_generations_eval", k,
@@ -220,7 +221,7 @@ def test_evaluation_by_a_reward_and_a_threshold_of_ones_own(tmp_path, monkeypatc
     args = arguments("--eval_threshold", "2", "--max_gen_len", "2")
     policy, tokenizer = load_pretrained(POLICY), AutoTokenizer.from_pretrained(POLICY)
     results = train_grpo.evaluate(policy, rows, [judge], PromptCollator(tokenizer, 99),
-                                  World("cpu"), sampler.sample, torch.Generator(), args, 0)
+                                  World("cpu"), sampler.sample, args, 0)
     # The third problem was not judged. Sampled right: 1 of 2, 2 of 2, 0 of 2.
     assert results["eval/accuracy"] == pytest.approx(1.5 / 3)
     assert results["eval/pass@2"] == pytest.approx(2 / 3)
@@ -234,7 +235,7 @@ def eight_completions(*, max_gen_len, pad_token):
     items = [{"messages": [{"role": "user", "content": text}]} for text in ("2?", "What is 3 + 4?")]
     return train_grpo.generate(
         policy, PromptCollator(tokenizer, 99)(items), tokenizer, sampler.sample,
-        torch.Generator().manual_seed(0), arguments(max_gen_len=max_gen_len), num_generations=4)
+        torch.Generator().manual_seed(0), arguments(max_gen_len=max_gen_len), 4)
 
 
 def test_the_eos_of_a_completion_is_learned_with_the_rest():
@@ -284,7 +285,7 @@ def rollout_of_six(model, token_logps=fast.token_logps):
     rewards = torch.tensor([2.0, 0.5, NAN, 0.0, 1.0, 1.5])
     rollout = Rollout(
         prompts=[*"aaabbb"], columns={"answer": [*"111222"], "number": [0, 1, 2, 3, 4, 5]},
-        opened=[""] * 3 + ["<think>\n"] * 3, completions=[*"uvwxyz"], prompt_ids=prompt_ids,
+        prefills=[""] * 3 + ["<think>\n"] * 3, completions=[*"uvwxyz"], prompt_ids=prompt_ids,
         prompt_mask=prompt_mask, completion_ids=completion_ids, mask=mask,
         ended=mask.sum(1) < 12, sampling_logps=torch.zeros(6, 12), rewards=rewards,
         rewards_per_func={"half": rewards / 2, "rest": rewards - rewards / 2},
@@ -325,15 +326,11 @@ def assert_equal_rollouts(ours, theirs):
         assert the_same(getattr(ours, field.name), getattr(theirs, field.name), mask), field.name
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_parts_of_a_rollout_are_the_rollout_again(six, per_token):
-    if per_token:
-        six.advantages = six.advantages[:, None] * torch.arange(12)
-    six.ref_logps = None
+def test_all_rows_in_any_order_are_the_rollout_and_parts_have_its_ids_and_replies(six):
+    six.advantages, six.ref_logps = six.advantages[:, None] * torch.arange(12), None
+    turned = six.select(torch.tensor([3, 5, 4, 0, 2, 1]))
+    assert_equal_rollouts(turned.select(torch.tensor([3, 5, 4, 0, 2, 1])), six)
     parts = [six.select(torch.tensor(rows)) for rows in ([0], [1, 2], [3], [4, 5])]
-    assert_equal_rollouts(Rollout.cat(parts), six)
-    backwards = Rollout.cat(parts[::-1]).select(torch.tensor([5, 3, 4, 2, 0, 1]))
-    assert_equal_rollouts(backwards, six)
     assert six.token_ids() == [ids for part in parts for ids in part.token_ids()]
     assert [len(ids) for ids in six.token_ids()] == six.lengths.tolist() == [3, 12, 5, 1, 7, 12]
     assert parts[3].replies == ["<think>\ny", "<think>\nz"]
@@ -364,35 +361,33 @@ def test_the_groups_with_the_largest_spread_are_selected_whole_and_in_order(six)
         [7.0, 7.0, 7.0],        # 0
         [0.0, 2.0, 1.0],        # 1
         [NAN, NAN, NAN]])
-    rollout = Rollout.cat([six] * 3)
-    rollout.rewards, rollout.columns = rewards.flatten(), {"number": list(range(18))}
-    for num_groups, groups in ((1, [2]), (2, [2, 4]), (3, [0, 2, 4])):
-        selected = select_groups(rollout, num_groups, 3)
-        numbers = [3 * group + i for group in groups for i in range(3)]
-        assert selected.columns["number"] == numbers
-        expected = rollout.select(torch.tensor(numbers))
-        assert_equal_rollouts(selected, expected)
-    assert_equal_rollouts(select_groups(rollout, 6, 3), rollout)
+    six.rewards = rewards.flatten()
+    for oversample, groups in ((6, [2]), (3, [2, 4]), (2, [0, 2, 4])):
+        args = arguments("--num_generations", "3", "--oversample", str(oversample))
+        rows = [3 * group + i for group in groups for i in range(3)]
+        assert best_groups(six, args).tolist() == rows
+    assert best_groups(six, arguments()).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_oversampling_learns_from_the_groups_with_the_largest_spread(tmp_path, monkeypatch):
     learned = []
 
-    def spy(policy, optimizer, rollout, *others):
-        learned.append(rollout)
-        return update_policy(policy, optimizer, rollout, *others)
+    def spy(policy, optimizer, updates, *others):
+        learned.append([text for part in updates[0].micro_batches for text in part.completions])
+        assert updates[0].num_sequences == 16
+        return update_policy(policy, optimizer, updates, *others)
 
     monkeypatch.setattr(train_grpo, "update_policy", spy)
     train_grpo.main([*SMALL, "--oversample", "2", "--max_steps", "2", "--eval_interval", "0",
                      "--out_dir", str(tmp_path), "--run_name", "over"])
     rows = jsonl(tmp_path / "over/completions.jsonl")
-    assert [len(rollout.mask) for rollout in learned] == [16, 16] and len(rows) == 2 * 32
-    for step, rollout in enumerate(learned):
+    assert len(rows) == 2 * 32
+    for step, texts in enumerate(learned):
         groups = [rows[i:i + 4] for i in range(32 * step, 32 * step + 32, 4)]
         stds = [torch.tensor([row["reward"] for row in group]).std().item() for group in groups]
         best = sorted(sorted(range(8), key=lambda i: -stds[i])[:4])
         assert best != [0, 1, 2, 3]
-        assert rollout.completions == [row["completion"] for i in best for row in groups[i]]
+        assert texts == [row["completion"] for i in best for row in groups[i]]
 
 
 # --- the gradient ---------------------------------------------------------------------------------
@@ -403,11 +398,15 @@ OBJECTIVES = [{"loss_type": name, "beta": 0.1} for name in ("grpo", "bnpo", "dap
 
 
 def gradient(model, rollout, token_logps, world=None, **changes):
-    """The gradient of one update, as one vector, and the update's metrics."""
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    metrics = update_policy(model, sgd, rollout, world or World("cpu"), token_logps,
-                            arguments(**changes))
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]), metrics
+    """The gradient of the last update of a pass, as one vector, and the metrics of the pass."""
+    world, args, found = world or World("cpu"), arguments(**changes), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.step = lambda: found.append(torch.cat(
+        [parameter.grad.flatten() for parameter in model.parameters()]))
+    updates = minibatches(rollout, world, args)
+    metrics = update_policy(model, optimizer, updates, world, token_logps, args)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return found[-1], metrics
 
 
 def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps, folder):
@@ -428,10 +427,10 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
         ref_logps = share.ref_logps if "beta" in objective else None
         results.append(gradient(model, replace(share, ref_logps=ref_logps), token_logps, world,
                                 micro_batch_size=micro_batch_size, **objective))
-    update_policy(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), share, world, token_logps,
-        arguments(num_iterations=2, num_minibatches=2, grad_clip=1.0, beta=0.1,
-                  micro_batch_size=micro_batch_size))
+    args = arguments(num_iterations=2, num_minibatches=2, grad_clip=1.0, beta=0.1,
+                     micro_batch_size=micro_batch_size)
+    update_policy(model, torch.optim.AdamW(model.parameters(), lr=1e-3),
+                  minibatches(share, world, args), world, token_logps, args)
     torch.save((results, model.state_dict()), Path(folder) / f"{rank}.pt")
     world.close()
 
@@ -554,7 +553,12 @@ def test_the_flags_of_the_advantages_arrive(six):
 def test_the_reference_moves_towards_the_policy():
     reference, policy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     expected = 0.6 * policy.weight + 0.4 * reference.weight
-    sync_reference(reference, policy, alpha=0.6)
+    args = arguments("--ref_model_sync_steps", "3", "--ref_model_mixup_alpha", "0.6")
+    before = reference.weight.clone()
+    for step in (1, 2):
+        sync_reference(reference, policy, step, args)
+        assert torch.equal(reference.weight, before)
+    sync_reference(reference, policy, 3, args)
     assert torch.allclose(reference.weight, expected)
     assert not torch.equal(policy.weight, reference.weight)
 

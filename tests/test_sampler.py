@@ -11,6 +11,7 @@ from torch import nn
 
 import train_grpo
 from model import MiniMindConfig, MiniMindForCausalLM, decoding, fast, graph, head, sampler
+from model.machine import in_slices
 from model.sampler import next_token
 from train_grpo import completion_mask
 
@@ -121,7 +122,7 @@ def test_slices_are_whole_groups_and_give_what_all_at_once_does(most, prompts, s
         sizes.append(len(prompt_ids))
         return sample(model, prompt_ids, *others, **options)
 
-    sliced = sampler.in_slices(counting, most)
+    sliced = in_slices(counting, most)
     ids, logps = draw(sliced, model, num_generations=2, greedy=True)
     expected_ids, expected_logps = draw(sample, model, num_generations=2, greedy=True)
     assert sum(sizes) == len(PROMPTS) and max(sizes) == min(prompts, len(PROMPTS))
@@ -129,7 +130,7 @@ def test_slices_are_whole_groups_and_give_what_all_at_once_does(most, prompts, s
     torch.testing.assert_close(logps, expected_logps, atol=1e-5, rtol=1e-5)
     different = draw(sliced, model, num_generations=2)[0]       # a slice does not repeat another
     assert len({tuple(row) for row in different.tolist()}) > len(PROMPTS)
-    assert sampler.in_slices(sample, 0) is sample
+    assert in_slices(sample, 0) is sample
 
 
 @every_family
