@@ -18,7 +18,7 @@ from model.lora import (
     save_adapter,
     with_adapters,
 )
-from train_grpo import token_logps, update_policy
+from train_grpo import minibatches, token_logps, update_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -103,8 +103,9 @@ def test_only_adapters_move_and_the_update_sums_only_their_gradients(pair):
     start = adapter_state(policy)
     start = {name: tensor.clone() for name, tensor in start.items()}
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
-    metrics = update_policy(policy, optimizer, six, World("cpu"), fast.token_logps,
-                            arguments(beta=0.1))
+    world, args = World("cpu"), arguments(beta=0.1)
+    updates = minibatches(six, world, args)
+    metrics = update_policy(policy, optimizer, updates, world, fast.token_logps, args)
     assert metrics["grad_norm"] > 0 and metrics["kl"] > 0
     assert all(torch.equal(weight, frozen[name]) for name, weight in base.state_dict().items())
     moved = adapter_state(policy)

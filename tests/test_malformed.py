@@ -25,7 +25,7 @@ from dataset import PromptCollator, PromptDataset, prompts
 from model import chat, files, load_checkpoint, load_pretrained, load_tokenizer, save_pretrained
 from model.checkpoint import save_checkpoint
 from model.tokenizer import read_chats
-from report import Report, user_errors
+from report import Report, UserError, user_errors
 from report.jsonl import read_jsonl, to_line
 from report.text import fold, printable
 from reward import load_reward_model
@@ -707,15 +707,14 @@ FRIENDLY = "小明　有3个🙂 naïve\n\té 👨\u200d👩"
 
 def test_hostile_text_reaches_a_terminal_only_as_dots():
     assert printable(HOSTILE) == "red ·[31m·2J·· ·txt.exe· ·· · end"
-    assert printable(FRIENDLY) == FRIENDLY == files.plain(FRIENDLY)
-    assert files.plain(HOSTILE) == printable(HOSTILE)
+    assert printable(FRIENDLY) == FRIENDLY
     assert fold(HOSTILE, 80, 3) == [printable(HOSTILE)]
 
 
 def test_a_users_error_is_one_line_that_cannot_spoof(capsys):
     @user_errors("some.py")
     def main():
-        raise ValueError(f"a reward said:\n{HOSTILE}")
+        raise UserError(f"a reward said:\n{HOSTILE}")
 
     with pytest.raises(SystemExit):
         main()

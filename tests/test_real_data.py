@@ -232,18 +232,18 @@ def test_where_the_template_opens_the_thinking_rewards_see_the_whole_reply(openi
     # The second one is still thinking.
     texts = ["27*6=162\n</think>\n<answer>\n162\n</answer>", "27*6=162"]
     rollout = rollout_of(texts, batch, opening)
-    total, per_function = compute_rewards(
-        rollout, [format_reward, tag_reward, accuracy_reward, spy],
-        [1.0, 2.0, 1.0, 1.0])
+    compute_rewards(rollout, [format_reward, tag_reward, accuracy_reward, spy],
+                    [1.0, 2.0, 1.0, 1.0])
     assert rollout.completions == texts and seen == ["<think>\n" + text for text in texts]
-    rewards = [values.tolist() for values in per_function.values()]
-    assert rewards[:3] == [[0.5, 0.0], [1.0, 0.25], [1.0, 0.0]] and total.tolist() == [3.5, 0.5]
+    rewards = [values.tolist() for values in rollout.rewards_per_func.values()]
+    assert rewards[:3] == [[0.5, 0.0], [1.0, 0.25], [1.0, 0.0]]
+    assert rollout.rewards.tolist() == [3.5, 0.5]
 
     # Evaluation sees the whole reply too.
     monkeypatch.setattr(train_grpo, "generate", lambda *others, **options: rollout)
     args = argparse.Namespace(seed=0, num_generations_eval=1, eval_batch_size=2, eval_threshold=1)
     results = train_grpo.evaluate(
-        None, ITEMS, [accuracy_reward], collate, World("cpu"), None, torch.Generator(), args, 0)
+        None, ITEMS, [accuracy_reward], collate, World("cpu"), None, args, 0)
     assert results["eval/accuracy"] == results["eval/greedy_accuracy"] == 0.5
 
 

@@ -27,6 +27,7 @@ from model import Saver, World, world
 from model import watch as watching
 from model.checkpoint import written_whole
 from model.watch import Watch
+from report import UserError
 from report.jsonl import drop_lines_after, read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -294,9 +295,13 @@ def test_the_clock_of_the_first_step_starts_with_it():
 
 
 @pytest.mark.parametrize("failure, said", [
-    (ValueError("stumbled"), "stumbled"), (RuntimeError("stumbled"), "RuntimeError: stumbled")])
-def test_nothing_ends_a_rank_that_fails_before_it_has_said_why(failure, said, monkeypatch, capsys):
+    (UserError("stumbled"), "stumbled"), (ValueError("stumbled"), "ValueError: stumbled"),
+    (RuntimeError("stumbled"), "RuntimeError: stumbled")])
+@pytest.mark.parametrize("wanted", ["", "1"])
+def test_nothing_ends_a_rank_that_fails_before_it_has_said_why(
+        failure, said, wanted, monkeypatch, capsys):
     """Not its own thread, which sees a failure, nor the SIGTERM that torchrun sends its session."""
+    monkeypatch.setenv("MINIGRPO_TRACEBACK", wanted)
     failures, deaf, left, looks = 0, [], [], threading.Event()
 
     def add(key, number):
@@ -326,7 +331,11 @@ def test_nothing_ends_a_rank_that_fails_before_it_has_said_why(failure, said, mo
         left.append(error)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, watching.SIGNALS)
     watch.close()
-    assert f"error: rank 0: {said}" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    is_mistake = isinstance(failure, UserError)
+    assert f"error: rank 0: {'UserError: ' * bool(is_mistake and wanted)}{said}" in message
+    # A mistake in the code shows where it is; that of a user only if it is asked for.
+    assert message.count("stumbled") == 1 + bool(not is_mistake or wanted)
     assert not left and deaf == [set(watching.SIGNALS)]
 
 

@@ -110,7 +110,7 @@ def test_another_number_of_ranks_resumes_it(name, out, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     flags = [*RUNS[name], "--model_path", str(out / "weights"), "--max_steps", str(STEPS + 1)]
     args = train_grpo.parse_args([*flags, "--beta", "0", "--reward_funcs", "test_shard:unequal"])
-    world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
+    world = SimpleNamespace(device=torch.device("cpu"), matrix_dtype=torch.float32)
     _, policy, *_ = train_grpo.load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
     done, _ = train_grpo.checkpoint.load_checkpoint(out / name / "checkpoint", policy, optimizer)
