@@ -10,13 +10,17 @@ than their group's average become more likely, worse ones less.
                   min(ratio_t A_i, clip(ratio_t, 1-epsilon_low, 1+epsilon_high) A_i)
                   - beta KL_t(pi || pi_ref) ]                      KL_t: estimated at token t
 
+With one update per rollout, the default, every ratio is 1 and nothing clips: the policy's part of
+the gradient is that of A log pi.
+
 One step, for B prompts and G = num_generations answers to each:
     1. ask        generate           sample G completions of every prompt          model/
-    2. remember   compute_ref_logps  their log-probabilities under the reference
+    2. remember   compute_logps      their log-probabilities under the reference
     3. judge      compute_rewards    one reward per completion                     reward/
                   compute_advantages ... compared within each group
-    4. learn      compute_old_logps  the same under the policy, if it is to move more than once
-                  update_policy      clipped gradient steps on micro-batches
+    4. learn      minibatches        which completions each optimizer step learns from
+                  compute_old_logps  log-probabilities under the policy, if it moves more than once
+                  update_policy      clipped gradient steps
     5. report                        metrics, a progress bar, pictures, weights    report/
 
 Letters: B prompts, G generations per prompt, N = B*G completions; P prompt tokens, R completion
@@ -28,16 +32,14 @@ tokens, T = P + R; V vocabulary.
 
 Where we differ from the papers and from other code, on purpose:
   - log-probabilities are float32 and those of the distribution that was sampled: the same
-    temperature, no top-k or top-p, exact masks and positions under padding. pi_old is computed by
-    the training code, not taken from the sampler, so that ratios start at 1.
+    temperature, no top-k or top-p. pi_old is computed by the trainer: so ratios start at 1.
   - averages run over the whole optimizer step, all micro-batches and ranks, so that neither
     micro_batch_size nor the number of processes changes the gradient of the same completions.
 """
-import functools
-import json
 import math
 import os
 from collections import defaultdict, namedtuple
+from functools import partial
 from pathlib import Path
 
 # Before torch is imported: waiting threads go to sleep soon, so that a busy machine stays usable.
@@ -48,7 +50,7 @@ import torch
 from dataset import batches_from, read_prompts
 from model import Rollout, Saver, World, checkpoint, eos_token_ids, fast, sampler
 from model.lora import TARGETS, AdaptersOff, with_adapters
-from model.machine import for_learning, for_sampling
+from model.machine import for_learning, for_sampling, sampler_weights
 from model.shard import keep_pace, shard
 from model.watch import Watch, all_or_none
 from report import Report, UserError, describe, drift, mean_metrics, rollout_metrics, sum_metrics
@@ -56,26 +58,19 @@ from report.command_line import Parser, folder_name, number, steps_or_minutes, u
 from reward import combine_rewards, failures, load_reward_funcs, process
 
 HERE = Path(__file__).parent
-TRAINING, EVALUATION = 0, 1        # what the random numbers of a step are for
 
 # --- the objective --------------------------------------------------------------------------------
 # First the advantages. Then the loss, which is three independent choices: which ratio
-# (importance_ratio), how it is bounded (ppo_clip, cispo_cap), how tokens are averaged (LOSS_TYPES).
-# grpo_loss composes them, and a relative of GRPO is the choice in which it differs.
-
-
-def nanstd(x):
-    """Sample std (n-1) over the last dim (kept), ignoring NaNs; 0 for a single value."""
-    deviation = (x - x.nanmean(-1, keepdim=True)).nan_to_num(0.0)
-    count = (~x.isnan()).sum(-1, keepdim=True)
-    return (deviation.pow(2).sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+# (importance_ratio), how it is bounded (ppo_clip, cispo_cap), how tokens are averaged. LOSS_TYPES
+# names pairs of bound and average, and grpo_loss composes the three. A relative of GRPO is the
+# choice in which it differs; only r1 changes what they apply to: a completion is one action.
 
 
 def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_std=None, eps=1e-4,
                      advantage_estimator="grpo"):
     """How much better each completion is than its siblings, in standard deviations of its group.
 
-        A = (r - mean(group)) / (std(group) + eps)         std with n-1; DeepSeekMath, section 4.1.2
+        A = (r - mean(group)) / (std(group) + eps)         DeepSeekMath, section 4.1.2; std with n-1
 
     scale_rewards "batch" divides by the std of all rewards instead, `batch_std` if it is given.
     "none" does not divide: an easy or hopeless group, whose rewards hardly differ, then weighs less
@@ -90,7 +85,8 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
     tensor([-0.8635,  0.9544,  0.7726, -0.8635])
     """
     groups = rewards.view(-1, num_generations)                                          # (B, G)
-    # Counted from the group's best, equal rewards are exactly 0, and so is their rounded mean.
+    # A constant taken off changes nothing, except that equal rewards now give exactly 0 and not a
+    # rounding error: minibatches() leaves them out.
     groups = groups - groups.nan_to_num(float("-inf")).amax(1, keepdim=True)
     baseline, scale = groups.nanmean(1, keepdim=True), nanstd(groups) + eps             # (B, 1)
     if advantage_estimator == "rloo":
@@ -107,6 +103,13 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
     return ((groups - baseline).nan_to_num(0.0) / scale).view(-1)
 
 
+def nanstd(x):
+    """Sample std (n-1) over the last dim (kept), ignoring NaNs; 0 for a single value."""
+    deviation = (x - x.nanmean(-1, keepdim=True)).nan_to_num(0.0)
+    count = (~x.isnan()).sum(-1, keepdim=True)
+    return (deviation.pow(2).sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+
+
 def completion_mask(completion_ids, eos_token_id):
     """(N, R): 1 through the first EOS, the token that ends an answer; all 1 without one.
 
@@ -117,14 +120,14 @@ def completion_mask(completion_ids, eos_token_id):
 
 
 # KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. Estimate and
-# gradient part ways because autograd takes the tokens as given: it does not see that another pi
-# would sample others. k3 clamps x at 20, so that e^x cannot overflow; a clamp ends the gradient.
+# gradient (for a given prefix, before pi moves) part ways because autograd takes the tokens as
+# given: it does not see that another pi would sample others. k3 clamps x, lest e^x overflow.
 KL_TYPES = {
-    # name                                                    estimate        average gradient
-    "k1":  lambda x: -x,                                    # unbiased        0: for the reward only
-    "k2":  lambda x: x.pow(2) / 2,                          # biased          of KL(pi || pi_ref)
-    "k3":  lambda x: (x := x.clamp(max=20)).exp() - x - 1,  # unbiased, >= 0  of KL(pi_ref || pi)
-    "abs": lambda x: x.abs(),                               # biased
+    # name                                                            estimate   average gradient
+    "k1":  lambda x: -x,                                            # unbiased   0: it pulls nowhere
+    "k2":  lambda x: x.pow(2) / 2,                                  # biased     of KL(pi || pi_ref)
+    "k3":  lambda x: x.clamp(max=20).exp() - x.clamp(max=20) - 1,   # unbiased   of KL(pi_ref || pi)
+    "abs": lambda x: x.abs(),                                       # biased     of |pi - pi_ref|
 }
 
 
@@ -171,7 +174,7 @@ def cispo_cap(ratio, advantages, logps, *, epsilon_low=None, epsilon_high, delta
     its gradient. There is no lower bound.
     """
     weight = ratio.detach().clamp(max=epsilon_high)
-    high = (ratio > epsilon_high) & (advantages > 0)        # counted as in TRL
+    high = (ratio > epsilon_high) & (advantages > 0)        # TRL too counts only the good ones
     return -weight * advantages * logps, torch.zeros_like(high), high
 
 
@@ -189,6 +192,12 @@ LOSS_TYPES = {
 }   # the flags of each relative: docs/losses.md
 
 
+def as_one_action(mask, *logps):
+    """DeepSeek-R1: a completion is one action, with the sum of its tokens' log-probs; (N, 1)."""
+    return mask.any(1, keepdim=True).int(), *(
+        None if x is None else (x * mask).sum(1, keepdim=True) for x in logps)
+
+
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, kl_type="k3",
               epsilon_low=0.2, epsilon_high=0.2, delta=None, loss_type="grpo",
               importance_sampling_level="token", max_completion_length=None, entropy=None,
@@ -198,7 +207,7 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
     logps, old_logps, mask, ref_logps, entropy (N, R); advantages (N,) or (N, R). num_sequences and
     num_tokens are totals of the whole optimizer step, over all micro-batches and ranks (None: this
     call is the step): the parts' losses and metrics then add up to the step's. Masked-out rows
-    count in num_sequences. entropy_coef times the mean entropy is a bonus.
+    count in num_sequences. entropy_coef times the mean entropy of all tokens is a bonus.
     """
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"loss_type is {loss_type!r}; choose {', '.join(LOSS_TYPES)}")
@@ -208,12 +217,11 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]         # (N, 1 or R)
     num_sequences, num_tokens = num_sequences or len(mask), num_tokens or mask.sum().clamp(min=1)
     bonus = entropy_coef * (entropy * mask).sum() / num_tokens if entropy_coef else 0.0
-    if loss_type == "r1":       # a completion is one action: its tokens' log-probs are added up
+    if loss_type == "r1":
         if advantages.shape[1] > 1:
             raise ValueError("loss_type r1 has one ratio per completion; give advantages (N,)")
-        logps, old_logps, ref_logps = (None if x is None else (x * mask).sum(1, keepdim=True)
-                                       for x in (logps, old_logps, ref_logps))          # (N, 1)
-        mask, num_tokens = mask.any(1, keepdim=True).int(), num_sequences
+        mask, logps, old_logps, ref_logps = as_one_action(mask, logps, old_logps, ref_logps)
+        num_tokens = num_sequences          # from here on R = 1
     ratio = importance_ratio(logps, old_logps, mask, level=importance_sampling_level)
     loss, low, high = bound(ratio, advantages, logps, epsilon_low=epsilon_low,
                             epsilon_high=epsilon_high, delta=delta)                   # (N, 1 or R)
@@ -257,21 +265,23 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 # default they are those of model/fast.py, which give the same numbers in less time.
 
 
-def generate(model, batch, tokenizer, sample, generator, args, num_generations=None, greedy=False):
+def generate(model, batch, tokenizer, sample, rng, args, num_generations=None, greedy=False):
     """Step 1: G completions of each prompt of the batch, as a Rollout."""
     G, eos_ids = num_generations or args.num_generations, eos_token_ids(model, tokenizer)
-    prompts = [batch[name].to(generator.device) for name in ("prompt_ids", "prompt_mask")]  # (B, P)
+    prompts = [batch[name].to(rng.device) for name in ("prompt_ids", "prompt_mask")]  # (B, P)
     completion_ids, logps = sample(
         model, *prompts, num_generations=G, max_new_tokens=args.max_gen_len,
         temperature=args.temperature, eos_token_id=eos_ids,
-        pad_token_id=tokenizer.pad_token_id or 0, generator=generator, greedy=greedy)   # (N, R)
+        pad_token_id=tokenizer.pad_token_id or 0, generator=rng, greedy=greedy)         # (N, R)
     mask = completion_mask(completion_ids, eos_ids)                                     # (N, R)
     return Rollout.of(batch, completion_ids, mask, logps, eos_ids, tokenizer)
 
 
 @torch.no_grad()
 def compute_logps(model, rollout, logps_of, args):
-    """Log-probabilities of all completions, (N, R)."""
+    """Step 2: log-probabilities of all completions, (N, R); None if there is no such model."""
+    if model is None:
+        return None
     logps = torch.zeros_like(rollout.sampling_logps)
     for rows in torch.arange(len(logps), device=logps.device).split(args.micro_batch_size):
         part = rollout.select(rows)
@@ -280,26 +290,18 @@ def compute_logps(model, rollout, logps_of, args):
     return logps
 
 
-def compute_ref_logps(rollout, reference, policy, logps_of, args):
-    """Step 2: rollout.ref_logps, if there is a reference; old_logps too if the reward has a KL."""
-    if reference is not None:
-        rollout.ref_logps = compute_logps(reference, rollout, logps_of, args)           # (N, R)
-    if args.kl_in_reward:
-        rollout.old_logps = compute_logps(policy, rollout, logps_of, args)              # (N, R)
-
-
 def compute_rewards(rollout, reward_funcs, reward_weights):
-    """Step 3: rollout.rewards, weighted sums, (N,); .rewards_per_func, {function: (N,)}."""
-    rollout.rewards, rollout.rewards_per_func = combine_rewards(
-        rollout.prompts, rollout.replies, reward_funcs, reward_weights,
-        completion_ids=rollout.token_ids(), **rollout.columns)
+    """Step 3: the weighted sum of the rewards, (N,), and each function's own, {name: (N,)}."""
+    return combine_rewards(rollout.prompts, rollout.replies, reward_funcs, reward_weights,
+                           completion_ids=rollout.token_ids(), **rollout.columns)
 
 
-def compute_advantages(rollout, tokenizer, world, args):
+def compute_advantages(rollout, policy, tokenizer, logps_of, world, args):
     """Step 3: advantages, (N,), or with process supervision (N, R), from reward/process.py."""
     rewards = rollout.rewards
     if args.kl_in_reward:               # the KL as a part of the reward, not a term of the loss
-        kl = kl_penalty(rollout.old_logps, rollout.ref_logps, kl_type="k1")             # (N, R)
+        logps = compute_logps(policy, rollout, logps_of, args)                          # (N, R)
+        kl = kl_penalty(logps, rollout.ref_logps, kl_type="k1")                         # (N, R)
         rewards = rewards - args.beta * (kl * rollout.mask).sum(1).cpu()
     if args.supervision == "process":
         return process.advantages_of(rollout, rewards, tokenizer, args)
@@ -316,37 +318,37 @@ Minibatch = namedtuple("Minibatch", "num_sequences num_tokens micro_batches")
 
 def minibatches(rollout, world, args):
     """Step 4: a Minibatch for each optimizer step of a pass over the rollout."""
-    counted = rollout.ended if args.mask_truncated_completions else rollout.lengths > 0  # (N,)
-    learned = counted                   # what has a gradient; other rows are in no micro-batch
+    # A truncated completion may have to count nothing, but is one of the N of a mean.
+    counted = rollout.ended if args.mask_truncated_completions else torch.ones_like(rollout.ended)
+    learned = counted               # (N,), rows with a gradient: others are in no micro-batch
     if rollout.ref_logps is None and not args.entropy_coef:
         learned = counted & rollout.advantages.view(len(counted), -1).any(1)
-    all_rows, updates = best_groups(rollout, args), []
+    all_rows, updates = best_groups(rollout, args), []      # all but with --oversample
     for rows in all_rows.tensor_split(min(args.num_minibatches, len(all_rows))):
-        totals = torch.stack((torch.ones_like(rows), (rollout.lengths * counted)[rows]))
+        num_tokens = (rollout.lengths * counted)[rows].sum().item()
+        totals = world.sum(torch.tensor([len(rows), num_tokens])).tolist()
         parts = [part for part in rows[learned[rows]].split(args.micro_batch_size) if len(part)]
         parts = keep_pace([rollout.select(part) for part in parts], rollout, world, args.shard)
-        updates.append(Minibatch(*world.sum(totals.sum(1)).tolist(), parts))
+        updates.append(Minibatch(*totals, parts))
     return updates
 
 
 @torch.no_grad()
 def compute_old_logps(policy, updates, logps_of, args):
-    """Step 4: pi_old, if the policy is to move more than once; else None.
+    """Step 4: log pi_old of each micro-batch, (n, R); none if the policy moves only once.
 
-    On the updates' own micro-batches: another split rounds differently in bfloat16, and the first
-    ratios would not be 1.
+    Another split than the update's would round differently in bfloat16: no first ratio were 1.
     """
-    for part in [part for update in updates for part in update.micro_batches]:
-        part.old_logps = None
-        if len(updates) * args.num_iterations > 1:
+    if len(updates) * args.num_iterations > 1:
+        for part in [part for update in updates for part in update.micro_batches]:
             part.old_logps = logps_of(policy, *part.sequences(), temperature=args.temperature)
 
 
-def update_policy(policy, optimizer, updates, world, logps_of, args):
-    """Step 4: optimizer steps on each Minibatch, `num_iterations` times; their metrics."""
-    metrics = []
+def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
+    """Step 4: an optimizer step on each Minibatch, `num_iterations` times; their mean metrics."""
+    optimizer.param_groups[0]["lr"], metrics = lr, []
     for update in updates * args.num_iterations:
-        shares = [{"loss": 0.0}]
+        shares = [{"loss": 0.0}]    # a rank may have no part
         for part in update.micro_batches:
             logps, entropy = logps_of(policy, *part.sequences(), temperature=args.temperature,
                                       with_entropy=True)                                # (n, R)
@@ -354,7 +356,7 @@ def update_policy(policy, optimizer, updates, world, logps_of, args):
                 entropy = entropy.detach()      # frees what its gradient would need
             # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
             old_logps = logps.detach() if part.old_logps is None else part.old_logps
-            weights = part.sampler_weights(old_logps, args)     # (n, 1 or R), ones by default
+            weights = sampler_weights(part, old_logps, args)    # (n, 1 or R), ones by default
             loss, of_loss = grpo_loss(
                 logps, old_logps, weights * part.advantages.view(len(logps), -1), part.mask,
                 num_sequences=update.num_sequences, num_tokens=update.num_tokens,
@@ -372,7 +374,7 @@ def update_policy(policy, optimizer, updates, world, logps_of, args):
             optimizer.step()
         optimizer.zero_grad()       # frees the gradients: the sampler will need the room
         metrics.append(sum_metrics(shares, world) | {"grad_norm": grad_norm.item()})
-    return mean_metrics(metrics)
+    return mean_metrics(metrics) | {"learning_rate": lr}
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -382,7 +384,7 @@ def update_policy(policy, optimizer, updates, world, logps_of, args):
 @all_or_none                        # what ends one rank ends all of them
 def main(argv=None):
     args = parse_args(argv)
-    world, G = World(args.device, args.dtype), args.num_generations
+    world = World(args.device, args.dtype, args.seed)
     watch = Watch(world, args.hang_timeout)     # for signals, and for ranks that fail or hang
     saver = Saver(Path(args.out_dir) / args.run_name, world, args)
     # Plain or fast, with the same numbers. Your own sampler goes here.
@@ -391,56 +393,60 @@ def main(argv=None):
     tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)
-    steps_done, num_tokens = saver.resume(policy, optimizer, reference)
+    steps_done, tokens_sampled = saver.resume(policy, optimizer, reference)
     collate, problems, heldout = read_prompts(args, tokenizer)
     batches, last_step = batches_from(steps_done + 1, problems, collate, world, args)
-    evaluate_at = functools.partial(
-        evaluate, policy, heldout, eval_funcs, collate, world, sample, args)
+    evaluate_at = partial(evaluate, policy, heldout, eval_funcs, collate, world, sample, args)
     if args.eval_only:
-        world.print(json.dumps(evaluate_at(steps_done), indent=2))
+        world.print_json(evaluate_at(steps_done))
         return world.close()
     with Report(saver.run_dir, args, total_steps=last_step, start_step=steps_done,
                 active=world.rank == 0) as report, watch:
         report.intro(policy, world.device, world.size, len(problems), len(heldout))
         if args.eval_interval and steps_done == 0:
             report.evaluation(0, evaluate_at(0))
-        watch.steps_begin()
+        watch.steps_begin()                 # from here on a signal lets the step end
         for step, batch in enumerate(batches, start=steps_done + 1):
             report.phase("rollout")         # 1. ask: G completions of every prompt
-            generator = world.generator(args.seed, TRAINING, step)
-            rollout = generate(policy, batch, tokenizer, sample, generator, args)
+            rollout = generate(policy, batch, tokenizer, sample, world.rng(step), args)
             report.phase("ref_logps")       # 2. remember: log-probs under the reference
-            compute_ref_logps(rollout, reference, policy, logps_of, args)
+            rollout.ref_logps = compute_logps(reference, rollout, logps_of, args)
             report.phase("reward")          # 3. judge: rewards, then advantages within each group
-            compute_rewards(rollout, reward_funcs, args.reward_weights)
-            rollout.advantages = compute_advantages(rollout, tokenizer, world, args)
+            rollout.rewards, rollout.rewards_per_func = compute_rewards(
+                rollout, reward_funcs, args.reward_weights)
+            rollout.advantages = compute_advantages(
+                rollout, policy, tokenizer, logps_of, world, args)
+            records, metrics = gather_records(rollout, reward_funcs, tokenizer, world, args)
             report.phase("old_logps")       # 4. learn: clipped gradient steps
             updates = minibatches(rollout, world, args)
             compute_old_logps(policy, updates, logps_of, args)
             report.phase("update")
             lr = lr_at(step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
-            optimizer.param_groups[0]["lr"] = lr
-            metrics = update_policy(policy, optimizer, updates, world, logps_of, args)
+            metrics |= update_policy(policy, optimizer, lr, updates, world, logps_of, args)
             sync_reference(reference, policy, step, args)
-            report.phase(None)              # 5. report: metrics, pictures, weights
-            records = world.gather(describe(rollout, args.log_token_logps and tokenizer))
-            metrics |= rollout_metrics(records, G, world.gather(failures(reward_funcs)))
-            num_tokens += metrics["tokens"]
+            tokens_sampled += metrics["tokens"]     # 5. report: metrics, pictures, weights
             if args.eval_interval and (step % args.eval_interval == 0 or step == last_step):
                 report.phase("eval")
                 metrics |= report.evaluation(step, evaluate_at(step))
-            report.step(step, metrics | {"num_tokens": num_tokens, "learning_rate": lr}, records)
-            if saver.is_due(step, last_step):
+            report.step(step, metrics | {"num_tokens": tokens_sampled}, records)
+            is_due, signal = saver.is_due(step, last_step)
+            if is_due:
                 report.phase("checkpoint")
-                saver.save(step, num_tokens, policy, tokenizer, optimizer, reference)
+                saver.save(step, tokens_sampled, policy, tokenizer, optimizer, reference)
                 report.draw()
-            if saver.stopped_by:            # a signal; all ranks have agreed to end here
-                raise saver.stopped(step)
+            if signal:                      # the same on all ranks
+                raise saver.stopped(step, signal)
         saver.save_final(policy, tokenizer)
     world.close()
 
 
 # --- what one looks up: evaluation, loading -------------------------------------------------------
+
+
+def gather_records(rollout, reward_funcs, tokenizer, world, args):
+    """A row for each completion of all ranks, and the metrics that follow from these rows."""
+    rows = world.gather(describe(rollout, tokenizer if args.log_token_logps else None))
+    return rows, rollout_metrics(rows, args.num_generations, world.gather(failures(reward_funcs)))
 
 
 def best_groups(rollout, args):
@@ -466,10 +472,7 @@ def lr_at(step, last_step, *, peak, warmup_steps):
 
 @torch.no_grad()
 def sync_reference(reference, policy, step, args):
-    """With --ref_model_sync_steps: reference <- alpha policy + (1 - alpha) reference, now and then.
-
-    Weight by weight (TR-DPO, arXiv 2404.09656).
-    """
+    """Now and then reference <- alpha policy + (1 - alpha) reference (TR-DPO, arXiv 2404.09656)."""
     if args.ref_model_sync_steps and step % args.ref_model_sync_steps == 0:
         for theirs, ours in zip(reference.parameters(), policy.parameters()):
             theirs.lerp_(ours, args.ref_model_mixup_alpha)
@@ -481,7 +484,7 @@ def evaluate(policy, problems, eval_funcs, collate, world, sample, args, step):
     A reply is right if its evaluation rewards add up to --eval_threshold or more. A problem that
     they do not judge is left out.
     """
-    generator = world.generator(args.seed, EVALUATION, step)
+    rng = world.rng(step, evaluating=True)
     k, found = args.num_generations_eval, defaultdict(list)     # metric -> a number per problem
     # Sharded ranks must sample equally often: one with a problem less than others answers another
     # one, which isn't counted.
@@ -489,18 +492,18 @@ def evaluate(policy, problems, eval_funcs, collate, world, sample, args, step):
     answered = mine + problems[:share - len(mine)]
     for start in range(0, share, args.eval_batch_size):
         batch = collate(answered[start:start + args.eval_batch_size])
-        rollouts = [generate(policy, batch, collate.tokenizer, sample, generator, args, n, greedy)
+        rollouts = [generate(policy, batch, collate.tokenizer, sample, rng, args, n, greedy)
                     for n, greedy in ((1, True), (k, False))]
-        for rollout in rollouts:
-            compute_rewards(rollout, eval_funcs, [1.0] * len(eval_funcs))
-        greedy, sampled = (rollout.rewards.view(len(batch["prompts"]), -1) for rollout in rollouts)
+        greedy, sampled = (
+            compute_rewards(rollout, eval_funcs, [1.0] * len(eval_funcs))[0].view(-1, n)
+            for rollout, n in zip(rollouts, (1, k)))                            # (B, 1), (B, k)
         judged = ~torch.cat((greedy, sampled), 1).isnan().any(1)                        # (B,)
         judged[len(mine) - start:] = False
         right = (sampled >= args.eval_threshold).float()                                # (B, k)
         for name, numbers in {
             "accuracy": right.mean(1), "reward": sampled.mean(1), f"pass@{k}": right.amax(1),
             "greedy_accuracy": (greedy[:, 0] >= args.eval_threshold).float(),
-            "mean_length": rollout.lengths.cpu().float().view(-1, k).mean(1),
+            "mean_length": rollouts[1].lengths.cpu().float().view(-1, k).mean(1),
         }.items():
             found[name] += numbers[judged].tolist()
     names = ["accuracy", "greedy_accuracy", "reward", "mean_length", *[f"pass@{k}"] * (k > 1)]
@@ -516,8 +519,8 @@ def load_models(args, world):
     the dtype in which products read them anyway.
     """
     products, reference = world.matrix_dtype, None
-    load = functools.partial(checkpoint.load_pretrained, args.model_path, dtype=torch.float32,
-                             device="cpu" if args.shard else world.device)
+    load = partial(checkpoint.load_pretrained, args.model_path, dtype=torch.float32,
+                   device="cpu" if args.shard else world.device)
     policy = load(matrix_dtype=products if args.lora_rank else None)
     if args.num_hidden_layers not in (None, layers := policy.config.num_hidden_layers):
         raise UserError(f"--num_hidden_layers {args.num_hidden_layers}: {args.model_path} has "

@@ -62,7 +62,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        x32 = x.float()         # the mean of squares overflows in float16
+        x32 = x.float()
         scale = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * (x32 * scale).to(x.dtype)
 
@@ -182,6 +182,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList(SwiGLU(config, config.moe_intermediate_size) for _ in numbers)
 
     def route(self, logits):
+        """Weights and numbers of the k = num_experts_per_tok experts of each token, (..., k)."""
         weights, chosen = logits.float().softmax(-1).topk(self.config.num_experts_per_tok)
         return weights / (weights.sum(-1)[..., None] if self.config.norm_topk_prob else 1), chosen
 
@@ -225,7 +226,8 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids, attention_mask=None, cache=None):
         """input_ids (N, T); attention_mask (N, S) 0/1, cached tokens first -> (N, T, D)."""
-        (N, T), past = input_ids.shape, 0 if cache is None else cache.length
+        N, T = input_ids.shape
+        past = 0 if cache is None else cache.length
         causal = attention_mask is None and past == 0       # no padding: needs no mask
         if attention_mask is None:
             attention_mask = input_ids.new_ones(N, past + T)

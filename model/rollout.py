@@ -1,4 +1,4 @@
-"""A rollout: what one rank sampled in one step, what later phases find out about it, its parts."""
+"""A rollout: what one rank sampled in one step, and what the later phases find out about it."""
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ PROMPTS = ("prompt_ids", "prompt_mask")
 class Rollout:
     """All that one rank knows of the completions of one step, a row each; groups are adjacent.
 
-    A micro-batch is a Rollout too: `select` of some rows.
+    A micro-batch is a Rollout too, `select` of some rows; only there old_logps are set.
     """
     prompts: list                               # N texts, each prompt G times
     columns: dict                               # name -> N values: the data's other fields
@@ -23,7 +23,7 @@ class Rollout:
     mask: torch.Tensor                          # (N, R)
     ended: torch.Tensor                         # (N,) False: cut off at the length limit
     sampling_logps: torch.Tensor                # (N, R) as the sampler computed them
-    old_logps: torch.Tensor = None              # (N, R); None: pi has not moved since it sampled
+    old_logps: torch.Tensor = None              # (N, R); None: pi is to move only once
     ref_logps: torch.Tensor = None              # (N, R); None: no reference model
     rewards: torch.Tensor = None                # (N,) NaN: not judged
     rewards_per_func: dict = None               # name -> (N,)
@@ -86,21 +86,3 @@ class Rollout:
             return x[rows, -P:] if name in PROMPTS else x[rows, :R]
 
         return Rollout(**{name: pick(name, x) for name, x in vars(self).items()})
-
-    def sampler_weights(self, old_logps, args):
-        """Truncated importance weights, min(pi_old / pi_sampler, C), (N, R) or (N, 1).
-
-        They correct for a sampler that rounds differently than the trainer, or more coarsely
-        (--rollout_is_threshold C; verl's rollout_is, TRL's vllm_importance_sampling_correction).
-        Their level is that of the loss's ratio: the product of the two is pi / pi_sampler. Both
-        bounds are linear in the advantage, so to weight it is to weight the policy's term; the KL
-        and the entropy keep weight 1, as in TRL. Without a threshold, ones (N, 1).
-        """
-        if not args.rollout_is_threshold:
-            return torch.ones_like(old_logps[:, :1])
-        log_ratio = (old_logps - self.sampling_logps) * self.mask                       # (N, R)
-        if args.loss_type == "r1":
-            log_ratio = log_ratio.sum(1, keepdim=True)
-        elif args.importance_sampling_level == "sequence":
-            log_ratio = log_ratio.sum(1, keepdim=True) / self.mask.sum(1, keepdim=True).clamp(min=1)
-        return log_ratio.exp().clamp(max=args.rollout_is_threshold)

@@ -18,8 +18,8 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
     N, device = len(prompt_ids) * num_generations, prompt_ids.device
     eos_ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
     eos_ids = torch.tensor(eos_ids, device=device)
-    completion_ids = torch.full((N, max_new_tokens), pad_token_id, device=device)       # (N, R)
-    logps = torch.zeros(N, max_new_tokens, device=device)                               # (N, R)
+    completion_ids = torch.full((N, max_new_tokens), pad_token_id, device=device)   # cut to (N, R)
+    logps = torch.zeros(N, max_new_tokens, device=device)                           # at the end
 
     cache = KVCache()
     logits = model(prompt_ids, prompt_mask, logits_to_keep=1, cache=cache)[:, 0]        # (B, V)
@@ -55,6 +55,6 @@ def next_token(logits, temperature, generator, greedy):
         cumulative = logps.exp().cumsum(-1)
         u = torch.rand(len(logps), 1, device=logps.device, generator=generator)
         tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)[:, 0]
-        # NaN draws V, which is no token: the last one stands in. The NaN gradient skips the step.
+        # Only NaN logits draw V, which is no token; the step that learns from them is skipped.
         tokens = tokens.clamp(max=logps.shape[1] - 1)
     return tokens, logps.gather(-1, tokens[:, None])[:, 0]

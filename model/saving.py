@@ -26,7 +26,7 @@ class Saver:
 
     def __init__(self, run_dir, world, args):
         self.run_dir, self.world, self.args = Path(run_dir), world, args
-        self.writes, self.saved_at, self.stopped_by = world.rank == 0, time.monotonic(), None
+        self.writes, self.saved_at = world.rank == 0, time.monotonic()
         if not self.writes or args.eval_only:
             return
         weights = Path(args.model_path).resolve()
@@ -47,15 +47,16 @@ class Saver:
         return done, num_tokens
 
     def is_due(self, step, last_step):
-        """Is it time to save, on every rank? At each interval, at the end, and if a signal asks.
+        """Is it time to save? And has a signal asked to stop? The same answers on every rank.
 
-        In the last case `stopped_by` is the number of the signal, else 0 or None.
+        It is time at each interval, at the end, and if the run is to stop. The second answer is the
+        number of the signal, or 0.
         """
         every, minutes = self.args.save_interval, (time.monotonic() - self.saved_at) / 60
         due = minutes >= float(every[:-1]) if every.endswith("m") else step % int(every) == 0
         wishes = self.world.gather([(due, self.world.watch.signal or 0)])
-        self.stopped_by = max(number for _, number in wishes) if step < last_step else None
-        return wishes[0][0] or step == last_step or bool(self.stopped_by)   # by rank 0's clock
+        signal = max(number for _, number in wishes) if step < last_step else 0
+        return wishes[0][0] or step == last_step or signal > 0, signal      # by rank 0's clock
 
     def save(self, step, num_tokens, policy, tokenizer, optimizer, reference):
         """Write a checkpoint; all ranks wait until it is whole."""
@@ -69,9 +70,9 @@ class Saver:
         self.saved_at = time.monotonic()
         self._advise(step)
 
-    def stopped(self, step):
+    def stopped(self, step, signal):
         """The exception that ends a run which a signal has asked to stop, on all ranks."""
-        return Stopped(self.stopped_by, f"after step {step}, which is saved; go on with:\n"
+        return Stopped(signal, f"after step {step}, which is saved; go on with:\n"
                        f"    {resume_command()}", together=True)
 
     def save_final(self, policy, tokenizer):

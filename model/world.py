@@ -1,5 +1,6 @@
 """The processes that train one model together, and the collectives they use."""
 import functools
+import json
 import os
 import time
 from contextlib import contextmanager
@@ -25,10 +26,10 @@ class World:
     """
     watch = None                            # watch.py, if there is one
 
-    def __init__(self, device=None, dtype="auto"):
+    def __init__(self, device=None, dtype="auto", seed=0):
         self.rank = int(os.environ.get("RANK") or 0)
         self.size = int(os.environ.get("WORLD_SIZE") or 1)
-        self.device = choose_device(device, self.size)
+        self.device, self.seed = choose_device(device, self.size), seed
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.set_device(self.device)      # what "cuda" means from now on
@@ -98,16 +99,19 @@ class World:
                 dist.all_gather_object(lists, rows)
         return [row for rows in lists for row in rows]
 
-    def generator(self, *numbers):
-        """Random numbers that follow from these numbers and the rank: a resume needs no state."""
+    def rng(self, step, *, evaluating=False):
+        """Random numbers that follow from the seed, the step and the rank: a resume needs no state.
+
+        Those of an evaluation are others.
+        """
         seed = functools.reduce(lambda seed, number: (seed * 1_000_003 + number) % 2**62,
-                                [*numbers, self.rank], 0)
+                                [self.seed, int(evaluating), step, self.rank], 0)
         return torch.Generator(self.device).manual_seed(seed)
 
-    def print(self, text):
+    def print_json(self, values):
         """Print on rank 0 only."""
         if self.rank == 0:
-            print(text)
+            print(json.dumps(values, indent=2))
 
     def agree(self, **values):
         """UserError unless all ranks have the same values: else one waits for another forever."""

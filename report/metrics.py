@@ -128,7 +128,7 @@ def drift(part, logps, old_logps, entropy, weights):
     Sums over its tokens, which sum_metrics divides by the number of "tokens": entropy, in nats;
     ppo_kl, log pi_old - log pi; rollout_probs_diff, between the probabilities of sampler and
     trainer: 0 up to rounding, or one of the two is wrong; rollout_is, the importance weight between
-    the two.
+    the two. Completions without a gradient are in no micro-batch, and so not in these means.
     """
     difference = (old_logps.exp() - part.sampling_logps.exp()).abs() * part.mask
     sums = {name: (value * part.mask).sum()

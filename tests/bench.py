@@ -151,14 +151,16 @@ class Ours:
     def step(self, batch):
         """One step; returns the rollout, to count what was done."""
         rollout = self.rollout(batch)
-        train_grpo.compute_ref_logps(
-            rollout, self.reference, self.policy, self.token_logps, self.args)
-        train_grpo.compute_rewards(rollout, self.rewards, [1.0] * len(self.rewards))
+        rollout.ref_logps = train_grpo.compute_logps(
+            self.reference, rollout, self.token_logps, self.args)
+        rollout.rewards, _ = train_grpo.compute_rewards(
+            rollout, self.rewards, [1.0] * len(self.rewards))
         rollout.advantages = train_grpo.compute_advantages(
-            rollout, self.tokenizer, self.world, self.args)
+            rollout, self.policy, self.tokenizer, self.token_logps, self.world, self.args)
         updates = train_grpo.minibatches(rollout, self.world, self.args)
         train_grpo.update_policy(
-            self.policy, self.optimizer, updates, self.world, self.token_logps, self.args)
+            self.policy, self.optimizer, LEARNING_RATE, updates, self.world, self.token_logps,
+            self.args)
         return rollout
 
 
@@ -378,7 +380,8 @@ def report_tricks(names, repetitions, tokenizer):
             if what == "sampling":
                 side.generator.manual_seed(0)
                 return seconds(side.rollout, batch)[0]
-            return seconds(train_grpo.update_policy, side.policy, side.optimizer, updates,
+            return seconds(train_grpo.update_policy, side.policy, side.optimizer,
+                           LEARNING_RATE, updates,
                            side.world, side.token_logps, side.args)[0]
 
         def without_trick(trick, ours=ours, run=run):

@@ -108,8 +108,8 @@ def two_steps(sizes, run, world):
         if reference is not None:
             rollout.ref_logps = train_grpo.compute_logps(reference, rollout, logps_of, args)
         rollout.rewards = torch.zeros(len(ids))
-        train_grpo.update_policy(policy, optimizer, train_grpo.minibatches(rollout, world, args),
-                                 world, logps_of, args)
+        updates = train_grpo.minibatches(rollout, world, args)
+        train_grpo.update_policy(policy, optimizer, 1e-6, updates, world, logps_of, args)
     return time.perf_counter() - start
 
 

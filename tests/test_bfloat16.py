@@ -6,7 +6,7 @@ from test_run import POLICY, SMALL, arguments, gradient, jsonl, rollout_of_six
 
 import train_grpo
 from model import fast, load_pretrained
-from model.machine import precision
+from model.machine import precision, sampler_weights
 from train_grpo import World, minibatches, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -117,7 +117,7 @@ def test_importance_weights_by_hand(six, flags, expected):
     padding = torch.zeros(1, 1)
     six.mask, old_logps, six.sampling_logps = (
         torch.cat((x, padding.to(x.dtype)), 1) for x in (six.mask, old_logps, six.sampling_logps))
-    weights = six.sampler_weights(old_logps, arguments(*flags, rollout_is_threshold=1.5))
+    weights = sampler_weights(six, old_logps, arguments(*flags, rollout_is_threshold=1.5))
     assert weights[0].tolist() == pytest.approx(expected)
 
 

@@ -102,10 +102,10 @@ def test_only_adapters_move_and_the_update_sums_only_their_gradients(pair):
     frozen = {name: weight.clone() for name, weight in base.state_dict().items()}
     start = adapter_state(policy)
     start = {name: tensor.clone() for name, tensor in start.items()}
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(policy.parameters())
     world, args = World("cpu"), arguments(beta=0.1)
     updates = minibatches(six, world, args)
-    metrics = update_policy(policy, optimizer, updates, world, fast.token_logps, args)
+    metrics = update_policy(policy, optimizer, 1e-2, updates, world, fast.token_logps, args)
     assert metrics["grad_norm"] > 0 and metrics["kl"] > 0
     assert all(torch.equal(weight, frozen[name]) for name, weight in base.state_dict().items())
     moved = adapter_state(policy)

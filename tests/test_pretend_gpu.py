@@ -101,11 +101,11 @@ def on_gpu(rollout):
 
 
 def learn(policy, rollout, **changes):
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(policy.parameters())
     args = arguments(dtype="float32", beta=0.02, **changes)
     updates = train_grpo.minibatches(rollout, World("cpu"), args)
-    return train_grpo.update_policy(policy, optimizer, updates, World("cpu"), fast.token_logps,
-                                    args)
+    return train_grpo.update_policy(policy, optimizer, 0.1, updates, World("cpu"),
+                                    fast.token_logps, args)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -232,12 +232,11 @@ def test_where_the_template_opens_the_thinking_rewards_see_the_whole_reply(openi
     # The second one is still thinking.
     texts = ["27*6=162\n</think>\n<answer>\n162\n</answer>", "27*6=162"]
     rollout = rollout_of(texts, batch, opening)
-    compute_rewards(rollout, [format_reward, tag_reward, accuracy_reward, spy],
-                    [1.0, 2.0, 1.0, 1.0])
+    rewards, per_function = compute_rewards(
+        rollout, [format_reward, tag_reward, accuracy_reward, spy], [1.0, 2.0, 1.0, 1.0])
     assert rollout.completions == texts and seen == ["<think>\n" + text for text in texts]
-    rewards = [values.tolist() for values in rollout.rewards_per_func.values()]
-    assert rewards[:3] == [[0.5, 0.0], [1.0, 0.25], [1.0, 0.0]]
-    assert rollout.rewards.tolist() == [3.5, 0.5]
+    values = [values.tolist() for values in per_function.values()]
+    assert values[:3] == [[0.5, 0.0], [1.0, 0.25], [1.0, 0.0]] and rewards.tolist() == [3.5, 0.5]
 
     # Evaluation sees the whole reply too.
     monkeypatch.setattr(train_grpo, "generate", lambda *others, **options: rollout)

@@ -372,10 +372,10 @@ def test_the_groups_with_the_largest_spread_are_selected_whole_and_in_order(six)
 def test_oversampling_learns_from_the_groups_with_the_largest_spread(tmp_path, monkeypatch):
     learned = []
 
-    def spy(policy, optimizer, updates, *others):
+    def spy(policy, optimizer, lr, updates, *others):
         learned.append([text for part in updates[0].micro_batches for text in part.completions])
         assert updates[0].num_sequences == 16
-        return update_policy(policy, optimizer, updates, *others)
+        return update_policy(policy, optimizer, lr, updates, *others)
 
     monkeypatch.setattr(train_grpo, "update_policy", spy)
     train_grpo.main([*SMALL, "--oversample", "2", "--max_steps", "2", "--eval_interval", "0",
@@ -404,7 +404,7 @@ def gradient(model, rollout, token_logps, world=None, **changes):
     optimizer.step = lambda: found.append(torch.cat(
         [parameter.grad.flatten() for parameter in model.parameters()]))
     updates = minibatches(rollout, world, args)
-    metrics = update_policy(model, optimizer, updates, world, token_logps, args)
+    metrics = update_policy(model, optimizer, 0.0, updates, world, token_logps, args)
     assert all(parameter.grad is None for parameter in model.parameters())
     return found[-1], metrics
 
@@ -429,7 +429,7 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
                                 micro_batch_size=micro_batch_size, **objective))
     args = arguments(num_iterations=2, num_minibatches=2, grad_clip=1.0, beta=0.1,
                      micro_batch_size=micro_batch_size)
-    update_policy(model, torch.optim.AdamW(model.parameters(), lr=1e-3),
+    update_policy(model, torch.optim.AdamW(model.parameters()), 1e-3,
                   minibatches(share, world, args), world, token_logps, args)
     torch.save((results, model.state_dict()), Path(folder) / f"{rank}.pt")
     world.close()
@@ -522,13 +522,15 @@ def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1(six):
     ids = torch.tensor([[5, 5, 2], [5, 2, 0], [2, 0, 0], [2, 0, 0], [5, 5, 5], [5, 2, 0]])
     rollout = replace(
         six, mask=completion_mask(ids, 2), rewards=torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 3.0]),
-        old_logps=torch.full((6, 3), -1.0), ref_logps=torch.full((6, 3), -3.0))
-    rollout.old_logps[3] = -3.5             # k1 = -0.5 at its one token; it is 2 elsewhere
+        sampling_logps=torch.zeros(6, 3), ref_logps=torch.full((6, 3), -3.0))
+    logps = torch.full((6, 3), -1.0)
+    logps[3] = -3.5                         # k1 = -0.5 at its one token; it is 2 elsewhere
     kl = torch.tensor([2.0 * 3, 2.0 * 2, 2.0 * 1, -0.5 * 1, 2.0 * 3, 2.0 * 2])
     options = {"num_generations": 3, "scale_rewards": "none"}
     for kl_in_reward, rewards in ((True, rollout.rewards - 0.1 * kl), (False, rollout.rewards)):
         args = arguments(beta=0.1, kl_in_reward=kl_in_reward, **options)
-        advantages = compute_advantages(rollout, None, World("cpu"), args)
+        advantages = compute_advantages(
+            rollout, "policy", None, lambda *inputs, **options: logps, World("cpu"), args)
         expected = rewards - rewards.view(2, 3).mean(1).repeat_interleave(3)
         assert advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
@@ -536,7 +538,7 @@ def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1(six):
 def test_the_flags_of_the_advantages_arrive(six):
     def advantages(*flags):
         args = arguments("--num_generations", "3", *flags)
-        return compute_advantages(six, None, World("cpu"), args).tolist()
+        return compute_advantages(six, None, None, None, World("cpu"), args).tolist()
 
     # Rewards 2, 0.5, none; 0, 1, 1.5. Means 1.25 and 5/6; the mean of all five is 1.
     deviations = [0.75, -0.75, 0, -5 / 6, 1 / 6, 2 / 3]
