@@ -11,7 +11,7 @@ than their group's average become more likely, worse ones less.
                   - beta KL_t(pi || pi_ref) ]                      KL_t: estimated at token t
 
 With one update per rollout, the default, every ratio is 1 and nothing clips: the policy's part of
-the gradient is that of A log pi.
+the loss then has the gradient of -A log pi.
 
 One step, for B prompts and G = num_generations answers to each:
     1. ask        generate           sample G completions of every prompt          model/
@@ -24,7 +24,7 @@ One step, for B prompts and G = num_generations answers to each:
     5. report                        metrics, a progress bar, pictures, weights    report/
 
 Letters: B prompts, G generations per prompt, N = B*G completions; P prompt tokens, R completion
-tokens, T = P + R; V vocabulary.
+tokens, T = P + R; V vocabulary; n rows of a micro-batch.
 
     python train_grpo.py                                       two minutes on a laptop's CPU
     torchrun --nproc_per_node=2 train_grpo.py --reasoning 1    on two processes
@@ -60,10 +60,10 @@ from reward import combine_rewards, failures, load_reward_funcs, process
 HERE = Path(__file__).parent
 
 # --- the objective --------------------------------------------------------------------------------
-# First the advantages. Then the loss, which is three independent choices: which ratio
-# (importance_ratio), how it is bounded (ppo_clip, cispo_cap), how tokens are averaged. LOSS_TYPES
-# names pairs of bound and average, and grpo_loss composes the three. A relative of GRPO is the
-# choice in which it differs; only r1 changes what they apply to: a completion is one action.
+# First the advantages, and the mask of what is learned. Then the loss: three independent choices,
+# which ratio (importance_ratio), how it is bounded (ppo_clip, cispo_cap), how tokens are averaged
+# (LOSS_TYPES, which names pairs of a bound and an average); and a KL penalty. grpo_loss composes
+# them. A relative of GRPO differs in one of them.
 
 
 def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_std=None, eps=1e-4,
@@ -85,8 +85,7 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
     tensor([-0.8635,  0.9544,  0.7726, -0.8635])
     """
     groups = rewards.view(-1, num_generations)                                          # (B, G)
-    # A constant taken off changes nothing, except that equal rewards now give exactly 0 and not a
-    # rounding error: minibatches() leaves them out.
+    # The same constant off all changes nothing, but equal rewards now give 0, no rounding error.
     groups = groups - groups.nan_to_num(float("-inf")).amax(1, keepdim=True)
     baseline, scale = groups.nanmean(1, keepdim=True), nanstd(groups) + eps             # (B, 1)
     if advantage_estimator == "rloo":
@@ -119,25 +118,6 @@ def completion_mask(completion_ids, eos_token_id):
     return (is_eos.cumsum(1) - is_eos == 0).int()   # no EOS before this token; the first one stays
 
 
-# KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. Estimate and
-# gradient (for a given prefix, before pi moves) part ways because autograd takes the tokens as
-# given: it does not see that another pi would sample others. k3 clamps x, lest e^x overflow.
-KL_TYPES = {
-    # name                                                            estimate   average gradient
-    "k1":  lambda x: -x,                                            # unbiased   0: it pulls nowhere
-    "k2":  lambda x: x.pow(2) / 2,                                  # biased     of KL(pi || pi_ref)
-    "k3":  lambda x: x.clamp(max=20).exp() - x.clamp(max=20) - 1,   # unbiased   of KL(pi_ref || pi)
-    "abs": lambda x: x.abs(),                                       # biased     of |pi - pi_ref|
-}
-
-
-def kl_penalty(logps, ref_logps, *, kl_type="k3"):
-    """KL to the reference, estimated at each token, (N, R). GRPO's estimate is k3."""
-    if kl_type not in KL_TYPES:
-        raise ValueError(f"kl_type is {kl_type!r}; choose {', '.join(KL_TYPES)}")
-    return KL_TYPES[kl_type](ref_logps - logps)
-
-
 def importance_ratio(logps, old_logps, mask, *, level="token"):
     """Choice 1, the ratio pi / pi_old; with d = log pi - log pi_old at each token:
 
@@ -153,7 +133,7 @@ def importance_ratio(logps, old_logps, mask, *, level="token"):
 
 
 def ppo_clip(ratio, advantages, logps, *, epsilon_low, epsilon_high, delta=None):
-    """Choice 2, the bound: PPO's -min(ratio A, clip(ratio) A); and where it clips.
+    """Choice 2, the bound: PPO's -min(ratio A, clip(ratio) A); and where it clips, low and high.
 
     Once a ratio has moved past epsilon in the direction that its advantage favours, the clip
     removes its gradient. It does nothing against a bad token (A < 0) whose ratio is large: `delta`,
@@ -171,31 +151,50 @@ def cispo_cap(ratio, advantages, logps, *, epsilon_low=None, epsilon_high, delta
     """Choice 2, the bound: CISPO's -sg[min(ratio, epsilon_high)] A log pi, arXiv 2506.13585.
 
     The ratio is a weight without gradient, sg, and epsilon_high the cap itself: no token ever loses
-    its gradient. There is no lower bound.
+    its gradient. There is no lower bound. (Called as ppo_clip is, hence its arguments.)
     """
     weight = ratio.detach().clamp(max=epsilon_high)
-    high = (ratio > epsilon_high) & (advantages > 0)        # TRL too counts only the good ones
+    high = (ratio > epsilon_high) & (advantages > 0)        # as TRL counts
     return -weight * advantages * logps, torch.zeros_like(high), high
 
 
 # Choice 3, the average: each token's term is divided by `divisor`, then all are added up. o is the
-# length of the token's completion, L the maximum completion length; N and tokens count the
-# completions and the tokens of the whole optimizer step, over all micro-batches and ranks.
+# length of the token's completion, L the maximum length; completions and tokens are those of the
+# whole optimizer step, over all micro-batches and ranks.
 LOSS_TYPES = {
     # name      bound      divisor
-    "grpo":    (ppo_clip,  lambda o, N, tokens, L: N * o),      # mean over token means
-    "bnpo":    (ppo_clip,  lambda o, N, tokens, L: tokens),     # mean over all tokens
-    "dr_grpo": (ppo_clip,  lambda o, N, tokens, L: N * L),      # no bias by length
-    "dapo":    (ppo_clip,  lambda o, N, tokens, L: tokens),     # the same as bnpo
-    "cispo":   (cispo_cap, lambda o, N, tokens, L: tokens),
-    "r1":      (ppo_clip,  lambda o, N, tokens, L: N),          # a completion is one action
+    "grpo":    (ppo_clip,  lambda o, completions, tokens, L: completions * o),  # mean of means
+    "bnpo":    (ppo_clip,  lambda o, completions, tokens, L: tokens),           # mean of all tokens
+    "dr_grpo": (ppo_clip,  lambda o, completions, tokens, L: completions * L),  # no bias by length
+    "dapo":    (ppo_clip,  lambda o, completions, tokens, L: tokens),           # the same as bnpo
+    "cispo":   (cispo_cap, lambda o, completions, tokens, L: tokens),
+    "r1":      (ppo_clip,  lambda o, completions, tokens, L: completions),      # see as_one_action
 }   # the flags of each relative: docs/losses.md
+
+
+# KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. Estimate and
+# gradient (for a given prefix, before pi moves) part ways because autograd takes the tokens as
+# given: it does not see that another pi would sample others. k3 clamps x, lest e^x overflow.
+KL_TYPES = {
+    # name                                                            estimate   mean gradient of
+    "k1":  lambda x: -x,                                            # unbiased   0: it pulls nowhere
+    "k2":  lambda x: x.pow(2) / 2,                                  # biased     KL(pi || pi_ref)
+    "k3":  lambda x: x.clamp(max=20).exp() - x.clamp(max=20) - 1,   # unbiased   KL(pi_ref || pi)
+    "abs": lambda x: x.abs(),                                       # biased     |pi - pi_ref|
+}
+
+
+def kl_penalty(logps, ref_logps, *, kl_type="k3"):
+    """KL to the reference, estimated at each token, (N, R). GRPO's estimate is k3."""
+    if kl_type not in KL_TYPES:
+        raise ValueError(f"kl_type is {kl_type!r}; choose {', '.join(KL_TYPES)}")
+    return KL_TYPES[kl_type](ref_logps - logps)
 
 
 def as_one_action(mask, *logps):
     """DeepSeek-R1: a completion is one action, with the sum of its tokens' log-probs; (N, 1)."""
-    return mask.any(1, keepdim=True).int(), *(
-        None if x is None else (x * mask).sum(1, keepdim=True) for x in logps)
+    sums = [None if x is None else (x * mask).sum(1, keepdim=True) for x in logps]
+    return mask.any(1, keepdim=True).int(), *sums
 
 
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, kl_type="k3",
@@ -217,11 +216,11 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]         # (N, 1 or R)
     num_sequences, num_tokens = num_sequences or len(mask), num_tokens or mask.sum().clamp(min=1)
     bonus = entropy_coef * (entropy * mask).sum() / num_tokens if entropy_coef else 0.0
-    if loss_type == "r1":
+    if loss_type == "r1":               # from here on a completion is its only token: R = 1
         if advantages.shape[1] > 1:
             raise ValueError("loss_type r1 has one ratio per completion; give advantages (N,)")
         mask, logps, old_logps, ref_logps = as_one_action(mask, logps, old_logps, ref_logps)
-        num_tokens = num_sequences          # from here on R = 1
+        num_tokens = num_sequences
     ratio = importance_ratio(logps, old_logps, mask, level=importance_sampling_level)
     loss, low, high = bound(ratio, advantages, logps, epsilon_low=epsilon_low,
                             epsilon_high=epsilon_high, delta=delta)                   # (N, 1 or R)
@@ -268,11 +267,11 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 def generate(model, batch, tokenizer, sample, rng, args, num_generations=None, greedy=False):
     """Step 1: G completions of each prompt of the batch, as a Rollout."""
     G, eos_ids = num_generations or args.num_generations, eos_token_ids(model, tokenizer)
-    prompts = [batch[name].to(rng.device) for name in ("prompt_ids", "prompt_mask")]  # (B, P)
     completion_ids, logps = sample(
-        model, *prompts, num_generations=G, max_new_tokens=args.max_gen_len,
-        temperature=args.temperature, eos_token_id=eos_ids,
-        pad_token_id=tokenizer.pad_token_id or 0, generator=rng, greedy=greedy)         # (N, R)
+        model, batch["prompt_ids"].to(rng.device), batch["prompt_mask"].to(rng.device),
+        num_generations=G, max_new_tokens=args.max_gen_len, temperature=args.temperature,
+        eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id or 0, generator=rng,
+        greedy=greedy)                                                                  # (N, R)
     mask = completion_mask(completion_ids, eos_ids)                                     # (N, R)
     return Rollout.of(batch, completion_ids, mask, logps, eos_ids, tokenizer)
 
@@ -297,7 +296,7 @@ def compute_rewards(rollout, reward_funcs, reward_weights):
 
 
 def compute_advantages(rollout, policy, tokenizer, logps_of, world, args):
-    """Step 3: advantages, (N,), or with process supervision (N, R), from reward/process.py."""
+    """Step 3: advantages, (N,); (N, R) with process supervision, for which the tokenizer is."""
     rewards = rollout.rewards
     if args.kl_in_reward:               # the KL as a part of the reward, not a term of the loss
         logps = compute_logps(policy, rollout, logps_of, args)                          # (N, R)
@@ -305,8 +304,8 @@ def compute_advantages(rollout, policy, tokenizer, logps_of, world, args):
         rewards = rewards - args.beta * (kl * rollout.mask).sum(1).cpu()
     if args.supervision == "process":
         return process.advantages_of(rollout, rewards, tokenizer, args)
-    all_rewards = torch.tensor(world.gather(rewards.tolist()))
-    advantages = group_advantages(rewards, args.num_generations, batch_std=nanstd(all_rewards),
+    batch_std = nanstd(torch.tensor(world.gather(rewards.tolist())))
+    advantages = group_advantages(rewards, args.num_generations, batch_std=batch_std,
                                   scale_rewards=args.scale_rewards,
                                   advantage_estimator=args.advantage_estimator)
     return advantages.to(rollout.mask.device)
@@ -318,14 +317,14 @@ Minibatch = namedtuple("Minibatch", "num_sequences num_tokens micro_batches")
 
 def minibatches(rollout, world, args):
     """Step 4: a Minibatch for each optimizer step of a pass over the rollout."""
-    # A truncated completion may have to count nothing, but is one of the N of a mean.
-    counted = rollout.ended if args.mask_truncated_completions else torch.ones_like(rollout.ended)
-    learned = counted               # (N,), rows with a gradient: others are in no micro-batch
+    # With --mask_truncated_completions a cut-off one adds no tokens, but is one of num_sequences.
+    counts = rollout.ended if args.mask_truncated_completions else torch.ones_like(rollout.ended)
+    learned = counts                # (N,), rows with a gradient; others are in no micro-batch
     if rollout.ref_logps is None and not args.entropy_coef:
-        learned = counted & rollout.advantages.view(len(counted), -1).any(1)
-    all_rows, updates = best_groups(rollout, args), []      # all but with --oversample
-    for rows in all_rows.tensor_split(min(args.num_minibatches, len(all_rows))):
-        num_tokens = (rollout.lengths * counted)[rows].sum().item()
+        learned = counts & rollout.advantages.view(len(counts), -1).any(1)
+    best, updates = best_rows(rollout, args), []            # all rows, unless --oversample
+    for rows in best.tensor_split(min(args.num_minibatches, len(best))):
+        num_tokens = (rollout.lengths * counts)[rows].sum().item()
         totals = world.sum(torch.tensor([len(rows), num_tokens])).tolist()
         parts = [part for part in rows[learned[rows]].split(args.micro_batch_size) if len(part)]
         parts = keep_pace([rollout.select(part) for part in parts], rollout, world, args.shard)
@@ -337,7 +336,7 @@ def minibatches(rollout, world, args):
 def compute_old_logps(policy, updates, logps_of, args):
     """Step 4: log pi_old of each micro-batch, (n, R); none if the policy moves only once.
 
-    Another split than the update's would round differently in bfloat16: no first ratio were 1.
+    Per micro-batch: another split would round differently in bfloat16, and first ratios not be 1.
     """
     if len(updates) * args.num_iterations > 1:
         for part in [part for update in updates for part in update.micro_batches]:
@@ -346,20 +345,21 @@ def compute_old_logps(policy, updates, logps_of, args):
 
 def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
     """Step 4: an optimizer step on each Minibatch, `num_iterations` times; their mean metrics."""
-    optimizer.param_groups[0]["lr"], metrics = lr, []
-    for update in updates * args.num_iterations:
+    metrics = []
+    optimizer.param_groups[0]["lr"] = lr
+    for minibatch in updates * args.num_iterations:
         shares = [{"loss": 0.0}]    # a rank may have no part
-        for part in update.micro_batches:
+        for part in minibatch.micro_batches:
             logps, entropy = logps_of(policy, *part.sequences(), temperature=args.temperature,
                                       with_entropy=True)                                # (n, R)
             if not args.entropy_coef:
                 entropy = entropy.detach()      # frees what its gradient would need
             # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
             old_logps = logps.detach() if part.old_logps is None else part.old_logps
-            weights = sampler_weights(part, old_logps, args)    # (n, 1 or R), ones by default
+            weights = sampler_weights(part, old_logps, args)    # pi_old / pi_sampler; 1 by default
             loss, of_loss = grpo_loss(
                 logps, old_logps, weights * part.advantages.view(len(logps), -1), part.mask,
-                num_sequences=update.num_sequences, num_tokens=update.num_tokens,
+                num_sequences=minibatch.num_sequences, num_tokens=minibatch.num_tokens,
                 ref_logps=part.ref_logps, beta=0.0 if args.kl_in_reward else args.beta,
                 kl_type=args.kl_type, epsilon_low=args.epsilon_low, epsilon_high=args.epsilon_high,
                 delta=args.delta, loss_type=args.loss_type, max_completion_length=args.max_gen_len,
@@ -374,7 +374,7 @@ def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
             optimizer.step()
         optimizer.zero_grad()       # frees the gradients: the sampler will need the room
         metrics.append(sum_metrics(shares, world) | {"grad_norm": grad_norm.item()})
-    return mean_metrics(metrics) | {"learning_rate": lr}
+    return mean_metrics(metrics)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -387,13 +387,13 @@ def main(argv=None):
     world = World(args.device, args.dtype, args.seed)
     watch = Watch(world, args.hang_timeout)     # for signals, and for ranks that fail or hang
     saver = Saver(Path(args.out_dir) / args.run_name, world, args)
-    # Plain or fast, with the same numbers. Your own sampler goes here.
+    # Plain or fast, then as --dtype and --shard want them. A sampler of your own goes here.
     sample = for_sampling(fast.sample if args.fast else sampler.sample, world, args)
     logps_of = for_learning(fast.token_logps if args.fast else token_logps, world, args)
     tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)
-    steps_done, tokens_sampled = saver.resume(policy, optimizer, reference)
+    steps_done, num_tokens = saver.resume(policy, optimizer, reference)
     collate, problems, heldout = read_prompts(args, tokenizer)
     batches, last_step = batches_from(steps_done + 1, problems, collate, world, args)
     evaluate_at = partial(evaluate, policy, heldout, eval_funcs, collate, world, sample, args)
@@ -401,7 +401,7 @@ def main(argv=None):
         world.print_json(evaluate_at(steps_done))
         return world.close()
     with Report(saver.run_dir, args, total_steps=last_step, start_step=steps_done,
-                active=world.rank == 0) as report, watch:
+                num_tokens=num_tokens, active=world.rank == 0) as report, watch:
         report.intro(policy, world.device, world.size, len(problems), len(heldout))
         if args.eval_interval and steps_done == 0:
             report.evaluation(0, evaluate_at(0))
@@ -416,23 +416,23 @@ def main(argv=None):
                 rollout, reward_funcs, args.reward_weights)
             rollout.advantages = compute_advantages(
                 rollout, policy, tokenizer, logps_of, world, args)
-            records, metrics = gather_records(rollout, reward_funcs, tokenizer, world, args)
             report.phase("old_logps")       # 4. learn: clipped gradient steps
             updates = minibatches(rollout, world, args)
             compute_old_logps(policy, updates, logps_of, args)
             report.phase("update")
             lr = lr_at(step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
-            metrics |= update_policy(policy, optimizer, lr, updates, world, logps_of, args)
+            metrics = update_policy(policy, optimizer, lr, updates, world, logps_of, args)
             sync_reference(reference, policy, step, args)
-            tokens_sampled += metrics["tokens"]     # 5. report: metrics, pictures, weights
+            report.phase(None)              # 5. report: metrics, pictures, weights
+            records, of_rollout = gather_records(rollout, reward_funcs, tokenizer, world, args)
             if args.eval_interval and (step % args.eval_interval == 0 or step == last_step):
                 report.phase("eval")
                 metrics |= report.evaluation(step, evaluate_at(step))
-            report.step(step, metrics | {"num_tokens": tokens_sampled}, records)
+            report.step(step, metrics | of_rollout | {"learning_rate": lr}, records)
             is_due, signal = saver.is_due(step, last_step)
             if is_due:
                 report.phase("checkpoint")
-                saver.save(step, tokens_sampled, policy, tokenizer, optimizer, reference)
+                saver.save(step, report.num_tokens, policy, tokenizer, optimizer, reference)
                 report.draw()
             if signal:                      # the same on all ranks
                 raise saver.stopped(step, signal)
@@ -449,7 +449,7 @@ def gather_records(rollout, reward_funcs, tokenizer, world, args):
     return rows, rollout_metrics(rows, args.num_generations, world.gather(failures(reward_funcs)))
 
 
-def best_groups(rollout, args):
+def best_rows(rollout, args):
     """The rows to learn from: all; with --oversample, the groups with the largest std of rewards.
 
     This is DAPO's dynamic sampling, in one round.

@@ -123,7 +123,7 @@ class KVCache:
 
 class Attention(nn.Module):
     """What comes before and after attention. Attention itself, in which tokens read others, is an
-    argument: `attend` is the function `attention` below, or that of the fast pair.
+    argument: `attend` is the function `attention` below (see Decoder), or that of model/fast.
     """
 
     def __init__(self, config, layer):

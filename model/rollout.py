@@ -11,7 +11,7 @@ PROMPTS = ("prompt_ids", "prompt_mask")
 class Rollout:
     """All that one rank knows of the completions of one step, a row each; groups are adjacent.
 
-    A micro-batch is a Rollout too, `select` of some rows; only there old_logps are set.
+    A micro-batch is a Rollout too: `select` of some rows.
     """
     prompts: list                               # N texts, each prompt G times
     columns: dict                               # name -> N values: the data's other fields
@@ -20,12 +20,12 @@ class Rollout:
     prompt_mask: torch.Tensor                   # (N, P)
     completions: list                           # N texts, without the EOS
     completion_ids: torch.Tensor                # (N, R) padded on the right
-    mask: torch.Tensor                          # (N, R)
+    mask: torch.Tensor                          # (N, R) 1 through the EOS
     ended: torch.Tensor                         # (N,) False: cut off at the length limit
     sampling_logps: torch.Tensor                # (N, R) as the sampler computed them
-    old_logps: torch.Tensor = None              # (N, R); None: pi is to move only once
+    old_logps: torch.Tensor = None              # (n, R) of a micro-batch; None: pi moves once
     ref_logps: torch.Tensor = None              # (N, R); None: no reference model
-    rewards: torch.Tensor = None                # (N,) NaN: not judged
+    rewards: torch.Tensor = None                # (N,) on the CPU; NaN: not judged
     rewards_per_func: dict = None               # name -> (N,)
     advantages: torch.Tensor = None             # (N,) or (N, R)
 

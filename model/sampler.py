@@ -18,8 +18,8 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
     N, device = len(prompt_ids) * num_generations, prompt_ids.device
     eos_ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
     eos_ids = torch.tensor(eos_ids, device=device)
-    completion_ids = torch.full((N, max_new_tokens), pad_token_id, device=device)   # cut to (N, R)
-    logps = torch.zeros(N, max_new_tokens, device=device)                           # at the end
+    completion_ids = torch.full((N, max_new_tokens), pad_token_id, device=device)
+    logps = torch.zeros(N, max_new_tokens, device=device)               # both are cut to (N, R)
 
     cache = KVCache()
     logits = model(prompt_ids, prompt_mask, logits_to_keep=1, cache=cache)[:, 0]        # (B, V)
@@ -27,15 +27,15 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
     prompt_of = torch.arange(len(prompt_ids), device=device).repeat_interleave(num_generations)
     cache.select(prompt_of)
     logits, mask = logits[prompt_of], prompt_mask[prompt_of]                    # (N, V), (N, P)
-    unfinished = torch.arange(N, device=device)         # the completion that each row writes
+    completion_of = torch.arange(N, device=device)         # the completion that each row writes
     for t in range(max_new_tokens):
         tokens, token_logps = next_token(logits, temperature, generator, greedy)        # (n,)
-        completion_ids[unfinished, t], logps[unfinished, t] = tokens, token_logps
+        completion_ids[completion_of, t], logps[completion_of, t] = tokens, token_logps
         alive = ~torch.isin(tokens, eos_ids)
         if t + 1 == max_new_tokens or not alive.any():
             break
         if not alive.all():                             # finished rows leave the batch
-            unfinished, tokens, mask = unfinished[alive], tokens[alive], mask[alive]
+            completion_of, tokens, mask = completion_of[alive], tokens[alive], mask[alive]
             cache.select(alive)
         mask = torch.cat((mask, mask.new_ones(len(mask), 1)), dim=1)
         logits = model(tokens[:, None], mask, logits_to_keep=1, cache=cache)[:, 0]      # (n, V)

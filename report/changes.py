@@ -111,7 +111,7 @@ MUSEUM = {
         f"{QUICK} --batch_size 1 --num_generations 4",
         test="tests/test_run.py::test_ranks_micro_batches_and_the_pair_change_no_gradient"),
     "micro-batches average alone": Change(
-        "                num_sequences=update.num_sequences, num_tokens=update.num_tokens,\n", "",
+        "num_sequences=minibatch.num_sequences, num_tokens=minibatch.num_tokens,", "",
         f"{QUICK} --micro_batch_size 16 --loss_type bnpo", watch="grad_norm",
         test="tests/test_run.py::test_ranks_micro_batches_and_the_pair_change_no_gradient"),
     "temperature in sampling only": Change(

@@ -49,12 +49,13 @@ class Report:
 
     Use it as a context manager, so that its files are complete even after an error or Ctrl-C.
     start_step: the step after which a run was resumed; lines of later steps are dropped from the
-    files. active: False on every rank but 0, where all methods do nothing.
+    files. num_tokens: sampled until then. active: False on every rank but 0, where all methods do
+    nothing.
     """
 
-    def __init__(self, run_dir, args, *, total_steps, start_step=0, active=True):
+    def __init__(self, run_dir, args, *, total_steps, start_step=0, num_tokens=0, active=True):
         self.run_dir, self.args, self.active = Path(run_dir), args, active
-        self.total_steps, self.start_step = total_steps, start_step
+        self.total_steps, self.start_step, self.num_tokens = total_steps, start_step, num_tokens
         self.current_step = start_step
         self.dead_groups = deque(maxlen=10)     # frac_reward_zero_std of the last steps
         self.timings = {}                       # timing_s/<phase> -> seconds since the last step
@@ -193,7 +194,9 @@ class Report:
         aside = sum(self.timings.get(f"timing_s/{phase}", 0.0) for phase in ("eval", "checkpoint"))
         seconds = sum(self.timings.values())
         throughput = metrics["tokens"] / max(seconds - aside, 1e-9)
-        metrics = metrics | self.timings | {"step_time": seconds, "perf/throughput": throughput}
+        self.num_tokens += metrics["tokens"]
+        metrics = metrics | self.timings | {
+            "num_tokens": self.num_tokens, "step_time": seconds, "perf/throughput": throughput}
         self.timings = {}
         self._write("metrics", {"step": step, **metrics})
         self._rotate_completions()

@@ -13,7 +13,7 @@ NOTEBOOK = (ROOT / "grpo_in_ten_cells.ipynb").read_text(encoding="utf-8")
 CELLS = [cell for cell in json.loads(NOTEBOOK)["cells"] if cell["cell_type"] == "code"]
 SOURCES = ["".join(cell["source"]) for cell in CELLS]
 PASTED = {"nanstd", "group_advantages", "completion_mask", "token_logps", "kl_penalty",
-          "importance_ratio", "ppo_clip", "grpo_loss"}
+          "importance_ratio", "ppo_clip", "as_one_action", "grpo_loss"}
 
 
 def functions(source):

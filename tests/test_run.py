@@ -25,7 +25,7 @@ from model import world as world_module
 from train_grpo import (
     Rollout,
     World,
-    best_groups,
+    best_rows,
     completion_mask,
     compute_advantages,
     compute_logps,
@@ -365,8 +365,8 @@ def test_the_groups_with_the_largest_spread_are_selected_whole_and_in_order(six)
     for oversample, groups in ((6, [2]), (3, [2, 4]), (2, [0, 2, 4])):
         args = arguments("--num_generations", "3", "--oversample", str(oversample))
         rows = [3 * group + i for group in groups for i in range(3)]
-        assert best_groups(six, args).tolist() == rows
-    assert best_groups(six, arguments()).tolist() == [0, 1, 2, 3, 4, 5]
+        assert best_rows(six, args).tolist() == rows
+    assert best_rows(six, arguments()).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_oversampling_learns_from_the_groups_with_the_largest_spread(tmp_path, monkeypatch):
