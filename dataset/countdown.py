@@ -46,12 +46,10 @@ def results(numbers, operators):
     """
     values = [numbers[0]]
     for operator, number in zip(operators, numbers[1:]):
-        if operator == "/" and (number == 0 or values[-1] % number):
+        value = evaluate(values[-1], operator, number)
+        if value != int(value) or not 0 <= value <= LARGEST:
             return None
-        values.append(values[-1] // number if operator == "/"
-                      else evaluate(values[-1], operator, number))
-        if not 0 <= values[-1] <= LARGEST:
-            return None
+        values.append(int(value))
     return values
 
 
@@ -68,8 +66,7 @@ def tries(nums, operators="+-*"):
         for places in itertools.permutations(range(len(nums))):
             value = stand_ins[places[0]]
             for operator, place in zip(chosen, places[1:]):
-                value = (value / stand_ins[place] if operator == "/"
-                         else evaluate(value, operator, stand_ins[place]))
+                value = evaluate(value, operator, stand_ins[place])
             numbers = tuple(nums[place] for place in places)
             if results(numbers, chosen):
                 found.setdefault(round(value, 9), (numbers, chosen))

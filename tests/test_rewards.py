@@ -19,7 +19,7 @@ import train_grpo
 from conftest import ROOT
 from dataset import PromptDataset
 from model import MiniMindConfig, MiniMindForCausalLM, load_pretrained, save_pretrained
-from report import rollout_metrics
+from report import UserError, rollout_metrics
 from reward import (
     accuracy_reward,
     combine_rewards,
@@ -29,8 +29,7 @@ from reward import (
     load_reward_model,
     tag_reward,
 )
-from reward.judge import Broken, Judge
-from reward.output import LIMIT
+from reward.judge import LIMIT, Judge
 from reward.reward_model import RewardModel, reward_model_reward
 from reward.sample_pairs import pairs_of, replies
 
@@ -365,7 +364,7 @@ def test_exit_is_a_failure_and_ctrl_c_is_not(timeout):
 
     for leave in (SystemExit(0), GeneratorExit()):
         ours = Judge(judge, timeout=timeout)
-        with pytest.raises(Broken, match="judge failed in its first call"):
+        with pytest.raises(UserError, match="judge failed in its first call"):
             ask(ours, raising=leave)
         ours = Judge(judge, timeout=timeout, proven=True)
         rewards, (text,) = ask(ours, raising=leave)
