@@ -259,10 +259,8 @@ def flaw_pairs(rng, count, *, heldout):
 def write(path, lines):
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
-        count = 0
-        for count, line in enumerate(lines, start=1):
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    print(f"wrote {count} lines to {path}")
+        written = [file.write(json.dumps(line, ensure_ascii=False) + "\n") for line in lines]
+    print(f"wrote {len(written)} lines to {path}")
 
 
 if __name__ == "__main__":

@@ -23,4 +23,5 @@ def is_solution(text, numbers, target):
     # A sign in front of a number is no operator.
     if not re.fullmatch(r"[\d+\-*/() ]{1,100}", text) or re.search(r"(^|[-+*/(]) *[-+]", text):
         return False
-    return value_of(text) == target and sorted(map(int, re.findall(r"\d+", text))) == sorted(numbers)
+    used = [int(number) for number in re.findall(r"\d+", text)]
+    return value_of(text) == target and sorted(used) == sorted(numbers)

@@ -50,7 +50,7 @@ def test_equal_expressions_are_tried_once():
 
 def test_the_shipped_problems_are_those_of_the_script_and_apart():
     def read(name):
-        rows = PromptDataset(ROOT / f"dataset/countdown_{name}.jsonl").rows
+        rows = PromptDataset(ROOT / f"dataset/countdown_{name}.jsonl")
         assert rows[0]["messages"][0]["content"].startswith("Use ")
         return [(tuple(row["nums"]), row["target"]) for row in rows]
 
