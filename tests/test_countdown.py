@@ -2,16 +2,14 @@
 import itertools
 import json
 import random
-from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from conftest import ROOT
 from dataset import PromptDataset, countdown
 from report.behaviour import behaviour
 from reward import countdown_reward
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def values(nums, operators):
