@@ -80,6 +80,7 @@ def test_retraining_starts_from_the_reward_model_and_replays_its_pairs(retrain, 
     assert after == pytest.approx(before, abs=1e-5)
     kept = jsonl(tmp_path / "new/pairs.jsonl")
     assert len(kept) == 1000 and any(row["conversations"][0]["content"] in own for row in kept)
+    assert not any(train_reward_model.held_out(row["conversations"]) for row in kept)
     assert "before training" in capsys.readouterr().out
 
 

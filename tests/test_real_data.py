@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import train_grpo
 from conftest import ROOT, jsonl, write
-from dataset import PromptCollator, PromptDataset
+from dataset import PromptCollator, PromptDataset, read_prompts
 from model import Rollout, World
 from reward import accuracy_reward, format_reward, load_reward_model, rules, tag_reward
 from train_grpo import completion_mask, compute_rewards
@@ -162,6 +162,16 @@ def test_an_rlaif_file_without_answers_trains_on_the_reward_model_alone(tmp_path
         assert ("<answer>" in row["prompt"]) == (not own)
         assert own == (row["messages"][0]["content"] == "Be brief.")
         assert row["messages"][-1]["role"] == "user"
+
+
+def test_where_accuracy_evaluates_only_problems_with_answers_count(tokenizer, tmp_path):
+    rows = [{"prompt": "1+1?"}, {"prompt": "1+2?", "answer": "3"}, {"prompt": "1+3?", "answer": 4}]
+    path = write(tmp_path / "heldout.jsonl", rows)
+    args = train_grpo.parse_args(["--eval_data_path", str(path), "--eval_samples", "1"])
+    assert [row["answer"] for row in read_prompts(args, tokenizer)[2]] == ["3"]
+    write(path, rows[:1])
+    with pytest.raises(ValueError, match="heldout.jsonl: no line has an answer"):
+        read_prompts(args, tokenizer)
 
 
 # --- prompts --------------------------------------------------------------------------------------
