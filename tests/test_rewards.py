@@ -392,8 +392,8 @@ def test_only_a_users_function_gets_copies():
     for ours in (True, False):
         Judge(judge, ours=ours)(prompts=[""], completions=completions)
     assert seen == [["a"], ["a"]] and [given is completions for given in seen] == [True, False]
-    judges = load_reward_funcs(["tag", "test_rewards:lengths"])
-    assert [judge.ours for judge in judges] == [True, False]
+    judges = load_reward_funcs(["tag", "test_rewards:lengths"], timeout=7)
+    assert [(judge.ours, judge.timeout) for judge in judges] == [(True, 7), (False, 7)]
 
 
 def test_a_flood_is_cut_and_cannot_control_the_terminal(capsys):
@@ -446,7 +446,9 @@ def test_while_a_call_hangs_it_is_not_called_again_and_what_it_prints_is_dropped
         return [1.0, 1.0]
 
     ours, other = Judge(judge, timeout=2), Judge(talker, timeout=60)
+    start = time.monotonic()
     rewards, texts = ask(ours)
+    assert time.monotonic() - start < 12
     assert all(map(math.isnan, rewards)) and len(texts) == 2 and "TimeoutError" in texts[0]
     assert len(capsys.readouterr().out) <= LIMIT
     threads = threading.active_count()
