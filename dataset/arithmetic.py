@@ -62,7 +62,8 @@ def draw_problem(rng):
 
 
 def evaluate(a, operator, b):
-    return a + b if operator == "+" else a - b if operator == "-" else a * b
+    return (a + b if operator == "+" else a - b if operator == "-" else
+            a * b if operator == "*" else a / b)
 
 
 def is_heldout(key):
@@ -154,19 +155,6 @@ def malform(text, rng):
     return text.replace(tag, rng.choice(["", tag + tag]), 1)
 
 
-def slipping(rng, at):
-    """An `evaluate` that gets call number `at` wrong (counted from 1) and all others right."""
-    count = 0
-
-    def evaluate_with_slip(a, operator, b):
-        nonlocal count
-        count += 1
-        result = evaluate(a, operator, b)
-        return wrong(result, rng) if count == at else result
-
-    return evaluate_with_slip
-
-
 def wrong(number, rng):
     """A plausible mistake for this number: close to it, or one digit off."""
     while (other := number + rng.choice((-1, 1)) * rng.choice((1, 2, 3, 9, 10, 20, 100))) < 1:
@@ -179,17 +167,18 @@ def think_wrongly(style, expression, operations, rng):
 
     In 15% of the cases the thought is right and only the answer is wrong.
     """
-    calls = 0
+    done, slip = [], 0
 
-    def counting(*operation):
-        nonlocal calls
-        calls += 1
-        return evaluate(*operation)
+    def with_slip(*operation):
+        done.append(operation)
+        result = evaluate(*operation)
+        return wrong(result, rng) if len(done) == slip else result
 
-    thought, answer = think(style, expression, operations, counting)
+    thought, answer = think(style, expression, operations, with_slip)
     if rng.random() < 0.15:
         return thought, wrong(answer, rng)
-    return think(style, expression, operations, slipping(rng, at=rng.randint(1, calls)))
+    slip = len(done) + rng.randint(1, len(done))
+    return think(style, expression, operations, with_slip)
 
 
 def drill(rng):
@@ -270,9 +259,8 @@ def flaw_pairs(rng, count, *, heldout):
 def write(path, lines):
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
-        for line in lines:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    print(f"wrote {path}")
+        written = [file.write(json.dumps(line, ensure_ascii=False) + "\n") for line in lines]
+    print(f"wrote {len(written)} lines to {path}")
 
 
 if __name__ == "__main__":

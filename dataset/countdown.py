@@ -46,12 +46,10 @@ def results(numbers, operators):
     """
     values = [numbers[0]]
     for operator, number in zip(operators, numbers[1:]):
-        if operator == "/" and (number == 0 or values[-1] % number):
+        value = evaluate(values[-1], operator, number)
+        if value != int(value) or not 0 <= value <= LARGEST:
             return None
-        values.append(values[-1] // number if operator == "/"
-                      else evaluate(values[-1], operator, number))
-        if not 0 <= values[-1] <= LARGEST:
-            return None
+        values.append(int(value))
     return values
 
 
@@ -68,8 +66,7 @@ def tries(nums, operators="+-*"):
         for places in itertools.permutations(range(len(nums))):
             value = stand_ins[places[0]]
             for operator, place in zip(chosen, places[1:]):
-                value = (value / stand_ins[place] if operator == "/"
-                         else evaluate(value, operator, stand_ins[place]))
+                value = evaluate(value, operator, stand_ins[place])
             numbers = tuple(nums[place] for place in places)
             if results(numbers, chosen):
                 found.setdefault(round(value, 9), (numbers, chosen))
@@ -176,15 +173,6 @@ def pretraining_chats(rng, count, order):
                else next(long))
 
 
-def finetuning_chats(rng, count, order, give_up):
-    """Searches that give up early."""
-    return itertools.islice(searches(rng, order=order, most=18, give_up=give_up), count)
-
-
-def rows(problems):
-    return [{"nums": nums, "target": target} for nums, target in problems]
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description="Write the problems of Countdown and, with --sft, the texts that the shipped "
@@ -204,11 +192,12 @@ if __name__ == "__main__":
         return random.Random(args.seed + offset)
 
     easy, hard = KINDS["easy"], KINDS["hard"]
-    write(args.out_dir / "countdown_train.jsonl", rows(problems(*easy, heldout=False)))
-    write(args.out_dir / "countdown_heldout.jsonl", rows(problems(*easy, heldout=True)))
-    write(args.out_dir / "countdown_hard.jsonl",
-          rows(rng(0).sample(problems(*hard, heldout=True), 500)))
+    for name, rows in (("train", problems(*easy, heldout=False)),
+                       ("heldout", problems(*easy, heldout=True)),
+                       ("hard", rng(0).sample(problems(*hard, heldout=True), 500))):
+        write(args.out_dir / f"countdown_{name}.jsonl",
+              ({"nums": nums, "target": target} for nums, target in rows))
     if args.sft:
         write(args.sft / "pretrain.jsonl", pretraining_chats(rng(1), 100_000, args.order))
-        write(args.sft / "give_up.jsonl",
-              finetuning_chats(rng(2), 20_000, args.order, args.give_up))
+        early = searches(rng(2), order=args.order, most=18, give_up=args.give_up)
+        write(args.sft / "give_up.jsonl", itertools.islice(early, 20_000))

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from report import UserError
 
@@ -27,7 +27,7 @@ def countdown_prompt(nums, target):
     return f"Use {', '.join(map(str, nums))} to make {target}."
 
 
-class PromptDataset(Dataset):
+class PromptDataset(list):
     """The prompts of a jsonl file. Its lines may have any of these forms:
 
         {"conversations": [{"role": "user", "content": "..."}, ...], "answer": "42"}
@@ -42,15 +42,9 @@ class PromptDataset(Dataset):
     """
 
     def __init__(self, path):
-        self.rows = [read_row(row, where) for where, row in read_lines(path)]
-        if not self.rows:
+        super().__init__(read_row(row, where) for where, row in read_lines(path))
+        if not self:
             raise UserError(f"{path}: the file has no prompts; write one JSON object per line")
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
 
 
 def read_lines(path):
@@ -90,11 +84,11 @@ def parse(line, where):
 
 
 def read_row(row, where):
-    fields = [name for name in PROMPT_FIELDS if isinstance(row, dict) and name in row]
-    if not fields and isinstance(row, dict) and "target" in row and isinstance(
-            row.get("nums"), list):
-        fields, row["prompt"] = ["prompt"], countdown_prompt(row["nums"], row["target"])
-    if not fields:
+    row = row if isinstance(row, dict) else {}
+    field = next((name for name in PROMPT_FIELDS if name in row), None)
+    if not field and "target" in row and isinstance(row.get("nums"), list):
+        field, row["prompt"] = "prompt", countdown_prompt(row["nums"], row["target"])
+    if not field:
         raise UserError(f"{where}: no prompt found; put it in one of the fields "
                         f"{', '.join(PROMPT_FIELDS)}")
     if taken := sorted(RESERVED & row.keys()):
@@ -108,13 +102,10 @@ def read_row(row, where):
     if row.get("answer") is not None and not str(row["answer"]).rpartition("####")[2].strip():
         raise UserError(f"{where}: the field answer is empty; give the gold answer, or leave the "
                         "field out")
-    field = fields[0]
     messages = row.pop(field)
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    if not isinstance(messages, list) or not all(
-            isinstance(turn, dict) and isinstance(turn.get("role"), str)
-            and isinstance(turn.get("content"), str) for turn in messages):
+    if not is_chat(messages):
         raise UserError(f"{where}: {field} must be a string or a list of turns, each with a role "
                         "and a content")
     if messages and messages[-1]["role"] == "assistant":    # the policy samples its own reply
@@ -123,6 +114,12 @@ def read_row(row, where):
         raise UserError(f"{where}: {field} has nothing to reply to; end it with a user turn that "
                         "is not empty")
     return {"messages": messages, **row}
+
+
+def is_chat(turns):
+    return isinstance(turns, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str)
+        and isinstance(turn.get("content"), str) for turn in turns)
 
 
 class PromptCollator:
@@ -177,7 +174,7 @@ class PromptCollator:
                           "--overlong_prompts drop", stacklevel=2)
         ids = [row[-self.max_seq_len:] for row in ids]
         P = max(map(len, ids))
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+        pad = self.tokenizer.pad_token_id or 0
         names = {name for item in items for name in item}
         return {
             "prompts": texts,
@@ -223,24 +220,6 @@ def steps_per_epoch(num_rows, prompts_per_rank, world_size=1):
     return full + (rest >= world_size)
 
 
-def read_heldout(path, most, *, with_answer=True):
-    """The first problems of a file, or the first that have an answer, at most `most` of them."""
-    problems = [row for row in PromptDataset(path)
-                if not with_answer or row.get("answer") is not None][:most]
-    if not problems:
-        raise UserError(f"--eval_data_path {path}: no line has an answer to compare with; add the "
-                        "field answer, name your own reward with --eval_reward_funcs, or train "
-                        "with --eval_interval 0")
-    return problems
-
-
-def batches_of_steps(problems, collate, steps, *, num_workers=0, **which):
-    """One rank's batches at these steps; `which` is passed on to rows_of_step."""
-    rows = (rows_of_step(step, len(problems), **which) for step in steps)
-    return DataLoader(problems, batch_sampler=rows, collate_fn=collate, num_workers=num_workers,
-                      worker_init_fn=ignore_signals)
-
-
 def ignore_signals(worker):
     """Ctrl-C reaches the workers too, but the step that is running may still need their batches.
 
@@ -256,8 +235,13 @@ def read_prompts(args, tokenizer):
     collate = PromptCollator(tokenizer, args.max_seq_len, args.system_prompt)
     problems, heldout = PromptDataset(args.data_path), []
     if args.eval_interval or args.eval_only:
-        heldout = read_heldout(args.eval_data_path, args.eval_samples,
-                               with_answer=args.eval_reward_funcs == ["accuracy"])
+        heldout = [row for row in PromptDataset(args.eval_data_path)
+                   if args.eval_reward_funcs != ["accuracy"] or row.get("answer") is not None]
+        if not heldout:
+            raise UserError(f"--eval_data_path {args.eval_data_path}: no line has an answer to "
+                            "compare with; add the field answer, name your own reward with "
+                            "--eval_reward_funcs, or train with --eval_interval 0")
+        heldout = heldout[:args.eval_samples]
     if args.overlong_prompts == "drop":
         problems = collate.without_overlong(problems, args.data_path)
         heldout = collate.without_overlong(heldout, args.eval_data_path)
@@ -270,7 +254,7 @@ def batches_from(first_step, problems, collate, world, args):
     last_step = args.epochs * steps_per_epoch(len(problems), num_prompts, world.size)
     last_step = min(last_step, args.max_steps or last_step)
     world.agree(first_step=first_step, last_step=last_step, prompts=len(problems))
-    return batches_of_steps(
-        problems, collate, range(first_step, last_step + 1), prompts_per_rank=num_prompts,
-        rank=world.rank, world_size=world.size, seed=args.seed, num_workers=args.num_workers
-    ), last_step
+    rows = (rows_of_step(step, len(problems), num_prompts, rank=world.rank, world_size=world.size,
+                         seed=args.seed) for step in range(first_step, last_step + 1))
+    return DataLoader(problems, batch_sampler=rows, collate_fn=collate,
+                      num_workers=args.num_workers, worker_init_fn=ignore_signals), last_step

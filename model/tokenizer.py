@@ -10,10 +10,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dataset.prompts import read_lines
+from dataset.prompts import is_chat, read_lines
 from report import UserError, user_errors
-
-MAX_LINE = 64 * 2**20       # bytes in a line of data
 
 # Ids 0, 1, 2. Special tokens: decoding can skip them, and a user's text should not contain them.
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -56,9 +54,7 @@ def read_chats(path):
     chats = []
     for where, row in read_lines(path):
         chat = row.get("conversations") if isinstance(row, dict) else None
-        if not isinstance(chat, list) or not all(
-                isinstance(turn, dict) and isinstance(turn.get("role"), str)
-                and isinstance(turn.get("content"), str) for turn in chat):
+        if not is_chat(chat):
             raise UserError(f'{where}: no chat found; write {{"conversations": [{{"role": "user", '
                             '"content": "..."}, {"role": "assistant", "content": "..."}]}')
         if not any(turn["role"] == "assistant" for turn in chat):

@@ -10,7 +10,7 @@ import torch
 from report import UserError
 
 from .countdown import countdown_reward
-from .judge import Judge, name_of
+from .judge import Judge
 from .penalties import repetition_reward, soft_overlong_reward
 from .reward_model import load_reward_model, reward_model_reward
 from .rules import accuracy_reward, format_reward, tag_reward
@@ -25,25 +25,23 @@ def load_reward_funcs(names, *, reward_model_path=None, device="cpu", max_comple
 
     "overlong" penalises completions that come close to max_completion_length. A function that
     takes longer than `timeout` seconds counts as failed (0: no limit). The other options are those
-    of reward_model_reward: reasoning, clip, scale, answer_share. UserError for an unknown name. A
-    function that fails in its first call raises Broken, a UserError, from there.
+    of reward_model_reward: reasoning, clip, scale, answer_share. UserError for an unknown name.
     """
-    funcs = {}
-    for name in dict.fromkeys(names):       # a reward model is loaded once
+    def find(name):
         if name == "rm":
             model = load_reward_model(reward_model_path, device=device)
-            funcs[name] = reward_model_reward(model, **reward_model_options)
-        elif name == "overlong":
-            funcs[name] = soft_overlong_reward(max_completion_length)
-        elif ":" in name:
-            funcs[name] = import_function(name)
-        elif name in RULES:
-            funcs[name] = RULES[name]
-        else:
-            raise UserError(f"--reward_funcs {name}: no such reward; choose from "
-                            f"{', '.join(RULES)}, rm, overlong, or give module:function")
-    judges = {name: Judge(function, timeout=timeout, ours=":" not in name)
-              for name, function in funcs.items()}
+            return reward_model_reward(model, **reward_model_options)
+        if name == "overlong":
+            return soft_overlong_reward(max_completion_length)
+        if ":" in name:
+            return import_function(name)
+        if name in RULES:
+            return RULES[name]
+        raise UserError(f"--reward_funcs {name}: no such reward; choose from "
+                        f"{', '.join(RULES)}, rm, overlong, or give module:function")
+
+    judges = {name: Judge(find(name), timeout=timeout, ours=":" not in name)
+              for name in dict.fromkeys(names)}         # a reward model is loaded once
     return [judges[name] for name in names]
 
 
@@ -54,9 +52,8 @@ def import_function(name):
         sys.path.append(os.getcwd())
     try:
         found = importlib.import_module(module)
-    except SyntaxError as error:
-        reason = f"{error.msg} ({error.filename}, line {error.lineno})"
     except (Exception, SystemExit) as error:
+        # Where in the module; of a SyntaxError, the message says it.
         lines = [f" ({frame.filename}, line {frame.lineno})"
                  for frame in traceback.extract_tb(error.__traceback__)
                  if frame.filename not in (__file__, importlib.__file__)
@@ -70,14 +67,14 @@ def import_function(name):
                     "Python can import from this folder")
 
 
-def named(functions):
-    """{name: function}; if a name is taken, a number is added to it."""
+def named(judges):
+    """{name: Judge}; if a name is taken, a number is added to it."""
     found = {}
-    for function in functions:
-        name = name_of(function)
+    for judge in judges:
+        name = judge.__name__
         while name in found:
             name = f"{name}_{len(found)}"
-        found[name] = function
+        found[name] = judge
     return found
 
 
@@ -97,11 +94,10 @@ def combine_rewards(prompts, completions, reward_funcs, reward_weights, **column
     whatever a Judge treats as one, becomes NaN in the values and adds nothing to the sum. A
     completion that no function judged has a NaN reward.
     """
-    per_function = {}
-    for name, function in named(reward_funcs).items():
-        judge = function if isinstance(function, Judge) else Judge(function, proven=True)
-        values = judge(prompts=prompts, completions=completions, **columns)
-        per_function[name] = torch.tensor(values, dtype=torch.float32)          # (N,)
+    judges = named(function if isinstance(function, Judge) else Judge(function, proven=True)
+                   for function in reward_funcs)
+    per_function = {name: torch.tensor(judge(prompts=prompts, completions=completions, **columns),
+                                       dtype=torch.float32) for name, judge in judges.items()}
     values = torch.stack(list(per_function.values()))                           # (functions, N)
     rewards = (values * torch.tensor(reward_weights)[:, None]).nansum(0)        # (N,)
     rewards[values.isnan().all(0) | ~rewards.isfinite()] = math.nan

@@ -1,13 +1,7 @@
 """The reward of Countdown: does the expression in the answer use each number once and hit?"""
-import ast
-import operator
 import re
-from fractions import Fraction
 
-from .rules import extract_answer
-
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-             ast.Div: operator.truediv}
+from .rules import extract_answer, value_of
 
 
 def countdown_reward(prompts, completions, nums=None, target=None, **columns):
@@ -26,22 +20,8 @@ def countdown_reward(prompts, completions, nums=None, target=None, **columns):
 def is_solution(text, numbers, target):
     text = text.partition("=")[0].strip()
     # A model writes this text: a short one, of these characters only, before Python parses it.
-    if not re.fullmatch(r"[\d+\-*/() ]{1,100}", text):
+    # A sign in front of a number is no operator.
+    if not re.fullmatch(r"[\d+\-*/() ]{1,100}", text) or re.search(r"(^|[-+*/(]) *[-+]", text):
         return False
-    used = []
-    try:
-        value = evaluate(ast.parse(text, mode="eval").body, used)
-    except (SyntaxError, ValueError, ZeroDivisionError):
-        return False
-    return value == target and sorted(used) == sorted(numbers)
-
-
-def evaluate(node, used):
-    """The node's value; the numbers in it are appended to `used`. UserError for anything else."""
-    if isinstance(node, ast.Constant):
-        used.append(node.value)
-        return Fraction(node.value)
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        left, right = evaluate(node.left, used), evaluate(node.right, used)
-        return OPERATORS[type(node.op)](left, right)
-    raise ValueError("neither a number nor + - * /")
+    used = [int(number) for number in re.findall(r"\d+", text)]
+    return value_of(text) == target and sorted(used) == sorted(numbers)

@@ -26,26 +26,22 @@ def internlm2_config(saved, where):
     """Their config.json, parsed, as a MiniMindConfig. UserError for what our Decoder lacks."""
     file = where / "config.json"
     with explained(file, "a field is missing or wrong", "download the file again"):
-        return check_fields(to_config(saved, file), file)
-
-
-def to_config(saved, file):
-    rope = saved.get("rope_scaling") or {}
-    # Dynamic scaling changes nothing within the length that the model was trained on.
-    if rope.get("type", rope.get("rope_type", "dynamic")) not in ("dynamic", "default"):
-        raise UserError(f"{file}: rope scaling {rope!r} is not supported; choose "
-                        "weights with dynamic scaling or none")
-    if saved.get("bias"):
-        raise UserError(f"{file}: InternLM2 with biases is not supported; choose "
-                        "weights without them")
-    heads = saved["num_attention_heads"]
-    return MiniMindConfig(
-        vocab_size=saved["vocab_size"], hidden_size=saved["hidden_size"],
-        intermediate_size=saved["intermediate_size"], num_hidden_layers=saved["num_hidden_layers"],
-        num_attention_heads=heads, num_key_value_heads=saved.get("num_key_value_heads") or heads,
-        head_dim=saved["hidden_size"] // heads, rms_norm_eps=saved.get("rms_norm_eps", 1e-6),
-        rope_theta=saved.get("rope_theta", 10000.0), tie_word_embeddings=False, qk_norm=False,
-        qkv_bias=False)
+        rope, heads = saved.get("rope_scaling") or {}, saved["num_attention_heads"]
+        # Dynamic scaling changes nothing within the length that the model was trained on.
+        if rope.get("type", rope.get("rope_type", "dynamic")) not in ("dynamic", "default"):
+            raise UserError(f"{file}: rope scaling {rope!r} is not supported; choose "
+                            "weights with dynamic scaling or none")
+        if saved.get("bias"):
+            raise UserError(f"{file}: InternLM2 with biases is not supported; choose "
+                            "weights without them")
+        return check_fields(MiniMindConfig(
+            vocab_size=saved["vocab_size"], hidden_size=saved["hidden_size"],
+            intermediate_size=saved["intermediate_size"],
+            num_hidden_layers=saved["num_hidden_layers"], num_attention_heads=heads,
+            num_key_value_heads=saved.get("num_key_value_heads") or heads,
+            head_dim=saved["hidden_size"] // heads, rms_norm_eps=saved.get("rms_norm_eps", 1e-6),
+            rope_theta=saved.get("rope_theta", 10000.0), tie_word_embeddings=False, qk_norm=False,
+            qkv_bias=False), file)
 
 
 def internlm2_state(tensors, config):

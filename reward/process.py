@@ -2,16 +2,13 @@
 
 DeepSeekMath, section 4.1.3.
 """
-import ast
-import operator
 import re
 from bisect import bisect_left
-from fractions import Fraction
 
 import torch
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-             ast.Div: operator.truediv}
+from .rules import value_of
+
 # An equation is a chain of expressions, each said to equal the next: `27*6=120+42=162` or
 # `27*6 is 162`. An expression can only start where a run of its characters starts; that keeps the
 # search linear in time, whatever a policy writes.
@@ -87,23 +84,6 @@ def holds(equation):
     """Whether all sides are equal. A side that can't be parsed makes the equation wrong."""
     values = {value_of(side) for side in re.split(r"=|\bis\b", equation)}
     return len(values) == 1 and None not in values
-
-
-def value_of(expression):
-    """The exact value of an expression with + - * / and brackets, or None if it has none."""
-    def evaluate(node):
-        if isinstance(node, ast.BinOp):
-            return OPERATORS[type(node.op)](evaluate(node.left), evaluate(node.right))
-        if isinstance(node, ast.UnaryOp):
-            value = evaluate(node.operand)
-            return -value if isinstance(node.op, ast.USub) else value
-        return Fraction(str(node.value))
-
-    try:
-        return evaluate(ast.parse(expression.strip().rstrip("."), mode="eval").body)
-    except (SyntaxError, ValueError, KeyError, AttributeError, ZeroDivisionError, RecursionError,
-            MemoryError):
-        return None     # not arithmetic, or nested too deep: a policy may write anything
 
 
 def token_at(end, ids, tokenizer):

@@ -23,6 +23,10 @@ from .rules import answer_block
 ANOTHER = "choose another reward model"
 
 
+def with_reply(messages, text):
+    return messages + [{"role": "assistant", "content": text}]
+
+
 class RewardModel(nn.Module):
     """A causal backbone with a head of one output, read at the last token of a chat.
 
@@ -269,13 +273,10 @@ def reward_model_reward(model, *, reasoning=True, clip=3.0, scale=1.0, answer_sh
                         "--reward_model_answer_share 0")
 
     def reward_model(prompts, completions, messages, **columns):
-        def chat(i, reply):
-            return messages[i] + [{"role": "assistant", "content": reply}]
-
         answers = [answer_block(completion) if reasoning else None for completion in completions]
         with_answer = [i for i, answer in enumerate(answers) if answer is not None]
-        chats = [chat(i, completion) for i, completion in enumerate(completions)]
-        chats += [chat(i, answers[i]) for i in with_answer]
+        chats = [*map(with_reply, messages, completions),
+                 *(with_reply(messages[i], answers[i]) for i in with_answer)]
         scores = [max(-bound, min(bound, scale * score)) for score in model.get_scores(chats)]
         rewards = scores[:len(completions)]
         for i, answer_score in zip(with_answer, scores[len(completions):]):

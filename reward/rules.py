@@ -7,10 +7,13 @@ each completion) and `completion_ids`. None means that the reward does not apply
 Rewards judge the whole reply: if the chat template itself opens `<think>`, each completion is
 passed in with that tag in front.
 """
+import ast
+import operator
 import re
 import threading
 import warnings
 from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 
 from report import UserError
 
@@ -25,6 +28,8 @@ WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*\.?")
 WITHIN_A_NUMBER = re.compile(r"\\?\$|\\[,!; ]|(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
 AFTER_A_NUMBER = re.compile(r"(?:\\?%|°|\^\{?\\circ\}?|\\(?:text|mathrm)\{[^{}]*\}|\.|\s)+$")
 TEXT = re.compile(r"\\text(?:bf|rm)?\{([^{}]*)\}")
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+             ast.Div: operator.truediv, ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
 def format_reward(prompts, completions, **columns):
@@ -46,11 +51,10 @@ def accuracy_reward(prompts, completions, answer=None, **columns):
     A reply that is the gold answer and nothing else is right too. None where there is no gold
     answer.
     """
-    golds = answer if answer is not None else [None] * len(completions)
     return [None if gold is None else
             float(same_answer(extract_answer(completion), gold)
                   or completion.strip() == str(gold).strip())
-            for completion, gold in zip(completions, golds)]
+            for completion, gold in zip(completions, answer or [None] * len(completions))]
 
 
 def extract_answer(completion):
@@ -123,6 +127,22 @@ def as_number(text):
     except InvalidOperation:
         return None
     return number if number.is_finite() else None
+
+
+def value_of(expression):
+    """The exact value of an expression with + - * / and brackets, or None if it has none."""
+    def evaluate(node):
+        if isinstance(node, ast.BinOp):
+            return OPERATORS[type(node.op)](evaluate(node.left), evaluate(node.right))
+        if isinstance(node, ast.UnaryOp):
+            return OPERATORS[type(node.op)](evaluate(node.operand))
+        return Fraction(str(node.value))
+
+    try:
+        return evaluate(ast.parse(expression.strip().rstrip("."), mode="eval").body)
+    except (SyntaxError, ValueError, KeyError, AttributeError, ZeroDivisionError, RecursionError,
+            MemoryError):
+        return None     # not arithmetic, or nested too deep: a policy may write anything
 
 
 def same_mathematics(given, gold):

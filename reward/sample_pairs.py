@@ -9,13 +9,13 @@ A reward model learns whatever sets the two sides apart, whether or not that is 
 better. Here most right replies are long and worked, and most wrong ones are guesses.
 """
 import argparse
-import json
 import random
 from pathlib import Path
 
 import torch
 
 from dataset import PromptCollator, PromptDataset
+from dataset.arithmetic import write
 from model import load_pretrained, load_tokenizer, sample
 
 from .rules import accuracy_reward
@@ -63,17 +63,14 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    problems, rng, written = PromptDataset(args.prompts).rows, random.Random(args.seed), 0
-    with open(args.save, "w", encoding="utf-8") as file:
-        for policy in args.policies:
-            groups = replies(policy, problems, args.num_generations, args.seed)
-            for problem, group in zip(problems, groups):
-                for chosen, rejected in pairs_of(group, rng, args.most):
-                    row = {"conversations": problem["messages"], "chosen": chosen,
-                           "rejected": rejected, "kind": "reply"}
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                    written += 1
-    print(f"wrote {written} pairs to {args.save}")
+    problems, rng = PromptDataset(args.prompts), random.Random(args.seed)
+    write(args.save, (
+        {"conversations": problem["messages"], "chosen": chosen, "rejected": rejected,
+         "kind": "reply"}
+        for policy in args.policies
+        for problem, group in zip(problems, replies(policy, problems, args.num_generations,
+                                                    args.seed))
+        for chosen, rejected in pairs_of(group, rng, args.most)))
 
 
 if __name__ == "__main__":

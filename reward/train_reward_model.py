@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from dataset.arithmetic import write
 from dataset.prompts import read_lines
 from model import load_pretrained, load_tokenizer
 from model.checkpoint import build, read_config, read_weights
@@ -41,16 +42,12 @@ from model.files import explained
 from model.train_sft import optimize
 from report import UserError, user_errors
 
-from .reward_model import LikelihoodModel, RewardModel, is_likelihood
+from .reward_model import LikelihoodModel, RewardModel, is_likelihood, with_reply
 from .rules import accuracy_reward, extract_answer
 from .sample_pairs import pairs_of
 
 KEPT = 1000         # pairs saved next to the weights, for a later --replay
 ANOTHER = "choose another --init"
-
-
-def with_reply(messages, text):
-    return messages + [{"role": "assistant", "content": text}]
 
 
 def read_pairs(paths):
@@ -220,11 +217,10 @@ def main():
              warmup_steps=args.warmup_steps)
     print(f"held-out pairs ordered right: {percentages(model, heldout)}")
     model.to(torch.bfloat16).save_pretrained(args.save)
-    with open(args.save / "pairs.jsonl", "w", encoding="utf-8") as file:
-        for chosen, rejected, kind in rng.sample(own + earlier, min(KEPT, len(own + earlier))):
-            row = {"conversations": chosen[:-1], "kind": kind,
-                   "chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    kept = rng.sample(own + earlier, min(KEPT, len(own + earlier)))
+    write(args.save / "pairs.jsonl", (
+        {"conversations": chosen[:-1], "kind": kind, "chosen": chosen[-1]["content"],
+         "rejected": rejected[-1]["content"]} for chosen, rejected, kind in kept))
     print(f"saved {args.save}")
 
 

@@ -110,7 +110,7 @@ def batches_of(case, count, tokenizer):
     """Batches of the task's prompts, or of 32 tokens each, most of them random digits."""
     collate, draw = PromptCollator(tokenizer, max_seq_len=1024), random.Random(0)
     total = count * case.prompts
-    items = (PromptDataset(ROOT / "dataset/train.jsonl").rows * total)[:total]
+    items = (PromptDataset(ROOT / "dataset/train.jsonl") * total)[:total]
     if case.config:
         def ask(text):
             return {"messages": [{"role": "user", "content": text}]}

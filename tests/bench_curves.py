@@ -27,8 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import train_grpo  # noqa: E402, I001 - before torch: it sets how OpenMP's threads wait
 import torch  # noqa: E402
-from dataset import read_prompts  # noqa: E402
-from dataset.prompts import batches_of_steps  # noqa: E402
+from dataset import batches_from, read_prompts  # noqa: E402
 from model import fast, load_pretrained  # noqa: E402
 from report.experiments import mean, rounded  # noqa: E402
 from report.figures import draw_experiment, print_table  # noqa: E402
@@ -171,9 +170,7 @@ def main():
         world = train_grpo.World("cpu")
         tokenizer, *_ = train_grpo.load_models(args, world)
         collate, problems, heldout = read_prompts(args, tokenizer)
-        batches = list(batches_of_steps(
-            problems, collate, range(1, options.steps + 1), prompts_per_rank=args.batch_size,
-            rank=0, world_size=1, seed=seed))
+        batches = list(batches_from(1, problems, collate, world, args)[0])
         evaluate = evaluator(args, collate, heldout, world)
         if ("MiniGRPO", seed) not in done:
             ours(args, curve := Curve())

@@ -1,4 +1,6 @@
 import gc
+import importlib
+import json
 import os
 import signal
 import sys
@@ -15,6 +17,23 @@ os.environ["HF_HUB_OFFLINE"] = "1"      # a test that reaches for the network fa
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):           # Windows has none
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def write(path, rows):
+    """A jsonl file; returns its path."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def jsonl(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def turns(*contents):
+    """A chat of these texts, by user and assistant in turn."""
+    return [{"role": ("user", "assistant")[i % 2], "content": content}
+            for i, content in enumerate(contents)]
 
 
 def interrupt(number):
@@ -45,6 +64,17 @@ def no_pictures(request, monkeypatch):
 @pytest.fixture
 def pictures():
     """Runs draw their curves."""
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    """Writes a module of the user's, as `name`, to where Python finds it."""
+    def make(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        importlib.invalidate_caches()
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -2,16 +2,14 @@
 import itertools
 import json
 import random
-from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from conftest import ROOT
 from dataset import PromptDataset, countdown
 from report.behaviour import behaviour
 from reward import countdown_reward
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def values(nums, operators):
@@ -50,7 +48,7 @@ def test_equal_expressions_are_tried_once():
 
 def test_the_shipped_problems_are_those_of_the_script_and_apart():
     def read(name):
-        rows = PromptDataset(ROOT / f"dataset/countdown_{name}.jsonl").rows
+        rows = PromptDataset(ROOT / f"dataset/countdown_{name}.jsonl")
         assert rows[0]["messages"][0]["content"].startswith("Use ")
         return [(tuple(row["nums"]), row["target"]) for row in rows]
 
@@ -107,6 +105,7 @@ def test_the_first_texts_are_comparisons_searches_that_hit_soon_and_long_ones():
     ("8*6+9", 1), ("9 + 6 * 8", 1), ("8*6+9 = 57", 1), ("(8*6)+9", 1),
     ("9-8+6", 0), ("9*8*6", 0),                         # each number once, but 7 and 432
     ("8*6+8", 0), ("8*6+9+0", 0), ("57", 0), ("48+9", 0), ("8*6", 0), ("none", 0), ("", 0),
+    ("8*6+9+9-9", 0), ("+8*6+9", 0), ("8*6- -9", 0), ("9+(-8*-6)", 0),
     ("8*6+9)", 0), ("9**6", 0), ("8(6)+9", 0), ("[9*6+8-5][0]", 0), ("9/0+8*6", 0),
     ("(" * 60 + "8*6+9" + ")" * 60, 0),
 ])

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from conftest import ROOT
+from conftest import ROOT, jsonl, turns
 from dataset import PromptCollator, PromptDataset, arithmetic
 from dataset.prompts import rows_of_step, steps_per_epoch
 from model import load_pretrained, train_sft
@@ -16,7 +16,7 @@ from reward import format_reward, tag_reward
 
 # --- jsonl -> prompts -----------------------------------------------------------------------------
 
-USER, REPLY = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}
+USER, REPLY = turns("2+3?", "5")
 
 
 def dataset_of(tmp_path, *lines):
@@ -82,17 +82,14 @@ def test_a_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
 
 @pytest.mark.parametrize("lines", [[], ["", "  "]])
 def test_a_file_without_prompts_is_named(lines, tmp_path):
-    with pytest.raises(ValueError, match="some.jsonl"):
+    with pytest.raises(ValueError, match="some.jsonl: no such file"):
+        PromptDataset(tmp_path / "some.jsonl")
+    with pytest.raises(ValueError, match="some.jsonl: the file has no prompts"):
         dataset_of(tmp_path, *lines)
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match="nowhere.jsonl"):
-        PromptDataset(tmp_path / "nowhere.jsonl")
-
-
 def test_prompts_are_padded_on_the_left_and_a_long_one_keeps_its_end(tokenizer):
-    items = [{"messages": [{"role": "user", "content": content}], "answer": "1", **extra}
+    items = [{"messages": turns(content), "answer": "1", **extra}
              for content, extra in [("7", {}), ("What is 12 + 34*5?", {"level": 2})]]
     prompts = [f"<|im_start|>user\n{item['messages'][0]['content']}<|im_end|>\n"
                "<|im_start|>assistant\n" for item in items]
@@ -175,22 +172,12 @@ def expression_of(row):
     return content.removeprefix("What is ").removesuffix("?")
 
 
-def shipped(name):
-    text = (ROOT / "dataset" / name).read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
-
-
-@pytest.fixture(scope="module")
-def heldout():
-    return {canonical(expression_of(row)) for row in shipped("heldout.jsonl")}
-
-
 TEMPLATES = ["N + N*N", "N*N - N", "(N + N)*N", "N + N - N + N", "N*N + N*N"]
 
 
 @pytest.mark.parametrize("name, at_least", [("train.jsonl", 5000), ("heldout.jsonl", 1000)])
 def test_shipped_problems_are_right_distinct_in_range_and_of_all_templates(name, at_least):
-    rows = shipped(name)
+    rows = jsonl(ROOT / "dataset" / name)
     expressions = [expression_of(row) for row in rows]
     assert [row["answer"] for row in rows] == [str(eval(expression)) for expression in expressions]
     assert all(0 <= int(row["answer"]) <= 999 for row in rows)
@@ -199,27 +186,19 @@ def test_shipped_problems_are_right_distinct_in_range_and_of_all_templates(name,
     assert all(shapes.count(template) > len(rows) / 20 for template in TEMPLATES)
 
 
-def test_no_heldout_problem_is_in_the_training_data_in_any_order_of_its_operands(heldout):
-    training = {canonical(expression_of(row)) for row in shipped("train.jsonl")}
-    assert not heldout & training
+def test_no_heldout_problem_is_trained_on_in_any_order_of_its_operands():
+    def names(rows):
+        expressions = map(expression_of, rows)
+        return {canonical(text) for text in expressions if "," not in text}     # not the drills
 
-
-def test_no_heldout_problem_is_in_the_texts_that_the_weights_were_trained_on(heldout):
-    for source in (arithmetic.finetuning_chats(random.Random(1), 2000, tags=True),
+    heldout = [*jsonl(ROOT / "dataset/heldout.jsonl"),
+               *arithmetic.flaw_pairs(random.Random(5), 3000, heldout=True)]
+    for source in (jsonl(ROOT / "dataset/train.jsonl"),
+                   arithmetic.finetuning_chats(random.Random(1), 2000, tags=True),
                    arithmetic.finetuning_chats(random.Random(2), 2000, tags=False),
-                   arithmetic.flaw_pairs(random.Random(3), 2000, heldout=False),
+                   arithmetic.flaw_pairs(random.Random(3), 3000, heldout=False),
                    arithmetic.pretraining_chats(random.Random(4), 2000)):
-        expressions = [expression_of(row) for row in source]
-        problems = [text for text in expressions if "," not in text]        # the others are drills
-        assert not heldout & set(map(canonical, problems))
-
-
-def test_evaluation_pairs_and_training_pairs_share_no_problem():
-    evaluated, trained = (
-        {canonical(expression_of(row))
-         for row in arithmetic.flaw_pairs(random.Random(5), 3000, heldout=side)}
-        for side in (True, False))
-    assert not evaluated & trained
+        assert not names(heldout) & names(source)
 
 
 def test_the_shipped_files_are_what_the_generator_writes_byte_for_byte(tmp_path, monkeypatch):

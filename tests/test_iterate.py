@@ -3,7 +3,6 @@
 Which pairs it learns from, where it starts, and how it goes on after an interruption.
 """
 import copy
-import json
 import math
 import random
 import shutil
@@ -14,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from conftest import jsonl, turns, write
 from dataset.arithmetic import flaw_pairs
-from model import save_pretrained
 from reward import iterate, load_reward_model, train_reward_model
-from reward.reward_model import LikelihoodModel, reward_model_reward
+from reward.reward_model import LikelihoodModel, reward_model_reward, with_reply
 from reward.train_reward_model import accuracy_by_kind, loss_of, pairs_of_runs
 
 SHIPPED, POLICY = "reward/weights/reward_128", Path("model/weights/reason_128")
@@ -28,14 +27,8 @@ def completion_rows(num_prompts, step=1):
     for i in range(num_prompts):
         prompt, answers = f"What is {i} + 5?", (i + 5, i + 5, i + 6, "")
         for number, answer in enumerate(answers):
-            yield {"step": step, "prompt": prompt, "answer": str(i + 5),
-                   "messages": [{"role": "user", "content": prompt}],
+            yield {"step": step, "prompt": prompt, "answer": str(i + 5), "messages": turns(prompt),
                    "completion": f"<think>\n{number}\n</think>\n<answer>\n{answer}\n</answer>"}
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def test_pairs_are_right_against_wrong_within_a_group_and_hold_out_whole_prompts(tmp_path):
@@ -82,11 +75,12 @@ def test_retraining_starts_from_the_reward_model_and_replays_its_pairs(retrain, 
     own = {row["prompt"] for row in completion_rows(60)}
     # 6 of 8 pairs are the run's
     assert len(chats) == 16 and sum(chat[0]["content"] in own for chat in chats) == 12
-    chat = [{"role": "user", "content": "What is 7 + 3*7?"}, {"role": "assistant", "content": "28"}]
-    assert load_reward_model(tmp_path / "new").get_score(chat) == pytest.approx(
-        load_reward_model(SHIPPED).get_score(chat), abs=1e-5)
-    kept = [json.loads(line) for line in (tmp_path / "new/pairs.jsonl").read_text().splitlines()]
+    before, after = (load_reward_model(path).get_scores([turns("What is 7 + 3*7?", "28")])
+                     for path in (SHIPPED, tmp_path / "new"))
+    assert after == pytest.approx(before, abs=1e-5)
+    kept = jsonl(tmp_path / "new/pairs.jsonl")
     assert len(kept) == 1000 and any(row["conversations"][0]["content"] in own for row in kept)
+    assert not any(train_reward_model.held_out(row["conversations"]) for row in kept)
     assert "before training" in capsys.readouterr().out
 
 
@@ -102,14 +96,8 @@ def test_a_language_model_is_retrained_as_one_and_on_no_bare_answers(retrain, tm
 
 def test_a_likelihood_model_scores_the_log_probability_of_the_last_turn(tiny_policy, tmp_path):
     tokenizer, policy = tiny_policy
-    question = [{"role": "user", "content": "What is 7 + 3*7?"}]
-    talk = [*question, {"role": "assistant", "content": "The answer is 28."},
-            {"role": "user", "content": "What?"}]
-    chats = [before + [{"role": "assistant", "content": text}]
-             for before, text in ((talk, "28"), (question, "7 + 3*7 is 28. " * 3), (question, ""))]
-    save_pretrained(policy, tokenizer, tmp_path / "policy")
-    with pytest.raises(ValueError, match="not a language model"):
-        load_reward_model(tmp_path / "policy")
+    chats = [turns("What is 7 + 3*7?", *texts) for texts in (
+        ("The answer is 28.", "What?", "28"), ("7 + 3*7 is 28. " * 3,), ("",))]
     LikelihoodModel(policy, tokenizer).save_pretrained(tmp_path / "judge")
     model = load_reward_model(tmp_path / "judge")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "judge")
@@ -126,7 +114,7 @@ def test_a_likelihood_model_scores_the_log_probability_of_the_last_turn(tiny_pol
         reply = range(len(prompt), len(ids))
         expected.append(sum(math.log(p[t - 1, ids[t]].item()) for t in reply))
     assert model.get_scores(chats) == pytest.approx(expected, abs=1e-3)
-    assert [model.get_score(chat) for chat in chats] == pytest.approx(expected, abs=1e-3)
+    assert model.get_scores(chats, max_tokens=1) == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_likelihood_needs_a_template_that_shows_where_a_reply_begins(tiny_policy):
@@ -142,19 +130,18 @@ def test_a_likelihood_needs_a_template_that_shows_where_a_reply_begins(tiny_poli
             LikelihoodModel(policy, tokenizer)
 
 
-def test_the_chain_names_a_reward_model_that_is_not_there(tmp_path, monkeypatch):
+def test_the_chain_names_a_reward_model_that_is_not_there(tmp_path, monkeypatch, capsys):
     argv = ["iterate.py", "--reward_model_path", str(tmp_path / "nowhere")]
     monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(ValueError, match="nowhere: no config.json there"):
+    with pytest.raises(SystemExit):
         iterate.main()
+    assert "nowhere: no config.json there" in capsys.readouterr().err
 
 
 def test_only_differences_of_likelihoods_are_trained(tiny_policy):
     tokenizer, policy = tiny_policy
     model = LikelihoodModel(policy, tokenizer)
-    chats = [[{"role": "user", "content": "7?"}, {"role": "assistant", "content": text}]
-             for text in ("is 28", "is 72")]
-    ids, ends = model.encode(chats)
+    ids, ends = model.encode([turns("7?", text) for text in ("is 28", "is 72")])
     better, worse = model(ids)
     first, end = int((better != worse).nonzero()[0]), int(ends[0])      # first digit, last token
     losses = -torch.nn.functional.logsigmoid(better - worse)
@@ -167,8 +154,8 @@ def test_a_language_model_sees_slips_that_the_shipped_classifier_does_not():
     language_model = train_reward_model.load_init(POLICY, likelihood=True)
     rows = [row for row in flaw_pairs(random.Random(0), 400, heldout=True)
             if row["kind"] == "slip" and "<think>" in row["chosen"]]
-    pairs = [(*(row["conversations"] + [{"role": "assistant", "content": row[side]}]
-                for side in ("chosen", "rejected")), "slip") for row in rows]
+    pairs = [(*(with_reply(row["conversations"], row[side]) for side in ("chosen", "rejected")),
+              "slip") for row in rows]
     blind, seeing = (accuracy_by_kind(model, pairs)["slip"]
                      for model in (classifier, language_model))
     assert len(pairs) > 100 and blind < 0.75 and seeing > 0.85

@@ -540,7 +540,6 @@ def test_a_line_of_data_with_bytes_at_random(seed, tmp_path):
 @pytest.mark.parametrize("read", [PromptDataset, read_chats, lambda path: read_pairs([path])])
 def test_a_line_that_never_ends_and_what_is_no_file_at_all(read, tmp_path, monkeypatch):
     monkeypatch.setattr(prompts, "MAX_LINE", 1000)
-    monkeypatch.setattr("model.tokenizer.MAX_LINE", 1000)
     file = tmp_path / "some.jsonl"
     file.write_bytes(b'{"prompt": "' + b"a" * 5000)
     refused(tmp_path, read, file, words="line 1 1,000 bytes")

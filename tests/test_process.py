@@ -6,14 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from reward import (
-    combine_rewards,
-    judge_steps,
-    load_reward_funcs,
-    process_advantages,
-    repetition_reward,
-    soft_overlong_reward,
-)
+from reward import judge_steps, process_advantages, repetition_reward, soft_overlong_reward
 from reward.process import judge_lines
 
 RIGHT = "<think>\n29+30=59\n59*7=350+63=413\n</think>\n<answer>\n413\n</answer>"
@@ -45,14 +38,11 @@ def test_process_advantages_stay_in_their_group_and_in_the_mask():
     ("27*6=120+42=160+2=162", True), ("27*6=120+42=160+2=163", False), ("27*6=120+41=162", False),
     ("29+30 is 59", True), ("She pays 3 + 4 = 7 dollars, 2*7=14 in all.", True),
     ("48/2 = 24", True), ("(2+3)*4=20", True), ("-3+4=1", True), ("1/0=1", False), ("2+=2", False),
-    ("9**9=1", False),
+    ("9**9=1", False), ("1. 3+4=7", True), ("1) 3+4=7", True), ("- 3+4=7", True),
+    ("12,000+1=12,001", True), ("I guess 162.", None), ("What is 3 + 4?", None),
 ])
-def test_a_line_is_right_if_all_sides_of_its_equations_are_equal(line, right):
-    assert judge_lines(line) == [(len(line), right)]
-
-
-def test_words_and_questions_are_not_steps():
-    assert judge_lines("I guess 162.\nWhat is 3 + 4?\n") == []
+def test_a_line_is_a_step_if_it_has_equations_and_right_if_they_hold(line, right):
+    assert judge_lines(line) == ([] if right is None else [(len(line), right)])
 
 
 def test_steps_end_at_their_line_and_the_outcome_at_the_last_token():
@@ -88,23 +78,7 @@ def test_repetition_counts_ngrams_of_ids():
     assert fluent == 0 and loop < -0.5
 
 
-def test_a_reward_that_takes_too_long_has_judged_nothing():
-    (limited,) = load_reward_funcs(["test_process:slow"], timeout=0.05)
-    with pytest.warns(UserWarning, match="slow failed.*--reward_timeout"):
-        rewards, _ = combine_rewards(["p"], ["c"], [limited], [1.0])
-    assert rewards.isnan().all()
-    (patient,) = load_reward_funcs(["test_process:slow"], timeout=60)
-    assert combine_rewards(["p"], ["c"], [patient], [1.0])[0].tolist() == [1.0]
-
-
-def slow(prompts, completions, **columns):
-    time.sleep(1)
-    return [1.0] * len(completions)
-
-
-def test_steps_are_found_in_linear_time_and_after_bullets():
+def test_steps_are_found_in_linear_time():
     start = time.perf_counter()
     judge_lines("1+" * 20_000)
     assert time.perf_counter() - start < 2
-    for line in ("1. 3+4=7", "1) 3+4=7", "- 3+4=7", "12,000+1=12,001"):
-        assert [right for _, right in judge_lines(line)] == [True], line

@@ -3,34 +3,23 @@
 GSM8K, MATH, RLAIF; templates that open the thinking.
 """
 import argparse
-import json
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 import train_grpo
-from dataset import PromptCollator, PromptDataset
+from conftest import ROOT, jsonl, write
+from dataset import PromptCollator, PromptDataset, read_prompts
+from model import Rollout, World
 from reward import accuracy_reward, format_reward, load_reward_model, rules, tag_reward
-from train_grpo import Rollout, World, completion_mask, compute_rewards
+from train_grpo import completion_mask, compute_rewards
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--batch_size", "4", "--num_generations", "4", "--max_gen_len", "64",
          "--max_steps", "2", "--epochs", "2"]
-
-
-def write(path, rows):
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    path.write_text("".join(lines), encoding="utf-8")
-    return str(path)
-
-
-def jsonl(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -135,8 +124,8 @@ def test_a_gsm8k_file_trains_and_its_test_file_measures(tmp_path):
         train_grpo.main([
             *SMALL, "--out_dir", str(tmp_path), "--run_name", "gsm8k",
             "--overlong_prompts", "drop",
-            "--data_path", write(tmp_path / "train.jsonl", problems[:8]),
-            "--eval_data_path", write(tmp_path / "test.jsonl", problems[8:])])
+            "--data_path", str(write(tmp_path / "train.jsonl", problems[:8])),
+            "--eval_data_path", str(write(tmp_path / "test.jsonl", problems[8:]))])
     before = jsonl(tmp_path / "gsm8k/eval.jsonl")[0]
     assert before["eval/greedy_accuracy"] > 0.4         # these weights have 0.75
     rows = jsonl(tmp_path / "gsm8k/completions.jsonl")
@@ -151,7 +140,7 @@ def test_an_rlaif_file_without_answers_trains_on_the_reward_model_alone(tmp_path
     brief = [{"role": "system", "content": "Be brief."}, *turns]
     chats = [{"conversations": chat} for chat in (turns, brief, turns * 2)]
     train_grpo.main([
-        *SMALL, "--data_path", write(tmp_path / "rlaif.jsonl", chats * 2),
+        *SMALL, "--data_path", str(write(tmp_path / "rlaif.jsonl", chats * 2)),
         "--out_dir", str(tmp_path), "--run_name", "rlaif", "--reasoning", "0",
         "--reward_model_clip", "0", "--reward_model_scale", "10", "--system_prompt", "r1",
         "--max_seq_len", "400"])
@@ -173,6 +162,16 @@ def test_an_rlaif_file_without_answers_trains_on_the_reward_model_alone(tmp_path
         assert ("<answer>" in row["prompt"]) == (not own)
         assert own == (row["messages"][0]["content"] == "Be brief.")
         assert row["messages"][-1]["role"] == "user"
+
+
+def test_where_accuracy_evaluates_only_problems_with_answers_count(tokenizer, tmp_path):
+    rows = [{"prompt": "1+1?"}, {"prompt": "1+2?", "answer": "3"}, {"prompt": "1+3?", "answer": 4}]
+    path = write(tmp_path / "heldout.jsonl", rows)
+    args = train_grpo.parse_args(["--eval_data_path", str(path), "--eval_samples", "1"])
+    assert [row["answer"] for row in read_prompts(args, tokenizer)[2]] == ["3"]
+    write(path, rows[:1])
+    with pytest.raises(ValueError, match="heldout.jsonl: no line has an answer"):
+        read_prompts(args, tokenizer)
 
 
 # --- prompts --------------------------------------------------------------------------------------
@@ -205,20 +204,6 @@ def test_thinking_is_switched_on_and_what_the_template_opens_is_told(opening, to
     assert PromptCollator(tokenizer, 99)([item])["prefills"] == [""]
 
 
-def rollout_of(texts, batch, tokenizer):
-    """One completion of each prompt, with these texts."""
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-           for text in texts]
-    R = max(map(len, ids))
-    completion_ids = torch.tensor([row + [0] * (R - len(row)) for row in ids])
-    mask = completion_mask(completion_ids, tokenizer.eos_token_id)
-    return Rollout(
-        prompts=batch["prompts"], columns=batch["columns"], prefills=batch["prefills"],
-        prompt_ids=batch["prompt_ids"], prompt_mask=batch["prompt_mask"], completions=texts,
-        completion_ids=completion_ids, mask=mask, ended=torch.ones(len(ids), dtype=torch.bool),
-        sampling_logps=torch.zeros(mask.shape))
-
-
 def test_where_the_template_opens_the_thinking_rewards_see_the_whole_reply(opening, monkeypatch):
     collate = PromptCollator(opening, 99)
     batch, seen = collate(ITEMS), []
@@ -231,7 +216,10 @@ def test_where_the_template_opens_the_thinking_rewards_see_the_whole_reply(openi
 
     # The second one is still thinking.
     texts = ["27*6=162\n</think>\n<answer>\n162\n</answer>", "27*6=162"]
-    rollout = rollout_of(texts, batch, opening)
+    ids = opening([text + opening.eos_token for text in texts], padding=True,
+                  padding_side="right", return_tensors="pt")["input_ids"]
+    mask, eos_ids = completion_mask(ids, opening.eos_token_id), [opening.eos_token_id]
+    rollout = Rollout.of(batch, ids, mask, torch.zeros(mask.shape), eos_ids, opening)
     rewards, per_function = compute_rewards(
         rollout, [format_reward, tag_reward, accuracy_reward, spy], [1.0, 2.0, 1.0, 1.0])
     assert rollout.completions == texts and seen == ["<think>\n" + text for text in texts]

@@ -18,18 +18,17 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
+from conftest import turns
 from reward import load_reward_model
-from reward.reward_model import reward_model_reward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEXTS = ["What is 7 + 3*7?", "user", "assistant", "The answer is 28.\n\nSo there,  twice."]
 CHATS = [
-    [{"role": "user", "content": "What is 7 + 3*7?"}, {"role": "assistant", "content": "28"}],
-    [{"role": "system", "content": "Be\nbrief. "}, {"role": "user", "content": "一加一？"},
-     {"role": "assistant", "content": "7 + 3"}, {"role": "user", "content": "What?"},
-     {"role": "assistant", "content": "The answer\n\nis 28. " * 3}],
-    [{"role": "user", "content": "7"}, {"role": "assistant", "content": ""}],
+    turns("What is 7 + 3*7?", "28"),
+    [{"role": "system", "content": "Be\nbrief. "},
+     *turns("一加一？", "7 + 3", "What?", "The answer\n\nis 28. " * 3)],
+    turns("7", ""),
 ]
 
 # --- InternLM2 ------------------------------------------------------------------------------------
@@ -141,7 +140,6 @@ def test_internlm2_scores_are_those_of_the_formula_alone_and_in_a_batch(internlm
     assert model.tokenize(CHATS) == ids and len({len(row) for row in ids}) == 3
     expected = [score_by_hand(tensors, row) for row in ids]
     assert min(abs(a - b) for a in expected for b in expected if a is not b) > 0.05
-    assert [model.get_score(chat) for chat in CHATS] == pytest.approx(expected, abs=1e-4)
     assert model.get_scores(CHATS) == pytest.approx(expected, abs=1e-4)
     assert model.get_scores(CHATS, max_tokens=1) == pytest.approx(expected, abs=1e-4)
     # the score of the token before the last would not pass for it
@@ -150,8 +148,7 @@ def test_internlm2_scores_are_those_of_the_formula_alone_and_in_a_batch(internlm
 
 def test_a_special_token_written_into_a_text_stays_text(internlm2, pieces):
     config, _, folder = internlm2
-    chat = [{"role": "user", "content": "<|im_end|><|reward|><s>"}]
-    ids, = load_reward_model(folder, device="cpu").tokenize([chat])
+    ids, = load_reward_model(folder).tokenize([turns("<|im_end|><|reward|><s>")])
     special = (1, config["vocab_size"] - 3, config["reward_token_id"])
     assert [ids.count(token) for token in special] == [1, 1, 1]
     assert pieces[0].decode(ids[2:-3]) == "user\n<|im_end|><|reward|><s>"
@@ -173,19 +170,6 @@ def test_internlm2_weights_in_pytorch_shards_give_the_same_scores(internlm2, tmp
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     expected = load_reward_model(folder).get_scores(CHATS)
     assert load_reward_model(tmp_path).get_scores(CHATS) == pytest.approx(expected, abs=0.05)
-
-
-class Harmful:
-    def __reduce__(self):
-        return exec, ("raise SystemExit('code in the weights ran')",)
-
-
-def test_weights_that_bring_code_along_are_refused(internlm2, tmp_path):
-    for name in ("config.json", "tokenizer.model", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((internlm2[2] / name).read_bytes())
-    torch.save({"v_head.weight": Harmful()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="pytorch_model.bin: .*other than tensors"):
-        load_reward_model(tmp_path)
 
 
 @pytest.mark.parametrize("change, says", [
@@ -257,8 +241,8 @@ def test_a_classifier_scores_as_in_transformers(kind, options, tokenizer_folder,
     expected = [theirs(torch.tensor([row])).logits.item() for row in ids]
     assert min(abs(a - b) for a in expected for b in expected if a is not b) > 0.05
     model = load_reward_model(tmp_path, device="cpu")
-    assert [model.get_score(chat) for chat in CHATS] == pytest.approx(expected, abs=1e-5)
-    assert model.get_scores(CHATS) == pytest.approx(expected, abs=1e-5)
+    for max_tokens in (None, 1):        # in one batch, and alone
+        assert model.get_scores(CHATS, max_tokens) == pytest.approx(expected, abs=1e-5)
     if options.get("bos"):
         assert all(row.count(tokenizer.bos_token_id) == 1 for row in model.tokenize(CHATS))
         assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id     # unless told not to
@@ -290,26 +274,7 @@ def test_a_classifier_without_a_head_or_with_its_own_code_is_refused(tokenizer_f
     assert "\n" not in str(error.value)
 
 
-def test_an_unreachable_hub_and_an_unknown_device_are_one_sentence():
+def test_an_unreachable_hub_is_one_sentence():
     with pytest.raises(ValueError, match="--reward_model_path someone/some-reward: .*hub") as error:
         load_reward_model("someone/some-reward")
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="--reward_model_device abacus"):
-        load_reward_model("someone/some-reward", device="abacus")
-
-
-def test_scale_comes_before_the_clip_and_a_clip_of_0_is_none():
-    class Fixed:
-        def get_scores(self, chats):
-            known = {"long": 5.0, "short": -20.0, "<answer>28</answer>": 2.0, "28": -1.0}
-            return [known[chat[-1]["content"]] for chat in chats]
-
-    def rewards(completions, **options):
-        reward = reward_model_reward(Fixed(), **options)
-        return reward(["p"] * len(completions), completions, [[]] * len(completions))
-
-    assert rewards(["long", "short"], clip=3.0) == [3.0, -3.0]
-    assert rewards(["long", "short"], clip=3.0, scale=0.5) == [2.5, -3.0]
-    assert rewards(["long", "short"], clip=0.0) == [5.0, -20.0]
-    assert rewards(["long", "short"], clip=math.inf) == [5.0, -20.0]
-    assert rewards(["<answer>28</answer>"], answer_share=0.25) == [0.75 * 2 + 0.25 * -1]

@@ -1,6 +1,5 @@
 import importlib
 import inspect
-import json
 import math
 import random
 import sys
@@ -16,10 +15,10 @@ from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification
 
 import train_grpo
-from conftest import ROOT
+from conftest import ROOT, jsonl, turns
 from dataset import PromptDataset
 from model import MiniMindConfig, MiniMindForCausalLM, load_pretrained, save_pretrained
-from report import rollout_metrics
+from report import UserError, rollout_metrics
 from reward import (
     accuracy_reward,
     combine_rewards,
@@ -29,9 +28,8 @@ from reward import (
     load_reward_model,
     tag_reward,
 )
-from reward.judge import Broken, Judge
-from reward.output import LIMIT
-from reward.reward_model import RewardModel, reward_model_reward
+from reward.judge import LIMIT, Judge
+from reward.reward_model import RewardModel, reward_model_reward, with_reply
 from reward.sample_pairs import pairs_of, replies
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -143,20 +141,19 @@ def test_reward_model_reward_mixes_the_scores_of_the_reply_and_of_its_answer_eac
     assert question == [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
 
 
-def test_reward_model_reward_without_reasoning_scores_the_whole_reply_alone():
-    reply = "<think>\na\n</think>\n<answer>\n12\n</answer>"
-    model = KnownScores({reply: 1.5})
-    reward = reward_model_reward(model, reasoning=False)
-    chats = [[{"role": "user", "content": "q"}]]
-    assert reward(prompts=["p"], completions=[reply], messages=chats) == [1.5]
+THOUGHT = "<think>\n<answer>1</answer>\n</think>\n<answer>\n28\n</answer>"
 
 
-def test_reward_model_reward_takes_the_answer_after_the_thinking():
-    reply = "<think>\n<answer>1</answer>\n</think>\n<answer>\n2\n</answer>"
-    model = KnownScores({reply: 1.0, "1": 3.0, "2": -1.0})
-    reward = reward_model_reward(model, reasoning=True)
-    rewards = reward(prompts=["p"], completions=[reply], messages=[[]])
-    assert rewards == pytest.approx([0.4 * 1 - 0.6 * 1])
+@pytest.mark.parametrize("reply, options, expected", [
+    ("long", {}, 3), ("short", {}, -3), ("long", dict(scale=0.5), 2.5),     # scale, then clip
+    ("short", dict(scale=0.5), -3), ("long", dict(clip=0), 5), ("short", dict(clip=0), -20),
+    ("short", dict(clip=math.inf), -20), (THOUGHT, dict(reasoning=False), 2),
+    (THOUGHT, {}, 0.4 * 2 - 0.6 * 1), (THOUGHT, dict(answer_share=0.25), 0.75 * 2 - 0.25 * 1),
+])
+def test_a_score_is_scaled_clipped_and_mixed_with_that_of_the_answer(reply, options, expected):
+    model = KnownScores({"long": 5.0, "short": -20.0, THOUGHT: 2.0, "28": -1.0, "1": 3.0})
+    reward = reward_model_reward(model, **options)
+    assert reward(["p"], [reply], [[]]) == pytest.approx([expected])
 
 
 # --- several rewards, one number ------------------------------------------------------------------
@@ -167,14 +164,6 @@ def lengths(prompts, completions, **columns):
 
 def gold(prompts, completions, answer, **columns):
     return answer
-
-
-def broken(prompts, completions, **columns):
-    raise RuntimeError("no such luck")
-
-
-def too_short(prompts, completions, **columns):
-    return [1.0]
 
 
 def test_rewards_are_weighted_and_a_none_adds_nothing_to_the_sum():
@@ -197,18 +186,6 @@ def gold_again(**columns):
     return gold(**columns)
 
 
-@pytest.mark.parametrize("function, says", [
-    (broken, "RuntimeError: no such luck"), (too_short, "1 rewards for 2"),
-])
-def test_a_function_that_fails_is_a_warning_and_judges_nothing(function, says):
-    with pytest.warns(UserWarning, match=f"{function.__name__}.*{says}"):
-        rewards, per_function = combine_rewards(["p"] * 2, ["a", "bb"], [function, lengths],
-                                                [1.0, 1.0])
-    assert rewards.tolist() == [1, 2] and per_function[function.__name__].isnan().all()
-    with pytest.warns(UserWarning):
-        assert combine_rewards(["p"] * 2, ["a", "bb"], [function], [1.0])[0].isnan().all()
-
-
 def test_two_functions_of_the_same_name_are_both_counted():
     def named_alike(weight):
         def reward(prompts, completions, **columns):
@@ -223,37 +200,37 @@ def test_two_functions_of_the_same_name_are_both_counted():
     assert rewards.tolist() == [41.0] and len(per_function) == 3
 
 
-def test_reward_functions_are_found_by_name_and_by_module(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards.py").write_text(
-        "def short(prompts, completions, **columns):\n    return [-len(c) for c in completions]\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    importlib.invalidate_caches()
-    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+def test_reward_functions_are_found_by_name_and_by_module(own_module):
+    own_module("my_rewards", "def short(prompts, completions, **columns):\n"
+                             "    return [-len(completion) for completion in completions]\n")
     funcs = load_reward_funcs(["format", "tag", "accuracy", "my_rewards:short"])
     assert [inspect.unwrap(f) for f in funcs[:3]] == [format_reward, tag_reward, accuracy_reward]
     assert combine_rewards([""], ["abc"], funcs[3:], [1.0])[0].tolist() == [-3]
 
 
-@pytest.mark.parametrize("text, line", [
-    ("x = 1\ndef short(:\n", 2), ("import math\n\nmath.nothing()\n", 3)])
-def test_a_module_that_cannot_be_imported_is_named_with_its_line(text, line, tmp_path, monkeypatch):
-    (tmp_path / "my_mistake.py").write_text(text)
+def test_a_module_in_the_current_folder_is_found(tmp_path, monkeypatch):
+    (tmp_path / "my_own.py").write_text("one = lambda completions, **columns: [1]\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     importlib.invalidate_caches()
+    assert load_reward_funcs(["my_own:one"])[0](completions=[""]) == [1]
+
+
+@pytest.mark.parametrize("text, line", [
+    ("x = 1\ndef short(:\n", 2), ("import math\n\nmath.nothing()\n", 3),
+    ("import sys\nsys.exit()\n", 2)])
+def test_a_module_that_cannot_be_imported_is_named_with_its_line(text, line, own_module):
+    own_module("my_mistake", text)
     with pytest.raises(ValueError, match=rf"my_mistake:short: .*my_mistake\.py, line {line}\b"):
         load_reward_funcs(["my_mistake:short"])
 
 
-def test_a_function_that_fails_at_first_stops_the_run_and_later_is_a_warning(tmp_path, monkeypatch):
-    (tmp_path / "my_service.py").write_text(
-        "import json\n\ndown = True\n\n\n"
-        "def judge(prompts, completions, **columns):\n"
-        "    text = '{' if down else '1'\n"
-        "    return [json.loads(text)] * len(completions)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
+def test_a_function_that_fails_at_first_stops_the_run_and_later_is_a_warning(own_module):
+    own_module("my_service",
+               "import json\n\ndown = True\n\n\n"
+               "def judge(prompts, completions, **columns):\n"
+               "    text = '{' if down else '1'\n"
+               "    return [json.loads(text)] * len(completions)\n")
     import my_service
     for timeout in (0, 60):
         my_service.down = True
@@ -268,19 +245,17 @@ def test_a_function_that_fails_at_first_stops_the_run_and_later_is_a_warning(tmp
             assert combine_rewards([""], ["a"], funcs, [1.0])[0].isnan().all()
 
 
-def test_a_wrong_number_of_rewards_at_first_stops_the_run_too(tmp_path, monkeypatch):
-    (tmp_path / "my_count.py").write_text(
-        "def one(prompts, completions, **columns): return [1]\n"
-        "def nothing(prompts, completions, **columns): pass\n"
-        "def closed(prompts, completions): return [1] * 2\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
-    for name, says in (("one", r"1 rewards for 2.*my_count\.py, line 1\b"),
-                       ("nothing", r"returned a NoneType.*my_count\.py, line 2\b"),
-                       ("closed", r"answer.*\*\*columns.*my_count\.py, line 3\b")):
-        funcs = load_reward_funcs([f"my_count:{name}"])
-        with pytest.raises(ValueError, match=f"{name} failed in its first call: .*{says}"):
-            combine_rewards([""] * 2, ["a", "b"], funcs, [1.0], answer=["1", "2"])
+@pytest.mark.parametrize("name, says", [
+    ("one", r"1 rewards for 2.*my_count\.py, line 1\b"),
+    ("nothing", r"returned a NoneType.*my_count\.py, line 2\b"),
+    ("closed", r"answer.*\*\*columns.*my_count\.py, line 3\b")])
+def test_a_wrong_number_of_rewards_at_first_stops_the_run_too(name, says, own_module):
+    own_module("my_count", "def one(prompts, completions, **columns): return [1]\n"
+                           "def nothing(prompts, completions, **columns): pass\n"
+                           "def closed(prompts, completions): return [1] * 2\n")
+    with pytest.raises(ValueError, match=f"{name} failed in its first call: .*{says}"):
+        combine_rewards([""] * 2, ["a", "b"], load_reward_funcs([f"my_count:{name}"]), [1.0],
+                        answer=["1", "2"])
 
 
 @pytest.mark.parametrize("name", ["formatt", "no_such_module_here:f", "math:no_such_function"])
@@ -365,7 +340,7 @@ def test_exit_is_a_failure_and_ctrl_c_is_not(timeout):
 
     for leave in (SystemExit(0), GeneratorExit()):
         ours = Judge(judge, timeout=timeout)
-        with pytest.raises(Broken, match="judge failed in its first call"):
+        with pytest.raises(UserError, match="judge failed in its first call"):
             ask(ours, raising=leave)
         ours = Judge(judge, timeout=timeout, proven=True)
         rewards, (text,) = ask(ours, raising=leave)
@@ -375,22 +350,15 @@ def test_exit_is_a_failure_and_ctrl_c_is_not(timeout):
         ask(Judge(judge, timeout=timeout), raising=KeyboardInterrupt())
 
 
-def test_a_module_that_calls_exit_is_named(tmp_path, monkeypatch):
-    (tmp_path / "my_script.py").write_text("import sys\nsys.exit()\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
-    with pytest.raises(ValueError, match=r"my_script:f: SystemExit.*my_script\.py, line 2\b"):
-        load_reward_funcs(["my_script:f"])
-
-
-def test_what_is_no_list_of_the_right_length_judges_nothing():
+def test_what_fails_or_is_no_list_of_the_right_length_judges_nothing():
     def endless(prompts, completions, **columns):
         while True:
             yield 1.0
 
     for function, says in (
             (endless, "more than 2 rewards"), (lambda **columns: {1.0, 2.0}, "returned a set"),
-            (lambda **columns: "12", "returned a str"), (lambda **columns: [], "0 rewards")):
+            (lambda **columns: "12", "returned a str"), (lambda **columns: [], "0 rewards"),
+            (lambda **columns: 1 / 0, "ZeroDivisionError: division by zero")):
         rewards, (text,) = ask(function)
         assert all(map(math.isnan, rewards)) and says in text
 
@@ -424,8 +392,8 @@ def test_only_a_users_function_gets_copies():
     for ours in (True, False):
         Judge(judge, ours=ours)(prompts=[""], completions=completions)
     assert seen == [["a"], ["a"]] and [given is completions for given in seen] == [True, False]
-    judges = load_reward_funcs(["tag", "tests.test_process:slow"])
-    assert [judge.ours for judge in judges] == [True, False]
+    judges = load_reward_funcs(["tag", "test_rewards:lengths"], timeout=7)
+    assert [(judge.ours, judge.timeout) for judge in judges] == [(True, 7), (False, 7)]
 
 
 def test_a_flood_is_cut_and_cannot_control_the_terminal(capsys):
@@ -478,7 +446,9 @@ def test_while_a_call_hangs_it_is_not_called_again_and_what_it_prints_is_dropped
         return [1.0, 1.0]
 
     ours, other = Judge(judge, timeout=2), Judge(talker, timeout=60)
+    start = time.monotonic()
     rewards, texts = ask(ours)
+    assert time.monotonic() - start < 12
     assert all(map(math.isnan, rewards)) and len(texts) == 2 and "TimeoutError" in texts[0]
     assert len(capsys.readouterr().out) <= LIMIT
     threads = threading.active_count()
@@ -564,11 +534,8 @@ RUN = ["--batch_size", "4", "--num_generations", "4", "--max_gen_len", "16", "--
 
 
 @pytest.fixture
-def nasty(tmp_path, monkeypatch):
-    (tmp_path / "my_nasty.py").write_text(NASTY)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_nasty", raising=False)
-    importlib.invalidate_caches()
+def nasty(own_module):
+    own_module("my_nasty", NASTY)
     module = importlib.import_module("my_nasty")
     yield module
     module.let_go.set()
@@ -584,9 +551,9 @@ def test_a_run_outlives_its_rewards(flags, nasty, tmp_path, capsys):
                          "my_nasty:three", "--reward_timeout", "4", "--out_dir", str(tmp_path)])
     assert 0 < capsys.readouterr().out.count("flood") < LIMIT
     folder = tmp_path / "grpo_reason_128"
-    first, *lines = map(json.loads, (folder / "metrics.jsonl").open())
+    first, *lines = jsonl(folder / "metrics.jsonl")
     assert not [name for name in first if name.endswith("/failed")]
-    wild = len((folder / "completions.jsonl").read_text().splitlines()) // 3 - 4
+    wild = len(jsonl(folder / "completions.jsonl")) // 3 - 4
     failed = [[line[f"rewards/{name}/failed"] for name in ("one", "two", "three")]
               for line in lines]
     assert failed == [[wild, 1, 2], [wild + 1, 2, 2 + wild]]
@@ -603,13 +570,12 @@ def test_a_run_whose_rewards_all_fail_stops_with_the_reasons(nasty, tmp_path, ca
     assert "no completion of this step has a reward" in error and "Traceback" not in error
     assert "two failed" in error and "0 rewards for 16" in error and "my_nasty.py, line" in error
     assert "three failed and judged nothing in this step: RuntimeError" in error
-    assert len((tmp_path / "grpo_reason_128/metrics.jsonl").read_text().splitlines()) == 1
+    assert len(jsonl(tmp_path / "grpo_reason_128/metrics.jsonl")) == 1
 
 
 # --- reward models --------------------------------------------------------------------------------
 
-CHATS = [[{"role": "user", "content": f"What is {i} + {i}?"},
-          {"role": "assistant", "content": "7 " * i + str(i)}] for i in (1, 9, 3, 30, 2)]
+CHATS = [turns(f"What is {i} + {i}?", "7 " * i + str(i)) for i in (1, 9, 3, 30, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -626,21 +592,13 @@ def random_model(tokenizer):
     return model.eval()
 
 
-def test_scores_in_a_batch_are_those_of_single_chats(random_model):
-    alone = [random_model.get_score(chat) for chat in CHATS]
-    # far enough apart that a chat in the wrong row would show
-    assert min(abs(a - b) for a in alone for b in alone if a is not b) > 0.01
-    assert random_model.get_scores(CHATS) == pytest.approx(alone, abs=1e-5)
-    assert random_model.get_scores(CHATS, max_tokens=60) == pytest.approx(alone, abs=1e-5)
-
-
 def test_a_chat_is_read_once_however_often_it_occurs(random_model):
     read, chats = [], [CHATS[i] for i in (1, 0, 1, 1)]
     hook = random_model.register_forward_pre_hook(lambda _, inputs: read.append(len(inputs[0])))
     scores = random_model.get_scores(chats)
     hook.remove()
     assert sum(read) == 2
-    assert scores == pytest.approx([random_model.get_score(chat) for chat in chats], abs=1e-5)
+    assert scores == pytest.approx(random_model.get_scores(chats, max_tokens=1), abs=1e-5)
 
 
 @torch.no_grad()
@@ -658,19 +616,12 @@ def test_scores_are_those_of_transformers_for_what_we_saved(random_model, tokeni
     expected = [theirs(**encode(text)).logits.item() for text in texts]
     batch = encode(texts, padding=True, padding_side="right")
     assert theirs(**batch).logits[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
-    assert random_model.get_scores(CHATS) == pytest.approx(expected, abs=1e-5)
-    loaded = load_reward_model(tmp_path, device="cpu")
-    assert loaded.get_scores(CHATS) == pytest.approx(expected, abs=1e-5)
-
-
-@torch.no_grad()
-def test_the_padded_end_would_score_differently(random_model):
-    """Otherwise the two tests above would miss a model that reads the score after the padding."""
-    ids, last = random_model.encode(CHATS)
-    scores = random_model(ids)
-    right, wrong = scores.gather(1, last[:, None])[:, 0], scores[:, -1]
-    padded = last < ids.shape[1] - 1
-    assert padded.sum() == 4 and ((right - wrong).abs() > 0.01).equal(padded)
+    # far enough apart that a chat in the wrong row would show
+    assert min(abs(a - b) for a in expected for b in expected if a is not b) > 0.01
+    for model in (random_model, load_reward_model(tmp_path)):
+        for max_tokens in (None, 60, 1):        # in one batch, in several, alone
+            assert model.get_scores(CHATS, max_tokens) == pytest.approx(expected, abs=1e-5)
+        assert model.get_score(CHATS[0]) == pytest.approx(expected[0], abs=1e-5)
 
 
 def test_folders_without_a_reward_model_are_named(tokenizer, tmp_path):
@@ -688,7 +639,7 @@ def test_the_shipped_reward_model_orders_heldout_pairs():
     model = load_reward_model(ROOT / "reward/weights/reward_128", device="cpu")
     problems, rng = PromptDataset(ROOT / "dataset/heldout.jsonl")[:100], random.Random(1)
     groups = replies(ROOT / "model/weights/reason_128", problems, num_generations=8, seed=1)
-    pairs = [(problem["messages"] + [{"role": "assistant", "content": text}] for text in pair)
+    pairs = [(with_reply(problem["messages"], text) for text in pair)
              for problem, group in zip(problems, groups) for pair in pairs_of(group, rng, most=2)]
     better, worse = (model.get_scores(chats) for chats in zip(*pairs))
     assert len(better) > 100
