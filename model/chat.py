@@ -13,10 +13,10 @@ import torch
 
 from report import printable, user_errors
 
-from .checkpoint import eos_token_ids, load_pretrained, load_tokenizer
-from .files import explained
+from . import eos_token_ids, load_pretrained, load_tokenizer
 from .model import KVCache
 from .sampler import next_token
+from .storage.files import explained
 
 
 @torch.no_grad()

@@ -13,8 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from dataset.prompts import read_lines
 from report import UserError, user_errors
 
-MAX_LINE = 64 * 2**20       # bytes in a line of data
-
 # Ids 0, 1, 2. Special tokens: decoding can skip them, and a user's text should not contain them.
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # Ordinary tokens, because the rewards have to find them in the decoded text.

@@ -28,9 +28,14 @@ import torch.nn.functional as F
 
 from report import user_errors
 
-from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, save_pretrained
-from .checkpoint import load_tokenizer
-from .files import explained
+from . import (
+    MiniMindConfig,
+    MiniMindForCausalLM,
+    load_pretrained,
+    load_tokenizer,
+    save_pretrained,
+)
+from .storage.files import explained
 from .tokenizer import read_chats
 
 

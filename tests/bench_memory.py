@@ -1,4 +1,4 @@
-"""Measures the peak memory of GRPO steps, compares it with model/memory.py, and takes their time:
+"""Measures the peak memory of GRPO steps and their time, beside what model/storage/memory.py says:
 
     python tests/bench_memory.py
 
@@ -20,8 +20,8 @@ import train_grpo  # noqa: E402, I001 - before torch
 import torch  # noqa: E402
 from model import MiniMindConfig, MiniMindForCausalLM, Rollout, World, fast  # noqa: E402
 from model.lora import AdaptersOff, with_adapters  # noqa: E402
-from model.memory import SIZES, num_parameters, peak_bytes  # noqa: E402
 from model.shard import shard  # noqa: E402
+from model.storage.memory import SIZES, num_parameters, peak_bytes  # noqa: E402
 
 SMALL = {"vocab_size": 6400, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
          "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "qk_norm": False}

@@ -10,14 +10,9 @@ from transformers import AutoModelForCausalLM
 
 import train_grpo
 from model import MiniMindConfig, MiniMindForCausalLM, World, fast, load_pretrained, sampler
-from model.lora import (
-    adapter_state,
-    adapters,
-    load_adapter,
-    merged_state,
-    save_adapter,
-    with_adapters,
-)
+from model.lora import adapter_state, adapters, merged_state, with_adapters
+from model.storage.read import load_adapter
+from model.storage.write import save_adapter
 from train_grpo import token_logps, update_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -22,8 +22,15 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import train_grpo
 from dataset import PromptCollator, PromptDataset, prompts
-from model import chat, files, load_checkpoint, load_pretrained, load_tokenizer, save_pretrained
-from model.checkpoint import save_checkpoint
+from model import (
+    chat,
+    load_checkpoint,
+    load_pretrained,
+    load_tokenizer,
+    save_checkpoint,
+    save_pretrained,
+)
+from model.storage import files
 from model.tokenizer import read_chats
 from report import Report, user_errors
 from report.jsonl import read_jsonl, to_line
@@ -540,7 +547,6 @@ def test_a_line_of_data_with_bytes_at_random(seed, tmp_path):
 @pytest.mark.parametrize("read", [PromptDataset, read_chats, lambda path: read_pairs([path])])
 def test_a_line_that_never_ends_and_what_is_no_file_at_all(read, tmp_path, monkeypatch):
     monkeypatch.setattr(prompts, "MAX_LINE", 1000)
-    monkeypatch.setattr("model.tokenizer.MAX_LINE", 1000)
     file = tmp_path / "some.jsonl"
     file.write_bytes(b'{"prompt": "' + b"a" * 5000)
     refused(tmp_path, read, file, words="line 1 1,000 bytes")

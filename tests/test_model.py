@@ -19,8 +19,8 @@ from model import (
     save_pretrained,
 )
 from model.experts import all_experts
-from model.memory import SIZES, num_parameters, peak_bytes
 from model.model import KVCache, MixtureOfExperts
+from model.storage.memory import SIZES, num_parameters, peak_bytes
 from model.tokenizer import TAGS
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,8 +14,9 @@ import torch
 
 from report import UserError
 
-from .files import check_fields, check_tensors, explained, read_tensors
-from .model import MiniMindConfig
+from ..model import MiniMindConfig
+from .config import check_fields
+from .files import check_tensors, explained, read_tensors
 
 HEADS = 8       # in every MiniMind; without a q-norm, no tensor's shape gives the head size
 

@@ -1,7 +1,7 @@
 """How much memory a GRPO run takes, before it is started: what fits on which GPU.
 
-    python -m model.memory                                      the usual sizes
-    python -m model.memory Qwen/Qwen3-0.6B out/my_weights       any weights, by their config.json
+    python -m model.storage.memory                                  the usual sizes
+    python -m model.storage.memory Qwen/Qwen3-0.6B out/my_weights   any weights' config.json
 
 The formula counts live tensors of a run with model/fast.py. On the CPU, in float32 and bfloat16, it
 came within 2.1% of the peaks measured for models of 0.6B to 4B and within 18% for small ones, where
@@ -15,9 +15,10 @@ import torch
 
 from report import user_errors
 
-from .checkpoint import local_path, read_config
-from .head import CHUNK, SMALL
-from .model import MiniMindConfig, MiniMindForCausalLM
+from ..head import CHUNK, SMALL
+from ..model import MiniMindConfig, MiniMindForCausalLM
+from .config import read_config
+from .read import local_path
 
 SIZES = {
     "MiniMind2 (0.1B)": MiniMindConfig(
@@ -161,9 +162,9 @@ def report(name, config, run):
         print(f"  {words:66}{peaks[1, 1]:13.1f} GB" + "".join(f"{size:>17}" for size in fits))
 
 
-@user_errors("model.memory")
+@user_errors("model.storage.memory")
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m model.memory", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m model.storage.memory", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*",
                         help="folders or hub ids of weights (default: the usual sizes)")
