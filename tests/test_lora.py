@@ -13,7 +13,7 @@ from model import MiniMindConfig, MiniMindForCausalLM, World, fast, load_pretrai
 from model.lora import adapter_state, adapters, merged_state, with_adapters
 from model.storage.read import load_adapter
 from model.storage.write import save_adapter
-from train_grpo import token_logps, update_policy
+from train_grpo import minibatches, token_logps, update_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -98,8 +98,9 @@ def test_only_adapters_move_and_the_update_sums_only_their_gradients(pair):
     start = adapter_state(policy)
     start = {name: tensor.clone() for name, tensor in start.items()}
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
-    metrics = update_policy(policy, optimizer, six, World("cpu"), fast.token_logps,
-                            arguments(beta=0.1))
+    world, args = World("cpu"), arguments("--num_generations", "3", beta=0.1)
+    metrics = update_policy(policy, optimizer, minibatches(six, world, args), world,
+                            fast.token_logps, args)
     assert metrics["grad_norm"] > 0 and metrics["kl"] > 0
     assert all(torch.equal(weight, frozen[name]) for name, weight in base.state_dict().items())
     moved = adapter_state(policy)
