@@ -105,14 +105,10 @@ def adapters(model):
 def merged_state(model):
     """The state dict of a plain model that computes the same."""
     state, layers = model.state_dict(), adapters(model)
-    for name, layer in layers.items():
-        state[f"{name}.weight"] = layer.merged()
-        if layer.base.bias is not None:
-            state[f"{name}.bias"] = layer.base.bias
+    state |= {f"{name}.base.weight": layer.merged() for name, layer in layers.items()}
     dtype = next((layer.weight.dtype for layer in layers.values()), None)
-    own = tuple(f"{name}.{part}" for name in layers for part in ("base.", "lora_"))
-    return {name: tensor if dtype is None else tensor.to(dtype)
-            for name, tensor in state.items() if not name.startswith(own)}
+    return {name.replace(".base.", "."): tensor.to(dtype)
+            for name, tensor in state.items() if ".lora_" not in name}
 
 
 def adapter_state(model):

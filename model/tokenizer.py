@@ -55,8 +55,8 @@ def read_chats(path):
     for where, row in read_lines(path):
         chat = row.get("conversations") if isinstance(row, dict) else None
         if not isinstance(chat, list) or not all(
-                isinstance(turn, dict) and isinstance(turn.get("role"), str)
-                and isinstance(turn.get("content"), str) for turn in chat):
+                isinstance(turn, dict) and isinstance(turn.get(key), str)
+                for turn in chat for key in ("role", "content")):
             raise UserError(f'{where}: no chat found; write {{"conversations": [{{"role": "user", '
                             '"content": "..."}, {"role": "assistant", "content": "..."}]}')
         if not any(turn["role"] == "assistant" for turn in chat):
@@ -71,14 +71,13 @@ def read_chats(path):
 def main():
     parser = argparse.ArgumentParser(
         description="Train a tokenizer on the conversations in jsonl files.")
-    parser.add_argument("--data", type=Path, nargs="+", required=True,
-                        help="jsonl files of conversations; the first 5,000 of each are read")
-    parser.add_argument("--save", type=Path, required=True,
-                        help="the folder to save the tokenizer in")
-    parser.add_argument("--vocab_size", type=int, default=512,
-                        help="the number of tokens at most; fewer if no pair is left to merge")
-    parser.add_argument("--merge_digits", action="store_true",
-                        help="let frequent numbers become one token each")
+    flag = parser.add_argument
+    flag("--data", type=Path, nargs="+", required=True,
+         help="jsonl files of conversations; the first 5,000 of each are read")
+    flag("--save", type=Path, required=True, help="the folder to save the tokenizer in")
+    flag("--vocab_size", type=int, default=512,
+         help="the number of tokens at most; fewer if no pair is left to merge")
+    flag("--merge_digits", action="store_true", help="let frequent numbers become one token each")
     args = parser.parse_args()
     chats = [chat for path in args.data for chat in read_chats(path)[:5000]]
     args.save.mkdir(parents=True, exist_ok=True)

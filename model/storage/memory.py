@@ -9,6 +9,7 @@ freed memory goes back at once (tests/bench_memory.py); glibc's malloc by itself
 which earlier versions held up to 27% more. On a GPU nothing was measured.
 """
 import argparse
+import functools
 import itertools
 
 import torch
@@ -20,6 +21,8 @@ from ..model import MiniMindConfig, MiniMindForCausalLM
 from .config import read_config
 from .read import local_path
 
+qwen3 = functools.partial(MiniMindConfig, vocab_size=151936, num_hidden_layers=28,
+                          num_attention_heads=16, num_key_value_heads=8, head_dim=128)
 SIZES = {
     "MiniMind2 (0.1B)": MiniMindConfig(
         vocab_size=6400, hidden_size=768, intermediate_size=2048, num_hidden_layers=16,
@@ -27,18 +30,12 @@ SIZES = {
     "Qwen2.5-0.5B": MiniMindConfig(
         vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
         num_attention_heads=14, num_key_value_heads=2, head_dim=64, qk_norm=False, qkv_bias=True),
-    "Qwen3-0.6B": MiniMindConfig(
-        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-        num_attention_heads=16, num_key_value_heads=8, head_dim=128),
-    "Qwen3-1.7B": MiniMindConfig(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
-        num_attention_heads=16, num_key_value_heads=8, head_dim=128),
-    "Qwen3-4B": MiniMindConfig(
-        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=128),
-    "Qwen3-8B": MiniMindConfig(
-        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False),
+    "Qwen3-0.6B": qwen3(hidden_size=1024, intermediate_size=3072),
+    "Qwen3-1.7B": qwen3(hidden_size=2048, intermediate_size=6144),
+    "Qwen3-4B": qwen3(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
+                      num_attention_heads=32),
+    "Qwen3-8B": qwen3(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+                      num_attention_heads=32, tie_word_embeddings=False),
 }
 LEVERS = {      # flags -> what they are to peak_bytes
     "--beta above 0": {"reference": True},
@@ -168,11 +165,10 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*",
                         help="folders or hub ids of weights (default: the usual sizes)")
-    parser.add_argument("--num_prompts", type=int, default=8, help="per step (default: 8)")
-    parser.add_argument("--num_generations", type=int, default=8, help="of each (default: 8)")
-    parser.add_argument("--prompt_length", type=int, default=256, help="tokens (default: 256)")
-    parser.add_argument("--completion_length", type=int, default=1024,
-                        help="tokens (default: 1024)")
+    for flag, default, unit in (
+            ("--num_prompts", 8, "per step"), ("--num_generations", 8, "of each"),
+            ("--prompt_length", 256, "tokens"), ("--completion_length", 1024, "tokens")):
+        parser.add_argument(flag, type=int, default=default, help=f"{unit} (default: {default})")
     args = vars(parser.parse_args(argv))
     configs = {path: read_config(local_path(path, weights=None))
                for path in args.pop("paths")} or SIZES
