@@ -241,7 +241,7 @@ def check_promises(saved, folder):
             raise UserError(f"its {name} is code from elsewhere")
     size = sum(file.stat().st_size for file in folder.iterdir())
     width = saved.get("hidden_size") or 1
-    for name in ("vocab_size", "intermediate_size", "num_hidden_layers"):
+    for name in ("vocab_size", "intermediate_size", "num_hidden_layers", "num_labels"):
         count = saved.get(name) or 1
         if type(width) is not int or type(count) is not int or width * count > size:
             raise UserError(f"its {name} or its hidden_size is no number that fits its files")

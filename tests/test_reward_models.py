@@ -175,19 +175,6 @@ def test_internlm2_weights_in_pytorch_shards_give_the_same_scores(internlm2, tmp
     assert load_reward_model(tmp_path).get_scores(CHATS) == pytest.approx(expected, abs=0.05)
 
 
-class Harmful:
-    def __reduce__(self):
-        return exec, ("raise SystemExit('code in the weights ran')",)
-
-
-def test_weights_that_bring_code_along_are_refused(internlm2, tmp_path):
-    for name in ("config.json", "tokenizer.model", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((internlm2[2] / name).read_bytes())
-    torch.save({"v_head.weight": Harmful()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="pytorch_model.bin: .*other than tensors"):
-        load_reward_model(tmp_path)
-
-
 @pytest.mark.parametrize("change, says", [
     ({"bias": True}, "biases"), ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling"),
     ({"vocab_size": 99}, "<|im_end|>"), ({"num_key_value_heads": 3}, "shape"),
@@ -273,21 +260,13 @@ def test_a_classifier_that_cannot_score_chats_is_refused(options, says, tokenize
         load_reward_model(tmp_path)
 
 
-def test_a_classifier_without_a_head_or_with_its_own_code_is_refused(tokenizer_folder, tmp_path):
+def test_a_classifier_without_a_head_is_refused(tokenizer_folder, tmp_path):
     save_classifier(tmp_path, tokenizer_folder, "qwen3")
     state = Qwen3ForSequenceClassification.from_pretrained(tmp_path).state_dict()
     del state["score.weight"]
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="score.weight"):
         load_reward_model(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    code = {"AutoConfig": "mine.Config", "AutoModelForSequenceClassification": "mine.Model"}
-    config |= {"model_type": "mine", "auto_map": code}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "mine.py").write_text("raise SystemExit('remote code ran')")
-    with pytest.raises(ValueError, match="transformers can't load it") as error:
-        load_reward_model(tmp_path)
-    assert "\n" not in str(error.value)
 
 
 def test_an_unreachable_hub_and_an_unknown_device_are_one_sentence():
