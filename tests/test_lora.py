@@ -9,7 +9,7 @@ from test_run import POLICY, SMALL, arguments, measured, rollout_of_six
 from transformers import AutoModelForCausalLM
 
 import train_grpo
-from conftest import Canary
+from conftest import Canary, edit
 from model import MiniMindConfig, MiniMindForCausalLM, World, fast, load_pretrained, sampler
 from model.lora import adapter_state, adapters, merged_state, with_adapters
 from model.storage.read import load_adapter
@@ -159,7 +159,8 @@ def test_a_wrong_or_hostile_adapter_is_one_sentence(pair, tmp_path):
     for name, change in {
         "pickle": lambda folder: (folder / "adapter_model.safetensors").write_bytes(
             pickle.dumps(Canary(tmp_path))),
-        "rank": lambda folder: (folder / "adapter_config.json").write_text('{"r": 4}'),
+        "rank": lambda folder: edit(folder / "adapter_config.json", r=4),
+        "alpha": lambda folder: edit(folder / "adapter_config.json", lora_alpha=7),
         "names": lambda folder: save_file({"a": torch.zeros(1)},
                                           folder / "adapter_model.safetensors"),
         "nan": lambda folder: save_file({key: value / 0 for key, value in before.items()},

@@ -130,6 +130,7 @@ def test_a_wrong_size_in_config_json_is_refused(field, value, weights):
     ({"num_attention_heads": 3}, "num_attention_heads num_key_value_heads"),
     ({"head_dim": 7}, "head_dim odd"), ({"hidden_size": None}, "hidden_size"),
     ({"eos_token_id": "2"}, "eos_token_id '2'"), ({"eos_token_id": [2, "3"]}, "eos_token_id"),
+    ({"pad_token_id": True}, "pad_token_id True"),
     ({"rope_theta": -1.0, "rope_parameters": None}, "rope_theta"),
     ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor '2'"),
     ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor nan"),

@@ -99,6 +99,8 @@ def test_logits_equal_those_of_transformers_whoever_saved_them(family, tokenizer
     names = [sorted(load_file(tmp_path / folder / "model.safetensors"))
              for folder in ("theirs", "ours")]
     assert names[0] == names[1]
+    modes = {file.stat().st_mode for file in (tmp_path / "ours").iterdir()}
+    assert len(modes) == 1          # whoever may read config.json may read the weights
     back, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", dtype=torch.float32, output_loading_info=True)
     assert type(back) is type(theirs)
