@@ -48,10 +48,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 
 from dataset import batches_from, read_prompts
-from model import Rollout, Saver, World, checkpoint, eos_token_ids, fast, sampler
+from model import Rollout, Saver, World, eos_token_ids, fast, sampler
 from model.lora import TARGETS, AdaptersOff, with_adapters
 from model.machine import for_learning, for_sampling, sampler_weights
 from model.shard import keep_pace, shard
+from model.storage.read import find_weights, load_pretrained, load_tokenizer
 from model.watch import Watch, all_or_none
 from report import Report, UserError, describe, drift, mean_metrics, rollout_metrics, sum_metrics
 from report.command_line import Parser, folder_name, number, steps_or_minutes, user_errors
@@ -519,7 +520,7 @@ def load_models(args, world):
     the dtype in which products read them anyway.
     """
     products, reference = world.matrix_dtype, None
-    load = partial(checkpoint.load_pretrained, args.model_path, dtype=torch.float32,
+    load = partial(load_pretrained, args.model_path, dtype=torch.float32,
                    device="cpu" if args.shard else world.device)
     policy = load(matrix_dtype=products if args.lora_rank else None)
     if args.num_hidden_layers not in (None, layers := policy.config.num_hidden_layers):
@@ -527,7 +528,7 @@ def load_models(args, world):
                         f"{layers} layers; leave the flag out")
     policy.model.gradient_checkpointing = args.gradient_checkpointing
     tokenizer_path = args.tokenizer_path or args.model_path
-    tokenizer = checkpoint.load_tokenizer(tokenizer_path, policy.config.vocab_size)
+    tokenizer = load_tokenizer(tokenizer_path, policy.config.vocab_size)
     if not eos_token_ids(policy, tokenizer):
         raise UserError(f"{tokenizer_path}: no EOS token to end an answer with; give another "
                         "--tokenizer_path")
@@ -750,7 +751,7 @@ def fill_in_defaults(args):
         ("model_path", f"reason_{suffix}" if args.reasoning else f"full_sft_{suffix}", "model"),
         ("reward_model_path", f"reward_{suffix}", "reward"),
     ):
-        found = checkpoint.find_weights(name, args.out_dir, HERE / folder / "weights")
+        found = find_weights(name, args.out_dir, HERE / folder / "weights")
         setattr(args, flag, getattr(args, flag) or str(found))
     args.run_name = args.run_name or f"grpo_{Path(args.model_path).name.removesuffix('.pth')}"
 

@@ -4,19 +4,13 @@ import os
 # Before torch is imported: waiting threads go to sleep soon, so that a busy machine stays usable.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
-from .checkpoint import (
-    eos_token_ids,
-    find_weights,
-    load_checkpoint,
-    load_pretrained,
-    load_tokenizer,
-    save_checkpoint,
-    save_pretrained,
-)
 from .model import MiniMindConfig, MiniMindForCausalLM
 from .rollout import Rollout
 from .sampler import sample
 from .saving import Saver
+from .storage.config import eos_token_ids
+from .storage.read import find_weights, load_checkpoint, load_pretrained, load_tokenizer
+from .storage.write import save_checkpoint, save_pretrained
 from .world import World
 
 # Modules stay: the search for garbage need not look through their 200,000 objects time and again.

@@ -13,10 +13,11 @@ import torch
 
 from report import printable, user_errors
 
-from .checkpoint import eos_token_ids, load_pretrained, load_tokenizer
-from .files import explained
+from . import eos_token_ids, load_pretrained, load_tokenizer
 from .model import KVCache
 from .sampler import next_token
+from .storage.files import explained
+from .world import choose_device
 
 
 @torch.no_grad()
@@ -65,17 +66,15 @@ def chat(model, tokenizer, **sampling):
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m model.chat", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", help="weights: a folder, a hub id like Qwen/Qwen3-0.6B, or a "
-                                     "MiniMind .pth")
-    parser.add_argument("--tokenizer_path",
-                        help="a folder or hub id, if the tokenizer is not with the weights")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0: greedy (default: 0.7)")
-    parser.add_argument("--max_new_tokens", type=int, default=1024,
-                        help="the longest reply, in tokens (default: 1024)")
+    flag = parser.add_argument
+    flag("path", help="weights: a folder, a hub id like Qwen/Qwen3-0.6B, or a MiniMind .pth")
+    flag("--tokenizer_path", help="a folder or hub id, if the tokenizer is not with the weights")
+    flag("--temperature", type=float, default=0.7, help="0: greedy (default: 0.7)")
+    flag("--max_new_tokens", type=int, default=1024,
+         help="the longest reply, in tokens (default: 1024)")
     args = parser.parse_args(argv)
-    device = "mps" if torch.backends.mps.is_available() else "cpu"
-    device = "cuda" if torch.cuda.is_available() else device
-    dtype = torch.float32 if device == "cpu" else None      # half precision is slow on a CPU
+    device = choose_device(None, 1)
+    dtype = torch.float32 if device.type == "cpu" else None     # half precision is slow on a CPU
     model = load_pretrained(args.path, dtype=dtype, device=device)
     tokenizer = load_tokenizer(args.tokenizer_path or args.path, model.config.vocab_size)
     try:

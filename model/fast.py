@@ -34,8 +34,7 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
            eos_token_id, pad_token_id, generator=None, greedy=False):
     """The `sample` of model/sampler.py; on a CPU the same seed gives the same completions."""
     N, device = len(prompt_ids) * num_generations, prompt_ids.device
-    eos_ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
-    eos_ids = torch.tensor(eos_ids, device=device)
+    eos_ids = prompt_ids.new_tensor(eos_token_id)
     check_every = CHECK_EVERY.get(device.type, 16)
     # Created outside of inference mode, so that a loss can use them.
     completion_ids = torch.full((N, max_new_tokens), pad_token_id, device=device)       # (N, R)

@@ -11,20 +11,13 @@ about one bit, and even rank 1 holds more numbers than a run has completions to 
 ten times that of full training.
 """
 import copy
-import json
 import math
-import shutil
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import nn
 
 from report import UserError
-
-from .files import check_tensors, explained, read_json, read_tensors
-from .shard import part_of
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -112,56 +105,13 @@ def adapters(model):
 def merged_state(model):
     """The state dict of a plain model that computes the same."""
     state, layers = model.state_dict(), adapters(model)
-    for name, layer in layers.items():
-        state[f"{name}.weight"] = layer.merged()
-        if layer.base.bias is not None:
-            state[f"{name}.bias"] = layer.base.bias
+    state |= {f"{name}.base.weight": layer.merged() for name, layer in layers.items()}
     dtype = next((layer.weight.dtype for layer in layers.values()), None)
-    own = tuple(f"{name}.{part}" for name in layers for part in ("base.", "lora_"))
-    return {name: tensor if dtype is None else tensor.to(dtype)
-            for name, tensor in state.items() if not name.startswith(own)}
-
-
-# --- files, as PEFT writes and reads them ---------------------------------------------------------
+    return {name.replace(".base.", "."): tensor.to(dtype)
+            for name, tensor in state.items() if ".lora_" not in name}
 
 
 def adapter_state(model):
-    return {f"base_model.model.{name}.{part}.weight": getattr(layer, part).detach().cpu()
+    """The adapters alone, by PEFT's names; the tensors are the model's own."""
+    return {f"base_model.model.{name}.{part}.weight": getattr(layer, part).detach()
             for name, layer in adapters(model).items() for part in ("lora_A", "lora_B")}
-
-
-def save_adapter(model, path):
-    """Write adapter_config.json and adapter_model.safetensors, for PEFT and load_adapter."""
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    save_file(adapter_state(model), path / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", **model.lora, "lora_dropout": 0.0,
-              "bias": "none", "fan_in_fan_out": False, "inference_mode": True}
-    (path / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    # safetensors makes files that only their owner may read.
-    shutil.copymode(path / "adapter_config.json", path / "adapter_model.safetensors")
-
-
-@torch.no_grad()
-def load_adapter(model, path):
-    """Copy an adapter of the same rank, scale and targets into the model, in place.
-
-    Raises UserError if the adapter is another one.
-    """
-    path = Path(path)
-    config = read_json(path / "adapter_config.json")
-    for name in ("r", "lora_alpha", "target_modules"):
-        if config.get(name) != model.lora[name]:
-            raise UserError(f"{path}: its {name} is {config.get(name)!r}, and this run's "
-                            f"{model.lora[name]!r}; give the flags of the run")
-    file, ours = path / "adapter_model.safetensors", adapter_state(model)
-    state = read_tensors(file)
-    check_tensors(state, file)
-    with explained(file, "not the adapter of this model", "give the run's own --model_path"):
-        shapes = {name: tensor.shape for name, tensor in ours.items()}
-        if {name: tensor.shape for name, tensor in state.items()} != shapes:
-            raise ValueError("other names or shapes")
-        for name, layer in adapters(model).items():
-            for part in ("lora_A", "lora_B"):
-                ours = getattr(layer, part)
-                ours.copy_(part_of(state[f"base_model.model.{name}.{part}.weight"], ours))

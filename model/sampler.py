@@ -16,8 +16,7 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
     temperature); `greedy` takes its most likely token instead of a random one.
     """
     N, device = len(prompt_ids) * num_generations, prompt_ids.device
-    eos_ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
-    eos_ids = torch.tensor(eos_ids, device=device)
+    eos_ids = prompt_ids.new_tensor(eos_token_id)
     completion_ids = torch.full((N, max_new_tokens), pad_token_id, device=device)
     logps = torch.zeros(N, max_new_tokens, device=device)               # both are cut to (N, R)
 

@@ -11,8 +11,10 @@ from filelock import FileLock, Timeout
 
 from report import UserError
 
-from . import checkpoint
+from .lora import adapters
 from .shard import whole_state
+from .storage.read import load_checkpoint
+from .storage.write import save_adapter, save_checkpoint, save_pretrained, written_whole
 from .watch import Stopped, under_torchrun
 
 
@@ -41,8 +43,8 @@ class Saver:
         """Restores the run's checkpoint if asked to; returns (steps done, tokens sampled)."""
         if not self.args.resume:
             return 0, 0
-        done, num_tokens = checkpoint.load_checkpoint(
-            self.run_dir / "checkpoint", policy, optimizer, reference)
+        done, num_tokens = load_checkpoint(self.run_dir / "checkpoint", policy, optimizer,
+                                           reference)
         self._advise(done)
         return done, num_tokens
 
@@ -63,7 +65,7 @@ class Saver:
         policy, optimizer_state = self._whole(policy), whole_state(optimizer, self.writes)
         reference = self._whole(reference) if self.args.ref_model_sync_steps else None
         if self.writes:
-            checkpoint.save_checkpoint(
+            save_checkpoint(
                 self.run_dir / "checkpoint", policy, tokenizer, optimizer_state, reference,
                 step=step, num_tokens=num_tokens)
         self.world.gather([step])           # the others wait until rank 0 has saved
@@ -79,11 +81,11 @@ class Saver:
         """Write final/, which load_pretrained, transformers and inference servers can load."""
         policy = self._whole(policy)
         if self.writes:
-            with checkpoint.written_whole(self.run_dir / "final") as folder:
-                checkpoint.save_pretrained(policy, tokenizer, folder)
-            if checkpoint.adapters(policy):
-                with checkpoint.written_whole(self.run_dir / "adapter") as folder:
-                    checkpoint.save_adapter(policy, folder)
+            with written_whole(self.run_dir / "final") as folder:
+                save_pretrained(policy, tokenizer, folder)
+            if adapters(policy):
+                with written_whole(self.run_dir / "adapter") as folder:
+                    save_adapter(policy, folder)
 
     def _whole(self, model):
         """The model itself or, if it is sharded, a whole copy of it for the rank that writes."""

@@ -69,14 +69,13 @@ def read_chats(path):
 def main():
     parser = argparse.ArgumentParser(
         description="Train a tokenizer on the conversations in jsonl files.")
-    parser.add_argument("--data", type=Path, nargs="+", required=True,
-                        help="jsonl files of conversations; the first 5,000 of each are read")
-    parser.add_argument("--save", type=Path, required=True,
-                        help="the folder to save the tokenizer in")
-    parser.add_argument("--vocab_size", type=int, default=512,
-                        help="the number of tokens at most; fewer if no pair is left to merge")
-    parser.add_argument("--merge_digits", action="store_true",
-                        help="let frequent numbers become one token each")
+    flag = parser.add_argument
+    flag("--data", type=Path, nargs="+", required=True,
+         help="jsonl files of conversations; the first 5,000 of each are read")
+    flag("--save", type=Path, required=True, help="the folder to save the tokenizer in")
+    flag("--vocab_size", type=int, default=512,
+         help="the number of tokens at most; fewer if no pair is left to merge")
+    flag("--merge_digits", action="store_true", help="let frequent numbers become one token each")
     args = parser.parse_args()
     chats = [chat for path in args.data for chat in read_chats(path)[:5000]]
     args.save.mkdir(parents=True, exist_ok=True)

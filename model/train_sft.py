@@ -26,11 +26,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from report import user_errors
+from report.command_line import number, user_errors
 
-from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, save_pretrained
-from .checkpoint import load_tokenizer
-from .files import explained
+from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, load_tokenizer, save_pretrained
+from .storage.files import explained
 from .tokenizer import read_chats
 
 
@@ -129,33 +128,23 @@ def optimize(model, next_loss, *, steps, learning_rate, warmup_steps, progress=N
                   flush=True)
 
 
-def positive(text):
-    """An argparse type: a whole number of at least 1."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}; it must be at least 1")
-    return int(text)
-
-
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="a jsonl file of conversations")
-    parser.add_argument("--save", type=Path, required=True,
-                        help="the folder to save the weights in")
-    parser.add_argument("--init", type=Path,
-                        help="weights to start from, with their tokenizer; without it, train a new "
-                             "model from scratch")
-    parser.add_argument("--tokenizer", type=Path, help="the tokenizer for a new model")
-    parser.add_argument("--hidden_size", type=positive, default=128)
-    parser.add_argument("--num_hidden_layers", type=positive, default=4)
-    parser.add_argument("--steps", type=positive, default=3000)
-    parser.add_argument("--batch_size", type=positive, default=32)
-    parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--warmup_steps", type=int, default=100)
-    parser.add_argument("--heldout", type=int, default=200,
-                        help="chats at the end of the file, at most a tenth of it, that are not "
-                             "trained on; their loss is printed (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    flag = parser.add_argument
+    flag("--data", type=Path, required=True, help="a jsonl file of conversations")
+    flag("--save", type=Path, required=True, help="the folder to save the weights in")
+    flag("--init", type=Path, help="weights to start from, with their tokenizer; without it, train "
+         "a new model from scratch")
+    flag("--tokenizer", type=Path, help="the tokenizer for a new model")
+    flag("--learning_rate", type=float, default=3e-3)
+    flag("--warmup_steps", type=int, default=100)
+    flag("--heldout", type=int, default=200, help="chats at the end of the file, at most a tenth "
+         "of it, that are not trained on; their loss is printed (default: %(default)s)")
+    flag("--seed", type=int, default=0)
+    for name, default in (("--hidden_size", 128), ("--num_hidden_layers", 4), ("--steps", 3000),
+                          ("--batch_size", 32)):
+        flag(name, type=number(int, 1), default=default)
     args = parser.parse_args()
     if not (args.init or args.tokenizer):
         parser.error("a new model needs a --tokenizer; python -m model.tokenizer makes one. Or "

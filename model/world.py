@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from report import UserError
 
-from .files import reason
 from .shard import is_sharded, whole
+from .storage.files import reason
 
 BUCKET = 2**24                              # gradients summed in one call: 64 MB in float32
 

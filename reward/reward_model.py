@@ -1,20 +1,19 @@
 """Reward models: a network reads a chat and rates the assistant's last turn with one number."""
-import json
 import math
 import reprlib
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging
 
 from model import load_pretrained, load_tokenizer, save_pretrained
-from model.checkpoint import build, hub_config, local_path, read_weights, save_tokenizer
-from model.files import check_tensors, explained, read_json
 from model.model import Decoder
+from model.storage.files import check_tensors, explained, read_json
+from model.storage.read import build, local_path, read_weights
+from model.storage.write import hub_config, save_tensors, save_tokenizer, write_json
 from report import UserError
 
 from .internlm2 import ARCHITECTURE, InternLM2Tokenizer, internlm2_config, internlm2_state
@@ -97,12 +96,11 @@ class RewardModel(nn.Module):
         """Saves a folder for load_reward_model and AutoModelForSequenceClassification."""
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
-        state = {name: tensor.contiguous().cpu() for name, tensor in self.state_dict().items()}
-        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(self.state_dict(), path / "model.safetensors")
         config = hub_config(self) | {"id2label": {"0": "score"}, "label2id": {"score": 0}}
         config["architectures"] = [
             config["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")]
-        (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_json(config, path / "config.json")
         save_tokenizer(self.tokenizer, path)
 
 
@@ -155,8 +153,7 @@ class LikelihoodModel(RewardModel):
         """Saves a language model's folder; an entry in config.json tells load_reward_model."""
         save_pretrained(self.policy, self.tokenizer, path)
         config = Path(path) / "config.json"
-        saved = json.loads(config.read_text(encoding="utf-8")) | {"score": "likelihood"}
-        config.write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
+        write_json(read_json(config) | {"score": "likelihood"}, config)
 
 
 def is_likelihood(folder):
@@ -248,7 +245,7 @@ def check_promises(saved, folder):
             raise UserError(f"its {name} is code from elsewhere")
     size = sum(file.stat().st_size for file in folder.iterdir())
     width = saved.get("hidden_size") or 1
-    for name in ("vocab_size", "intermediate_size", "num_hidden_layers"):
+    for name in ("vocab_size", "intermediate_size", "num_hidden_layers", "num_labels"):
         count = saved.get(name) or 1
         if type(width) is not int or type(count) is not int or width * count > size:
             raise UserError(f"its {name} or its hidden_size is no number that fits its files")

@@ -37,8 +37,9 @@ import torch.nn.functional as F
 from dataset.arithmetic import write
 from dataset.prompts import read_lines
 from model import load_pretrained, load_tokenizer
-from model.checkpoint import build, read_config, read_weights
-from model.files import explained
+from model.storage.config import read_config
+from model.storage.files import explained
+from model.storage.read import build, read_weights
 from model.train_sft import optimize
 from report import UserError, user_errors
 

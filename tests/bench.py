@@ -138,7 +138,7 @@ class Ours:
             self.args, self.world)
         if case.config:
             self.tokenizer = copy.deepcopy(self.tokenizer)
-            self.policy.config.eos_token_id = NO_EOS
+            self.policy.config.eos_token_id, self.policy.generation_config = NO_EOS, {}
             self.tokenizer.eos_token = None
         self.rewards = rewards_of(case)
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LEARNING_RATE,

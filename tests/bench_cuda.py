@@ -8,7 +8,7 @@ sides multiply in bfloat16 (in float32 with --device cpu, where this code can be
 cannot take less time than it takes to read all weights, and the keys and values of all tokens so
 far, once. Prompts, sampling and whatever our step reads beyond that count as waste.
 
-Memory is the largest sum of live tensors in two steps, beside what model/memory.py says.
+Memory is the largest sum of live tensors in two steps, beside what model/storage/memory.py says.
 """
 import contextlib
 import gc
@@ -21,7 +21,7 @@ import bench
 import torch
 
 from model import fast
-from model.memory import SIZES, num_parameters, peak_bytes
+from model.storage.memory import SIZES, num_parameters, peak_bytes
 
 SHAPE = vars(SIZES["Qwen3-1.7B"]) | {"hidden_size": 1024, "intermediate_size": 3072}
 CASES = bench.CASES | {"0.6B": bench.Case(8, 8, 512, 16, SHAPE, betas=(0.02,))}

@@ -1,4 +1,4 @@
-"""Measures the peak memory of GRPO steps, compares it with model/memory.py, and takes their time:
+"""Measures the peak memory of GRPO steps and their time, beside what model/storage/memory.py says:
 
     python tests/bench_memory.py
 
@@ -20,9 +20,9 @@ import train_grpo  # noqa: E402, I001 - before torch
 import torch  # noqa: E402
 from model import MiniMindConfig, MiniMindForCausalLM, Rollout, World, fast  # noqa: E402
 from model.lora import AdaptersOff, with_adapters  # noqa: E402
-from model.memory import SIZES, num_parameters, peak_bytes  # noqa: E402
 from model.machine import for_learning, for_sampling  # noqa: E402
 from model.shard import shard  # noqa: E402
+from model.storage.memory import SIZES, num_parameters, peak_bytes  # noqa: E402
 
 SMALL = {"vocab_size": 6400, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
          "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "qk_norm": False}
@@ -104,10 +104,9 @@ def two_steps(sizes, run, world):
             prompts=texts, columns={}, prefills=texts, prompt_ids=prompts.repeat_interleave(G, 0),
             prompt_mask=prompt_mask.repeat_interleave(G, 0), completions=texts, completion_ids=ids,
             mask=torch.ones_like(ids), ended=torch.ones(len(ids)) == 0, sampling_logps=logps,
-            advantages=torch.randn(len(ids)))
+            rewards=torch.randn(len(ids)), advantages=torch.randn(len(ids)))
         if reference is not None:
             rollout.ref_logps = train_grpo.compute_logps(reference, rollout, logps_of, args)
-        rollout.rewards = torch.zeros(len(ids))
         updates = train_grpo.minibatches(rollout, world, args)
         train_grpo.update_policy(policy, optimizer, 1e-6, updates, world, logps_of, args)
     return time.perf_counter() - start

@@ -47,6 +47,31 @@ def interrupt(number):
         time.sleep(0.001)
 
 
+def left_padded(lengths, vocab_size):
+    """Random ids (N, T) of these lengths, padded on the left with id 0, and their mask (N, T)."""
+    import torch
+
+    T, generator = max(lengths), torch.Generator().manual_seed(0)
+    mask = torch.tensor([[0] * (T - length) + [1] * length for length in lengths])
+    return torch.randint(1, vocab_size, (len(lengths), T), generator=generator) * mask, mask
+
+
+def edit(path, remove=(), **changes):
+    """Change or remove fields of a json file."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: content[key] for key in content if key not in remove}))
+
+
+class Canary:
+    """As a pickle: a command that leaves a file, a canary, in the folder."""
+
+    def __init__(self, folder):
+        self.command = f"touch {folder}/canary"
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
 def pytest_collection_finish():
     # What the imports made stays: the search for garbage need not look through it time and again.
     gc.freeze()

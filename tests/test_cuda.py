@@ -13,7 +13,7 @@ from test_sampler import EOS, FAMILIES, PAD, PROMPTS, TEMPERATURE, batch, padded
 
 import train_grpo
 from model import fast, graph, sampler
-from model.memory import num_parameters, peak_bytes
+from model.storage.memory import num_parameters, peak_bytes
 from train_grpo import completion_mask
 
 ROOT = Path(__file__).resolve().parent.parent

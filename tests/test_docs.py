@@ -237,7 +237,7 @@ def test_the_files_that_a_page_names_exist(page):
     ("python -m model.train_sft --steps 3", "arguments are required: --data"),
     ("python -m reward.iterate -- --reward_funcs", "--reward_funcs: expected at least one"),
     ("python tests/bench_memory.py --quick", "unrecognized arguments: --quick"),
-    ("cd out && python -m model.memory", "no such program"),
+    ("cd out && python -m model.storage.memory", "no such program"),
     ("--beta", None), ("--beta 0", None), ("--betas", "unrecognized"), ("--oversample k", None),
     ("python train_grpo.py @dataset/countdown.txt --reward_funcs ... overlong  # it's", None)])
 def test_a_wrong_command_is_noticed(script, complaint, at_the_top):

@@ -9,15 +9,11 @@ from test_run import POLICY, SMALL, arguments, measured, rollout_of_six
 from transformers import AutoModelForCausalLM
 
 import train_grpo
+from conftest import Canary, edit
 from model import MiniMindConfig, MiniMindForCausalLM, World, fast, load_pretrained, sampler
-from model.lora import (
-    adapter_state,
-    adapters,
-    load_adapter,
-    merged_state,
-    save_adapter,
-    with_adapters,
-)
+from model.lora import adapter_state, adapters, merged_state, with_adapters
+from model.storage.read import load_adapter
+from model.storage.write import save_adapter
 from train_grpo import minibatches, token_logps, update_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -160,15 +156,11 @@ def test_a_wrong_or_hostile_adapter_is_one_sentence(pair, tmp_path):
     _, policy = pair
     save_adapter(policy, tmp_path / "good")
     before = {name: tensor.clone() for name, tensor in adapter_state(policy).items()}
-
-    class Hostile:
-        def __reduce__(self):
-            return (tmp_path / "canary").touch, ()
-
     for name, change in {
         "pickle": lambda folder: (folder / "adapter_model.safetensors").write_bytes(
-            pickle.dumps(Hostile())),
-        "rank": lambda folder: (folder / "adapter_config.json").write_text('{"r": 4}'),
+            pickle.dumps(Canary(tmp_path))),
+        "rank": lambda folder: edit(folder / "adapter_config.json", r=4),
+        "alpha": lambda folder: edit(folder / "adapter_config.json", lora_alpha=7),
         "names": lambda folder: save_file({"a": torch.zeros(1)},
                                           folder / "adapter_model.safetensors"),
         "nan": lambda folder: save_file({key: value / 0 for key, value in before.items()},

@@ -10,7 +10,6 @@ import random
 import shutil
 import signal
 import struct
-import time
 import zipfile
 from pathlib import Path
 
@@ -21,9 +20,17 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import train_grpo
+from conftest import Canary, edit
 from dataset import PromptCollator, PromptDataset, prompts
-from model import chat, files, load_checkpoint, load_pretrained, load_tokenizer, save_pretrained
-from model.checkpoint import save_checkpoint
+from model import (
+    chat,
+    load_checkpoint,
+    load_pretrained,
+    load_tokenizer,
+    save_checkpoint,
+    save_pretrained,
+)
+from model.storage import files
 from model.tokenizer import read_chats
 from report import Report, UserError, user_errors
 from report.jsonl import read_jsonl, to_line
@@ -45,14 +52,13 @@ def contents(folder):
 def refusal(folder, function, *arguments):
     """The sentence that the function ends in, or None if it returns; the folder stays as it is.
 
-    Any other exception fails the test, and so does a minute of silence.
+    Any other exception fails the test, and so does half a minute of silence.
     """
     def too_long(*_):
         pytest.fail("it hangs")
 
     before, signal_before = contents(folder), signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(60)
-    start = time.monotonic()
+    signal.alarm(30)
     try:
         function(*arguments)
         message = None
@@ -61,9 +67,7 @@ def refusal(folder, function, *arguments):
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, signal_before)
-    assert time.monotonic() - start < 30
-    assert contents(folder) == before
-    assert not list(folder.rglob("canary"))
+    assert contents(folder) == before       # and no canary
     if message is not None:
         assert "\n" not in message and len(message) < 1000, message
         assert printable(message) == message
@@ -76,16 +80,6 @@ def refused(folder, function, *arguments, words=""):
     message = refusal(folder, function, *arguments)
     assert message is not None, "it was accepted"
     assert all(word in message for word in words.split()), message
-
-
-class Canary:
-    """As a pickle: a command that leaves a file."""
-
-    def __init__(self, folder):
-        self.command = f"touch {folder}/canary"
-
-    def __reduce__(self):
-        return os.system, (self.command,)
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -104,10 +98,6 @@ def saved(tiny_policy, tmp_path_factory):
 def weights(saved, tmp_path):
     """A folder of its own, to be damaged."""
     return Path(shutil.copytree(saved, tmp_path / "weights"))
-
-
-def edit(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 VALUES = [-1, 0, 10**9, 10**30, 1e308, float("nan"), float("inf"), None, True, "7", "\x1b[31m", [],
@@ -138,19 +128,35 @@ def test_a_wrong_size_in_config_json_is_refused(field, value, weights):
 
 @pytest.mark.parametrize("changes, words", [
     ({"num_attention_heads": 3}, "num_attention_heads num_key_value_heads"),
-    ({"head_dim": 7}, "head_dim odd"),
-    ({"eos_token_id": "2"}, "eos_token_id '2'"),
-    ({"eos_token_id": [2, "3"]}, "eos_token_id"),
+    ({"head_dim": 7}, "head_dim odd"), ({"hidden_size": None}, "hidden_size"),
+    ({"eos_token_id": "2"}, "eos_token_id '2'"), ({"eos_token_id": [2, "3"]}, "eos_token_id"),
+    ({"pad_token_id": True}, "pad_token_id True"),
     ({"rope_theta": -1.0, "rope_parameters": None}, "rope_theta"),
     ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor '2'"),
     ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor nan"),
     ({"rope_scaling": {"type": ["linear"]}}, "config.json"),
-    ({"model_type": ["qwen3"]}, "config.json"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn'"),
+    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "'dynamic'"),
+    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4,
+                       "high_freq_factor": 4}}, "low_freq_factor high_freq_factor"),
+    ({"model_type": ["qwen3"]}, "config.json"), ({"model_type": "mamba"}, "'mamba'"),
     ({"model_type": "\x1b]0;spoofed\x07"}, "config.json"),
     ({"model_type": "qwen3_moe", "num_experts": 10**8}, "num_experts"),
     ({"model_type": "qwen3_moe", "num_experts": 1}, "num_experts_per_tok"),
+    # what model/model.py does not build
+    ({"use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu'"), ({"mlp_bias": True}, "mlp_bias"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+    # a tensor that is missing, unexpected, of another shape
+    ({"num_hidden_layers": 3}, "model.layers.2."), ({"num_hidden_layers": 1}, "model.layers.1."),
+    ({"intermediate_size": 40}, "model.layers.0.mlp.down_proj.weight"),
+    ({"model_type": "llama"}, "model.layers.0.self_attn.k_norm.weight"),
 ])
-def test_config_json_is_refused_by_the_field_at_fault(changes, words, weights):
+def test_config_json_is_refused_by_the_field_or_tensor_at_fault(changes, words, weights):
     edit(weights / "config.json", **changes)
     refused(weights, load_pretrained, weights, words=words)
 
@@ -160,13 +166,6 @@ def test_config_json_is_refused_by_the_field_at_fault(changes, words, weights):
 def test_a_file_that_is_not_a_json_object(name, content, weights):
     (weights / name).write_bytes(content)
     refused(weights, load_pretrained, weights, words=name)
-
-
-@pytest.mark.parametrize("seed", range(25))
-def test_config_json_with_bytes_at_random(seed, weights):
-    file = weights / "config.json"
-    file.write_bytes(mutated(file.read_bytes(), random.Random(seed)))
-    refusal(weights, load_pretrained, weights)
 
 
 def mutated(data, rng):
@@ -180,11 +179,9 @@ def mutated(data, rng):
     return data
 
 
-@pytest.mark.parametrize("generation", [
-    {"eos_token_id": "2"}, {"eos_token_id": [1, [2]]}, {"eos_token_id": 10**30},
-    {"eos_token_id": {"a": 1}}, {"eos_token_id": 2.5}])
-def test_generation_config_json_with_eos_ids_that_are_none(generation, weights):
-    edit(weights / "generation_config.json", **generation)
+@pytest.mark.parametrize("eos", ["2", [1, [2]], 10**30, {"a": 1}, 2.5])
+def test_generation_config_json_with_eos_ids_that_are_none(eos, weights):
+    edit(weights / "generation_config.json", eos_token_id=eos)
     refused(weights, load_pretrained, weights, words="generation_config.json eos_token_id")
 
 
@@ -220,6 +217,9 @@ HEADERS = {
     "of gigantic length": lambda data: struct.pack("<Q", 2**63) + data[8:],
     "too short": lambda data: struct.pack("<Q", 10) + data[8:],
     "no data": lambda data: data[:8],
+    "nothing": lambda data: b"", "no tensors": lambda data: struct.pack("<Q", 2) + b"{}",
+    "half": lambda data: data[:len(data) // 2], "a byte less": lambda data: data[:-1],
+    "a git-lfs pointer": lambda data: b"version https://git-lfs.github.com/spec/v1",
     "a list": lambda data: struct.pack("<Q", 2) + b"[]" + data[8:],
     "deep": lambda data: struct.pack("<Q", 100_000) + b"[" * 100_000,
     "whole numbers": with_header(lambda h: h[NORM].update(dtype="I32")),
@@ -233,7 +233,6 @@ HEADERS = {
     "a gigantic shape": with_header(lambda h: h[NORM].update(shape=[10**12])),
     "a negative shape": with_header(lambda h: h[NORM].update(shape=[-32])),
     "a shape of text": with_header(lambda h: h[NORM].update(shape="32")),
-    "a tensor less": with_header(lambda h: h.pop(NORM)),
     "another name": with_header(lambda h: h.update({"\x1b[2Jname": h.pop(NORM)})),
 }
 
@@ -246,13 +245,14 @@ def test_a_damaged_safetensors_header(kind, weights):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_safetensors_file_cut_off_or_with_bytes_at_random(seed, weights):
-    file, rng = weights / "model.safetensors", random.Random(seed)
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "some.pth"])
+def test_a_file_with_bytes_at_random(name, seed, weights):
+    torch.save(load_file(weights / "model.safetensors"), weights / "some.pth")
+    file, end = weights / name, None if name.endswith("json") else 3000     # not among the numbers
     data = file.read_bytes()
-    file.write_bytes(data[:rng.randrange(len(data))])
-    refused(weights, load_pretrained, weights, words="model.safetensors")
-    file.write_bytes(mutated(data[:3000], rng) + data[3000:])
-    refusal(weights, load_pretrained, weights)
+    file.write_bytes(mutated(data[:end], random.Random(seed)) + data[len(data[:end]):])
+    refusal(weights, load_pretrained, file if name == "some.pth" else weights)
+    refusal(weights, load_tokenizer, weights, 512)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -263,17 +263,10 @@ def test_a_weight_that_is_no_number_is_named(value, weights):
     refused(weights, load_pretrained, weights, words="model.layers.1.mlp.up_proj.weight NaN")
 
 
-def test_more_or_fewer_tensors_than_the_configuration_has_are_refused(weights):
-    state = load_file(weights / "model.safetensors")
-    save_file(state | {"extra": torch.ones(1)}, weights / "model.safetensors")
-    refused(weights, load_pretrained, weights, words="extra")
-    save_file({}, weights / "model.safetensors")
-    refused(weights, load_pretrained, weights)
-
-
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_pipe_or_a_folder_in_place_of_a_file_does_not_hang(name, weights):
+def test_a_missing_file_and_a_pipe_or_a_folder_in_its_place_are_named(name, weights):
     (weights / name).unlink()
+    refused(weights, load_pretrained, weights, words=name)
     os.mkfifo(weights / name)
     refused(weights, load_pretrained, weights, words=name)
     (weights / name).unlink()
@@ -341,15 +334,6 @@ def test_a_hostile_pickle_is_refused_and_runs_nothing(name, kind, weights):
 def test_the_command_in_these_files_would_run_if_they_were_trusted(tmp_path):
     pickle.loads(pickle.dumps(Canary(tmp_path)))
     assert (tmp_path / "canary").exists()
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_a_pth_with_bytes_at_random(seed, weights):
-    rng = random.Random(seed)
-    torch.save(load_file(weights / "model.safetensors"), weights / "some.pth")
-    data = (weights / "some.pth").read_bytes()
-    (weights / "some.pth").write_bytes(mutated(data[:2000], rng) + data[2000:])
-    refusal(weights, load_pretrained, weights / "some.pth")
 
 
 @pytest.mark.parametrize("without", ["k_proj", "mlp.gate_proj", "layers.1."])
@@ -422,13 +406,6 @@ def test_a_broken_tokenizer_is_one_sentence(name, content, weights):
         (weights / "chat_template.jinja").unlink()
     (weights / name).write_bytes(content)
     refused(weights, load_tokenizer, weights, 512)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_tokenizer_json_with_bytes_at_random(seed, weights):
-    file = weights / "tokenizer.json"
-    file.write_bytes(mutated(file.read_bytes(), random.Random(seed)))
-    refusal(weights, load_tokenizer, weights, 512)
 
 
 @pytest.mark.parametrize("tokenizer_class", ["Mine", "PreTrainedTokenizerFast"])
@@ -567,59 +544,61 @@ def classifier(tokenizer, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("changes", [
+@pytest.fixture
+def reward(classifier, tmp_path):
+    """A folder of its own, to be damaged."""
+    return Path(shutil.copytree(classifier, tmp_path / "reward"))
+
+
+INTERNLM2 = {"architectures": ["InternLM2ForRewardModel"]}
+
+
+@pytest.mark.parametrize("changes, words", [(changes, "") for changes in [
     {"hidden_size": "16"}, {"vocab_size": None}, {"num_hidden_layers": [1]}, {"head_dim": 0},
     {"architectures": "x"}, {"architectures": [5]}, {"architectures": None}, {"num_labels": -1},
     {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}, {"model_type": 5},
-    {"score": "likelihood"}, {"score": "likelihood", "hidden_size": 10**9},
-    {"architectures": ["InternLM2ForRewardModel"]},
-    {"architectures": ["InternLM2ForRewardModel"], "hidden_size": 10**9},
-    {"architectures": ["InternLM2ForRewardModel"], "num_attention_heads": 0},
-])
-def test_a_reward_model_with_a_wrong_configuration(changes, classifier, tmp_path):
-    folder = Path(shutil.copytree(classifier, tmp_path / "reward"))
-    (folder / "mine.py").write_text(f"open('{folder}/canary', 'w')")
-    edit(folder / "config.json", **changes)
-    refused(folder, load_reward_model, folder, words="--reward_model_path")
-
-
-@pytest.mark.parametrize("changes, words", [
+    {"score": "likelihood"}, {"score": "likelihood", "hidden_size": 10**9}, INTERNLM2,
+    INTERNLM2 | {"hidden_size": 10**9}, INTERNLM2 | {"num_attention_heads": 0},
+]] + [  # asks for more than is there
     ({"hidden_size": 10**9}, "fits its files"), ({"vocab_size": 10**9}, "vocab_size fits files"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers fits files"),
+    ({"num_labels": 10**9}, "num_labels fits files"),
     ({"attn_implementation": "somebody/kernel"}, "attn_implementation code"),
     ({"_attn_implementation": "somebody/kernel"}, "_attn_implementation code"),
 ])
-def test_a_reward_model_that_asks_for_more_than_it_brings(changes, words, classifier, tmp_path):
-    folder = Path(shutil.copytree(classifier, tmp_path / "reward"))
-    edit(folder / "config.json", **changes)
-    refused(folder, load_reward_model, folder, words=words)
+def test_a_reward_model_with_a_wrong_configuration(changes, words, reward):
+    (reward / "mine.py").write_text(f"open('{reward}/canary', 'w')")
+    edit(reward / "config.json", **changes)
+    refused(reward, load_reward_model, reward, words=f"--reward_model_path {words}")
 
 
-@pytest.mark.parametrize("kind", [
-    "config.json", "a command", "NaN", "cut off", "no template", "a failing template",
-    "InternLM2's tokenizer", "InternLM2's added tokens"])
-def test_a_reward_model_with_a_broken_file(kind, classifier, tmp_path):
-    folder = Path(shutil.copytree(classifier, tmp_path / "reward"))
-    file = folder / "model.safetensors"
-    if kind == "config.json":
-        (folder / "config.json").write_bytes(DEEP)
-    elif kind == "a command":
-        file.unlink()
-        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(folder)))
-    elif kind == "NaN":
-        save_file({name: tensor * float("nan") for name, tensor in load_file(file).items()}, file,
-                  {"format": "pt"})
-    elif kind == "cut off":
-        file.write_bytes(file.read_bytes()[:2000])
-    elif kind.startswith("InternLM2"):
-        pytest.importorskip("sentencepiece")
-        edit(folder / "config.json", architectures=["InternLM2ForRewardModel"])
-        (folder / "tokenizer.model").write_bytes(b"\xff" * 100 * kind.endswith("tokenizer"))
-        edit(folder / "tokenizer_config.json", added_tokens_decoder={"x": 5})
-    else:
-        template = "" if kind == "no template" else "{{ 1/0 }}"
-        (folder / "chat_template.jinja").write_text(template)
-    refused(folder, load_reward_model, folder, words="--reward_model_path")
+@pytest.mark.parametrize("name, content", [
+    ("config.json", DEEP), ("model.safetensors", b"\x00" * 9), ("chat_template.jinja", b""),
+    ("chat_template.jinja", b"{{ 1/0 }}")])
+def test_a_reward_model_with_a_broken_file(name, content, reward):
+    (reward / name).write_bytes(content)
+    refused(reward, load_reward_model, reward, words="--reward_model_path")
+
+
+def test_a_reward_model_of_nan_cut_off_or_with_a_command(reward):
+    file = reward / "model.safetensors"
+    save_file({name: tensor * float("nan") for name, tensor in load_file(file).items()}, file,
+              {"format": "pt"})
+    refused(reward, load_reward_model, reward, words="--reward_model_path NaN")
+    file.write_bytes(file.read_bytes()[:2000])
+    refused(reward, load_reward_model, reward, words="--reward_model_path")
+    file.unlink()
+    (reward / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(reward)))
+    refused(reward, load_reward_model, reward, words="--reward_model_path")
+
+
+@pytest.mark.parametrize("pieces", [b"\xff" * 100, b""])
+def test_a_broken_tokenizer_of_internlm2(pieces, reward):
+    pytest.importorskip("sentencepiece")
+    edit(reward / "config.json", **INTERNLM2)
+    (reward / "tokenizer.model").write_bytes(pieces)
+    edit(reward / "tokenizer_config.json", added_tokens_decoder={"x": 5})
+    refused(reward, load_reward_model, reward, words="--reward_model_path")
 
 
 # --- flags, and whole runs ------------------------------------------------------------------------

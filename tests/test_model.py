@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from bench_memory import RUN, SMALL, measure_apart
-from conftest import ROOT
+from conftest import ROOT, left_padded
 from model import (
     MiniMindConfig,
     MiniMindForCausalLM,
@@ -19,8 +19,8 @@ from model import (
     save_pretrained,
 )
 from model.experts import all_experts
-from model.memory import SIZES, num_parameters, peak_bytes
 from model.model import KVCache, MixtureOfExperts
+from model.storage.memory import SIZES, num_parameters, peak_bytes
 from model.tokenizer import TAGS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,14 +35,6 @@ def tiny(seed, vocab_size=8):
         vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False,
         initializer_range=0.4))
-
-
-def left_padded(lengths, vocab_size, seed=0):
-    """Random ids (N, T) of these lengths and their mask, padded on the left with id 0."""
-    generator = torch.Generator().manual_seed(seed)
-    T = max(lengths)
-    mask = torch.tensor([[0] * (T - length) + [1] * length for length in lengths])
-    return torch.randint(1, vocab_size, (len(lengths), T), generator=generator) * mask, mask
 
 
 def test_dtype_is_that_of_the_file_unless_asked_for(tokenizer, tmp_path):

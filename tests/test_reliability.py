@@ -25,7 +25,7 @@ import train_grpo
 from conftest import interrupt
 from model import Saver, World, world
 from model import watch as watching
-from model.checkpoint import written_whole
+from model.storage.write import written_whole
 from model.watch import Watch
 from report import UserError
 from report.jsonl import drop_lines_after, read_jsonl

@@ -13,7 +13,8 @@ from torch import multiprocessing
 
 import train_grpo
 from conftest import interrupt
-from model import head, save_pretrained
+from model import head, load_checkpoint, save_pretrained
+from model.lora import merged_state
 from model.shard import part_of, whole
 
 RUNS = {        # name -> flags
@@ -113,9 +114,9 @@ def test_another_number_of_ranks_resumes_it(name, out, monkeypatch):
     world = SimpleNamespace(device=torch.device("cpu"), matrix_dtype=torch.float32)
     _, policy, *_ = train_grpo.load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
-    done, _ = train_grpo.checkpoint.load_checkpoint(out / name / "checkpoint", policy, optimizer)
+    done, _ = load_checkpoint(out / name / "checkpoint", policy, optimizer)
     assert done == STEPS
-    merged = train_grpo.checkpoint.merged_state(policy)
+    merged = merged_state(policy)
     assert all(torch.equal(tensor, merged[key]) for key, tensor in final(out, name).items())
     for weight in filter(lambda weight: weight.requires_grad, policy.parameters()):
         assert optimizer.state[weight]["exp_avg_sq"].shape == weight.shape

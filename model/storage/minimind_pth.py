@@ -14,8 +14,9 @@ import torch
 
 from report import UserError
 
-from .files import check_fields, check_tensors, explained, read_tensors
-from .model import MiniMindConfig
+from ..model import MiniMindConfig
+from .config import check_fields
+from .files import check_tensors, explained, read_tensors
 
 HEADS = 8       # in every MiniMind; without a q-norm, no tensor's shape gives the head size
 
@@ -25,17 +26,14 @@ def read_pth(path):
     state = read_tensors(path)
     check_names(state, path)
     check_tensors(state, path)
-    state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
     with explained(path, "no MiniMind has tensors of these names and shapes",
                    "give a folder with config.json, or a MiniMind .pth"):
+        state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
         return check_fields(infer_config(state, path), path), state
 
 
 def check_names(state, path):
-    """Raise UserError unless these are the tensors of a MiniMind that model/model.py builds.
-
-    The message says what the file is instead, as far as its names tell.
-    """
+    """Raise UserError, which says what the file is instead, as far as its tensors' names tell."""
     others = {      # part of a tensor's name -> what such a file is, and what to do
         "tok_embeddings": "a MiniMind from before April 2025, which has other names and other "
                           "rotary positions; choose newer weights",
@@ -48,11 +46,6 @@ def check_names(state, path):
     for part, what in others.items():
         if any(part in name for name in state):
             raise UserError(f"{path}: this is {what}")
-    for name in ("model.embed_tokens.weight", "model.norm.weight",
-                 "model.layers.0.self_attn.q_proj.weight"):
-        if name not in state:
-            raise UserError(f"{path}: it has no tensor {name}, so it is not a MiniMind policy; "
-                            "give a folder with config.json, or a MiniMind .pth")
 
 
 def infer_config(state, path):

@@ -4,12 +4,10 @@ Such a file must never run code, fill the memory or end in a traceback. Whatever
 becomes one UserError, a sentence: where, what is wrong, what to do.
 """
 import json
-import reprlib
 import signal
 import threading
 import zipfile
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -99,45 +97,6 @@ def check_tensors(state, path):
             # NaN and infinity both show in the extremes, which take a thirtieth of isfinite's time.
             if not all(extreme.isfinite() for extreme in tensor.aminmax()):
                 raise ValueError("it has NaN or infinite values")
-
-
-def check_fields(config, path):
-    """The config itself; UserError, naming a field, if one has a wrong type or is out of range."""
-    for field in fields(config):
-        check_field(field.name, getattr(config, field.name), field.type, path)
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    experts, chosen = config.num_experts, config.num_experts_per_tok
-    for is_wrong, what in (
-        (heads % kv_heads,
-         f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"),
-        (config.head_dim % 2, f"head_dim {config.head_dim} is odd, and rotation needs pairs"),
-        (0 < experts < chosen, f"num_experts_per_tok {chosen} is more than num_experts {experts}"),
-    ):
-        if is_wrong:
-            raise UserError(f"{path}: {what}; download the file again")
-    return config
-
-
-def check_field(name, value, kind, path):
-    """Raise UserError unless the value is of this kind, a field's type in MiniMindConfig."""
-    def whole(number, smallest):
-        return type(number) is int and smallest <= number < 2**31
-
-    least, items = int(name != "num_experts"), value if isinstance(value, list) else [value]
-    fits, wanted = {
-        bool: (isinstance(value, bool), "true or false"),
-        int: (whole(value, least), f"a whole number from {least} to {2**31 - 1:,}"),
-        float: (type(value) in (int, float) and 0 < value < 1e30, "a number above 0"),
-        list[int]: (items is value and all(whole(item, 0) for item in items),
-                    "a list of whole numbers"),
-        dict | None: (value is None or isinstance(value, dict), "an object"),
-        int | None: (value is None or whole(value, -1), "a token id"),
-        int | list[int] | None: (value is None or all(whole(item, -1) for item in items),
-                                 "a token id, or a list of them"),
-    }[kind]
-    if not fits:
-        raise UserError(f"{path}: {name} is {reprlib.repr(value)}, and must be {wanted}; "
-                        "download the file again")
 
 
 def check_template(tokenizer, path, advice):

@@ -1,7 +1,7 @@
 """How much memory a GRPO run takes, before it is started: what fits on which GPU.
 
-    python -m model.memory                                      the usual sizes
-    python -m model.memory Qwen/Qwen3-0.6B out/my_weights       any weights, by their config.json
+    python -m model.storage.memory                                  the usual sizes
+    python -m model.storage.memory Qwen/Qwen3-0.6B out/my_weights   any weights' config.json
 
 The formula counts live tensors of a run with model/fast.py. On the CPU, in float32 and bfloat16, it
 came within 2.1% of the peaks measured for models of 0.6B to 4B and within 18% for small ones, where
@@ -9,16 +9,20 @@ freed memory goes back at once (tests/bench_memory.py); glibc's malloc by itself
 which earlier versions held up to 27% more. On a GPU nothing was measured.
 """
 import argparse
+import functools
 import itertools
 
 import torch
 
 from report import user_errors
 
-from .checkpoint import local_path, read_config
-from .head import CHUNK, SMALL
-from .model import MiniMindConfig, MiniMindForCausalLM
+from ..head import CHUNK, SMALL
+from ..model import MiniMindConfig, MiniMindForCausalLM
+from .config import read_config
+from .read import local_path
 
+qwen3 = functools.partial(MiniMindConfig, vocab_size=151936, num_hidden_layers=28,
+                          num_attention_heads=16, num_key_value_heads=8, head_dim=128)
 SIZES = {
     "MiniMind2 (0.1B)": MiniMindConfig(
         vocab_size=6400, hidden_size=768, intermediate_size=2048, num_hidden_layers=16,
@@ -26,18 +30,12 @@ SIZES = {
     "Qwen2.5-0.5B": MiniMindConfig(
         vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
         num_attention_heads=14, num_key_value_heads=2, head_dim=64, qk_norm=False, qkv_bias=True),
-    "Qwen3-0.6B": MiniMindConfig(
-        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-        num_attention_heads=16, num_key_value_heads=8, head_dim=128),
-    "Qwen3-1.7B": MiniMindConfig(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
-        num_attention_heads=16, num_key_value_heads=8, head_dim=128),
-    "Qwen3-4B": MiniMindConfig(
-        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=128),
-    "Qwen3-8B": MiniMindConfig(
-        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False),
+    "Qwen3-0.6B": qwen3(hidden_size=1024, intermediate_size=3072),
+    "Qwen3-1.7B": qwen3(hidden_size=2048, intermediate_size=6144),
+    "Qwen3-4B": qwen3(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
+                      num_attention_heads=32),
+    "Qwen3-8B": qwen3(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+                      num_attention_heads=32, tie_word_embeddings=False),
 }
 LEVERS = {      # flags -> what they are to peak_bytes
     "--beta above 0": {"reference": True},
@@ -161,17 +159,16 @@ def report(name, config, run):
         print(f"  {words:66}{peaks[1, 1]:13.1f} GB" + "".join(f"{size:>17}" for size in fits))
 
 
-@user_errors("model.memory")
+@user_errors("model.storage.memory")
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m model.memory", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m model.storage.memory", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*",
                         help="folders or hub ids of weights (default: the usual sizes)")
-    parser.add_argument("--num_prompts", type=int, default=8, help="per step (default: 8)")
-    parser.add_argument("--num_generations", type=int, default=8, help="of each (default: 8)")
-    parser.add_argument("--prompt_length", type=int, default=256, help="tokens (default: 256)")
-    parser.add_argument("--completion_length", type=int, default=1024,
-                        help="tokens (default: 1024)")
+    for flag, default, unit in (
+            ("--num_prompts", 8, "per step"), ("--num_generations", 8, "of each"),
+            ("--prompt_length", 256, "tokens"), ("--completion_length", 1024, "tokens")):
+        parser.add_argument(flag, type=int, default=default, help=f"{unit} (default: {default})")
     args = vars(parser.parse_args(argv))
     configs = {path: read_config(local_path(path, weights=None))
                for path in args.pop("paths")} or SIZES
