@@ -1,3 +1,4 @@
+import argparse
 import gc
 import os
 import signal
@@ -15,6 +16,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"      # a test that reaches for the network fa
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):           # Windows has none
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def report_args(**changed):
+    """The flags that a Report reads."""
+    return argparse.Namespace(**{"swanlab": "disabled", "wandb_project": "MiniGRPO",
+                                 "log_interval": 1, "num_generations": 2,
+                                 "completions_limit": 0} | changed)
 
 
 def interrupt(number):
