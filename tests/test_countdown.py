@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from dataset import PromptDataset, countdown
-from report.behaviour import behaviour
+from report.experiments.behaviour import behaviour
 from reward import countdown_reward
 
 ROOT = Path(__file__).resolve().parent.parent
