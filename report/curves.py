@@ -4,12 +4,14 @@
     python -m report.curves out/run_a out/run_b -o picture.png    several runs, a colour each
 """
 import argparse
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from .command_line import UserError, user_errors
 from .jsonl import is_finite, read_jsonl
+from .metrics import training_time
 from .text import duration
 
 # The palette of Okabe and Ito, whose colours colour-blind readers can tell apart. Its yellow is too
@@ -23,12 +25,12 @@ STYLE = {
     "axes.edgecolor": "#c4c9d0", "axes.linewidth": 0.8,
     "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "axes.axisbelow": True, "grid.color": FAINT, "grid.linewidth": 0.8,
+    "axes.labelsize": 8, "axes.labelcolor": GREY, "axes.labelpad": 1,
+    "xaxis.labellocation": "right",
     "xtick.color": GREY, "xtick.labelsize": 8, "xtick.major.size": 0,
     "ytick.color": GREY, "ytick.labelsize": 8, "ytick.major.size": 0,
     "lines.solid_capstyle": "round",
 }
-
-
 MOST_STEPS = 500            # about as many as a panel has pixels
 
 
@@ -37,18 +39,25 @@ def draw_curves(run_dirs, path):
 
     Raises UserError if a folder holds no run. Runs are labelled with their folders' names.
     """
+    runs = [Run(run_dir) for run_dir in run_dirs]
+    with picture(path, 13, 8, dpi=130) as fig:
+        if len(runs) == 1:
+            draw_one(fig, runs[0])
+        else:
+            draw_several(fig, runs)
+
+
+@contextmanager
+def picture(path, width, height, dpi=150):
+    """A figure in our style, of so many inches, which is written at the end."""
     # Matplotlib is slow to load, so load it only to draw. Figure rather than pyplot, because pyplot
     # would settle the backend for the whole process.
     import matplotlib
     from matplotlib.figure import Figure
 
-    runs = [Run(run_dir) for run_dir in run_dirs]
     with matplotlib.rc_context(STYLE):
-        fig = Figure(figsize=(13, 8), dpi=130, facecolor="white")
-        if len(runs) == 1:
-            draw_one(fig, runs[0])
-        else:
-            draw_several(fig, runs)
+        fig = Figure(figsize=(width, height), dpi=dpi, facecolor="white")
+        yield fig
         fig.savefig(path)
 
 
@@ -63,10 +72,7 @@ class Run:
             raise UserError(f"{run_dir}: no step in metrics.jsonl yet; "
                             "give the folder of a run, such as out/run_a.")
         for row in self.steps:
-            row["training_time"] = sum(
-                value or 0.0 for key, value in row.items()
-                if key.startswith("timing_s/")
-                and key not in ("timing_s/eval", "timing_s/checkpoint"))
+            row["training_time"] = training_time(row)
 
     def keys(self, start):
         """The names of the metrics that begin with `start`, in the order they were written."""
@@ -110,10 +116,20 @@ class Run:
 # --- one run --------------------------------------------------------------------------------------
 
 def draw_one(fig, run):
-    cells = title(fig, run.name, run.headline())
-    panels = [draw_reward, draw_accuracy, draw_length, draw_drift, draw_health, draw_time]
-    for draw, cell in zip(panels, cells):
-        draw(fig, cell, run)
+    reward, accuracy, length, drift, health, seconds = title(fig, run.name, run.headline())
+    draw_reward(fig, reward, run)
+    draw_accuracy(fig, accuracy, run)
+    draw_length(fig, length, run)
+    draw_strips(fig, drift, [run], "Exploration and drift",
+                "how sure the policy is, and how far it has moved", [
+        ("kl", "{:.2g}", "KL to the reference: a spike is fine, a lasting climb is not", [PINK]),
+        ("entropy", "{:.2g}", "entropy, nats per token: falls as the policy gets sure", [GREEN])])
+    draw_strips(fig, health, [run], "Health of the updates", "early trouble shows here first", [
+        ("frac_reward_zero_std", "{:.0%}",
+         "groups of equal rewards: bad early; late, the task is solved", [ORANGE]),
+        ("clip_ratio/region_mean", "{:.1%}", "tokens clipped: a few percent at most", [BLUE]),
+        ("grad_norm", "{:.2g}", "gradient norm: spikes are clipped", [BROWN])])
+    draw_time(fig, seconds, run)
 
 
 def draw_reward(fig, cell, run):
@@ -137,7 +153,7 @@ def draw_accuracy(fig, cell, run):
     for key, color, name, width in rows:
         values = run.finite(key)
         label = f"{name} {100 * values[0]:.0f} →" if len(values) > 1 else name
-        ends += points(ax, run, key, color, label, width)
+        ends += line(ax, run, key, color, label, width)
     finish(ax, ends, "{:.0%}", top=1.04)
 
 
@@ -151,40 +167,11 @@ def draw_length(fig, cell, run):
     if len(low) == len(high) > 0:
         ax.fill_between(steps, smooth(low), smooth(high), color=SKY, alpha=0.22, linewidth=0)
     ends = line(ax, run, "completions/mean_length", BLUE, "training", width=2.2)
-    ends += points(ax, run, "eval/mean_length", ORANGE, "held-out", width=1.2)
+    ends += line(ax, run, "eval/mean_length", ORANGE, "held-out", width=1.2)
     finish(ax, ends, "{:.0f}")
     for ax in below:
-        strip(ax, run, "completions/clipped_ratio", PINK, "{:.0%}",
-              "cut off at the length limit: should be rare")
-
-
-def draw_drift(fig, cell, run):
-    rows = [("kl", PINK, "{:.2g}", "KL to the reference: a spike is fine, a lasting climb is not"),
-            ("entropy", GREEN, "{:.2g}", "entropy, nats per token: falls as the policy gets sure")]
-    draw_strips(fig, cell, run, "Exploration and drift",
-                "how sure the policy is, and how far it has moved", rows)
-
-
-def draw_health(fig, cell, run):
-    rows = [("frac_reward_zero_std", ORANGE, "{:.0%}",
-             "groups of equal rewards: bad early; late, the task is solved"),
-            ("clip_ratio/region_mean", BLUE, "{:.1%}", "tokens clipped: a few percent at most"),
-            ("grad_norm", BROWN, "{:.2g}", "gradient norm: spikes are clipped")]
-    draw_strips(fig, cell, run, "Health of the updates",
-                "early trouble shows here first", rows)
-
-
-def draw_strips(fig, cell, run, name, subtitle, rows):
-    """Draw a panel of strips, leaving out those whose metric was never recorded.
-
-    rows: (key, color, form, text) of each, as strip() takes them.
-    """
-    rows = [row for row in rows if len(run.finite(row[0]))]
-    axes = panel(fig, cell, name, subtitle, heights=[1] * len(rows))
-    for ax, row in zip(axes, rows):
-        strip(ax, run, *row)
-    if not rows:
-        finish(axes[0], [])
+        strip(ax, [run], "completions/clipped_ratio", "{:.0%}",
+              "cut off at the length limit: should be rare", [PINK])
 
 
 def draw_time(fig, cell, run):
@@ -226,29 +213,21 @@ def draw_several(fig, runs):
                handlelength=1.2)
     panels = [
         ("Reward", "the total; comparable where the reward weights are the same",
-         {"reward": "{:.2f}"}),
+         [("reward", "{:.2f}", "")]),
         ("Held-out accuracy, sampled", "problems never trained on: the number to compare",
-         {"eval/accuracy": "{:.0%}"}),
+         [("eval/accuracy", "{:.0%}", "")]),
         ("Completion length, tokens", "grows where thinking pays",
-         {"completions/mean_length": "{:.0f}"}),
+         [("completions/mean_length", "{:.0f}", "")]),
         ("Exploration and drift", "how sure the policies are, and how far they have moved",
-         {"kl": "{:.2g}", "entropy": "{:.2g}"}),
+         [("kl", "{:.2g}", "KL to the reference"),
+          ("entropy", "{:.2g}", "entropy, nats per token")]),
         ("Gradient norm", "should stay low and calm",
-         {"grad_norm": "{:.2g}"}),
+         [("grad_norm", "{:.2g}", "")]),
         ("Seconds per step", "without evaluations and checkpoints; lower is faster",
-         {"training_time": "{:.2f}"}),
+         [("training_time", "{:.2f}", "")]),
     ]
-    for cell, (name, subtitle, series) in zip(cells, panels):
-        recorded = [key for key in series if any(len(run.finite(key)) for run in runs)]
-        keys = recorded or list(series)[:1]
-        for ax, key in zip(panel(fig, cell, name, subtitle, heights=[1] * len(keys)), keys):
-            plot = points if key.startswith("eval/") else line
-            ends = [end for run, color in zip(runs, colors)
-                    for end in plot(ax, run, key, color, "", width=1.9)]
-            finish(ax, ends, series[key], top=1.04 if key == "eval/accuracy" else None)
-            if len(series) > 1:
-                titles = {"kl": "KL to the reference", "entropy": "entropy, nats per token"}
-                strip_title(ax, titles[key])
+    for cell, (name, subtitle, rows) in zip(cells, panels):
+        draw_strips(fig, cell, runs, name, subtitle, [(*row, colors) for row in rows])
 
 
 # --- the parts of a panel -------------------------------------------------------------------------
@@ -268,54 +247,61 @@ def panel(fig, cell, name, subtitle, heights=(1,)):
     rows = cell.subgridspec(len(heights), 1, height_ratios=heights,
                             hspace=0.25 * (len(heights) - 1))
     axes = [fig.add_subplot(row) for row in rows]
-    offset = dict(xycoords="axes fraction", textcoords="offset points")
-    axes[0].annotate(name, (0, 1), xytext=(-22, 32), fontsize=11.5, fontweight="bold", **offset)
-    axes[0].annotate(subtitle, (0, 1), xytext=(-22, 19), fontsize=8.5, color=GREY, **offset)
+    above(axes[0], name, -22, 32, fontsize=11.5, fontweight="bold")
+    above(axes[0], subtitle, -22, 19, fontsize=8.5, color=GREY)
     for ax in axes[:-1]:
         ax.tick_params(labelbottom=False)
-    axes[-1].set_xlabel("step", loc="right", fontsize=8, color=GREY, labelpad=1)
+    axes[-1].set_xlabel("step")
     return axes
 
 
-def strip(ax, run, key, color, form, text):
-    """Draw one series in low axes; `text` says what the number is and what to expect of it."""
-    finish(ax, line(ax, run, key, color, "", width=1.8), form)
-    strip_title(ax, text)
+def above(ax, text, x, y, **style):
+    """Write above the axes, (x, y) points from their upper left corner."""
+    ax.annotate(text, (0, 1), xytext=(x, y), xycoords="axes fraction", textcoords="offset points",
+                **style)
 
 
-def strip_title(ax, text):
-    ax.annotate(text, (0, 1), xycoords="axes fraction", xytext=(0, 3), textcoords="offset points",
-                fontsize=8, color=GREY)
+def draw_strips(fig, cell, runs, name, subtitle, rows):
+    """Draw a panel of strips, leaving out those whose metric was never recorded.
+
+    rows: (key, form, text, colors) of each, as strip() takes them.
+    """
+    rows = [row for row in rows if any(len(run.finite(row[0])) for run in runs)]
+    axes = panel(fig, cell, name, subtitle, heights=[1] * len(rows))
+    for ax, row in zip(axes, rows):
+        strip(ax, runs, *row)
+    if not rows:
+        finish(axes[0], [])
+
+
+def strip(ax, runs, key, form, text, colors):
+    """Draw a metric of each run, in its color; `text` says what it is and what to expect of it."""
+    ends = [end for run, color in zip(runs, colors)
+            for end in line(ax, run, key, color, "", width=1.8)]
+    finish(ax, ends, form, top=1.04 if key == "eval/accuracy" else None)
+    above(ax, text, 0, 3, fontsize=8, color=GREY)
 
 
 def line(ax, run, key, color, label, width):
-    """Draw a noisy series: smoothed, over the raw values in a faint tint.
+    """Draw one series: an evaluation's by its points, another smoothed over a tint of its values.
 
     Returns the line's end, [(last value, label, color)], for finish(); [] without any finite value.
-    """
-    steps, values = run.series(key)
-    if not np.isfinite(values).any():
-        return []
-    smoothed = smooth(values)
-    if len(values) > 10:
-        ax.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
-    marker = "o" if len(values) <= 3 else None
-    ax.plot(steps, smoothed, color=color, linewidth=width, marker=marker, markersize=4)
-    return [(smoothed[np.isfinite(smoothed)][-1], label, color)]
-
-
-def points(ax, run, key, color, label, width):
-    """Draw a series measured only now and then: its points, joined but not smoothed.
-
-    Returns the same as line().
     """
     steps, values = run.series(key)
     seen = np.isfinite(values)
     if not seen.any():
         return []
-    marker = "o" if len(values) < 40 else None
-    ax.plot(steps[seen], values[seen], color=color, linewidth=width, marker=marker, markersize=3.5)
-    return [(values[seen][-1], label, color)]
+    if key.startswith("eval/"):
+        few, marker = len(values) < 40, 3.5
+        steps, values = steps[seen], values[seen]
+    else:
+        few, marker = len(values) <= 3, 4
+        if len(values) > 10:
+            ax.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
+        values = smooth(values)
+    ax.plot(steps, values, color=color, linewidth=width, marker="o" if few else None,
+            markersize=marker)
+    return [(values[np.isfinite(values)][-1], label, color)]
 
 
 def smooth(values):

@@ -14,20 +14,24 @@ def is_finite(value):
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
+def rounded(value):
+    """A number to four digits, all that a picture of it can show."""
+    return float(f"{value:.4g}") if isinstance(value, float) and is_finite(value) else value
+
+
+def columns(rows):
+    """Rows as {name: values}, to four digits; None where a row lacks the name."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [rounded(row.get(name)) for row in rows] for name in names}
+
+
 def to_json(value):
     """A copy of `value` in types that strict JSON knows.
 
-    NaN and infinity become None, tensors become numbers or lists, paths become strings.
+    NaN and infinity become None, tensors numbers or lists, and what else JSON lacks its text.
     """
-    if isinstance(value, dict):
-        return {key: to_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_json(item) for item in value]
-    if hasattr(value, "tolist"):
-        return to_json(value.tolist())
-    if isinstance(value, Path):
-        return str(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
+    return json.loads(text, parse_constant=lambda constant: None)
 
 
 def to_line(row):

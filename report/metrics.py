@@ -1,6 +1,7 @@
 """The metrics of a step, named as in TRL and verl, and the rows of completions.jsonl."""
 import math
 
+import numpy as np
 import torch
 
 from .command_line import UserError
@@ -49,13 +50,15 @@ def rollout_metrics(rows, num_generations, failures=()):
 
 def mean_and_std(values):
     """Mean and sample std, ignoring NaNs. The mean of no value is NaN, as is the std of one."""
-    values = [value for value in values if not math.isnan(value)]
-    if not values:
-        return math.nan, math.nan
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return mean, math.nan
-    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    values = np.array([value for value in values if not math.isnan(value)])
+    return (values.mean() if len(values) else math.nan,
+            values.std(ddof=1) if len(values) > 1 else math.nan)
+
+
+def training_time(row):
+    """The seconds of a step without its evaluation and checkpoint, from its timing_s/<phase>."""
+    return sum(value or 0.0 for name, value in row.items() if name.startswith("timing_s/")
+               and name not in ("timing_s/eval", "timing_s/checkpoint"))
 
 
 def sum_metrics(shares, world):
@@ -64,23 +67,11 @@ def sum_metrics(shares, world):
     Each has its share of the loss and of its metrics, so these add up; of a maximum (*_max) take
     the largest. Those of drift() are then divided by the number of tokens.
     """
-    total = add(world.gather([{name: float(value) for name, value in add(shares).items()}]))
+    shares = [{name: float(value) for name, value in share.items()} for share in shares]
+    total = combine(world.gather(shares), np.sum)
     num_tokens = max(total.pop("tokens", 0), 1)
     return {name: value / num_tokens if name in PER_TOKEN else value
             for name, value in total.items()}
-
-
-def add(shares):
-    total = {}
-    for name, value in (item for share in shares for item in share.items()):
-        if name not in total:
-            total[name] = value
-        elif name.endswith("_max"):     # of tensors without looking at them: a GPU is still at work
-            larger = torch.maximum if isinstance(value, torch.Tensor) else max
-            total[name] = larger(total[name], value)
-        else:
-            total[name] = total[name] + value
-    return total
 
 
 def mean_metrics(updates):
@@ -88,11 +79,15 @@ def mean_metrics(updates):
 
     An update whose advantages are all 0 lacks most metrics: average over the updates that have it.
     """
+    return combine(updates, np.mean)
+
+
+def combine(parts, how):
+    """Each metric of the parts that have it: the largest of a maximum, others by `how`."""
     values = {}
-    for metrics in updates:
-        for name, value in metrics.items():
-            values.setdefault(name, []).append(value)
-    return {name: max(of_name) if name.endswith("_max") else sum(of_name) / len(of_name)
+    for name, value in (item for part in parts for item in part.items()):
+        values.setdefault(name, []).append(value)
+    return {name: (np.max if name.endswith("_max") else how)(of_name).item()
             for name, of_name in values.items()}
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from .command_line import user_errors
 from .curves import Run
-from .jsonl import is_finite, to_line
+from .jsonl import columns, rounded, to_line
+from .text import cut
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_BYTES = 1_600_000      # of completions, so that a page stays under 2 MB
@@ -53,7 +54,8 @@ def page_data(run_dir):
         "name": run.name,
         "headline": run.headline(),
         "args": shown_args(args),
-        "metrics": columns(run.steps),
+        "metrics": {name: values for name, values in columns(run.steps).items()
+                    if not name.startswith("timing_s/")},
         "evaluations": columns(run.evaluations[::math.ceil(len(run.evaluations) / 500) or 1]),
         "steps": steps,
         "shortened": sum("left_out" in row for row in rows),
@@ -66,16 +68,6 @@ def shown_args(args):
     args = {name: args[name] for name in SHOWN_ARGS if args.get(name) is not None}
     return {name.removesuffix("_path"): Path(value).name if name.endswith("_path") else value
             for name, value in args.items()}
-
-
-def columns(rows):
-    """Rows as {name: values}, to four digits: all that a picture of them can show."""
-    names = dict.fromkeys(name for row in rows for name in row if "timing_s" not in name)
-    return {name: [digits(row.get(name)) for row in rows] for name in names}
-
-
-def digits(value):
-    return float(f"{value:.4g}") if isinstance(value, float) and is_finite(value) else value
 
 
 # --- which completions ----------------------------------------------------------------------------
@@ -97,10 +89,10 @@ def sample_steps(run_dir, last, args):
         """Take the step, if at least this many of its groups can be had; its mean group's bytes."""
         nonlocal left
         rows = next(filter(None, (rows_of(step, path) for path in paths)), [])
-        groups, sizes = [], []
         G = args["num_generations"]
-        for start in range(0, len(rows), G):
-            group = shown_group(rows[start:start + G], args)
+        groups, sizes = [], []
+        for i in range(0, len(rows), G):
+            group = shown_group(rows[i:i + G], args)
             sizes.append(len(to_script(group).encode()))
             if sum(sizes) > share and len(groups) >= least:
                 break
@@ -152,9 +144,10 @@ def rows_of(step, path):
 def shown_group(rows, args):
     """A prompt and its completions, as the page reads them."""
     row = rows[0]
-    others = {name: cut(value if isinstance(value, str) else json.dumps(value))[:300]
+    others = {name: cut(value if isinstance(value, str) else json.dumps(value), 300)
               for name, value in row.items() if name not in OWN_FIELDS}
-    return {"question": cut(question(row)), "prompt": cut(row["prompt"]), "columns": others,
+    return {"question": cut(question(row), MOST_CHARACTERS),
+            "prompt": cut(row["prompt"], MOST_CHARACTERS), "columns": others,
             "rows": [shown_row(row, args) for row in rows]}
 
 
@@ -168,8 +161,8 @@ def question(row):
 
 def shown_row(row, args):
     """A completion: its text, or its tokens with their log-probabilities, and all its numbers."""
-    shown = {"reward": digits(row["reward"]), "advantage": digits(row["advantage"]),
-             "rewards": {name: digits(value) for name, value in row["rewards"].items()},
+    shown = {"reward": rounded(row["reward"]), "advantage": rounded(row["advantage"]),
+             "rewards": {name: rounded(value) for name, value in row["rewards"].items()},
              "length": row.get("length"), "ended": row.get("ended", True),
              "right": is_right(row, args)}
     room = min(MOST_CHARACTERS, 100_000 // args["num_generations"])
@@ -179,23 +172,17 @@ def shown_row(row, args):
             shown["left_out"] = True
         return shown
     # A long one loses its middle, as a text does; in its place stands a token without numbers.
-    count = len(row["tokens"])
     half = max(1, room // 8)        # of a quarter as many tokens as a text has characters
-    whole = count <= 2 * half
+    left_out = len(row["tokens"]) - 2 * half
     for name, short in (("tokens", "tokens"), ("token_logps", "logps"),
                         ("token_advantages", "advantages")):
         if name in row:
-            values = [round(x, 2) if isinstance(x, float) else x for x in row[name]]
-            gap = f" … [{count - 2 * half:,} tokens left out] … " if name == "tokens" else None
-            shown[short] = values if whole else [*values[:half], gap, *values[count - half:]]
-    return shown if whole else shown | {"left_out": True}
-
-
-def cut(text, room=MOST_CHARACTERS):
-    if len(text) <= room:
-        return text
-    half = room // 2
-    return f"{text[:half]} … [{len(text) - 2 * half:,} characters left out] … {text[-half:]}"
+            shown[short] = [round(x, 2) if isinstance(x, float) else x for x in row[name]]
+            if left_out > 0:
+                gap = f" … [{left_out:,} tokens left out] … " if name == "tokens" else None
+                shown[short][half:-half] = [gap]
+                shown["left_out"] = True
+    return shown
 
 
 def is_right(row, args):

@@ -22,7 +22,7 @@ import os
 import shutil
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from .command_line import UserError
 from .jsonl import drop_lines_after, is_finite, read_jsonl, to_json, to_line
+from .metrics import training_time
 from .text import duration, fold, number, printable, short
 
 # The three most common ways a run fails, each with its remedy.
@@ -103,39 +104,37 @@ class Report:
         """Print what is about to be trained, on what, and where the files go."""
         if not self.active:
             return
-        args, note = self.args, []
+        args, note = self.args, ""
         updates = args.num_iterations * args.num_minibatches
         if updates == 1 and args.loss_type in ("grpo", "r1") and args.supervision == "outcome":
             held_out = " and the accuracy on held-out problems" if num_heldout else ""
-            note = ["The loss will read about 0 throughout: the advantages of a group cancel out",
-                    "in its value, though not in its gradient. To see whether the policy learns,",
-                    f"watch the reward{held_out}.",
-                    ""]
+            note = ("\nThe loss will read about 0 throughout: the advantages of a group cancel\n"
+                    "out in its value, though not in its gradient. To see whether the policy\n"
+                    f"learns, watch the reward{held_out}.\n")
         rewards = [name if weight == 1 else f"{weight:g} {name}"
                    for name, weight in zip(args.reward_funcs, args.reward_weights)]
         size = sum(parameter.numel() for parameter in policy.parameters())
         judges = " + ".join(args.eval_reward_funcs)
         if args.eval_threshold != 1:
             judges += f" of at least {args.eval_threshold:g}"
-        heldout = [f"held out {num_heldout:,} in {short(Path(args.eval_data_path))}, right by "
-                   f"{judges}"] * bool(num_heldout)
         prompts = args.batch_size * args.accumulation_steps * num_processes
         # In float32: weights, AdamW's two moments, and a reference if it moves.
         checkpoint = 4 * size * (4 if args.ref_model_sync_steps else 3) / 1e6
-        free = shutil.disk_usage(self.run_dir).free / 1e6
         earlier = self.start_step == 0 and (self.run_dir / "metrics.jsonl").exists()
-        self._print("\n".join([
-            f"policy   {short(Path(args.model_path))}, {size / 1e6:,.2f} M parameters",
-            f"device   {device.type}, {num_processes} process{'es' * (num_processes > 1)}",
-            f"prompts  {num_prompts:,} in {short(Path(args.data_path))}",
-            *heldout,
-            f"rewards  {' + '.join(rewards)}",
-            f"steps    {self.total_steps}, each with {prompts} prompts x "
-            f"{args.num_generations} completions",
-            f"files    {short(self.run_dir)}/, a checkpoint takes {checkpoint:,.0f} MB",
-            *["         the first step replaces the earlier run there"] * earlier,
-            "", *note,
-        ]))
+        self._print_table({
+            "policy": f"{short(Path(args.model_path))}, {size / 1e6:,.2f} M parameters",
+            "device": f"{device.type}, {num_processes} process{'es' * (num_processes > 1)}",
+            "prompts": f"{num_prompts:,} in {short(Path(args.data_path))}",
+            "held out": num_heldout and f"{num_heldout:,} in {short(Path(args.eval_data_path))}, "
+                                        f"right by {judges}",
+            "rewards": " + ".join(rewards),
+            "steps": f"{self.total_steps}, each with {prompts} prompts x "
+                     f"{args.num_generations} completions",
+            "files": f"{short(self.run_dir)}/, a checkpoint takes {checkpoint:,.0f} MB",
+            "": "the first step replaces the earlier run there" * earlier,
+        })
+        self._print(note)
+        free = shutil.disk_usage(self.run_dir).free / 1e6
         if free < 3 * checkpoint:       # the last one, the next one, and final/
             self.warn(f"{short(self.run_dir)} has {free:,.0f} MB free, and a run needs three times "
                       "the size of a checkpoint: make room, or choose another --out_dir.")
@@ -162,16 +161,14 @@ class Report:
         if step == self.start_step:
             # The first evaluation is not part of a step: keep it out of the time left.
             self.training_started = time.perf_counter()
-        accuracies = [("sampled", metrics.get("eval/accuracy")),
-                      ("greedy", metrics.get("eval/greedy_accuracy"))]
-        parts = [f"{value:.1%} {name}" for name, value in accuracies if is_finite(value)]
-        parts += [f"{key.removeprefix('eval/')} {value:.1%}" for key, value in metrics.items()
-                  if key.startswith("eval/pass@") and is_finite(value)]
-        reward = metrics.get("eval/reward")
-        if is_finite(reward) and abs(reward - metrics["eval/accuracy"]) > 1e-9:
-            parts.append(f"reward {reward:.2f}")
-        if is_finite(metrics.get("eval/mean_length")):
-            parts.append(f"{metrics['eval/mean_length']:.0f} tokens")
+        names = {"eval/accuracy": "{:.1%} sampled", "eval/greedy_accuracy": "{:.1%} greedy",
+                 **{key: f"{key.removeprefix('eval/')} {{:.1%}}" for key in metrics
+                    if key.startswith("eval/pass@")},
+                 "eval/reward": "reward {:.2f}", "eval/mean_length": "{:.0f} tokens"}
+        known = {key: metrics[key] for key in names if is_finite(metrics.get(key))}
+        if abs(known.get("eval/reward", 0.0) - known.get("eval/accuracy", 0.0)) < 1e-9:
+            known.pop("eval/reward", None)
+        parts = [names[key].format(value) for key, value in known.items()]
         parts = parts or ["not known: the evaluation rewards judged nothing"]
         self._print(f"step {step:>3}  held-out accuracy {', '.join(parts)}")
         return metrics
@@ -191,9 +188,8 @@ class Report:
         self.current_step = step
         if not self.files:
             self._open_files()
-        aside = sum(self.timings.get(f"timing_s/{phase}", 0.0) for phase in ("eval", "checkpoint"))
         seconds = sum(self.timings.values())
-        throughput = metrics["tokens"] / max(seconds - aside, 1e-9)
+        throughput = metrics["tokens"] / max(training_time(self.timings), 1e-9)
         self.num_tokens += metrics["tokens"]
         metrics = metrics | self.timings | {
             "num_tokens": self.num_tokens, "step_time": seconds, "perf/throughput": throughput}
@@ -203,9 +199,7 @@ class Report:
         for row in rows:
             self._write("completions", {"step": step, **row})
         # evaluation() has already logged the eval/ metrics.
-        training_metrics = {key: value for key, value in metrics.items()
-                            if not key.startswith("eval/")}
-        self._log(training_metrics, step)
+        self._log({key: value for key, value in metrics.items() if key[:5] != "eval/"}, step)
 
         numbers = self._numbers(step, metrics)
         if not self.bar.disable:
@@ -238,22 +232,20 @@ class Report:
         width = min(shutil.get_terminal_size().columns, 110)
         answer = f", the answer is {rows[0]['answer']}" if rows[0].get("answer") else ""
         title = f"── step {step}, one group of {len(rows)}{printable(answer)} "
-        names = list(rows[0]["rewards"])
         columns = [name.removesuffix("_reward").rjust(5)
-                   for name in ("advantage", "reward", *names)]
+                   for name in ("advantage", "reward", *rows[0]["rewards"])]
         lines = ["", title + "─" * (width - len(title)),
                  *fold(rows[0]["prompt"], width, max_lines=3),
                  "  " + "  ".join(columns)]
-        copies = {}
+        copies = Counter()
         for row in sorted(rows[:8], key=lambda row: -row["reward"] if is_finite(row["reward"]) else
                           math.inf):
-            values = [number(row["advantage"], "+.2f"), number(row["reward"])]
-            values += [number(row["rewards"][name]) for name in names]
-            cells = [value.rjust(len(column)) for column, value in zip(columns, values)]
-            what = "  " + "  ".join(cells), row["completion"]
-            copies[what] = copies.get(what, 0) + 1
+            values = [row["advantage"], row["reward"], *row["rewards"].values()]
+            cells = [number(value, "+.2f" if column == columns[0] else ".2f").rjust(len(column))
+                     for column, value in zip(columns, values)]
+            copies["  " + "  ".join(cells), row["completion"]] += 1
         for (cells, completion), count in copies.items():
-            lines.append(cells + (f"   {count} times" if count > 1 else ""))
+            lines.append(cells + f"   {count} times" * (count > 1))
             lines += [f"    │ {line}" for line in fold(completion, width - 6, max_lines=5)]
         self._print("\n".join([*lines, "─" * width]))
         if self.swanlab:
@@ -278,25 +270,21 @@ class Report:
         start, has_news = time.perf_counter(), self.current_step != self.drawn_step
         if not self.files or not has_news or start - self.drawn_at < 20 * self.drawing_costs:
             return
-        self._draw("curves", "curves.png")
-        self._draw("page", "report.html")
+        # Imported here for the reason given in report/__init__.py.
+        from . import curves, page
+        self._draw("curves.png", "curves", lambda path: curves.draw_curves([self.run_dir], path))
+        self._draw("report.html", "page", lambda path: page.write_page(self.run_dir, path))
         gc.collect()    # a picture is megabytes of objects that refer to each other
         self.drawn_at, self.drawn_step = time.perf_counter(), self.current_step
         self.drawing_costs = self.drawn_at - start
 
     # --- helpers ----------------------------------------------------------------------------------
 
-    def _draw(self, module, name):
+    def _draw(self, name, module, write):
         path = self.run_dir / name
         new = path.with_stem(f"{path.stem}.new")
         try:
-            # Imported here for the reason given in report/__init__.py.
-            if module == "curves":
-                from .curves import draw_curves
-                draw_curves([self.run_dir], new)
-            else:
-                from .page import write_page
-                write_page(self.run_dir, new)
+            write(new)
             os.replace(new, path)
         except Exception as error:      # no picture is worth losing a run for
             self.warn(f"{name} could not be drawn ({type(error).__name__}: {error}); try "
@@ -322,20 +310,21 @@ class Report:
         if older.exists() and older.stat().st_size == 0:
             older.unlink()
         for name in ("metrics", "eval", "completions"):
-            path = self.run_dir / f"{name}.jsonl"
-            drop_lines_after(self.start_step, path)
-            # Line-buffered: a crash loses no finished line.
-            self.files[name] = open(path, "a", encoding="utf-8", buffering=1)
+            drop_lines_after(self.start_step, self.run_dir / f"{name}.jsonl")
+            self._open(name)
         for name, row in self.held_back:
             self._write(name, row)
+
+    def _open(self, name):
+        # Line-buffered: a crash loses no finished line.
+        self.files[name] = open(self.run_dir / f"{name}.jsonl", "a", encoding="utf-8", buffering=1)
 
     def _rotate_completions(self):
         limit, file = self.args.completions_limit * 1e6, self.files["completions"]
         if limit and file.tell() > limit:
             file.close()
-            path = self.run_dir / "completions.jsonl"
-            os.replace(path, self.run_dir / "completions.1.jsonl")
-            self.files["completions"] = open(path, "a", encoding="utf-8", buffering=1)
+            os.replace(file.name, self.run_dir / "completions.1.jsonl")
+            self._open("completions")
 
     def _write(self, name, row):
         if not self.files:
@@ -365,42 +354,42 @@ class Report:
             numbers.append(f"kl {number(metrics['kl'], '.4f')}")
         return "  ".join(numbers)
 
+    def _print_table(self, values):
+        """Print a line for each value that there is, after its name."""
+        width = max(map(len, values))
+        self._print("\n".join(f"{name:<{width}}  {value}" for name, value in values.items()
+                              if value))
+
     def _print_summary(self):
         evaluations = read_jsonl(self.run_dir / "eval.jsonl")
 
-        def change(key, spec):
-            """The first and the last value, "25.1% → 71.3%"; one value alone; or ""."""
+        def change(key, spec, name):
+            """The first and the last value, "25.1% → 71.3% greedy"; one value alone; or ""."""
             values = [row[key] for row in evaluations if is_finite(row.get(key))]
-            ends = [values[0], values[-1]] if len(values) > 1 else values
-            return " → ".join(format(value, spec) for value in ends)
+            ends = " → ".join(format(value, spec) for value in values[:1] + values[1:][-1:])
+            return ends and f"{ends} {name}"
 
-        accuracies = [("sampled", change("eval/accuracy", ".1%")),
-                      ("greedy", change("eval/greedy_accuracy", ".1%"))]
-        length = change("eval/mean_length", ".0f")
+        accuracies = [change("eval/accuracy", ".1%", "sampled"),
+                      change("eval/greedy_accuracy", ".1%", "greedy")]
         files = [("curves", "curves.png"), ("a look inside", "report.html"),
                  ("completions", "completions.jsonl"), ("the trained model", "final")]
-        lines = {
-            "held-out accuracy": ", ".join(f"{values} {name}"
-                                           for name, values in accuracies if values),
-            "answer length": length and f"{length} tokens",
+        self._print("")
+        self._print_table({
+            "held-out accuracy": ", ".join(filter(None, accuracies)),
+            "answer length": change("eval/mean_length", ".0f", "tokens"),
             "time": duration(time.perf_counter() - self.started),
             **{label: short(self.run_dir / name)
-               for label, name in files if (self.run_dir / name).exists()},
-        }
-        shown = [f"{label:<17}  {value}" for label, value in lines.items() if value]
-        self._print("\n" + "\n".join(shown))
+               for label, name in files if (self.run_dir / name).exists()}})
 
     def _start_swanlab(self):
         """Open a SwanLab run; returns the swanlab module, or None with --swanlab disabled."""
         mode = self.args.swanlab
         if mode == "disabled":
             return None
-        if importlib.util.find_spec("swanlab") is None:
-            raise UserError(f"--swanlab {mode} needs the package swanlab: pip install swanlab.")
-        if mode == "local" and importlib.util.find_spec("swanboard") is None:
-            # SwanLab itself would only log an error and record nothing.
-            raise UserError("--swanlab local needs SwanLab's dashboard: "
-                            "pip install 'swanlab[dashboard]'.")
+        # Without its dashboard, SwanLab itself would only log an error and record nothing.
+        needed = ["swanlab"] + ["swanboard"] * (mode == "local")
+        if not all(map(importlib.util.find_spec, needed)):
+            raise UserError(f"--swanlab {mode} needs a package: pip install 'swanlab[dashboard]'.")
         import swanlab
         # Ask no questions, since a run may have no keyboard, and leave stdout and stderr alone,
         # since the bar is drawn there.
@@ -409,13 +398,10 @@ class Report:
         flags = {name: x for name, x in to_json(vars(self.args)).items() if x is not None}
         try:
             swanlab.init(mode=mode, project=self.args.wandb_project, name=self.run_dir.name,
-                         settings=settings, log_dir=str(self.run_dir / "swanlab"),
-                         config=flags)
+                         settings=settings, log_dir=str(self.run_dir / "swanlab"), config=flags)
         except Exception as error:
-            if mode == "online":
-                advice = "run `swanlab login` first, or choose --swanlab offline"
-            else:
-                advice = "check --wandb_project, or choose --swanlab disabled"
+            advice = ("run `swanlab login` first, or choose --swanlab offline" if mode == "online"
+                      else "check --wandb_project, or choose --swanlab disabled")
             reason = " ".join(str(error).split()).rstrip(".")
             raise UserError(f"--swanlab {mode} could not start ({reason}): {advice}.") from error
         return swanlab

@@ -1,13 +1,13 @@
 """Numbers, durations, paths and long texts, formatted for a terminal."""
-import math
 import textwrap
 from pathlib import Path
+
+from .jsonl import is_finite
 
 
 def number(value, spec=".2f"):
     """The value in a format spec; "-" for None, NaN and infinity."""
-    value = math.nan if value is None else float(value)
-    return format(value, spec) if math.isfinite(value) else "-"
+    return format(value, spec) if is_finite(value) else "-"
 
 
 def duration(seconds):
@@ -15,9 +15,8 @@ def duration(seconds):
     if seconds < 10:
         return f"{seconds:.1f}s"
     minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h {minutes:02}m"
+    if minutes >= 60:
+        return f"{minutes // 60}h {minutes % 60:02}m"
     return f"{minutes}m {seconds:02}s" if minutes else f"{seconds}s"
 
 
@@ -35,14 +34,16 @@ def printable(text):
     return "".join(c if c.isprintable() or c in "\n\t\u3000\u200d" else "·" for c in text)
 
 
-def fold(text, width, max_lines):
-    """The text wrapped into at most `max_lines` lines, its line breaks shown as ⏎.
+def cut(text, room):
+    """The text, or its two ends if it has more than `room` characters: an answer is at the end."""
+    half = max(room // 2 - 20, 1)       # the rest is for what stands between them
+    if len(text) <= room:
+        return text
+    return f"{text[:half]} … [{len(text) - 2 * half:,} characters left out] … {text[-half:]}"
 
-    A long text loses its middle rather than its end, where the answer is.
-    """
+
+def fold(text, width, max_lines):
+    """The text cut and wrapped into at most `max_lines` lines, its line breaks shown as ⏎."""
     text = printable(text.strip().replace("\n", "⏎ ").replace("\t", "·"))
-    room = (max_lines - 1) * width      # one line is spare, since wrapping at spaces wastes room
-    if len(text) > room:
-        half = room // 2 - 15
-        text = f"{text[:half]} … [{len(text) - 2 * half:,} more characters] … {text[-half:]}"
-    return textwrap.wrap(text, width) or ["(empty)"]
+    # One line is spare, since wrapping at spaces wastes room.
+    return textwrap.wrap(cut(text, (max_lines - 1) * width), width) or ["(empty)"]

@@ -7,10 +7,9 @@ def add_tokens(rows, rollout, tokenizer):
     The texts together are the completion; the EOS that ends it is an empty one. With process
     supervision also "token_advantages", since there each token has its own.
     """
-    fields = {"token_logps": rollout.sampling_logps}
+    fields = {"token_logps": rollout.sampling_logps.tolist()}
     if rollout.advantages.dim() == 2:
-        fields["token_advantages"] = rollout.advantages
-    fields = {name: values.tolist() for name, values in fields.items()}
+        fields["token_advantages"] = rollout.advantages.tolist()
     for i, (row, ids) in enumerate(zip(rows, rollout.token_ids())):
         row["tokens"] = token_texts(ids, tokenizer)
         for name, values in fields.items():

@@ -10,10 +10,10 @@ rate at each step. Only the random numbers of sampling differ. TRL's weights are
 evaluation on the same problems, outside of its time. Both run in float32 on the CPU, one after the
 other.
 
-It writes report/results/trl.jsonl and images/trl.png, in the form of report/experiments.py.
+It writes report/experiments/results/trl.jsonl and images/trl.png, as report/experiments does.
 """
 import argparse
-import json
+import functools
 import logging
 import os
 import subprocess
@@ -29,11 +29,12 @@ import train_grpo  # noqa: E402, I001 - before torch: it sets how OpenMP's threa
 import torch  # noqa: E402
 from dataset import batches_from, read_prompts  # noqa: E402
 from model import fast, load_pretrained  # noqa: E402
-from report.experiments import mean, rounded  # noqa: E402
-from report.figures import draw_experiment, print_table  # noqa: E402
-from report.jsonl import read_jsonl  # noqa: E402
+from report.experiments.figures import draw_experiment, print_table  # noqa: E402
+from report.experiments.run import in_parts  # noqa: E402
+from report.jsonl import columns, read_jsonl, to_line  # noqa: E402
+from report.metrics import training_time  # noqa: E402
 
-RESULTS, PICTURE = ROOT / "report/results/trl.jsonl", ROOT / "images/trl.png"
+RESULTS, PICTURE = ROOT / "report/experiments/results/trl.jsonl", ROOT / "images/trl.png"
 PANELS = {
     "eval/accuracy": ("Held-out accuracy, sampled", "1,000 problems never trained on", "{:.0%}"),
     "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
@@ -54,36 +55,18 @@ class Curve:
 
     def step(self, metrics, seconds):
         self.seconds += seconds
-        self.rows.append(metrics | {"minutes": self.seconds / 60})
+        self.rows.append(metrics | {"step": len(self.rows) + 1, "minutes": self.seconds / 60})
 
     def save(self, arm, seed):
-        parts = [self.rows[i:i + EVERY // 4] for i in range(0, len(self.rows), EVERY // 4)]
         names = [name for name in PANELS if not name.startswith("eval/")]
-        row = {
-            "row": "", "arm": arm, "seed": seed,
-            "steps": [EVERY // 4 * (i + 0.5) + 0.5 for i in range(len(parts))],
-            "series": {name: [mean(row.get(name) for row in part) for part in parts]
-                       for name in names},
-            "eval": {name: [rounded(row[name]) for row in self.evaluations]
-                     for name in self.evaluations[0]},
-            "seconds": round(self.seconds),
-        }
+        row = {"row": "", "arm": arm, "seed": seed,
+               **in_parts(self.rows, names, 4 * len(self.rows) // EVERY),
+               "eval": columns(self.evaluations), "seconds": round(self.seconds)}
         RESULTS.parent.mkdir(exist_ok=True)
         with open(RESULTS, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(to_line(row))
         print(f"{arm}, seed {seed}: {self.seconds:.0f} s, held-out accuracy "
               f"{row['eval']['eval/accuracy']}", flush=True)
-
-
-def evaluator(args, collate, heldout, world):
-    from reward import accuracy_reward
-
-    def evaluate(policy, step):
-        results = train_grpo.evaluate(policy, heldout, [accuracy_reward], collate, world,
-                                      fast.sample, args, step)
-        return {"step": step, **results}
-
-    return evaluate
 
 
 def ours(args, curve):
@@ -95,12 +78,11 @@ def ours(args, curve):
             cwd=ROOT, check=True, capture_output=True)
         run_dir, = Path(folder).iterdir()
         for row in read_jsonl(run_dir / "metrics.jsonl"):
-            aside = sum(row.get(f"timing_s/{phase}", 0.0) for phase in ("eval", "checkpoint"))
-            curve.step(row, row["step_time"] - aside)
+            curve.step(row, training_time(row))
         curve.evaluations += read_jsonl(run_dir / "eval.jsonl")
 
 
-def theirs(args, batches, evaluate, curve):
+def theirs(args, batches, reward_funcs, evaluate, curve):
     """GRPOTrainer with everything set as train_grpo.py has it."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
@@ -120,19 +102,22 @@ def theirs(args, batches, evaluate, curve):
             if state.global_step % EVERY == 0:
                 with tempfile.TemporaryDirectory() as folder:
                     model.save_pretrained(folder)
-                    policy = load_pretrained(folder, dtype=torch.float32)
-                curve.evaluations.append(evaluate(policy, state.global_step))
+                    evaluate_weights(folder, state.global_step)
+
+    def evaluate_weights(folder, step):
+        policy = load_pretrained(folder, dtype=torch.float32)
+        curve.evaluations.append({"step": step} | evaluate(policy, step=step))
 
     path = args.model_path
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    _, _, _, reward_funcs, _ = train_grpo.load_models(args, train_grpo.World("cpu"))
     rows = [{"prompt": text, "messages": batch["columns"]["messages"][i],
              "answer": batch["columns"]["answer"][i]}
             for batch in batches for i, text in enumerate(batch["prompts"])]
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.99),
                                   weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: train_grpo.lr_at(
-        done + 1, args.max_steps, peak=1.0, warmup_steps=args.warmup_steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda done: train_grpo.set_learning_rate(
+            optimizer, done + 1, args.max_steps, args) / args.learning_rate)
     with tempfile.TemporaryDirectory() as folder:
         completions = args.batch_size * args.num_generations
         trainer = GRPOTrainer(
@@ -149,7 +134,7 @@ def theirs(args, batches, evaluate, curve):
                 beta=args.beta, loss_type="grpo", use_bias_correction_kl=False,
                 scale_rewards="group", num_iterations=1, epsilon=args.epsilon_low))
         trainer.remove_callback(PrinterCallback)
-        curve.evaluations.append(evaluate(load_pretrained(path, dtype=torch.float32), 0))
+        evaluate_weights(path, 0)
         trainer.train()
 
 
@@ -168,15 +153,17 @@ def main():
         args = train_grpo.parse_args(
             [*FLAGS, "--seed", str(seed), "--max_steps", str(options.steps)])
         world = train_grpo.World("cpu")
-        tokenizer, *_ = train_grpo.load_models(args, world)
+        tokenizer, _, _, reward_funcs, eval_funcs = train_grpo.load_models(args, world)
         collate, problems, heldout = read_prompts(args, tokenizer)
-        batches = list(batches_from(1, problems, collate, world, args)[0])
-        evaluate = evaluator(args, collate, heldout, world)
+        batches, _ = batches_from(1, problems, collate, world, args)
+        evaluate = functools.partial(
+            train_grpo.evaluate, problems=heldout, eval_funcs=eval_funcs, collate=collate,
+            world=world, sample=fast.sample, args=args)
         if ("MiniGRPO", seed) not in done:
             ours(args, curve := Curve())
             curve.save("MiniGRPO", seed)
         if ("TRL", seed) not in done:
-            theirs(args, batches, evaluate, curve := Curve())
+            theirs(args, batches, reward_funcs, evaluate, curve := Curve())
             curve.save("TRL", seed)
     rows = read_jsonl(RESULTS)
     draw_experiment(rows, PANELS, PICTURE)

@@ -1,3 +1,4 @@
+import argparse
 import gc
 import importlib
 import json
@@ -34,6 +35,13 @@ def turns(*contents):
     """A chat of these texts, by user and assistant in turn."""
     return [{"role": ("user", "assistant")[i % 2], "content": content}
             for i, content in enumerate(contents)]
+
+
+def report_args(**changed):
+    """The flags that a Report reads."""
+    return argparse.Namespace(**{"swanlab": "disabled", "wandb_project": "MiniGRPO",
+                                 "log_interval": 1, "num_generations": 2,
+                                 "completions_limit": 0} | changed)
 
 
 def interrupt(number):

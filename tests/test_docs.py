@@ -72,7 +72,8 @@ NOT_OURS = {".", "accelerate", "git", "jupyter", "pip", "ray", "ruff", "swanlab"
 MODULES_NOT_OURS = {"pytest", "sglang.launch_server", "venv", "verl.trainer.main_ppo"}
 MADE_BY_THE_READER = {"sorting.py", "sorting.txt", "train_trl.py", "verl_task.py"}
 # A flag without its program is train_grpo.py's, except for these.
-FLAGS_OF_OTHERS = {"--draw": "report/experiments.py", "--jobs": "report/experiments.py",
+FLAGS_OF_OTHERS = {"--draw": "report/experiments/__main__.py",
+                   "--jobs": "report/experiments/__main__.py",
                    "--merge_digits": "model/tokenizer.py", "--node_rank": "torchrun",
                    "--nproc_per_node": "torchrun", "--shutdown-timeout": "torchrun"}
 STAND_INS = {"k": "2", "NAME": "clip"}      # what a sentence leaves open: `--oversample k`
@@ -115,6 +116,11 @@ def commands_in_sentences(text):
     starts = re.compile(r"(python3?|torchrun) |\S+\.py [-@]|@\S+\.txt|--")
     return [words for code in inline(text) if starts.match(code) or " --" in code
             for words in commands(code)]
+
+
+def file_of(module):
+    path = module.replace(".", "/")
+    return f"{path}/__main__.py" if (ROOT / path).is_dir() else f"{path}.py"
 
 
 class Found(Exception):
@@ -177,7 +183,7 @@ def check(words, whole):
             module = flags.pop(0)
             if module in MODULES_NOT_OURS:
                 return
-            program = module.replace(".", "/") + ".py"
+            program = file_of(module)
     if program in NOT_OURS | MADE_BY_THE_READER:
         return
     assert (ROOT / program).is_file(), "there is no such program; if it is not ours, list it above"
@@ -204,14 +210,9 @@ def complaints(found, whole=True):
             yield f"{shlex.join(words)}: {error}"
 
 
-@pytest.fixture
-def at_the_top(monkeypatch):
-    """Commands are run from the repository's top folder."""
-    monkeypatch.chdir(ROOT)
-
-
 @of_each_page
-def test_the_flags_of_every_command_parse(page, at_the_top):
+def test_the_flags_of_every_command_parse(page, monkeypatch):
+    monkeypatch.chdir(ROOT)     # from there, commands are run
     assert list(complaints(commands_in_blocks(PAGES[page]))) == []
     assert list(complaints(commands_in_sentences(PAGES[page]), whole=False)) == []
 
@@ -221,8 +222,7 @@ def test_the_files_that_a_page_names_exist(page):
     text, rooms = PAGES[page], "(dataset|docs|images|model|report|reward|tests)"
     words = set(sum(commands_in_blocks(text) + commands_in_sentences(text), []))
     files = {word for word in words if re.fullmatch(r"[\w.-]+\.(py|txt|ipynb)", word)}
-    files |= {f"{word.replace('.', '/')}.py" for word in words
-              if re.fullmatch(rf"{rooms}\.\w+", word)}
+    files |= {file_of(word) for word in words if re.fullmatch(rf"{rooms}\.\w+", word)}
     files |= {word.lstrip("@").rstrip("/").replace("NAME", "*") for word in words | {*inline(text)}
               if re.fullmatch(rf"@?{rooms}/[\w.*/-]*", word)}
     assert [name for name in sorted(files - MADE_BY_THE_READER) if not any(ROOT.glob(name))] == []
@@ -240,7 +240,8 @@ def test_the_files_that_a_page_names_exist(page):
     ("cd out && python -m model.storage.memory", "no such program"),
     ("--beta", None), ("--beta 0", None), ("--betas", "unrecognized"), ("--oversample k", None),
     ("python train_grpo.py @dataset/countdown.txt --reward_funcs ... overlong  # it's", None)])
-def test_a_wrong_command_is_noticed(script, complaint, at_the_top):
+def test_a_wrong_command_is_noticed(script, complaint, monkeypatch):
+    monkeypatch.chdir(ROOT)
     found = list(complaints(commands(script)))
     assert len(found) == bool(complaint) and (not complaint or complaint in found[0]), found
 
@@ -263,21 +264,11 @@ def test_both_languages_begin_alike(english, chinese):
 
 
 @of_each_pair
-def test_both_languages_hold_the_same_code(english, chinese):
+def test_both_languages_have_the_same_code_pictures_and_numbers_in_tables(english, chinese):
     assert blocks(PAGES[english]) == blocks(PAGES[chinese])
-
-
-@of_each_pair
-def test_both_languages_show_the_same_pictures(english, chinese):
-    first, second = ([target for picture, _, target in links(PAGES[page]) if picture]
-                     for page in (english, chinese))
-    assert first == second
-
-
-@of_each_pair
-def test_both_languages_have_the_same_numbers_in_their_tables(english, chinese):
-    first, second = ([[[numbers(cell) for cell in row] for row in table]
-                      for table in tables(PAGES[page])] for page in (english, chinese))
+    first, second = (([target for picture, _, target in links(PAGES[page]) if picture],
+                      [[[numbers(cell) for cell in row] for row in table]
+                       for table in tables(PAGES[page])]) for page in (english, chinese))
     assert first == second
 
 
@@ -336,5 +327,4 @@ def test_every_picture_is_shown():
 
 @pytest.mark.parametrize("page", ["README.md", "README_zh.md"])
 def test_a_readme_has_at_most_150_lines(page):
-    lines = len(PAGES[page].splitlines())
-    assert lines <= 150     # the rest belongs into docs/
+    assert len(PAGES[page].splitlines()) <= 150     # the rest belongs into docs/

@@ -1,4 +1,4 @@
-"""The figures on the pages are those of report/results."""
+"""The figures on the pages are those of report/experiments/results."""
 import functools
 import itertools
 import re
@@ -9,14 +9,14 @@ import pytest
 from test_docs import LANGUAGES, PAGES, in_each_language, numbers, of_each_page, paragraphs, tables
 
 from conftest import ROOT
-from report.changes import BESIDE, LADDER, MUSEUM
-from report.figures import ends_of_runs, interval, series
+from report.experiments.changes import BESIDE, LADDER, MUSEUM
+from report.experiments.figures import ends_of_runs, interval, series
 from report.jsonl import read_jsonl
 
 
 @functools.cache
 def runs(name):
-    return read_jsonl(ROOT / f"report/results/{name}.jsonl")
+    return read_jsonl(ROOT / f"report/experiments/results/{name}.jsonl")
 
 
 def cell(name, arm, key, form="{1:.1f} ± {2:.1f}", *, times=100, row="", minus=None):
@@ -182,14 +182,13 @@ def groups():
 INTERVAL = r"(-?\d+(?:\.\d+)?)%? ± (\d+(?:\.\d+)?)"
 # A file of results -> the cells of its table (right of the first column), and figures that stand in
 # this order in a paragraph.
-FIGURES = {"countdown": countdown, "loss_types": loss_types, "clip": clip,
-           "reward_model": reward_model, "lora": lora, "trl": trl, "groups": groups,
-           "rewards": rewards, "process": process, "oversample": oversample,
-           "ladder": ladder, "museum": museum}
+FIGURES = {figures.__name__: figures for figures in (
+    countdown, loss_types, clip, reward_model, lora, trl, groups, rewards, process, oversample,
+    ladder, museum)}
 
 
 def test_all_results_are_checked():
-    assert FIGURES.keys() == {path.stem for path in ROOT.glob("report/results/*.jsonl")}
+    assert FIGURES.keys() == {path.stem for path in ROOT.glob("report/experiments/results/*.jsonl")}
 
 
 @in_each_language

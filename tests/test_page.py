@@ -1,4 +1,3 @@
-import argparse
 import html
 import json
 import re
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from conftest import report_args
 from report import Report, describe
 from report.jsonl import to_line
 from report.page import MOST_BYTES, page_data, write_page
@@ -79,7 +79,7 @@ def test_the_page_holds_what_the_run_wrote(tmp_path):
 @pytest.mark.parametrize("text", ["<" * 3000, "果" * 3000])
 def test_large_groups_of_long_completions_do_not_make_a_large_page(tmp_path, text):
     numbers = {"token_logps": [-0.12] * 3000, "token_advantages": [-1.2] * 3000}
-    rows = [row(step, text, tokens=list(text), **numbers) for step in (1, 2, 3) for _ in range(64)]
+    rows = [row(step, text, tokens=list(text), **numbers) for step in (1, 2, 3) for _ in range(128)]
     write_page(write_run(tmp_path / "run", rows, 3, num_generations=64), tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size < 2_000_000
     numbers = [step["step"] for step in embedded(tmp_path / "page.html")["steps"]]
@@ -109,11 +109,8 @@ def test_a_page_is_small_whatever_the_run_and_shows_its_first_and_last_step(
 
 
 def test_a_run_writes_its_page_and_outlives_a_page_that_fails(tmp_path, monkeypatch, capsys):
-    args = argparse.Namespace(swanlab="disabled", log_interval=1, num_generations=G,
-                              completions_limit=0)
-
     def run(folder):
-        with Report(folder, args, total_steps=2) as report:
+        with Report(folder, report_args(num_generations=G), total_steps=2) as report:
             for step in (1, 2):
                 report.step(step, {"reward": 0.5, "tokens": 9}, [row(step)] * G)
 

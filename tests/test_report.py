@@ -1,4 +1,3 @@
-import argparse
 import json
 import struct
 import time
@@ -9,14 +8,10 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from report import Report, UserError, describe, draw_curves, rollout_metrics, user_errors
+from conftest import report_args
+from report import Report, UserError, describe, draw_curves, user_errors
 from report.curves import finish, smooth
-
-
-def arguments(**changed):
-    return argparse.Namespace(**{"swanlab": "disabled", "wandb_project": "MiniGRPO",
-                                 "log_interval": 1, "num_generations": 2,
-                                 "completions_limit": 0} | changed)
+from report.metrics import mean_metrics, rollout_metrics, sum_metrics
 
 
 def metrics(step, **changed):
@@ -26,7 +21,7 @@ def metrics(step, **changed):
 
 
 def run(folder, steps, start_step=0, **changed):
-    with Report(folder, arguments(), total_steps=steps[-1], start_step=start_step) as report:
+    with Report(folder, report_args(), total_steps=steps[-1], start_step=start_step) as report:
         for step in steps:
             report.step(step, metrics(step, **changed), ROWS)
 
@@ -54,19 +49,23 @@ def lines(path):
 def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
     nan, inf = float("nan"), float("inf")
     text = "苹果\n\"quoted\""
-    with Report(tmp_path / "run", arguments(), total_steps=3) as report:
-        report.evaluation(0, {"eval/accuracy": nan, "eval/greedy_accuracy": 0.5})
+    with Report(tmp_path / "run", report_args(), total_steps=3) as report:
+        evaluated = {"eval/accuracy": nan, "eval/greedy_accuracy": 0.5}
+        assert report.evaluation(0, evaluated) is evaluated
         for step in (1, 2, 3):
-            with report.timed("rollout"):
-                time.sleep(0.01)
+            report.phase("rollout")
+            time.sleep(0.01)
+            report.phase("eval")
+            time.sleep(0.01)
             completions = [ROWS[0] | {"completion": text, "reward": nan}] if step == 3 else []
             report.step(step, metrics(step, kl=nan, grad_norm=-inf), completions)
             # A line is in the file as soon as its step is done, not only when the run ends.
             assert len(lines(tmp_path / "run/metrics.jsonl")) == step
     rows = lines(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert rows[1]["step_time"] == rows[1]["timing_s/rollout"] >= 0.01
-    assert rows[1]["perf/throughput"] == pytest.approx(100 / rows[1]["step_time"])
+    times = {name: rows[1][f"timing_s/{name}"] for name in ("rollout", "eval")}
+    assert min(times.values()) >= 0.01 and rows[1]["step_time"] == sum(times.values())
+    assert rows[1]["perf/throughput"] == pytest.approx(100 / times["rollout"])
     assert rows[1]["reward"] == 0.2 and rows[1]["kl"] is None and rows[1]["grad_norm"] is None
     assert lines(tmp_path / "run/eval.jsonl") == [
         {"step": 0, "eval/accuracy": None, "eval/greedy_accuracy": 0.5}]
@@ -83,41 +82,33 @@ def test_swanlab_gets_the_flags_that_have_a_value_and_the_group_as_it_is_printed
     monkeypatch.setattr(swanlab, "log", lambda values, step: logged.append(values))
     monkeypatch.setattr(swanlab, "Text", lambda text, caption: caption)
     monkeypatch.setattr(swanlab, "has_run", lambda: False)
-    args = arguments(swanlab="offline", delta=None, beta=0.0)
+    args = report_args(swanlab="offline", delta=None, beta=0.0)
     with Report(tmp_path / "run", args, total_steps=1) as report:
         report.group(1, [ROWS[0]] * 7 + ROWS)
     assert given["config"]["beta"] == 0.0 and "delta" not in given["config"]
     assert logged == [{"samples": ["reward 1.50"] * 8}]
 
 
-def test_a_resumed_run_drops_the_lines_after_its_checkpoint_and_a_half_line(tmp_path):
-    run(tmp_path, [1, 2, 3, 4, 5])
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "rew')
-    run(tmp_path, [4, 5], start_step=3, kl=0.7)
+@pytest.mark.parametrize("steps, half_line, start_step, then, found", [
+    ([1, 2, 3, 4, 5], '{"step": 6, "rew', 3, [4, 5], [1, 2, 3, 4, 5]),
+    ([1, 2], '{"step": 3', 3, [4], [1, 2, 4]),      # does not swallow the next line
+    ([1, 2, 3], "", 0, [1], [1]),                   # a new run in an old folder
+])
+def test_a_run_goes_on_after_the_lines_of_its_checkpoint(
+        steps, half_line, start_step, then, found, tmp_path):
+    run(tmp_path, steps)
+    for name in ("metrics", "completions"):
+        with open(tmp_path / f"{name}.jsonl", "a") as file:
+            file.write(half_line)
+    run(tmp_path, then, start_step=start_step, kl=0.7)
     rows = lines(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert ["kl" in row for row in rows] == [False, False, False, True, True]
-    rows = lines(tmp_path / "completions.jsonl")
-    assert [row["step"] for row in rows] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-
-
-def test_a_half_line_of_a_step_before_the_checkpoint_does_not_swallow_the_next_line(tmp_path):
-    run(tmp_path, [1, 2])
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 3')
-    run(tmp_path, [4], start_step=3)
-    assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == [1, 2, 4]
-
-
-def test_a_new_run_in_an_old_folder_starts_with_empty_files(tmp_path):
-    run(tmp_path, [1, 2, 3])
-    run(tmp_path, [1])
-    assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == [1]
+    assert [row["step"] for row in rows] == found
+    assert [row["step"] for row in rows if "kl" in row] == then
+    assert [row["step"] for row in lines(tmp_path / "completions.jsonl")] == sorted(found * 2)
 
 
 def test_an_inactive_report_writes_and_prints_nothing(tmp_path, capsys):
-    with Report(tmp_path / "run", arguments(), total_steps=1, active=False) as report:
+    with Report(tmp_path / "run", report_args(), total_steps=1, active=False) as report:
         report.intro(None, None, 1, 1, 1)
         report.evaluation(0, {"eval/accuracy": 0.5})
         report.step(1, metrics(1, grad_norm=float("nan")), ROWS)
@@ -135,7 +126,7 @@ def png_size(path):
 
 def test_a_run_leaves_its_curves_as_a_picture_even_if_it_dies(pictures, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        with Report(tmp_path, arguments(), total_steps=9) as report:
+        with Report(tmp_path, report_args(), total_steps=9) as report:
             report.evaluation(0, {"eval/accuracy": 0.2, "eval/pass@4": 0.6})
             for step in (1, 2):
                 report.step(step, metrics(step, kl=float("nan")), ROWS)
@@ -150,7 +141,7 @@ def test_the_same_lines_are_not_drawn_twice(tmp_path, monkeypatch):
     monkeypatch.setattr("report.curves.draw_curves", lambda _, path: (
         path.touch(), drawn.append(len(lines(tmp_path / "metrics.jsonl")))))
     for last in (1, 2):
-        with Report(tmp_path, arguments(), total_steps=2) as report:
+        with Report(tmp_path, report_args(), total_steps=2) as report:
             report.step(1, metrics(1), ROWS)
             report.draw()
             if last == 2:
@@ -167,7 +158,7 @@ def test_several_runs_share_a_picture_and_a_folder_without_a_run_is_named(tmp_pa
     draw_curves([tmp_path / "a", tmp_path / "b"], tmp_path / "both.png")
     assert min(png_size(tmp_path / "both.png")) > 600
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(UserError, match="empty"):
         draw_curves([tmp_path / "empty"], tmp_path / "none.png")
 
 
@@ -178,7 +169,7 @@ def test_several_runs_share_a_picture_and_a_folder_without_a_run_is_named(tmp_pa
 ])
 def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, first, tmp_path, capsys):
     said = {}
-    with Report(tmp_path, arguments(log_interval=100), total_steps=45) as report:
+    with Report(tmp_path, report_args(log_interval=100), total_steps=45) as report:
         report.draw = lambda: None      # slow, and covered by the tests above
         for step in range(1, 46):
             report.step(step, metrics(step, **trouble if step >= 3 else {}), [])
@@ -189,7 +180,7 @@ def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, first,
 
 
 def test_a_healthy_run_prints_no_warning(tmp_path, capsys):
-    with Report(tmp_path, arguments(), total_steps=30) as report:
+    with Report(tmp_path, report_args(), total_steps=30) as report:
         report.draw = lambda: None
         for step in range(1, 31):
             # As at the end of the default run: 0.85 on average, now and then a step of 1.
@@ -199,20 +190,14 @@ def test_a_healthy_run_prints_no_warning(tmp_path, capsys):
     assert "warning" not in capsys.readouterr().out
 
 
-def test_a_printed_group_shows_every_completion_with_its_numbers(tmp_path, capsys):
-    with Report(tmp_path, arguments(), total_steps=1) as report:
-        report.group(1, ROWS)
-    printed = capsys.readouterr().out
-    for shown in ("What is 1+1?", "two", "three", "+0.71", "-0.71", "1.50", "0.25", "accuracy"):
-        assert shown in printed
-
-
-def test_copies_in_a_printed_group_are_counted(tmp_path, capsys):
-    with Report(tmp_path, arguments(), total_steps=1) as report:
-        report.group(1, [ROWS[0], ROWS[1], ROWS[0]])
-    printed = capsys.readouterr().out
-    assert printed.count("two") == 1 and "+0.71" in printed.split("   2 times")[0]
-    assert printed.count(" times") == 1
+def test_a_printed_group_shows_every_completion_with_its_numbers_and_counts_copies(
+        tmp_path, capsys):
+    with Report(tmp_path, report_args(), total_steps=1) as report:
+        report.group(1, [ROWS[1], ROWS[0], ROWS[0]])
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert printed[2:8] == [
+        "What is 1+1?", "advantage reward tag accuracy", "+0.71 1.50 1.00 0.50 2 times", "│ two",
+        "-0.71 0.25 0.25 -", "│ three"]
 
 
 def test_a_smooth_curve_begins_where_the_run_began_and_leaves_a_straight_line_straight():
@@ -242,8 +227,18 @@ def test_metrics_of_a_rollout_by_hand():
         "completions/mean_length": 6, "completions/min_length": 4, "completions/max_length": 9,
         "completions/clipped_ratio": 1 / 6, "tokens": 36,
         "rewards/brief/mean": 10 / 4, "rewards/brief/std": (5 / 3)**0.5})
-    with pytest.raises(ValueError, match="--reward_funcs"):
+    with pytest.raises(UserError, match="--reward_funcs"):
         rollout_metrics([rows[2]] * 3, 3)
+
+
+def test_shares_of_a_step_add_up_over_ranks_and_updates_are_averaged():
+    two_ranks = SimpleNamespace(gather=lambda rows: rows * 2)
+    shares = [{"loss": 0.0}, {"loss": 1.5, "entropy": torch.tensor(6.0), "tokens": torch.tensor(2),
+                              "rollout_probs_diff_max": 0.25}, {"rollout_probs_diff_max": 0.5}]
+    assert sum_metrics(shares, two_ranks) == {
+        "loss": 3.0, "entropy": 3.0, "rollout_probs_diff_max": 0.5}
+    assert mean_metrics([{"kl": 1.0, "x_max": 2.0}, {"kl": 4.0}, {"x_max": 1.0}]) == {
+        "kl": 2.5, "x_max": 2.0}
 
 
 @pytest.mark.parametrize("per_token", [False, True])

@@ -1,14 +1,13 @@
-"""Draws the results of an experiment, and prints their table: see experiments.py."""
+"""Draws the results of an experiment, and prints their table."""
 import itertools
 import math
 
 import numpy as np
 
-from .command_line import UserError
-from .curves import BLUE, BROWN, GREEN, GREY, INK, ORANGE, PINK, STYLE, finish
+from ..curves import BLUE, BROWN, GREEN, GREY, INK, ORANGE, PINK, above, finish, picture
 
-# Student's t for a 95% interval, by the number of values less one.
-T_95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
+# Student's t for a 95% interval, by the number of values less one; a single value has no interval.
+T_95 = np.array([0.0, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306])
 LOGARITHMIC = ("kl", "grad_norm")       # one run's may be a hundred times another's
 ARM_COLORS = [BLUE, ORANGE, GREEN, PINK, BROWN]
 
@@ -19,39 +18,27 @@ def draw_experiment(results, panels, path):
     panels: {series: (title, subtitle, format of the values)}. An arm named `grpo, none` has the
     colour of all arms that begin with `grpo`; what follows the comma picks the dashes.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-    if not results:
-        raise UserError(f"{path}: there are no results yet; run the experiment first")
-    rows = list(dict.fromkeys(row["row"] for row in results))
-    arms = list(dict.fromkeys(row["arm"] for row in results))
-    colors, dashes = styles(arms)
-    columns = len(panels) if len(rows) > 1 else math.ceil(len(panels) / 2)
-    lines = len(rows) if len(rows) > 1 else 2
-    with matplotlib.rc_context(STYLE):
-        width, gap = max(10.4, 2.6 * columns), 0.85             # inches
-        fig = Figure(figsize=(width, 2.9 * lines + 0.8), dpi=150, facecolor="white")
-        inch, panel_width = 1 / fig.get_figheight(), (width - 1.2 + gap) / columns - gap
-        across, deep = min(len(arms), 4), math.ceil(len(arms) / 4)      # of the legend
+    rows, arms = (list(dict.fromkeys(run[name] for run in results)) for name in ("row", "arm"))
+    lines, columns = len(rows), len(panels)
+    if lines <= 1:
+        lines, columns = 2, math.ceil(columns / 2)
+    width, height, gap = max(10.4, 2.6 * columns), 2.9 * lines + 0.8, 0.85      # inches
+    inch, panel_width = 1 / height, (width - 1.2 + gap) / columns - gap
+    deep = math.ceil(len(arms) / 4)     # lines of the legend
+    with picture(path, width, height) as fig:
         grid = fig.add_gridspec(lines, columns, left=0.6 / width, right=1 - 0.6 / width,
                                 top=1 - (0.87 + 0.2 * (len(rows) > 1) + 0.21 * deep) * inch,
                                 bottom=0.45 * inch, hspace=0.55, wspace=gap / panel_width)
-        # A legend is filled column by column, and read row by row.
-        order = [arm for column in range(across) for arm in arms[column::across]]
-        swatches = [Line2D([], [], color=colors[arm], linestyle=dashes[arm], linewidth=2.4)
-                    for arm in order]
-        fig.legend(swatches, order, frameon=False, loc="upper left", ncols=across, fontsize=10.5,
-                   bbox_to_anchor=(0.015, 1 - 0.1 * inch), handlelength=2.2)
-        for i, (row, (key, (name, subtitle, form))) in enumerate(
-                (row, panel) for row in rows for panel in panels.items()):
+        draw_legend(fig, styles(arms), 1 - 0.1 * inch)
+        cells = ((row, panel) for row in rows for panel in panels.items())
+        for i, (row, (key, (name, subtitle, form))) in enumerate(cells):
             ax = fig.add_subplot(grid[i // columns, i % columns])
-            ends = [end for arm in arms
-                    for end in draw_arm(ax, [r for r in results
-                                             if (r["row"], r["arm"]) == (row, arm)],
-                                        key, colors[arm], dashes[arm], band=len(arms) <= 6)]
-            head(ax, name, subtitle, row if i % columns == 0 else "")
+            ends = [end for arm, style in styles(arms).items() for end in draw_arm(
+                ax, runs_of(results, (row, arm)), key, *style, band=len(arms) <= 6)]
+            if i % columns == 0:
+                above(ax, row, -22, 36, fontsize=11.5, fontweight="bold", color=GREY)
+            above(ax, name, -22, 18, fontsize=10, fontweight="bold")
+            above(ax, subtitle, -22, 6, fontsize=8, color=GREY)
             share = "%" in form and max((end[0] for end in ends), default=0) > 0.85
             if key in LOGARITHMIC:
                 ax.set_yscale("log")
@@ -59,8 +46,19 @@ def draw_experiment(results, panels, path):
             finish(ax, ends if len(arms) <= 4 else [], form, top=1.04 if share else None)
             if key in LOGARITHMIC:
                 ax.yaxis.set_major_formatter("{x:g}")
-            ax.set_xlabel("step", loc="right", fontsize=8, color=GREY, labelpad=1)
-        fig.savefig(path)
+            ax.set_xlabel("step")
+
+
+def draw_legend(fig, styles, top):
+    from matplotlib.lines import Line2D
+
+    # A legend is filled column by column, and read row by row.
+    across = min(len(styles), 4)
+    order = [arm for column in range(across) for arm in [*styles][column::across]]
+    swatches = [Line2D([], [], color=color, linestyle=dashes, linewidth=2.4)
+                for color, dashes in map(styles.get, order)]
+    fig.legend(swatches, order, frameon=False, loc="upper left", ncols=across, fontsize=10.5,
+               bbox_to_anchor=(0.015, top), handlelength=2.2)
 
 
 def draw_lessons(results, lessons, panels, legend, path):
@@ -72,16 +70,10 @@ def draw_lessons(results, lessons, panels, legend, path):
     panels: {series: (title, subtitle, format of the values)}; legend: what all panels show, and
     what their lines in colour and in grey are.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    if not results:
-        raise UserError(f"{path}: there are no results yet; run the experiment first")
     columns = 3 if len(lessons) <= 6 else 4
     lines = math.ceil(len(lessons) / columns)
-    with matplotlib.rc_context(STYLE):
-        fig = Figure(figsize=(10.4, 2.6 * lines + 0.5), dpi=150, facecolor="white")
-        inch = 1 / fig.get_figheight()
+    inch = 1 / (2.6 * lines + 0.5)
+    with picture(path, 10.4, 1 / inch) as fig:
         grid = fig.add_gridspec(lines, columns, left=0.05, right=0.94, bottom=0.4 * inch,
                                 top=1 - 0.95 * inch, wspace=0.42, hspace=0.62)
         hue, at = (BLUE if any(code for code, *_ in lessons.values()) else ORANGE), 0.015
@@ -92,41 +84,30 @@ def draw_lessons(results, lessons, panels, legend, path):
             ax = fig.add_subplot(grid[i // columns, i % columns])
             name, _, form = panels[key]
             ends = []
-            for where, color in zip(pair, (GREY, hue)):
-                steps, values = series([run for run in results
-                                        if (run["row"], run["arm"]) == where], key)
+            for arm, color in zip(pair, (GREY, hue)):
+                steps, values = series(runs_of(results, arm), key)
                 if len(steps):
                     ax.plot(steps, values.T, color=color, linewidth=0.8, alpha=0.45)
                     ax.plot(steps, mean := np.nanmean(values, 0), color=color, linewidth=2.2)
                     ends.append((mean[-1], "", color))
-            offset = dict(xycoords="axes fraction", textcoords="offset points", xytext=(-24, 22))
-            ax.annotate(title, (0, 1), fontsize=10, fontweight="bold", color=INK, **offset)
-            offset["xytext"] = (-24, 8)
-            ax.annotate(code or name, (0, 1), fontsize=7.8, color=hue if code else GREY,
-                        family="monospace" if code else None, **offset)
+            above(ax, title, -24, 22, fontsize=10, fontweight="bold")
+            above(ax, code or name, -24, 8, fontsize=7.8, color=hue if code else GREY,
+                  family="monospace" if code else None)
             finish(ax, ends, form, top=1.04 if "%" in form else None)
-            ax.set_xlabel("step", loc="right", fontsize=8, color=GREY, labelpad=1)
-        fig.savefig(path)
+            ax.set_xlabel("step")
 
 
 def styles(arms):
-    """({arm: colour}, {arm: dashes}), by what stands before and after the comma."""
-    families = list(dict.fromkeys(arm.partition(", ")[0] for arm in arms))
-    kinds = list(dict.fromkeys(arm.partition(", ")[2] for arm in arms))
+    """{arm: (colour, dashes)}, by what stands before and after the comma."""
+    families, kinds = (dict.fromkeys(arm.partition(", ")[i] for arm in arms) for i in (0, 2))
     color = dict(zip(families, itertools.cycle(ARM_COLORS)))
-    dash = dict(zip(kinds, itertools.cycle(["-", (0, (3, 1.5)), ":", "-."])))
-    return ({arm: color[arm.partition(", ")[0]] for arm in arms},
-            {arm: dash[arm.partition(", ")[2]] for arm in arms})
+    dashes = dict(zip(kinds, itertools.cycle(["-", (0, (3, 1.5)), ":", "-."])))
+    return {arm: (color[arm.partition(", ")[0]], dashes[arm.partition(", ")[2]]) for arm in arms}
 
 
-def head(ax, title, subtitle, row):
-    offset = dict(xycoords="axes fraction", textcoords="offset points")
-    if row:
-        ax.annotate(row, (0, 1), xytext=(-22, 36), fontsize=11.5, fontweight="bold", color=GREY,
-                    **offset)
-    ax.annotate(title, (0, 1), xytext=(-22, 18), fontsize=10, fontweight="bold", color=INK,
-                **offset)
-    ax.annotate(subtitle, (0, 1), xytext=(-22, 6), fontsize=8, color=GREY, **offset)
+def runs_of(results, arm):
+    """The results of an arm: (row, arm)."""
+    return [run for run in results if (run["row"], run["arm"]) == arm]
 
 
 def draw_arm(ax, runs, key, color, dash, *, band):
@@ -152,20 +133,18 @@ def series(runs, key):
     pairs = [(run["eval"]["step"], run["eval"].get(key)) if key.startswith("eval/")
              else (run["steps"], run["series"].get(key)) for run in runs]
     pairs = [(steps, values) for steps, values in pairs if values]
-    if not pairs:
-        return np.array([]), np.array([])
-    return np.array(pairs[0][0]), np.array(
-        [[math.nan if value is None else value for value in values] for _, values in pairs])
+    return (np.array(pairs[0][0] if pairs else []),
+            np.array([values for _, values in pairs], dtype=float, ndmin=2))     # None is NaN
 
 
 def interval(values):
     """The mean over the runs and half its 95% confidence interval; values (runs, ...)."""
-    count = (~np.isnan(values)).sum(0)
-    center = np.nansum(values, 0) / np.maximum(count, 1)
+    known = (~np.isnan(values)).sum(0)
+    count = np.maximum(known, 1)
+    center = np.nansum(values, 0) / count
     std = np.sqrt(np.nansum((values - center) ** 2, 0) / np.maximum(count - 1, 1))
-    t = np.vectorize(lambda n: T_95[min(n - 1, 8)] if n > 1 else 0.0)(count)
-    half = t * std / np.sqrt(np.maximum(count, 1))
-    return np.where(count > 0, center, math.nan), half
+    half = T_95[np.minimum(count - 1, 8)] * std / np.sqrt(count)
+    return np.where(known, center, math.nan), half
 
 
 def print_table(results, panels):
@@ -200,12 +179,10 @@ def print_table(results, panels):
 def ends_of_runs(results, row, arm, key):
     """({seed: first value}, {seed: mean of the last fifth}) of an arm, as far as there are any."""
     begins, ends = {}, {}
-    for run in results:
-        if (run["row"], run["arm"]) == (row, arm):
-            steps, values = series([run], key)
-            last = 1 if key.startswith("eval/") else max(1, len(steps) // 5)
-            if len(steps) and np.isfinite(values[0, 0]):
-                begins[run["seed"]] = values[0, 0]
-            if len(steps) and np.isfinite(values[0, -last:]).any():
-                ends[run["seed"]] = np.nanmean(values[0, -last:])
+    for run in runs_of(results, (row, arm)):
+        steps, values = series([run], key)
+        last = 1 if key.startswith("eval/") else max(1, len(steps) // 5)
+        for found, part in ((begins, values[:, :1]), (ends, values[:, -last:])):
+            if np.isfinite(part).any():
+                found[run["seed"]] = np.nanmean(part)
     return begins, ends

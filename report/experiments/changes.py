@@ -11,7 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from .command_line import UserError
+from ..command_line import UserError
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Change:
         source = path.read_text(encoding="utf-8")
         if source.count(self.before) != 1:
             raise UserError(f"train_grpo.py does not hold {self.before.strip()!r} once; adapt "
-                            "the change in report/changes.py to the code")
+                            "the change in report/experiments/changes.py to the code")
         path.write_text(source.replace(self.before, self.after), encoding="utf-8")
         return folder
 
@@ -97,7 +97,7 @@ MUSEUM = {
     "an unjudged reply earns 0": Change(
         "    groups = rewards.view(-1, num_generations)  ",
         "    groups = rewards.nan_to_num(0.0).view(-1, num_generations)  ",
-        f"{QUICK} --reward_funcs report.changes:strict_judge",
+        f"{QUICK} --reward_funcs report.experiments.changes:strict_judge",
         test="tests/test_objective.py::"
              "test_advantages_stay_within_their_group_and_leave_out_the_unjudged"),
     "the reference is the policy": Change(

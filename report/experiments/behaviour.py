@@ -1,7 +1,8 @@
 """What replies do, read off completions.jsonl: how long, how often wrong, how they search."""
 import re
 
-from .jsonl import read_jsonl
+from ..jsonl import read_jsonl
+from ..metrics import mean_metrics
 
 THOUGHT = re.compile(r"(?:<think>)?\s*(.*?)\s*(?:</think>|\Z)", re.DOTALL)
 # A try at Countdown: `8*6=48+9=57 57 yes`, an expression worked left to right, target, verdict.
@@ -48,11 +49,8 @@ def share(conditions):
 
 def behaviour_of_run(run_dir):
     """{step: {name: the mean over the step's replies to which it applies}}"""
-    values = {}
+    replies = {}
     for row in read_jsonl(run_dir / "completions.jsonl"):
-        of_step = values.setdefault(row["step"], {})
-        for name, value in behaviour(row).items():
-            if value is not None:
-                of_step.setdefault(name, []).append(value)
-    return {step: {name: sum(numbers) / len(numbers) for name, numbers in of_step.items()}
-            for step, of_step in values.items()}
+        known = {name: value for name, value in behaviour(row).items() if value is not None}
+        replies.setdefault(row["step"], []).append(known)
+    return {step: mean_metrics(of_step) for step, of_step in replies.items()}

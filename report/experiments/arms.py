@@ -1,0 +1,148 @@
+"""The experiments: the flags of their arms, and what to draw of them."""
+from dataclasses import dataclass, field
+
+from .changes import BESIDE, LADDER, MUSEUM, NO_CLIP
+
+
+@dataclass
+class Experiment:
+    """In flags and weights, {out} is the experiment's folder."""
+    rows: dict                      # {row of the picture: {arm: flags}}
+    panels: dict                    # {series: (title, what to see in it, format)}
+    seeds: tuple = (42, 1, 2)
+    weights: tuple = ()             # of WEIGHTS, to make first
+    changes: dict = field(default_factory=dict)     # {(row, arm): the Change that it runs with}
+    lessons: dict | None = None     # what figures.draw_lessons() draws in place of the panels,
+    legend: tuple = ()              # and its legend
+
+
+WEIGHTS = {
+    "sooner": [
+        "-m dataset.countdown --give_up 0.7 --sft {out}/sooner_texts --out_dir {out}/sooner_texts",
+        "-m model.train_sft --data {out}/sooner_texts/give_up.jsonl --save {out}/sooner "
+        "--init model/weights/countdown_128 --steps 80 --batch_size 64 --learning_rate 5e-4"],
+    "random": [
+        "-m dataset.countdown --order random --sft {out}/random_texts "
+        "--out_dir {out}/random_texts",
+        "-m model.train_sft --data {out}/random_texts/give_up.jsonl --save {out}/random "
+        "--init model/weights/countdown_128 --steps 300 --batch_size 64 --learning_rate 1e-3"],
+    "redundant": [
+        "-m dataset.arithmetic --sft {out}/texts --out_dir {out}/texts",
+        "-m model.train_sft --data {out}/texts/redundant.jsonl --init model/weights/reason_128 "
+        "--save {out}/redundant --steps 400 --batch_size 64 --learning_rate 1e-3 "
+        "--warmup_steps 20"],
+}
+COUNTDOWN = "@dataset/countdown.txt"
+AVERAGES = {f"{loss_type}, {scale}": f"--loss_type {loss_type} --scale_rewards {scale} --beta 0 "
+            "--batch_size 8 --num_generations 8 --num_minibatches 2 --max_steps 40 "
+            "--eval_interval 0"
+            for scale in ("group", "none") for loss_type in ("grpo", "bnpo", "dr_grpo", "r1")}
+JUDGED = ("--reward_funcs format tag rm accuracy --reward_weights 1 1 1 0 --reward_model_clip 3 "
+          "--max_steps 60 --eval_interval 0")
+SHORT = "--max_steps 30 --eval_interval 5 --eval_samples 300"
+BRIEF = "--max_steps 120 --eval_interval 30 --eval_samples 500"
+
+# Panels that several experiments have.
+PANELS = {
+    "eval/accuracy": ("Held-out accuracy, sampled", "never trained on", "{:.0%}"),
+    "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
+    "eval/mean_length": ("Completion length, tokens", "held-out", "{:.0f}"),
+    "length": ("Completion length, tokens", "", "{:.0f}"),
+    "reward": ("Reward", "", "{:.2f}"),
+    "frac_reward_zero_std": ("Dead groups", "whose rewards are all equal", "{:.0%}"),
+    "kl": ("KL to the reference", "k3, per token", "{:.2g}"),
+    "entropy": ("Entropy, nats per token", "", "{:.2g}"),
+    "grad_norm": ("Gradient norm", "before it is clipped to 1", "{:.2g}"),
+}
+
+
+def arms(common, by_arm):
+    return {arm: f"{common} {flags}" for arm, flags in by_arm.items()}
+
+
+def panels(*names):
+    return {name: PANELS[name] for name in names}
+
+
+EXPERIMENTS = {
+    "countdown": Experiment(
+        {"": arms(COUNTDOWN, {"the shipped weights": "",
+                              "gives up sooner": "--model_path {out}/sooner",
+                              "tries in random order": "--model_path {out}/random"})},
+        {"eval/accuracy": ("Held-out accuracy, sampled", "problems never trained on", "{:.0%}"),
+         "length": ("Completion length, tokens", "trying more pays", "{:.0f}"),
+         "tries": ("Tries per answer", "at most 18 fit", "{:.1f}"),
+         "gave_up": ("Gave up", "answers that end without a hit", "{:.0%}"),
+         "checks_right": ("Checks that are right", "such as `56 57 no`", "{:.0%}"),
+         "slips": ("Slips", "share of tries that compute wrongly", "{:.0%}"),
+         "repeats": ("Repeats", "share of tries made before", "{:.0%}"),
+         "cut_off": ("Cut off", "at 256 tokens", "{:.0%}")},
+        weights=("sooner", "random")),
+    "loss_types": Experiment(
+        {"Countdown": arms(COUNTDOWN, AVERAGES),
+         "Countdown, cut off at 128 tokens": arms(f"{COUNTDOWN} --max_gen_len 128", AVERAGES),
+         "Arithmetic, where half of the worked replies are wordy": arms(
+             "--reward_funcs accuracy --model_path {out}/redundant --max_gen_len 192", AVERAGES)},
+        {"length/right": ("Right answers, tokens", "mean length", "{:.0f}"),
+         "length/wrong": ("Wrong answers, tokens", "mean length", "{:.0f}"),
+         "right": ("Accuracy", "of training completions", "{:.0%}"),
+         "cut_off": ("Cut off", "at the length limit", "{:.0%}"),
+         "repeats": ("Repeated lines", "share of the thought", "{:.0%}")},
+        seeds=(42, 1, 2, 3), weights=("redundant",)),
+    "reward_model": Experiment(
+        {"": arms(JUDGED, {"no KL": "--beta 0"} | {
+            f"{kl_type}, beta {beta}": f"--beta {beta} --kl_type {kl_type}"
+            for beta in (0.3, 0.1) for kl_type in ("k1", "k2", "k3")}
+            | {"k3, beta 0.02": "--beta 0.02"})},
+        {"rewards/reward_model/mean": ("The reward model's score", "rewarded", "{:.2g}"),
+         "rewards/accuracy_reward/mean": ("Right answers", "wanted, not rewarded", "{:.0%}"),
+         "kl": ("KL to the reference", "k1, k2 or k3, per token", "{:.2g}"),
+         "length": PANELS["length"]}),
+    "lora": Experiment(
+        {"": arms(BRIEF, {"all weights, 3e-4": ""} | {
+            f"rank {rank}, {rate}": f"--lora_rank {rank} --learning_rate {rate}"
+            for rank in (1, 4, 16) for rate in ("1e-3", "3e-3")})},
+        panels("eval/accuracy", "eval/greedy_accuracy", "kl", "length")),
+    "clip": Experiment(
+        {"": arms(SHORT, {
+            f"{n} iteration{'s' * (n > 1)}, {name}": f"--num_iterations {n} {flags}"
+            for name, flags in (("clip", ""), ("no clip", NO_CLIP)) for n in (1, 4, 16)})},
+        panels("eval/accuracy", "kl", "entropy", "grad_norm")),
+    "rewards": Experiment(
+        {"": arms(BRIEF, {"all four": "", "accuracy alone": "--reward_funcs accuracy"})},
+        panels("eval/accuracy", "eval/greedy_accuracy", "eval/mean_length",
+               "frac_reward_zero_std")),
+    "process": Experiment(
+        {"": arms(BRIEF, {"outcome": "", "process": "--supervision process"})},
+        panels("eval/accuracy", "eval/greedy_accuracy", "eval/mean_length", "kl"),
+        seeds=(42, 1, 2, 3, 4)),
+    "oversample": Experiment(
+        {"": {"300 steps": "",
+              "150 steps with twice the prompts": "--oversample 2 --max_steps 150",
+              "188 steps with twice the prompts": "--oversample 2"}},       # an epoch
+        panels("eval/accuracy", "eval/greedy_accuracy", "frac_reward_zero_std", "length")
+        | {"eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.1%}")}),
+    "groups": Experiment(
+        {"": arms(SHORT, {
+            f"groups of {size}": f"--num_generations {size} --batch_size {128 // size}"
+            for size in (2, 4, 8, 16, 32)} | {"groups of 8, beta 0": "--beta 0"})},
+        panels("eval/accuracy", "frac_reward_zero_std", "reward", "grad_norm")),
+    "ladder": Experiment(
+        {"": arms("--max_steps 100 --eval_interval 20 --eval_samples 200", {
+            rung: change.flags for rung, change in (LADDER | BESIDE).items()})},
+        panels("eval/accuracy", "eval/greedy_accuracy", "length", "entropy", "grad_norm"),
+        changes={("", rung): change for rung, change in (LADDER | BESIDE).items() if change.before},
+        lessons={rung: (change.shown, "eval/accuracy", below and ("", below), ("", rung))
+                 for below, (rung, change) in zip((None, *LADDER), LADDER.items())},
+        legend=("Held-out accuracy", "with this line", "one rung below")),
+    "museum": Experiment(
+        {error: {"right": change.flags, "wrong": change.flags} for error, change in MUSEUM.items()},
+        panels("eval/accuracy", "eval/greedy_accuracy", "eval/mean_length", "kl", "grad_norm")
+        | {"rewards/format_reward/mean": ("Format reward", "at most 0.5", "{:.2f}"),
+           "completions/clipped_ratio": ("Cut off", "at the length limit", "{:.0%}")},
+        seeds=(42, 1, 2, 3, 4),
+        changes={(error, "wrong"): change for error, change in MUSEUM.items()},
+        lessons={error: ("", change.watch, (error, "right"), (error, "wrong"))
+                 for error, change in MUSEUM.items()},
+        legend=("What an error does", "wrong", "right")),
+}
