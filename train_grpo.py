@@ -8,7 +8,7 @@ than their group's average become more likely, worse ones less.
     ratio_t = pi(o_t | q, o_<t) / pi_old(o_t | q, o_<t)            how far pi moved since sampling
     loss    = - mean over answers of mean over tokens of [
                   min(ratio_t A_i, clip(ratio_t, 1-epsilon_low, 1+epsilon_high) A_i)
-                  - beta KL_t(pi || pi_ref) ]                      KL_t: estimated at token t
+                  - beta KL_t(pi || pi_ref) ]                      KL_t: an estimate, see KL_TYPES
 
 With one update per rollout, the default, every ratio is 1 and nothing clips: the policy's part of
 the loss then has the gradient of -A log pi.
@@ -21,7 +21,7 @@ One step, for B prompts and G = num_generations answers to each:
     4. learn      minibatches        which completions each optimizer step learns from
                   compute_old_logps  log-probabilities under the policy, if it moves more than once
                   update_policy      clipped gradient steps
-    5. report                        metrics, a progress bar, pictures, weights    report/
+    5. report                        metrics, a progress bar, pictures; weights    report/, model/
 
 Letters: B prompts, G generations per prompt, N = B*G completions; P prompt tokens, R completion
 tokens, T = P + R; V vocabulary; n rows of a micro-batch.
@@ -49,11 +49,10 @@ import torch
 
 from dataset import batches_from, read_prompts
 from model import Rollout, Saver, World, eos_token_ids, fast, sampler
-from model.lora import TARGETS, AdaptersOff, with_adapters
-from model.machine import for_learning, for_sampling, sampler_weights
-from model.shard import keep_pace, shard
+from model.lora import AdaptersOff, with_adapters
+from model.processes import Watch, all_or_none, for_learning, for_sampling, keep_pace, shard
+from model.processes.machine import sampler_weights
 from model.storage.read import find_weights, load_pretrained, load_tokenizer
-from model.watch import Watch, all_or_none
 from report import Report, UserError, describe, drift, mean_metrics, rollout_metrics, sum_metrics
 from report.command_line import Parser, folder_name, number, steps_or_minutes, user_errors
 from reward import combine_rewards, failures, load_reward_funcs, process
@@ -61,17 +60,17 @@ from reward import combine_rewards, failures, load_reward_funcs, process
 HERE = Path(__file__).parent
 
 # --- the objective --------------------------------------------------------------------------------
-# First the advantages, and the mask of what is learned. Then the loss: three independent choices,
-# which ratio (importance_ratio), how it is bounded (ppo_clip, cispo_cap), how tokens are averaged
-# (LOSS_TYPES, which names pairs of a bound and an average); and a KL penalty. grpo_loss composes
-# them. A relative of GRPO differs in one of them.
+# First the advantages, and the mask of a completion's own tokens. Then the loss: three independent
+# choices, which ratio (importance_ratio), how it is bounded (ppo_clip, cispo_cap), how tokens are
+# averaged (LOSS_TYPES, which names pairs of a bound and an average); and a KL penalty. grpo_loss
+# composes them. A relative of GRPO differs in one of them; r1 changes what they apply to.
 
 
 def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_std=None, eps=1e-4,
                      advantage_estimator="grpo"):
     """How much better each completion is than its siblings, in standard deviations of its group.
 
-        A = (r - mean(group)) / (std(group) + eps)         DeepSeekMath, section 4.1.2; std with n-1
+        A = (r - mean(group)) / (std(group) + eps)         DeepSeekMath 4.1.2; n-1 and eps are TRL's
 
     scale_rewards "batch" divides by the std of all rewards instead, `batch_std` if it is given.
     "none" does not divide: an easy or hopeless group, whose rewards hardly differ, then weighs less
@@ -86,12 +85,12 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
     tensor([-0.8635,  0.9544,  0.7726, -0.8635])
     """
     groups = rewards.view(-1, num_generations)                                          # (B, G)
-    # The same constant off all changes nothing, but equal rewards now give 0, no rounding error.
+    # The same constant off all changes nothing, but equal rewards or a lone one now give exactly 0.
     groups = groups - groups.nan_to_num(float("-inf")).amax(1, keepdim=True)
     baseline, scale = groups.nanmean(1, keepdim=True), nanstd(groups) + eps             # (B, 1)
     if advantage_estimator == "rloo":
-        n = (~groups.isnan()).sum(1, keepdim=True)
-        baseline = (n * baseline - groups) / (n - 1).clamp(min=1)       # (B, G): of the n-1 others
+        judged = (~groups.isnan()).sum(1, keepdim=True)
+        baseline = (judged * baseline - groups) / (judged - 1).clamp(min=1)     # (B, G), of others
     elif advantage_estimator != "grpo":
         raise ValueError(f"advantage_estimator is {advantage_estimator!r}; choose grpo or rloo")
     if scale_rewards == "batch":
@@ -136,7 +135,7 @@ def importance_ratio(logps, old_logps, mask, *, level="token"):
 def ppo_clip(ratio, advantages, logps, *, epsilon_low, epsilon_high, delta=None):
     """Choice 2, the bound: PPO's -min(ratio A, clip(ratio) A); and where it clips, low and high.
 
-    Once a ratio has moved past epsilon in the direction that its advantage favours, the clip
+    Once a ratio has moved past 1 ± epsilon in the direction that its advantage favours, the clip
     removes its gradient. It does nothing against a bad token (A < 0) whose ratio is large: `delta`,
     above 1 + epsilon_high, caps it, and ends its gradient (INTELLECT-2; dual clip, Ye et al. 2020).
     """
@@ -221,7 +220,7 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
         if advantages.shape[1] > 1:
             raise ValueError("loss_type r1 has one ratio per completion; give advantages (N,)")
         mask, logps, old_logps, ref_logps = as_one_action(mask, logps, old_logps, ref_logps)
-        num_tokens = num_sequences
+        num_tokens = num_sequences      # its "tokens" are completions
     ratio = importance_ratio(logps, old_logps, mask, level=importance_sampling_level)
     loss, low, high = bound(ratio, advantages, logps, epsilon_low=epsilon_low,
                             epsilon_high=epsilon_high, delta=delta)                   # (N, 1 or R)
@@ -234,7 +233,7 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
     if beta or ref_logps is not None:
         kl = kl_penalty(logps, ref_logps, kl_type=kl_type)                              # (N, R)
         loss = loss + beta * kl
-        metrics["kl"] = (kl.detach() * mask).sum() / num_tokens
+        metrics["kl"] = (kl.detach() * mask).sum() / num_tokens     # whatever the loss averages
     divided_by = divisor(lengths, num_sequences, num_tokens, max_completion_length)
     return (loss * mask / divided_by).sum() - bonus, metrics
 
@@ -279,7 +278,7 @@ def generate(model, batch, tokenizer, sample, rng, args, num_generations=None, g
 
 @torch.no_grad()
 def compute_logps(model, rollout, logps_of, args):
-    """Step 2: log-probabilities of all completions, (N, R); None if there is no such model."""
+    """Step 2: log-probs of all completions, (N, R). None without a model: beta 0, no reference."""
     if model is None:
         return None
     logps = torch.zeros_like(rollout.sampling_logps)
@@ -297,15 +296,15 @@ def compute_rewards(rollout, reward_funcs, reward_weights):
 
 
 def compute_advantages(rollout, policy, tokenizer, logps_of, world, args):
-    """Step 3: advantages, (N,); (N, R) with process supervision, for which the tokenizer is."""
+    """Step 3: advantages, (N,), or (N, R) with process supervision, which needs the tokenizer."""
     rewards = rollout.rewards
-    if args.kl_in_reward:               # the KL as a part of the reward, not a term of the loss
+    if args.kl_in_reward:       # k1 fits here: what counts is its value, and not its gradient
         logps = compute_logps(policy, rollout, logps_of, args)                          # (N, R)
         kl = kl_penalty(logps, rollout.ref_logps, kl_type="k1")                         # (N, R)
         rewards = rewards - args.beta * (kl * rollout.mask).sum(1).cpu()
     if args.supervision == "process":
         return process.advantages_of(rollout, rewards, tokenizer, args)
-    batch_std = nanstd(torch.tensor(world.gather(rewards.tolist())))
+    batch_std = nanstd(torch.tensor(world.gather(rewards.tolist())))    # for scale_rewards batch
     advantages = group_advantages(rewards, args.num_generations, batch_std=batch_std,
                                   scale_rewards=args.scale_rewards,
                                   advantage_estimator=args.advantage_estimator)
@@ -319,13 +318,13 @@ Minibatch = namedtuple("Minibatch", "num_sequences num_tokens micro_batches")
 def minibatches(rollout, world, args):
     """Step 4: a Minibatch for each optimizer step of a pass over the rollout."""
     # With --mask_truncated_completions a cut-off one adds no tokens, but is one of num_sequences.
-    counts = rollout.ended if args.mask_truncated_completions else torch.ones_like(rollout.ended)
-    learned = counts                # (N,), rows with a gradient; others are in no micro-batch
-    if rollout.ref_logps is None and not args.entropy_coef:
-        learned = counts & rollout.advantages.view(len(counts), -1).any(1)
+    kept = rollout.ended if args.mask_truncated_completions else torch.ones_like(rollout.ended)
+    learned = kept                  # (N,); without a KL or a bonus, advantage 0 has no gradient:
+    if rollout.ref_logps is None and not args.entropy_coef:     # those rows are in no micro-batch
+        learned = kept & rollout.advantages.view(len(kept), -1).any(1)
     best, updates = best_rows(rollout, args), []            # all rows, unless --oversample
     for rows in best.tensor_split(min(args.num_minibatches, len(best))):
-        num_tokens = (rollout.lengths * counts)[rows].sum().item()
+        num_tokens = (rollout.lengths * kept)[rows].sum().item()
         totals = world.sum(torch.tensor([len(rows), num_tokens])).tolist()
         parts = [part for part in rows[learned[rows]].split(args.micro_batch_size) if len(part)]
         parts = keep_pace([rollout.select(part) for part in parts], rollout, world, args.shard)
@@ -340,7 +339,7 @@ def compute_old_logps(policy, updates, logps_of, args):
     Per micro-batch: another split would round differently in bfloat16, and first ratios not be 1.
     """
     if len(updates) * args.num_iterations > 1:
-        for part in [part for update in updates for part in update.micro_batches]:
+        for part in [part for minibatch in updates for part in minibatch.micro_batches]:
             part.old_logps = logps_of(policy, *part.sequences(), temperature=args.temperature)
 
 
@@ -357,7 +356,7 @@ def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
                 entropy = entropy.detach()      # frees what its gradient would need
             # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
             old_logps = logps.detach() if part.old_logps is None else part.old_logps
-            weights = sampler_weights(part, old_logps, args)    # pi_old / pi_sampler; 1 by default
+            weights = sampler_weights(part, old_logps, args)    # pi_old / pi_sampler, or 1: (n, 1)
             loss, of_loss = grpo_loss(
                 logps, old_logps, weights * part.advantages.view(len(logps), -1), part.mask,
                 num_sequences=minibatch.num_sequences, num_tokens=minibatch.num_tokens,
@@ -367,7 +366,7 @@ def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
                 importance_sampling_level=args.importance_sampling_level, entropy=entropy,
                 entropy_coef=args.entropy_coef)
             loss.backward()
-            of_policy = drift(part, logps, old_logps, entropy, weights)
+            of_policy = drift(part, logps, old_logps, entropy, weights)     # sums over tokens
             shares.append({"loss": loss.detach()} | of_loss | of_policy)
         world.sum_gradients(policy)
         grad_norm = world.clip_gradients(policy, args.grad_clip)
@@ -386,9 +385,9 @@ def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
 def main(argv=None):
     args = parse_args(argv)
     world = World(args.device, args.dtype, args.seed)
-    watch = Watch(world, args.hang_timeout)     # for signals, and for ranks that fail or hang
+    watch = Watch(world, args.hang_timeout)     # world.watch: signals, ranks that fail or hang
     saver = Saver(Path(args.out_dir) / args.run_name, world, args)
-    # Plain or fast, then as --dtype and --shard want them. A sampler of your own goes here.
+    # Plain or fast, then in the precision, shards and slices of the flags. Your own goes here.
     sample = for_sampling(fast.sample if args.fast else sampler.sample, world, args)
     logps_of = for_learning(fast.token_logps if args.fast else token_logps, world, args)
     tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, world)
@@ -417,7 +416,7 @@ def main(argv=None):
                 rollout, reward_funcs, args.reward_weights)
             rollout.advantages = compute_advantages(
                 rollout, policy, tokenizer, logps_of, world, args)
-            report.phase("old_logps")       # 4. learn: clipped gradient steps
+            report.phase("old_logps")       # 4. learn: minibatches, then clipped gradient steps
             updates = minibatches(rollout, world, args)
             compute_old_logps(policy, updates, logps_of, args)
             report.phase("update")
@@ -534,8 +533,8 @@ def load_models(args, world):
                         "--tokenizer_path")
     if args.lora_rank:
         reference, policy = policy, with_adapters(
-            policy, rank=args.lora_rank, alpha=args.lora_alpha, targets=args.lora_target_modules,
-            name=args.model_path, seed=args.seed)
+            policy, rank=args.lora_rank, alpha=args.lora_alpha, name=args.model_path,
+            seed=args.seed)
         if args.shard:      # the base is let go: it would keep every layer whole on the GPU
             reference = AdaptersOff(policy)
     elif args.beta > 0:
@@ -675,7 +674,6 @@ def add_learn_flags(parser):
     flag("--lora_rank", type=COUNT_OR_0, default=0,
          help="train adapters of this rank (LoRA) instead of the weights; 0: the weights")
     flag("--lora_alpha", type=POSITIVE, default=32, help="alpha / rank scales the adapters")
-    flag("--lora_target_modules", nargs="+", metavar="NAME", default=TARGETS, help="adapted layers")
     flag("--accumulation_steps", type=COUNT, default=1, help="multiplies batch_size")
     flag("--micro_batch_size", type=COUNT, default=64, help="completions per forward pass: lower "
          "it if memory runs out; the result stays the same")

@@ -5,13 +5,13 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 from .model import MiniMindConfig, MiniMindForCausalLM
+from .processes.world import World
 from .rollout import Rollout
 from .sampler import sample
-from .saving import Saver
 from .storage.config import eos_token_ids
 from .storage.read import find_weights, load_checkpoint, load_pretrained, load_tokenizer
+from .storage.saving import Saver
 from .storage.write import save_checkpoint, save_pretrained
-from .world import World
 
 # Modules stay: the search for garbage need not look through their 200,000 objects time and again.
 gc.freeze()

@@ -15,9 +15,9 @@ from report import printable, user_errors
 
 from . import eos_token_ids, load_pretrained, load_tokenizer
 from .model import KVCache
+from .processes.world import choose_device
 from .sampler import next_token
 from .storage.files import explained
-from .world import choose_device
 
 
 @torch.no_grad()

@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from report import UserError
-
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -51,11 +49,11 @@ class LoRALinear(nn.Module):
         return (self.weight.float() + update).to(self.weight.dtype)
 
 
-def with_adapters(base, *, rank, alpha, targets=TARGETS, name="", seed=0):
+def with_adapters(base, *, rank, alpha, name="", seed=0):
     """A policy that shares every weight with `base`, now frozen, and has adapters beside them.
 
-    targets: the last part of the names of linear layers; experts are left as they are. name: where
-    the base was loaded from, for adapter_config.json. UserError for a target that isn't there.
+    Every linear layer of attention and feed-forward has one; experts are left as they are. name:
+    where the base was loaded from, for adapter_config.json.
     """
     generator = torch.Generator().manual_seed(seed)
     base.requires_grad_(False)
@@ -63,14 +61,12 @@ def with_adapters(base, *, rank, alpha, targets=TARGETS, name="", seed=0):
     found = set()
     for path, layer in list(policy.model.named_modules()):
         target = path.rpartition(".")[2]
-        if target in targets and isinstance(layer, nn.Linear) and ".experts." not in path:
+        if target in TARGETS and isinstance(layer, nn.Linear) and ".experts." not in path:
             adapter = LoRALinear(layer, rank, alpha, generator)
             setattr(policy.model.get_submodule(path.rpartition(".")[0]), target, adapter)
             found.add(target)
-    if missing := [target for target in targets if target not in found]:
-        raise UserError(f"--lora_target_modules {missing[0]}: {name} has no linear layer of that "
-                        f"name; choose from {', '.join(TARGETS)}")
-    policy.lora = {"r": rank, "lora_alpha": alpha, "target_modules": list(targets),
+    policy.lora = {"r": rank, "lora_alpha": alpha,
+                   "target_modules": [target for target in TARGETS if target in found],
                    "base_model_name_or_path": str(name)}
     return policy
 

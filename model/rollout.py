@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import torch
 
 # The two tensors that are padded on the left; all others with two dimensions, on the right.
-PROMPTS = ("prompt_ids", "prompt_mask")
+LEFT_PADDED = ("prompt_ids", "prompt_mask")
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Rollout:
             return [item for item in items for _ in range(G)]                   # a a b b
 
         columns = {name: repeat(values) for name, values in batch["columns"].items()}
-        prompts = {name: repeat(batch[name]) for name in ("prompts", "prefills", *PROMPTS)}
+        prompts = {name: repeat(batch[name]) for name in ("prompts", "prefills", *LEFT_PADDED)}
         rollout = cls(
             **prompts, columns=columns, completions=[], completion_ids=completion_ids, mask=mask,
             ended=torch.isin(completion_ids, torch.tensor(eos_ids, device=device)).any(1),
@@ -72,7 +72,7 @@ class Rollout:
         """These rows only, (n,), without the positions that are then padding in all of them."""
         masks = (self.prompt_mask, self.mask)
         P, R = torch.stack([mask[rows].sum(1).max() for mask in masks]).tolist()
-        on_cpu = rows.cpu()             # once, as a GPU has to be waited for
+        on_cpu = rows.cpu()             # once, not for each list
 
         def pick(name, x):
             if isinstance(x, dict):
@@ -83,6 +83,6 @@ class Rollout:
                 return None
             if x.dim() == 1:
                 return x[on_cpu if x.device.type == "cpu" else rows]
-            return x[rows, -P:] if name in PROMPTS else x[rows, :R]
+            return x[rows, -P:] if name in LEFT_PADDED else x[rows, :R]
 
         return Rollout(**{name: pick(name, x) for name, x in vars(self).items()})

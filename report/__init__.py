@@ -6,10 +6,11 @@
 from .command_line import UserError, needs_no_traceback, user_errors
 from .metrics import describe, drift, mean_metrics, rollout_metrics, sum_metrics
 from .report import Report
-from .text import printable
+from .text import printable, reason
 
 __all__ = ["Report", "UserError", "describe", "draw_curves", "drift", "mean_metrics",
-           "needs_no_traceback", "printable", "rollout_metrics", "sum_metrics", "user_errors"]
+           "needs_no_traceback", "printable", "reason", "rollout_metrics", "sum_metrics",
+           "user_errors"]
 
 
 def __getattr__(name):

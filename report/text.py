@@ -47,3 +47,12 @@ def fold(text, width, max_lines):
     text = printable(text.strip().replace("\n", "⏎ ").replace("\t", "·"))
     # One line is spare, since wrapping at spaces wastes room.
     return textwrap.wrap(cut(text, (max_lines - 1) * width), width) or ["(empty)"]
+
+
+def reason(error):
+    """The class of an exception and the first sentence of its message, in one line.
+
+    Further sentences are advice, and that of torch and transformers is to trust the file.
+    """
+    sentence = " ".join(printable(str(error)).split()).partition(". ")[0].rstrip(".")[:200]
+    return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__

@@ -53,7 +53,7 @@ from model import (  # noqa: E402
     sampler,
     save_pretrained,
 )
-from model.machine import for_learning, for_sampling  # noqa: E402
+from model.processes.machine import for_learning, for_sampling  # noqa: E402
 from reward import load_reward_funcs  # noqa: E402
 
 SHIPPED = ROOT / "model/weights/reason_128"

@@ -20,8 +20,8 @@ import train_grpo  # noqa: E402, I001 - before torch
 import torch  # noqa: E402
 from model import MiniMindConfig, MiniMindForCausalLM, Rollout, World, fast  # noqa: E402
 from model.lora import AdaptersOff, with_adapters  # noqa: E402
-from model.machine import for_learning, for_sampling  # noqa: E402
-from model.shard import shard  # noqa: E402
+from model.processes.machine import for_learning, for_sampling  # noqa: E402
+from model.processes.shard import shard  # noqa: E402
 from model.storage.memory import SIZES, num_parameters, peak_bytes  # noqa: E402
 
 SMALL = {"vocab_size": 6400, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,

@@ -46,7 +46,7 @@ def report_args(**changed):
 
 def interrupt(number):
     """Send this process a signal; returns once the watch has seen it."""
-    from model.watch import Watch
+    from model.processes.watch import Watch
 
     os.kill(os.getpid(), number)
     until = time.monotonic() + 60

@@ -16,6 +16,8 @@ from model.storage.read import load_adapter
 from model.storage.write import save_adapter
 from train_grpo import minibatches, token_logps, update_policy
 
+LAYERS = [f"self_attn.{name}_proj" for name in "qkvo"] + [
+    f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -112,7 +114,7 @@ def test_only_adapters_move_and_the_update_sums_only_their_gradients(pair):
 def test_a_run_saves_adapter_and_merged_weights_and_resumes_exactly(tmp_path, monkeypatch):
     flags = [*SMALL, "--lora_rank", "2", "--learning_rate", "1e-2", "--eval_interval", "0",
              "--save_interval", "2", "--out_dir", str(tmp_path), "--max_gen_len", "24",
-             "--max_steps", "4", "--lora_target_modules", "q_proj", "down_proj"]
+             "--max_steps", "4"]
     train_grpo.main([*flags, "--run_name", "whole"])
     update, updates = train_grpo.update_policy, []
 
@@ -133,10 +135,10 @@ def test_a_run_saves_adapter_and_merged_weights_and_resumes_exactly(tmp_path, mo
     weights = load_file(tmp_path / "whole/adapter/adapter_model.safetensors")
     assert weights.keys() == {
         f"base_model.model.model.layers.{i}.{name}.lora_{part}.weight" for i in range(4)
-        for name in ("self_attn.q_proj", "mlp.down_proj") for part in "AB"}
+        for name in LAYERS for part in "AB"}
     config = json.loads((tmp_path / "whole/adapter/adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 2, 32)
-    assert config["target_modules"] == ["q_proj", "down_proj"]
+    assert config["target_modules"] == [name.partition(".")[2] for name in LAYERS]
     # The formula once more, from the files alone.
     final, base = (load_file(folder / "model.safetensors")
                    for folder in (tmp_path / "whole/final", POLICY))
@@ -176,12 +178,10 @@ def test_a_wrong_or_hostile_adapter_is_one_sentence(pair, tmp_path):
     load_adapter(policy, tmp_path / "good")
 
 
-def test_targets_that_do_not_exist_and_experts_are_left_alone():
+def test_experts_are_left_alone():
     config = MiniMindConfig(vocab_size=99, hidden_size=16, intermediate_size=16, head_dim=4,
                             num_hidden_layers=2, num_experts=2, mlp_only_layers=[0])
     model = MiniMindForCausalLM(config)
-    with pytest.raises(ValueError, match="--lora_target_modules w1: here has no linear layer"):
-        with_adapters(model, rank=1, alpha=1, targets=("q_proj", "w1"), name="here")
     names = adapters(with_adapters(model, rank=1, alpha=1))
     assert "model.layers.0.mlp.up_proj" in names and "model.layers.1.self_attn.q_proj" in names
     assert not any("experts" in name for name in names)

@@ -23,10 +23,11 @@ from filelock import FileLock
 import chaos
 import train_grpo
 from conftest import interrupt
-from model import Saver, World, world
-from model import watch as watching
+from model import Saver, World
+from model.processes import watch as watching
+from model.processes import world
+from model.processes.watch import Watch
 from model.storage.write import written_whole
-from model.watch import Watch
 from report import UserError
 from report.jsonl import drop_lines_after, read_jsonl
 

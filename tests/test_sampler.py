@@ -11,7 +11,7 @@ from torch import nn
 
 import train_grpo
 from model import MiniMindConfig, MiniMindForCausalLM, decoding, fast, graph, head, sampler
-from model.machine import in_slices
+from model.processes.machine import in_slices
 from model.sampler import next_token
 from train_grpo import completion_mask
 

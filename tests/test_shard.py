@@ -15,7 +15,7 @@ import train_grpo
 from conftest import interrupt
 from model import head, load_checkpoint, save_pretrained
 from model.lora import merged_state
-from model.shard import part_of, whole
+from model.processes.shard import part_of, whole
 
 RUNS = {        # name -> flags
     "apart": [], "sharded": ["--shard", "1"],

@@ -5,6 +5,7 @@
     minimind_pth.py     MiniMind's .pth files, which have no config.json
     read.py             reads weights, tokenizers, adapters, checkpoints
     write.py            writes them
+    saving.py           when a run is saved and resumed; keeps other runs out of its folder
     memory.py           what a run will take, by the config.json alone
 
 On disk, weights are what transformers writes: a folder with config.json, model.safetensors and the

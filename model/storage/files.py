@@ -14,7 +14,7 @@ import torch
 from jinja2 import Environment
 from safetensors.torch import load_file
 
-from report import UserError, printable
+from report import UserError, printable, reason
 
 MAX_JSON = 64 * 2**20           # bytes; the largest index files have a few
 MAX_SECONDS = 10                # for a template to write a chat of one word
@@ -35,15 +35,6 @@ def explained(path, what, advice):
         if isinstance(error, UserError) and str(error).startswith(str(path)):
             raise
         raise UserError(f"{path}: {what} ({reason(error)}); {advice}") from error
-
-
-def reason(error):
-    """The class of an exception and the first sentence of its message, in one line.
-
-    Further sentences are advice, and that of torch and transformers is to trust the file.
-    """
-    sentence = " ".join(printable(str(error)).split()).partition(". ")[0].rstrip(".")[:200]
-    return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__
 
 
 def read_json(path):

@@ -10,7 +10,7 @@ from report import UserError, printable
 
 from ..lora import adapter_state, adapters
 from ..model import MiniMindForCausalLM
-from ..shard import load_parts, part_of, part_of_optimizer
+from ..processes.shard import load_parts, part_of, part_of_optimizer
 from .config import check_field, read_config
 from .files import check_template, check_tensors, explained, read_json, read_tensors
 from .minimind_pth import read_pth

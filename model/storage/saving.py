@@ -11,11 +11,11 @@ from filelock import FileLock, Timeout
 
 from report import UserError
 
-from .lora import adapters
-from .shard import whole_state
-from .storage.read import load_checkpoint
-from .storage.write import save_adapter, save_checkpoint, save_pretrained, written_whole
-from .watch import Stopped, under_torchrun
+from ..lora import adapters
+from ..processes.shard import whole_state
+from ..processes.watch import Stopped, under_torchrun
+from .read import load_checkpoint
+from .write import save_adapter, save_checkpoint, save_pretrained, written_whole
 
 
 class Saver:

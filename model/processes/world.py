@@ -9,10 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from report import UserError
+from report import UserError, reason
 
 from .shard import is_sharded, whole
-from .storage.files import reason
 
 BUCKET = 2**24                              # gradients summed in one call: 64 MB in float32
 
