@@ -13,7 +13,8 @@ from torch import multiprocessing
 
 import train_grpo
 from conftest import interrupt
-from model import head, save_pretrained
+from model import save_pretrained
+from model.fast import head
 from model.shard import part_of, whole
 
 RUNS = {        # name -> flags
