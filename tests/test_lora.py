@@ -18,7 +18,7 @@ from model.lora import (
     save_adapter,
     with_adapters,
 )
-from train_grpo import token_logps, update_policy
+from train_grpo import minibatches, token_logps, update_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,12 +27,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def pair():
     """A base, and a policy whose adapters have moved."""
     base = load_pretrained(POLICY, dtype=torch.float32)
-    policy = with_adapters(base, rank=3, alpha=6, name=POLICY)
+    return base, moved(with_adapters(base, rank=3, alpha=6, name=POLICY))
+
+
+@torch.no_grad()
+def moved(policy):
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for layer in adapters(policy).values():
-            layer.lora_B.copy_(0.05 * torch.randn(layer.lora_B.shape, generator=generator))
-    return base, policy
+    for layer in adapters(policy).values():
+        layer.lora_B.copy_(0.05 * torch.randn(layer.lora_B.shape, generator=generator))
+    return policy
 
 
 IDS = torch.randint(3, 280, (4, 20), generator=torch.Generator().manual_seed(1))
@@ -96,6 +99,15 @@ def test_the_fast_pair_sees_the_adapters_and_copies_no_base_weight(dtype, pair, 
                                    fast.token_logps(other, *six.sequences()), atol=1e-4, rtol=1e-4)
 
 
+def test_the_fast_sampler_sees_an_adapter_whose_neighbours_have_none(pair):
+    policy = moved(with_adapters(pair[0], rank=3, alpha=6, targets=["k_proj", "up_proj"]))
+    plain, ours = (sample(policy, IDS[:, :9], torch.ones_like(IDS[:, :9]), num_generations=1,
+                          max_new_tokens=8, eos_token_id=2, pad_token_id=0, greedy=True)
+                   for sample in (sampler.sample, fast.sample))
+    assert torch.equal(plain[0], ours[0])
+    torch.testing.assert_close(plain[1], ours[1], atol=1e-4, rtol=1e-4)
+
+
 def test_only_adapters_move_and_the_update_sums_only_their_gradients(pair):
     base, policy = pair
     six = rollout_of_six(base)
@@ -103,8 +115,9 @@ def test_only_adapters_move_and_the_update_sums_only_their_gradients(pair):
     start = adapter_state(policy)
     start = {name: tensor.clone() for name, tensor in start.items()}
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
-    metrics = update_policy(policy, optimizer, six, World("cpu"), fast.token_logps,
-                            arguments(beta=0.1))
+    world, args = World("cpu"), arguments(num_generations=3, beta=0.1)
+    updates = minibatches(six, world, args)
+    metrics = update_policy(policy, optimizer, updates, world, fast.token_logps, args)
     assert metrics["grad_norm"] > 0 and metrics["kl"] > 0
     assert all(torch.equal(weight, frozen[name]) for name, weight in base.state_dict().items())
     moved = adapter_state(policy)
