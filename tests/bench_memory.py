@@ -20,6 +20,7 @@ import train_grpo  # noqa: E402, I001 - before torch
 import torch  # noqa: E402
 from model import MiniMindConfig, MiniMindForCausalLM, Rollout, World, fast  # noqa: E402
 from model.lora import AdaptersOff, with_adapters  # noqa: E402
+from model.machine import for_learning, for_sampling  # noqa: E402
 from model.memory import SIZES, num_parameters, peak_bytes  # noqa: E402
 from model.shard import shard  # noqa: E402
 
@@ -69,9 +70,11 @@ def two_steps(sizes, run, world):
     G, ranks = run["num_generations"], run.get("ranks", 1)
     dtype = torch.bfloat16 if run.get("gpu") else torch.float32
     args = train_grpo.parse_args([
-        "--micro_batch_size", str(run["micro_batch_size"]), "--shard", str(int(ranks > 1)),
-        "--beta", str(0.02 * run["reference"]), "--dtype", str(dtype).removeprefix("torch.")])
-    sample, logps_of = train_grpo.wrapped(fast.sample, fast.token_logps, world, args)
+        "--num_generations", str(G), "--micro_batch_size", str(run["micro_batch_size"]),
+        "--shard", str(int(ranks > 1)), "--beta", str(0.02 * run["reference"])])
+    world.matrix_dtype = dtype
+    sample = for_sampling(fast.sample, world, args)
+    logps_of = for_learning(fast.token_logps, world, args)
     with torch.device("meta"):          # a base in bfloat16 was never in float32
         policy, reference = MiniMindForCausalLM(MiniMindConfig(**sizes)), None
     base = frozen(policy, dtype) if run.get("lora_rank") else policy
@@ -99,13 +102,15 @@ def two_steps(sizes, run, world):
             max_new_tokens=run["completion_length"])
         texts = [""] * len(ids)
         rollout = Rollout(
-            prompts=texts, columns={}, opened=texts, prompt_ids=prompts.repeat_interleave(G, 0),
+            prompts=texts, columns={}, prefills=texts, prompt_ids=prompts.repeat_interleave(G, 0),
             prompt_mask=prompt_mask.repeat_interleave(G, 0), completions=texts, completion_ids=ids,
             mask=torch.ones_like(ids), ended=torch.ones(len(ids)) == 0, sampling_logps=logps,
-            advantages=torch.randn(len(ids)))
+            rewards=torch.randn(len(ids)), advantages=torch.randn(len(ids)))
         if reference is not None:
             rollout.ref_logps = train_grpo.compute_logps(reference, rollout, logps_of, args)
-        train_grpo.update_policy(policy, optimizer, rollout, world, logps_of, args)
+        updates = train_grpo.minibatches(rollout, world, args)
+        train_grpo.compute_old_logps(policy, updates, logps_of, args)
+        train_grpo.update_policy(policy, optimizer, updates, world, logps_of, args)
     return time.perf_counter() - start
 
 
