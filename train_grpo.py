@@ -261,7 +261,7 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 
 # --- the functions of a step ----------------------------------------------------------------------
 # `logps_of` is token_logps above, and `sample` that of model/sampler.py, if you add --fast 0. By
-# default they are those of model/fast.py, which give the same numbers in less time.
+# default they are those of model/fast, which give the same numbers in less time.
 
 
 def generate(model, batch, tokenizer, sample, rng, args, num_generations=None, greedy=False):
@@ -716,7 +716,8 @@ def add_report_flags(parser):
 
     flag = parser.add_argument_group("the machine").add_argument
     flag("--fast", type=int, choices=(0, 1), default=1,
-         help="1: the sampler and log-probs of model/fast.py; 0: the plain ones, same numbers")
+         help="1: the sampler and log-probs of model/fast, measured on CPUs only; 0: the plain "
+         "ones, same numbers")
     flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
          "products; auto: bfloat16 on a GPU that has it. The rest is float32, beside bfloat16 TF32")

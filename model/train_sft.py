@@ -4,7 +4,7 @@ The shipped weights come from three runs of this script; the last two start from
 remaining flags are in the README.
 
     python -m dataset.arithmetic --sft out/sft
-    python -m model.tokenizer --save out/tokenizer \
+    python -m model.storage.tokenizer --save out/tokenizer \
         --data out/sft/pretrain.jsonl out/sft/reason.jsonl out/sft/full_sft.jsonl
     python -m model.train_sft --data out/sft/pretrain.jsonl \
         --tokenizer out/tokenizer --save out/pretrain_128
@@ -30,7 +30,7 @@ from report.command_line import number, user_errors
 
 from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, load_tokenizer, save_pretrained
 from .storage.files import explained
-from .tokenizer import read_chats
+from .storage.tokenizer import read_chats
 
 
 def encode(chats, tokenizer):
@@ -147,7 +147,7 @@ def parse_args():
         flag(name, type=number(int, 1), default=default)
     args = parser.parse_args()
     if not (args.init or args.tokenizer):
-        parser.error("a new model needs a --tokenizer; python -m model.tokenizer makes one. Or "
+        parser.error("a new model needs a --tokenizer; python -m model.storage.tokenizer makes one. Or "
                      "start from weights: --init")
     if args.hidden_size % 64:
         parser.error(f"--hidden_size {args.hidden_size}: it must be a multiple of 64")

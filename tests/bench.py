@@ -1,7 +1,7 @@
 """Speed and memory of MiniGRPO beside TRL's GRPOTrainer and transformers' generate:
 
     python tests/bench.py               ours, fast and plain, beside theirs
-    python tests/bench.py --tricks      what each trick of model/fast.py is worth
+    python tests/bench.py --tricks      what each trick of model/fast is worth
     python tests/bench.py --device cuda     a page about a GPU: see tests/bench_cuda.py
 
 All sides use the same weights, prompts, rewards, sampling (temperature 1, no top-k, no top-p),
@@ -48,11 +48,11 @@ from dataset import PromptCollator, PromptDataset  # noqa: E402
 from model import (  # noqa: E402
     MiniMindConfig,
     MiniMindForCausalLM,
-    decoding,
     fast,
     sampler,
     save_pretrained,
 )
+from model.fast import learning, sampling  # noqa: E402
 from model.processes.machine import for_learning, for_sampling  # noqa: E402
 from reward import load_reward_funcs  # noqa: E402
 
@@ -130,10 +130,10 @@ class Ours:
             "--num_generations", str(case.generations), "--micro_batch_size", str(case.micro_batch),
             "--reward_funcs", "format"])
         self.world, self.generator = train_grpo.World(device, dtype), torch.Generator(device)
-        self.sample = for_sampling(
-            sampler.sample if plain else fast.sample, self.world, self.args)
-        self.token_logps = for_learning(
-            train_grpo.token_logps if plain else fast.token_logps, self.world, self.args)
+        sample, token_logps = (sampler.sample, train_grpo.token_logps) if plain else (
+            fast.sample, fast.token_logps)
+        self.sample = for_sampling(sample, self.world, self.args)
+        self.logps_of = for_learning(token_logps, self.world, self.args)
         self.tokenizer, self.policy, self.reference, *_ = train_grpo.load_models(
             self.args, self.world)
         if case.config:
@@ -152,16 +152,20 @@ class Ours:
         """One step; returns the rollout, to count what was done."""
         rollout = self.rollout(batch)
         rollout.ref_logps = train_grpo.compute_logps(
-            self.reference, rollout, self.token_logps, self.args)
+            self.reference, rollout, self.logps_of, self.args)
         rollout.rewards, _ = train_grpo.compute_rewards(
             rollout, self.rewards, [1.0] * len(self.rewards))
         rollout.advantages = train_grpo.compute_advantages(
-            rollout, self.policy, self.tokenizer, self.token_logps, self.world, self.args)
-        updates = train_grpo.minibatches(rollout, self.world, self.args)
-        train_grpo.update_policy(
-            self.policy, self.optimizer, LEARNING_RATE, updates, self.world, self.token_logps,
-            self.args)
+            rollout, self.policy, self.tokenizer, self.logps_of, self.world, self.args)
+        self.learn(rollout)
         return rollout
+
+    def learn(self, rollout):
+        updates = train_grpo.minibatches(rollout, self.world, self.args)
+        train_grpo.compute_old_logps(self.policy, updates, self.logps_of, self.args)
+        train_grpo.update_policy(
+            self.policy, self.optimizer, LEARNING_RATE, updates, self.world, self.logps_of,
+            self.args)
 
 
 def trl_trainer(case, path, batches, beta, folder, after_step=None, device="cpu"):
@@ -322,17 +326,7 @@ def report_case(name, case, repetitions, threads, tokenizer):
               f"{mib[1]:.0f}; ours with twice the prompts {mib[2]:.0f}", flush=True)
 
 
-# --- what each trick of model/fast.py is worth ----------------------------------------------------
-
-
-def one_by_one(linear):
-    """`linear` without joining: each matrix by itself, the outputs put side by side."""
-    def separate(*layers):
-        functions = [linear(layer) for layer in layers]
-        if len(functions) == 1:
-            return functions[0]
-        return lambda x: torch.cat([function(x) for function in functions], -1)
-    return separate
+# --- what each trick of model/fast is worth -------------------------------------------------------
 
 
 def always_apart(branch):
@@ -343,14 +337,12 @@ def always_apart(branch):
 TRICKS = {      # name -> (what it speeds up, where it is, its name there, what to put in its place)
     "completions that agree so far are one row": (
         "sampling", fast.Decoding, "branch", always_apart(fast.Decoding.branch)),
-    "matrices with the same input are one": (
-        "sampling", decoding, "linear", one_by_one(decoding.linear)),
-    "weights packed for oneDNN": ("sampling", decoding, "PACK_FROM", float("inf")),
+    "weights packed for oneDNN": ("sampling", sampling, "PACK_FROM", float("inf")),
     "each distinct prefix is read once": (
-        "learning", fast, "shared_with_the_row_above",
+        "learning", learning, "shared_with_the_row_above",
         lambda rows: torch.zeros_like(rows, dtype=torch.bool)),
     "sequences of like size attend together": (
-        "learning", fast, "size_class", lambda count: torch.where(count > 0, 0.0, -1.0)),
+        "learning", learning, "size_class", lambda count: torch.where(count > 0, 0.0, -1.0)),
 }
 
 
@@ -374,15 +366,12 @@ def report_tricks(names, repetitions, tokenizer):
         batch, = batches_of(CASES[name], 1, tokenizer)
         rollout = ours.rollout(batch)
         rollout.rewards = rollout.advantages = torch.randn(len(rollout.mask))
-        updates = train_grpo.minibatches(rollout, ours.world, ours.args)
 
-        def run(side, what, updates=updates, batch=batch):
+        def run(side, what, rollout=rollout, batch=batch):
             if what == "sampling":
                 side.generator.manual_seed(0)
                 return seconds(side.rollout, batch)[0]
-            return seconds(train_grpo.update_policy, side.policy, side.optimizer,
-                           LEARNING_RATE, updates,
-                           side.world, side.token_logps, side.args)[0]
+            return seconds(side.learn, rollout)[0]
 
         def without_trick(trick, ours=ours, run=run):
             with without(trick):
@@ -431,7 +420,7 @@ def main():
     parser.add_argument("--repetitions", type=int, default=3, help="turns of each side that count")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--tricks", action="store_true",
-                        help="what each trick of model/fast.py is worth, instead of the comparison")
+                        help="what each trick of model/fast is worth, instead of the comparison")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="print the page about a GPU, or "
                         "try its code on a CPU, with --cases 1.7M, say")
     parser.add_argument("--memory", choices=("ours", "trl"), help=argparse.SUPPRESS)

@@ -10,17 +10,14 @@ far, once. Prompts, sampling and whatever our step reads beyond that count as wa
 
 Memory is the largest sum of live tensors in two steps, beside what model/storage/memory.py says.
 """
-import contextlib
 import gc
 import importlib.util
 import tempfile
 from statistics import median
-from unittest import mock
 
 import bench
 import torch
 
-from model import fast
 from model.storage.memory import SIZES, num_parameters, peak_bytes
 
 SHAPE = vars(SIZES["Qwen3-1.7B"]) | {"hidden_size": 1024, "intermediate_size": 3072}
@@ -102,19 +99,14 @@ def report_rollouts(case, path, batches, device):
     P, config = batches[0]["prompt_ids"].shape[1], ours.policy.config
     rate = bandwidth(device)
     needed = bytes_to_read(config, case, P, 2 if device == "cuda" else 4) / rate
-    eager = mock.patch.object(fast, "GraphedStep", lambda decoding: decoding.step)
-    sides = {"ours": (lambda: ours.rollout, contextlib.nullcontext()),
-             "ours, launched kernel by kernel": (lambda: ours.rollout, eager),
-             "ours, plain": (lambda: plain.rollout, contextlib.nullcontext()),
-             "transformers' generate": (lambda: generates(ours, case, path, device),
-                                        contextlib.nullcontext())}
+    sides = {"ours": lambda: ours.rollout, "ours, plain": lambda: plain.rollout,
+             "transformers' generate": lambda: generates(ours, case, path, device)}
     if importlib.util.find_spec("vllm"):
-        sides["vLLM"] = lambda: vllms(ours, case, path, device), contextlib.nullcontext()
+        sides["vLLM"] = lambda: vllms(ours, case, path, device)
     print(f"\nA copy moves {rate / 1e9:.0f} GB/s.\n\n| rollout | seconds | tokens per second "
           "| ms per token of each | limit |\n|---|---|---|---|---|", flush=True)
-    for name, (rollout, how) in sides.items():
-        with how:
-            taken = median(turns(device, rollout(), batches))
+    for name, rollout in sides.items():
+        taken = median(turns(device, rollout(), batches))
         tokens, each = case.prompts * case.generations * case.new_tokens, taken / case.new_tokens
         print(f"| {name} | {taken:.2f} | {tokens / taken:.0f} | {1e3 * each:.2f} "
               f"| {needed / taken:.0%} |", flush=True)

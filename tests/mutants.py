@@ -15,8 +15,8 @@ change of the code, start a new one. Takes an hour.
 
 Of the 100 with seed 0, 85 were killed at first, and 97 since the tests that this led to. The three
 others change nothing: the last of one column for the first (`last_ids` in train_grpo.py), a bias of
--1 for 0 at all that a query sees (fast.py; softmax takes it out), no cache for dataset/countdown's
-`tries`.
+-1 for 0 at all that a query sees (model/fast; softmax takes it out), no cache for `tries` in
+dataset/countdown.
 """
 import argparse
 import ast

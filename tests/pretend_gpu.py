@@ -3,14 +3,12 @@
 While a PretendGPU is active, every operation on them passes through it. It refuses what CUDA
 refuses, tensors of two devices in one operation, and counts
 
-    launches    operations that compute something on the GPU, each at least one kernel
     waits       the CPU needs what the GPU has yet to compute: it stops until all of that is done
     uploads     copies of ordinary memory to the GPU, for which the CPU stops as well
 
-`waits` and `uploads` are counted by place: the line of ours that caused them, and the operation.
+Both are counted by place: the line of ours that caused them, and the operation.
 """
 import collections
-import contextlib
 import ctypes
 import functools
 import importlib
@@ -21,7 +19,7 @@ from pathlib import Path
 
 import torch
 from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,14 +97,12 @@ INDEX = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 # The sizes of their results depend on what is in a tensor, or they are numbers.
 WAIT = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten.bincount,
         aten.masked_scatter_backward, aten._unique2, aten.unique_dim, aten.unique_consecutive}
-ALLOCATE = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
 
 class PretendGPU(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.launches, self.waits, self.uploads = 0, collections.Counter(), collections.Counter()
-        self.recording = None               # the calls of a CUDA graph, while one is captured
+        self.waits, self.uploads = collections.Counter(), collections.Counter()
 
     def __enter__(self):
         torch._C._set_only_lift_cpu_tensors(True)       # torch.tensor passes through here, too
@@ -132,10 +128,7 @@ class PretendGPU(TorchDispatchMode):
         self.count(func, args, kwargs, found, on_gpu)
         if target is not None:
             inner_kwargs["device"] = torch.device("cpu")
-        if self.recording is not None:
-            result = self.record(func, inner_args, inner_kwargs)
-        else:
-            result = func(*inner_args, **inner_kwargs)
+        result = func(*inner_args, **inner_kwargs)
         return wrap(result, wrappers) if on_gpu else result
 
     def check(self, func, args, kwargs, found, on_gpu):
@@ -163,51 +156,9 @@ class PretendGPU(TorchDispatchMode):
         else:
             sizes_unknown = op is aten.repeat_interleave and kwargs.get("output_size") is None
             waits, upload = op in WAIT or sizes_unknown, False
-        if self.recording is not None and (waits or upload):
-            raise RuntimeError(f"{func} is not permitted while a graph is captured")
-        self.launches += self.recording is None and not (func.is_view or op in ALLOCATE)
         for counter, happens in ((self.waits, waits), (self.uploads, upload)):
             if happens:
                 counter[f"{line_of_ours()} {op.__name__}"] += 1
-
-    def record(self, func, args, kwargs):
-        """A call of a graph: nothing is changed now, what it allocates stays where it is."""
-        if func._schema.is_mutable:
-            result = args[0]
-        else:
-            result = func(*args, **kwargs)
-        if not (func.is_view or func.overloadpacket in ALLOCATE):
-            self.recording.append((func, args, kwargs, result))
-        return result
-
-
-class Graph:
-    """torch.cuda.CUDAGraph: the same operations again, on the very tensors that they had."""
-
-    def capture_begin(self, **_):
-        self.gpu = _get_current_dispatch_mode()
-        self.gpu.recording = self.calls = []
-
-    def capture_end(self):
-        self.gpu.recording = None
-
-    def pool(self):
-        return None
-
-    def replay(self):
-        self.gpu.launches += 1
-        for func, args, kwargs, result in self.calls:
-            again = func(*args, **kwargs)
-            if not func._schema.is_mutable:
-                tree_map(lambda old, new: old.copy_(new), result, again)
-
-
-class Stream:
-    def __init__(self, device=None):
-        pass
-
-    def wait_stream(self, other):
-        pass
 
 
 def unwrap(x, found):
@@ -284,8 +235,6 @@ def install(monkeypatch):
     for name, value in {
         "is_available": lambda: True, "device_count": lambda: 1, "_lazy_init": no_op,
         "set_device": no_op, "synchronize": no_op, "is_bf16_supported": lambda **_: True,
-        "CUDAGraph": Graph, "Stream": Stream, "current_stream": Stream,
-        "stream": contextlib.nullcontext,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch, "Generator", Generator)

@@ -74,7 +74,7 @@ MADE_BY_THE_READER = {"sorting.py", "sorting.txt", "train_trl.py", "verl_task.py
 # A flag without its program is train_grpo.py's, except for these.
 FLAGS_OF_OTHERS = {"--draw": "report/experiments/__main__.py",
                    "--jobs": "report/experiments/__main__.py",
-                   "--merge_digits": "model/tokenizer.py", "--node_rank": "torchrun",
+                   "--merge_digits": "model/storage/tokenizer.py", "--node_rank": "torchrun",
                    "--nproc_per_node": "torchrun", "--shutdown-timeout": "torchrun"}
 STAND_INS = {"k": "2", "NAME": "clip"}      # what a sentence leaves open: `--oversample k`
 

@@ -25,12 +25,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def pair():
     """A base, and a policy whose adapters have moved."""
     base = load_pretrained(POLICY, dtype=torch.float32)
-    policy = with_adapters(base, rank=3, alpha=6, name=POLICY)
+    return base, moved(with_adapters(base, rank=3, alpha=6, name=POLICY))
+
+
+@torch.no_grad()
+def moved(policy):
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for layer in adapters(policy).values():
-            layer.lora_B.copy_(0.05 * torch.randn(layer.lora_B.shape, generator=generator))
-    return base, policy
+    for layer in adapters(policy).values():
+        layer.lora_B.copy_(0.05 * torch.randn(layer.lora_B.shape, generator=generator))
+    return policy
 
 
 IDS = torch.randint(3, 280, (4, 20), generator=torch.Generator().manual_seed(1))

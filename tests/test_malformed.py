@@ -31,7 +31,7 @@ from model import (
     save_pretrained,
 )
 from model.storage import files
-from model.tokenizer import read_chats
+from model.storage.tokenizer import read_chats
 from report import Report, UserError, user_errors
 from report.jsonl import read_jsonl, to_line
 from report.text import fold, printable

@@ -18,10 +18,9 @@ from model import (
     sample,
     save_pretrained,
 )
-from model.experts import all_experts
 from model.model import KVCache, MixtureOfExperts
 from model.storage.memory import SIZES, num_parameters, peak_bytes
-from model.tokenizer import TAGS
+from model.storage.tokenizer import TAGS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -127,12 +126,6 @@ def test_experts_are_added_up_by_their_shares_and_the_unused_have_a_gradient_of_
     got = tuple(parameter.grad for parameter in mlp.parameters())
     torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
     assert [bool(expert.up_proj.weight.grad.any()) for expert in mlp.experts] == [1, 1, 1, 0, 1]
-    x, expected = x.flatten(0, 1), expected.flatten(0, 1)
-    with torch.no_grad():
-        torch.testing.assert_close(all_experts(mlp)(x), expected, atol=1e-7, rtol=1e-5)
-        with torch.autocast("cpu", torch.bfloat16):
-            errors = [(f(x) - expected).norm() for f in (mlp, all_experts(mlp))]
-    assert 0 < errors[1] < 1.5 * errors[0] < 0.02 * expected.norm()
 
 
 # --- what a run needs in memory -------------------------------------------------------------------

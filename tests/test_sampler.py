@@ -7,10 +7,12 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import train_grpo
-from model import MiniMindConfig, MiniMindForCausalLM, decoding, fast, graph, head, sampler
+from model import MiniMindConfig, MiniMindForCausalLM, fast, sampler
+from model.fast import head, sampling
 from model.processes.machine import in_slices
 from model.sampler import next_token
 from train_grpo import completion_mask
@@ -58,12 +60,9 @@ def padded(sequences, side="left"):
     return torch.tensor(rows), torch.tensor(masks)
 
 
-@pytest.fixture(params=["plain", "fast", "fast as on a GPU"])
-def sample(request, monkeypatch):
-    if request.param == "fast as on a GPU":
-        monkeypatch.setattr(fast, "CHECK_EVERY", {})
-        monkeypatch.setattr(graph, "BUCKET", 8)
-    return sampler.sample if request.param == "plain" else fast.sample
+@pytest.fixture(params=[sampler, sampling], ids=["plain", "fast"])
+def sample(request):
+    return request.param.sample
 
 
 def draw(sample, model, prompts=PROMPTS, *, num_generations=1, max_new_tokens=40, seed=0,
@@ -192,10 +191,8 @@ def test_a_limit_of_one_token_gives_the_first_token(sample):
     torch.testing.assert_close(logps, many_logps[:, :1], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("module, check_every, every", [
-    (sampler, None, 1), (fast, {"cpu": 1}, 1), (fast, {}, 16)])
-def test_rows_leave_at_once_on_a_cpu_and_every_16_tokens_on_a_gpu(
-        module, check_every, every, monkeypatch):
+@pytest.mark.parametrize("module", [sampler, sampling])
+def test_rows_leave_at_once(module, monkeypatch):
     rows = []
 
     def counted(logits, *options):
@@ -203,12 +200,10 @@ def test_rows_leave_at_once_on_a_cpu_and_every_16_tokens_on_a_gpu(
         return next_token(logits, *options)
 
     monkeypatch.setattr(module, "next_token", counted)
-    if check_every is not None:
-        monkeypatch.setattr(fast, "CHECK_EVERY", check_every)
     ids, _ = draw(module.sample, wide(), num_generations=8, max_new_tokens=50)
     unfinished = completion_mask(ids, EOS).sum(0).tolist()          # before each token
     assert unfinished[0] == 40 > unfinished[16] > unfinished[32] > 0
-    assert rows == [unfinished[t // every * every] for t in range(len(rows))]
+    assert rows == unfinished
 
 
 # --- the distribution, exactly --------------------------------------------------------------------
@@ -322,7 +317,7 @@ def test_attention_in_bfloat16_tells_scores_of_30_and_30_and_a_sixteenth_apart()
     q, keys, values = torch.zeros(1, 1, 16), torch.zeros(1, 2, 16), torch.zeros(1, 2, 16)
     q[..., :2] = 4                                      # divided by sqrt(16): 1
     keys[0, :, 0], keys[0, 1, 1], values[0, 1] = 30, 1 / 16, 1
-    out = decoding.fused_attention(q, keys.bfloat16(), values.bfloat16(), None)
+    out = sampling.fused_attention(q, keys.bfloat16(), values.bfloat16(), None)
     assert out.dtype == torch.bfloat16          # between 16 and 32 its numbers are 1/8 apart
     torch.testing.assert_close(out.float(), torch.full((1, 16), 1 / (1 + math.exp(-1 / 16))),
                                rtol=0, atol=2**-9)
@@ -405,13 +400,13 @@ def test_the_head_keeps_one_chunk_of_logits_for_the_backward_pass(monkeypatch):
 
 def test_on_a_gpu_each_head_gets_keys_of_its_own_with_the_same_result(monkeypatch):
     model, sequences, heads = wide(), batch(pairs()), set()
-    expected, attention = fast.token_logps(model, *sequences), fast.F.scaled_dot_product_attention
+    expected, attention = fast.token_logps(model, *sequences), F.scaled_dot_product_attention
 
     def spy(q, k, v, **options):
         heads.add((q.shape[1], k.shape[1], v.shape[1], options["enable_gqa"]))
         return attention(q, k, v, **options)
 
-    monkeypatch.setattr(fast.F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     torch.testing.assert_close(fast.token_logps(model, *sequences), expected)
     assert heads == {(4, 4, 4, False)}

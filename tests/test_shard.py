@@ -13,7 +13,8 @@ from torch import multiprocessing
 
 import train_grpo
 from conftest import interrupt
-from model import head, load_checkpoint, save_pretrained
+from model import load_checkpoint, save_pretrained
+from model.fast import head
 from model.lora import merged_state
 from model.processes.shard import part_of, whole
 

@@ -1,77 +1,11 @@
-"""`sample` and `token_logps` again: same signatures, same weights, same numbers, in less time.
-
---fast 0 runs the plain pair instead. How many times as long the sampling or the learning pass takes
-on a CPU without each trick (python tests/bench.py --tricks; differences below 0.1 may be noise):
-
-    without ...                                          default   trained   1.7M   26M
-    sampling: completions that agree so far are one row    1.27      2.44    1.03   0.90
-    sampling: matrices with the same input are one         1.01      1.05    0.98   1.05
-    sampling: weights packed for oneDNN                    0.93      1.02    1.13   1.96
-    learning: each distinct prefix is read once            1.91      1.32    1.21   1.16
-    learning: sequences of like size attend together       1.27      1.02    1.05   0.99
-    all of it: sampling, learning                     1.8, 3.9  3.9, 7.3  2.4, 1.2  2.8, 1.2
-"""
+"""`token_logps` again, where each prefix that sequences share is read once."""
 import functools
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
-from .decoding import Decoding
-from .graph import GraphedStep
+from ..model import rotary_frequencies, rotary_tables
 from .head import log_probs
-from .model import rotary_frequencies, rotary_tables
-from .sampler import next_token
-
-# --- sampling -------------------------------------------------------------------------------------
-
-# Tokens between looks at which completions have ended. Each look makes a GPU wait, so there they
-# are rare, completions that agree do not share a row, and a step is one launch: see graph.py.
-CHECK_EVERY = {"cpu": 1}    # elsewhere 16
-
-
-def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, temperature=1.0,
-           eos_token_id, pad_token_id, generator=None, greedy=False):
-    """The `sample` of model/sampler.py; on a CPU the same seed gives the same completions."""
-    N, device = len(prompt_ids) * num_generations, prompt_ids.device
-    eos_ids = prompt_ids.new_tensor(eos_token_id)
-    check_every = CHECK_EVERY.get(device.type, 16)
-    # Created outside of inference mode, so that a loss can use them.
-    completion_ids = torch.full((N, max_new_tokens), pad_token_id, device=device)       # (N, R)
-    logps = torch.zeros(N, max_new_tokens, device=device)                               # (N, R)
-    longest = torch.zeros((), dtype=torch.long, device=device)
-    with torch.inference_mode():
-        decoding = Decoding(model, prompt_ids, prompt_mask, N, max_new_tokens,
-                            fixed_shapes=check_every > 1)
-        # Of each completion still in the batch: its number, its row, whether it has yet to end.
-        number = torch.arange(N, device=device)                                         # (n,)
-        row = number // num_generations
-        logits = decoding.prompt_logits[row]                                            # (n, V)
-        alive = torch.ones(N, dtype=torch.bool, device=device)
-        step = decoding.step
-        if check_every > 1:
-            row = decoding.branch(row, number)
-            if device.type != "mps":        # where nobody has tried it
-                step = GraphedStep(decoding)
-        for t in range(max_new_tokens):
-            tokens, token_logps = next_token(logits, temperature, generator, greedy)
-            completion_ids[number, t] = torch.where(alive, tokens, pad_token_id)
-            logps[number, t] = torch.where(alive, token_logps, 0.0)
-            longest += alive.any()
-            alive &= ~torch.isin(tokens, eos_ids)
-            if t + 1 == max_new_tokens:
-                break
-            if (t + 1) % check_every == 0:
-                if not alive.any():
-                    break
-                number, row, tokens, alive = (x[alive] for x in (number, row, tokens, alive))
-                row = decoding.branch(row, tokens)
-            of_rows = tokens.new_zeros(decoding.num_rows).index_copy_(0, row, tokens)
-            logits = step(of_rows)[row]
-    return completion_ids[:, :longest], logps[:, :longest]
-
-
-# --- learning -------------------------------------------------------------------------------------
 
 
 def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temperature=1.0,
@@ -87,7 +21,9 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     tokens, positions, wanted, predicts, row = (
         x.to(device) for x in (*tree, wanted, predicts, row))
     groups = [(C, *(x.to(device) for x in tensors)) for C, *tensors in groups]
-    hidden = hidden_states(model.model, tokens, positions, groups)                      # (n, D)
+    rotary = rotary_tables(positions, rotary_frequencies(model.config, device))
+    attend = functools.partial(attention, groups=groups)
+    hidden = model.model.read(tokens, rotary, attend)                                   # (n, D)
     sampled, entropy = log_probs(model.lm_head, hidden.index_select(0, predicts), row,
                                  input_ids[:, P:].flatten()[wanted], temperature=temperature,
                                  with_entropy=with_entropy)
@@ -148,18 +84,6 @@ def shared_with_the_row_above(rows):
 def size_class(count):
     """Which sequences attention takes together: those of 1, 2-3, 4-7, ... nodes; -1 for none."""
     return torch.where(count > 0, count.log2().floor(), -1.0)
-
-
-def hidden_states(decoder, tokens, positions, groups):
-    """Final-norm hidden states of the nodes, (n, D)."""
-    rotary = rotary_tables(positions, rotary_frequencies(decoder.config, tokens.device))
-    attend = functools.partial(attention, groups=groups)
-    x = decoder.embed_tokens(tokens)                                                    # (n, D)
-    recompute = decoder.gradient_checkpointing and torch.is_grad_enabled()
-    for layer in decoder.layers:
-        run = functools.partial(checkpoint, layer, use_reentrant=False) if recompute else layer
-        x = run(x, rotary, attend)
-    return decoder.norm(x)
 
 
 def attention(layer, q, k, v, *, groups):

@@ -65,7 +65,7 @@ def read_chats(path):
     return chats
 
 
-@user_errors("model.tokenizer")
+@user_errors("model.storage.tokenizer")
 def main():
     parser = argparse.ArgumentParser(
         description="Train a tokenizer on the conversations in jsonl files.")

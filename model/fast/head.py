@@ -1,29 +1,13 @@
-"""The language-model head, and log-probabilities from it without logits of the whole batch.
+"""Log-probabilities from the language-model head, without logits of the whole batch.
 
 Logits are a micro-batch's largest tensor where the vocabulary is large: with 152,000 entries those
 of a token take 0.6 MB, and learning holds three such tensors. Here the logits of one chunk exist at
 a time. The backward pass computes them again, which costs one more product with the head.
 """
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 CHUNK, SMALL = 1024, 2**24          # tokens; logits (a small vocabulary makes longer chunks)
-
-
-class Head(nn.Linear):
-    """A linear layer that computes in float32 under autocast too.
-
-    A logit of 20 in bfloat16 is off by up to 0.06, and so is its log-probability.
-    """
-
-    def forward(self, hidden):
-        device = hidden.device.type
-        if not torch.is_autocast_enabled(device):
-            return super().forward(hidden)
-        with torch.autocast(device, enabled=False):
-            return F.linear(hidden.float(), self.weight.float())
 
 
 def log_probs(head, hidden, row, tokens, *, temperature, with_entropy):
