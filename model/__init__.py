@@ -1,3 +1,10 @@
+"""The policy. Three pages to read: model.py, the network; sampler.py; rollout.py. Beside them stand
+
+    fast/         the sampler and the log-probabilities again, in less time
+    storage/      weights, tokenizers and checkpoints, in and out
+    processes/    several processes that train one model, and the machine they run on
+    lora.py       adapters; chat.py: talk to a policy; train_sft.py: fine-tune one; weights/: ours
+"""
 import gc
 import os
 

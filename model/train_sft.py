@@ -147,8 +147,8 @@ def parse_args():
         flag(name, type=number(int, 1), default=default)
     args = parser.parse_args()
     if not (args.init or args.tokenizer):
-        parser.error("a new model needs a --tokenizer; python -m model.storage.tokenizer makes one. Or "
-                     "start from weights: --init")
+        parser.error("a new model needs a --tokenizer; python -m model.storage.tokenizer makes "
+                     "one. Or start from weights: --init")
     if args.hidden_size % 64:
         parser.error(f"--hidden_size {args.hidden_size}: it must be a multiple of 64")
     return args

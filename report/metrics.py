@@ -1,5 +1,6 @@
 """The metrics of a step, named as in TRL and verl, and the rows of completions.jsonl."""
 import math
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -67,8 +68,7 @@ def sum_metrics(shares, world):
     Each has its share of the loss and of its metrics, so these add up; of a maximum (*_max) take
     the largest. Those of drift() are then divided by the number of tokens.
     """
-    shares = [{name: float(value) for name, value in share.items()} for share in shares]
-    total = combine(world.gather(shares), np.sum)
+    total = combine(world.gather([combine(shares, sum)]), sum)
     num_tokens = max(total.pop("tokens", 0), 1)
     return {name: value / num_tokens if name in PER_TOKEN else value
             for name, value in total.items()}
@@ -79,16 +79,23 @@ def mean_metrics(updates):
 
     An update whose advantages are all 0 lacks most metrics: average over the updates that have it.
     """
-    return combine(updates, np.mean)
+    return combine(updates, fmean)
 
 
 def combine(parts, how):
-    """Each metric of the parts that have it: the largest of a maximum, others by `how`."""
+    """Each metric of the parts that have it: the largest of a maximum, others by `how`; floats.
+
+    A GPU is still at work on the values of the parts: only the result is waited for.
+    """
     values = {}
     for name, value in (item for part in parts for item in part.items()):
         values.setdefault(name, []).append(value)
-    return {name: (np.max if name.endswith("_max") else how)(of_name).item()
+    return {name: float((largest if name.endswith("_max") else how)(of_name))
             for name, of_name in values.items()}
+
+
+def largest(values):
+    return torch.stack([torch.as_tensor(value) for value in values]).amax()
 
 
 def describe(rollout, tokenizer=None):

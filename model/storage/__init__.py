@@ -6,6 +6,7 @@
     read.py             reads weights, tokenizers, adapters, checkpoints
     write.py            writes them
     saving.py           when a run is saved and resumed; keeps other runs out of its folder
+    tokenizer.py        trains a tokenizer
     memory.py           what a run will take, by the config.json alone
 
 On disk, weights are what transformers writes: a folder with config.json, model.safetensors and the
