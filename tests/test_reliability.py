@@ -190,6 +190,16 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert files(tmp_path) == {"checkpoint/file": b"second"}
 
 
+def test_what_a_killed_run_left_half_done_goes_but_not_its_only_checkpoint(tmp_path):
+    for name in ("checkpoint.new", "checkpoint.old", "final.old", "final"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    args = SimpleNamespace(eval_only=False, resume=True, model_path="elsewhere")
+    world = SimpleNamespace(rank=0, watch=SimpleNamespace(at_end=lambda unlock: unlock()))
+    Saver(tmp_path / "run", world, args)
+    assert {path.name for path in (tmp_path / "run").iterdir()} - {".lock"} == {
+        "checkpoint.old", "final"}
+
+
 def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(judge, tmp_path, capsys):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     judge.act = at(3, resource.setrlimit, resource.RLIMIT_FSIZE, (1_000_000, limits[1]))

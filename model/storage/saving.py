@@ -38,6 +38,8 @@ class Saver:
         world.watch.at_end(lock(self.run_dir))
         for name in ("checkpoint", "final", "adapter"):     # of a run that was killed as it saved
             shutil.rmtree(self.run_dir / f"{name}.new", ignore_errors=True)
+            if (self.run_dir / name).exists():              # whole, so nobody needs the one before
+                shutil.rmtree(self.run_dir / f"{name}.old", ignore_errors=True)
 
     def resume(self, policy, optimizer, reference):
         """Restores the run's checkpoint if asked to; returns (steps done, tokens sampled)."""
