@@ -86,12 +86,14 @@ def import_function(name):
                     "Python can import from this folder")
 
 
-def combine_rewards(prompts, completions, judges, reward_weights, **columns):
+def combine_rewards(prompts, completions, reward_funcs, reward_weights, **columns):
     """The weighted sum of all rewards, (N,), and each function's values, {name: (N,)}, in float32.
 
-    What a Judge has not judged is NaN in the values and adds nothing to the sum. A completion that
-    no function judged has a NaN reward.
+    The functions are Judges or any others. What they have not judged is NaN in the values and adds
+    nothing to the sum. A completion that no function judged has a NaN reward.
     """
+    judges = [function if isinstance(function, Judge) else Judge(function)
+              for function in reward_funcs]
     per_function = {name: torch.tensor(judge(prompts=prompts, completions=completions, **columns),
                                        dtype=torch.float32) for name, judge in named(judges)}
     values = torch.stack(list(per_function.values()))                           # (functions, N)

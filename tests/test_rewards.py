@@ -16,9 +16,10 @@ import train_grpo
 from conftest import jsonl, turns
 from model import load_pretrained
 from report import UserError, rollout_metrics
-from reward import accuracy_reward, combine_rewards, failures, format_reward, tag_reward
-from reward.combine import LIMIT, Judge, load_reward_funcs
+from reward import combine_rewards, failures, load_reward_funcs
+from reward.combine import LIMIT, Judge
 from reward.reward_model import reward_model_reward
+from reward.rules import accuracy_reward, format_reward, tag_reward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -143,16 +144,8 @@ def gold(prompts, completions, answer, **columns):
     return answer
 
 
-def proven(function, **options):
-    """A Judge whose first call has gone well."""
-    judge = Judge(function, **options)
-    judge.proven = True
-    return judge
-
-
 def combined(functions, weights, completions, **columns):
-    return combine_rewards(["p"] * len(completions), completions, [*map(proven, functions)],
-                           weights, **columns)
+    return combine_rewards(["p"] * len(completions), completions, functions, weights, **columns)
 
 
 def test_rewards_are_weighted_and_what_was_not_judged_adds_nothing():
@@ -168,16 +161,10 @@ def test_rewards_are_weighted_and_what_was_not_judged_adds_nothing():
 
 
 def test_functions_of_the_same_name_are_all_counted():
-    def named_alike(name, weight):
-        def reward(prompts, completions, **columns):
-            return [weight]
-        reward.__name__ = name
-        return reward
-
-    twenty = named_alike("reward", 20.0)
-    rewards, per_function = combined([named_alike("reward_2", 1.0), twenty, twenty], [1.0] * 3,
-                                     ["a"])
-    assert rewards.tolist() == [41.0] and len(per_function) == 3
+    judges = [Judge(lengths) for _ in range(3)]
+    judges[0].__name__ = "lengths_2"
+    rewards, per_function = combined(judges, [1.0] * 3, ["abc"])
+    assert rewards.tolist() == [9.0] and len(per_function) == 3
 
 
 def test_the_sum_is_finite_or_nan():
@@ -292,7 +279,7 @@ def test_each_kind_is_a_warning_once_for_each_function_and_run():
             raise RuntimeError("no\x1b[31m such\nluck" + "!" * 5000)
         return answer
 
-    ours = proven(judge)
+    ours = Judge(judge)
     texts = [ask(ours, answer=answer)[1] for answer in (
         [math.inf, -math.inf], [-math.inf, 1], ["x\x1b" * 5000, 1], ["raise"] * 2,
         ["raise"] * 2, [math.inf, "y"])]
@@ -316,7 +303,8 @@ def test_exit_is_a_failure_and_ctrl_c_is_not(timeout):
     for leave, says in ((SystemExit(3), "called exit"), (GeneratorExit(), "GeneratorExit")):
         with pytest.raises(UserError, match=f"judge failed in its first call: {says}"):
             ask(Judge(judge, timeout=timeout), raising=leave)
-        ours = proven(judge, timeout=timeout)
+        ours = Judge(judge, timeout=timeout)
+        ours.proven = True
         rewards, (text,) = ask(ours, raising=leave)
         assert all(map(math.isnan, rewards)) and ours.failed == {says: 1} and says in text
     with pytest.raises(KeyboardInterrupt):
