@@ -1,25 +1,30 @@
-"""Reward models of others, against independent scores.
-
-InternLM2's against the formula, classifiers against the logits that transformers computes.
-"""
+"""Reward models, against the scores that transformers computes."""
+import copy
+import itertools
 import json
-import math
+import random
+import re
+import shutil
+from collections import defaultdict
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     LlamaConfig,
     LlamaForSequenceClassification,
     Qwen3Config,
     Qwen3ForSequenceClassification,
 )
 
-from conftest import turns
+from conftest import ROOT, edit, turns
+from dataset import PromptDataset
+from model import MiniMindConfig
 from reward import load_reward_model
+from reward.reward_model import RewardModel, with_reply
+from reward.sample_pairs import pairs_of, replies
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,9 +36,31 @@ CHATS = [
     turns("7", ""),
 ]
 
+
+def with_random_weights(model):
+    """Large enough that every token moves the score."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@torch.no_grad()
+def scores_one_by_one(theirs, ids):
+    scores = [theirs(torch.tensor([row])).logits.item() for row in ids]
+    # far enough apart that a chat in the wrong row would show
+    assert min(abs(a - b) for a, b in itertools.combinations(scores, 2)) > 0.01
+    return scores
+
+
 # --- InternLM2 ------------------------------------------------------------------------------------
 
-D, LAYERS, HEADS, KV, D_HEAD, FF, THETA, EPS = 24, 2, 6, 2, 4, 20, 10000.0, 1e-5
+NAMES = {"embed_tokens": "tok_embeddings", "input_layernorm": "attention_norm",
+         "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attention.wo",
+         "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+         "mlp.down_proj": "feed_forward.w2", "score.": "v_head."}
+D, KV = 24, 2
 
 
 @pytest.fixture(scope="module")
@@ -51,38 +78,33 @@ def pieces(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def internlm2(pieces, tmp_path_factory):
-    """(config, tensors, folder) of a tiny random reward model in InternLM2's layout."""
+    """(config, transformers' Llama, folder): the folder holds the same weights as InternLM2's."""
     processor, file = pieces
     V, folder = processor.vocab_size(), tmp_path_factory.mktemp("internlm2")
-    generator = torch.Generator().manual_seed(0)
-    config = {
-        "architectures": ["InternLM2ForRewardModel"], "model_type": "internlm2",
-        "vocab_size": V + 3, "hidden_size": D, "intermediate_size": FF,
-        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV,
-        "rms_norm_eps": EPS, "rope_theta": THETA, "bias": False,
-        "rope_scaling": {"type": "dynamic", "factor": 2.0},
+    sizes = dict(vocab_size=V + 3, hidden_size=D, intermediate_size=20, num_hidden_layers=2,
+                 num_attention_heads=6, num_key_value_heads=KV, rms_norm_eps=1e-5)
+    llama = with_random_weights(LlamaForSequenceClassification(LlamaConfig(num_labels=1, **sizes)))
+    tensors, fused = {}, defaultdict(list)
+    for name, tensor in llama.state_dict().items():
+        for theirs, internlm2s in NAMES.items():
+            name = name.replace(theirs, internlm2s)
+        joined, found = re.subn(r"self_attn\.[qkv]_proj", "attention.wqkv", name)
+        if found:
+            fused[joined].append(tensor.view(KV, -1, D))    # q, k, v: each group's rows
+        else:
+            tensors[name] = tensor
+    tensors |= {name: torch.cat(qkv, 1).flatten(0, 1) for name, qkv in fused.items()}
+    config = sizes | {
+        "architectures": ["InternLM2ForRewardModel"], "model_type": "internlm2", "bias": False,
+        "rope_theta": 10000.0, "rope_scaling": {"type": "dynamic", "factor": 2.0},
         "reward_token_id": V + 2, "bos_token_id": 1, "pad_token_id": 2}
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator) * 0.5
-
-    tensors = {"model.tok_embeddings.weight": random(V + 3, D), "model.norm.weight": 1 + random(D),
-               "v_head.weight": random(1, D)}
-    for layer in (f"model.layers.{i}." for i in range(LAYERS)):
-        tensors |= {layer + "attention.wqkv.weight": random((HEADS + 2 * KV) * D_HEAD, D),
-                    layer + "attention.wo.weight": random(D, HEADS * D_HEAD),
-                    layer + "feed_forward.w1.weight": random(FF, D),
-                    layer + "feed_forward.w3.weight": random(FF, D),
-                    layer + "feed_forward.w2.weight": random(D, FF),
-                    layer + "attention_norm.weight": 1 + random(D),
-                    layer + "ffn_norm.weight": 1 + random(D)}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.model").write_bytes(file.read_bytes())
     added = {str(V): {"content": "<|im_end|>"}, str(V + 1): {"content": "<|im_start|>"},
              str(V + 2): {"content": "<|reward|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
     save_file(tensors, folder / "model.safetensors")
-    return config, tensors, folder
+    return config, llama, folder
 
 
 def ids_by_hand(processor, chat):
@@ -95,55 +117,14 @@ def ids_by_hand(processor, chat):
     return ids + [reward]
 
 
-def score_by_hand(tensors, ids):
-    """The score at the last id in float64: one matrix, one head, one rotated pair at a time."""
-    weights = {name: tensor.double() for name, tensor in tensors.items()}
-    T, groups = len(ids), HEADS // KV
-
-    def norm(x, weight):
-        return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
-
-    def turned(vectors):
-        out = torch.zeros_like(vectors)
-        for t in range(T):
-            for i in range(D_HEAD // 2):
-                angle = t * THETA ** (-2 * i / D_HEAD)
-                a, b = vectors[t, i], vectors[t, i + D_HEAD // 2]
-                out[t, i] = a * math.cos(angle) - b * math.sin(angle)
-                out[t, i + D_HEAD // 2] = b * math.cos(angle) + a * math.sin(angle)
-        return out
-
-    future = torch.full((T, T), -math.inf).triu(1).nan_to_num(nan=0.0)
-    x = weights["model.tok_embeddings.weight"][ids]
-    for layer in (f"model.layers.{i}." for i in range(LAYERS)):
-        h = norm(x, weights[layer + "attention_norm.weight"])
-        fused = h @ weights[layer + "attention.wqkv.weight"].T
-        heads = []
-        for head in range(HEADS):
-            first = head // groups * (groups + 2)       # its group's first slot of D_HEAD columns
-            slots = first + head % groups, first + groups, first + groups + 1
-            q, k, v = (fused[:, slot * D_HEAD:(slot + 1) * D_HEAD] for slot in slots)
-            scores = turned(q) @ turned(k).T / D_HEAD ** 0.5 + future
-            heads.append(scores.softmax(-1) @ v)
-        x = x + torch.cat(heads, 1) @ weights[layer + "attention.wo.weight"].T
-        h = norm(x, weights[layer + "ffn_norm.weight"])
-        gate = h @ weights[layer + "feed_forward.w1.weight"].T
-        up = h @ weights[layer + "feed_forward.w3.weight"].T
-        x = x + (gate / (1 + (-gate).exp()) * up) @ weights[layer + "feed_forward.w2.weight"].T
-    return (norm(x[-1], weights["model.norm.weight"]) @ weights["v_head.weight"][0]).item()
-
-
-def test_internlm2_scores_are_those_of_the_formula_alone_and_in_a_batch(internlm2, pieces):
-    _, tensors, folder = internlm2
+def test_internlm2_scores_are_those_of_llama_alone_and_in_a_batch(internlm2, pieces):
+    _, llama, folder = internlm2
     model = load_reward_model(folder, device="cpu")
     ids = [ids_by_hand(pieces[0], chat) for chat in CHATS]
     assert model.tokenize(CHATS) == ids and len({len(row) for row in ids}) == 3
-    expected = [score_by_hand(tensors, row) for row in ids]
-    assert min(abs(a - b) for a in expected for b in expected if a is not b) > 0.05
+    expected = scores_one_by_one(llama, ids)
     assert model.get_scores(CHATS) == pytest.approx(expected, abs=1e-4)
     assert model.get_scores(CHATS, max_tokens=1) == pytest.approx(expected, abs=1e-4)
-    # the score of the token before the last would not pass for it
-    assert score_by_hand(tensors, ids[0][:-1]) != pytest.approx(expected[0], abs=0.05)
 
 
 def test_a_special_token_written_into_a_text_stays_text(internlm2, pieces):
@@ -155,21 +136,21 @@ def test_a_special_token_written_into_a_text_stays_text(internlm2, pieces):
 
 
 def test_internlm2_weights_in_pytorch_shards_give_the_same_scores(internlm2, tmp_path):
-    config, tensors, folder = internlm2
-    for name in ("config.json", "tokenizer.model", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": None}))
-    names = sorted(tensors)
-    shards = {"pytorch_model-00001-of-00002.bin": names[:7],
-              "pytorch_model-00002-of-00002.bin": names[7:]}
-    for file, part in shards.items():
-        torch.save({name: tensors[name].half().float() for name in part}, tmp_path / file)
+    _, _, folder = internlm2
+    expected = load_reward_model(folder).get_scores(CHATS)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    edit(tmp_path / "config.json", rope_scaling=None)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    weight_map = {name: f"pytorch_model-0000{i % 2 + 1}-of-00002.bin"
+                  for i, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        torch.save({name: tensors[name] for name in tensors if weight_map[name] == file},
+                   tmp_path / file)
     with pytest.raises(ValueError, match="pytorch_model.bin"):
         load_reward_model(tmp_path)
-    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    expected = load_reward_model(folder).get_scores(CHATS)
-    assert load_reward_model(tmp_path).get_scores(CHATS) == pytest.approx(expected, abs=0.05)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert load_reward_model(tmp_path).get_scores(CHATS) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("change, says", [
@@ -177,96 +158,115 @@ def test_internlm2_weights_in_pytorch_shards_give_the_same_scores(internlm2, tmp
     ({"vocab_size": 99}, "<|im_end|>"), ({"num_key_value_heads": 3}, "shape"),
 ])
 def test_internlm2_weights_that_we_would_read_wrong_are_refused(change, says, internlm2, tmp_path):
-    config, _, folder = internlm2
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ValueError, match=says.replace("|", r"\|")):
+    shutil.copytree(internlm2[2], tmp_path, dirs_exist_ok=True)
+    edit(tmp_path / "config.json", **change)
+    with pytest.raises(ValueError, match=re.escape(says)):
         load_reward_model(tmp_path)
 
 
 # --- classifiers ----------------------------------------------------------------------------------
 
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, head_dim=8, num_labels=1)
+             num_key_value_heads=2, head_dim=8)
 CLASSES = {"qwen3": (Qwen3Config, Qwen3ForSequenceClassification),
            "llama": (LlamaConfig, LlamaForSequenceClassification)}
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>"
             "{% endfor %}")
 
 
-def save_classifier(folder, tokenizer_folder, kind, *, bos=False, pad_token_id=None,
-                    padding_side="right", template=TEMPLATE, **changes):
-    """Saves a random classifier made by transformers.
+def save_classifier(folder, tokenizer, kind, *, bos=False, pad_token_id=None, padding_side="right",
+                    template=TEMPLATE, num_labels=1):
+    """Saves a random classifier, made by transformers or by us, and returns its tokenizer.
 
     With `bos`, both its tokenizer and its template add a BOS, as Llama's do.
     """
-    config_class, model_class = CLASSES[kind]
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template, tokenizer.padding_side = template, padding_side
     if bos:
         tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
         tokenizer.chat_template = "{{ bos_token }}" + template
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="<|begin|> $A", special_tokens=[("<|begin|>", tokenizer.bos_token_id)])
-    torch.manual_seed(0)
-    model = model_class(config_class(vocab_size=len(tokenizer), pad_token_id=pad_token_id,
-                                     **SIZES | changes))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.3 * torch.randn_like(parameter))
+    sizes = SIZES | {"vocab_size": len(tokenizer), "pad_token_id": pad_token_id}
+    if kind == "ours":
+        with_random_weights(RewardModel(MiniMindConfig(**sizes), tokenizer)).save_pretrained(folder)
+        return tokenizer
+    config_class, model_class = CLASSES[kind]
+    model = with_random_weights(model_class(config_class(num_labels=num_labels, **sizes)))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return tokenizer
 
 
-@pytest.fixture(scope="module")
-def tokenizer_folder(tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer_of_classifiers")
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("kind, options", [
+    ("ours", dict(pad_token_id=0)),
     ("qwen3", dict(padding_side="left", pad_token_id=0)),
     ("llama", dict(bos=True)),                          # no pad token at all
     ("llama", dict(pad_token_id=2)),                    # <|im_end|>, which also ends every chat
 ])
-@torch.no_grad()
-def test_a_classifier_scores_as_in_transformers(kind, options, tokenizer_folder, tmp_path):
-    tokenizer = save_classifier(tmp_path, tokenizer_folder, kind, **options)
-    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
+def test_a_classifier_scores_as_in_transformers(kind, options, tokenizer, tmp_path):
+    tokenizer = save_classifier(tmp_path, tokenizer, kind, **options)
+    theirs, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
     texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in CHATS]
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    expected = [theirs(torch.tensor([row])).logits.item() for row in ids]
-    assert min(abs(a - b) for a in expected for b in expected if a is not b) > 0.05
+    expected = scores_one_by_one(theirs, ids)
     model = load_reward_model(tmp_path, device="cpu")
-    for max_tokens in (None, 1):        # in one batch, and alone
+    for max_tokens in (None, 60, 1):        # in one batch, in several, alone
         assert model.get_scores(CHATS, max_tokens) == pytest.approx(expected, abs=1e-5)
+    if kind == "ours":      # transformers finds the end of a chat by the pad token that we wrote
+        batch, _ = model.pad(ids)
+        assert theirs(batch).logits[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
     if options.get("bos"):
         assert all(row.count(tokenizer.bos_token_id) == 1 for row in model.tokenize(CHATS))
         assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id     # unless told not to
 
 
+def test_a_chat_is_read_once_however_often_it_occurs(tokenizer, tmp_path):
+    save_classifier(tmp_path, tokenizer, "ours", pad_token_id=0)
+    model, read, chats = load_reward_model(tmp_path), [], [CHATS[i] for i in (1, 0, 1, 1)]
+    hook = model.register_forward_pre_hook(lambda _, inputs: read.append(len(inputs[0])))
+    scores = model.get_scores(chats)
+    hook.remove()
+    assert sum(read) == 2
+    assert scores == pytest.approx(model.get_scores(chats, max_tokens=1), abs=1e-5)
+
+
 @pytest.mark.parametrize("options, says", [
     (dict(num_labels=2), "one label"), (dict(template=None), "chat template"),
 ])
-def test_a_classifier_that_cannot_score_chats_is_refused(options, says, tokenizer_folder, tmp_path):
-    save_classifier(tmp_path, tokenizer_folder, "qwen3", **options)
+def test_a_classifier_that_cannot_score_chats_is_refused(options, says, tokenizer, tmp_path):
+    save_classifier(tmp_path, tokenizer, "qwen3", **options)
     with pytest.raises(ValueError, match=f"--reward_model_path .*{says}"):
         load_reward_model(tmp_path)
 
 
-def test_a_classifier_without_a_head_is_refused(tokenizer_folder, tmp_path):
-    save_classifier(tmp_path, tokenizer_folder, "qwen3")
-    state = Qwen3ForSequenceClassification.from_pretrained(tmp_path).state_dict()
+def test_a_classifier_without_a_head_is_refused(tokenizer, tmp_path):
+    save_classifier(tmp_path, tokenizer, "qwen3")
+    state = load_file(tmp_path / "model.safetensors")
     del state["score.weight"]
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="score.weight"):
         load_reward_model(tmp_path)
 
 
-def test_an_unreachable_hub_is_one_sentence():
-    with pytest.raises(ValueError, match="--reward_model_path someone/some-reward: .*hub") as error:
-        load_reward_model("someone/some-reward")
+@pytest.mark.parametrize("path, says", [
+    ("model/weights/reason_128", ".*not a language model"),
+    ("someone/some-reward", ": .*hub"),
+])
+def test_what_is_no_reward_model_is_one_sentence(path, says):
+    with pytest.raises(ValueError, match=f"--reward_model_path {path}{says}") as error:
+        load_reward_model(path)
     assert "\n" not in str(error.value)
+
+
+def test_the_shipped_reward_model_orders_heldout_pairs():
+    model = load_reward_model(ROOT / "reward/weights/reward_128", device="cpu")
+    problems, rng = PromptDataset(ROOT / "dataset/heldout.jsonl")[:100], random.Random(1)
+    groups = replies(ROOT / "model/weights/reason_128", problems, num_generations=8, seed=1)
+    pairs = [(with_reply(problem["messages"], text) for text in pair)
+             for problem, group in zip(problems, groups) for pair in pairs_of(group, rng, most=2)]
+    better, worse = (model.get_scores(chats) for chats in zip(*pairs))
+    assert len(better) > 100
+    assert sum(a > b for a, b in zip(better, worse)) >= 0.9 * len(better)
