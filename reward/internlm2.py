@@ -50,18 +50,18 @@ def internlm2_state(tensors, config):
     wqkv holds each group's query heads, then its key head and its value head: q q k v, q q k v, ...
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    state, fused = {}, (heads + 2 * kv_heads) * config.head_dim
+    state, shape = {}, ((heads + 2 * kv_heads) * config.head_dim, config.hidden_size)
     for name, tensor in tensors.items():
         for theirs, ours in RENAMED.items():
             name = name.replace(theirs, ours)
         if "attention.wqkv" in name:
-            if tensor.shape != (fused, config.hidden_size):
+            if tensor.shape != shape:
                 raise UserError(f"{name} has shape {tuple(tensor.shape)} in the weights, but "
-                                f"{(fused, config.hidden_size)} according to config.json; use a "
-                                "config.json that belongs to the weights")
+                                f"{shape} according to config.json; use a config.json that belongs "
+                                "to the weights")
             groups = tensor.view(kv_heads, -1, config.head_dim, config.hidden_size)
-            q, k, v = groups[:, :-2], groups[:, -2], groups[:, -1]      # groups: (K, H/K + 2, d, D)
-            for part, rows in (("q", q), ("k", k), ("v", v)):
+            parts = {"q": groups[:, :-2], "k": groups[:, -2], "v": groups[:, -1]}
+            for part, rows in parts.items():                # groups: (K, H/K + 2, d, D)
                 ours = name.replace("attention.wqkv", f"self_attn.{part}_proj")
                 state[ours] = rows.reshape(-1, config.hidden_size)
         elif "rotary_emb" not in name:      # old checkpoints store these tables; we compute them
@@ -86,26 +86,19 @@ class InternLM2Tokenizer:
         with explained(folder / "tokenizer.model", "not a sentencepiece model",
                        "download it again"):
             self.pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-        configured = {"<s>": saved.get("bos_token_id"), "<|reward|>": saved.get("reward_token_id")}
-        self.special = self.special_ids(folder) | {
-            token: index for token, index in configured.items() if index is not None}
-        vocab_size = saved["vocab_size"]
-        if wrong := [token for token, index in self.special.items()
-                     if not (type(index) is int and 0 <= index < vocab_size)]:
-            raise UserError(f"{folder}: no valid id is known for {wrong[0]}; copy "
-                            "tokenizer_config.json next to config.json")
-
-    def special_ids(self, folder):
-        """The ids in tokenizer_config.json, else in the vocabulary, else as published."""
-        file, ids = folder / "tokenizer_config.json", {}
+        self.special, file = dict(SPECIAL), folder / "tokenizer_config.json"
         if file.is_file():
             with explained(file, "it does not list its added tokens", "download it again"):
                 added = read_json(file).get("added_tokens_decoder", {})
-                ids = {token["content"]: int(index) for index, token in added.items()}
-        pieces = {token: self.pieces.piece_to_id(token) for token in SPECIAL}
-        known = {token: index for token, index in pieces.items() if index != self.pieces.unk_id()}
-        return {token: ids.get(token, known.get(token, published))
-                for token, published in SPECIAL.items()}
+                self.special |= {token["content"]: int(index) for index, token in added.items()}
+        for token, name in (("<s>", "bos_token_id"), ("<|reward|>", "reward_token_id")):
+            if saved.get(name) is not None:
+                self.special[token] = saved[name]
+        for token in SPECIAL:
+            index = self.special[token]
+            if type(index) is not int or not 0 <= index < saved["vocab_size"]:
+                raise UserError(f"{folder}: no valid id is known for {token}; copy "
+                                "tokenizer_config.json next to config.json")
 
     def apply_chat_template(self, chats, **options):
         """The ids of each chat, each ending in the reward token."""

@@ -45,18 +45,17 @@ def call(*command):
 
 
 def train_policy(run, model, reward_model, flags):
-    if (run / "final" / "config.json").is_file():
+    if (run / "final/config.json").is_file():
         return
-    start = ["--model_path", model] if model else []
     # Without accuracy among the rewards, there is nothing that the classifier's score might outbid.
-    bounds, resume = ["--reward_model_clip", 3], []
+    bounds, start = ["--reward_model_clip", 3], ["--model_path", model] if model else []
     if is_likelihood(reward_model):
         # Log-likelihoods are far below 0: any clip would make them all the same. And the
         # likelihood of an answer without its reasoning says nothing.
         bounds = ["--reward_model_clip", 0, "--reward_model_answer_share", 0]
     if (run / "checkpoint").is_dir() or (run / "checkpoint.old").is_dir():
-        resume = ["--resume"]
-    call("train_grpo.py", *bounds, *flags, *start, *resume, "--reward_model_path", reward_model,
+        start.append("--resume")
+    call("train_grpo.py", *bounds, *flags, *start, "--reward_model_path", reward_model,
          "--out_dir", run.parent, "--run_name", run.name)
 
 
@@ -75,27 +74,26 @@ def retrain_reward_model(folder, run, reward_model, args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=2)
-    parser.add_argument("--run_name", default="turns",
-                        help="names the folders: <run_name>_1, reward_<run_name>_1, ...")
-    parser.add_argument("--out_dir", type=Path, default=ROOT / "out")
-    parser.add_argument("--reward_model_path", type=Path,
-                        default=ROOT / "reward/weights/reward_128",
-                        help="the first reward model, a folder that also holds pairs.jsonl")
-    parser.add_argument("--replay", type=float, default=0.1,
-                        help="the share of earlier pairs in each batch")
-    parser.add_argument("--reward_steps", type=int, default=100,
-                        help="steps for each retraining of the reward model")
-    parser.add_argument("--reward_learning_rate", type=float, default=3e-4)
-    parser.add_argument("flags", nargs="*", help="flags of train_grpo.py, after --")
+    flag = parser.add_argument
+    flag("--iterations", type=int, default=2)
+    flag("--run_name", default="turns",
+         help="names the folders: <run_name>_1, reward_<run_name>_1, ...")
+    flag("--out_dir", type=Path, default=ROOT / "out")
+    flag("--reward_model_path", type=Path, default=ROOT / "reward/weights/reward_128",
+         help="the first reward model, a folder that also holds pairs.jsonl")
+    flag("--replay", type=float, default=0.1, help="the share of earlier pairs in each batch")
+    flag("--reward_steps", type=int, default=100,
+         help="steps for each retraining of the reward model")
+    flag("--reward_learning_rate", type=float, default=3e-4)
+    flag("flags", nargs="*", help="flags of train_grpo.py, after --")
     args = parser.parse_args()
-    model, reward_models, runs = None, [find_folder(args.reward_model_path).resolve()], []
+    reward_models, runs = [find_folder(args.reward_model_path).resolve()], []
     for i in range(1, args.iterations + 1):
-        run, folder = (args.out_dir.resolve() / name
-                       for name in (f"{args.run_name}_{i}", f"reward_{args.run_name}_{i}"))
-        train_policy(run, model, reward_models[-1], args.flags)
+        run, folder = (args.out_dir.resolve() / f"{prefix}{args.run_name}_{i}"
+                       for prefix in ("", "reward_"))
+        train_policy(run, runs[-1] / "final" if runs else None, reward_models[-1], args.flags)
         retrain_reward_model(folder, run, reward_models[-1], args)
-        model, runs = run / "final", [*runs, run]
+        runs.append(run)
         reward_models.append(folder)
     print("\nshare of pairs ordered right, on prompts that no retraining saw:")
     for run in runs:

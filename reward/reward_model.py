@@ -89,9 +89,6 @@ class RewardModel(nn.Module):
             scores |= zip(batch, self(input_ids).gather(1, last[:, None])[:, 0].tolist())
         return [scores[chat] for chat in ids]
 
-    def get_score(self, chat):
-        return self.get_scores([chat])[0]
-
     def save_pretrained(self, path):
         """Saves a folder for load_reward_model and AutoModelForSequenceClassification."""
         path = Path(path)

@@ -43,7 +43,7 @@ from model.train_sft import optimize
 from report import UserError, user_errors
 
 from .reward_model import LikelihoodModel, RewardModel, is_likelihood, with_reply
-from .rules import accuracy_reward, extract_answer
+from .rules import extract_answer
 from .sample_pairs import pairs_of
 
 KEPT = 1000         # pairs saved next to the weights, for a later --replay
@@ -84,11 +84,11 @@ def pairs_of_runs(paths, rng):
                     groups[path, row["step"], row["prompt"]].append(row)
     pairs = {False: [], True: []}
     for rows in groups.values():
-        texts, messages = [row["completion"] for row in rows], rows[0]["messages"]
-        right = accuracy_reward(None, texts, [row["answer"] for row in rows])
-        for better, worse in pairs_of(list(zip(texts, right)), rng, len(rows)):
-            pairs[held_out(messages)].append(
-                (with_reply(messages, better), with_reply(messages, worse), "reply"))
+        replies, answers = ([row[name] for row in rows] for name in ("completion", "answer"))
+        messages = rows[0]["messages"]
+        pairs[held_out(messages)] += [
+            (with_reply(messages, better), with_reply(messages, worse), "reply")
+            for better, worse in pairs_of(replies, answers, rng)]
     if not (pairs[False] and pairs[True]):
         raise UserError(f"{' '.join(map(str, paths))}: too few groups have both a right and a "
                         "wrong completion; give a longer run, on data with answers")

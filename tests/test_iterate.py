@@ -1,7 +1,4 @@
-"""Retraining the reward model on a run, and the chain of runs.
-
-Which pairs it learns from, where it starts, and how it goes on after an interruption.
-"""
+"""Retraining the reward model on a run, and the chain of runs."""
 import copy
 import math
 import random
@@ -34,62 +31,61 @@ def completion_rows(num_prompts, step=1):
 def test_pairs_are_right_against_wrong_within_a_group_and_hold_out_whole_prompts(tmp_path):
     rows = [*completion_rows(60), *completion_rows(60, step=2)]
     path = write(tmp_path / "completions.jsonl", rows)
-    train, heldout = pairs_of_runs([path], random.Random(0))
-    assert len(train) + len(heldout) == 2 * 60 * 2 and 4 <= len(heldout) <= 60
-    for chosen, rejected, kind in train + heldout:
+    sides = pairs_of_runs([path], random.Random(0))
+    assert sum(map(len, sides)) == 2 * 60 * 2 and 4 <= len(sides[1]) <= 60
+    for chosen, rejected, kind in sides[0] + sides[1]:
         assert chosen[0] == rejected[0] and kind == "reply"
         end = f"\n{int(chosen[0]['content'].split()[2]) + 5}\n</answer>"
         assert end in chosen[1]["content"] and end not in rejected[1]["content"]
-    prompts, heldout_prompts = ({chosen[0]["content"] for chosen, _, _ in pairs}
-                                for pairs in (train, heldout))
-    assert not prompts & heldout_prompts
-    short = write(tmp_path / "short.jsonl", rows[:1])
+    train, heldout = ({chosen[0]["content"] for chosen, _, _ in pairs} for pairs in sides)
+    assert not train & heldout
     with pytest.raises(ValueError, match="longer run"):
-        pairs_of_runs([short], random.Random(0))
+        pairs_of_runs([write(tmp_path / "short.jsonl", rows[:1])], random.Random(0))
 
 
 @pytest.fixture
 def retrain(tmp_path, monkeypatch):
-    """Runs train_reward_model with these flags for one batch and no update; returns its chats."""
+    """Runs train_reward_model with these flags for one batch and no update.
+
+    Returns the batch's replies, the run's and the replayed ones.
+    """
     def run(*flags):
-        chats = []
+        chats, rows = [], list(completion_rows(60))
 
         def encode(model, batch):
             chats.extend(batch)
             return model.pad(model.tokenize(batch))
 
-        path = write(tmp_path / "completions.jsonl", completion_rows(60))
+        path = write(tmp_path / "completions.jsonl", rows)
         monkeypatch.setattr(train_reward_model, "optimize", lambda model, loss, **options: loss())
         monkeypatch.setattr(train_reward_model.RewardModel, "encode", encode)
         monkeypatch.setattr(sys, "argv", [
             "train_reward_model.py", "--completions", str(path), "--save", str(tmp_path / "new"),
             *flags])
         train_reward_model.main()
-        return chats
+        of_the_run = {row["prompt"] for row in rows}
+        return [[chat[1]["content"] for chat in chats if (chat[0]["content"] in of_the_run) == own]
+                for own in (True, False)]
 
     return run
 
 
 def test_retraining_starts_from_the_reward_model_and_replays_its_pairs(retrain, tmp_path, capsys):
-    chats = retrain("--init", SHIPPED, "--replay", "0.25", "--batch_size", "8")
-    own = {row["prompt"] for row in completion_rows(60)}
-    # 6 of 8 pairs are the run's
-    assert len(chats) == 16 and sum(chat[0]["content"] in own for chat in chats) == 12
+    own, replayed = retrain("--init", SHIPPED, "--replay", "0.25", "--batch_size", "8")
+    assert len(own) == 12 and len(replayed) == 4        # 6 of 8 pairs are the run's
     before, after = (load_reward_model(path).get_scores([turns("What is 7 + 3*7?", "28")])
                      for path in (SHIPPED, tmp_path / "new"))
     assert after == pytest.approx(before, abs=1e-5)
     kept = jsonl(tmp_path / "new/pairs.jsonl")
-    assert len(kept) == 1000 and any(row["conversations"][0]["content"] in own for row in kept)
+    assert len(kept) == 1000 and any("<think>\n0\n</think>" in row["chosen"] for row in kept)
     assert not any(train_reward_model.held_out(row["conversations"]) for row in kept)
     assert "before training" in capsys.readouterr().out
 
 
 def test_a_language_model_is_retrained_as_one_and_on_no_bare_answers(retrain, tmp_path):
-    chats = retrain("--likelihood", "--init", str(POLICY), "--data", f"{SHIPPED}/pairs.jsonl")
-    own = {row["prompt"] for row in completion_rows(60)}
-    texts = [chat[1]["content"] for chat in chats if chat[0]["content"] in own]
+    own, _ = retrain("--likelihood", "--init", str(POLICY), "--data", f"{SHIPPED}/pairs.jsonl")
     # 3 of 32 pairs are replayed
-    assert len(texts) == 2 * 29 and all("<think>" in text for text in texts)
+    assert len(own) == 2 * 29 and all("<think>" in text for text in own)
     for load in (load_reward_model, train_reward_model.load_init):
         assert isinstance(load(tmp_path / "new"), LikelihoodModel)
 
@@ -101,10 +97,6 @@ def test_a_likelihood_model_scores_the_log_probability_of_the_last_turn(tiny_pol
     LikelihoodModel(policy, tokenizer).save_pretrained(tmp_path / "judge")
     model = load_reward_model(tmp_path / "judge")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "judge")
-    for wrong in ({"answer_share": 0}, {"clip": 0}):
-        with pytest.raises(ValueError, match="--reward_model_clip 0 --reward_model_answer_share 0"):
-            reward_model_reward(model, **wrong)
-    assert reward_model_reward(model, clip=0, answer_share=0)
     expected = []
     for chat in chats:
         prompt = tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True,
@@ -117,9 +109,14 @@ def test_a_likelihood_model_scores_the_log_probability_of_the_last_turn(tiny_pol
     assert model.get_scores(chats, max_tokens=1) == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_likelihood_needs_a_template_that_shows_where_a_reply_begins(tiny_policy):
-    tokenizer, policy = tiny_policy
-    tokenizer = copy.deepcopy(tokenizer)
+def test_a_likelihood_is_not_clipped_and_needs_a_template_that_shows_where_a_reply_begins(
+        tiny_policy):
+    tokenizer, policy = copy.deepcopy(tiny_policy)
+    model = LikelihoodModel(policy, tokenizer)
+    for wrong in ({"answer_share": 0}, {"clip": 0}):
+        with pytest.raises(ValueError, match="--reward_model_clip 0 --reward_model_answer_share 0"):
+            reward_model_reward(model, **wrong)
+    assert reward_model_reward(model, clip=0, answer_share=0)
     no_opening = "{% for turn in messages %}{{ turn['content'] }}{% endfor %}"
     other_opening = tokenizer.chat_template.replace(
         "{% if add_generation_prompt %}", "{% if add_generation_prompt %}hm ")
@@ -131,8 +128,7 @@ def test_a_likelihood_needs_a_template_that_shows_where_a_reply_begins(tiny_poli
 
 
 def test_the_chain_names_a_reward_model_that_is_not_there(tmp_path, monkeypatch, capsys):
-    argv = ["iterate.py", "--reward_model_path", str(tmp_path / "nowhere")]
-    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "argv", ["", "--reward_model_path", str(tmp_path / "nowhere")])
     with pytest.raises(SystemExit):
         iterate.main()
     assert "nowhere: no config.json there" in capsys.readouterr().err
@@ -162,12 +158,12 @@ def test_a_language_model_sees_slips_that_the_shipped_classifier_does_not():
 
 
 def test_the_chain_passes_on_its_models_and_continues_where_it_stopped(tmp_path, monkeypatch):
-    calls = []
+    calls = []      # the program, and its arguments, each as a flag of the next
 
     def call(*command):
         command = list(map(str, command))
-        calls.append(command)
-        value = dict(zip(command, command[1:]))
+        value = dict(zip(command, [*command[1:], ""]))
+        calls.append((command[0], value))
         if command[0] == "train_grpo.py":
             shutil.copytree(POLICY, tmp_path / value["--run_name"] / "final")
             write(tmp_path / value["--run_name"] / "completions.jsonl", completion_rows(60))
@@ -184,9 +180,8 @@ def test_the_chain_passes_on_its_models_and_continues_where_it_stopped(tmp_path,
     with pytest.raises(KeyboardInterrupt):
         iterate.main()
     iterate.main()
-    assert [command[0] for command in calls] == ["train_grpo.py", "-m", "-m", "train_grpo.py", "-m"]
-    first, _, retrained, second, retrained_again = (
-        dict(zip(command, command[1:])) for command in calls)
+    programs, (first, _, retrained, second, retrained_again) = zip(*calls)
+    assert programs == ("train_grpo.py", "-m", "-m", "train_grpo.py", "-m")
     assert "--model_path" not in first and first["--max_steps"] == "1"
     assert first["--reward_model_path"].endswith(SHIPPED) and first["--reward_model_clip"] == "3"
     assert retrained["--init"] == second["--model_path"] == str(tmp_path / "t_1/final")
@@ -195,9 +190,11 @@ def test_the_chain_passes_on_its_models_and_continues_where_it_stopped(tmp_path,
     assert second["--reward_model_clip"] == second["--reward_model_answer_share"] == "0"
     assert retrained_again["--init"] == str(tmp_path / "reward_t_1")
     assert retrained_again["--data"] == str(tmp_path / "reward_t_1/pairs.jsonl")
-    assert "--likelihood" in calls[2] and "--likelihood" in calls[4] and "--resume" not in calls[3]
+    assert "--likelihood" in retrained and "--likelihood" in retrained_again
+    assert "--resume" not in second
     (tmp_path / "t_2/checkpoint").mkdir()
     shutil.rmtree(tmp_path / "t_2/final")
     calls.clear()
     iterate.main()
-    assert len(calls) == 1 and "--resume" in calls[0]
+    (_, resumed), = calls
+    assert "--resume" in resumed

@@ -14,14 +14,13 @@ WRONG = "<think>\n29+30 is 59\n59*7 is 393\n</think>\n<answer>\n393\n</answer>"
 
 
 def test_process_advantages_by_hand():
-    # One group of two, with steps 1, 0 and 1, 1, 0.5. The mean is 0.7, and the squared deviations
-    # are 0.09 + 0.49 + 0.09 + 0.09 + 0.04 = 0.8.
+    # Steps 1, 0 and 1, 1, 0.5: mean 0.7, squared deviations 0.09 + 0.49 + 0.09 + 0.09 + 0.04 = 0.8
     std = math.sqrt(0.8 / 4) + 1e-4
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
     advantages = process_advantages([[1.0, 0.0], [1.0, 1.0, 0.5]], [[1, 3], [0, 2, 4]], 2, mask)
     first = [(0.3 - 0.7) / std] * 2 + [-0.7 / std] * 2 + [0, 0]
-    second = [(0.3 + 0.3 - 0.2) / std] + [(0.3 - 0.2) / std] * 2 + [-0.2 / std] * 2
-    second += [0]                                               # after the last step
+    # 0 after the last step
+    second = [(0.3 + 0.3 - 0.2) / std] + [(0.3 - 0.2) / std] * 2 + [-0.2 / std] * 2 + [0]
     assert advantages.tolist() == [pytest.approx(first, abs=1e-5), pytest.approx(second, abs=1e-5)]
 
 
@@ -50,13 +49,11 @@ def test_steps_end_at_their_line_and_the_outcome_at_the_last_token():
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
            for text in (RIGHT, WRONG, RIGHT)]
     rewards, ends = judge_steps([RIGHT, WRONG, RIGHT], ids, tokenizer, [1.25, -0.5, math.nan])
-    assert rewards == [[1.0, 1.0, 1.25], [1.0, 0.0, -0.5], []]
-    for row, text, row_ends in zip(ids, (RIGHT, WRONG), ends):
-        texts = [tokenizer.decode(row[:end + 1]) for end in row_ends]
-        assert texts[0].endswith("59\n") and texts[1].endswith("3\n")
-        assert row_ends[2] == len(row) - 1
-        assert text.startswith(texts[1]) and len(texts[0]) < len(texts[1])
-    assert ends[2] == []
+    assert rewards == [[1.0, 1.0, 1.25], [1.0, 0.0, -0.5], []] and ends[2] == []
+    for row, text, (first, second, last) in zip(ids, (RIGHT, WRONG), ends):
+        thought = text[:text.index("</think>")]
+        assert tokenizer.decode(row[:second + 1]) == thought and last == len(row) - 1
+        assert tokenizer.decode(row[:first + 1]) == thought[:thought.index("59*7")]
 
 
 def test_soft_overlong_falls_from_0_to_minus_1():
@@ -71,11 +68,6 @@ def test_repetition_counts_ngrams_of_ids():
     ids = [[1, 2, 1, 2, 1, 2], [1, 2, 3, 4, 5], [1, 2, 3], []]
     assert repetition_reward(None, None, ids) == pytest.approx([-1 / 3, 0, 0, 0])
     assert repetition_reward(None, None, [[1, 2, 1, 2]], n=2) == pytest.approx([-1 / 3])
-    tokenizer = AutoTokenizer.from_pretrained("model/weights/reason_128")
-    texts = ["我们先算乘法再算加法", "好的好的好的好的好的"]
-    chinese = [tokenizer(text)["input_ids"] for text in texts]
-    fluent, loop = repetition_reward(None, None, chinese)
-    assert fluent == 0 and loop < -0.5
 
 
 def test_steps_are_found_in_linear_time():

@@ -24,7 +24,7 @@ from dataset import PromptDataset
 from model import MiniMindConfig
 from reward import load_reward_model
 from reward.reward_model import RewardModel, with_reply
-from reward.sample_pairs import pairs_of, replies
+from reward.sample_pairs import reply_pairs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -264,9 +264,9 @@ def test_what_is_no_reward_model_is_one_sentence(path, says):
 def test_the_shipped_reward_model_orders_heldout_pairs():
     model = load_reward_model(ROOT / "reward/weights/reward_128", device="cpu")
     problems, rng = PromptDataset(ROOT / "dataset/heldout.jsonl")[:100], random.Random(1)
-    groups = replies(ROOT / "model/weights/reason_128", problems, num_generations=8, seed=1)
-    pairs = [(with_reply(problem["messages"], text) for text in pair)
-             for problem, group in zip(problems, groups) for pair in pairs_of(group, rng, most=2)]
-    better, worse = (model.get_scores(chats) for chats in zip(*pairs))
+    pairs = list(reply_pairs(ROOT / "model/weights/reason_128", problems, num_generations=8, most=2,
+                             rng=rng, seed=1))
+    better, worse = (model.get_scores([with_reply(row["conversations"], row[side])
+                                       for row in pairs]) for side in ("chosen", "rejected"))
     assert len(better) > 100
     assert sum(a > b for a, b in zip(better, worse)) >= 0.9 * len(better)

@@ -28,21 +28,18 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("completion, form, tags", [
     ("<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>", 0.5, 1.0),
-    # line breaks between the blocks: two, three, none
+    # two, three, no line breaks between the blocks
     ("<think>\n27*6=162\n</think>\n\n<answer>\n162\n</answer>", 0.5, 1.0),
     ("<think>\n27*6=162\n</think>\n\n\n<answer>\n162\n</answer>", 0.0, 1.0),
     ("<think>\n27*6=162\n</think><answer>\n162\n</answer>", 0.0, 1.0),
     # many lines in a block, or nothing: whether the answer is right is accuracy's business
     ("<think>\na\n\nb\nc\n</think>\n<answer>\n1\n2\n</answer>", 0.5, 1.0),
-    ("<think>\n\n</think>\n<answer>\n162\n</answer>", 0.5, 1.0),
-    ("<think>\n27*6\n</think>\n<answer>\n\n</answer>", 0.5, 1.0),
+    ("<think>\n\n</think>\n<answer>\n\n</answer>", 0.5, 1.0),
     # something after the blocks, or before them
     ("<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>\n", 0.0, 1.0),
-    ("<think>\n27*6=162\n</think>\n<answer>\n162\n</answer> so there", 0.0, 1.0),
     ("Well. <think>\n27*6=162\n</think>\n<answer>\n162\n</answer>", 0.0, 1.0),
-    # tags that share their line with text
+    # tags that share their line with text; the wrong order
     ("<think>27*6=162</think>\n<answer>162</answer>", 0.0, 1.0),
-    # the wrong order
     ("<answer>\n162\n</answer>\n<think>\n27*6=162\n</think>", 0.0, 1.0),
     # a tag missing, one doubled, all nested
     ("<think>\n27*6=162\n<answer>\n162\n</answer>", 0.0, 0.75),
@@ -51,8 +48,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
      0.5, 0.0),
     # cut off, or without any tags
     ("<think>\n27*6=162", 0.0, 0.25),
-    ("162", 0.0, 0.0),
-    ("", 0.0, 0.0),
+    ("162", 0.0, 0.0), ("", 0.0, 0.0),
 ])
 def test_format_and_tag_rewards(completion, form, tags):
     assert format_reward([""], [completion]) == [form]
@@ -73,18 +69,12 @@ def test_format_and_tag_rewards(completion, form, tags):
     ("<think>\n162\n</think>", "162", 0),
     # numbers in different notations; hedging is not a number
     ("<answer>\n1,234.50\n</answer>", "1234.5", 1),
-    ("<answer>\n1234.5\n</answer>", "1,234.50", 1),
-    ("<answer> $-7. </answer>", -7, 1),
-    ("<answer>7 or 8</answer>", "8", 0),
-    ("<answer>nan</answer>", "5", 0),
-    ("<answer>Paris</answer>", "Paris", 1),
-    ("<answer>London</answer>", "Paris", 0),
+    ("<answer>\n1234.5\n</answer>", "1,234.50", 1), ("<answer> $-7. </answer>", -7, 1),
+    ("<answer>7 or 8</answer>", "8", 0), ("<answer>nan</answer>", "5", 0),
+    ("<answer>Paris</answer>", "Paris", 1), ("<answer>London</answer>", "Paris", 0),
     # no tags: the last number
-    ("27*6=120+42=162\nThe answer is 162.", "162", 1),
-    ("162, or rather 163", "162", 0),
-    ("It is 1,234.5.", "1234.5", 1),
-    ("No idea.", "162", 0),
-    ("<answer>162</answer>", None, None),
+    ("27*6=120+42=162\nThe answer is 162.", "162", 1), ("162, or rather 163", "162", 0),
+    ("It is 1,234.5.", "1234.5", 1), ("No idea.", "162", 0), ("<answer>162</answer>", None, None),
 ])
 def test_accuracy_reward(completion, gold, expected):
     assert accuracy_reward([""], [completion], answer=[gold]) == [expected]
@@ -232,20 +222,12 @@ def test_a_function_that_fails_at_first_stops_the_run_and_later_is_a_warning(tim
     ("return dict(a=1, b=2)", "returned a dict"),
     ("yield from iter(int, 1)", "more than 2 rewards"),     # an endless generator
     ("return 1 / 0", "ZeroDivisionError: division by zero"),
+    ("return judge(extra=1)", r"extra.*end its arguments with \*\*columns"),
 ])
-def test_what_fails_or_is_no_list_of_the_right_length_is_named_with_its_place(body, says,
-                                                                              own_module):
-    own_module("my_count", f"\ndef judge(prompts, completions, **columns): {body}\n")
+def test_what_fails_or_is_no_list_of_rewards_is_named_with_its_place(body, says, own_module):
+    own_module("my_count", f"\ndef judge(prompts, completions): {body}\n")
     with pytest.raises(UserError, match=rf"judge failed .*{says}.*my_count\.py, line 2\b"):
         ask(*load_reward_funcs(["my_count:judge"]))
-
-
-def test_a_function_without_columns_is_told_what_is_missing():
-    def judge(prompts, completions):
-        return [1, 1]
-
-    with pytest.raises(UserError, match=r"answer.*\*\*columns"):
-        ask(Judge(judge), answer=["1", "2"])
 
 
 @pytest.mark.parametrize("value, kind", [
@@ -281,8 +263,8 @@ def test_each_kind_is_a_warning_once_for_each_function_and_run():
 
     ours = Judge(judge)
     texts = [ask(ours, answer=answer)[1] for answer in (
-        [math.inf, -math.inf], [-math.inf, 1], ["x\x1b" * 5000, 1], ["raise"] * 2,
-        ["raise"] * 2, [math.inf, "y"])]
+        [math.inf, -math.inf], [-math.inf, 1], ["x\x1b" * 5000, 1], ["raise"] * 2, ["raise"] * 2,
+        [math.inf, "y"])]
     assert [len(of_call) for of_call in texts] == [1, 0, 1, 1, 0, 0]
     assert "returned inf (infinite)" in texts[0][0]
     assert "judged nothing in this step: RuntimeError: no·[31m such luck!" in texts[3][0]
@@ -291,7 +273,7 @@ def test_each_kind_is_a_warning_once_for_each_function_and_run():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(2):      # two runs in one process
-            Judge(judge)(prompts=[""], completions=["a"], answer=[math.inf])
+            Judge(judge)(completions=["a"], prompts=[""], answer=[math.inf])
     assert len(caught) == 2
 
 
@@ -416,38 +398,37 @@ import threading
 
 let_go, calls = threading.Event(), {}
 
-def exits(prompts, completions, **columns):
+def exits(completions):
     sys.exit()
 
-def hangs(prompts, completions, **columns):
+def hangs(completions):
     let_go.wait()
 
-def is_wild(prompts, completions, **columns):       # in groups of four: one judged, two, none
+def is_wild(completions):       # in groups of four: one judged, two, none
     some = [1.0, "x", float("nan"), float("inf"), 0.0, 1.0, 1e38, None]
     return some + [10**400] * (len(completions) - 8)
 
-def changes(prompts, completions, completion_ids, messages, **columns):
-    for value in (prompts, completions, completion_ids, messages):
-        value[:] = [None] * 99
-    return []
+def is_none(completions):
+    return [None] * len(completions)
 
-def floods(prompts, completions, **columns):
+def empties(completions):
+    completions[:] = []
+    return completions
+
+def floods(completions):
     print("flood " * 10000)
     raise RuntimeError("flood " * 10000)
 
-def is_none(prompts, completions, **columns):
-    return [None] * len(completions)
-
 def judge(name, *nasty):
-    def function(prompts, completions, **columns):
+    def function(completions, **columns):
         calls[name] = calls.get(name, 0) + 1
         if calls[name] > 1:
-            return nasty[calls[name] - 2](prompts, completions, **columns)
+            return nasty[calls[name] - 2](completions)
         return [len(completion) / 10 for completion in completions]
     function.__name__ = name
     return function
 
-one, two, three, none = (judge("one", is_wild, exits), judge("two", changes, hangs),
+one, two, three, none = (judge("one", is_wild, exits), judge("two", empties, hangs),
                          judge("three", floods, is_wild), judge("none", is_none))
 """
 RUN = ["--batch_size", "4", "--num_generations", "4", "--max_gen_len", "16", "--max_steps", "3",
