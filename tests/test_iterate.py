@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from conftest import jsonl, turns, write
 from dataset.arithmetic import flaw_pairs
 from reward import iterate, load_reward_model, train_reward_model
-from reward.reward_model import LikelihoodModel, reward_model_reward, with_reply
+from reward.reward_model import LikelihoodModel, reward_model_reward
 from reward.train_reward_model import accuracy_by_kind, loss_of, pairs_of_runs
 
 SHIPPED, POLICY = "reward/weights/reward_128", Path("model/weights/reason_128")
@@ -99,14 +99,13 @@ def test_a_likelihood_model_scores_the_log_probability_of_the_last_turn(tiny_pol
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "judge")
     expected = []
     for chat in chats:
-        prompt = tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True,
-                                               return_dict=False)
-        ids = tokenizer.apply_chat_template(chat, return_dict=False)
+        prompt, ids = (tokenizer.apply_chat_template(
+            part, add_generation_prompt=part is not chat, return_dict=False)
+            for part in (chat[:-1], chat))
         p = theirs(torch.tensor([ids])).logits[0].double().softmax(-1)
-        reply = range(len(prompt), len(ids))
-        expected.append(sum(math.log(p[t - 1, ids[t]].item()) for t in reply))
-    assert model.get_scores(chats) == pytest.approx(expected, abs=1e-3)
-    assert model.get_scores(chats, max_tokens=1) == pytest.approx(expected, abs=1e-3)
+        expected.append(sum(math.log(p[t - 1, ids[t]]) for t in range(len(prompt), len(ids))))
+    for max_tokens in (None, 1):
+        assert model.get_scores(chats, max_tokens) == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_likelihood_is_not_clipped_and_needs_a_template_that_shows_where_a_reply_begins(
@@ -117,21 +116,13 @@ def test_a_likelihood_is_not_clipped_and_needs_a_template_that_shows_where_a_rep
         with pytest.raises(ValueError, match="--reward_model_clip 0 --reward_model_answer_share 0"):
             reward_model_reward(model, **wrong)
     assert reward_model_reward(model, clip=0, answer_share=0)
-    no_opening = "{% for turn in messages %}{{ turn['content'] }}{% endfor %}"
-    other_opening = tokenizer.chat_template.replace(
-        "{% if add_generation_prompt %}", "{% if add_generation_prompt %}hm ")
-    for template in (no_opening, other_opening):
+    opening = "{% if add_generation_prompt %}"
+    for template in ("{% for turn in messages %}{{ turn['content'] }}{% endfor %}",
+                     tokenizer.chat_template.replace(opening, opening + "hm ")):
         assert template != tokenizer.chat_template
         tokenizer.chat_template = template
         with pytest.raises(ValueError, match="where it begins"):
             LikelihoodModel(policy, tokenizer)
-
-
-def test_the_chain_names_a_reward_model_that_is_not_there(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["", "--reward_model_path", str(tmp_path / "nowhere")])
-    with pytest.raises(SystemExit):
-        iterate.main()
-    assert "nowhere: no config.json there" in capsys.readouterr().err
 
 
 def test_only_differences_of_likelihoods_are_trained(tiny_policy):
@@ -145,19 +136,17 @@ def test_only_differences_of_likelihoods_are_trained(tiny_policy):
     assert loss_of(model, ids, ends).item() == pytest.approx(expected.item(), abs=1e-5)
 
 
-def test_a_language_model_sees_slips_that_the_shipped_classifier_does_not():
-    classifier = load_reward_model(SHIPPED)
-    language_model = train_reward_model.load_init(POLICY, likelihood=True)
-    rows = [row for row in flaw_pairs(random.Random(0), 400, heldout=True)
-            if row["kind"] == "slip" and "<think>" in row["chosen"]]
-    pairs = [(*(with_reply(row["conversations"], row[side]) for side in ("chosen", "rejected")),
-              "slip") for row in rows]
-    blind, seeing = (accuracy_by_kind(model, pairs)["slip"]
-                     for model in (classifier, language_model))
+def test_a_language_model_sees_slips_that_the_shipped_classifier_does_not(tmp_path):
+    pairs = train_reward_model.read_pairs([write(tmp_path / "slips.jsonl", [
+        row for row in flaw_pairs(random.Random(0), 400, heldout=True)
+        if row["kind"] == "slip" and "<think>" in row["chosen"]])])
+    blind, seeing = (accuracy_by_kind(model, pairs)["slip"] for model in (
+        load_reward_model(SHIPPED), train_reward_model.load_init(POLICY, likelihood=True)))
     assert len(pairs) > 100 and blind < 0.75 and seeing > 0.85
 
 
-def test_the_chain_passes_on_its_models_and_continues_where_it_stopped(tmp_path, monkeypatch):
+def test_the_chain_passes_on_its_models_and_continues_where_it_stopped(
+        tmp_path, monkeypatch, capsys):
     calls = []      # the program, and its arguments, each as a flag of the next
 
     def call(*command):
@@ -174,12 +163,18 @@ def test_the_chain_passes_on_its_models_and_continues_where_it_stopped(tmp_path,
             model.save_pretrained(value["--save"])
             (tmp_path / value["--save"] / "pairs.jsonl").touch()
 
-    monkeypatch.setattr(iterate, "call", call)
-    monkeypatch.setattr(sys, "argv", ["iterate.py", "--run_name", "t", "--out_dir", str(tmp_path),
-                                      "--", "--max_steps", "1"])
-    with pytest.raises(KeyboardInterrupt):
+    def chain(*flags):
+        monkeypatch.setattr(sys, "argv", ["iterate.py", "--run_name", "t", "--out_dir",
+                                          str(tmp_path), *flags, "--", "--max_steps", "1"])
         iterate.main()
-    iterate.main()
+
+    monkeypatch.setattr(iterate, "call", call)
+    with pytest.raises(SystemExit):
+        chain("--reward_model_path", "nowhere")
+    assert "nowhere: no config.json there" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        chain()
+    chain()
     programs, (first, _, retrained, second, retrained_again) = zip(*calls)
     assert programs == ("train_grpo.py", "-m", "-m", "train_grpo.py", "-m")
     assert "--model_path" not in first and first["--max_steps"] == "1"
@@ -195,6 +190,6 @@ def test_the_chain_passes_on_its_models_and_continues_where_it_stopped(tmp_path,
     (tmp_path / "t_2/checkpoint").mkdir()
     shutil.rmtree(tmp_path / "t_2/final")
     calls.clear()
-    iterate.main()
+    chain()
     (_, resumed), = calls
     assert "--resume" in resumed
