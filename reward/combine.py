@@ -17,18 +17,11 @@ import torch
 
 from report import UserError, printable
 
+from . import rules
 from .reward_model import load_reward_model, reward_model_reward
-from .rules import (
-    accuracy_reward,
-    countdown_reward,
-    format_reward,
-    repetition_reward,
-    soft_overlong_reward,
-    tag_reward,
-)
 
-RULES = {"format": format_reward, "tag": tag_reward, "accuracy": accuracy_reward,
-         "repetition": repetition_reward, "countdown": countdown_reward}
+RULES = {name: getattr(rules, f"{name}_reward")
+         for name in ("format", "tag", "accuracy", "repetition", "countdown")}
 LARGEST = 1e12      # of a reward: the squares of larger ones soon overflow in float32
 LIMIT = 4000        # characters that a call may print to stdout, and as many to stderr
 late = weakref.WeakSet()    # threads of calls that ran out of time: what they print is dropped
@@ -47,7 +40,7 @@ def load_reward_funcs(names, *, reward_model_path=None, device="cpu", max_comple
             model = load_reward_model(reward_model_path, device=device)
             return reward_model_reward(model, **reward_model_options)
         if name == "overlong":
-            return soft_overlong_reward(max_completion_length)
+            return rules.soft_overlong_reward(max_completion_length)
         if ":" in name:
             return import_function(name)
         if name in RULES:
@@ -97,10 +90,7 @@ def combine_rewards(prompts, completions, reward_funcs, reward_weights, **column
 
 
 def failures(judges):
-    """(name, failures so far, why it last failed) of each Judge that has failed.
-
-    The reason is None if its last call was free of failures.
-    """
+    """(name, failures so far, why its last call failed or None) of each Judge that has failed."""
     return [(name, judge.failed.total(), judge.reason) for name, judge in named(judges)
             if judge.failed]
 

@@ -102,12 +102,8 @@ class InternLM2Tokenizer:
 
     def apply_chat_template(self, chats, **options):
         """The ids of each chat, each ending in the reward token."""
-        return [self.chat_ids(chat) for chat in chats]
-
-    def chat_ids(self, chat):
-        ids = [self.special["<s>"]]
-        for turn in chat:
-            text = self.pieces.encode(f"{turn['role']}\n{turn['content']}")
-            ids += [self.special["<|im_start|>"], *text, self.special["<|im_end|>"],
-                    *self.pieces.encode("\n")]
-        return ids + [self.special["<|reward|>"]]
+        bos, end, start, reward = map(self.special.get, SPECIAL)
+        encode = self.pieces.encode
+        return [[bos, *(token for turn in chat for token in (
+            start, *encode(f"{turn['role']}\n{turn['content']}"), end, *encode("\n"))), reward]
+            for chat in chats]

@@ -1,7 +1,4 @@
-"""Process supervision: reward the steps of the reasoning, not only its outcome.
-
-DeepSeekMath, section 4.1.3.
-"""
+"""Process supervision: reward the steps of the reasoning too (DeepSeekMath, section 4.1.3)."""
 import re
 from bisect import bisect_left
 
@@ -52,10 +49,9 @@ def advantages_of(rollout, rewards, tokenizer, args):
 def judge_steps(completions, completion_ids, tokenizer, outcomes):
     """The rewards of each completion's steps, and the index of each step's last token.
 
-    Both are lists of lists, [[float]] and [[int]]. A line with equations is a step: 1 if all of
-    them hold, else 0 (so 1=1 earns a 1). The last step ends at the last token, and its reward is
-    the outcome, which should be on the same scale. If the outcome is NaN, nothing was judged, and
-    there are no steps at all.
+    [[float]] and [[int]]. A line with equations is a step: 1 if all of them hold, else 0 (so 1=1
+    earns a 1). The last step ends at the last token, and its reward is the outcome, which should be
+    on the same scale. If the outcome is NaN, nothing was judged, and there are no steps at all.
     """
     rewards, ends = [], []
     for completion, ids, outcome in zip(completions, completion_ids, outcomes):
@@ -67,10 +63,7 @@ def judge_steps(completions, completion_ids, tokenizer, outcomes):
 
 
 def judge_lines(completion):
-    """[(end, right)] for each line with equations.
-
-    `end` counts the characters of the completion up to the end of the line.
-    """
+    """[(where the line ends in the completion, right)] for each line with equations."""
     judged, end = [], 0
     for line in completion.splitlines(keepends=True):
         end += len(line)

@@ -51,10 +51,7 @@ class RewardModel(nn.Module):
         return self.score(hidden.float())[..., 0]       # in bfloat16, close scores would be equal
 
     def tokenize(self, chats):
-        """The ids of each chat, by the model's own chat template.
-
-        The template writes a BOS where the model needs one, so the tokenizer adds none.
-        """
+        # The model's own chat template writes a BOS where it needs one; the tokenizer adds none.
         return self.tokenizer.apply_chat_template(chats, tokenize=True, return_dict=False)
 
     def pad(self, ids):
@@ -75,8 +72,7 @@ class RewardModel(nn.Module):
 
         Scores are unbounded; only the difference between two replies to one prompt means something.
         Equal chats are scored once, since the replies of a group often agree. A batch holds chats
-        of similar length, at most `max_tokens` tokens with the padding. On a CPU the default is
-        small, so that a batch fits into the cache.
+        of similar length, `max_tokens` at most; by default few on a CPU, to fit into its cache.
         """
         on_cpu = self.score.weight.device.type == "cpu"
         max_tokens = max_tokens or (2048 if on_cpu else self.gpu_tokens)
@@ -91,13 +87,12 @@ class RewardModel(nn.Module):
 
     def save_pretrained(self, path):
         """Saves a folder for load_reward_model and AutoModelForSequenceClassification."""
-        path = Path(path)
+        path, config = Path(path), hub_config(self)
         path.mkdir(parents=True, exist_ok=True)
         save_tensors(self.state_dict(), path / "model.safetensors")
-        config = hub_config(self) | {"id2label": {"0": "score"}, "label2id": {"score": 0}}
-        config["architectures"] = [
-            config["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")]
-        write_json(config, path / "config.json")
+        architecture = config["architectures"][0].replace("CausalLM", "SequenceClassification")
+        write_json(config | {"id2label": {"0": "score"}, "label2id": {"score": 0},
+                             "architectures": [architecture]}, path / "config.json")
         save_tokenizer(self.tokenizer, path)
 
 
@@ -132,10 +127,7 @@ class LikelihoodModel(RewardModel):
                             "also opens the assistant's turns in its chats")
 
     def forward(self, input_ids):
-        """Log-likelihoods (N, T): at each position, that of the last turn up to there.
-
-        input_ids (N, T) are padded on the right.
-        """
+        """Log-likelihoods (N, T): at each position, that of the last turn up to there."""
         positions = torch.arange(input_ids.shape[1] + 1, device=input_ids.device)   # (T+1,)
         opening = torch.tensor(self.opening, device=input_ids.device)               # (k,)
         opened = (input_ids.unfold(1, len(opening), 1) == opening).all(-1)          # (N, T-k+1)
@@ -232,10 +224,10 @@ def load_classifier(folder, saved, dtype):
 
 
 def check_promises(saved, folder):
-    """Raise UserError for a config.json that asks for more than is in the folder.
+    """UserError for a config.json that asks for more than is in the folder.
 
-    transformers would take memory for tensors that are not there, and an implementation of
-    attention that has a hub id is code, which it would download and run.
+    transformers would take memory for tensors that are not there, and download and run an
+    implementation of attention that has a hub id.
     """
     for name, value in saved.items():
         if name.endswith("_implementation") and "/" in str(value):

@@ -46,10 +46,9 @@ def tag_reward(prompts, completions, **columns):
 
 
 def accuracy_reward(prompts, completions, answer=None, **columns):
-    """1 if the reply's answer equals the gold answer in the column `answer`, else 0.
+    """1 if the reply's answer, or all of it, equals the gold answer in the column `answer`, else 0.
 
-    A reply that is the gold answer and nothing else is right too. None where there is no gold
-    answer.
+    None where there is no gold answer.
     """
     return [None if gold is None else
             float(same_answer(extract_answer(completion), gold)
@@ -75,10 +74,7 @@ def extract_answer(completion):
 
 
 def answer_block(completion):
-    """The text of the last answer block after the thinking, or None.
-
-    A block inside the thinking is still a thought.
-    """
+    """The text of the last answer block after the thinking, or None. One inside is a thought."""
     blocks = ANSWER.findall(after_thinking(completion))
     return blocks[-1].strip() if blocks else None
 
@@ -190,12 +186,7 @@ def is_solution(text, numbers, target):
 def soft_overlong_reward(max_completion_length, cache=None):
     """A reward function: DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
 
-    With length in tokens and L = max_completion_length:
-
-        0                                   length <= L - cache
-        (L - cache - length) / cache        L - cache < length <= L, falling from 0 to -1
-        -1                                  length > L
-
+    0 up to L - cache tokens (L = max_completion_length), from there down to -1 at L, and -1 beyond.
     With a hard limit, a single token too many costs everything, without warning. Here the policy
     feels the limit coming. `cache` defaults to a fifth of L.
     """

@@ -63,18 +63,14 @@ def read_pairs(paths):
 
 
 def held_out(messages):
-    """Whether a prompt is in the tenth that retraining never sees.
-
-    It depends on the text alone, so that it is the same tenth in every run.
-    """
+    """Whether a prompt is in the tenth that retraining never sees, the same in every run."""
     return random.Random(json.dumps(messages)).random() < 0.1
 
 
 def pairs_of_runs(paths, rng):
     """(training pairs, held-out pairs) from the completions.jsonl of runs.
 
-    A pair is a right and a wrong completion of the same group; no completion is used twice. A
-    prompt is on one side of the split only: see held_out.
+    A pair is a right and a wrong completion of the same group; held_out splits by prompt.
     """
     groups = defaultdict(list)
     for path in paths:
@@ -96,10 +92,7 @@ def pairs_of_runs(paths, rng):
 
 
 def load_init(path, *, likelihood=False):
-    """The model to train, from a reward model or a language model.
-
-    A language model gets a new head, or with `likelihood` becomes a LikelihoodModel.
-    """
+    """A reward model, or a language model: with a new head, or by its `likelihood`."""
     if likelihood or is_likelihood(path):
         policy = load_pretrained(path, dtype=torch.float32)
         return LikelihoodModel(policy, load_tokenizer(path, policy.config.vocab_size, ANOTHER))
@@ -143,9 +136,9 @@ def accuracy_by_kind(model, pairs):
 
 
 def loss_of(model, input_ids, last):
-    """The loss of a batch of pairs; input_ids (2 * pairs, T), last (2 * pairs,).
+    """The loss of a batch of pairs, all chosen chats (2 * pairs, T) before all rejected ones.
 
-    All chosen chats come first, then all rejected ones. `last` holds each chat's last position.
+    `last`, (2 * pairs,), holds each chat's last position.
     """
     ids, other_ids = input_ids.chunk(2)                                     # (pairs, T)
     end, other_end = last[:, None].chunk(2)                                 # (pairs, 1)
@@ -161,14 +154,12 @@ def loss_of(model, input_ids, last):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    flag = parser.add_argument
-    flag("--data", type=Path, nargs="+", default=[],
+    flag, files = parser.add_argument, dict(type=Path, nargs="+", default=[])
+    flag("--data", **files,
          help='jsonl files of {"conversations", "chosen", "rejected"} (default: pairs.jsonl in the '
               'folder of --init, if that is a reward model)')
-    flag("--heldout", type=Path, nargs="+", default=[],
-         help="files of the same form, to evaluate on")
-    flag("--completions", type=Path, nargs="+", default=[],
-         help="the completions.jsonl of runs, to retrain on")
+    flag("--heldout", **files, help="files of the same form, to evaluate on")
+    flag("--completions", **files, help="the completions.jsonl of runs, to retrain on")
     flag("--replay", type=float, default=0.1,
          help="with --completions, the share of each batch that comes from --data")
     flag("--init", type=Path, required=True,

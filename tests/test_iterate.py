@@ -103,7 +103,8 @@ def test_a_likelihood_model_scores_the_log_probability_of_the_last_turn(tiny_pol
             part, add_generation_prompt=part is not chat, return_dict=False)
             for part in (chat[:-1], chat))
         p = theirs(torch.tensor([ids])).logits[0].double().softmax(-1)
-        expected.append(sum(math.log(p[t - 1, ids[t]]) for t in range(len(prompt), len(ids))))
+        reply = range(len(prompt), len(ids))
+        expected.append(sum(math.log(p[t - 1, ids[t]].item()) for t in reply))
     for max_tokens in (None, 1):
         assert model.get_scores(chats, max_tokens) == pytest.approx(expected, abs=1e-3)
 

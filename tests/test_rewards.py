@@ -408,9 +408,6 @@ def is_wild(completions):       # in groups of four: one judged, two, none
     some = [1.0, "x", float("nan"), float("inf"), 0.0, 1.0, 1e38, None]
     return some + [10**400] * (len(completions) - 8)
 
-def is_none(completions):
-    return [None] * len(completions)
-
 def empties(completions):
     completions[:] = []
     return completions
@@ -428,29 +425,23 @@ def judge(name, *nasty):
     function.__name__ = name
     return function
 
-one, two, three, none = (judge("one", is_wild, exits), judge("two", empties, hangs),
-                         judge("three", floods, is_wild), judge("none", is_none))
+one, two, three = (judge("one", is_wild, exits), judge("two", empties, hangs),
+                   judge("three", floods, is_wild))
 """
 RUN = ["--batch_size", "4", "--num_generations", "4", "--max_gen_len", "16", "--max_steps", "3",
-       "--eval_interval", "0"]
-
-
-@pytest.fixture
-def nasty(own_module):
-    own_module("my_nasty", NASTY)
-    module = importlib.import_module("my_nasty")
-    yield module
-    module.let_go.set()
+       "--eval_interval", "0", "--reward_timeout", "4", "--reward_funcs", "my_nasty:one",
+       "my_nasty:two", "my_nasty:three"]
 
 
 @pytest.mark.parametrize("flags", [
     [], ["--supervision", "process"], ["--kl_in_reward", "--oversample", "2", "--scale_rewards",
                                        "batch", "--advantage_estimator", "rloo"],
 ])
-def test_a_run_outlives_its_rewards(flags, nasty, tmp_path, capsys):
+def test_a_run_outlives_its_rewards(flags, own_module, tmp_path, capsys):
+    own_module("my_nasty", NASTY)
     with warnings.catch_warnings(record=True):
-        train_grpo.main([*RUN, *flags, "--reward_funcs", "my_nasty:one", "my_nasty:two",
-                         "my_nasty:three", "--reward_timeout", "4", "--out_dir", str(tmp_path)])
+        train_grpo.main([*RUN, *flags, "--out_dir", str(tmp_path)])
+    sys.modules["my_nasty"].let_go.set()
     assert 0 < capsys.readouterr().out.count("flood") < LIMIT
     folder = tmp_path / "grpo_reason_128"
     first, *lines = jsonl(folder / "metrics.jsonl")
@@ -462,14 +453,3 @@ def test_a_run_outlives_its_rewards(flags, nasty, tmp_path, capsys):
     assert [line["reward"] for line in lines] == pytest.approx([2 / 3] * 2)
     weights = load_pretrained(folder / "final").state_dict()
     assert all(weight.isfinite().all() for weight in weights.values())
-
-
-def test_a_run_whose_rewards_all_fail_stops_with_the_reasons(nasty, tmp_path, capsys):
-    with pytest.warns(UserWarning), pytest.raises(SystemExit):
-        train_grpo.main([*RUN, "--reward_funcs", "my_nasty:two", "my_nasty:three", "my_nasty:none",
-                         "--out_dir", str(tmp_path)])
-    error = capsys.readouterr().err
-    assert "no completion of this step has a reward" in error and "Traceback" not in error
-    assert "two failed" in error and "0 rewards for 16" in error and "my_nasty.py, line" in error
-    assert "three failed and judged nothing in this step: RuntimeError" in error
-    assert len(jsonl(tmp_path / "grpo_reason_128/metrics.jsonl")) == 1
