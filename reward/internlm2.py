@@ -104,6 +104,8 @@ class InternLM2Tokenizer:
         """The ids of each chat, each ending in the reward token."""
         bos, end, start, reward = map(self.special.get, SPECIAL)
         encode = self.pieces.encode
-        return [[bos, *(token for turn in chat for token in (
-            start, *encode(f"{turn['role']}\n{turn['content']}"), end, *encode("\n"))), reward]
-            for chat in chats]
+
+        def ids_of(turn):
+            return [start, *encode(f"{turn['role']}\n{turn['content']}"), end, *encode("\n")]
+
+        return [sum(map(ids_of, chat), [bos]) + [reward] for chat in chats]

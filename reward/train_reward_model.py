@@ -17,8 +17,8 @@ GRPO: right completions of a run against wrong ones of the same prompt. A share 
 --replay, comes from what the model was trained on before, so that it does not forget.
 
 With --likelihood, the reward model is a language model and its score the log-likelihood of the
-reply. It sees slips; LikelihoodModel says why. A run that uses it as its judge needs
---reward_model_clip 0 --reward_model_answer_share 0.
+reply: see LikelihoodModel. A run that uses it needs --reward_model_clip 0
+--reward_model_answer_share 0.
 
     python -m reward.train_reward_model --save out/reward_likelihood --likelihood \\
         --init out/grpo_reason_128/final --completions out/grpo_reason_128/completions.jsonl \\

@@ -1,3 +1,4 @@
+import copy
 import importlib
 import math
 import re
@@ -63,7 +64,7 @@ def test_format_and_tag_rewards(completion, form, tags):
     ("<think>\n<answer>7</answer>\n</think>\n<answer>\n162\n</answer>", "162", 1),
     ("<think>\n<answer>162</answer>\n</think>\n", "162", 0),
     ("<think>\n<answer>162</answer>", "162", 0),
-    # an answer block that is empty, never closed, or not there
+    # a block that is empty, never closed, or not there
     ("<think>\n162\n</think>\n<answer>\n\n</answer>", "162", 0),
     ("<think>\n162\n</think>\n<answer>\n162", "162", 0),
     ("<think>\n162\n</think>", "162", 0),
@@ -139,13 +140,11 @@ def combined(functions, weights, completions, **columns):
 
 
 def test_rewards_are_weighted_and_what_was_not_judged_adds_nothing():
-    rewards, per_function = combined([lengths, gold], [2.0, 0.5], ["a", "bbb", ""],
-                                     answer=[4.0, None, 6.0])
+    rewards, values = combined([lengths, gold], [2.0, 0.5], ["a", "bbb", ""],
+                               answer=[4.0, None, 6.0])
     assert rewards.dtype == torch.float32 and rewards.tolist() == [2 * 1 + 0.5 * 4, 2 * 3, 0.5 * 6]
-    assert list(per_function) == ["lengths", "gold"]
-    assert per_function["lengths"].tolist() == [1, 3, 0]
-    expected = torch.tensor([4.0, math.nan, 6.0])
-    torch.testing.assert_close(per_function["gold"], expected, equal_nan=True)
+    assert list(values) == ["lengths", "gold"] and values["lengths"].tolist() == [1, 3, 0]
+    assert values["gold"].nan_to_num(-1).tolist() == [4, -1, 6]
     rewards, _ = combined([gold, gold], [1.0, 1.0], ["a", "b"], answer=[None, 0.0])
     assert rewards[0].isnan() and rewards[1] == 0
 
@@ -208,9 +207,10 @@ def test_a_function_that_fails_at_first_stops_the_run_and_later_is_a_warning(tim
     where = r"my_service\.py, line 7\b"       # not json's own line
     with pytest.raises(UserError, match=f"judge failed in its first call: .*{where}"):
         ask(judge)
-    sys.modules["my_service"].text = "1"
+    my_service = sys.modules["my_service"]
+    my_service.text = "1"
     assert ask(judge) == ([1, 1], [])
-    sys.modules["my_service"].text = "{"
+    my_service.text = "{"
     rewards, (text,) = ask(judge)
     assert all(map(math.isnan, rewards))
     assert re.search(f"judge failed and judged nothing in this step: .*{where}", text)
@@ -300,13 +300,10 @@ def test_a_function_that_changes_its_arguments_harms_nobody():
             values.clear()
         return [1.0, 1.0]
 
-    def columns():
-        return {"messages": [["hello"], ["hello"]], "self": [1, 2], "function": [3, None],
-                "name": ["x", "y"], "value": [1.5, "z"]}
-
-    given = columns()
-    assert combined([vandal, lengths], [1.0, 1.0], ["a", "bb"], **given)[0].tolist() == [2, 3]
-    assert given == columns()
+    columns = {"messages": [["hello"], ["hello"]], "self": [1, 2], "name": ["x", None]}
+    before = copy.deepcopy(columns)
+    assert combined([vandal, lengths], [1.0, 1.0], ["a", "bb"], **columns)[0].tolist() == [2, 3]
+    assert columns == before
 
 
 def test_a_flood_is_cut_and_cannot_control_the_terminal(capsys):
@@ -379,8 +376,8 @@ def test_failures_of_all_ranks_are_counted_and_give_the_reason():
         return answer
 
     ranks = [[Judge(judge), Judge(judge), Judge(lengths)] for _ in range(2)]
-    for judges, answer in zip(ranks, ([math.inf, math.inf], [1.0, "x"])):
-        ask(judges[1], answer=answer)
+    ask(ranks[0][1], answer=[math.inf, math.inf])
+    ask(ranks[1][1], answer=[1.0, "x"])
     told = [row for judges in ranks for row in failures(judges)]
     assert [row[:2] for row in told] == [("judge_1", 2), ("judge_1", 1)]
     row = {"length": 1, "ended": True, "rewards": {"judge": 0.5, "judge_1": math.nan}}
@@ -408,10 +405,6 @@ def is_wild(completions):       # in groups of four: one judged, two, none
     some = [1.0, "x", float("nan"), float("inf"), 0.0, 1.0, 1e38, None]
     return some + [10**400] * (len(completions) - 8)
 
-def empties(completions):
-    completions[:] = []
-    return completions
-
 def floods(completions):
     print("flood " * 10000)
     raise RuntimeError("flood " * 10000)
@@ -425,8 +418,8 @@ def judge(name, *nasty):
     function.__name__ = name
     return function
 
-one, two, three = (judge("one", is_wild, exits), judge("two", empties, hangs),
-                   judge("three", floods, is_wild))
+one, two, three = (judge("one", is_wild, exits), judge("two", floods, hangs),
+                   judge("three", exits, is_wild))
 """
 RUN = ["--batch_size", "4", "--num_generations", "4", "--max_gen_len", "16", "--max_steps", "3",
        "--eval_interval", "0", "--reward_timeout", "4", "--reward_funcs", "my_nasty:one",
@@ -445,11 +438,10 @@ def test_a_run_outlives_its_rewards(flags, own_module, tmp_path, capsys):
     assert 0 < capsys.readouterr().out.count("flood") < LIMIT
     folder = tmp_path / "grpo_reason_128"
     first, *lines = jsonl(folder / "metrics.jsonl")
-    assert not [name for name in first if name.endswith("/failed")]
+    assert not any(name.endswith("/failed") for name in first)
     wild = len(jsonl(folder / "completions.jsonl")) // 3 - 4
-    failed = [[line[f"rewards/{name}/failed"] for name in ("one", "two", "three")]
-              for line in lines]
-    assert failed == [[wild, 1, 2], [wild + 1, 2, 2 + wild]]
+    assert [[line[f"rewards/{name}/failed"] for name in ("one", "two", "three")]
+            for line in lines] == [[wild, 2, 1], [wild + 1, 3, 1 + wild]]
     assert [line["reward"] for line in lines] == pytest.approx([2 / 3] * 2)
     weights = load_pretrained(folder / "final").state_dict()
     assert all(weight.isfinite().all() for weight in weights.values())
