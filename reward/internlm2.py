@@ -34,10 +34,10 @@ def internlm2_config(saved, where):
         if saved.get("bias"):
             raise UserError(f"{file}: InternLM2 with biases is not supported; choose "
                             "weights without them")
+        sizes = {name: saved[name] for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
         return check_fields(MiniMindConfig(
-            vocab_size=saved["vocab_size"], hidden_size=saved["hidden_size"],
-            intermediate_size=saved["intermediate_size"],
-            num_hidden_layers=saved["num_hidden_layers"], num_attention_heads=heads,
+            **sizes, num_attention_heads=heads,
             num_key_value_heads=saved.get("num_key_value_heads") or heads,
             head_dim=saved["hidden_size"] // heads, rms_norm_eps=saved.get("rms_norm_eps", 1e-6),
             rope_theta=saved.get("rope_theta", 10000.0), tie_word_embeddings=False, qk_norm=False,

@@ -45,8 +45,6 @@ def call(*command):
 
 
 def train_policy(run, model, reward_model, flags):
-    if (run / "final/config.json").is_file():
-        return
     # Without accuracy among the rewards, there is nothing that the classifier's score might outbid.
     bounds, start = ["--reward_model_clip", 3], ["--model_path", model] if model else []
     if is_likelihood(reward_model):
@@ -60,8 +58,6 @@ def train_policy(run, model, reward_model, flags):
 
 
 def retrain_reward_model(folder, run, reward_model, args):
-    if (folder / "pairs.jsonl").is_file():      # written last: the folder is complete
-        return
     init = reward_model if is_likelihood(reward_model) else run / "final"
     call("-m", "reward.train_reward_model", "--completions", run / "completions.jsonl",
          "--likelihood", "--init", init, "--data", reward_model / "pairs.jsonl",
@@ -91,8 +87,10 @@ def main():
     for i in range(1, args.iterations + 1):
         run, folder = (args.out_dir.resolve() / f"{prefix}{args.run_name}_{i}"
                        for prefix in ("", "reward_"))
-        train_policy(run, runs[-1] / "final" if runs else None, reward_models[-1], args.flags)
-        retrain_reward_model(folder, run, reward_models[-1], args)
+        if not (run / "final/config.json").is_file():
+            train_policy(run, runs[-1] / "final" if runs else None, reward_models[-1], args.flags)
+        if not (folder / "pairs.jsonl").is_file():      # written last: the folder is complete
+            retrain_reward_model(folder, run, reward_models[-1], args)
         runs.append(run)
         reward_models.append(folder)
     print("\nshare of pairs ordered right, on prompts that no retraining saw:")

@@ -147,18 +147,15 @@ def test_rewards_are_weighted_and_what_was_not_judged_adds_nothing():
     assert values["gold"].nan_to_num(-1).tolist() == [4, -1, 6]
     rewards, _ = combined([gold, gold], [1.0, 1.0], ["a", "b"], answer=[None, 0.0])
     assert rewards[0].isnan() and rewards[1] == 0
+    rewards, _ = combined([lengths], [3e38], ["a", "", "a" * 9])        # the sum is finite or NaN
+    assert rewards[0] == torch.tensor(3e38) and rewards[1] == 0 and rewards[2].isnan()
 
 
 def test_functions_of_the_same_name_are_all_counted():
     judges = [Judge(lengths) for _ in range(3)]
     judges[0].__name__ = "lengths_2"
-    rewards, per_function = combined(judges, [1.0] * 3, ["abc"])
-    assert rewards.tolist() == [9.0] and len(per_function) == 3
-
-
-def test_the_sum_is_finite_or_nan():
-    rewards, _ = combined([lengths], [3e38], ["a", "", "a" * 9])
-    assert rewards[0] == torch.tensor(3e38) and rewards[1] == 0 and rewards[2].isnan()
+    rewards, values = combined(judges, [1.0] * 3, ["abc"])
+    assert rewards.tolist() == [9.0] and len(values) == 3
 
 
 def test_reward_functions_are_found_by_name_and_in_the_current_folder(tmp_path, monkeypatch):
@@ -337,9 +334,8 @@ def test_while_a_call_hangs_it_is_not_called_again_and_what_it_prints_is_dropped
 
     def judge(prompts, completions, **columns):
         calls.append(threading.current_thread())
-        if not let_go.is_set():
-            threading.Thread(target=shout, daemon=True).start()     # a helper, as pools have
-            shout()
+        threading.Thread(target=shout, daemon=True).start()     # a helper, as pools have
+        shout()
         return [1.0, 1.0]
 
     def talker(prompts, completions, **columns):
@@ -347,9 +343,7 @@ def test_while_a_call_hangs_it_is_not_called_again_and_what_it_prints_is_dropped
         return [1.0, 1.0]
 
     ours, other = Judge(judge, timeout=2), Judge(talker, timeout=60)
-    start = time.monotonic()
-    rewards, texts = ask(ours)
-    assert time.monotonic() - start < 12
+    rewards, texts = ask(ours)          # returns, though nobody has let go
     assert all(map(math.isnan, rewards)) and len(texts) == 2 and "TimeoutError" in texts[0]
     assert len(capsys.readouterr().out) <= LIMIT
     threads = threading.active_count()
@@ -421,19 +415,17 @@ def judge(name, *nasty):
 one, two, three = (judge("one", is_wild, exits), judge("two", floods, hangs),
                    judge("three", exits, is_wild))
 """
-RUN = ["--batch_size", "4", "--num_generations", "4", "--max_gen_len", "16", "--max_steps", "3",
-       "--eval_interval", "0", "--reward_timeout", "4", "--reward_funcs", "my_nasty:one",
-       "my_nasty:two", "my_nasty:three"]
+RUN = ("--batch_size 4 --num_generations 4 --max_gen_len 16 --max_steps 3 --eval_interval 0 "
+       "--reward_timeout 4 --reward_funcs my_nasty:one my_nasty:two my_nasty:three")
 
 
 @pytest.mark.parametrize("flags", [
-    [], ["--supervision", "process"], ["--kl_in_reward", "--oversample", "2", "--scale_rewards",
-                                       "batch", "--advantage_estimator", "rloo"],
-])
+    "", "--supervision process",
+    "--kl_in_reward --oversample 2 --scale_rewards batch --advantage_estimator rloo"])
 def test_a_run_outlives_its_rewards(flags, own_module, tmp_path, capsys):
     own_module("my_nasty", NASTY)
     with warnings.catch_warnings(record=True):
-        train_grpo.main([*RUN, *flags, "--out_dir", str(tmp_path)])
+        train_grpo.main([*RUN.split(), *flags.split(), "--out_dir", str(tmp_path)])
     sys.modules["my_nasty"].let_go.set()
     assert 0 < capsys.readouterr().out.count("flood") < LIMIT
     folder = tmp_path / "grpo_reason_128"
@@ -443,5 +435,5 @@ def test_a_run_outlives_its_rewards(flags, own_module, tmp_path, capsys):
     assert [[line[f"rewards/{name}/failed"] for name in ("one", "two", "three")]
             for line in lines] == [[wild, 2, 1], [wild + 1, 3, 1 + wild]]
     assert [line["reward"] for line in lines] == pytest.approx([2 / 3] * 2)
-    weights = load_pretrained(folder / "final").state_dict()
-    assert all(weight.isfinite().all() for weight in weights.values())
+    weights = load_pretrained(folder / "final").parameters()
+    assert all(weight.isfinite().all() for weight in weights)
