@@ -196,7 +196,12 @@ def main():
     heldout = heldout + read_pairs(args.heldout)
     if not isinstance(model, LikelihoodModel):      # to which bare answers are merely unlikely
         earlier, heldout, own = (with_bare_answers(pairs, rng) for pairs in (earlier, heldout, own))
-    print(f"{len(own) or len(earlier)} pairs; before training {percentages(model, heldout)}")
+
+    def percentages():
+        shares = accuracy_by_kind(model, heldout)
+        return ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items())
+
+    print(f"{len(own) or len(earlier)} pairs; before training {percentages()}")
     replayed = round(args.replay * args.batch_size) if own else args.batch_size
 
     def next_loss():
@@ -206,18 +211,13 @@ def main():
 
     optimize(model, next_loss, steps=args.steps, learning_rate=args.learning_rate,
              warmup_steps=args.warmup_steps)
-    print(f"held-out pairs ordered right: {percentages(model, heldout)}")
+    print(f"held-out pairs ordered right: {percentages()}")
     model.to(torch.bfloat16).save_pretrained(args.save)
     kept = rng.sample(own + earlier, min(KEPT, len(own + earlier)))
     write(args.save / "pairs.jsonl", (
         {"conversations": chosen[:-1], "kind": kind, "chosen": chosen[-1]["content"],
          "rejected": rejected[-1]["content"]} for chosen, rejected, kind in kept))
     print(f"saved {args.save}")
-
-
-def percentages(model, pairs):
-    shares = accuracy_by_kind(model, pairs)
-    return ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items())
 
 
 if __name__ == "__main__":

@@ -9,15 +9,9 @@ from collections import defaultdict
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    AutoModelForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    Qwen3Config,
-    Qwen3ForSequenceClassification,
-)
 
 from conftest import ROOT, edit, turns
 from dataset import PromptDataset
@@ -44,6 +38,11 @@ def with_random_weights(model):
         for parameter in model.parameters():
             parameter.copy_(0.3 * torch.randn_like(parameter))
     return model.eval()
+
+
+def random_classifier(kind, *, num_labels=1, **sizes):
+    config = getattr(transformers, f"{kind}Config")(num_labels=num_labels, **sizes)
+    return with_random_weights(getattr(transformers, f"{kind}ForSequenceClassification")(config))
 
 
 @torch.no_grad()
@@ -78,7 +77,7 @@ def internlm2(tmp_path_factory):
     V = pieces.vocab_size()
     sizes = dict(vocab_size=V + 3, hidden_size=D, intermediate_size=20, num_hidden_layers=2,
                  num_attention_heads=6, num_key_value_heads=KV, rms_norm_eps=1e-5)
-    llama = with_random_weights(LlamaForSequenceClassification(LlamaConfig(num_labels=1, **sizes)))
+    llama = random_classifier("Llama", **sizes)
     tensors, fused = {}, defaultdict(list)
     for name, tensor in llama.state_dict().items():
         for theirs, internlm2s in NAMES.items():
@@ -159,8 +158,6 @@ def test_internlm2_weights_that_we_would_read_wrong_are_refused(change, says, in
 
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8)
-CLASSES = {"qwen3": (Qwen3Config, Qwen3ForSequenceClassification),
-           "llama": (LlamaConfig, LlamaForSequenceClassification)}
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>"
             "{% endfor %}")
 
@@ -182,8 +179,7 @@ def save_classifier(folder, tokenizer, kind, *, bos=False, pad_token_id=None, pa
     if kind == "ours":
         with_random_weights(RewardModel(MiniMindConfig(**sizes), tokenizer)).save_pretrained(folder)
         return tokenizer
-    config_class, model_class = CLASSES[kind]
-    model = with_random_weights(model_class(config_class(num_labels=num_labels, **sizes)))
+    model = random_classifier(kind, num_labels=num_labels, **sizes)
     if not head:
         del model.score
     model.save_pretrained(folder)
@@ -193,16 +189,16 @@ def save_classifier(folder, tokenizer, kind, *, bos=False, pad_token_id=None, pa
 
 @pytest.mark.parametrize("kind, options", [
     ("ours", dict(pad_token_id=0)),
-    ("qwen3", dict(padding_side="left", pad_token_id=0)),
-    ("llama", dict(bos=True)),                          # no pad token at all
-    ("llama", dict(pad_token_id=2)),                    # <|im_end|>, which also ends every chat
+    ("Qwen3", dict(padding_side="left", pad_token_id=0)),
+    ("Llama", dict(bos=True)),                          # no pad token at all
+    ("Llama", dict(pad_token_id=2)),                    # <|im_end|>, which also ends every chat
 ])
 def test_a_classifier_scores_as_in_transformers(kind, options, tokenizer, tmp_path):
     tokenizer = save_classifier(tmp_path, tokenizer, kind, **options)
-    theirs, info = AutoModelForSequenceClassification.from_pretrained(
+    theirs, info = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in CHATS]
+    texts = tokenizer.apply_chat_template(CHATS, tokenize=False)
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     expected = scores_one_by_one(theirs, ids)
     model, read = load_reward_model(tmp_path, device="cpu"), []
@@ -224,7 +220,7 @@ def test_a_classifier_scores_as_in_transformers(kind, options, tokenizer, tmp_pa
     (dict(head=False), "score.weight"),
 ])
 def test_a_classifier_that_cannot_score_chats_is_refused(options, says, tokenizer, tmp_path):
-    save_classifier(tmp_path, tokenizer, "qwen3", **options)
+    save_classifier(tmp_path, tokenizer, "Qwen3", **options)
     with pytest.raises(ValueError, match=f"--reward_model_path .*{says}"):
         load_reward_model(tmp_path)
 
