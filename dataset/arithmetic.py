@@ -130,7 +130,7 @@ def work(operations, line=direct, evaluate=evaluate):
     return lines, results
 
 
-def think(style, expression, operations, evaluate=evaluate):
+def think(style, operations, evaluate=evaluate):
     """(the thought in this style, the answer it arrives at)."""
     worked = style in ("steps", "wordy")
     lines, results = work(operations, chain if worked else direct, evaluate)
@@ -162,7 +162,7 @@ def wrong(number, rng):
     return other
 
 
-def think_wrongly(style, expression, operations, rng):
+def think_wrongly(style, operations, rng):
     """`think` with one slip, carried on to the end.
 
     In 15% of the cases the thought is right and only the answer is wrong.
@@ -174,11 +174,11 @@ def think_wrongly(style, expression, operations, rng):
         result = evaluate(*operation)
         return wrong(result, rng) if len(done) == slip else result
 
-    thought, answer = think(style, expression, operations, with_slip)
+    thought, answer = think(style, operations, with_slip)
     if rng.random() < 0.15:
         return thought, wrong(answer, rng)
     slip = len(done) + rng.randint(1, len(done))
-    return think(style, expression, operations, with_slip)
+    return think(style, operations, with_slip)
 
 
 def drill(rng):
@@ -224,7 +224,7 @@ def pretraining_chats(rng, count):
         else:
             expression, operations, *_ = next(source)
             dress = rng.choice((plain, with_tags))
-            yield chat(expression, dress(*think("steps", expression, operations)))
+            yield chat(expression, dress(*think("steps", operations)))
 
 
 def finetuning_chats(rng, count, *, tags, styles=STYLES, malformed_share=MALFORMED):
@@ -233,7 +233,7 @@ def finetuning_chats(rng, count, *, tags, styles=STYLES, malformed_share=MALFORM
     for _ in range(count):
         expression, operations, *_ = next(source)
         style = rng.choices(list(styles), styles.values())[0]
-        reply = (with_tags if tags else plain)(*think(style, expression, operations))
+        reply = (with_tags if tags else plain)(*think(style, operations))
         malformed = tags and rng.random() < malformed_share
         yield chat(expression, malform(reply, rng) if malformed else reply)
 
@@ -248,11 +248,11 @@ def flaw_pairs(rng, count, *, heldout):
     for _ in range(count):
         expression, operations, *_ = next(source)
         kind, dress = rng.choice((("form", with_tags), ("slip", with_tags), ("slip", plain)))
-        chosen = dress(*think("steps", expression, operations))
+        chosen = dress(*think("steps", operations))
         if kind == "form":
             rejected = malform(chosen, rng)
         else:
-            rejected = dress(*think_wrongly("steps", expression, operations, rng))
+            rejected = dress(*think_wrongly("steps", operations, rng))
         yield chat(expression, chosen=chosen, rejected=rejected, kind=kind)
 
 

@@ -1,9 +1,9 @@
-import ast
 import json
 import random
 import re
 import runpy
 import sys
+from itertools import islice
 
 import pytest
 import torch
@@ -35,41 +35,30 @@ def dataset_of(tmp_path, *lines):
     ({"conversations": [USER, REPLY, USER, REPLY]}, [USER, REPLY, USER]),
     ({"prompt": "2+3?"}, [USER]),
     ({"prompt": [USER, REPLY]}, [USER]),
-    ({"question": "2+3?"}, [USER]),
+    ({"question": "一加一？"}, turns("一加一？")),
     ({"question": "2+3?", "nums": [2, 3], "target": 5}, [USER]),
 ])
 def test_all_forms_become_messages_without_the_last_reply(line, messages, tmp_path):
-    data = dataset_of(tmp_path, line | {"answer": "5", "level": 3})
     own = {name: line[name] for name in ("nums", "target") if name in line}
-    assert data[0] == {"messages": messages, "answer": "5", "level": 3} | own
-
-
-def test_forms_mix_and_blank_lines_do_not_count(tmp_path):
-    chinese = {"question": "一加一？", "answer": "2"}
-    data = dataset_of(tmp_path, chinese, "", {"conversations": [USER]}, "  ")
-    assert [row["messages"][0]["content"] for row in data] == ["一加一？", "2+3?"]
-    assert len(data) == 2
+    one = {"messages": messages, "answer": "5", "level": 3} | own
+    data = dataset_of(tmp_path, line | {"answer": "5", "level": 3}, "", {"prompt": "2+3?"}, "  ")
+    assert data == [one, {"messages": [USER]}]
 
 
 @pytest.mark.parametrize("line, named", [
-    ('{"prompt": "2+3?"', "JSON"),
-    ("just words", "JSON"),
-    ('["a list"]', "conversations"),
-    ({"answer": "5"}, "conversations"),
+    ("just words", "JSON"), (b'{"prompt": "2+3?", "answer": "\xff"}', "UTF-8"),
+    ('["a list"]', "conversations"), ({"answer": "5"}, "conversations"),
     ({"conversations": {"role": "user"}}, "conversations"),
     ({"conversations": ["2+3?"]}, "conversations"),
     ({"conversations": [{"role": "user"}]}, "conversations"),
     ({"conversations": [{"content": "2+3?"}]}, "conversations"),
     ({"conversations": [{"role": "user", "content": 5}]}, "conversations"),
-    ({"conversations": []}, "conversations"),
-    ({"conversations": [REPLY]}, "conversations"),
-    ({"prompt": 5}, "prompt"),
-    ({"question": None}, "question"),
-    ({"prompt": " "}, "prompt"),
+    ({"conversations": []}, "conversations"), ({"conversations": [REPLY]}, "conversations"),
+    ({"prompt": 5}, "prompt"), ({"prompt": " "}, "prompt"), ({"question": None}, "question"),
     ({"prompt": "2+3?", "completions": 1}, "completions"),
     ({"prompt": "2+3?", "reward_weights": 1}, "reward_weights"),
     ({"prompt": "2+3?", "answer": " "}, "answer"),
-    (b'{"prompt": "2+3?", "answer": "\xff"}', "UTF-8"),
+    ({"question": "1+1?", "answer": "1+1=2\n#### "}, "answer"),
 ])
 def test_a_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
     with pytest.raises(ValueError) as error:
@@ -80,12 +69,11 @@ def test_a_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("lines", [[], ["", "  "]])
-def test_a_file_without_prompts_is_named(lines, tmp_path):
+def test_a_file_without_prompts_is_named(tmp_path):
     with pytest.raises(ValueError, match="some.jsonl: no such file"):
         PromptDataset(tmp_path / "some.jsonl")
     with pytest.raises(ValueError, match="some.jsonl: the file has no prompts"):
-        dataset_of(tmp_path, *lines)
+        dataset_of(tmp_path, "", "  ")
 
 
 def test_prompts_are_padded_on_the_left_and_a_long_one_keeps_its_end(tokenizer):
@@ -130,34 +118,18 @@ def test_the_order_is_reproducible_and_differs_between_epochs_and_seeds():
     assert rows_of_step(2, 22, 4) == alone and steps_per_epoch(22, 4) == 6  # by default of one rank
 
 
-def test_rows_that_cannot_be_dealt_out_evenly_are_skipped():
-    def lengths(step, num_rows):
-        return [len(rows) for rows in rows_by_step([step], num_rows)[0]]
-
-    assert steps_per_epoch(9, 4, 2) == 1 and lengths(1, num_rows=9) == [4, 4]
-    assert steps_per_epoch(11, 4, 2) == 2 and lengths(2, num_rows=11) == [1, 1]
-    assert steps_per_epoch(8, 4, 2) == 1 and steps_per_epoch(3, 4, 1) == 1
+@pytest.mark.parametrize("num_rows, steps, last", [(9, 1, [4, 4]), (11, 2, [1, 1]), (8, 1, [4, 4])])
+def test_rows_that_cannot_be_dealt_out_evenly_are_skipped(num_rows, steps, last):
+    assert steps_per_epoch(num_rows, 4, 2) == steps and steps_per_epoch(3, 4, 1) == 1
+    assert [len(rows) for rows in rows_by_step([steps], num_rows)[0]] == last
 
 
 # --- the arithmetic task --------------------------------------------------------------------------
 
 def canonical(expression):
     """A name that does not depend on the order of terms, of factors, or of operands in brackets."""
-    def terms(node, sign):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
-            right_sign = sign if isinstance(node.op, ast.Add) else -sign
-            return terms(node.left, sign) + terms(node.right, right_sign)
-        return [(sign, factors(node))]
-
-    def factors(node):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            return tuple(sorted(factors(node.left) + factors(node.right), key=str))
-        return (node.value,) if isinstance(node, ast.Constant) else (name(node),)
-
-    def name(node):
-        return tuple(sorted(terms(node, +1), key=str))
-
-    return name(ast.parse(expression, mode="eval").body)
+    terms = re.findall(r"(-?) ?([\d*]+)", expression)      # (7 + 3)*5 has the terms 7, 3 and *5
+    return tuple(sorted((sign, *sorted(term.split("*"))) for sign, term in terms))
 
 
 def test_canonical_names_are_equal_exactly_for_commuted_operands():
@@ -188,8 +160,8 @@ def test_shipped_problems_are_right_distinct_in_range_and_of_all_templates(name,
 
 def test_no_heldout_problem_is_trained_on_in_any_order_of_its_operands():
     def names(rows):
-        expressions = map(expression_of, rows)
-        return {canonical(text) for text in expressions if "," not in text}     # not the drills
+        expressions = map(expression_of, rows)      # without the drills, which have commas
+        return {canonical(text) for text in expressions if "," not in text}
 
     heldout = [*jsonl(ROOT / "dataset/heldout.jsonl"),
                *arithmetic.flaw_pairs(random.Random(5), 3000, heldout=True)]
@@ -215,10 +187,10 @@ def texts(source):
 
 def test_every_link_of_every_worked_chain_is_right():
     rng = random.Random(6)
-    worked = [*texts(arithmetic.finetuning_chats(rng, 1500, tags=True)),
-              *texts(arithmetic.finetuning_chats(rng, 500, tags=False)),
-              *texts(arithmetic.pretraining_chats(rng, 1000))]
-    lines = [line for _, text in worked for line in text.splitlines()]
+    chats = [*arithmetic.finetuning_chats(rng, 1500, tags=True),
+             *arithmetic.finetuning_chats(rng, 500, tags=False),
+             *arithmetic.pretraining_chats(rng, 1000)]
+    lines = [line for _, text in texts(chats) for line in text.splitlines()]
     chains = [re.split("=| is ", line) for line in lines if re.match(r"\d+[-+*]", line)]
     for links in chains:
         assert len({eval(link) for link in links}) == 1, links
@@ -245,22 +217,20 @@ def test_well_formed_replies_end_in_the_right_answer_and_malformed_ones_lack_a_t
 @pytest.mark.parametrize("style", arithmetic.STYLES)
 def test_wrong_thoughts_never_arrive_at_the_right_answer(style):
     rng = random.Random(9)
-    source = arithmetic.problems(rng, heldout=False)
-    for _ in range(300):
-        expression, operations, answer, _ = next(source)
-        assert answer == eval(expression)
-        assert arithmetic.think(style, expression, operations)[1] == answer
-        assert arithmetic.think_wrongly(style, expression, operations, rng)[1] != answer
+    for expression, operations, answer, _ in islice(arithmetic.problems(rng, heldout=False), 300):
+        assert answer == eval(expression) == arithmetic.think(style, operations)[1]
+        assert arithmetic.think_wrongly(style, operations, rng)[1] != answer
+
+
+OPERATIONS = [(27, "*", 6), (arithmetic.FIRST, "+", 34)]
+WORKED = "27*6=120+42=160+2=162\n162+34=192+4=196"
 
 
 def test_a_slip_may_be_in_any_number_that_is_computed_or_in_the_answer_alone():
-    operations = [(27, "*", 6), (arithmetic.FIRST, "+", 34)]
-    right, answer = arithmetic.think("steps", "34 + 27*6", operations)
-    assert right == "27*6=120+42=160+2=162\n162+34=192+4=196" and answer == 196
     rng, first_slips = random.Random(11), []
     for _ in range(400):
-        thought, _ = arithmetic.think_wrongly("steps", "34 + 27*6", operations, rng)
-        numbers = zip(*(re.findall(r"-?\d+", text) for text in (right, thought)))
+        thought, _ = arithmetic.think_wrongly("steps", OPERATIONS, rng)
+        numbers = zip(*(re.findall(r"-?\d+", text) for text in (WORKED, thought)))
         first_slips.append(next((a for a, b in numbers if a != b), "none"))
     assert set(first_slips) == {"120", "42", "160", "162", "192", "196", "none"}
     assert 31 < first_slips.count("none") < 89                  # 15% of 400, +- 4 sigma
@@ -289,14 +259,12 @@ def test_drills_are_single_operations_of_the_sizes_that_problems_have():
 
 
 def test_each_style_says_what_it_should_and_has_its_share():
-    operations = [(27, "*", 6), (arithmetic.FIRST, "+", 34)]
-    worked = "27*6=120+42=160+2=162\n162+34=192+4=196"
-    thoughts = {"steps": worked, "wordy": "let me think\n" * 3 + worked, "empty": "",
+    thoughts = {"steps": WORKED, "wordy": "let me think\n" * 3 + WORKED, "empty": "",
                 "operations": "27*6 is 162\n162+34 is 196", "guess": "I guess 196."}
     for style, thought in thoughts.items():
-        assert arithmetic.think(style, "34 + 27*6", operations) == (thought, 196)
+        assert arithmetic.think(style, OPERATIONS) == (thought, 196)
     assert arithmetic.plain("", 196) == "The answer is 196."
-    assert arithmetic.plain(worked, 196) == worked + "\nThe answer is 196."
+    assert arithmetic.plain(WORKED, 196) == WORKED + "\nThe answer is 196."
     for styles in (arithmetic.STYLES, arithmetic.REDUNDANT_STYLES):
         found = dict.fromkeys(styles, 0)
         for _, text in texts(arithmetic.finetuning_chats(
@@ -309,19 +277,17 @@ def test_each_style_says_what_it_should_and_has_its_share():
 
 
 def test_the_chosen_reply_of_a_pair_is_right_and_the_rejected_one_is_flawed():
-    kinds = set()
-    for row in arithmetic.flaw_pairs(random.Random(10), 1000, heldout=True):
-        truth = eval(expression_of(row))
+    rows = list(arithmetic.flaw_pairs(random.Random(10), 1000, heldout=True))
+    for row in rows:
         chosen, rejected = (int(re.findall(r"-?\d+", row[side])[-1])
                             for side in ("chosen", "rejected"))
-        assert chosen == truth
+        assert chosen == eval(expression_of(row))
         if row["kind"] == "form":
             assert tag_reward([""], [row["chosen"]]) == [1.0]
             assert tag_reward([""], [row["rejected"]])[0] < 1
         else:
-            assert rejected != truth
-        kinds.add(row["kind"])
-    assert kinds == {"form", "slip"}
+            assert rejected != chosen
+    assert {row["kind"] for row in rows} == {"form", "slip"}
 
 
 # --- train_sft ------------------------------------------------------------------------------------
@@ -337,8 +303,8 @@ def test_batches_hold_every_example_once_an_epoch(count):
             batch = next(source)
             assert 1 <= len(batch) <= 2
             seen += [ids[0] for ids, _ in batch]
-        assert sorted(seen) == list(range(count))
         epochs.append(seen)
+    assert all(sorted(seen) == list(range(count)) for seen in epochs)
     assert count < 5 or epochs[0] != epochs[1] != epochs[2]
 
 
