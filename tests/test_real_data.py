@@ -105,9 +105,9 @@ def test_a_math_file_has_its_answers_in_boxes(tmp_path):
 
 
 def test_a_gsm8k_file_trains_and_its_test_file_measures(tmp_path):
-    problems = [{"question": row["conversations"][0]["content"],
+    problems = [{"question": row["messages"][0]["content"],
                  "answer": f"1+2=<<1+2=3>>3.\n#### {row['answer']}"}
-                for row in jsonl(ROOT / "dataset/heldout.jsonl")[:24]]
+                for row in PromptDataset(ROOT / "dataset/heldout.jsonl")[:24]]
     problems[3]["question"] += " Think well." * 99
     with pytest.warns(UserWarning, match="1 of 8 prompts .*dropped"):
         train_grpo.main([
@@ -133,8 +133,8 @@ def test_an_rlaif_file_without_answers_trains_on_the_reward_model_alone(tmp_path
         "--reward_model_clip", "0", "--reward_model_scale", "10", "--system_prompt", "r1",
         "--max_seq_len", "400"])
     metrics = jsonl(tmp_path / "rlaif/metrics.jsonl")
-    assert len(metrics) == 2 and all(line["grad_norm"] > 0 for line in metrics)
-    assert all(line["rewards/accuracy_reward/mean"] is None for line in metrics)
+    assert [line["rewards/accuracy_reward/mean"] for line in metrics] == [None, None]
+    assert all(line["grad_norm"] > 0 for line in metrics)
     assert not jsonl(tmp_path / "rlaif/eval.jsonl")     # nothing has an answer to compare with
     done = jsonl(tmp_path / "rlaif/completions.jsonl")
     scores = load_reward_model(ROOT / "reward/weights/reward_128").get_scores(
@@ -142,10 +142,8 @@ def test_an_rlaif_file_without_answers_trains_on_the_reward_model_alone(tmp_path
     assert [row["reward"] / 10 for row in done] == pytest.approx(scores, abs=1e-4)
     # Where a chat has no system prompt of its own, the policy reads ours, the reward model none.
     for row in done:
-        own = row["messages"][0]["role"] == "system"
         assert row["prompt"].count("<|im_start|>system") == 1
-        assert ("<answer>" in row["prompt"]) == (not own)
-        assert own == (row["messages"][0]["content"] == "Be brief.")
+        assert ("<answer>" in row["prompt"]) == (row["messages"][0]["role"] == "user")
 
 
 def test_where_accuracy_evaluates_only_problems_with_answers_count(tokenizer, tmp_path):
@@ -179,9 +177,7 @@ def opening(tokenizer):
 @pytest.mark.parametrize("switch", ["enable_thinking", "open_thinking"])
 def test_thinking_is_switched_on_and_what_the_template_opens_is_told(opening, tokenizer, switch):
     opening.chat_template = HYBRID.replace("enable_thinking", switch)
-    batch = PromptCollator(opening, 99)(ITEMS)
-    assert batch["prefills"] == ["<think>\n", "<think>\n"]
-    assert all(text.endswith("assistant\n<think>\n") for text in batch["prompts"])
+    assert PromptCollator(opening, 99)(ITEMS)["prefills"] == ["<think>\n", "<think>\n"]
     items = [{"messages": turns("What does <think>\n")}]
     assert PromptCollator(tokenizer, 99)(items)["prefills"] == [""]
 
@@ -224,28 +220,23 @@ def test_overlong_prompts_are_counted_and_dropped_or_refused(tokenizer):
     assert collate.without_overlong(ITEMS[:1], "some.jsonl") == ITEMS[:1]
     with pytest.raises(ValueError, match="some.jsonl: 1 of 1 prompts .*--max_seq_len"):
         collate.without_overlong(ITEMS[1:], "some.jsonl")
-    with pytest.warns(UserWarning, match="lose their beginning"):
-        collate(ITEMS)
 
 
 def test_a_template_that_refuses_a_system_prompt_is_a_users_mistake(opening):
-    refusal = ("{% if messages[0]['role'] == 'system' %}"
-               "{{ raise_exception('no system role') }}{% endif %}")
-    opening.chat_template = refusal + HYBRID
+    opening.chat_template = ("{% if messages[0]['role'] == 'system' %}"
+                             "{{ raise_exception('no system role') }}{% endif %}" + HYBRID)
     assert PromptCollator(opening, 99)(ITEMS)["prompts"]
     with pytest.raises(ValueError, match="no system role.*--system_prompt"):
         PromptCollator(opening, 99, "Be brief.")(ITEMS)
 
 
-@pytest.mark.parametrize("flag, value", [
-    ("clip", "-1"), ("scale", "0"), ("answer_share", "1.5")])
+@pytest.mark.parametrize("flag, value", [("clip", -1), ("scale", 0), ("answer_share", 1.5)])
 def test_reward_model_flags_out_of_range_are_named(flag, value):
     with pytest.raises(ValueError, match=f"--reward_model_{flag}: {value}; it must be"):
-        train_grpo.parse_args([f"--reward_model_{flag}", value])
+        train_grpo.parse_args([f"--reward_model_{flag}", str(value)])
 
 
 def test_the_reward_model_goes_where_it_is_asked_to(capsys, tmp_path):
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit, match="2"):
         train_grpo.main([*SMALL, "--out_dir", str(tmp_path), "--reward_model_device", "abacus"])
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert exit.value.code == 2 and "--reward_model_device abacus" in message
+    assert "--reward_model_device abacus" in capsys.readouterr().err.splitlines()[-1]
