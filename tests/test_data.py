@@ -83,7 +83,6 @@ def test_prompts_are_padded_on_the_left_and_a_long_one_keeps_its_end(tokenizer):
                "<|im_start|>assistant\n" for item in items]
     short, long = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     limit = len(short) + 2
-    assert len(long) > limit
     with pytest.warns(UserWarning, match="--max_seq_len"):
         batch = PromptCollator(tokenizer, limit)(items)
     assert batch["prompt_ids"].tolist() == [[tokenizer.pad_token_id] * 2 + short, long[-limit:]]
@@ -200,15 +199,12 @@ def test_every_link_of_every_worked_chain_is_right():
 
 
 def test_well_formed_replies_end_in_the_right_answer_and_malformed_ones_lack_a_tag():
-    malformed = 0
-    for expression, text in texts(arithmetic.finetuning_chats(random.Random(7), 1000, tags=True)):
-        if tag_reward([""], [text]) == [1.0]:
-            assert format_reward([""], [text]) == [0.5]
-            answer = text.rpartition("<answer>\n")[2].removesuffix("\n</answer>")
-            assert int(answer) == eval(expression)
-        else:
-            malformed += 1
-    assert 80 < malformed < 160                                 # 12% of 1000, +- 4 sigma
+    tagged = texts(arithmetic.finetuning_chats(random.Random(7), 1000, tags=True))
+    whole = [(expression, text) for expression, text in tagged if tag_reward([""], [text]) == [1.0]]
+    assert 840 < len(whole) < 920                               # 88% of 1000, +- 4 sigma
+    for expression, text in whole:
+        assert format_reward([""], [text]) == [0.5]
+        assert text.endswith(f"<answer>\n{eval(expression)}\n</answer>")
     for expression, text in texts(arithmetic.finetuning_chats(random.Random(8), 300, tags=False)):
         assert text.endswith(f"The answer is {eval(expression)}.")
         assert tag_reward([""], [text]) == [0.0]
@@ -309,24 +305,18 @@ def test_batches_hold_every_example_once_an_epoch(count):
 
 
 def test_fine_tuning_on_a_handful_of_chats(tmp_path, monkeypatch, capsys):
-    """It holds out a tenth, saves on the way, and prints the mean loss since it last did."""
+    """It holds out a tenth, saves, and prints the mean loss since it last did."""
     chats = [arithmetic.chat("一加一", "2")] * 19 + [arithmetic.chat("2 + 2", "4 5 6 7 8")]
     path, save = tmp_path / "chats.jsonl", tmp_path / "weights"
     arithmetic.write(path, chats)
     path.write_text("\ufeff" + path.read_text(encoding="utf-8"), encoding="utf-8")
-    losses = iter([1.0, 2.0, 6.0])
-    saves, loss_of, save_pretrained = [], train_sft.loss_of, train_sft.save_pretrained
+    losses, loss_of = iter([1.0, 2.0, 6.0]), train_sft.loss_of
 
     def loss(model, batch, num_tokens, device):
         real = loss_of(model, batch, num_tokens, device)
         return real if not real.requires_grad else real - real.detach() + next(losses)
 
-    def spy(*args):
-        saves.append(args[-1])
-        save_pretrained(*args)
-
     monkeypatch.setattr(train_sft, "loss_of", loss)
-    monkeypatch.setattr(train_sft, "save_pretrained", spy)
     monkeypatch.setattr(sys, "argv", [
         "train_sft", "--data", str(path), "--save", str(save), "--steps", "3",
         "--init", str(ROOT / "model/weights/reason_128"), "--batch_size", "4"])
@@ -334,7 +324,7 @@ def test_fine_tuning_on_a_handful_of_chats(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "18 chats" in printed and "2 held out" in printed
     assert re.search(r"step 3/3  loss 3\.0000  held-out \d", printed), printed
-    assert saves == [save] and load_pretrained(save).config.hidden_size == 128
+    assert load_pretrained(save).config.hidden_size == 128
 
 
 def test_fine_tuning_saves_every_100_steps_and_at_the_end():
@@ -349,23 +339,19 @@ def test_fine_tuning_saves_every_100_steps_and_at_the_end():
     assert at == [100, 200, 203]
 
 
-@pytest.mark.parametrize("lines, flags, words", [
-    (['{"conversations": []}'], "--init", "line 1: no turn by the role assistant"),
-    (['{"messages": []}'], "--init", "line 1: no chat found"),
-    (['{"conversations": [{"role": "assistant", "content": "2"}]}', "{"], "--init",
-     "line 2: not valid JSON"),
-    ([], "--init", "empty"),
-    (None, "--init", "some.jsonl"),
-    (['{"conversations": [{"role": "assistant", "content": "2"}]}'], "", "--tokenizer"),
-])
-def test_mistakes_in_fine_tuning_are_one_sentence(lines, flags, words, tmp_path, monkeypatch,
-                                                  capsys):
-    path = tmp_path / "some.jsonl"
-    if lines is not None:
-        path.write_text("".join(line + "\n" for line in lines))
-    init = [flags, str(ROOT / "model/weights/reason_128")] if flags else []
-    monkeypatch.setattr(sys, "argv", ["train_sft.py", "--data", str(path), "--save",
-                                      str(tmp_path / "weights"), *init])
+CHAT = '{"conversations": [{"role": "assistant", "content": "2"}]}\n'
+
+
+@pytest.mark.parametrize("text, words", [
+    ('{"conversations": []}', "line 1: no turn by the role assistant"),
+    ('{"messages": []}', "line 1: no chat found"), (CHAT + "{", "line 2: not valid JSON"),
+    ("", "empty"), (None, "some.jsonl"), (CHAT, "--tokenizer")])
+def test_mistakes_in_fine_tuning_are_one_sentence(text, words, tmp_path, monkeypatch, capsys):
+    path, init = tmp_path / "some.jsonl", ["--init", str(ROOT / "model/weights/reason_128")]
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["train_sft.py", "--data", str(path), "--save", str(tmp_path),
+                                      *init * (words != "--tokenizer")])
     monkeypatch.delitem(sys.modules, "model.train_sft")
     with pytest.raises(SystemExit) as exit:
         runpy.run_module("model.train_sft", run_name="__main__")
