@@ -21,20 +21,17 @@ USER, REPLY = turns("2+3?", "5")
 
 def dataset_of(tmp_path, *lines):
     path = tmp_path / "some.jsonl"
-    with open(path, "wb") as file:
-        for line in lines:
-            text = json.dumps(line, ensure_ascii=False) if isinstance(line, dict) else line
-            file.write((text if isinstance(text, bytes) else text.encode()) + b"\n")
+    texts = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=False)
+             for line in lines]
+    path.write_text("\n".join(texts), encoding="utf-8", errors="surrogateescape")
     return PromptDataset(path)
 
 
 @pytest.mark.parametrize("line, messages", [
-    ({"conversations": [USER]}, [USER]),
-    ({"conversations": [USER, REPLY]}, [USER]),
+    ({"conversations": [USER]}, [USER]), ({"conversations": [USER, REPLY]}, [USER]),
     ({"conversations": [USER, REPLY, USER]}, [USER, REPLY, USER]),
     ({"conversations": [USER, REPLY, USER, REPLY]}, [USER, REPLY, USER]),
-    ({"prompt": "2+3?"}, [USER]),
-    ({"prompt": [USER, REPLY]}, [USER]),
+    ({"prompt": "2+3?"}, [USER]), ({"prompt": [USER, REPLY]}, [USER]),
     ({"question": "一加一？"}, turns("一加一？")),
     ({"question": "2+3?", "nums": [2, 3], "target": 5}, [USER]),
 ])
@@ -46,14 +43,11 @@ def test_all_forms_become_messages_without_the_last_reply(line, messages, tmp_pa
 
 
 @pytest.mark.parametrize("line, named", [
-    ("just words", "JSON"), (b'{"prompt": "2+3?", "answer": "\xff"}', "UTF-8"),
+    ("just words", "JSON"), ('{"prompt": "2+3?", "answer": "\udcff"}', "UTF-8"),
     ('["a list"]', "conversations"), ({"answer": "5"}, "conversations"),
-    ({"conversations": {"role": "user"}}, "conversations"),
-    ({"conversations": ["2+3?"]}, "conversations"),
-    ({"conversations": [{"role": "user"}]}, "conversations"),
-    ({"conversations": [{"content": "2+3?"}]}, "conversations"),
-    ({"conversations": [{"role": "user", "content": 5}]}, "conversations"),
-    ({"conversations": []}, "conversations"), ({"conversations": [REPLY]}, "conversations"),
+    *(({"conversations": chat}, "conversations") for chat in (
+        {"role": "user"}, ["2+3?"], [{"role": "user"}], [{"content": "2+3?"}], [], [REPLY],
+        [{"role": "user", "content": 5}])),
     ({"prompt": 5}, "prompt"), ({"prompt": " "}, "prompt"), ({"question": None}, "question"),
     ({"prompt": "2+3?", "completions": 1}, "completions"),
     ({"prompt": "2+3?", "reward_weights": 1}, "reward_weights"),
@@ -61,12 +55,8 @@ def test_all_forms_become_messages_without_the_last_reply(line, messages, tmp_pa
     ({"question": "1+1?", "answer": "1+1=2\n#### "}, "answer"),
 ])
 def test_a_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/some.jsonl, line 3: .*{named}.*\Z"):
         dataset_of(tmp_path, {"prompt": "2+3?"}, "", line)
-    message = str(error.value)
-    assert str(tmp_path / "some.jsonl") in message
-    assert re.search(r"\bline 3\b", message) and named in message
-    assert "\n" not in message
 
 
 def test_a_file_without_prompts_is_named(tmp_path):
