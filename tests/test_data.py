@@ -3,6 +3,7 @@ import random
 import re
 import runpy
 import sys
+import zlib
 from itertools import islice
 
 import pytest
@@ -212,54 +213,32 @@ OPERATIONS = [(27, "*", 6), (arithmetic.FIRST, "+", 34)]
 WORKED = "27*6=120+42=160+2=162\n162+34=192+4=196"
 
 
-def test_a_slip_may_be_in_any_number_that_is_computed_or_in_the_answer_alone():
-    rng, first_slips = random.Random(11), []
-    for _ in range(400):
-        thought, _ = arithmetic.think_wrongly("steps", OPERATIONS, rng)
-        numbers = zip(*(re.findall(r"-?\d+", text) for text in (WORKED, thought)))
-        first_slips.append(next((a for a, b in numbers if a != b), "none"))
-    assert set(first_slips) == {"120", "42", "160", "162", "192", "196", "none"}
-    assert 31 < first_slips.count("none") < 89                  # 15% of 400, +- 4 sigma
-
-
 def test_a_mistake_is_near_the_number_or_one_digit_off_and_never_below_1():
     rng, by = random.Random(12), {1, 2, 3, 9, 10, 20, 100}
     assert {arithmetic.wrong(500, rng) - 500 for _ in range(500)} == by | {-d for d in by}
     assert {arithmetic.wrong(4, rng) - 4 for _ in range(500)} == by | {-1, -2, -3}
 
 
-def test_drills_are_single_operations_of_the_sizes_that_problems_have():
-    rng, of_sign = random.Random(13), {"*": [], "+": [], "-": []}
-    for _ in range(3000):
-        first, *_, last = links = arithmetic.drill(rng).split("=")
-        a, sign, b = re.fullmatch(r"(\d+)([-+*])(\d+)", first).groups()
-        assert {eval(link) for link in links} == {eval(last)} and 0 <= int(last) <= 999
-        of_sign[sign].append((int(a), int(b)))
-    shares = [len(drills) / 3000 for drills in of_sign.values()]
-    assert shares == pytest.approx([0.35, 0.35, 0.3], abs=0.035)                # +- 4 sigma
-    smallest, largest = ([(pick(a), pick(b)) for a, b in (zip(*of_sign[sign]) for sign in "*+-")]
-                         for pick in (min, max))
-    assert smallest == [(11, 2), (5, 2), (6, 5)]
-    assert largest[0] == (98, 9) and largest[1][0] <= 950 and largest[1][1] <= 360
-    assert largest[2][0] <= 400 and largest[2][1] == 49 and all(a >= b for a, b in of_sign["-"])
-
-
-def test_each_style_says_what_it_should_and_has_its_share():
+def test_each_style_says_what_it_should():
     thoughts = {"steps": WORKED, "wordy": "let me think\n" * 3 + WORKED, "empty": "",
                 "operations": "27*6 is 162\n162+34 is 196", "guess": "I guess 196."}
     for style, thought in thoughts.items():
         assert arithmetic.think(style, OPERATIONS) == (thought, 196)
     assert arithmetic.plain("", 196) == "The answer is 196."
     assert arithmetic.plain(WORKED, 196) == WORKED + "\nThe answer is 196."
-    for styles in (arithmetic.STYLES, arithmetic.REDUNDANT_STYLES):
-        found = dict.fromkeys(styles, 0)
-        for _, text in texts(arithmetic.finetuning_chats(
-                random.Random(14), 1000, tags=True, styles=styles, malformed_share=0.0)):
-            thought = text.removeprefix("<think>\n").partition("\n</think>")[0]
-            found["wordy" if "think" in thought else "guess" if "guess" in thought else
-                  "operations" if " is " in thought else "steps" if thought else "empty"] += 1
-        shares = {style: pytest.approx(1000 * share, abs=62) for style, share in styles.items()}
-        assert sum(styles.values()) == pytest.approx(1) and found == shares     # +- 4 sigma
+
+
+@pytest.mark.parametrize("chats, checksum", [
+    (arithmetic.pretraining_chats(random.Random(2), 4000), 840693881),
+    (arithmetic.finetuning_chats(random.Random(3), 1000, tags=False), 819674021),
+    (arithmetic.finetuning_chats(random.Random(4), 1000, tags=True), 1814792081),
+    (arithmetic.finetuning_chats(random.Random(7), 1000, tags=True, malformed_share=0.0,
+                                 styles=arithmetic.REDUNDANT_STYLES), 4212541350),
+    (arithmetic.flaw_pairs(random.Random(5), 4000, heldout=False), 2902691815),
+])
+def test_the_same_seed_gives_the_same_texts(chats, checksum, tmp_path):
+    arithmetic.write(tmp_path / "texts.jsonl", chats)
+    assert zlib.crc32((tmp_path / "texts.jsonl").read_bytes()) == checksum
 
 
 def test_the_chosen_reply_of_a_pair_is_right_and_the_rejected_one_is_flawed():

@@ -160,11 +160,8 @@ class Watch:
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self):
-        # A single process, with no time limit and no launcher, waits for nothing but signals.
-        has_more = self.size > 1 or self.hang_timeout or under_torchrun()
-        looks = SECONDS_BETWEEN_LOOKS if has_more else None
         while True:
-            has_mail = select.select([self.mailbox], [], [], looks)[0]
+            has_mail = select.select([self.mailbox], [], [], SECONDS_BETWEEN_LOOKS)[0]
             if self.closed:
                 return
             # The others first: when a rank fails, torchrun sends the rest a SIGTERM, which is not
