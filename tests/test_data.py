@@ -224,6 +224,7 @@ def test_each_style_says_what_it_should():
                 "operations": "27*6 is 162\n162+34 is 196", "guess": "I guess 196."}
     for style, thought in thoughts.items():
         assert arithmetic.think(style, OPERATIONS) == (thought, 196)
+    assert arithmetic.chain(5, "+", 1204) == ("5+1204=1005+204=1205+4=1209", 1209)
     assert arithmetic.plain("", 196) == "The answer is 196."
     assert arithmetic.plain(WORKED, 196) == WORKED + "\nThe answer is 196."
 
