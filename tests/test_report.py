@@ -1,5 +1,4 @@
 import json
-import struct
 import time
 from types import SimpleNamespace
 
@@ -7,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 from conftest import report_args
-from report import Report, UserError, describe, draw_curves, user_errors
-from report.curves import finish, smooth
+from report import Report, UserError, describe, user_errors
+from report.curves import draw_curves, finish, smooth
 from report.metrics import mean_metrics, rollout_metrics, sum_metrics
+from report.tokens import token_texts
 
 
 def metrics(step, **changed):
@@ -34,16 +35,11 @@ ROWS = [
 ]
 
 
-def strict(line):
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-    return json.loads(line, parse_constant=refuse)
-
-
 def lines(path):
+    """The rows of a file of whole lines of strict JSON, in which NaN is null."""
     text = path.read_text(encoding="utf-8")
-    assert text.endswith("\n")
-    return [strict(line) for line in text.splitlines()]
+    assert text.endswith("\n") and "NaN" not in text and "Infinity" not in text
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
@@ -71,7 +67,7 @@ def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
         {"step": 0, "eval/accuracy": None, "eval/greedy_accuracy": 0.5}]
     assert lines(tmp_path / "run/completions.jsonl") == [
         ROWS[0] | {"step": 3, "completion": text, "reward": None}]
-    assert strict((tmp_path / "run/args.json").read_text())["num_generations"] == 2
+    assert json.loads((tmp_path / "run/args.json").read_text())["num_generations"] == 2
 
 
 def test_swanlab_gets_the_flags_that_have_a_value_and_the_group_as_it_is_printed(
@@ -118,12 +114,6 @@ def test_an_inactive_report_writes_and_prints_nothing(tmp_path, capsys):
     assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
 
 
-def png_size(path):
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n" and data[-8:-4] == b"IEND"
-    return struct.unpack(">II", data[16:24])
-
-
 def test_a_run_leaves_its_curves_as_a_picture_even_if_it_dies(pictures, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         with Report(tmp_path, report_args(), total_steps=9) as report:
@@ -131,7 +121,7 @@ def test_a_run_leaves_its_curves_as_a_picture_even_if_it_dies(pictures, tmp_path
             for step in (1, 2):
                 report.step(step, metrics(step, kl=float("nan")), ROWS)
             raise KeyboardInterrupt
-    width, height = png_size(tmp_path / "curves.png")
+    height, width, _ = imread(tmp_path / "curves.png").shape
     assert 1000 <= width <= 3000 and 600 <= height <= 2000
     assert len(lines(tmp_path / "metrics.jsonl")) == 2
 
@@ -140,14 +130,13 @@ def test_the_same_lines_are_not_drawn_twice(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("report.curves.draw_curves", lambda _, path: (
         path.touch(), drawn.append(len(lines(tmp_path / "metrics.jsonl")))))
-    for last in (1, 2):
+    for further_steps in ([], [2]):
         with Report(tmp_path, report_args(), total_steps=2) as report:
             report.step(1, metrics(1), ROWS)
             report.draw()
-            if last == 2:
-                report.step(2, metrics(2), ROWS)
-        assert drawn == [1, 2][:last]
-        drawn.clear()
+            for step in further_steps:
+                report.step(step, metrics(step), ROWS)
+    assert drawn == [1, 1, 2]
 
 
 def test_several_runs_share_a_picture_and_a_folder_without_a_run_is_named(tmp_path):
@@ -156,7 +145,7 @@ def test_several_runs_share_a_picture_and_a_folder_without_a_run_is_named(tmp_pa
         (tmp_path / name / "metrics.jsonl").write_text(
             '{"step": 1, "reward": 0.5}\n{"step": 2, "reward": null}\n')
     draw_curves([tmp_path / "a", tmp_path / "b"], tmp_path / "both.png")
-    assert min(png_size(tmp_path / "both.png")) > 600
+    assert min(imread(tmp_path / "both.png").shape[:2]) > 600
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty"):
         draw_curves([tmp_path / "empty"], tmp_path / "none.png")
@@ -166,28 +155,22 @@ def test_several_runs_share_a_picture_and_a_folder_without_a_run_is_named(tmp_pa
     ({"completions/clipped_ratio": 0.6}, "--max_gen_len", 3),
     ({"frac_reward_zero_std": 1.0}, "--num_generations", 5),           # three such steps in a row
     ({"grad_norm": float("nan")}, "--learning_rate", 3),
+    ({}, "none", 99),                                                  # a healthy run
 ])
 def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, first, tmp_path, capsys):
     said = {}
     with Report(tmp_path, report_args(log_interval=100), total_steps=45) as report:
         report.draw = lambda: None      # slow, and covered by the tests above
         for step in range(1, 46):
-            report.step(step, metrics(step, **trouble if step >= 3 else {}), [])
+            # As at the end of the default run: 0.85 on average, now and then a step of 1.
+            borderline = {"completions/clipped_ratio": 0.5,
+                          "frac_reward_zero_std": 1.0 if step % 5 < 2 else 0.75}
+            report.step(step, metrics(step, **borderline | (trouble if step >= 3 else {})), [])
             printed = capsys.readouterr().out.splitlines()
             said[step] = [line for line in printed if line.startswith("warning:")]
-    assert [step for step in said if said[step]] == [first, first + 20, first + 40]
-    assert all(len(said[first + n]) == 1 and advice in said[first + n][0] for n in (0, 20, 40))
-
-
-def test_a_healthy_run_prints_no_warning(tmp_path, capsys):
-    with Report(tmp_path, report_args(), total_steps=30) as report:
-        report.draw = lambda: None
-        for step in range(1, 31):
-            # As at the end of the default run: 0.85 on average, now and then a step of 1.
-            dead = 1.0 if step % 5 < 2 else 0.75
-            borderline = {"completions/clipped_ratio": 0.5, "frac_reward_zero_std": dead}
-            report.step(step, metrics(step, **borderline), [])
-    assert "warning" not in capsys.readouterr().out
+    assert [step for step in said if said[step]] == list(range(first, 46, 20))
+    assert all(advice in line for lines in said.values() for line in lines)
+    assert max(map(len, said.values())) <= 1
 
 
 def test_a_printed_group_shows_every_completion_with_its_numbers_and_counts_copies(
@@ -241,6 +224,13 @@ def test_shares_of_a_step_add_up_over_ranks_and_updates_are_averaged():
         "kl": 2.5, "x_max": 2.0}
 
 
+class Bytes:
+    """A tokenizer whose ids are bytes; 0 is the EOS."""
+
+    def decode(self, ids, skip_special_tokens):
+        return bytes(i for i in ids if i).decode(errors="replace")
+
+
 @pytest.mark.parametrize("per_token", [False, True])
 def test_a_rollout_is_described_one_row_per_completion(per_token):
     chats = [[{"role": "user", "content": "7+3"}]] * 2
@@ -248,16 +238,29 @@ def test_a_rollout_is_described_one_row_per_completion(per_token):
     if per_token:
         advantages = torch.stack((advantages, advantages + 1), dim=1)       # (N, R)
     rollout = SimpleNamespace(
-        prompts=["q", "q"], completions=["10", "11, or"],
+        prompts=["q", "q"], completions=["1", "11"],
         columns={"messages": chats, "nums": [[7, 3], None], "reward": ["of the file"] * 2},
         mask=torch.tensor([[1, 0], [1, 1]]), ended=torch.tensor([True, False]),
         rewards=torch.tensor([1.5, 0.0]), advantages=advantages,
-        rewards_per_func={"tag_reward": torch.tensor([0.5, 0.0])})
-    assert describe(rollout) == [
-        {"prompt": "q", "messages": chats[0], "nums": [7, 3], "completion": "10", "length": 1,
+        rewards_per_func={"tag_reward": torch.tensor([0.5, 0.0])},
+        sampling_logps=-torch.arange(4.0).reshape(2, 2) / 8, token_ids=lambda: [b"1", b"11"])
+    rows = [
+        {"prompt": "q", "messages": chats[0], "nums": [7, 3], "completion": "1", "length": 1,
          "ended": True, "rewards": {"tag_reward": 0.5}, "reward": 1.5, "advantage": 0.5},
-        {"prompt": "q", "messages": chats[1], "nums": None, "completion": "11, or", "length": 2,
+        {"prompt": "q", "messages": chats[1], "nums": None, "completion": "11", "length": 2,
          "ended": False, "rewards": {"tag_reward": 0.0}, "reward": 0.0, "advantage": -0.5}]
+    assert describe(rollout) == rows
+    rows[0] |= {"tokens": ["1"], "token_logps": [0.0]}
+    rows[1] |= {"tokens": ["1", "1"], "token_logps": [-0.25, -0.375]}
+    if per_token:
+        rows[0]["token_advantages"], rows[1]["token_advantages"] = [0.5], [-0.5, 0.5]
+    assert describe(rollout, Bytes()) == rows
+
+
+def test_tokens_together_are_the_completion():
+    ids = [*"a果b".encode(), 0]         # three bytes make one character
+    assert token_texts(ids, Bytes()) == ["a", "", "", "果", "b", ""]
+    assert token_texts(ids[:3], Bytes()) == ["a", "", "\ufffd"]     # cut off within a character
 
 
 @pytest.mark.parametrize("error", [UserError("no such folder"), OSError("disk full")])
