@@ -8,8 +8,8 @@ import pytest
 
 from conftest import report_args
 from report import Report
-from report.jsonl import to_line
 from report.page import MOST_BYTES, page_data, write_page
+from report.text import to_line
 
 HOSTILE = [
     "</script><script>document.title = 'owned'</script>",

@@ -11,8 +11,7 @@ from matplotlib.image import imread
 from conftest import report_args
 from report import Report, UserError, describe, user_errors
 from report.curves import draw_curves, finish, smooth
-from report.metrics import mean_metrics, rollout_metrics, sum_metrics
-from report.tokens import token_texts
+from report.metrics import mean_metrics, rollout_metrics, sum_metrics, token_texts
 
 
 def metrics(step, **changed):
