@@ -31,18 +31,7 @@ from tqdm import tqdm
 
 from .command_line import UserError
 from .metrics import training_time
-from .text import (
-    drop_lines_after,
-    duration,
-    fold,
-    is_finite,
-    number,
-    printable,
-    read_jsonl,
-    short,
-    to_json,
-    to_line,
-)
+from .text import duration, fold, is_finite, number, printable, read_jsonl, to_json, to_line
 
 # The three most common ways a run fails, each with its remedy.
 NO_SIGNAL = ("in most groups every completion got the same reward, so the advantages are 0 and "
@@ -69,7 +58,7 @@ class Report:
         self.total_steps, self.start_step, self.num_tokens = total_steps, start_step, num_tokens
         self.current_step = start_step
         self.dead_groups = deque(maxlen=10)     # frac_reward_zero_std of the last steps
-        self.timings = {}                       # timing_s/<phase> -> seconds since the last step
+        self.timings = Counter()                # timing_s/<phase> -> seconds since the last step
         self.running = None, 0.0                # the phase that is being timed, and since when
         self.warned_at = {}                     # text of a warning -> step that last printed it
         self.files, self.held_back = {}, []     # opened by the first step; lines until then
@@ -158,8 +147,7 @@ class Report:
             torch.cuda.synchronize()    # a GPU is still working when a call returns
         now, (before, since) = time.perf_counter(), self.running
         if before:
-            key = f"timing_s/{before}"
-            self.timings[key] = self.timings.get(key, 0.0) + now - since
+            self.timings[f"timing_s/{before}"] += now - since
         self.running = name, now
 
     def evaluation(self, step, metrics):
@@ -178,9 +166,9 @@ class Report:
         known = {key: metrics[key] for key in names if is_finite(metrics.get(key))}
         if abs(known.get("eval/reward", 0.0) - known.get("eval/accuracy", 0.0)) < 1e-9:
             known.pop("eval/reward", None)
-        parts = [names[key].format(value) for key, value in known.items()]
-        parts = parts or ["not known: the evaluation rewards judged nothing"]
-        self._print(f"step {step:>3}  held-out accuracy {', '.join(parts)}")
+        parts = ", ".join(names[key].format(value) for key, value in known.items())
+        self._print(f"step {step:>3}  held-out accuracy "
+                    f"{parts or 'not known: the evaluation rewards judged nothing'}")
         return metrics
 
     def step(self, step, metrics, rows):
@@ -203,7 +191,7 @@ class Report:
         self.num_tokens += metrics["tokens"]
         metrics = metrics | self.timings | {
             "num_tokens": self.num_tokens, "step_time": seconds, "perf/throughput": throughput}
-        self.timings = {}
+        self.timings.clear()
         self._write("metrics", {"step": step, **metrics})
         self._rotate_completions()
         for row in rows:
@@ -237,15 +225,12 @@ class Report:
 
         rows: the group's rows, as describe() returns them. Copies are printed once, and counted.
         """
-        if not self.active:
-            return
         width = min(shutil.get_terminal_size().columns, 110)
         answer = f", the answer is {rows[0]['answer']}" if rows[0].get("answer") else ""
         title = f"── step {step}, one group of {len(rows)}{printable(answer)} "
         columns = [name.removesuffix("_reward").rjust(5)
                    for name in ("advantage", "reward", *rows[0]["rewards"])]
-        lines = ["", title + "─" * (width - len(title)),
-                 *fold(rows[0]["prompt"], width, max_lines=3),
+        lines = ["", title.ljust(width, "─"), *fold(rows[0]["prompt"], width, max_lines=3),
                  "  " + "  ".join(columns)]
         copies = Counter()
         for row in sorted(rows[:8], key=lambda row: -row["reward"] if is_finite(row["reward"]) else
@@ -266,7 +251,7 @@ class Report:
 
     def warn(self, text):
         """Print a warning above the bar, the same text at most once in 20 steps."""
-        if self.active and self.current_step - self.warned_at.get(text, -math.inf) >= 20:
+        if self.current_step - self.warned_at.get(text, -math.inf) >= 20:
             self.warned_at[text] = self.current_step
             self._print(f"warning: {text}")
 
@@ -280,25 +265,24 @@ class Report:
         start, has_news = time.perf_counter(), self.current_step != self.drawn_step
         if not self.files or not has_news or start - self.drawn_at < 20 * self.drawing_costs:
             return
-        # Imported here for the reason given in report/__init__.py.
+        # Imported here: `python -m report.page` would warn of a module that it runs a second time.
         from . import curves, page
-        self._draw("curves.png", "curves", lambda path: curves.draw_curves([self.run_dir], path))
-        self._draw("report.html", "page", lambda path: page.write_page(self.run_dir, path))
+        for name, module, write, source in (
+                ("curves.png", "curves", curves.draw_curves, [self.run_dir]),
+                ("report.html", "page", page.write_page, self.run_dir)):
+            path = self.run_dir / name
+            new = path.with_stem(f"{path.stem}.new")
+            try:
+                write(source, new)
+                os.replace(new, path)
+            except Exception as error:      # no picture is worth losing a run for
+                self.warn(f"{name} could not be drawn ({type(error).__name__}: {error}); try "
+                          f"`python -m report.{module} {short(self.run_dir)}` later.")
         gc.collect()    # a picture is megabytes of objects that refer to each other
         self.drawn_at, self.drawn_step = time.perf_counter(), self.current_step
         self.drawing_costs = self.drawn_at - start
 
     # --- helpers ----------------------------------------------------------------------------------
-
-    def _draw(self, name, module, write):
-        path = self.run_dir / name
-        new = path.with_stem(f"{path.stem}.new")
-        try:
-            write(new)
-            os.replace(new, path)
-        except Exception as error:      # no picture is worth losing a run for
-            self.warn(f"{name} could not be drawn ({type(error).__name__}: {error}); try "
-                      f"`python -m report.{module} {short(self.run_dir)}` later.")
 
     def _print(self, text):
         # A model can write any character: print '?' for one that the terminal cannot encode,
@@ -313,7 +297,7 @@ class Report:
             for name in ("checkpoint", "checkpoint.old", "final", "adapter"):
                 shutil.rmtree(self.run_dir / name, ignore_errors=True)
         arguments = json.dumps(to_json(vars(self.args)), indent=2, sort_keys=True,
-                               ensure_ascii=False, default=str)
+                               ensure_ascii=False)
         (self.run_dir / "args.json").write_text(arguments + "\n", encoding="utf-8")
         older = self.run_dir / "completions.1.jsonl"
         drop_lines_after(self.start_step, older)
@@ -354,15 +338,14 @@ class Report:
     def _numbers(self, step, metrics):
         """The line shown at every step: time left, and the few numbers that show progress."""
         seconds_per_step = (time.perf_counter() - self.training_started) / (step - self.start_step)
-        left = duration(seconds_per_step * (self.total_steps - step))
-        numbers = [f"{left:>7} left", f"reward {number(metrics.get('reward')):>5}"]
-        if "rewards/accuracy_reward/mean" in metrics:
-            accuracy = number(metrics["rewards/accuracy_reward/mean"], ".0%")
-            numbers.append(f"accuracy {accuracy:>4}")
-        numbers.append(f"length {number(metrics.get('completions/mean_length'), '.0f'):>3}")
-        if "kl" in metrics:
-            numbers.append(f"kl {number(metrics['kl'], '.4f')}")
-        return "  ".join(numbers)
+        parts = [f"{duration(seconds_per_step * (self.total_steps - step)):>7} left"]
+        for key, name, spec, width in (("reward", "reward", ".2f", 5),
+                                       ("rewards/accuracy_reward/mean", "accuracy", ".0%", 4),
+                                       ("completions/mean_length", "length", ".0f", 3),
+                                       ("kl", "kl", ".4f", 1)):
+            if key in metrics:
+                parts.append(f"{name} {number(metrics[key], spec):>{width}}")
+        return "  ".join(parts)
 
     def _print_table(self, values):
         """Print a line for each value that there is, after its name."""
@@ -415,3 +398,25 @@ class Report:
             reason = " ".join(str(error).split()).rstrip(".")
             raise UserError(f"--swanlab {mode} could not start ({reason}): {advice}.") from error
         return swanlab
+
+
+def short(path):
+    """The path relative to the current folder, if it lies inside it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def drop_lines_after(step, path):
+    """Cut off a file after the lines of `step`; with step 0, a new run, keep none.
+
+    A run that crashed may have written lines for steps after its last checkpoint, and half a line.
+    """
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        kept = 0
+        with suppress(ValueError, LookupError, TypeError):
+            for line in file if step else ():
+                if json.loads(line)["step"] > step or not line.endswith(b"\n"):
+                    break
+                kept += len(line)
+        file.truncate(kept)

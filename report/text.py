@@ -26,11 +26,6 @@ def duration(seconds):
     return f"{minutes}m {seconds:02}s" if minutes else f"{seconds}s"
 
 
-def short(path):
-    """The path relative to the current folder, if it lies inside it."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
 def printable(text):
     """The text with a dot for each character that a terminal would obey instead of showing it.
 
@@ -114,20 +109,3 @@ def read_jsonl(path, *, most=None):
             if wanted is None or number in wanted:
                 rows.append(json.loads(line))
     return rows
-
-
-def drop_lines_after(step, path):
-    """Cut off a file after the lines of `step`; with step 0, a new run, keep none.
-
-    A run that crashed may have written lines for steps after its last checkpoint, and half a line.
-    """
-    if not path.exists():
-        return
-    with open(path, "r+b") as file:
-        kept = 0
-        with suppress(ValueError, LookupError, TypeError):
-            for line in file if step else ():
-                if json.loads(line)["step"] > step or not line.endswith(b"\n"):
-                    break
-                kept += len(line)
-        file.truncate(kept)

@@ -107,8 +107,6 @@ def test_an_inactive_report_writes_and_prints_nothing(tmp_path, capsys):
         report.intro(None, None, 1, 1, 1)
         report.evaluation(0, {"eval/accuracy": 0.5})
         report.step(1, metrics(1, grad_norm=float("nan")), ROWS)
-        report.group(1, ROWS)
-        report.warn("careful")
         report.draw()
     assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
 
