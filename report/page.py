@@ -12,6 +12,7 @@ import json
 import math
 import os
 from bisect import bisect_left
+from contextlib import suppress
 from pathlib import Path
 
 from .command_line import user_errors
@@ -142,20 +143,13 @@ def rows_of(step, path):
 
 def shown_group(rows, args):
     """A prompt and its completions, as the page reads them."""
-    row = rows[0]
+    prompt = question = rows[0]["prompt"]
+    with suppress(LookupError, TypeError):      # the data may have no messages
+        question = str(rows[0]["messages"][-1]["content"])
     others = {name: cut(value if isinstance(value, str) else json.dumps(value), 300)
-              for name, value in row.items() if name not in OWN_FIELDS}
-    return {"question": cut(question(row), MOST_CHARACTERS),
-            "prompt": cut(row["prompt"], MOST_CHARACTERS), "columns": others,
-            "rows": [shown_row(row, args) for row in rows]}
-
-
-def question(row):
-    """The last message; the whole prompt if the data has none."""
-    try:
-        return str(row["messages"][-1]["content"])
-    except (LookupError, TypeError):
-        return row["prompt"]
+              for name, value in rows[0].items() if name not in OWN_FIELDS}
+    return {"question": cut(question, MOST_CHARACTERS), "prompt": cut(prompt, MOST_CHARACTERS),
+            "columns": others, "rows": [shown_row(row, args) for row in rows]}
 
 
 def shown_row(row, args):

@@ -61,7 +61,7 @@ class Report:
         self.timings = Counter()                # timing_s/<phase> -> seconds since the last step
         self.running = None, 0.0                # the phase that is being timed, and since when
         self.warned_at = {}                     # text of a warning -> step that last printed it
-        self.files, self.held_back = {}, []     # opened by the first step; lines until then
+        self.held_back = []                     # rows until the first step is done, then None
         self.drawing_costs, self.drawn_at = 0.0, -math.inf          # seconds
         self.drawn_step = None
 
@@ -82,20 +82,15 @@ class Report:
         if not self.active:
             return
         self.bar.close()
-        for file in self.files.values():
-            with suppress(OSError):     # a full disk, which _write has reported
-                file.close()
         self.drawn_at = -math.inf
         self.draw()
         if error is None:
             self._print_summary()
         # SwanLab's own Ctrl-C handler may already have finished its run.
         if self.swanlab and self.swanlab.has_run():
-            if error is None:
-                self.swanlab.finish()
-            else:
-                state = "aborted" if isinstance(error, KeyboardInterrupt) else "crashed"
-                self.swanlab.finish(state=state, error=f"{error_type.__name__}: {error}")
+            state = "aborted" if isinstance(error, KeyboardInterrupt) else "crashed"
+            end = {"state": state, "error": f"{error_type.__name__}: {error}"} if error else {}
+            self.swanlab.finish(**end)
 
     # --- called by the training loop --------------------------------------------------------------
 
@@ -154,7 +149,7 @@ class Report:
         """Record, print and return one held-out evaluation; step 0 is before training."""
         if not self.active:
             return metrics
-        self._write("eval", {"step": step, **metrics})
+        self._write("eval", step, metrics)
         self._log(metrics, step)
         if step == self.start_step:
             # The first evaluation is not part of a step: keep it out of the time left.
@@ -184,18 +179,18 @@ class Report:
             return
         self.phase(None)
         self.current_step = step
-        if not self.files:
-            self._open_files()
-        seconds = sum(self.timings.values())
-        throughput = metrics["tokens"] / max(training_time(self.timings), 1e-9)
+        if self.held_back is not None:
+            self._begin()
         self.num_tokens += metrics["tokens"]
-        metrics = metrics | self.timings | {
-            "num_tokens": self.num_tokens, "step_time": seconds, "perf/throughput": throughput}
+        metrics = {**metrics, **self.timings, "num_tokens": self.num_tokens,
+                   "step_time": sum(self.timings.values()),
+                   "perf/throughput": metrics["tokens"] / max(training_time(self.timings), 1e-9)}
         self.timings.clear()
-        self._write("metrics", {"step": step, **metrics})
-        self._rotate_completions()
-        for row in rows:
-            self._write("completions", {"step": step, **row})
+        self._write("metrics", step, metrics)
+        path, limit = self.run_dir / "completions.jsonl", self.args.completions_limit * 1e6
+        if limit and path.exists() and path.stat().st_size > limit:
+            os.replace(path, self.run_dir / "completions.1.jsonl")
+        self._write("completions", step, *rows)
         # evaluation() has already logged the eval/ metrics.
         self._log({key: value for key, value in metrics.items() if key[:5] != "eval/"}, step)
 
@@ -262,8 +257,9 @@ class Report:
         run's time.
         """
         self.phase(None)
-        start, has_news = time.perf_counter(), self.current_step != self.drawn_step
-        if not self.files or not has_news or start - self.drawn_at < 20 * self.drawing_costs:
+        start = time.perf_counter()
+        is_young = start - self.drawn_at < 20 * self.drawing_costs
+        if self.held_back is not None or self.current_step == self.drawn_step or is_young:
             return
         # Imported here: `python -m report.page` would warn of a module that it runs a second time.
         from . import curves, page
@@ -292,7 +288,8 @@ class Report:
             tqdm.write(text.encode(encoding, errors="replace").decode(encoding))
             sys.stdout.flush()
 
-    def _open_files(self):
+    def _begin(self):
+        """A first step is done: from here on the folder is this run's."""
         if self.start_step == 0:        # these belong to an earlier run
             for name in ("checkpoint", "checkpoint.old", "final", "adapter"):
                 shutil.rmtree(self.run_dir / name, ignore_errors=True)
@@ -303,32 +300,25 @@ class Report:
         drop_lines_after(self.start_step, older)
         if older.exists() and older.stat().st_size == 0:
             older.unlink()
+        held_back, self.held_back = self.held_back, None
         for name in ("metrics", "eval", "completions"):
             drop_lines_after(self.start_step, self.run_dir / f"{name}.jsonl")
-            self._open(name)
-        for name, row in self.held_back:
-            self._write(name, row)
+            self._write(name, 0)        # no row, but the file
+        for row in held_back:
+            self._write(*row)
 
-    def _open(self, name):
-        # Line-buffered: a crash loses no finished line.
-        self.files[name] = open(self.run_dir / f"{name}.jsonl", "a", encoding="utf-8", buffering=1)
-
-    def _rotate_completions(self):
-        limit, file = self.args.completions_limit * 1e6, self.files["completions"]
-        if limit and file.tell() > limit:
-            file.close()
-            os.replace(file.name, self.run_dir / "completions.1.jsonl")
-            self._open("completions")
-
-    def _write(self, name, row):
-        if not self.files:
-            self.held_back.append((name, row))
+    def _write(self, name, step, *rows):
+        """Append rows of a step to a file; before the first step is done, hold them back."""
+        if self.held_back is not None:
+            self.held_back.append((name, step, *rows))
             return
+        path = self.run_dir / f"{name}.jsonl"
         try:
-            self.files[name].write(to_line(row))
+            with open(path, "a", encoding="utf-8") as file:
+                file.writelines(to_line({"step": step, **row}) for row in rows)
         except OSError as error:
-            raise UserError(f"{self.run_dir / name}.jsonl could not be written "
-                            f"({error.strerror}); make room, then go on with --resume") from error
+            raise UserError(f"{path} could not be written ({error.strerror}); make room, "
+                            "then go on with --resume") from error
 
     def _log(self, metrics, step):
         if self.swanlab:
