@@ -69,8 +69,8 @@ def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
     assert json.loads((tmp_path / "run/args.json").read_text())["num_generations"] == 2
 
 
-def test_swanlab_gets_the_flags_that_have_a_value_and_the_group_as_it_is_printed(
-        tmp_path, monkeypatch):
+def test_a_group_is_printed_with_its_numbers_and_copies_counted_and_given_to_swanlab(
+        tmp_path, monkeypatch, capsys):
     import swanlab
     given, logged = {}, []
     monkeypatch.setattr(swanlab, "init", lambda **options: given.update(options))
@@ -79,9 +79,13 @@ def test_swanlab_gets_the_flags_that_have_a_value_and_the_group_as_it_is_printed
     monkeypatch.setattr(swanlab, "has_run", lambda: False)
     args = report_args(swanlab="offline", delta=None, beta=0.0)
     with Report(tmp_path / "run", args, total_steps=1) as report:
-        report.group(1, [ROWS[0]] * 7 + ROWS)
+        report.group(1, [ROWS[1]] + [ROWS[0]] * 8)
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert printed[2:8] == [
+        "What is 1+1?", "advantage reward tag accuracy", "+0.71 1.50 1.00 0.50 7 times", "│ two",
+        "-0.71 0.25 0.25 -", "│ three"]
+    assert logged == [{"samples": ["reward 0.25"] + ["reward 1.50"] * 7}]
     assert given["config"]["beta"] == 0.0 and "delta" not in given["config"]
-    assert logged == [{"samples": ["reward 1.50"] * 8}]
 
 
 @pytest.mark.parametrize("steps, half_line, start_step, then, found", [
@@ -121,6 +125,18 @@ def test_a_run_leaves_its_curves_as_a_picture_even_if_it_dies(pictures, tmp_path
     height, width, _ = imread(tmp_path / "curves.png").shape
     assert 1000 <= width <= 3000 and 600 <= height <= 2000
     assert len(lines(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_a_run_writes_its_page_and_outlives_a_page_that_fails(tmp_path, monkeypatch, capsys):
+    run(tmp_path / "good", [1, 2])
+    page = (tmp_path / "good/report.html").read_text()
+    assert '"step": 2' in page and "three" in page and "report.html" in capsys.readouterr().out
+    monkeypatch.setattr("report.page.write_page", lambda *_: 1 / 0)
+    run(tmp_path / "bad", [1, 2])
+    out = capsys.readouterr().out
+    assert "report.html could not be drawn (ZeroDivisionError" in out and "report.page" in out
+    assert {path.name for path in (tmp_path / "bad").iterdir()} == {
+        "args.json", "metrics.jsonl", "eval.jsonl", "completions.jsonl", "curves.png"}
 
 
 def test_the_same_lines_are_not_drawn_twice(tmp_path, monkeypatch):
@@ -168,16 +184,6 @@ def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, first,
     assert [step for step in said if said[step]] == list(range(first, 46, 20))
     assert all(advice in line for lines in said.values() for line in lines)
     assert max(map(len, said.values())) <= 1
-
-
-def test_a_printed_group_shows_every_completion_with_its_numbers_and_counts_copies(
-        tmp_path, capsys):
-    with Report(tmp_path, report_args(), total_steps=1) as report:
-        report.group(1, [ROWS[1], ROWS[0], ROWS[0]])
-    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert printed[2:8] == [
-        "What is 1+1?", "advantage reward tag accuracy", "+0.71 1.50 1.00 0.50 2 times", "│ two",
-        "-0.71 0.25 0.25 -", "│ three"]
 
 
 def test_a_smooth_curve_begins_where_the_run_began_and_leaves_a_straight_line_straight():
