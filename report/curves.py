@@ -15,15 +15,14 @@ from .text import duration, is_finite, read_jsonl
 
 # The palette of Okabe and Ito, whose colours colour-blind readers can tell apart. Its yellow is too
 # pale for lines, so brown takes its place.
-BLUE, ORANGE, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
-SKY, AMBER, BROWN = "#56B4E9", "#E69F00", "#7A5C3E"
-INK, GREY, FAINT = "#22272e", "#6b7280", "#e5e7eb"
-COLORS = [BLUE, ORANGE, GREEN, PINK, SKY, AMBER, BROWN]
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5C3E"]
+BLUE, ORANGE, GREEN, PINK, SKY, _, BROWN = COLORS
+INK, GREY = "#22272e", "#6b7280"
 STYLE = {
     "text.parse_math": False, "font.size": 9, "text.color": INK,
     "axes.edgecolor": "#c4c9d0", "axes.linewidth": 0.8,
     "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "axes.axisbelow": True, "grid.color": FAINT, "grid.linewidth": 0.8,
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e5e7eb", "grid.linewidth": 0.8,
     "axes.labelsize": 8, "axes.labelcolor": GREY, "axes.labelpad": 1,
     "xaxis.labellocation": "right",
     "xtick.color": GREY, "xtick.labelsize": 8, "xtick.major.size": 0,
@@ -90,20 +89,17 @@ class Run:
     def headline(self):
         """What the run achieved: "held-out accuracy 25% → 71%, answers 30 → 52 tokens, in ..."."""
         parts = []
-        # The first two that the run has: the reward only if one of the better two is missing.
-        for template, keys in [
-            ("held-out accuracy {:.0%} → {:.0%}", ["eval/accuracy"]),
-            ("answers {:.0f} → {:.0f} tokens", ["eval/mean_length", "completions/mean_length"]),
-            ("reward {:.2f} → {:.2f}", ["reward"]),
-        ]:
-            values = next((v for v in map(self.finite, keys) if len(v) > 1), None)
-            if values is not None and len(parts) < 2:
-                parts.append(template.format(values[0], values[-1]))
+        for template, *keys in (
+                ("held-out accuracy {:.0%} → {:.0%}", "eval/accuracy"),
+                ("answers {:.0f} → {:.0f} tokens", "eval/mean_length", "completions/mean_length"),
+                ("reward {:.2f} → {:.2f}", "reward")):
+            known = [values for values in map(self.finite, keys) if len(values) > 1]
+            parts += [template.format(values[0], values[-1]) for values in known[:1]]
         count = self.steps[-1]["step"] - self.steps[0]["step"] + 1
         seconds = self.finite("step_time").sum() * count / len(self.steps)
-        parts.append(f"in {count:,} step{'s' * (count != 1)}"
-                     + (f", {duration(seconds)}" if seconds else ""))
-        return ", ".join(parts)
+        # The reward only if one of the better two is missing.
+        parts = [*parts[:2], f"in {count:,} step{'s' * (count != 1)}", duration(seconds)]
+        return ", ".join(parts if seconds else parts[:-1])
 
 
 # --- one run --------------------------------------------------------------------------------------
@@ -113,15 +109,16 @@ def draw_one(fig, run):
     draw_reward(reward, run)
     draw_accuracy(accuracy, run)
     draw_length(length, run)
-    draw_strips(drift, [run], "Exploration and drift",
-                "how sure the policy is, and how far it has moved", [
+    draw_strips(
+        drift, [run], "Exploration and drift", "how sure the policy is, and how far it has moved",
         ("kl", "{:.2g}", "KL to the reference: a spike is fine, a lasting climb is not", [PINK]),
-        ("entropy", "{:.2g}", "entropy, nats per token: falls as the policy gets sure", [GREEN])])
-    draw_strips(health, [run], "Health of the updates", "early trouble shows here first", [
+        ("entropy", "{:.2g}", "entropy, nats per token: falls as the policy gets sure", [GREEN]))
+    draw_strips(
+        health, [run], "Health of the updates", "early trouble shows here first",
         ("frac_reward_zero_std", "{:.0%}",
          "groups of equal rewards: bad early; late, the task is solved", [ORANGE]),
         ("clip_ratio/region_mean", "{:.1%}", "tokens clipped: a few percent at most", [BLUE]),
-        ("grad_norm", "{:.2g}", "gradient norm: spikes are clipped", [BROWN])])
+        ("grad_norm", "{:.2g}", "gradient norm: spikes are clipped", [BROWN]))
     draw_time(seconds, run)
 
 
@@ -194,7 +191,6 @@ def draw_time(cell, run):
 def draw_several(fig, runs):
     from matplotlib.lines import Line2D
 
-    cells = title(fig, f"{len(runs)} runs", "")
     colors = (COLORS * len(runs))[:len(runs)]
     swatches = [Line2D([], [], color=color, linewidth=3) for color in colors]
     fig.legend(swatches, [run.name for run in runs], frameon=False, loc="center left",
@@ -213,8 +209,8 @@ def draw_several(fig, runs):
         ("Seconds per step", "without evaluations and checkpoints; lower is faster",
          ("training_time", "{:.2f}", "")),
     ]
-    for cell, (name, subtitle, *rows) in zip(cells, panels):
-        draw_strips(cell, runs, name, subtitle, [(*row, colors) for row in rows])
+    for cell, (name, subtitle, *rows) in zip(title(fig, f"{len(runs)} runs", ""), panels):
+        draw_strips(cell, runs, name, subtitle, *((*row, colors) for row in rows))
 
 
 # --- the parts of a panel -------------------------------------------------------------------------
@@ -247,11 +243,8 @@ def above(ax, text, x, y, **style):
                 **style)
 
 
-def draw_strips(cell, runs, name, subtitle, rows):
-    """Draw a panel of strips, leaving out those whose metric was never recorded, but not all.
-
-    rows: (key, form, text, colors) of each, as strip() takes them.
-    """
+def draw_strips(cell, runs, name, subtitle, *rows):
+    """Draw a panel of strips, as strip() takes them, but not those that were never recorded."""
     rows = [row for row in rows if any(len(run.finite(row[0])) for run in runs)] or rows[:1]
     for ax, row in zip(panel(cell, name, subtitle, heights=[1] * len(rows)), rows):
         strip(ax, runs, *row)
@@ -275,15 +268,14 @@ def line(ax, run, key, color, label, width):
     if not seen.any():
         return []
     if key.startswith("eval/"):
-        few, marker = len(values) < 40, 3.5
+        marker = {"marker": "o", "markersize": 3.5} if len(values) < 40 else {}
         steps, values = steps[seen], values[seen]
     else:
-        few, marker = len(values) <= 3, 4
+        marker = {"marker": "o", "markersize": 4} if len(values) <= 3 else {}
         if len(values) > 10:
             ax.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
         values = smooth(values)
-    ax.plot(steps, values, color=color, linewidth=width, marker="o" if few else None,
-            markersize=marker)
+    ax.plot(steps, values, color=color, linewidth=width, **marker)
     return [(values[np.isfinite(values)][-1], label, color)]
 
 

@@ -53,7 +53,9 @@ def page_data(run_dir):
     return {
         "name": run.name,
         "headline": run.headline(),
-        "args": shown_args(args),
+        # Of paths only the last part, since pages are passed on.
+        "args": {name.removesuffix("_path"): Path(args[name]).name if name.endswith("_path") else
+                 args[name] for name in SHOWN_ARGS if args.get(name) is not None},
         "metrics": {name: values for name, values in columns(run.steps).items()
                     if not name.startswith("timing_s/")},
         "evaluations": columns(run.evaluations[::math.ceil(len(run.evaluations) / 500) or 1]),
@@ -61,13 +63,6 @@ def page_data(run_dir):
         "shortened": sum("left_out" in row for row in rows),
         "completions": len(rows),
     }
-
-
-def shown_args(args):
-    """The arguments that matter most; of paths only the last part, since pages are passed on."""
-    args = {name: args[name] for name in SHOWN_ARGS if args.get(name) is not None}
-    return {name.removesuffix("_path"): Path(value).name if name.endswith("_path") else value
-            for name, value in args.items()}
 
 
 # --- which completions ----------------------------------------------------------------------------

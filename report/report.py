@@ -1,15 +1,9 @@
 """Everything a run prints and writes, except its weights.
 
-It moves a progress bar, prints warnings, logs to SwanLab if asked to, and writes these files:
-
-    out/<run_name>/args.json           the arguments of the run
-                   metrics.jsonl       one line per training step, starting with step 1
-                   eval.jsonl          one line per evaluation; step 0 is before training
-                   completions.jsonl   every completion, with its rewards and its advantage;
-                                       completions.1.jsonl the older ones (--completions_limit)
-                   curves.png          the metrics and evaluations as one picture (curves.py)
-                   report.html         a page to look into the run (page.py)
-                   swanlab/            SwanLab's own files, with --swanlab offline, local or online
+It moves a progress bar, prints warnings, logs to SwanLab if asked to, and writes the files that
+docs/runs.md lists: in metrics.jsonl a line per training step, from step 1; in eval.jsonl a line per
+evaluation, step 0 being before training; in completions.jsonl every completion with its rewards and
+its advantage, and in completions.1.jsonl the older ones (--completions_limit).
 
 Once its first step is done, a new run deletes what an earlier run of its name has left there. A run
 that fails before that, for a mistake in a reward function, say, leaves those results alone.
@@ -22,7 +16,7 @@ import os
 import shutil
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,7 +51,7 @@ class Report:
         self.run_dir, self.args, self.active = Path(run_dir), args, active
         self.total_steps, self.start_step, self.num_tokens = total_steps, start_step, num_tokens
         self.current_step = start_step
-        self.dead_groups = deque(maxlen=10)     # frac_reward_zero_std of the last steps
+        self.dead_groups = []                   # frac_reward_zero_std of the last 10 steps
         self.timings = Counter()                # timing_s/<phase> -> seconds since the last step
         self.running = None, 0.0                # the phase that is being timed, and since when
         self.warned_at = {}                     # text of a warning -> step that last printed it
@@ -105,8 +99,8 @@ class Report:
             note = ("\nThe loss will read about 0 throughout: the advantages of a group cancel\n"
                     "out in its value, though not in its gradient. To see whether the policy\n"
                     f"learns, watch the reward{held_out}.\n")
-        rewards = [name if weight == 1 else f"{weight:g} {name}"
-                   for name, weight in zip(args.reward_funcs, args.reward_weights)]
+        rewards = " + ".join(name if weight == 1 else f"{weight:g} {name}"
+                             for name, weight in zip(args.reward_funcs, args.reward_weights))
         size = sum(parameter.numel() for parameter in policy.parameters())
         judges = " + ".join(args.eval_reward_funcs)
         if args.eval_threshold != 1:
@@ -121,7 +115,7 @@ class Report:
             "prompts": f"{num_prompts:,} in {short(Path(args.data_path))}",
             "held out": num_heldout and f"{num_heldout:,} in {short(Path(args.eval_data_path))}, "
                                         f"right by {judges}",
-            "rewards": " + ".join(rewards),
+            "rewards": rewards,
             "steps": f"{self.total_steps}, each with {prompts} prompts x "
                      f"{args.num_generations} completions",
             "files": f"{short(self.run_dir)}/, a checkpoint takes {checkpoint:,.0f} MB",
@@ -200,20 +194,16 @@ class Report:
             self.bar.update(step - self.bar.n)
         elif step in (self.start_step + 1, self.total_steps) or step % self.args.log_interval == 0:
             self._print(f"step {step:>3}/{self.total_steps}  {numbers}")
-        self._warn_of_accidents(metrics)
-        if rows and step in (self.start_step + 1, self.total_steps):
-            self.group(step, rows[:self.args.num_generations])
-
-    def _warn_of_accidents(self, metrics):
         # A policy that has learned its task has many such groups; that is no accident yet.
-        self.dead_groups.append(metrics.get("frac_reward_zero_std", 0.0))
-        last = list(self.dead_groups)
+        last = self.dead_groups = self.dead_groups[-9:] + [metrics.get("frac_reward_zero_std", 0.0)]
         if last[-3:] == [1] * 3 or len(last) == 10 and sum(last) / 10 > 0.9:
             self.warn(NO_SIGNAL)
         if metrics.get("completions/clipped_ratio", 0.0) > 0.5:
             self.warn(NO_END)
         if not is_finite(metrics.get("grad_norm", 0.0)):
             self.warn(NOT_FINITE)
+        if rows and step in (self.start_step + 1, self.total_steps):
+            self.group(step, rows[:self.args.num_generations])
 
     def group(self, step, rows):
         """Print one group: a prompt and at most 8 completions, best to worst, with their numbers.
