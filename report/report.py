@@ -56,8 +56,7 @@ class Report:
         self.running = None, 0.0                # the phase that is being timed, and since when
         self.warned_at = {}                     # text of a warning -> step that last printed it
         self.held_back = []                     # rows until the first step is done, then None
-        self.drawing_costs, self.drawn_at = 0.0, -math.inf          # seconds
-        self.drawn_step = None
+        self.drawn_step, self.next_drawing = None, -math.inf    # the step, and the time
 
     def __enter__(self):
         if not self.active:
@@ -76,7 +75,7 @@ class Report:
         if not self.active:
             return
         self.bar.close()
-        self.drawn_at = -math.inf
+        self.next_drawing = -math.inf
         self.draw()
         if error is None:
             self._print_summary()
@@ -248,8 +247,8 @@ class Report:
         """
         self.phase(None)
         start = time.perf_counter()
-        is_young = start - self.drawn_at < 20 * self.drawing_costs
-        if self.held_back is not None or self.current_step == self.drawn_step or is_young:
+        has_news = self.held_back is None and self.current_step != self.drawn_step
+        if not has_news or start < self.next_drawing:
             return
         # Imported here: `python -m report.page` would warn of a module that it runs a second time.
         from . import curves, page
@@ -265,8 +264,8 @@ class Report:
                 self.warn(f"{name} could not be drawn ({type(error).__name__}: {error}); try "
                           f"`python -m report.{module} {short(self.run_dir)}` later.")
         gc.collect()    # a picture is megabytes of objects that refer to each other
-        self.drawn_at, self.drawn_step = time.perf_counter(), self.current_step
-        self.drawing_costs = self.drawn_at - start
+        now = time.perf_counter()
+        self.drawn_step, self.next_drawing = self.current_step, now + 20 * (now - start)
 
     # --- helpers ----------------------------------------------------------------------------------
 
