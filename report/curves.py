@@ -155,8 +155,7 @@ def draw_length(cell, run):
     if len(low) == len(high) > 0:
         ax.fill_between(steps, smooth(low), smooth(high), color=SKY, alpha=0.22, linewidth=0)
     ends = line(ax, run, "completions/mean_length", BLUE, "training", width=2.2)
-    ends += line(ax, run, "eval/mean_length", ORANGE, "held-out", width=1.2)
-    finish(ax, ends, "{:.0f}")
+    finish(ax, ends + line(ax, run, "eval/mean_length", ORANGE, "held-out", width=1.2), "{:.0f}")
     for ax in below:
         strip(ax, [run], "completions/clipped_ratio", "{:.0%}",
               "cut off at the length limit: should be rare", [PINK])
@@ -297,7 +296,7 @@ def smooth(values):
 def finish(ax, ends, form="", top=None):
     """Set the scales, and write each line's name and last value at its right end.
 
-    ends: what line() and points() returned. form: the format of the values; with a % in it, the
+    ends: what line() returned. form: the format of the values; with a % in it, the
     y axis is in percent too. top: the upper limit of the y axis (default: from the data).
     """
     if not ax.has_data():

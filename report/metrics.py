@@ -16,8 +16,7 @@ def rollout_metrics(rows, num_generations, failures=()):
     has reward NaN and is left out of the reward statistics. Standard deviations are sample
     standard deviations (n-1). Raises UserError if every reward is NaN.
 
-    failures: (reward function, how often it has failed in this run, what failed now or None), from
-    all ranks.
+    failures, of all ranks: (reward function, how often it has failed, what failed now or None).
     """
     rewards = [row["reward"] for row in rows]
     if all(math.isnan(reward) for reward in rewards):

@@ -162,9 +162,9 @@ def shown_row(row, args):
     # A long one loses its middle, as a text does; in its place stands a token without numbers.
     half = max(1, room // 8)        # of a quarter as many tokens as a text has characters
     left_out = len(row["tokens"]) - 2 * half
-    for name, short in (("tokens", "tokens"), ("token_logps", "logps"),
-                        ("token_advantages", "advantages")):
+    for name in ("tokens", "token_logps", "token_advantages"):
         if name in row:
+            short = name.removeprefix("token_")
             shown[short] = [round(x, 2) if isinstance(x, float) else x for x in row[name]]
             if left_out > 0:
                 gap = f" … [{left_out:,} tokens left out] … " if name == "tokens" else None

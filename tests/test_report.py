@@ -228,17 +228,13 @@ class Bytes:
         return bytes(i for i in ids if i).decode(errors="replace")
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_a_rollout_is_described_one_row_per_completion(per_token):
+def test_a_rollout_is_described_one_row_per_completion():
     chats = [[{"role": "user", "content": "7+3"}]] * 2
-    advantages = torch.tensor([0.5, -0.5])
-    if per_token:
-        advantages = torch.stack((advantages, advantages + 1), dim=1)       # (N, R)
     rollout = SimpleNamespace(
         prompts=["q", "q"], completions=["1", "11"],
         columns={"messages": chats, "nums": [[7, 3], None], "reward": ["of the file"] * 2},
         mask=torch.tensor([[1, 0], [1, 1]]), ended=torch.tensor([True, False]),
-        rewards=torch.tensor([1.5, 0.0]), advantages=advantages,
+        rewards=torch.tensor([1.5, 0.0]), advantages=torch.tensor([0.5, -0.5]),
         rewards_per_func={"tag_reward": torch.tensor([0.5, 0.0])},
         sampling_logps=-torch.arange(4.0).reshape(2, 2) / 8, token_ids=lambda: [b"1", b"11"])
     rows = [
@@ -249,8 +245,9 @@ def test_a_rollout_is_described_one_row_per_completion(per_token):
     assert describe(rollout) == rows
     rows[0] |= {"tokens": ["1"], "token_logps": [0.0]}
     rows[1] |= {"tokens": ["1", "1"], "token_logps": [-0.25, -0.375]}
-    if per_token:
-        rows[0]["token_advantages"], rows[1]["token_advantages"] = [0.5], [-0.5, 0.5]
+    assert describe(rollout, Bytes()) == rows
+    rollout.advantages = torch.tensor([[0.5, 1.5], [-0.5, 0.5]])        # (N, R)
+    rows[0]["token_advantages"], rows[1]["token_advantages"] = [0.5], [-0.5, 0.5]
     assert describe(rollout, Bytes()) == rows
 
 
