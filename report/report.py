@@ -82,7 +82,7 @@ class Report:
         # SwanLab's own Ctrl-C handler may already have finished its run.
         if self.swanlab and self.swanlab.has_run():
             state = "aborted" if isinstance(error, KeyboardInterrupt) else "crashed"
-            end = {"state": state, "error": f"{error_type.__name__}: {error}"} if error else {}
+            end = {"state": state, "error": f"{error_type.__name__}: {error}"} if error_type else {}
             self.swanlab.finish(**end)
 
     # --- called by the training loop --------------------------------------------------------------
