@@ -41,25 +41,33 @@ FAMILIES = {
         "tie_word_embeddings": False, "num_hidden_layers": 4, "decoder_sparse_step": 2,
         "mlp_only_layers": [3]}),
 }
+CONSTANTS = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 8, "eos_token_id": 2,
+             "tie_word_embeddings": True,
+             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+THREE = CONSTANTS | {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "head_dim": 8,
+                     "intermediate_size": 256}
+MINIMIND = {
+    "minimind2": ("Llama", CONSTANTS | {"intermediate_size": 192, "num_hidden_layers": 3}),
+    "minimind3": ("Qwen3", THREE),
+    "minimind3_moe": ("Qwen3Moe", THREE | {
+        "moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 1,
+        "norm_topk_prob": True}),
+}
 
 
+@torch.no_grad()
 def reference(family, **sizes):
-    """A small random model of transformers' class for this family.
+    """A small model of transformers' class for this family.
 
-    Its RoPE base and its norms' epsilon are no defaults: ignoring them would change the logits.
+    Its RoPE base and its norms' epsilon are no defaults: ignoring them would change the logits. All
+    parameters are random, also norms and biases: their initial 1 or 0 would hide them.
     """
-    name, switches = FAMILIES[family]
+    name, switches = (FAMILIES | MINIMIND)[family]
     fields = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
               "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
               "rms_norm_eps": 1e-5, "pad_token_id": 0,
               "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    return randomized(name, fields | switches | sizes)
-
-
-@torch.no_grad()
-def randomized(name, fields):
-    """Every parameter is random, also norms and biases: their initial 1 or 0 would hide them."""
-    config = getattr(transformers, name + "Config")(**fields)
+    config = getattr(transformers, name + "Config")(**fields | switches | sizes)
     model = getattr(transformers, name + "ForCausalLM")(config)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
@@ -209,27 +217,9 @@ def test_a_hub_id_is_downloaded_and_a_failure_is_one_sentence(monkeypatch, tmp_p
 
 # --- MiniMind's .pth ------------------------------------------------------------------------------
 
-CONSTANTS = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 8, "pad_token_id": 0,
-             "eos_token_id": 2, "tie_word_embeddings": True,
-             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-MINIMIND = {
-    "minimind2": ("Llama", {
-        "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "intermediate_size": 192,
-        "num_hidden_layers": 3}),
-    "minimind3": ("Qwen3", {
-        "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "head_dim": 8, "intermediate_size": 256,
-        "num_hidden_layers": 2}),
-    "minimind3_moe": ("Qwen3Moe", {
-        "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "head_dim": 8, "intermediate_size": 256,
-        "num_hidden_layers": 2, "moe_intermediate_size": 256, "num_experts": 4,
-        "num_experts_per_tok": 1, "norm_topk_prob": True}),
-}
-
-
 def minimind(generation, folder, **sizes):
     """A random model of transformers' class, and the path of its tensors as MiniMind saves them."""
-    name, fields = MINIMIND[generation]
-    theirs = randomized(name, CONSTANTS | fields | sizes)
+    theirs = reference(generation, **sizes)
     with torch.no_grad():
         theirs.model.embed_tokens.weight.mul_(0.01)     # so small that the norms' epsilon matters
     theirs.save_pretrained(folder / "by_transformers")
