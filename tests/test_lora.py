@@ -5,7 +5,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_run import POLICY, SMALL, arguments, measured, rollout_of_six
-from transformers import AutoModelForCausalLM
 
 import train_grpo
 from model import MiniMindConfig, MiniMindForCausalLM, World, fast, load_pretrained, sampler
@@ -140,9 +139,6 @@ def test_a_run_saves_adapter_and_merged_weights_and_resumes_exactly(tmp_path, mo
             tensor = tensor + 32 / 2 * weights[f"{prefix}B.weight"] @ weights[f"{prefix}A.weight"]
             assert not torch.equal(tensor, base[name].float())
         torch.testing.assert_close(final[name], tensor, rtol=1e-5, atol=1e-6)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "whole/final")
-    ours = load_pretrained(tmp_path / "whole/final")
-    torch.testing.assert_close(theirs(IDS).logits, ours(IDS), atol=1e-4, rtol=1e-4)
     assert measured(tmp_path / "whole")[0]["kl"] == 0       # the policy is the reference
 
 

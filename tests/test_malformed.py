@@ -104,18 +104,11 @@ no_file = parametrize("make", [
 # --- weights --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def saved(tiny_policy, tmp_path_factory):
-    tokenizer, policy = tiny_policy
-    folder = tmp_path_factory.mktemp("saved")
-    save_pretrained(policy, tokenizer, folder)
-    return folder
-
-
 @pytest.fixture
-def weights(saved, tmp_path):
-    """A folder of its own, to be damaged."""
-    return Path(shutil.copytree(saved, tmp_path / "weights"))
+def weights(tiny_policy, tmp_path):
+    """A valid folder, to be damaged."""
+    save_pretrained(tiny_policy[1], tiny_policy[0], tmp_path / "weights")
+    return tmp_path / "weights"
 
 
 VALUES = [-1, 0, 10**9, 10**30, 1e308, NAN, INF, None, True, "7", "\x1b[31m", [], [1], {},
@@ -261,24 +254,15 @@ def by_torch(content, **options):
     return file.getvalue()
 
 
-def zipped(pickled):
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("archive/data.pkl", pickled)
-        archive.writestr("archive/version", "3")
-    return file.getvalue()
-
-
 def hostile_pickles(state, canary):
     """The bytes of files, made of a model's tensors and a command."""
     whole = by_torch(state)
     yield from (b"", bytes(1000), b"a" * 257 + b"ustar" + bytes(600), GIT_LFS,
                 whole[:20_000], whole[-5_000:], pickle.dumps(canary),
-                zipped(pickle.dumps(canary, 2)),
                 by_torch({"a": canary}, _use_new_zipfile_serialization=False))
     lacking = [{name: state[name] for name in state if part not in name}
                for part in ("k_proj", "mlp.gate_proj")]
-    for content in ({"a": canary}, state | {"a": canary}, torch.nn.Linear(2, 2), [1],
+    for content in (canary, {"a": canary}, state | {"a": canary}, torch.nn.Linear(2, 2), [1],
                     torch.ones(1), dict(enumerate(state.values())), {}, *lacking):
         yield by_torch(content)
     for change in (lambda tensor: "a", lambda tensor: state, lambda tensor: tensor.long(),

@@ -174,10 +174,7 @@ def read_weights(path):
 
 @torch.no_grad()
 def load_adapter(model, path):
-    """Copy an adapter of the same rank, scale and targets into the model, in place.
-
-    Raises UserError if the adapter is another one.
-    """
+    """Copy an adapter into the model, in place; UserError if its rank, scale or targets differ."""
     path = Path(path)
     config = read_json(path / "adapter_config.json")
     for name in ("r", "lora_alpha", "target_modules"):
