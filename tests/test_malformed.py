@@ -154,11 +154,18 @@ def ending(number):
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}
 BROKEN_WEIGHTS = {"config.json": [
     ("config.json", *BROKEN_JSON),
+    *((list(change)[0], change) for change in (         # the first of these fields is named
+        {"hidden_size": None}, {"eos_token_id": "2"}, {"eos_token_id": [2, "3"]},
+        {"pad_token_id": True}, {"rope_theta": -1.0, "rope_parameters": None},
+        {"num_experts": 10**8, "model_type": "qwen3_moe"},
+        # what model/model.py does not build
+        {"use_sliding_window": True, "max_window_layers": 1}, {"mlp_bias": True},
+        {"layer_types": ["full_attention", "sliding_attention"]}, {"hidden_act": "gelu"},
+        {"partial_rotary_factor": 0.5}, {"final_logit_softcapping": 30.0},
+        {"quantization_config": {"quant_method": "fp8"}})),
     ("num_attention_heads num_key_value_heads", {"num_attention_heads": 3}),
-    ("head_dim odd", {"head_dim": 7}), ("hidden_size", {"hidden_size": None}),
-    ("eos_token_id '2'", {"eos_token_id": "2"}), ("eos_token_id", {"eos_token_id": [2, "3"]}),
-    ("pad_token_id True", {"pad_token_id": True}),
-    ("rope_theta", {"rope_theta": -1.0, "rope_parameters": None}),
+    ("head_dim odd", {"head_dim": 7}), ("'mamba'", {"model_type": "mamba"}),
+    ("num_experts_per_tok", {"model_type": "qwen3_moe", "num_experts": 1}),
     ("factor '2'", {"rope_scaling": {"type": "linear", "factor": "2"}}),
     ("factor nan", {"rope_scaling": {"type": "linear", "factor": NAN}}),
     ("config.json", {"rope_scaling": {"type": ["linear"]}}),
@@ -167,16 +174,6 @@ BROKEN_WEIGHTS = {"config.json": [
     ("factor", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}),
     ("low_freq_factor high_freq_factor", {"rope_scaling": LLAMA3}),
     ("config.json", {"model_type": ["qwen3"]}, {"model_type": "\x1b]0;spoofed\x07"}),
-    ("'mamba'", {"model_type": "mamba"}),
-    ("num_experts", {"model_type": "qwen3_moe", "num_experts": 10**8}),
-    ("num_experts_per_tok", {"model_type": "qwen3_moe", "num_experts": 1}),
-    # what model/model.py does not build
-    ("use_sliding_window", {"use_sliding_window": True, "max_window_layers": 1}),
-    ("sliding_attention", {"layer_types": ["full_attention", "sliding_attention"]}),
-    ("partial_rotary_factor 0.5", {"partial_rotary_factor": 0.5}),
-    ("hidden_act 'gelu'", {"hidden_act": "gelu"}), ("mlp_bias", {"mlp_bias": True}),
-    ("final_logit_softcapping 30.0", {"final_logit_softcapping": 30.0}),
-    ("fp8", {"quantization_config": {"quant_method": "fp8"}}),
     # a tensor that is missing, unexpected, of another shape
     ("model.layers.2.", {"num_hidden_layers": 3}), ("model.layers.1.", {"num_hidden_layers": 1}),
     ("model.layers.0.mlp.down_proj.weight", {"intermediate_size": 40}),
@@ -190,8 +187,7 @@ BROKEN_WEIGHTS = {"config.json": [
         [], {}, {"a": 1}, {"a": "../model.safetensors"}, {"a": "/etc/passwd"}, {"a": ""},
         {"a": ".."}, {"a": "missing.safetensors"}))),
 ], "model.safetensors": [
-    ("", b"", Canary, length(2) + b"{}", length(100_000) + b"[" * 100_000,
-     GIT_LFS,
+    ("", b"", Canary, GIT_LFS, length(2) + b"{}", length(100_000) + b"[" * 100_000,
      lambda data: length(2**40) + data[8:], lambda data: length(2**63) + data[8:],
      lambda data: length(10) + data[8:], lambda data: length(2) + b"[]" + data[8:],
      lambda data: data[:8], lambda data: data[:len(data) // 2], lambda data: data[:-1],
