@@ -28,7 +28,8 @@ from model.processes import world
 from model.processes.watch import Watch
 from model.storage.write import written_whole
 from report import UserError
-from report.text import drop_lines_after, read_jsonl
+from report.report import drop_lines_after
+from report.text import read_jsonl
 
 FLAGS = ["--batch_size", "2", "--num_generations", "2", "--max_gen_len", "8", "--eval_samples", "2",
          "--eval_interval", "0", "--max_steps", "4", "--save_interval", "2", "--run_name", "run"]
