@@ -15,7 +15,6 @@ import train_grpo
 from conftest import interrupt
 from model import fast, load_checkpoint, save_pretrained
 from model.lora import merged_state
-from model.processes.shard import part_of, whole
 
 RUNS = {        # name -> flags
     "apart": [], "sharded": ["--shard", "1"],
@@ -121,8 +120,3 @@ def test_another_number_of_ranks_resumes_it(name, out, monkeypatch):
     for weight in filter(lambda weight: weight.requires_grad, policy.parameters()):
         assert optimizer.state[weight]["exp_avg_sq"].shape == weight.shape
         assert optimizer.state[weight]["exp_avg_sq"].any()
-
-
-def test_a_tensor_that_is_not_sharded_is_whole_and_its_own_part():
-    tensor = torch.ones(3)
-    assert whole(tensor) is tensor and part_of(tensor, tensor) is tensor
