@@ -14,7 +14,8 @@ import train_grpo
 from conftest import jsonl
 from model import World, fast, load_pretrained
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.skipif(
+    torch.cuda.is_available(), reason="test_cuda.py asks the real one")]
 CPU, CUDA, Tensor = torch.device("cpu"), torch.device("cuda:0"), torch.Tensor
 COPIES = {"to", "copy_", "__set__"}
 WAITS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique"}
@@ -71,10 +72,9 @@ class Generator(torch.Generator):
     device = None
 
     def __new__(cls, device=CPU):
-        return super().__new__(cls)
-
-    def __init__(self, device=CPU):
-        self.device = device
+        generator = super().__new__(cls)
+        generator.device = device
+        return generator
 
 
 @pytest.fixture
@@ -135,7 +135,9 @@ EVERYTHING = """--save_interval 1 --eval_interval 1 --eval_samples 4 --num_minib
     ("qwen3_moe_some_dense", "float32", ""), ("qwen3_moe", "bfloat16", ""),
     ("qwen3_tied", "float32", "--lora_rank 2"), ("qwen3_tied", "bfloat16", "--lora_rank 2"),
     ("qwen3_tied", "float32", "--fast 0")])
-def test_a_run_and_its_resume_mix_no_devices(gpu, family, dtype, flags, tmp_path):
+def test_a_run_and_its_resume_mix_no_devices(gpu, family, dtype, flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(fast, "SMALL", 0)
+    monkeypatch.setattr(fast, "CHUNK", 50)      # of the head's inputs: one chunk, or several
     if family:                  # random weights, and a reward that they earn; many tokens are EOS
         sizes = {"vocab_size": 300, "eos_token_id": list(range(20, 50))}
         reference(family, **sizes).save_pretrained(tmp_path / "weights")
