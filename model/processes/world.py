@@ -187,14 +187,10 @@ def sum_in_buckets(tensors):
 
 
 def for_sampling(sample, world, args):
-    """`sample` for this run: in slices, in the precision of matrix products, of a whole model.
-
-    Of a sharded one it reads a copy, which it keeps while it runs: otherwise every layer would be
-    gathered for every single token.
-    """
+    """`sample` for this run: in slices, in the precision of matrix products, of a whole model."""
     sample = in_slices(sample, args.rollout_batch_size)
 
-    def sample_whole(model, *prompts, **options):
+    def sample_whole(model, *prompts, **options):       # of a copy, for as long as this runs
         return sample(model.whole(dtype=world.matrix_dtype), *prompts, **options)
 
     return precision(world)(sample_whole if args.shard else sample)
