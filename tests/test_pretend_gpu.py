@@ -39,6 +39,8 @@ class PretendGPU(TorchFunctionMode):
         name, kwargs, there = func.__name__, kwargs or {}, any(map(on_gpu, tensors(args, kwargs)))
         if there and func == Tensor.device.__get__:
             return CUDA
+        if name in ("_parse_to", "_has_compatible_shallow_copy_type"):      # in a module's `to`
+            return func(*args, **kwargs)
         if func == Tensor.cpu:
             func, name, args = Tensor.to, "to", (*args, CPU)
         targets = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.device)]
@@ -51,7 +53,7 @@ class PretendGPU(TorchFunctionMode):
         if there and name not in COPIES and any(
                 x.dim() and not on_gpu(x) for x in tensors(used, kwargs)):
             raise RuntimeError(f"two devices in {name}")
-        if there and kwargs.get("enable_gqa"):
+        if there and kwargs.get("enable_gqa") and kwargs.get("attn_mask") is not None:
             raise RuntimeError("its fused attention takes no mask where heads share keys")
         masks = name == "__getitem__" and any(x.dtype == torch.bool for x in index)
         self.waits += there and (masks or name in WAITS or name in COPIES and not stays)
@@ -99,6 +101,7 @@ def test_it_refuses_two_devices_as_cuda_does(gpu):
     assert x.device == CUDA == (x[2:] + torch.tensor(1.0)).device and gpu.waits == 0
     assert x[torch.tensor([4, 1])].cpu().tolist() == [4, 1] and x.sum() == 15 and gpu.waits == 2
     assert x.cpu().device == here.copy_(x).device == CPU
+    assert torch.nn.Linear(2, 2).to(CUDA).weight.device == CUDA
     for mixed in (lambda: x + here, lambda: torch.cat([here, x]), lambda: here[x.long()],
                   lambda: here.add_(x[0]), lambda: x.gather(0, here.long())):
         with pytest.raises(RuntimeError, match="two devices in"):
