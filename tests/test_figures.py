@@ -1,6 +1,5 @@
 """The figures on the pages are those of report/experiments/results."""
 import functools
-import itertools
 import re
 from unittest.mock import ANY
 
@@ -22,7 +21,8 @@ def runs(name):
 def cell(name, arm, key, form="{1:.1f} ± {2:.1f}", *, times=100, row="", minus=None):
     """What a table says of an arm; {0}: its beginning, {1}: its end, {2}: the end's 95% interval.
 
-    minus: another arm, from whose end in the same seed {1} and {2} are the distance.
+    minus: another arm, from whose end in the same seed {1} and {2} are the distance. times: -100
+    where a page calls a distance "lower", without its sign.
     """
     begins, ends = ends_of_runs(runs(name), row, arm, key)
     if minus:
@@ -32,11 +32,9 @@ def cell(name, arm, key, form="{1:.1f} ± {2:.1f}", *, times=100, row="", minus=
     return form.format(begins.mean(), ends.mean(), interval(ends)[1])
 
 
-def below(*args, **options):
-    """A difference that a page calls lower, without its sign."""
-    text = cell(*args, **options)
-    assert text.startswith("-"), text
-    return text[1:]
+def accuracies(name, *arms):
+    """The cells of a table with a row for each arm: its held-out accuracy, sampled and greedy."""
+    return [[cell(name, arm, f"eval/{how}accuracy") for how in ("", "greedy_")] for arm in arms]
 
 
 def after(name, arm, key, step, times=100):
@@ -57,12 +55,12 @@ def countdown():
                 cell("countdown", arm, "tries", "{0:.1f} → {1:.1f}", times=1),
                 cell("countdown", arm, "repeats", "{0:.1f} → {1:.1f}")]
 
-    gave_up = (cell("countdown", "the shipped weights", "gave_up", "{0:.0f}"),
-               f'{after("countdown", "the shipped weights", "gave_up", 20).mean():.0f}')
-    slips = cell("countdown", "the shipped weights", "slips", "{0:.1f} {1:.1f}")
-    return ([row("the shipped weights"), row("gives up sooner"),
+    shipped = "the shipped weights"
+    return ([row(shipped), row("gives up sooner"),
              row("tries in random order", greedy="{0:.0f} → {1:.0f}")],
-            [[*gave_up, slips]])
+            [[cell("countdown", shipped, "gave_up", "{0:.0f}"),
+              f'{after("countdown", shipped, "gave_up", 20).mean():.0f}',
+              cell("countdown", shipped, "slips", "{0:.1f} {1:.1f}")]])
 
 
 def loss_types():
@@ -76,39 +74,35 @@ def loss_types():
         return cell("loss_types", f"{arm}, {scale}", key, times=1, row=row, minus=f"grpo, {scale}",
                     form="{1:.1f} ± {2:.1f}" if small else "{1:z.0f} ± {2:.0f}")      # z: no -0
 
-    def less_often_right(arm):
-        return below("loss_types", f"{arm}, group", "right", row=cut_off, minus="grpo, group")
-
     return ([[", ".join(length(key, arm, scale, row) for scale in ("group", "none"))
               for row in rows] for key in ("length/right", "length/wrong")
              for arm in ("grpo", "bnpo", "dr_grpo", "r1")],
-            [[less_often_right("bnpo"), less_often_right("r1")]])
+            [[cell("loss_types", f"{arm}, group", "right", row=cut_off, minus="grpo, group",
+                   times=-100) for arm in ("bnpo", "r1")]])
 
 
 def clip():
-    def row(arm):
-        return [cell("clip", f"{arm}, {kind}", "eval/accuracy") for kind in ("clip", "no clip")]
-
-    after_5 = [lowest_and_highest(after("clip", f"{arm}, clip", "eval/accuracy", 5))
-               for arm in ("4 iterations", "1 iteration")]
-    return ([[row("1 iteration")[0], ANY], row("4 iterations"), row("16 iterations")],
-            [[*itertools.chain(*after_5)]])
+    once, *more = ([cell("clip", f"{arm}, {kind}", "eval/accuracy") for kind in ("clip", "no clip")]
+                   for arm in ("1 iteration", "4 iterations", "16 iterations"))
+    after_5 = [bound for arm in ("4 iterations", "1 iteration")
+               for bound in lowest_and_highest(after("clip", f"{arm}, clip", "eval/accuracy", 5))]
+    return [[once[0], ANY], *more], [after_5]
 
 
 def reward_model():
+    score, accuracy = "rewards/reward_model/mean", "rewards/accuracy_reward/mean"
+
     def right(arm):
-        return cell("reward_model", arm, "rewards/accuracy_reward/mean", "{1:.0f} ± {2:.0f}")
+        return cell("reward_model", arm, accuracy, "{1:.0f} ± {2:.0f}")
 
     kinds = ("k1", "k2", "k3")
-    scores = [cell("reward_model", arm, "rewards/reward_model/mean", "{1:.2f}", times=1)
+    scores = [cell("reward_model", arm, score, "{1:.2f}", times=1)
               for arm in ("no KL", "k1, beta 0.3", "k2, beta 0.3", "k3, beta 0.3")]
     gamed = [f"{after('reward_model', 'k3, beta 0.02', key, step, times).mean():{form}}"
-             for key, times, form in (("rewards/accuracy_reward/mean", 100, ".0f"),
-                                      ("rewards/reward_model/mean", 1, ".2f"))
+             for key, times, form in ((accuracy, 100, ".0f"), (score, 1, ".2f"))
              for step in (8, 59)]
-    highest = lowest_and_highest([
-        after("reward_model", arm, "rewards/accuracy_reward/mean", 8).mean()
-        for arm in {run["arm"] for run in runs("reward_model")}])
+    highest = lowest_and_highest([after("reward_model", arm, accuracy, 8).mean()
+                                  for arm in {run["arm"] for run in runs("reward_model")}])
     return ([*([right(f"{kind}, beta {beta}") for kind in kinds] for beta in (0.3, 0.1)),
              ["", "", right("k3, beta 0.02")], ["", "", right("no KL")]],
             [highest, scores, gamed])
@@ -117,16 +111,13 @@ def reward_model():
 def lora():
     arms = ["all weights, 3e-4", *(f"rank {rank}, {rate}" for rank in (16, 4, 1)
                                    for rate in ("3e-3", "1e-3"))]
-    return [[arm.partition(", ")[2], cell("lora", arm, "eval/accuracy"),
-             cell("lora", arm, "eval/greedy_accuracy")] for arm in arms], []
+    return [[arm.partition(", ")[2], *row] for arm, row in zip(arms, accuracies("lora", *arms))], []
 
 
 def trl():
-    accuracies = [cell("trl", arm, key) for arm in ("TRL", "MiniGRPO")
-                  for key in ("eval/accuracy", "eval/greedy_accuracy")]
-    seconds = [lowest_and_highest([run["seconds"] for run in runs("trl") if run["arm"] == arm])
-               for arm in ("TRL", "MiniGRPO")]
-    return None, [[*accuracies, *itertools.chain(*seconds)]]
+    seconds = [bound for arm in ("TRL", "MiniGRPO") for bound in lowest_and_highest(
+        [run["seconds"] for run in runs("trl") if run["arm"] == arm])]
+    return None, [[*sum(accuracies("trl", "TRL", "MiniGRPO"), []), *seconds]]
 
 
 def rewards():
@@ -137,19 +128,17 @@ def rewards():
 
 
 def process():
-    keys = "eval/accuracy", "eval/greedy_accuracy"
-    return ([[cell("process", arm, key) for key in keys] for arm in ("outcome", "process")],
-            [[below("process", "process", key, minus="outcome") for key in keys]])
+    return (accuracies("process", "outcome", "process"),
+            [[cell("process", "process", key, minus="outcome", times=-100)
+              for key in ("eval/accuracy", "eval/greedy_accuracy")]])
 
 
 def oversample():
     default = "300 steps"
     equal_samples, equal_time = (f"{steps} steps with twice the prompts" for steps in (150, 188))
-    differences = [function("oversample", arm, "eval/accuracy", minus=default)
-                   for function, arm in ((cell, equal_time), (below, equal_samples))]
-    return ([[ANY, *(cell("oversample", arm, f"eval/{key}") for key in
-                     ("accuracy", "greedy_accuracy"))]
-             for arm in (default, equal_samples, equal_time)], [differences])
+    return ([[ANY, *row] for row in accuracies("oversample", default, equal_samples, equal_time)],
+            [[cell("oversample", arm, "eval/accuracy", minus=default, times=times)
+              for arm, times in ((equal_time, 100), (equal_samples, -100))]])
 
 
 def ladder():
@@ -173,22 +162,16 @@ def groups():
         return f"{np.mean(values):.1%}"
 
     arms = [f"groups of {size}" for size in (2, 4, 8, 16, 32)]
-    without_kl = cell("groups", "groups of 8, beta 0", "eval/accuracy")
-    return ([[cell("groups", arm, "eval/accuracy"), dead(arm, (1.5, 3.5)), dead(arm, range(26, 31))]
-             for arm in arms],
-            [[without_kl, cell("groups", arms[2], "eval/accuracy")]])
+    table = [[cell("groups", arm, "eval/accuracy"), dead(arm, (1.5, 3.5)),
+              dead(arm, range(26, 31))] for arm in arms]
+    return table, [[cell("groups", "groups of 8, beta 0", "eval/accuracy"), table[2][0]]]
 
 
 INTERVAL = r"(-?\d+(?:\.\d+)?)%? ± (\d+(?:\.\d+)?)"
-# A file of results -> the cells of its table (right of the first column), and figures that stand in
-# this order in a paragraph.
-FIGURES = {figures.__name__: figures for figures in (
-    countdown, loss_types, clip, reward_model, lora, trl, groups, rewards, process, oversample,
-    ladder, museum)}
-
-
-def test_all_results_are_checked():
-    assert FIGURES.keys() == {path.stem for path in ROOT.glob("report/experiments/results/*.jsonl")}
+# A file of results -> the function above of its name, which returns the cells of its table (right
+# of the first column), and figures that stand in this order in a paragraph.
+FIGURES = {path.stem: globals()[path.stem]
+           for path in sorted(ROOT.glob("report/experiments/results/*.jsonl"))}
 
 
 @in_each_language
