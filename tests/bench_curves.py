@@ -113,8 +113,8 @@ def theirs(args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.99),
                                   weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda done: train_grpo.set_learning_rate(
-            optimizer, done + 1, args.max_steps, args) / args.learning_rate)
+        optimizer, lambda done: train_grpo.lr_at(
+            done + 1, args.max_steps, peak=1.0, warmup_steps=args.warmup_steps))
     with tempfile.TemporaryDirectory() as folder:
         completions = args.batch_size * args.num_generations
         trainer = GRPOTrainer(

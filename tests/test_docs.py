@@ -217,6 +217,12 @@ def test_a_wrong_command_is_noticed(script, complaint, monkeypatch):
     assert len(found) == bool(complaint) and (not complaint or complaint in found[0]), found
 
 
+def test_what_scripts_take_from_train_grpo_is_there():
+    text = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/*.py"))
+    names = set(re.findall(r"\btrain_grpo\.(?!py\b)(\w+)", text))
+    assert {name for name in names if not hasattr(train_grpo, name)} == set()
+
+
 # --- two languages, links, pictures ---------------------------------------------------------------
 
 
