@@ -1,5 +1,4 @@
 """Experiments: a run becomes a line, a line is run once, and the figures are what they say."""
-import json
 import math
 import re
 import shlex
@@ -10,13 +9,12 @@ import numpy as np
 import pytest
 
 import train_grpo
-from conftest import ROOT
+from conftest import ROOT, jsonl, write
 from report import UserError
 from report.experiments import __main__ as command
 from report.experiments import figures, run
 from report.experiments.arms import EXPERIMENTS, Experiment
 from report.experiments.changes import MUSEUM, Change, strict_judge
-from report.jsonl import read_jsonl
 
 
 @pytest.fixture
@@ -49,11 +47,16 @@ def started(monkeypatch):
         for name, row in (("metrics", {"step_time": 3.0, "completions/mean_length": args.seed}),
                           ("completions", {"completion": "a", "length": args.seed, "reward": 1.0,
                                            "ended": True, "rewards": {}})):
-            (run_dir / f"{name}.jsonl").write_text(
-                "".join(json.dumps({"step": step} | row) + "\n" for step in (1, 2)))
+            write(run_dir / f"{name}.jsonl", [{"step": step} | row for step in (1, 2)])
 
     monkeypatch.setattr(run, "python", python)
     return calls
+
+
+def result(arm, seed, *values, row=""):
+    """What stays of a run that recorded lengths."""
+    return {"row": row, "arm": arm, "seed": seed, "steps": list(range(len(values))),
+            "series": {"length": list(values)}, "eval": {}}
 
 
 def test_an_experiment_runs_and_is_drawn(tiny, tmp_path, capsys):
@@ -80,21 +83,19 @@ def test_an_experiment_runs_what_is_missing_with_its_flags_and_seed(tiny, starte
     experiment, results, out = tiny
     experiment.seeds = (1, 2)
     run.run_missing(experiment, results, out, jobs=2)
-    assert sorted((args.loss_type, args.seed, *environment.items())
-                  for args, _, environment in started) == [
-        (loss_type, seed, ("OMP_NUM_THREADS", "1"))
-        for loss_type in ("dapo", "grpo") for seed in (1, 2)]
-    rows = read_jsonl(results)
+    assert sorted((args.loss_type, args.seed) for args, *_ in started) == [
+        ("dapo", 1), ("dapo", 2), ("grpo", 1), ("grpo", 2)]
+    assert all(environment == {"OMP_NUM_THREADS": "1"} for *_, environment in started)
+    rows = jsonl(results)
     assert sorted((row["arm"], row["seed"]) for row in rows) == [
         ("small, a", 1), ("small, a", 2), ("small, b", 1), ("small, b", 2)]
     for row in rows:
         assert row["series"]["completions/mean_length"] == [row["seed"]] * 2
         assert row["seconds"] == 6
     started.clear()
-    results.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    write(results, rows[1:])
     run.run_missing(experiment, results, out, jobs=1)
-    again = read_jsonl(results)
-    assert again[:3] == rows[1:] and again[3] == rows[0]
+    assert jsonl(results) == rows[1:] + rows[:1]
     (args, _, environment), = started
     assert args.loss_type == ("grpo" if rows[0]["arm"] == "small, a" else "dapo")
     assert (args.seed, environment) == (rows[0]["seed"], {})
@@ -169,13 +170,11 @@ def test_the_strict_judge_mostly_has_no_opinion_without_an_answer():
 def test_results_come_in_the_experiments_order_each_once_and_only_its_own(tiny):
     experiment, results, _ = tiny
     results.parent.mkdir()
-    results.write_text("".join(
-        json.dumps({"row": "", "arm": arm, "seed": seed, "try": i}) + "\n" for i, (arm, seed) in
-        enumerate([("small, b", 1), ("renamed", 1), ("small, a", 7), ("small, a", 1),
-                   ("small, b", 1)])))
+    runs = [("small, b", 1), ("renamed", 1), ("small, a", 7), ("small, a", 1), ("small, b", 1)]
+    write(results, [result(*one, i) for i, one in enumerate(runs)])
     found = run.results_of(experiment, results)
     assert [*found] == [("", "small, a", 1), ("", "small, b", 1)]
-    assert [result["try"] for result in found.values()] == [3, 4]
+    assert [line["series"]["length"] for line in found.values()] == [[3], [4]]
 
 
 def test_the_interval_is_students():
@@ -196,18 +195,15 @@ def test_arms_of_a_family_share_a_colour_and_kinds_their_dashes():
 def test_a_lesson_is_drawn_beside_the_one_before_it(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 
-    def result(arm, seed, end):
-        return {"row": "", "arm": arm, "seed": seed, "steps": [1, 2], "series": {"a": [0.1, end]},
-                "eval": {}}
-
     drawn, plot = [], Axes.plot
     monkeypatch.setattr(Axes, "plot", lambda ax, steps, values, color, linewidth, **kwargs: (
         drawn.append((values.tolist(), color)) if linewidth > 1 else None,
         plot(ax, steps, values, color=color, linewidth=linewidth, **kwargs)))
     figures.draw_lessons(
-        [result("one", 1, 0.2), result("one", 2, 0.3), result("two", 1, 0.5)],
-        {"one": ("a = 1", "a", None, ("", "one")), "two": ("a = 2", "a", ("", "one"), ("", "two"))},
-        {"a": ("A", "", "{:.0%}")}, ("A", "with", "without"), tmp_path / "lessons.png")
+        [result("one", 1, 0.1, 0.2), result("one", 2, 0.1, 0.3), result("two", 1, 0.1, 0.5)],
+        {"one": ("a = 1", "length", None, ("", "one")),
+         "two": ("a = 2", "length", ("", "one"), ("", "two"))},
+        {"length": ("A", "", "{:.0%}")}, ("A", "with", "without"), tmp_path / "lessons.png")
     assert drawn == [([0.1, 0.25], figures.BLUE), ([0.1, 0.25], figures.GREY),
                      ([0.1, 0.5], figures.BLUE)]
     assert (tmp_path / "lessons.png").read_bytes().startswith(b"\x89PNG")
@@ -221,16 +217,15 @@ def test_drawing_without_results_is_refused(tiny, monkeypatch, capsys):
 
 
 def test_the_table_compares_the_ends_of_runs_seed_by_seed(capsys):
-    def result(arm, seed, start, *ends):
-        return {"row": "r", "arm": arm, "seed": seed, "steps": list(range(10)),
-                "series": {"length": [start] * 8 + list(ends)}, "eval": {}}
-
-    results = [result("grpo, x", 1, 10, 20, 22), result("grpo, x", 2, 12, 30, None),
-               result("bnpo, x", 1, 10, 25, 25), result("bnpo, x", 2, 12, 38, 38)]
+    # Of ten steps the last two are the end.
+    results = [result("grpo, x", 1, *[10] * 8, 20, 22, row="r"),
+               result("grpo, x", 2, *[12] * 8, 30, None, row="r"),
+               result("bnpo, x", 1, *[10] * 8, 25, 25, row="r"),
+               result("bnpo, x", 2, *[12] * 8, 38, 38, row="r")]
     figures.print_table(results, {"length": ("Length", "", "{:.1f}")})
     *_, grpo, bnpo = capsys.readouterr().out.splitlines()
-    # Ends 21 and 30; 25 and 38: differences 4 and 8, whose std is 2.83.
-    half = 12.71 * stdev([4, 8]) / math.sqrt(2)
-    assert grpo == f"| r: grpo, x | 11.0 → 25.5 ± {12.71 * stdev([21, 30]) / math.sqrt(2):.1f} |"
-    assert bnpo.endswith(f"→ 31.5 ± {12.71 * stdev([25, 38]) / math.sqrt(2):.1f} "
-                         f"(6.0 ± {half:.1f}) |")
+    # Ends 21 and 30; 25 and 38: differences 4 and 8.
+    of_grpo, of_bnpo, half = (f"{12.71 * stdev(pair) / math.sqrt(2):.1f}"
+                              for pair in ([21, 30], [25, 38], [4, 8]))
+    assert grpo == f"| r: grpo, x | 11.0 → 25.5 ± {of_grpo} |"
+    assert bnpo == f"| r: bnpo, x | 11.0 → 31.5 ± {of_bnpo} (6.0 ± {half}) |"
