@@ -52,8 +52,7 @@ from model import (  # noqa: E402
     sampler,
     save_pretrained,
 )
-from model.fast import learning, sampling  # noqa: E402
-from model.processes.machine import for_learning, for_sampling  # noqa: E402
+from model.processes.world import for_learning, for_sampling  # noqa: E402
 from reward import load_reward_funcs  # noqa: E402
 
 SHIPPED = ROOT / "model/weights/reason_128"
@@ -337,12 +336,12 @@ def always_apart(branch):
 TRICKS = {      # name -> (what it speeds up, where it is, its name there, what to put in its place)
     "completions that agree so far are one row": (
         "sampling", fast.Decoding, "branch", always_apart(fast.Decoding.branch)),
-    "weights packed for oneDNN": ("sampling", sampling, "PACK_FROM", float("inf")),
+    "weights packed for oneDNN": ("sampling", fast, "PACK_FROM", float("inf")),
     "each distinct prefix is read once": (
-        "learning", learning, "shared_with_the_row_above",
+        "learning", fast, "shared_with_the_row_above",
         lambda rows: torch.zeros_like(rows, dtype=torch.bool)),
     "sequences of like size attend together": (
-        "learning", learning, "size_class", lambda count: torch.where(count > 0, 0.0, -1.0)),
+        "learning", fast, "size_class", lambda count: torch.where(count > 0, 0.0, -1.0)),
 }
 
 
