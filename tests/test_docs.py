@@ -9,6 +9,7 @@ import warnings
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch.distributed.run import get_args_parser
 
 import train_grpo
@@ -298,3 +299,50 @@ def test_every_picture_is_shown():
 @pytest.mark.parametrize("page", ["README.md", "README_zh.md"])
 def test_a_readme_has_at_most_150_lines(page):
     assert len(PAGES[page].splitlines()) <= 150     # the rest belongs into docs/
+
+
+# --- docs/questions.md: what the code computes ----------------------------------------------------
+
+QUESTIONS = PAGES["docs/questions.md"]
+
+
+def row(start):
+    """The cells of the table row that begins so."""
+    return next(row for table in tables(QUESTIONS) for row in table if row[0].startswith(start))
+
+
+def floats(text):
+    return [float(x) for x in re.findall(r"-?\d+\.?\d*(?:e-\d+)?", text)]
+
+
+def test_the_loss_is_0_and_its_gradient_is_not(capsys):
+    code, = (code for kind, code in blocks(QUESTIONS) if kind == "python")
+    exec(code, {})
+    value, *gradient = floats(capsys.readouterr().out)
+    promised, *promised_gradient = floats(code.split("#")[-1])
+    assert abs(value) < 1e-6 and abs(promised) < 1e-6
+    assert gradient == pytest.approx(promised_gradient, abs=1e-4)
+
+
+@pytest.mark.parametrize("kl_type", ["k1", "k2", "k3"])
+def test_the_estimates_of_the_kl(kl_type):
+    logits = torch.zeros(2, requires_grad=True)                     # pi = (0.5, 0.5)
+    logps, reference = logits.log_softmax(-1), torch.tensor([0.9, 0.1]).log()
+    estimate = train_grpo.kl_penalty(logps, reference, kl_type=kl_type)
+    mean = (estimate * logps.exp().detach()).sum()
+    mean.backward()
+    _, values, of_mean, gradient, _ = map(floats, row(kl_type))
+    assert estimate.tolist() == pytest.approx(values, abs=6e-3)
+    assert mean.item() == pytest.approx(of_mean[0], abs=6e-4)
+    assert logits.grad[0].item() == pytest.approx(gradient[0], abs=6e-4)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "r1"])
+def test_the_weight_of_a_token(loss_type):
+    mask = (torch.arange(40) < torch.tensor([[10], [40]])).int()
+    logps = torch.full((2, 40), -1.0, requires_grad=True)
+    loss, _ = train_grpo.grpo_loss(logps, logps.detach(), torch.tensor([1.0, -1.0]), mask,
+                                   loss_type=loss_type, max_completion_length=96)
+    loss.backward()
+    promised = [floats(cell)[-1] for cell in row(f"`{loss_type}`")[1:3]]
+    assert [-logps.grad[0, 0], logps.grad[1, 0]] == pytest.approx(promised, abs=6e-5)
