@@ -1,12 +1,15 @@
-"""Experiments: a run becomes a line, a line is run once, and the figures are what they say."""
+"""Experiments: a run becomes a line, a line is run once, and the pages have its figures."""
+import functools
 import math
 import re
 import shlex
 from pathlib import Path
 from statistics import stdev
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
+from test_docs import LANGUAGES, PAGES, in_each_language, numbers, of_each_page, paragraphs, tables
 
 import train_grpo
 from conftest import ROOT, jsonl, write
@@ -124,14 +127,13 @@ def test_each_change_fits_the_code_and_its_test_is_there():
         assert not file or f"\ndef {test}(" in (ROOT / file).read_text(encoding="utf-8"), row
 
 
-@pytest.mark.parametrize("page", ["museum.md", "museum_zh.md"])
+@pytest.mark.parametrize("page", ["docs/museum.md", "docs/museum_zh.md"])
 def test_the_museum_shows_each_change_and_names_its_test(page):
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    assert re.findall(r"```diff\n(.*?)```", text, re.DOTALL) == [
+    assert re.findall(r"```diff\n(.*?)```", PAGES[page], re.DOTALL) == [
         "".join(f"{sign}{line.strip()}\n" for sign, lines in (("-", change.before),
                                                               ("+", change.after))
                 for line in lines.splitlines()) for change in MUSEUM.values()]
-    assert re.findall(r"`(test_\w+)`", text) == [
+    assert re.findall(r"`(test_\w+)`", PAGES[page]) == [
         change.test.partition("::")[2] for change in MUSEUM.values()]
 
 
@@ -220,3 +222,191 @@ def test_the_table_compares_the_ends_of_runs_seed_by_seed(capsys):
                               for pair in ([21, 30], [25, 38], [4, 8]))
     assert grpo == f"| r: grpo, x | 11.0 → 25.5 ± {of_grpo} |"
     assert bnpo == f"| r: bnpo, x | 11.0 → 31.5 ± {of_bnpo} (6.0 ± {half}) |"
+
+
+# --- the figures on the pages are those of report/experiments/results ----------------------------
+
+@functools.cache
+def runs(name):
+    return jsonl(ROOT / f"report/experiments/results/{name}.jsonl")
+
+
+def cell(name, arm, key, form="{1:.1f} ± {2:.1f}", *, times=100, row="", minus=None):
+    """What a table says of an arm; {0}: its beginning, {1}: its end, {2}: the end's 95% interval.
+
+    minus: another arm, from whose end in the same seed {1} and {2} are the distance. times: -100
+    where a page calls a distance "lower", without its sign.
+    """
+    begins, ends = figures.ends_of_runs(runs(name), row, arm, key)
+    if minus:
+        base = figures.ends_of_runs(runs(name), row, minus, key)[1]
+        ends = {seed: ends[seed] - base[seed] for seed in base}
+    begins, ends = (times * np.array(list(part.values())) for part in (begins, ends))
+    return form.format(begins.mean(), ends.mean(), figures.interval(ends)[1])
+
+
+def accuracies(name, *arms):
+    """The cells of a table with a row for each arm: its held-out accuracy, sampled and greedy."""
+    return [[cell(name, arm, f"eval/{how}accuracy") for how in ("", "greedy_")] for arm in arms]
+
+
+def after(name, arm, key, step, times=100):
+    """An arm's values, one of each run: an evaluation's after a step, a series' around it."""
+    steps, values = figures.series([run for run in runs(name) if run["arm"] == arm], key)
+    return times * values[:, steps.tolist().index(step)]
+
+
+def lowest_and_highest(values):
+    return f"{min(values):.0f}", f"{max(values):.0f}"
+
+
+def countdown():
+    def row(arm, greedy="{0:.0f} → {1:.1f}"):
+        return [cell("countdown", arm, "eval/accuracy", "{0:.1f} → {1:.1f} ± {2:.1f}"),
+                cell("countdown", arm, "eval/greedy_accuracy", greedy),
+                cell("countdown", arm, "eval/mean_length", "{0:.0f} → {1:.0f}", times=1),
+                cell("countdown", arm, "tries", "{0:.1f} → {1:.1f}", times=1),
+                cell("countdown", arm, "repeats", "{0:.1f} → {1:.1f}")]
+
+    shipped = "the shipped weights"
+    return ([row(shipped), row("gives up sooner"),
+             row("tries in random order", greedy="{0:.0f} → {1:.0f}")],
+            [[cell("countdown", shipped, "gave_up", "{0:.0f}"),
+              f'{after("countdown", shipped, "gave_up", 20).mean():.0f}',
+              cell("countdown", shipped, "slips", "{0:.1f} {1:.1f}")]])
+
+
+def loss_types():
+    cut_off = "Countdown, cut off at 128 tokens"
+    rows = "Countdown", cut_off, "Arithmetic, where half of the worked replies are wordy"
+
+    def length(key, arm, scale, row):
+        if arm == "grpo":
+            return cell("loss_types", f"grpo, {scale}", key, "{1:.0f}", times=1, row=row)
+        small = (key, row) == ("length/wrong", cut_off)
+        return cell("loss_types", f"{arm}, {scale}", key, times=1, row=row, minus=f"grpo, {scale}",
+                    form="{1:.1f} ± {2:.1f}" if small else "{1:z.0f} ± {2:.0f}")      # z: no -0
+
+    return ([[", ".join(length(key, arm, scale, row) for scale in ("group", "none"))
+              for row in rows] for key in ("length/right", "length/wrong")
+             for arm in ("grpo", "bnpo", "dr_grpo", "r1")],
+            [[cell("loss_types", f"{arm}, group", "right", row=cut_off, minus="grpo, group",
+                   times=-100) for arm in ("bnpo", "r1")]])
+
+
+def clip():
+    once, *more = ([cell("clip", f"{arm}, {kind}", "eval/accuracy") for kind in ("clip", "no clip")]
+                   for arm in ("1 iteration", "4 iterations", "16 iterations"))
+    after_5 = [bound for arm in ("4 iterations", "1 iteration")
+               for bound in lowest_and_highest(after("clip", f"{arm}, clip", "eval/accuracy", 5))]
+    return [[once[0], ANY], *more], [after_5]
+
+
+def reward_model():
+    score, accuracy = "rewards/reward_model/mean", "rewards/accuracy_reward/mean"
+
+    def right(arm):
+        return cell("reward_model", arm, accuracy, "{1:.0f} ± {2:.0f}")
+
+    kinds = ("k1", "k2", "k3")
+    scores = [cell("reward_model", arm, score, "{1:.2f}", times=1)
+              for arm in ("no KL", "k1, beta 0.3", "k2, beta 0.3", "k3, beta 0.3")]
+    gamed = [f"{after('reward_model', 'k3, beta 0.02', key, step, times).mean():{form}}"
+             for key, times, form in ((accuracy, 100, ".0f"), (score, 1, ".2f"))
+             for step in (8, 59)]
+    highest = lowest_and_highest([after("reward_model", arm, accuracy, 8).mean()
+                                  for arm in {run["arm"] for run in runs("reward_model")}])
+    return ([*([right(f"{kind}, beta {beta}") for kind in kinds] for beta in (0.3, 0.1)),
+             ["", "", right("k3, beta 0.02")], ["", "", right("no KL")]],
+            [highest, scores, gamed])
+
+
+def lora():
+    arms = ["all weights, 3e-4", *(f"rank {rank}, {rate}" for rank in (16, 4, 1)
+                                   for rate in ("3e-3", "1e-3"))]
+    return [[arm.partition(", ")[2], *row] for arm, row in zip(arms, accuracies("lora", *arms))], []
+
+
+def trl():
+    seconds = [bound for arm in ("TRL", "MiniGRPO") for bound in lowest_and_highest(
+        [run["seconds"] for run in runs("trl") if run["arm"] == arm])]
+    return None, [[*sum(accuracies("trl", "TRL", "MiniGRPO"), []), *seconds]]
+
+
+def rewards():
+    return None, [[cell("rewards", "all four", "eval/mean_length", "{0:.0f}", times=1),
+                   cell("rewards", "accuracy alone", "eval/mean_length", "{1:.0f}", times=1),
+                   *(cell("rewards", arm, "eval/accuracy")
+                     for arm in ("accuracy alone", "all four"))]]
+
+
+def process():
+    return (accuracies("process", "outcome", "process"),
+            [[cell("process", "process", key, minus="outcome", times=-100)
+              for key in ("eval/accuracy", "eval/greedy_accuracy")]])
+
+
+def oversample():
+    default = "300 steps"
+    equal_samples, equal_time = (f"{steps} steps with twice the prompts" for steps in (150, 188))
+    return ([[ANY, *row] for row in accuracies("oversample", default, equal_samples, equal_time)],
+            [[cell("oversample", arm, "eval/accuracy", minus=default, times=times)
+              for arm, times in ((equal_time, 100), (equal_samples, -100))]])
+
+
+def ladder():
+    rungs, key = EXPERIMENTS["ladder"].rows[""], "eval/accuracy"
+    return [["{:.1f} ± {:.1f}".format(*figures.interval(after("ladder", rung, key, step)))
+             for step in (20, 100)] for rung in rungs], []
+
+
+def museum():
+    def end(error, arm):
+        key = MUSEUM[error].watch
+        return cell("museum", arm, key, row=error) if key.startswith("eval/") else cell(
+            "museum", arm, key, "{1:.2f} ± {2:.2f}", times=1, row=error)
+
+    return [[ANY, end(error, "right"), end(error, "wrong")] for error in MUSEUM], []
+
+
+def groups():
+    def dead(arm, steps):
+        values = [run["series"]["frac_reward_zero_std"][i] for run in runs("groups")
+                  if run["arm"] == arm for i, step in enumerate(run["steps"]) if step in steps]
+        return f"{np.mean(values):.1%}"
+
+    arms = [f"groups of {size}" for size in (2, 4, 8, 16, 32)]
+    table = [[cell("groups", arm, "eval/accuracy"), dead(arm, (1.5, 3.5)),
+              dead(arm, range(26, 31))] for arm in arms]
+    return table, [[cell("groups", "groups of 8, beta 0", "eval/accuracy"), table[2][0]]]
+
+
+INTERVAL = r"(-?\d+(?:\.\d+)?)%? ± (\d+(?:\.\d+)?)"
+# A file of results -> what the function above of its name returns: the cells of its table (right of
+# the first column), and figures that stand in this order in a paragraph.
+FIGURES = {path.stem: globals()[path.stem]()
+           for path in sorted(ROOT.glob("report/experiments/results/*.jsonl"))}
+
+
+@in_each_language
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_figures_of_an_experiment_are_those_of_its_results(name, language):
+    expected, in_sentences = FIGURES[name]
+    texts = LANGUAGES[language].values()
+    held = [[row[1:] for row in table] for text in texts for table in tables(text)]
+    assert expected is None or expected in held, "no such table:\n" + "\n".join(
+        " | ".join(map(str, row)) for row in expected)
+    for parts in in_sentences:
+        wanted = [number for part in parts for number in numbers(part)]
+        assert any(all(number in rest for number in wanted) for text in texts
+                   for part in paragraphs(text) for rest in [iter(numbers(part))]), wanted
+
+
+# All `mean ± interval` of the results, as pairs.
+KNOWN = {pair for table, in_sentences in FIGURES.values() for row in [*(table or ()), *in_sentences]
+         for cell in row for pair in re.findall(INTERVAL, str(cell))}
+
+
+@of_each_page
+def test_every_interval_is_one_of_the_results(page):
+    assert set(re.findall(INTERVAL, PAGES[page])) - KNOWN == set()

@@ -84,9 +84,13 @@ def quoted(path):
 
 def make_weights(names, out):
     for name in names:
-        if not (out / name / "config.json").exists():
-            for number, command in enumerate(WEIGHTS[name]):
-                command = command.format(out=quoted(out))
+        texts, weights = quoted(out / f"{name}_texts"), quoted(out / name)
+        source, kind, init, flags = WEIGHTS[name]
+        commands = (f"-m {source} --sft {texts} --out_dir {texts}",
+                    f"-m model.train_sft --data {texts}/{kind}.jsonl --save {weights} "
+                    f"--init model/weights/{init} --batch_size 64 {flags}")
+        for number, command in enumerate(commands):
+            if not (out / name / "config.json").exists():
                 print(f"python {command}", flush=True)
                 python(command, out / f"{name}_{number}.log")
 

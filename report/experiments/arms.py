@@ -127,7 +127,7 @@ def strict_judge(prompts, completions, answer, **columns):
 
 @dataclass
 class Experiment:
-    """In flags and weights, {out} is the experiment's folder."""
+    """In flags, {out} is the experiment's folder."""
     rows: dict                      # {row of the picture: {arm: flags}}
     panels: dict                    # {series: (title, what to see in it, format)}
     seeds: tuple = (42, 1, 2)
@@ -137,21 +137,14 @@ class Experiment:
     legend: tuple = ()              # and its legend
 
 
+# Weights that an experiment fine-tunes first: (flags that make texts, which of them, from, flags).
 WEIGHTS = {
-    "sooner": [
-        "-m dataset.countdown --give_up 0.7 --sft {out}/sooner_texts --out_dir {out}/sooner_texts",
-        "-m model.train_sft --data {out}/sooner_texts/give_up.jsonl --save {out}/sooner "
-        "--init model/weights/countdown_128 --steps 80 --batch_size 64 --learning_rate 5e-4"],
-    "random": [
-        "-m dataset.countdown --order random --sft {out}/random_texts "
-        "--out_dir {out}/random_texts",
-        "-m model.train_sft --data {out}/random_texts/give_up.jsonl --save {out}/random "
-        "--init model/weights/countdown_128 --steps 300 --batch_size 64 --learning_rate 1e-3"],
-    "redundant": [
-        "-m dataset.arithmetic --sft {out}/texts --out_dir {out}/texts",
-        "-m model.train_sft --data {out}/texts/redundant.jsonl --init model/weights/reason_128 "
-        "--save {out}/redundant --steps 400 --batch_size 64 --learning_rate 1e-3 "
-        "--warmup_steps 20"],
+    "sooner": ("dataset.countdown --give_up 0.7", "give_up", "countdown_128",
+               "--steps 80 --learning_rate 5e-4"),
+    "random": ("dataset.countdown --order random", "give_up", "countdown_128",
+               "--steps 300 --learning_rate 1e-3"),
+    "redundant": ("dataset.arithmetic", "redundant", "reason_128",
+                  "--steps 400 --learning_rate 1e-3 --warmup_steps 20"),
 }
 COUNTDOWN = "@dataset/countdown.txt"
 AVERAGES = {f"{loss_type}, {scale}": f"--loss_type {loss_type} --scale_rewards {scale} --beta 0 "

@@ -106,7 +106,6 @@ def styles(arms):
 
 
 def runs_of(results, arm):
-    """The results of an arm: (row, arm)."""
     return [run for run in results if (run["row"], run["arm"]) == arm]
 
 
@@ -117,7 +116,7 @@ def draw_arm(ax, runs, key, color, dash, *, band):
         return []
     if key in LOGARITHMIC:
         center, half = interval(np.log(np.maximum(values, 1e-4)))
-        low, center, high = np.exp(center - half), np.exp(center), np.exp(center + half)
+        low, center, high = np.exp([center - half, center, center + half])
     else:
         center, half = interval(values)
         # Of a share or a length, nothing lies below 0.
