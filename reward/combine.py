@@ -48,8 +48,8 @@ def load_reward_funcs(names, *, reward_model_path=None, device="cpu", max_comple
         raise UserError(f"--reward_funcs {name}: no such reward; choose from "
                         f"{', '.join(RULES)}, rm, overlong, or give module:function")
 
-    judges = {name: Judge(find(name), timeout=timeout)
-              for name in dict.fromkeys(names)}         # a reward model is loaded once
+    # A reward model is loaded once.
+    judges = {name: Judge(find(name), timeout=timeout) for name in dict.fromkeys(names)}
     return [judges[name] for name in names]
 
 

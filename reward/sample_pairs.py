@@ -9,7 +9,6 @@ A reward model learns whatever sets the two sides apart, whether or not that is 
 better. Here most right replies are long and worked, and most wrong ones are guesses.
 """
 import argparse
-import itertools
 import random
 from pathlib import Path
 
@@ -35,9 +34,9 @@ def reply_pairs(path, problems, *, num_generations, most, rng, seed):
                         num_generations=num_generations, max_new_tokens=96,
                         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
                         generator=generator)
-        texts = iter(tokenizer.batch_decode(ids, skip_special_tokens=True))
-        for problem in chunk:
-            group = list(itertools.islice(texts, num_generations))
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        for i, problem in enumerate(chunk):
+            group = texts[i * num_generations:(i + 1) * num_generations]
             for chosen, rejected in pairs_of(group, [problem["answer"]] * len(group), rng)[:most]:
                 yield {"conversations": problem["messages"], "chosen": chosen,
                        "rejected": rejected, "kind": "reply"}

@@ -45,10 +45,7 @@ def test_pairs_are_right_against_wrong_within_a_group_and_hold_out_whole_prompts
 
 @pytest.fixture
 def retrain(tmp_path, monkeypatch):
-    """Runs train_reward_model with these flags for one batch and no update.
-
-    Returns the batch's replies, the run's and the replayed ones.
-    """
+    """Retrains with these flags, one batch and no update; returns the run's replies in it."""
     def run(*flags):
         chats, rows = [], list(completion_rows(60))
 
@@ -63,16 +60,15 @@ def retrain(tmp_path, monkeypatch):
             "train_reward_model.py", "--completions", str(path), "--save", str(tmp_path / "new"),
             *flags])
         train_reward_model.main()
-        of_the_run = {row["prompt"] for row in rows}
-        return [[chat[1]["content"] for chat in chats if (chat[0]["content"] in of_the_run) == own]
-                for own in (True, False)]
+        prompts = {row["prompt"] for row in rows}
+        return [chat[1]["content"] for chat in chats if chat[0]["content"] in prompts]
 
     return run
 
 
 def test_retraining_starts_from_the_reward_model_and_replays_its_pairs(retrain, tmp_path, capsys):
-    own, replayed = retrain("--init", SHIPPED, "--replay", "0.25", "--batch_size", "8")
-    assert len(own) == 12 and len(replayed) == 4        # 6 of 8 pairs are the run's
+    own = retrain("--init", SHIPPED, "--replay", "0.25", "--batch_size", "8")
+    assert len(own) == 2 * 6        # of 8 pairs
     before, after = (load_reward_model(path).get_scores([turns("What is 7 + 3*7?", "28")])
                      for path in (SHIPPED, tmp_path / "new"))
     assert after == pytest.approx(before, abs=1e-5)
@@ -83,9 +79,8 @@ def test_retraining_starts_from_the_reward_model_and_replays_its_pairs(retrain, 
 
 
 def test_a_language_model_is_retrained_as_one_and_on_no_bare_answers(retrain, tmp_path):
-    own, _ = retrain("--likelihood", "--init", str(POLICY), "--data", f"{SHIPPED}/pairs.jsonl")
-    # 3 of 32 pairs are replayed
-    assert len(own) == 2 * 29 and all("<think>" in text for text in own)
+    own = retrain("--likelihood", "--init", str(POLICY), "--data", f"{SHIPPED}/pairs.jsonl")
+    assert len(own) == 2 * 29 and all("<think>" in text for text in own)    # of 32 pairs
     for load in (load_reward_model, train_reward_model.load_init):
         assert isinstance(load(tmp_path / "new"), LikelihoodModel)
 
