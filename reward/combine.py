@@ -77,10 +77,11 @@ def import_function(name):
 def combine_rewards(prompts, completions, reward_funcs, reward_weights, **columns):
     """The weighted sum of all rewards, (N,), and each function's values, {name: (N,)}, in float32.
 
-    The functions are Judges or any others. What they have not judged is NaN in the values and adds
-    nothing to the sum. A completion that no function judged has a NaN reward.
+    The functions are Judges or any others, which then fail with a warning at most. What they have
+    not judged is NaN in the values and adds nothing to the sum. A completion that no function
+    judged has a NaN reward.
     """
-    judges = [f if isinstance(f, Judge) else Judge(f) for f in reward_funcs]
+    judges = [f if isinstance(f, Judge) else Judge(f, proven=True) for f in reward_funcs]
     per_function = {name: torch.tensor(judge(prompts=prompts, completions=completions, **columns),
                                        dtype=torch.float32) for name, judge in named(judges)}
     values = torch.stack(list(per_function.values()))                           # (functions, N)
@@ -115,10 +116,10 @@ class Judge:
     or down for a while.
     """
 
-    def __init__(self, function, *, timeout=0):
+    def __init__(self, function, *, timeout=0, proven=False):
         self.function, self.timeout = function, timeout
         self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self.proven = False         # whether a call went well
+        self.proven = proven        # whether a call went well
         self.failed = Counter()     # kind of failure -> how often, in the whole run
         self.reason = None          # what failed first in the last call
         self.thread = None          # of the last call, if there is a time limit
