@@ -50,8 +50,8 @@ import torch
 from dataset import batches_from, read_prompts
 from model import Rollout, Saver, World, eos_token_ids, fast, sampler
 from model.lora import AdaptersOff, with_adapters
-from model.processes import Watch, all_or_none, for_learning, for_sampling, keep_pace, shard
-from model.processes.machine import sampler_weights
+from model.processes.watch import Watch, all_or_none
+from model.processes.world import for_learning, for_sampling, sampler_weights
 from model.storage.read import find_weights, load_pretrained, load_tokenizer
 from report import Report, UserError, describe, drift, mean_metrics, rollout_metrics, sum_metrics
 from report.command_line import Parser, folder_name, number, steps_or_minutes, user_errors
@@ -327,7 +327,7 @@ def minibatches(rollout, world, args):
         num_tokens = (rollout.lengths * kept)[rows].sum().item()
         totals = world.sum(torch.tensor([len(rows), num_tokens])).tolist()
         parts = [part for part in rows[learned[rows]].split(args.micro_batch_size) if len(part)]
-        parts = keep_pace([rollout.select(part) for part in parts], rollout, world, args.shard)
+        parts = world.keep_pace([rollout.select(part) for part in parts], rollout, args.shard)
         updates.append(Minibatch(*totals, parts))
     return updates
 
@@ -541,7 +541,7 @@ def load_models(args, world):
         reference = load(matrix_dtype=None if args.ref_model_sync_steps else products)
         reference.requires_grad_(False)
     for model in (policy, reference) if args.shard else ():
-        shard(model, world, products)
+        world.shard(model, products)
     reward_funcs = load_reward_funcs(
         args.reward_funcs + args.eval_reward_funcs, reward_model_path=args.reward_model_path,
         device=args.reward_model_device or world.device, max_completion_length=args.max_gen_len,

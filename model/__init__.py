@@ -1,9 +1,15 @@
 """The policy. Three pages to read: model.py, the network; sampler.py; rollout.py. Beside them stand
 
-    fast/         the sampler and the log-probabilities again, in less time
-    storage/      weights, tokenizers and checkpoints, in and out
-    processes/    several processes that train one model, and the machine they run on
+    fast.py       the sampler and the log-probabilities again, in less time
+    storage/      weights in and out: files.py opens what a stranger wrote, read.py and write.py
+                  (which has the Saver) weights and checkpoints; tokenizer.py, memory.py: commands
+    processes/    several processes that train one model: world.py, all that a single one needs;
+                  shard.py divides weights over them; watch.py ends all if one fails or is stopped
     lora.py       adapters; chat.py: talk to a policy; train_sft.py: fine-tune one; weights/: ours
+
+On disk, weights are what transformers writes: a folder with config.json, model.safetensors and the
+tokenizer's files. Where a function takes a path to weights, a hub id like Qwen/Qwen3-0.6B will do
+too, as will one of MiniMind's .pth files.
 """
 import gc
 import os
@@ -15,10 +21,9 @@ from .model import MiniMindConfig, MiniMindForCausalLM
 from .processes.world import World
 from .rollout import Rollout
 from .sampler import sample
-from .storage.config import eos_token_ids
+from .storage.files import eos_token_ids
 from .storage.read import find_weights, load_checkpoint, load_pretrained, load_tokenizer
-from .storage.saving import Saver
-from .storage.write import save_checkpoint, save_pretrained
+from .storage.write import Saver, save_checkpoint, save_pretrained
 
 # Modules stay: the search for garbage need not look through their 200,000 objects time and again.
 gc.freeze()

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from .command_line import UserError, user_errors
-from .jsonl import is_finite, read_jsonl
 from .metrics import training_time
-from .text import duration
+from .text import duration, is_finite, read_jsonl
 
 # The palette of Okabe and Ito, whose colours colour-blind readers can tell apart. Its yellow is too
 # pale for lines, so brown takes its place.

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from .command_line import user_errors
 from .curves import Run
-from .jsonl import columns, rounded, to_line
-from .text import cut
+from .text import columns, cut, rounded, to_line
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_BYTES = 1_600_000      # of completions, so that a page stays under 2 MB

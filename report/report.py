@@ -30,9 +30,19 @@ import torch
 from tqdm import tqdm
 
 from .command_line import UserError
-from .jsonl import drop_lines_after, is_finite, read_jsonl, to_json, to_line
 from .metrics import training_time
-from .text import duration, fold, number, printable, short
+from .text import (
+    drop_lines_after,
+    duration,
+    fold,
+    is_finite,
+    number,
+    printable,
+    read_jsonl,
+    short,
+    to_json,
+    to_line,
+)
 
 # The three most common ways a run fails, each with its remedy.
 NO_SIGNAL = ("in most groups every completion got the same reward, so the advantages are 0 and "

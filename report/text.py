@@ -1,8 +1,13 @@
-"""Numbers, durations, paths and long texts, formatted for a terminal."""
+"""What is written: a run's .jsonl files, and numbers, durations and long texts for a terminal."""
+import json
+import math
+import re
 import textwrap
 from pathlib import Path
 
-from .jsonl import is_finite
+# What a terminal would obey instead of showing it: C1 controls, line separators, bidirectional
+# marks; and halves of characters, which UTF-8 cannot write. JSON itself escapes the C0 controls.
+HIDDEN = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
 def number(value, spec=".2f"):
@@ -56,3 +61,81 @@ def reason(error):
     """
     sentence = " ".join(printable(str(error)).split()).partition(". ")[0].rstrip(".")[:200]
     return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__
+
+
+def is_finite(value):
+    """True for a finite number; False for NaN, infinity and None, which is how null reads."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def rounded(value):
+    """A number to four digits, all that a picture of it can show."""
+    return float(f"{value:.4g}") if isinstance(value, float) and is_finite(value) else value
+
+
+def columns(rows):
+    """Rows as {name: values}, to four digits; None where a row lacks the name."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [rounded(row.get(name)) for row in rows] for name in names}
+
+
+def to_json(value):
+    """A copy of `value` in types that strict JSON knows.
+
+    NaN and infinity become None, tensors numbers or lists, and what else JSON lacks its text.
+    """
+    text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
+    return json.loads(text, parse_constant=lambda constant: None)
+
+
+def to_line(row):
+    """The row as a line of strict JSON that can be shown: other languages stay, controls don't."""
+    line = json.dumps(to_json(row), ensure_ascii=False, allow_nan=False)
+    return HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", line) + "\n"
+
+
+def read_jsonl(path, *, most=None):
+    """The lines of a file as a list of dicts; an empty list if there is no such file.
+
+    most: read no more lines than that, evenly spaced, with the first and the last.
+    Reading stops at the first line that is not JSON: a run that is still writing, or was killed,
+    may leave half a line at the end.
+    """
+    rows = []
+    if Path(path).exists():
+        wanted = evenly_spaced(path, most) if most else None
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file):
+                if wanted is not None and number not in wanted:
+                    continue
+                try:
+                    rows.append(json.loads(line))
+                except ValueError:
+                    break
+    return rows
+
+
+def evenly_spaced(path, most):
+    """The numbers, from 0, of `most` evenly spaced lines of a file."""
+    with open(path, "rb") as file:
+        last = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b"")) - 1
+    return {round(i * last / (most - 1)) for i in range(most)}
+
+
+def drop_lines_after(step, path):
+    """Cut off a file after the lines of `step`; with step 0, a new run, keep none.
+
+    A run that crashed may have written lines for steps after its last checkpoint, and half a line.
+    """
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        kept = 0
+        for line in file if step else ():
+            try:
+                if json.loads(line)["step"] > step or not line.endswith(b"\n"):
+                    break
+            except (ValueError, LookupError, TypeError):
+                break
+            kept += len(line)
+        file.truncate(kept)

@@ -4,11 +4,16 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 from .combine import combine_rewards, failures, load_reward_funcs
-from .countdown import countdown_reward
-from .penalties import repetition_reward, soft_overlong_reward
 from .process import judge_steps, process_advantages
 from .reward_model import load_reward_model
-from .rules import accuracy_reward, format_reward, tag_reward
+from .rules import (
+    accuracy_reward,
+    countdown_reward,
+    format_reward,
+    repetition_reward,
+    soft_overlong_reward,
+    tag_reward,
+)
 
 __all__ = ["accuracy_reward", "combine_rewards", "countdown_reward", "failures",
            "format_reward", "judge_steps", "load_reward_funcs", "load_reward_model",

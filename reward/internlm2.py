@@ -7,8 +7,7 @@ end of the chat:
     <s><|im_start|>user\\n...<|im_end|>\\n<|im_start|>assistant\\n...<|im_end|>\\n<|reward|>
 """
 from model import MiniMindConfig
-from model.storage.config import check_fields
-from model.storage.files import explained, read_json
+from model.storage.files import check_fields, explained, read_json
 from report import UserError
 
 ARCHITECTURE = "InternLM2ForRewardModel"

@@ -162,3 +162,59 @@ def same_mathematics(given, gold):
     gold, given = (parse(f"${text.replace('$', '')}$", parsing_timeout=seconds)
                    for text in (gold, given))
     return verify(gold, given, timeout_seconds=seconds)
+
+
+def countdown_reward(prompts, completions, nums=None, target=None, **columns):
+    """1 if the answer is an expression in `nums`, each used once, that equals `target`, else 0.
+
+    None for rows without these two columns. The expression may have whole numbers, + - * / and
+    brackets, and is evaluated in fractions. It may end in `= 57`, which is ignored. For the usual
+    0.1 for the format alone: `--reward_funcs countdown format --reward_weights 0.9 0.2`.
+    """
+    missing = [None] * len(completions)
+    return [None if numbers is None or goal is None else
+            float(is_solution(extract_answer(completion), numbers, goal))
+            for completion, numbers, goal in zip(completions, nums or missing, target or missing)]
+
+
+def is_solution(text, numbers, target):
+    text = text.partition("=")[0].strip()
+    # A model writes this text: a short one, of these characters only, before Python parses it.
+    # A sign in front of a number is no operator.
+    if not re.fullmatch(r"[\d+\-*/() ]{1,100}", text) or re.search(r"(^|[-+*/(]) *[-+]", text):
+        return False
+    used = [int(number) for number in re.findall(r"\d+", text)]
+    return value_of(text) == target and sorted(used) == sorted(numbers)
+
+
+def soft_overlong_reward(max_completion_length, cache=None):
+    """A reward function: DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
+
+    With length in tokens and L = max_completion_length:
+
+        0                                   length <= L - cache
+        (L - cache - length) / cache        L - cache < length <= L, falling from 0 to -1
+        -1                                  length > L
+
+    With a hard limit, a single token too many costs everything, without warning. Here the policy
+    feels the limit coming. `cache` defaults to a fifth of L.
+    """
+    cache = max(1, max_completion_length // 5) if cache is None else cache
+
+    def soft_overlong(prompts, completions, completion_ids, **columns):
+        return [max(-1.0, min(0.0, (max_completion_length - cache - len(ids)) / cache))
+                for ids in completion_ids]
+
+    return soft_overlong
+
+
+def repetition_reward(prompts, completions, completion_ids, n=4, **columns):
+    """-(1 - distinct n-grams / n-grams) of the token ids: 0 without repetition, near -1 in a loop.
+
+    Token ids rather than words, so that it works for Chinese and other text without spaces.
+    """
+    rewards = []
+    for ids in completion_ids:
+        ngrams = [tuple(ids[i:i + n]) for i in range(len(ids) - n + 1)]
+        rewards.append(len(set(ngrams)) / len(ngrams) - 1 if ngrams else 0.0)
+    return rewards

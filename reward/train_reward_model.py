@@ -37,8 +37,7 @@ import torch.nn.functional as F
 from dataset.arithmetic import write
 from dataset.prompts import read_lines
 from model import load_pretrained, load_tokenizer
-from model.storage.config import read_config
-from model.storage.files import explained
+from model.storage.files import explained, read_config
 from model.storage.read import build, read_weights
 from model.train_sft import optimize
 from report import UserError, user_errors

@@ -58,15 +58,8 @@ sys.path.insert(0, str(ROOT))
 import train_grpo  # noqa: E402, I001 - before torch: it sets how OpenMP's threads wait
 import torch  # noqa: E402
 from dataset import PromptCollator, PromptDataset  # noqa: E402
-from model import (  # noqa: E402
-    MiniMindConfig,
-    MiniMindForCausalLM,
-    fast,
-    sampler,
-    save_pretrained,
-)
-from model.fast import learning, sampling  # noqa: E402
-from model.processes.machine import for_learning, for_sampling  # noqa: E402
+from model import MiniMindConfig, MiniMindForCausalLM, fast, sampler, save_pretrained  # noqa: E402
+from model.processes.world import for_learning, for_sampling  # noqa: E402
 from model.storage.memory import SIZES, num_parameters, peak_bytes  # noqa: E402
 from reward import load_reward_funcs  # noqa: E402
 
@@ -391,12 +384,12 @@ def always_apart(branch):
 TRICKS = {      # name -> (what it speeds up, where it is, its name there, what to put in its place)
     "completions that agree so far are one row": (
         "sampling", fast.Decoding, "branch", always_apart(fast.Decoding.branch)),
-    "weights packed for oneDNN": ("sampling", sampling, "PACK_FROM", float("inf")),
+    "weights packed for oneDNN": ("sampling", fast, "PACK_FROM", float("inf")),
     "each distinct prefix is read once": (
-        "learning", learning, "shared_with_the_row_above",
+        "learning", fast, "shared_with_the_row_above",
         lambda rows: torch.zeros_like(rows, dtype=torch.bool)),
     "sequences of like size attend together": (
-        "learning", learning, "size_class", lambda count: torch.where(count > 0, 0.0, -1.0)),
+        "learning", fast, "size_class", lambda count: torch.where(count > 0, 0.0, -1.0)),
 }
 
 

@@ -30,8 +30,8 @@ import torch  # noqa: E402
 from dataset import batches_from, read_prompts  # noqa: E402
 from model import fast, load_pretrained  # noqa: E402
 from report.experiments.figures import draw_experiment, print_table  # noqa: E402
-from report.experiments.run import in_parts  # noqa: E402
-from report.jsonl import columns, read_jsonl, to_line  # noqa: E402
+from report.experiments.__main__ import in_parts  # noqa: E402
+from report.text import columns, read_jsonl, to_line  # noqa: E402
 from report.metrics import training_time  # noqa: E402
 
 RESULTS, PICTURE = ROOT / "report/experiments/results/trl.jsonl", ROOT / "images/trl.png"

@@ -20,7 +20,7 @@ import train_grpo  # noqa: E402, I001 - before torch
 import torch  # noqa: E402
 from model import MiniMindConfig, MiniMindForCausalLM, Rollout, World, fast  # noqa: E402
 from model.lora import AdaptersOff, with_adapters  # noqa: E402
-from model.processes.machine import for_learning, for_sampling  # noqa: E402
+from model.processes.world import for_learning, for_sampling  # noqa: E402
 from model.processes.shard import shard  # noqa: E402
 from model.storage.memory import SIZES, num_parameters, peak_bytes  # noqa: E402
 

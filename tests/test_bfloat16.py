@@ -6,7 +6,7 @@ from test_run import POLICY, SMALL, arguments, gradient, jsonl, rollout_of_six
 
 import train_grpo
 from model import fast, load_pretrained
-from model.processes.machine import precision, sampler_weights
+from model.processes.world import precision, sampler_weights
 from train_grpo import World, minibatches, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from conftest import ROOT
 from dataset import PromptDataset, countdown
-from report.experiments.behaviour import behaviour
+from report.experiments.__main__ import behaviour
 from reward import countdown_reward
 
 

@@ -13,10 +13,9 @@ import train_grpo
 from conftest import ROOT
 from report import UserError
 from report.experiments import __main__ as command
-from report.experiments import figures, run
-from report.experiments.arms import EXPERIMENTS, Experiment
-from report.experiments.changes import MUSEUM, Change, strict_judge
-from report.jsonl import read_jsonl
+from report.experiments import figures
+from report.experiments.arms import EXPERIMENTS, MUSEUM, Change, Experiment, strict_judge
+from report.text import read_jsonl
 
 
 @pytest.fixture
@@ -52,14 +51,14 @@ def started(monkeypatch):
             (run_dir / f"{name}.jsonl").write_text(
                 "".join(json.dumps({"step": step} | row) + "\n" for step in (1, 2)))
 
-    monkeypatch.setattr(run, "python", python)
+    monkeypatch.setattr(command, "python", python)
     return calls
 
 
 def test_an_experiment_runs_and_is_drawn(tiny, tmp_path, capsys):
     experiment, results, out = tiny
-    run.run_missing(experiment, results, out, jobs=2)
-    rows = list(run.results_of(experiment, results).values())
+    command.run_missing(experiment, results, out, jobs=2)
+    rows = list(command.results_of(experiment, results).values())
     assert [(row["arm"], row["seed"]) for row in rows] == [("small, a", 1), ("small, b", 1)]
     for row in rows:
         assert row["steps"] == [1, 2] and len(row["series"]["length"]) == 2
@@ -79,7 +78,7 @@ def test_an_experiment_runs_and_is_drawn(tiny, tmp_path, capsys):
 def test_an_experiment_runs_what_is_missing_with_its_flags_and_seed(tiny, started):
     experiment, results, out = tiny
     experiment.seeds = (1, 2)
-    run.run_missing(experiment, results, out, jobs=2)
+    command.run_missing(experiment, results, out, jobs=2)
     assert sorted((args.loss_type, args.seed, *environment.items())
                   for args, _, environment in started) == [
         (loss_type, seed, ("OMP_NUM_THREADS", "1"))
@@ -92,7 +91,7 @@ def test_an_experiment_runs_what_is_missing_with_its_flags_and_seed(tiny, starte
         assert row["seconds"] == 6
     started.clear()
     results.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
-    run.run_missing(experiment, results, out, jobs=1)
+    command.run_missing(experiment, results, out, jobs=1)
     again = read_jsonl(results)
     assert again[:3] == rows[1:] and again[3] == rows[0]
     (args, _, environment), = started
@@ -104,7 +103,7 @@ def test_a_run_that_fails_stops_the_experiment_and_names_its_log(tiny):
     experiment, results, out = tiny
     experiment.rows[""] = {"small, a": "--max_steps none"}
     with pytest.raises(UserError, match=r"--max_steps none.*failed.*small__a_1\.log"):
-        run.run_missing(experiment, results, out, jobs=1)
+        command.run_missing(experiment, results, out, jobs=1)
     assert "--max_steps: invalid" in (out / "small__a_1.log").read_text()
 
 
@@ -112,7 +111,7 @@ def test_an_arm_that_changes_the_code_runs_in_a_changed_copy(tiny, started):
     experiment, results, out = tiny
     change = Change("    all_logps = (logits.float() / temperature)", "    all_logps = (0)")
     experiment.changes[("", "small, b")] = change
-    run.run_missing(experiment, results, out, jobs=1)
+    command.run_missing(experiment, results, out, jobs=1)
     ours = (ROOT / "train_grpo.py").read_text(encoding="utf-8")
     assert {args.loss_type: source for args, source, _ in started} == {
         "grpo": ours, "dapo": ours.replace(change.before, change.after)}
@@ -150,11 +149,11 @@ def test_a_change_that_no_test_notices_or_that_does_not_fit_is_an_error(
         "from train_grpo import answer\n\n\ndef test_it():\n    assert answer != 41\n")
     bug = Change("42", "41", test="test_it.py::test_it")
     harmless = Change("42", "43", test="test_it.py::test_it")
-    monkeypatch.setattr(run, "ROOT", tmp_path / "code")
-    run.prove({("no change", ""): Change(), ("bug", "wrong"): bug})
+    monkeypatch.setattr(command, "ROOT", tmp_path / "code")
+    command.prove({("no change", ""): Change(), ("bug", "wrong"): bug})
     assert capsys.readouterr().out == "bug: test_it fails: assert 41 != 41\n"
     with pytest.raises(UserError, match="should fail"):
-        run.prove({("harmless", "wrong"): harmless})
+        command.prove({("harmless", "wrong"): harmless})
     with pytest.raises(UserError, match="does not hold '40' once"):
         Change("40", "41").copy(tmp_path / "code", tmp_path / "none")
 
@@ -173,7 +172,7 @@ def test_results_come_in_the_experiments_order_each_once_and_only_its_own(tiny):
         json.dumps({"row": "", "arm": arm, "seed": seed, "try": i}) + "\n" for i, (arm, seed) in
         enumerate([("small, b", 1), ("renamed", 1), ("small, a", 7), ("small, a", 1),
                    ("small, b", 1)])))
-    found = run.results_of(experiment, results)
+    found = command.results_of(experiment, results)
     assert [*found] == [("", "small, a", 1), ("", "small, b", 1)]
     assert [result["try"] for result in found.values()] == [3, 4]
 

@@ -9,9 +9,9 @@ import pytest
 from test_docs import LANGUAGES, PAGES, in_each_language, numbers, of_each_page, paragraphs, tables
 
 from conftest import ROOT
-from report.experiments.changes import BESIDE, LADDER, MUSEUM
+from report.experiments.arms import BESIDE, LADDER, MUSEUM
 from report.experiments.figures import ends_of_runs, interval, series
-from report.jsonl import read_jsonl
+from report.text import read_jsonl
 
 
 @functools.cache

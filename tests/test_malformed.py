@@ -33,8 +33,7 @@ from model import (
 from model.storage import files
 from model.storage.tokenizer import read_chats
 from report import Report, UserError, user_errors
-from report.jsonl import read_jsonl, to_line
-from report.text import fold, printable
+from report.text import fold, printable, read_jsonl, to_line
 from reward import load_reward_model
 from reward.train_reward_model import read_pairs
 

@@ -10,9 +10,9 @@ import torch
 
 from conftest import report_args
 from report import Report, describe
-from report.jsonl import to_line
+from report.metrics import token_texts
 from report.page import MOST_BYTES, page_data, write_page
-from report.tokens import token_texts
+from report.text import to_line
 
 HOSTILE = [
     "</script><script>document.title = 'owned'</script>",

@@ -29,7 +29,7 @@ from model.processes import world
 from model.processes.watch import Watch
 from model.storage.write import written_whole
 from report import UserError
-from report.jsonl import drop_lines_after, read_jsonl
+from report.text import drop_lines_after, read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = ["--batch_size", "2", "--num_generations", "2", "--max_gen_len", "8", "--eval_samples", "2",

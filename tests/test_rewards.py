@@ -28,7 +28,7 @@ from reward import (
     load_reward_model,
     tag_reward,
 )
-from reward.judge import LIMIT, Judge
+from reward.combine import LIMIT, Judge
 from reward.reward_model import RewardModel, reward_model_reward, with_reply
 from reward.sample_pairs import pairs_of, replies
 

@@ -12,8 +12,7 @@ from torch import nn
 
 import train_grpo
 from model import MiniMindConfig, MiniMindForCausalLM, fast, sampler
-from model.fast import head, sampling
-from model.processes.machine import in_slices
+from model.processes.world import in_slices
 from model.sampler import next_token
 from train_grpo import completion_mask
 
@@ -60,7 +59,7 @@ def padded(sequences, side="left"):
     return torch.tensor(rows), torch.tensor(masks)
 
 
-@pytest.fixture(params=[sampler, sampling], ids=["plain", "fast"])
+@pytest.fixture(params=[sampler, fast], ids=["plain", "fast"])
 def sample(request):
     return request.param.sample
 
@@ -191,7 +190,7 @@ def test_a_limit_of_one_token_gives_the_first_token(sample):
     torch.testing.assert_close(logps, many_logps[:, :1], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("module", [sampler, sampling])
+@pytest.mark.parametrize("module", [sampler, fast])
 def test_rows_leave_at_once(module, monkeypatch):
     rows = []
 
@@ -317,7 +316,7 @@ def test_attention_in_bfloat16_tells_scores_of_30_and_30_and_a_sixteenth_apart()
     q, keys, values = torch.zeros(1, 1, 16), torch.zeros(1, 2, 16), torch.zeros(1, 2, 16)
     q[..., :2] = 4                                      # divided by sqrt(16): 1
     keys[0, :, 0], keys[0, 1, 1], values[0, 1] = 30, 1 / 16, 1
-    out = sampling.fused_attention(q, keys.bfloat16(), values.bfloat16(), None)
+    out = fast.fused_attention(q, keys.bfloat16(), values.bfloat16(), None)
     assert out.dtype == torch.bfloat16          # between 16 and 32 its numbers are 1/8 apart
     torch.testing.assert_close(out.float(), torch.full((1, 16), 1 / (1 + math.exp(-1 / 16))),
                                rtol=0, atol=2**-9)
@@ -368,8 +367,8 @@ def assert_near(got, expected):
     ("qwen3", False, 7), ("qwen2", False, 1)])
 def test_the_fast_learning_pass_has_the_plain_ones_numbers_and_gradients(
         family, recompute, chunk, monkeypatch):
-    monkeypatch.setattr(head, "CHUNK", chunk)
-    monkeypatch.setattr(head, "SMALL", 0)
+    monkeypatch.setattr(fast, "CHUNK", chunk)
+    monkeypatch.setattr(fast, "SMALL", 0)
     model, sequences = wide(**FAMILIES[family]), batch(pairs())
     mask = sequences[1][:, -sequences[2]:]
     model.model.gradient_checkpointing = recompute
@@ -385,14 +384,14 @@ def test_the_fast_learning_pass_has_the_plain_ones_numbers_and_gradients(
 
 
 def test_the_head_keeps_one_chunk_of_logits_for_the_backward_pass(monkeypatch):
-    monkeypatch.setattr(head, "SMALL", 0)
+    monkeypatch.setattr(fast, "SMALL", 0)
     layer, tokens, kept = torch.nn.Linear(4, 1000, bias=False), torch.arange(256), []
     for chunk in (256, 64):
-        monkeypatch.setattr(head, "CHUNK", chunk)
+        monkeypatch.setattr(fast, "CHUNK", chunk)
         sizes = []
         with torch.autograd.graph.saved_tensors_hooks(
                 lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x):
-            head.log_probs(layer, torch.randn(256, 4), tokens, tokens, temperature=1.0,
+            fast.log_probs(layer, torch.randn(256, 4), tokens, tokens, temperature=1.0,
                            with_entropy=True)
         kept.append(sum(sizes))
     assert kept[0] > 256 * 1000 and kept[1] < 4 * (64 * 4 + 3 * 64) + 4 * 1000 + 2 * 256

@@ -13,8 +13,7 @@ from torch import multiprocessing
 
 import train_grpo
 from conftest import interrupt
-from model import load_checkpoint, save_pretrained
-from model.fast import head
+from model import fast, load_checkpoint, save_pretrained
 from model.lora import merged_state
 from model.processes.shard import part_of, whole
 
@@ -52,7 +51,7 @@ def one_rank(rank, ports, weights, out):
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
                            "MASTER_PORT": str(ports.pop(0))}
             calls = 0 if "stopped" in name and not resume else 100
-            head.CHUNK, head.SMALL = (4, 4) if name == "sharded" else (1024, 2**24)
+            fast.CHUNK, fast.SMALL = (4, 4) if name == "sharded" else (1024, 2**24)
             try:
                 train_grpo.main([
                     "--model_path", weights, "--out_dir", out, "--run_name", name,

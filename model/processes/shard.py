@@ -53,20 +53,6 @@ class Inside:
         return self.forward(*args, **options)
 
 
-def keep_pace(micro_batches, rollout, world, is_sharded):
-    """If the policy is sharded, as many micro-batches as the rank with the most has.
-
-    A rank with fewer passes than the others would leave them waiting for its part of the weights.
-    What is added has no token that counts.
-    """
-    if not is_sharded:
-        return micro_batches
-    missing = max(world.gather([len(micro_batches)])) - len(micro_batches)
-    nothing = rollout.select(torch.zeros(1, dtype=torch.long, device=rollout.mask.device))
-    nothing.mask = torch.zeros_like(nothing.mask)
-    return micro_batches + [nothing] * missing
-
-
 # --- whole tensors and their parts; what isn't sharded is whole already ---------------------------
 
 

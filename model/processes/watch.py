@@ -3,7 +3,7 @@
 Training may be waiting in a collective for a rank that is gone. So a thread beside it watches for
 
     a signal   SIGINT (Ctrl-C), SIGTERM (a scheduler) or SIGHUP (a closed terminal): the run ends
-               its step and saves (model/storage/saving.py); a second signal ends it at once
+               its step and saves (model/storage/write.py); a second signal ends it at once
     a failure  the first rank that fails says why, and the others leave without a word
     a death    a rank that was killed can't say anything, so another one does
     a hang     with --hang_timeout: a rank has been busy for longer without reaching the others

@@ -1,17 +1,55 @@
-"""The command `python -m report.experiments`."""
+"""Experiments: many runs of train_grpo.py, summarised into one small file, and drawn from it.
+
+    python -m report.experiments countdown              run what is missing, then draw
+    python -m report.experiments loss_types --draw      only draw, from the results that we ship
+
+An arm of an experiment is the flags of a run. Every arm runs with every seed, two runs at a time
+with a thread each (--jobs), and each run becomes a line of report/experiments/results/<name>.jsonl:
+
+    {"row", "arm", "seed", "seconds", "steps": [...], "series": {name: [...]}, "eval": {...}}
+
+An arm may also change a line of the code: it runs in a changed copy. A series is averaged over each
+of up to 20 parts of the run. Interrupted, the same command goes on with the runs that are missing;
+to run some again, delete their lines. The picture is images/<name>.png, and the table is printed:
+means over the seeds, and the 95% confidence interval of each (Student's t).
+
+To read, in this order:
+
+    arms.py         what each experiment runs and draws; the arms that change a line of the code
+    __main__.py     runs, what stays of them, and what the completions in them do
+    figures.py      pictures and tables
+"""
 import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .. import UserError, experiments, user_errors
-from .arms import EXPERIMENTS
+import numpy as np
+
+from .. import UserError, user_errors
+from ..metrics import mean_metrics
+from ..text import columns, is_finite, read_jsonl, rounded, to_line
+from .arms import EXPERIMENTS, WEIGHTS
 from .figures import draw_experiment, draw_lessons, print_table
-from .run import ROOT, make_weights, prove, results_of, run_missing
+
+ROOT = Path(__file__).parents[2]
+PARTS = 20
+THOUGHT = re.compile(r"(?:<think>)?\s*(.*?)\s*(?:</think>|\Z)", re.DOTALL)
+# A try at Countdown: `8*6=48+9=57 57 yes`, an expression worked left to right, target, verdict.
+TRY = re.compile(r"(.*=(\d+)) (\d+) (yes|no)")
+EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(?=(\d+))")
 
 
 @user_errors("report.experiments")
 def main():
     parser = argparse.ArgumentParser(
-        prog="python -m report.experiments", description=experiments.__doc__,
+        prog="python -m report.experiments", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=tuple(EXPERIMENTS))
     parser.add_argument("--draw", action="store_true", help="only draw, from the results so far")
@@ -32,6 +70,151 @@ def main():
     else:
         draw_experiment(results, experiment.panels, picture)
     print_table(results, experiment.panels)
+
+
+def python(arguments, log, folder=ROOT, **environment):
+    """Run python with these arguments in a folder; UserError if it fails."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "w", encoding="utf-8") as file:
+        done = subprocess.run([sys.executable, *shlex.split(arguments)], cwd=folder, stdout=file,
+                              stderr=subprocess.STDOUT, env=os.environ | environment)
+    if done.returncode:
+        raise UserError(f"python {arguments} failed; its output is in {log}")
+
+
+def quoted(path):
+    """A path as a piece of a command: it may hold spaces, or the backslashes of Windows."""
+    return shlex.quote(path.as_posix())
+
+
+def make_weights(names, out):
+    for name in names:
+        if not (out / name / "config.json").exists():
+            for number, command in enumerate(WEIGHTS[name]):
+                command = command.format(out=quoted(out))
+                print(f"python {command}", flush=True)
+                python(command, out / f"{name}_{number}.log")
+
+
+def runs_of(experiment):
+    """What names each of its runs: [(row, arm, seed)]."""
+    return [(row, arm, seed) for seed in experiment.seeds
+            for row, flags in experiment.rows.items() for arm in flags]
+
+
+def results_of(experiment, path):
+    """{(row, arm, seed): result} of the experiment's runs, of one that is there twice the last.
+
+    Lines of arms that the experiment no longer has are left out.
+    """
+    found = {(line["row"], line["arm"], line["seed"]): line for line in read_jsonl(path)}
+    return {run: found[run] for run in runs_of(experiment) if run in found}
+
+
+def run_missing(experiment, results, out, jobs):
+    """Run every arm with every seed, unless `results` has it, and append its summary there."""
+    def run(key):
+        row, arm, seed = key
+        name = "".join(c if c.isalnum() else "_" for c in f"{row} {arm} {seed}".strip())
+        command = experiment.rows[row][arm].format(out=quoted(out))
+        if "train_grpo.py" not in command:          # with it, it also says how many processes
+            command = f"train_grpo.py {command}"
+        change = experiment.changes.get((row, arm))
+        folder = change.copy(ROOT, out / "changed" / name) if change else ROOT
+        python(f"{command} --seed {seed} --out_dir {quoted(out)} --run_name {name}",
+               out / f"{name}.log", folder=folder,
+               **({"OMP_NUM_THREADS": "1"} if jobs > 1 else {}))
+        line = {"row": row, "arm": arm, "seed": seed, **summary(out / name, experiment.panels)}
+        with open(results, "a", encoding="utf-8") as file:
+            file.write(to_line(line))
+        shutil.rmtree(out / name)           # its completions alone are megabytes
+        shutil.rmtree(out / "changed" / name, ignore_errors=True)
+        print(f"{row} {arm}, seed {seed}: done".strip(), flush=True)
+
+    results.parent.mkdir(parents=True, exist_ok=True)
+    done = results_of(experiment, results)
+    with ThreadPoolExecutor(jobs) as pool:
+        for _ in pool.map(run, [key for key in runs_of(experiment) if key not in done]):
+            pass
+
+
+def prove(changes):
+    """Print how each change's test fails in a copy with the change; UserError if it passes."""
+    for (row, _), change in changes.items():
+        if change.test:
+            with tempfile.TemporaryDirectory() as folder:
+                said = change.verdict(change.copy(ROOT, Path(folder)))
+            print(f"{row}: {change.test.partition('::')[2]} fails: {said}", flush=True)
+
+
+def summary(run_dir, names):
+    """These series of a run, metrics or behaviour, in at most PARTS parts, and its evaluations."""
+    behaviour = behaviour_of_run(run_dir)
+    rows = [row | behaviour[row["step"]] for row in read_jsonl(run_dir / "metrics.jsonl")]
+    names = [name for name in names
+             if not name.startswith("eval/") and any(name in row for row in rows)]
+    return {**in_parts(rows, names, PARTS),
+            "eval": columns(read_jsonl(run_dir / "eval.jsonl")),
+            "seconds": round(sum(row["step_time"] for row in rows))}
+
+
+def in_parts(rows, names, parts):
+    """The means of the steps and of these metrics over each of at most so many parts of a run."""
+    parts = np.array_split(np.arange(len(rows)), min(parts, len(rows)))
+    return {"steps": [float(np.mean([rows[i]["step"] for i in part])) for part in parts],
+            "series": {name: [mean(rows[i].get(name) for i in part) for part in parts]
+                       for name in names}}
+
+
+def mean(values):
+    values = [value for value in values if is_finite(value)]
+    return rounded(sum(values) / len(values)) if values else None
+
+
+def behaviour(row):
+    """The behaviour of one reply, a row of completions.jsonl: {name: number, or None}.
+
+    None means that it does not apply: `length/right` of a wrong reply, `checks_right` of one
+    without a check. A reply is right if its reward is 1 or more.
+    """
+    lines = THOUGHT.match(row["completion"])[1].splitlines()
+    tries = [found for found in map(TRY.fullmatch, lines) if found]
+    right = row["reward"] is not None and row["reward"] >= 1
+    hit = any(found[4] == "yes" for found in tries)
+    return {
+        "right": float(right),
+        "length": row["length"],
+        "length/right": row["length"] if right else None,
+        "length/wrong": None if right else row["length"],
+        "cut_off": float(not row["ended"]),
+        "repeats": share(line in lines[:i] for i, line in enumerate(lines)),
+        "tries": len(tries) or None,
+        "gave_up": float(row["ended"] and not hit) if tries else None,
+        "checks_right": share((found[2] == found[3]) == (found[4] == "yes") for found in tries),
+        "slips": share(not adds_up(found[1]) for found in tries),
+    }
+
+
+def adds_up(text):
+    """Whether all equations in `8*6=48+9=57` hold."""
+    return all({"+": a + b == c, "-": a - b == c, "*": a * b == c, "/": a == b * c}[operator]
+               for a, operator, b, c in ((int(a), operator, int(b), int(c))
+                                         for a, operator, b, c in EQUATION.findall(text)))
+
+
+def share(conditions):
+    """The share of the conditions that hold, None if there are none."""
+    conditions = list(conditions)
+    return sum(conditions) / len(conditions) if conditions else None
+
+
+def behaviour_of_run(run_dir):
+    """{step: {name: the mean over the step's replies to which it applies}}"""
+    replies = {}
+    for row in read_jsonl(run_dir / "completions.jsonl"):
+        known = {name: value for name, value in behaviour(row).items() if value is not None}
+        replies.setdefault(row["step"], []).append(known)
+    return {step: mean_metrics(of_step) for step, of_step in replies.items()}
 
 
 if __name__ == "__main__":
