@@ -1,6 +1,5 @@
 import argparse
 import gc
-import importlib
 import json
 import os
 import signal
@@ -104,9 +103,8 @@ def own_module(tmp_path, monkeypatch):
     """Writes a module of the user's, as `name`, to where Python finds it."""
     def make(name, text):
         (tmp_path / f"{name}.py").write_text(text)
-        monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+        monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, name, raising=False)
-        importlib.invalidate_caches()
     return make
 
 
