@@ -246,10 +246,9 @@ def trl_trainer(case, path, batches, beta, folder, after_step=None, device="cpu"
                                 if name != "messages"}}
             for batch in batches for i, text in enumerate(batch["prompts"])]
     config = GRPOConfig(
-        output_dir=folder, use_cpu=device == "cpu", bf16=device != "cpu",
-        report_to="none", logging_strategy="no",
-        save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, shuffle_dataset=False,
-        max_steps=len(batches), num_generations=case.generations,
+        output_dir=folder, use_cpu=device == "cpu", bf16=device != "cpu", report_to="none",
+        logging_strategy="no", save_strategy="no", disable_tqdm=True, shuffle_dataset=False,
+        gradient_checkpointing=False, max_steps=len(batches), num_generations=case.generations,
         per_device_train_batch_size=case.micro_batch,
         gradient_accumulation_steps=case.prompts * case.generations // case.micro_batch,
         max_completion_length=case.new_tokens, temperature=1.0, top_k=0, top_p=1.0, beta=beta,
