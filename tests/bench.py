@@ -26,10 +26,10 @@ Memory: how far one step, in a process of its own, raises the peak above what wa
 The page about a GPU shows our rollouts beside generate's, and vLLM's if it is installed; our steps,
 beside TRL's if that is; and the largest sum of live tensors in a step, beside what
 model/storage/memory.py says. By default the shape is that of Qwen3-0.6B. All sides multiply in
-bfloat16 (in float32 with --device cpu, where this code can be tried) and run one after the other.
-`limit` is there a share of the memory's bandwidth, which a copy measures in the same run. A decode
-step cannot take less time than it takes to read all weights, and the keys and values of all tokens
-so far, once. Prompts, sampling and whatever our step reads beyond that count as waste.
+bfloat16 (in float32 with --device cpu, where this code can be tried). Samplers take turns; our
+steps come before TRL's, alone. `limit` is there a share of the memory's bandwidth, which a copy
+measures in the same run. A decode step cannot take less time than it takes to read all weights, and
+the keys and values of all tokens so far, once. The rest of what is read or done counts as waste.
 """
 import argparse
 import copy
@@ -425,11 +425,10 @@ def report_tricks(names, repetitions, tokenizer):
 
 
 def report_growth(tokenizer):
-    base = CASES["1.7M"]
+    base, first = CASES["1.7M"], None
     deep = replace(base, config=base.config | {"num_hidden_layers": 8})
     print("\n## How our step grows\n\n| 1.7M with | seconds | times | necessary work, times |\n"
           "|---|---|---|---|")
-    first = None
     for what, case in {"nothing changed": base,
                        "twice the completions": replace(base, generations=16),
                        "twice the new tokens": replace(base, new_tokens=256),

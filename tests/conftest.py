@@ -87,8 +87,7 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def no_pictures(request, monkeypatch):
     """A run that a test starts in this process leaves an empty curves.png: to draw it takes longer
-    than a few steps. Tests of the picture itself have the fixture `pictures`.
-    """
+    than a few steps. Tests of the picture itself have the fixture `pictures`."""
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr("report.curves.draw_curves", lambda run_dirs, path: path.touch())
 

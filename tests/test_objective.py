@@ -72,10 +72,8 @@ def test_mask_ends_with_the_first_eos_and_keeps_it():
 def loop_loss(logps, old_logps, advantages, mask, ref_logps, entropy, *, beta=0.0, kl_type="k3",
               epsilon_low=0.2, epsilon_high=0.2, delta=math.inf, loss_type="grpo", level="token",
               L=None, entropy_coef=0.0, cispo_weights=None):
-    """The same formulas, a token at a time, in Python's own float64.
-
-    cispo_weights: what CISPO holds fixed while its gradient is taken.
-    """
+    """The same formulas, a token at a time, in Python's own float64. cispo_weights: what CISPO
+    holds fixed while its gradient is taken."""
     rows = [[t for t in range(len(mask[i])) if mask[i][t]] for i in range(len(mask))]
     N, num_tokens, total = len(rows), sum(map(len, rows)), 0.0
     for i, tokens in enumerate(rows):
@@ -112,10 +110,8 @@ def loop_loss(logps, old_logps, advantages, mask, ref_logps, entropy, *, beta=0.
 
 
 def random_case(seed, N=7, R=9):
-    """logps, old_logps, advantages, mask, ref_logps, entropy.
-
-    An EOS at once, full rows, ratios from 1/50 to 50, both signs of A.
-    """
+    """logps, old_logps, advantages, mask, ref_logps, entropy: an EOS at once, full rows, ratios
+    from 1/50 to 50, both signs of A."""
     rng = torch.Generator().manual_seed(seed)
     random = {"generator": rng, "dtype": torch.float64}
     logps, old_logps, ref_logps = (-2 + torch.randn(N, R, **random) for _ in range(3))

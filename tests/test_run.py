@@ -186,10 +186,8 @@ def test_countdown_runs_from_its_file_of_flags(tmp_path):
 
 
 def rollout_of_six(model, token_logps=fast.token_logps):
-    """Six completions of different lengths for two prompts, the second padded.
-
-    The old and the reference policy are near the model.
-    """
+    """Six completions of different lengths for two prompts, the second padded. The old and the
+    reference policy are near the model."""
     rng = torch.Generator().manual_seed(0)
     completion_ids = torch.randint(3, 280, (6, 12), generator=rng)
     for row, length in enumerate((3, 12, 5, 1, 7, 12)):
@@ -236,8 +234,7 @@ def test_selecting_rows_drops_columns_of_padding_only(six):
     assert part.rewards.tolist() == [1.0, 0.0]
     assert part.rewards_per_func["half"].tolist() == [0.5, 0.0]
     input_ids, attention_mask, R = part.sequences()
-    assert input_ids.shape == attention_mask.shape == (2, 5 + 7) and R == 7
-    assert attention_mask[1].tolist() == [1] * 6 + [0] * 6
+    assert attention_mask.tolist() == [[1] * (5 + 7), [1] * 6 + [0] * 6] and R == 7
     assert torch.equal(input_ids, torch.cat((part.prompt_ids, part.completion_ids), 1))
     six.old_logps = None
     assert six.select(torch.tensor([0, 1])).old_logps is None
@@ -260,8 +257,8 @@ def test_the_groups_with_the_largest_spread_are_selected_whole_and_in_order(six)
     six = six.select(torch.arange(6).roll(3))           # now the second group has the larger spread
     args = arguments("--num_generations", "3", "--oversample", "2")
     (update,) = minibatches(six, World("cpu"), args)
-    assert [part.columns["number"] for part in update.micro_batches] == [[0, 1, 2]]
-    assert update.num_sequences == 3
+    (part,) = update.micro_batches
+    assert part.columns["number"] == [0, 1, 2] and update.num_sequences == 3
 
 
 # --- the gradient ---------------------------------------------------------------------------------
@@ -284,11 +281,8 @@ def gradient(model, rollout, token_logps, world=None, **changes):
 
 
 def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps, folder):
-    """Saves the gradient of this rank's share of the six under each objective.
-
-    And the weights some steps later. The model is in float64: the logits then differ by nothing
-    that float32 shows.
-    """
+    """Saves the gradient of this rank's share of the six under each objective, and the weights some
+    steps later; in float64, so that the logits differ by nothing that float32 shows."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost",
                    "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
