@@ -16,6 +16,7 @@ produce only the worked style reliably: the others ask it to compute several dig
 writing anything down.
 """
 import argparse
+import itertools
 import json
 import random
 import zlib
@@ -90,9 +91,7 @@ def problems(rng, *, heldout):
 
 def parts(number):
     """162 -> [100, 60, 2]; zeros are skipped."""
-    digits = str(number)
-    return [int(digit) * 10 ** (len(digits) - 1 - i)
-            for i, digit in enumerate(digits) if digit != "0"]
+    return [part for place in (1000, 100, 10, 1) if (part := number // place % 10 * place)]
 
 
 def chain(a, operator, b, evaluate=evaluate):
@@ -130,7 +129,7 @@ def work(operations, line=direct, evaluate=evaluate):
     return lines, results
 
 
-def think(style, expression, operations, evaluate=evaluate):
+def think(style, operations, evaluate=evaluate):
     """(the thought in this style, the answer it arrives at)."""
     worked = style in ("steps", "wordy")
     lines, results = work(operations, chain if worked else direct, evaluate)
@@ -162,7 +161,7 @@ def wrong(number, rng):
     return other
 
 
-def think_wrongly(style, expression, operations, rng):
+def think_wrongly(style, operations, rng):
     """`think` with one slip, carried on to the end.
 
     In 15% of the cases the thought is right and only the answer is wrong.
@@ -174,11 +173,11 @@ def think_wrongly(style, expression, operations, rng):
         result = evaluate(*operation)
         return wrong(result, rng) if len(done) == slip else result
 
-    thought, answer = think(style, expression, operations, with_slip)
+    thought, answer = think(style, operations, with_slip)
     if rng.random() < 0.15:
         return thought, wrong(answer, rng)
     slip = len(done) + rng.randint(1, len(done))
-    return think(style, expression, operations, with_slip)
+    return think(style, operations, with_slip)
 
 
 def drill(rng):
@@ -193,8 +192,8 @@ def drill(rng):
 
 # --- files ----------------------------------------------------------------------------------------
 
-def chat(expression, reply=None, **columns):
-    turns = [{"role": "user", "content": f"What is {expression}?"}]
+def chat(prompt, reply=None, **columns):
+    turns = [{"role": "user", "content": prompt}]
     if reply is not None:
         turns.append({"role": "assistant", "content": reply})
     return {"conversations": turns, **columns}
@@ -202,13 +201,11 @@ def chat(expression, reply=None, **columns):
 
 def prompts(rng, count, *, heldout):
     """The lines of train.jsonl or heldout.jsonl: distinct problems with their answers."""
-    seen, lines = set(), []
+    lines = {}                          # by the keys of the problems
     for expression, _, answer, key in problems(rng, heldout=heldout):
-        if key not in seen:
-            seen.add(key)
-            lines.append(chat(expression, answer=str(answer)))
+        lines.setdefault(key, chat(f"What is {expression}?", answer=str(answer)))
         if len(lines) == count:
-            return lines
+            return list(lines.values())
 
 
 def pretraining_chats(rng, count):
@@ -220,22 +217,20 @@ def pretraining_chats(rng, count):
     for _ in range(count):
         if rng.random() < 0.3:
             drills = [drill(rng) for _ in range(3)]
-            yield chat(", ".join(worked.split("=")[0] for worked in drills), "\n".join(drills))
+            expression, reply = ", ".join(text.split("=")[0] for text in drills), "\n".join(drills)
         else:
             expression, operations, *_ = next(source)
-            dress = rng.choice((plain, with_tags))
-            yield chat(expression, dress(*think("steps", expression, operations)))
+            reply = rng.choice((plain, with_tags))(*think("steps", operations))
+        yield chat(f"What is {expression}?", reply)
 
 
 def finetuning_chats(rng, count, *, tags, styles=STYLES, malformed_share=MALFORMED):
     """Replies in all styles; with `tags` in the reasoning format, some of them malformed."""
-    source = problems(rng, heldout=False)
-    for _ in range(count):
-        expression, operations, *_ = next(source)
+    for expression, operations, *_ in itertools.islice(problems(rng, heldout=False), count):
         style = rng.choices(list(styles), styles.values())[0]
-        reply = (with_tags if tags else plain)(*think(style, expression, operations))
+        reply = (with_tags if tags else plain)(*think(style, operations))
         malformed = tags and rng.random() < malformed_share
-        yield chat(expression, malform(reply, rng) if malformed else reply)
+        yield chat(f"What is {expression}?", malform(reply, rng) if malformed else reply)
 
 
 def flaw_pairs(rng, count, *, heldout):
@@ -244,16 +239,12 @@ def flaw_pairs(rng, count, *, heldout):
     Kind "slip": one result is wrong, and so is everything computed from it. Kind "form": the
     numbers are right, but a tag is missing or doubled.
     """
-    source = problems(rng, heldout=heldout)
-    for _ in range(count):
-        expression, operations, *_ = next(source)
+    for expression, operations, *_ in itertools.islice(problems(rng, heldout=heldout), count):
         kind, dress = rng.choice((("form", with_tags), ("slip", with_tags), ("slip", plain)))
-        chosen = dress(*think("steps", expression, operations))
-        if kind == "form":
-            rejected = malform(chosen, rng)
-        else:
-            rejected = dress(*think_wrongly("steps", expression, operations, rng))
-        yield chat(expression, chosen=chosen, rejected=rejected, kind=kind)
+        chosen = dress(*think("steps", operations))
+        rejected = (malform(chosen, rng) if kind == "form" else
+                    dress(*think_wrongly("steps", operations, rng)))
+        yield chat(f"What is {expression}?", chosen=chosen, rejected=rejected, kind=kind)
 
 
 def write(path, lines):

@@ -28,7 +28,7 @@ import random
 import zlib
 from pathlib import Path
 
-from .arithmetic import evaluate, with_tags, write
+from .arithmetic import chat, evaluate, with_tags, write
 from .prompts import countdown_prompt
 
 LARGEST = 100           # no result, intermediate ones too, is larger, or below 0
@@ -109,31 +109,22 @@ def expression(numbers, operators):
     return text
 
 
-def order_of_tries(nums, operators, target, rng, order, most):
-    """The tries of one reply, the last of them a hit, at most `most` of them."""
-    all_tries = tries(nums, operators)
-    hit = [results(*one)[-1] == target for one in all_tries]
-    while True:
-        if order == "random":
-            indices = [rng.randrange(len(hit)) for _ in range(most)]
-        else:
-            start = rng.randrange(len(hit))
-            indices = [(start + i) % len(hit) for i in range(most)]
-        for i, index in enumerate(indices):
-            if hit[index]:
-                return [all_tries[index] for index in indices[:i + 1]]
-
-
 def search(nums, operators, target, rng, *, order, most, give_up=0.0):
-    """A reply that tries until it hits, or gives up, with a probability, after each miss."""
-    lines, answer = [], GAVE_UP
-    for one in order_of_tries(nums, operators, target, rng, order, most):
-        lines.append(line(*one, target))
-        if results(*one)[-1] == target:
-            answer = expression(*one)
-        elif rng.random() < give_up:
-            break
-    return with_tags("\n".join(lines), answer)
+    """A reply that hits within `most` tries, or gives up, with a probability, after each miss."""
+    all_tries, lines, indices = tries(nums, operators), [], []
+    hits = {i for i, one in enumerate(all_tries) if results(*one)[-1] == target}
+    while hits.isdisjoint(indices):
+        if order == "random":
+            indices = [rng.randrange(len(all_tries)) for _ in range(most)]
+        else:
+            start = rng.randrange(len(all_tries))
+            indices = [(start + i) % len(all_tries) for i in range(most)]
+    for i in indices:
+        lines.append(line(*all_tries[i], target))
+        if i in hits:
+            return with_tags("\n".join(lines), expression(*all_tries[i]))
+        if rng.random() < give_up:
+            return with_tags("\n".join(lines), GAVE_UP)
 
 
 def drill(rng):
@@ -148,25 +139,17 @@ def drill(rng):
 
 # --- files ----------------------------------------------------------------------------------------
 
-def chat(prompt, reply):
-    return {"conversations": [{"role": "user", "content": prompt},
-                              {"role": "assistant", "content": reply}]}
-
-
-def searches(rng, *, order, most, **options):
+def searches(rng, **options):
     """Endless replies to training problems, every fifth to a hard one."""
-    easy, hard = (problems(*kind, heldout=False) for kind in KINDS.values())
     while True:
-        kind, source = ("hard", hard) if rng.random() < 0.2 else ("easy", easy)
-        nums, target = rng.choice(source)
-        yield chat(countdown_prompt(nums, target),
-                   search(nums, KINDS[kind][1], target, rng, order=order, most=most, **options))
+        kind = KINDS["hard" if rng.random() < 0.2 else "easy"]
+        nums, target = rng.choice(problems(*kind, heldout=False))
+        yield chat(countdown_prompt(nums, target), search(nums, kind[1], target, rng, **options))
 
 
 def pretraining_chats(rng, count, order):
     """Comparisons; searches that hit within three tries; and long ones."""
-    short = searches(rng, order=order, most=3)
-    long = searches(rng, order=order, most=18)
+    short, long = (searches(rng, order=order, most=most) for most in (3, 18))
     for _ in range(count):
         kind = rng.random()
         yield (chat("Compare.", drill(rng)) if kind < 0.25 else next(short) if kind < 0.5

@@ -188,13 +188,12 @@ class PromptCollator:
         """The rows whose prompts fit into max_seq_len tokens; warns about those it drops."""
         fitting = [row for row in rows
                    if len(self.encode([self.render(row["messages"])])[0]) <= self.max_seq_len]
-        count = len(rows) - len(fitting)
-        dropped = (f"{count} of {len(rows)} prompts are longer than --max_seq_len "
-                   f"{self.max_seq_len} tokens")
+        dropped = (f"{path}: {len(rows) - len(fitting)} of {len(rows)} prompts are longer than "
+                   f"--max_seq_len {self.max_seq_len} tokens")
         if rows and not fitting:
-            raise UserError(f"{path}: {dropped}; raise it, or use --overlong_prompts cut")
-        if count:
-            warnings.warn(f"{path}: {dropped} and were dropped", stacklevel=2)
+            raise UserError(f"{dropped}; raise it, or use --overlong_prompts cut")
+        if len(fitting) < len(rows):
+            warnings.warn(f"{dropped} and were dropped", stacklevel=2)
         return fitting
 
 
@@ -225,9 +224,8 @@ def ignore_signals(worker):
 
     They end when the training does.
     """
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(signal.Signals.__members__):
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
 
 
 def read_prompts(args, tokenizer):

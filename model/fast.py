@@ -306,7 +306,6 @@ def log_probs(head, hidden, row, tokens, *, temperature, with_entropy):
     exist at a time. The backward pass computes them again, one more product with the head.
     """
     size = max(CHUNK, SMALL // head.out_features)
-    recompute = torch.is_grad_enabled() and len(hidden) > size
 
     def of_chunk(hidden, row, tokens):
         all_logps = (head(hidden).float() / temperature).log_softmax(-1)                # (c, V)
@@ -324,7 +323,6 @@ def log_probs(head, hidden, row, tokens, *, temperature, with_entropy):
     for i, (start, end) in enumerate(zip(ends, ends[1:])):
         inputs = (hidden[i * size:(i + 1) * size], row[start:end] - i * size,
                   tokens[order[start:end]])
-        parts.append(checkpoint(of_chunk, *inputs, use_reentrant=False) if recompute
-                     else of_chunk(*inputs))
+        parts.append(checkpoint(of_chunk, *inputs, use_reentrant=False))
     logps, entropy = map(torch.cat, zip(*parts))
     return logps[order.argsort()], entropy

@@ -23,7 +23,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 class LoRALinear(nn.Module):
     """A linear layer and its adapter, unmerged: a merged bfloat16 matrix would round B A away."""
 
-    enabled = True                          # False: it computes as its base does
+    enabled = True                          # False: all of them compute as their bases do
 
     def __init__(self, base, rank, alpha, generator):
         super().__init__()
@@ -58,13 +58,10 @@ def with_adapters(base, *, rank, alpha, name="", seed=0):
     generator = torch.Generator().manual_seed(seed)
     base.requires_grad_(False)
     policy = copy.deepcopy(base, {id(weight): weight for weight in base.parameters()})
-    found = set()
-    for path, layer in list(policy.model.named_modules()):
-        target = path.rpartition(".")[2]
-        if target in TARGETS and isinstance(layer, nn.Linear) and ".experts." not in path:
-            adapter = LoRALinear(layer, rank, alpha, generator)
-            setattr(policy.model.get_submodule(path.rpartition(".")[0]), target, adapter)
-            found.add(target)
+    for path, layer in list(policy.named_modules()):
+        if path.endswith(TARGETS) and isinstance(layer, nn.Linear) and ".experts." not in path:
+            policy.set_submodule(path, LoRALinear(layer, rank, alpha, generator))
+    found = {path.rpartition(".")[2] for path in adapters(policy)}
     policy.lora = {"r": rank, "lora_alpha": alpha,
                    "target_modules": [target for target in TARGETS if target in found],
                    "base_model_name_or_path": str(name)}
@@ -72,24 +69,17 @@ def with_adapters(base, *, rank, alpha, name="", seed=0):
 
 
 class AdaptersOff:
-    """The base of a sharded policy, as a reference.
-
-    Unsharded, both are models that share their tensors: see with_adapters. FSDP would keep the
-    base twice.
-    """
+    """The base of a sharded policy, as a reference: FSDP would keep a base of its own twice."""
 
     def __init__(self, policy):
         self.policy = policy
 
     def run(self, function, *args, **options):
-        layers = adapters(self.policy).values()
-        for layer in layers:
-            layer.enabled = False
+        LoRALinear.enabled = False
         try:
             return self.policy.run(function, *args, **options)
         finally:
-            for layer in layers:
-                layer.enabled = True
+            LoRALinear.enabled = True
 
 
 def adapters(model):

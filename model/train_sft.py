@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from report.command_line import number, user_errors
 
@@ -76,11 +77,10 @@ def loss_of(model, batch, num_tokens, device):
     batch's own count would give tokens in batches of short replies more weight, and the model would
     write short replies more often than its training data does.
     """
-    length = max(len(ids) for ids, _ in batch)
-    ids = [ids + [0] * (length - len(ids)) for ids, _ in batch]
-    labels = [labels + [-100] * (length - len(labels)) for _, labels in batch]
-    ids, labels = torch.tensor(ids, device=device), torch.tensor(labels, device=device)     # (N, T)
     # The padding is on the right, where causal attention hides it from all real tokens: no mask.
+    ids, labels = (pad_sequence([torch.tensor(row) for row in rows], batch_first=True,
+                                padding_value=filler).to(device)                    # (N, T)
+                   for rows, filler in zip(zip(*batch), (0, -100)))
     logits = model(ids)[:, :-1].float()                                             # (N, T-1, V)
     total = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100,
                             reduction="sum")
@@ -154,17 +154,6 @@ def parse_args():
     return args
 
 
-def new_model(args, tokenizer):
-    return MiniMindForCausalLM(MiniMindConfig(
-        vocab_size=len(tokenizer), hidden_size=args.hidden_size,
-        num_hidden_layers=args.num_hidden_layers,
-        intermediate_size=32 * math.ceil(args.hidden_size * 8 / 3 / 32),
-        num_attention_heads=args.hidden_size // 32,
-        num_key_value_heads=args.hidden_size // 64,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id))
-
-
 @user_errors("model.train_sft")
 def main():
     args = parse_args()
@@ -178,7 +167,12 @@ def main():
         tokenizer = load_tokenizer(args.init, model.config.vocab_size)
     else:
         tokenizer = load_tokenizer(args.tokenizer, math.inf)
-        model = new_model(args, tokenizer).to(device)
+        model = MiniMindForCausalLM(MiniMindConfig(
+            vocab_size=len(tokenizer), hidden_size=args.hidden_size,
+            num_hidden_layers=args.num_hidden_layers,
+            intermediate_size=32 * math.ceil(args.hidden_size * 8 / 3 / 32),
+            num_attention_heads=args.hidden_size // 32, num_key_value_heads=args.hidden_size // 64,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).to(device)
     examples = encode(chats, tokenizer)
     count = min(args.heldout, len(examples) // 10)
     examples, heldout = examples[:len(examples) - count], examples[len(examples) - count:]

@@ -1,4 +1,4 @@
-"""What a run reports: `Report` while it trains, `draw_curves` at any time.
+"""What a run reports: `Report`, while it trains.
 
 `python -m report.curves out/run_a` draws the curves from the command line, and
 `python -m report.page out/run_a` writes the page to look into a run.
@@ -8,15 +8,5 @@ from .metrics import describe, drift, mean_metrics, rollout_metrics, sum_metrics
 from .report import Report
 from .text import printable, reason
 
-__all__ = ["Report", "UserError", "describe", "draw_curves", "drift", "mean_metrics",
-           "needs_no_traceback", "printable", "reason", "rollout_metrics", "sum_metrics",
-           "user_errors"]
-
-
-def __getattr__(name):
-    # Imported on first use: if this package had already imported report.curves,
-    # `python -m report.curves` would run that module a second time and warn about it.
-    if name == "draw_curves":
-        from .curves import draw_curves
-        return draw_curves
-    raise AttributeError(f"module 'report' has no attribute '{name}'")
+__all__ = ["Report", "UserError", "describe", "drift", "mean_metrics", "needs_no_traceback",
+           "printable", "reason", "rollout_metrics", "sum_metrics", "user_errors"]

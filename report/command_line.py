@@ -1,15 +1,13 @@
 """What commands share: one line instead of a traceback, numbers within bounds, readable help."""
 import argparse
-import functools
 import os
 import shlex
 import sys
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 from .text import printable
-
-MAX_FLAGS = 10**6       # bytes in a file of flags
 
 
 class UserError(ValueError):
@@ -24,30 +22,25 @@ def needs_no_traceback(error):
     return isinstance(error, (UserError, OSError)) and not os.environ.get("MINIGRPO_TRACEBACK")
 
 
+@contextmanager
 def user_errors(program):
     """Decorate a main function: a UserError or OSError prints one line and exits with code 2.
 
     program: the script's name, which starts that line. Warnings are one line too.
     """
     formatwarning = warnings.formatwarning
-
-    def decorate(main):
-        @functools.wraps(main)
-        def wrapper(*args, **kwargs):
-            warnings.formatwarning = lambda text, *where: f"warning: {printable(str(text))}\n"
-            try:
-                return main(*args, **kwargs)
-            except (UserError, OSError) as error:
-                if not needs_no_traceback(error):
-                    raise
-                notes = "".join(getattr(error, "__notes__", []))    # how to go on
-                line = " ".join(printable(str(error)).splitlines())
-                print(f"{program}: error: {line}{notes}", file=sys.stderr)
-                sys.exit(2)
-            finally:
-                warnings.formatwarning = formatwarning
-        return wrapper
-    return decorate
+    warnings.formatwarning = lambda text, *where: f"warning: {printable(str(text))}\n"
+    try:
+        yield
+    except Exception as error:
+        if not needs_no_traceback(error):
+            raise
+        notes = "".join(getattr(error, "__notes__", []))    # how to go on
+        line = " ".join(printable(str(error)).splitlines())
+        print(f"{program}: error: {line}{notes}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        warnings.formatwarning = formatwarning
 
 
 def number(kind, low, high=10**9, *, above=False):
@@ -82,26 +75,26 @@ def folder_name(text):
 
 
 def flags_of_file(path):
-    """The flags in a file of flags, which can't name another such file."""
-    path = Path(path)
-    if not path.is_file() or path.stat().st_size > MAX_FLAGS:
+    """The flags in a file, each line as a shell reads it; # begins a comment.
+
+    The file can't name another such file.
+    """
+    path, flags = Path(path), []
+    if not path.is_file() or path.stat().st_size > 10**6:
         raise UserError(f"@{path}: no such file, or too large to be one of flags; check its name")
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(f"@{path}: not UTF-8; save the file of flags as UTF-8") from None
-    return [flag for number, line in enumerate(lines, start=1)
-            for flag in flags_of_line(line.rstrip(), f"@{path}, line {number}")]
-
-
-def flags_of_line(line, where):
-    """The flags in a line of a file of flags, as a shell reads them; # begins a comment."""
-    if printable(line) != line:
-        raise UserError(f"{where}: it has a character that can't be printed; write plain text")
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}; close the quotes of that line") from None
+    for number, line in enumerate(map(str.rstrip, text.split("\n")), start=1):
+        where = f"@{path}, line {number}"
+        if printable(line) != line:
+            raise UserError(f"{where}: it has a character that can't be printed; write plain text")
+        try:
+            flags += shlex.split(line, comments=True)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}; close the quotes of that line") from None
+    return flags
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -111,12 +104,12 @@ class HelpFormatter(argparse.HelpFormatter):
         return getattr(action.type, "__name__", "text").upper()
 
     def _get_help_string(self, action):
-        is_switch = isinstance(action.default, bool)
-        if is_switch or action.default in (None, argparse.SUPPRESS):
+        default = action.default
+        if isinstance(default, bool) or default in (None, argparse.SUPPRESS):
             return action.help
-        if isinstance(action.default, tuple):       # as one would type it
-            return f"{action.help} (default: {' '.join(action.default)})"
-        return f"{action.help} (default: %(default)s)"
+        if isinstance(default, tuple):      # as one would type it
+            default = " ".join(default)
+        return f"{action.help} (default: {default})"
 
 
 class Parser(argparse.ArgumentParser):

@@ -15,15 +15,14 @@ from .text import duration, is_finite, read_jsonl
 
 # The palette of Okabe and Ito, whose colours colour-blind readers can tell apart. Its yellow is too
 # pale for lines, so brown takes its place.
-BLUE, ORANGE, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
-SKY, AMBER, BROWN = "#56B4E9", "#E69F00", "#7A5C3E"
-INK, GREY, FAINT = "#22272e", "#6b7280", "#e5e7eb"
-COLORS = [BLUE, ORANGE, GREEN, PINK, SKY, AMBER, BROWN]
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5C3E"]
+BLUE, ORANGE, GREEN, PINK, SKY, _, BROWN = COLORS
+INK, GREY = "#22272e", "#6b7280"
 STYLE = {
     "text.parse_math": False, "font.size": 9, "text.color": INK,
     "axes.edgecolor": "#c4c9d0", "axes.linewidth": 0.8,
     "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "axes.axisbelow": True, "grid.color": FAINT, "grid.linewidth": 0.8,
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e5e7eb", "grid.linewidth": 0.8,
     "axes.labelsize": 8, "axes.labelcolor": GREY, "axes.labelpad": 1,
     "xaxis.labellocation": "right",
     "xtick.color": GREY, "xtick.labelsize": 8, "xtick.major.size": 0,
@@ -40,10 +39,7 @@ def draw_curves(run_dirs, path):
     """
     runs = [Run(run_dir) for run_dir in run_dirs]
     with picture(path, 13, 8, dpi=130) as fig:
-        if len(runs) == 1:
-            draw_one(fig, runs[0])
-        else:
-            draw_several(fig, runs)
+        draw_several(fig, runs) if len(runs) > 1 else draw_one(fig, *runs)
 
 
 @contextmanager
@@ -79,14 +75,11 @@ class Run:
         return list(dict.fromkeys(key for row in rows for key in row if key.startswith(start)))
 
     def series(self, key):
-        """The steps and values of one metric, as two arrays; both empty if it was never recorded.
-
-        A value that was not finite is NaN.
-        """
+        """The steps and values of one metric, (2, steps); a value that was not finite is NaN."""
         rows = self.evaluations if key.startswith("eval/") else self.steps
-        rows = [row for row in rows if key in row]
-        values = [row[key] if is_finite(row[key]) else np.nan for row in rows]
-        return np.array([row["step"] for row in rows]), np.array(values, dtype=float)
+        pairs = [(row["step"], row[key] if is_finite(row[key]) else np.nan)
+                 for row in rows if key in row]
+        return np.array(pairs, dtype=float).reshape(-1, 2).T
 
     def finite(self, key):
         """The finite values of one metric."""
@@ -96,69 +89,65 @@ class Run:
     def headline(self):
         """What the run achieved: "held-out accuracy 25% → 71%, answers 30 → 52 tokens, in ..."."""
         parts = []
-        # The first two that the run has: the reward only if one of the better two is missing.
-        for template, keys in [
-            ("held-out accuracy {:.0%} → {:.0%}", ["eval/accuracy"]),
-            ("answers {:.0f} → {:.0f} tokens", ["eval/mean_length", "completions/mean_length"]),
-            ("reward {:.2f} → {:.2f}", ["reward"]),
-        ]:
-            values = next((v for v in map(self.finite, keys) if len(v) > 1), None)
-            if values is not None and len(parts) < 2:
-                parts.append(template.format(values[0], values[-1]))
+        for template, *keys in (
+                ("held-out accuracy {:.0%} → {:.0%}", "eval/accuracy"),
+                ("answers {:.0f} → {:.0f} tokens", "eval/mean_length", "completions/mean_length"),
+                ("reward {:.2f} → {:.2f}", "reward")):
+            known = [values for values in map(self.finite, keys) if len(values) > 1]
+            parts += [template.format(values[0], values[-1]) for values in known[:1]]
         count = self.steps[-1]["step"] - self.steps[0]["step"] + 1
         seconds = self.finite("step_time").sum() * count / len(self.steps)
-        parts.append(f"in {count:,} step{'s' * (count != 1)}"
-                     + (f", {duration(seconds)}" if seconds else ""))
-        return ", ".join(parts)
+        # The reward only if one of the better two is missing.
+        parts = [*parts[:2], f"in {count:,} step{'s' * (count != 1)}", duration(seconds)]
+        return ", ".join(parts if seconds else parts[:-1])
 
 
 # --- one run --------------------------------------------------------------------------------------
 
 def draw_one(fig, run):
     reward, accuracy, length, drift, health, seconds = title(fig, run.name, run.headline())
-    draw_reward(fig, reward, run)
-    draw_accuracy(fig, accuracy, run)
-    draw_length(fig, length, run)
-    draw_strips(fig, drift, [run], "Exploration and drift",
-                "how sure the policy is, and how far it has moved", [
+    draw_reward(reward, run)
+    draw_accuracy(accuracy, run)
+    draw_length(length, run)
+    draw_strips(
+        drift, [run], "Exploration and drift", "how sure the policy is, and how far it has moved",
         ("kl", "{:.2g}", "KL to the reference: a spike is fine, a lasting climb is not", [PINK]),
-        ("entropy", "{:.2g}", "entropy, nats per token: falls as the policy gets sure", [GREEN])])
-    draw_strips(fig, health, [run], "Health of the updates", "early trouble shows here first", [
+        ("entropy", "{:.2g}", "entropy, nats per token: falls as the policy gets sure", [GREEN]))
+    draw_strips(
+        health, [run], "Health of the updates", "early trouble shows here first",
         ("frac_reward_zero_std", "{:.0%}",
          "groups of equal rewards: bad early; late, the task is solved", [ORANGE]),
         ("clip_ratio/region_mean", "{:.1%}", "tokens clipped: a few percent at most", [BLUE]),
-        ("grad_norm", "{:.2g}", "gradient norm: spikes are clipped", [BROWN])])
-    draw_time(fig, seconds, run)
+        ("grad_norm", "{:.2g}", "gradient norm: spikes are clipped", [BROWN]))
+    draw_time(seconds, run)
 
 
-def draw_reward(fig, cell, run):
-    ax, = panel(fig, cell, "Reward", "the total should climb; its parts tell what is being learned")
+def draw_reward(cell, run):
+    ax, = panel(cell, "Reward", "the total should climb; its parts tell what is being learned")
     keys = [key for key in run.keys("rewards/") if key.endswith("/mean")]
     ends = []
     for key, color in zip(keys, COLORS * 9):
         name = key.removeprefix("rewards/").removesuffix("/mean").removesuffix("_reward")
         ends += line(ax, run, key, color, name.replace("_", " "), width=1.3)
-    ends += line(ax, run, "reward", INK, "total", width=2.4)
-    finish(ax, ends, "{:.2f}")
+    finish(ax, ends + line(ax, run, "reward", INK, "total", width=2.4), "{:.2f}")
 
 
-def draw_accuracy(fig, cell, run):
-    ax, = panel(fig, cell, "Held-out accuracy",
+def draw_accuracy(cell, run):
+    ax, = panel(cell, "Held-out accuracy",
                 "problems never trained on; sampled should climb towards greedy")
     rows = [(key, GREEN, key.removeprefix("eval/"), 1.2) for key in run.keys("eval/pass@")]
-    rows += [("eval/greedy_accuracy", ORANGE, "greedy", 1.6),
-             ("eval/accuracy", BLUE, "sampled", 2.4)]
     ends = []
-    for key, color, name, width in rows:
+    for key, color, name, width in [*rows, ("eval/greedy_accuracy", ORANGE, "greedy", 1.6),
+                                    ("eval/accuracy", BLUE, "sampled", 2.4)]:
         values = run.finite(key)
         label = f"{name} {100 * values[0]:.0f} →" if len(values) > 1 else name
         ends += line(ax, run, key, color, label, width)
     finish(ax, ends, "{:.0%}", top=1.04)
 
 
-def draw_length(fig, cell, run):
+def draw_length(cell, run):
     clipped = run.finite("completions/clipped_ratio")
-    ax, *below = panel(fig, cell, "Completion length, tokens",
+    ax, *below = panel(cell, "Completion length, tokens",
                        "grows where thinking pays; band: shortest to longest",
                        heights=[3, 1] if clipped.any() else [1])
     steps, low = run.series("completions/min_length")
@@ -166,19 +155,17 @@ def draw_length(fig, cell, run):
     if len(low) == len(high) > 0:
         ax.fill_between(steps, smooth(low), smooth(high), color=SKY, alpha=0.22, linewidth=0)
     ends = line(ax, run, "completions/mean_length", BLUE, "training", width=2.2)
-    ends += line(ax, run, "eval/mean_length", ORANGE, "held-out", width=1.2)
-    finish(ax, ends, "{:.0f}")
+    finish(ax, ends + line(ax, run, "eval/mean_length", ORANGE, "held-out", width=1.2), "{:.0f}")
     for ax in below:
         strip(ax, [run], "completions/clipped_ratio", "{:.0%}",
               "cut off at the length limit: should be rare", [PINK])
 
 
-def draw_time(fig, cell, run):
-    ax, = panel(fig, cell, "Where the time goes",
+def draw_time(cell, run):
+    ax, = panel(cell, "Where the time goes",
                 "seconds per step, and each phase's share of the whole run")
-    phases = run.keys("timing_s/")
-    table = np.array([[row.get(key) or 0.0 for key in phases]
-                      for row in run.steps])                            # (steps, phases)
+    phases = run.keys("timing_s/")      # the columns of the table; its rows are the steps
+    table = np.array([[row.get(key) or 0.0 for key in phases] for row in run.steps])
     shares = table.sum(axis=0) / max(table.sum(), 1e-9)
     # Average over at most 60 bins: a long run stays readable, and since these are means, each
     # phase's area is still the time it took.
@@ -187,11 +174,10 @@ def draw_time(fig, cell, run):
     edges = [steps[part[0]] - 0.5 for part in bins] + [steps[-1] + 0.5]
     base = np.zeros(len(bins))
     for i in np.flatnonzero(shares > 0.004):
-        height = np.array([table[part, i].mean() for part in bins])
+        below, base = base, base + [table[part, i].mean() for part in bins]
         name = phases[i].removeprefix("timing_s/").replace("_", " ")
-        ax.stairs(base + height, edges, baseline=base, fill=True, color=COLORS[i % len(COLORS)],
+        ax.stairs(base, edges, baseline=below, fill=True, color=COLORS[i % len(COLORS)],
                   alpha=0.85, label=f"{name} {shares[i]:.0%}")
-        base = base + height
     if base.any():
         ax.legend(loc="center left", bbox_to_anchor=(0.99, 0.5), frameon=False, fontsize=8.5,
                   reverse=True, handlelength=0.8, handleheight=0.8, handletextpad=0.5,
@@ -204,7 +190,6 @@ def draw_time(fig, cell, run):
 def draw_several(fig, runs):
     from matplotlib.lines import Line2D
 
-    cells = title(fig, f"{len(runs)} runs", "")
     colors = (COLORS * len(runs))[:len(runs)]
     swatches = [Line2D([], [], color=color, linewidth=3) for color in colors]
     fig.legend(swatches, [run.name for run in runs], frameon=False, loc="center left",
@@ -212,21 +197,19 @@ def draw_several(fig, runs):
                handlelength=1.2)
     panels = [
         ("Reward", "the total; comparable where the reward weights are the same",
-         [("reward", "{:.2f}", "")]),
+         ("reward", "{:.2f}", "")),
         ("Held-out accuracy, sampled", "problems never trained on: the number to compare",
-         [("eval/accuracy", "{:.0%}", "")]),
+         ("eval/accuracy", "{:.0%}", "")),
         ("Completion length, tokens", "grows where thinking pays",
-         [("completions/mean_length", "{:.0f}", "")]),
+         ("completions/mean_length", "{:.0f}", "")),
         ("Exploration and drift", "how sure the policies are, and how far they have moved",
-         [("kl", "{:.2g}", "KL to the reference"),
-          ("entropy", "{:.2g}", "entropy, nats per token")]),
-        ("Gradient norm", "should stay low and calm",
-         [("grad_norm", "{:.2g}", "")]),
+         ("kl", "{:.2g}", "KL to the reference"), ("entropy", "{:.2g}", "entropy, nats per token")),
+        ("Gradient norm", "should stay low and calm", ("grad_norm", "{:.2g}", "")),
         ("Seconds per step", "without evaluations and checkpoints; lower is faster",
-         [("training_time", "{:.2f}", "")]),
+         ("training_time", "{:.2f}", "")),
     ]
-    for cell, (name, subtitle, rows) in zip(cells, panels):
-        draw_strips(fig, cell, runs, name, subtitle, [(*row, colors) for row in rows])
+    for cell, (name, subtitle, *rows) in zip(title(fig, f"{len(runs)} runs", ""), panels):
+        draw_strips(cell, runs, name, subtitle, *((*row, colors) for row in rows))
 
 
 # --- the parts of a panel -------------------------------------------------------------------------
@@ -237,15 +220,14 @@ def title(fig, name, sentence):
     fig.text(0.027, 0.913, sentence, fontsize=11.5, color=GREY, va="center")
     grid = fig.add_gridspec(2, 3, left=0.05, right=0.9, bottom=0.06, top=0.81,
                             wspace=0.68, hspace=0.5)
-    return [grid[row, column] for row in range(2) for column in range(3)]
+    return [grid[i] for i in range(6)]
 
 
-def panel(fig, cell, name, subtitle, heights=(1,)):
+def panel(cell, name, subtitle, heights=(1,)):
     """Put axes into one cell, top to bottom, with relative `heights`, under a common title."""
-    heights = list(heights) or [1]
     rows = cell.subgridspec(len(heights), 1, height_ratios=heights,
                             hspace=0.25 * (len(heights) - 1))
-    axes = [fig.add_subplot(row) for row in rows]
+    axes = rows.subplots(squeeze=False)[:, 0]
     above(axes[0], name, -22, 32, fontsize=11.5, fontweight="bold")
     above(axes[0], subtitle, -22, 19, fontsize=8.5, color=GREY)
     for ax in axes[:-1]:
@@ -260,17 +242,11 @@ def above(ax, text, x, y, **style):
                 **style)
 
 
-def draw_strips(fig, cell, runs, name, subtitle, rows):
-    """Draw a panel of strips, leaving out those whose metric was never recorded.
-
-    rows: (key, form, text, colors) of each, as strip() takes them.
-    """
-    rows = [row for row in rows if any(len(run.finite(row[0])) for run in runs)]
-    axes = panel(fig, cell, name, subtitle, heights=[1] * len(rows))
-    for ax, row in zip(axes, rows):
+def draw_strips(cell, runs, name, subtitle, *rows):
+    """Draw a panel of strips, as strip() takes them, but not those that were never recorded."""
+    rows = [row for row in rows if any(len(run.finite(row[0])) for run in runs)] or rows[:1]
+    for ax, row in zip(panel(cell, name, subtitle, heights=[1] * len(rows)), rows):
         strip(ax, runs, *row)
-    if not rows:
-        finish(axes[0], [])
 
 
 def strip(ax, runs, key, form, text, colors):
@@ -278,7 +254,7 @@ def strip(ax, runs, key, form, text, colors):
     ends = [end for run, color in zip(runs, colors)
             for end in line(ax, run, key, color, "", width=1.8)]
     finish(ax, ends, form, top=1.04 if key == "eval/accuracy" else None)
-    above(ax, text, 0, 3, fontsize=8, color=GREY)
+    above(ax, text if ends else "", 0, 3, fontsize=8, color=GREY)
 
 
 def line(ax, run, key, color, label, width):
@@ -291,15 +267,14 @@ def line(ax, run, key, color, label, width):
     if not seen.any():
         return []
     if key.startswith("eval/"):
-        few, marker = len(values) < 40, 3.5
+        marker = {"marker": "o", "markersize": 3.5} if len(values) < 40 else {}
         steps, values = steps[seen], values[seen]
     else:
-        few, marker = len(values) <= 3, 4
+        marker = {"marker": "o", "markersize": 4} if len(values) <= 3 else {}
         if len(values) > 10:
             ax.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
         values = smooth(values)
-    ax.plot(steps, values, color=color, linewidth=width, marker="o" if few else None,
-            markersize=marker)
+    ax.plot(steps, values, color=color, linewidth=width, **marker)
     return [(values[np.isfinite(values)][-1], label, color)]
 
 
@@ -308,21 +283,20 @@ def smooth(values):
     # A box window would spread a single spike into a plateau; this one keeps it a bump.
     kernel = np.hanning((len(values) // 10 | 1) + 2)[1:-1]     # of an odd length: it has a centre
     seen = np.isfinite(values)
-    weight = np.convolve(seen, kernel, mode="same")
-    total = np.convolve(np.where(seen, values, 0.0), kernel, mode="same")
+    known = np.array([seen, np.where(seen, values, 0.0)])
+    sums = np.array([np.convolve(row, kernel, mode="same") for row in known])
     # Most is learned in the first steps, and a window cut in half there would hide where the run
     # began: so it grows from a single value, and stays centred.
     for i in range(len(kernel) // 2):
-        narrow, part = np.hanning(2 * i + 3)[1:-1], slice(0, 2 * i + 1)
-        weight[i] = narrow @ seen[part]
-        total[i] = narrow @ np.where(seen[part], values[part], 0.0)
+        sums[:, i] = known[:, :2 * i + 1] @ np.hanning(2 * i + 3)[1:-1]
+    weight, total = sums
     return np.where(weight > 0, total / np.maximum(weight, 1e-9), np.nan)
 
 
 def finish(ax, ends, form="", top=None):
     """Set the scales, and write each line's name and last value at its right end.
 
-    ends: what line() and points() returned. form: the format of the values; with a % in it, the
+    ends: what line() returned. form: the format of the values; with a % in it, the
     y axis is in percent too. top: the upper limit of the y axis (default: from the data).
     """
     if not ax.has_data():

@@ -16,8 +16,7 @@ def rollout_metrics(rows, num_generations, failures=()):
     has reward NaN and is left out of the reward statistics. Standard deviations are sample
     standard deviations (n-1). Raises UserError if every reward is NaN.
 
-    failures: (reward function, how often it has failed in this run, what failed now or None), from
-    all ranks.
+    failures, of all ranks: (reward function, how often it has failed, what failed now or None).
     """
     rewards = [row["reward"] for row in rows]
     if all(math.isnan(reward) for reward in rewards):
@@ -86,11 +85,9 @@ def combine(parts, how):
 
     A GPU is still at work on the values of the parts: only the result is waited for.
     """
-    values = {}
-    for name, value in (item for part in parts for item in part.items()):
-        values.setdefault(name, []).append(value)
-    return {name: float((largest if name.endswith("_max") else how)(of_name))
-            for name, of_name in values.items()}
+    of = {name: [part[name] for part in parts if name in part] for part in parts for name in part}
+    return {name: float((largest if name.endswith("_max") else how)(values))
+            for name, values in of.items()}
 
 
 def largest(values):
@@ -101,11 +98,13 @@ def describe(rollout, tokenizer=None):
     """A row of completions.jsonl for each of the N completions, with the columns of its data.
 
     "reward" is the total and "rewards" each function's own; "advantage" is the first token's.
-    A column by the name of one of these fields gives way to it. With a tokenizer, also the tokens.
+    A column by the name of one of these fields gives way to it. With a tokenizer, also "tokens",
+    which together are the completion (the EOS that ends it is an empty text), "token_logps", and
+    with process supervision, where each token has its own, "token_advantages".
     """
     N = len(rollout.completions)
     lengths, ended = rollout.mask.sum(1).tolist(), rollout.ended.tolist()
-    advantages = rollout.advantages.reshape(N, -1)[:, 0].tolist()       # from (N,) or (N, R)
+    advantages = rollout.advantages.reshape(N, -1).tolist()             # from (N,) or (N, R)
     rows = [{
         **{name: values[i] for name, values in rollout.columns.items()},
         "prompt": rollout.prompts[i],
@@ -114,42 +113,16 @@ def describe(rollout, tokenizer=None):
         "ended": ended[i],
         "rewards": {name: values[i].item() for name, values in rollout.rewards_per_func.items()},
         "reward": rollout.rewards[i].item(),
-        "advantage": advantages[i],
+        "advantage": advantages[i][0],
     } for i in range(N)]
-    return add_tokens(rows, rollout, tokenizer) if tokenizer else rows
-
-
-PER_TOKEN = ("entropy", "ppo_kl", "rollout_probs_diff_mean", "rollout_is_mean")
-
-
-@torch.no_grad()
-def drift(part, logps, old_logps, entropy, weights):
-    """A micro-batch's share of the metrics that tell how far the distributions have moved.
-
-    Sums over its tokens, which sum_metrics divides by the number of "tokens": entropy, in nats;
-    ppo_kl, log pi_old - log pi; rollout_probs_diff, between the probabilities of sampler and
-    trainer: 0 up to rounding, or one of the two is wrong; rollout_is, the importance weight between
-    the two. Completions without a gradient are in no micro-batch, and so not in these means.
-    """
-    difference = (old_logps.exp() - part.sampling_logps.exp()).abs() * part.mask
-    sums = {name: (value * part.mask).sum()
-            for name, value in zip(PER_TOKEN, (entropy, old_logps - logps, difference, weights))}
-    return sums | {"tokens": part.mask.sum(), "rollout_probs_diff_max": difference.max()}
-
-
-def add_tokens(rows, rollout, tokenizer):
-    """Give each of describe()'s rows "tokens" and "token_logps", as long as each other.
-
-    The texts together are the completion; the EOS that ends it is an empty one. With process
-    supervision also "token_advantages", since there each token has its own.
-    """
-    fields = {"token_logps": rollout.sampling_logps.tolist()}
-    if rollout.advantages.dim() == 2:
-        fields["token_advantages"] = rollout.advantages.tolist()
-    for i, (row, ids) in enumerate(zip(rows, rollout.token_ids())):
-        row["tokens"] = token_texts(ids, tokenizer)
-        for name, values in fields.items():
-            row[name] = [round(value, 4) for value in values[i][:len(ids)]]
+    if tokenizer:
+        fields = {"token_logps": rollout.sampling_logps.tolist()}
+        if rollout.advantages.dim() == 2:
+            fields["token_advantages"] = advantages
+        for i, (row, ids) in enumerate(zip(rows, rollout.token_ids())):
+            row["tokens"] = token_texts(ids, tokenizer)
+            row |= {name: [round(value, 4) for value in values[i][:len(ids)]]
+                    for name, values in fields.items()}
     return rows
 
 
@@ -169,3 +142,21 @@ def token_texts(ids, tokenizer):
             texts.append(text[len(context):])
             start, end = end, k
     return texts
+
+
+PER_TOKEN = ("entropy", "ppo_kl", "rollout_probs_diff_mean", "rollout_is_mean")
+
+
+@torch.no_grad()
+def drift(part, logps, old_logps, entropy, weights):
+    """A micro-batch's share of the metrics that tell how far the distributions have moved.
+
+    Sums over its tokens, which sum_metrics divides by the number of "tokens": entropy, in nats;
+    ppo_kl, log pi_old - log pi; rollout_probs_diff, between the probabilities of sampler and
+    trainer: 0 up to rounding, or one of the two is wrong; rollout_is, the importance weight between
+    the two. Completions without a gradient are in no micro-batch, and so not in these means.
+    """
+    difference = (old_logps.exp() - part.sampling_logps.exp()).abs() * part.mask
+    sums = {name: (value * part.mask).sum()
+            for name, value in zip(PER_TOKEN, (entropy, old_logps - logps, difference, weights))}
+    return sums | {"tokens": part.mask.sum(), "rollout_probs_diff_max": difference.max()}

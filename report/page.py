@@ -12,6 +12,7 @@ import json
 import math
 import os
 from bisect import bisect_left
+from contextlib import suppress
 from pathlib import Path
 
 from .command_line import user_errors
@@ -52,7 +53,9 @@ def page_data(run_dir):
     return {
         "name": run.name,
         "headline": run.headline(),
-        "args": shown_args(args),
+        # Of paths only the last part, since pages are passed on.
+        "args": {name.removesuffix("_path"): Path(args[name]).name if name.endswith("_path") else
+                 args[name] for name in SHOWN_ARGS if args.get(name) is not None},
         "metrics": {name: values for name, values in columns(run.steps).items()
                     if not name.startswith("timing_s/")},
         "evaluations": columns(run.evaluations[::math.ceil(len(run.evaluations) / 500) or 1]),
@@ -60,13 +63,6 @@ def page_data(run_dir):
         "shortened": sum("left_out" in row for row in rows),
         "completions": len(rows),
     }
-
-
-def shown_args(args):
-    """The arguments that matter most; of paths only the last part, since pages are passed on."""
-    args = {name: args[name] for name in SHOWN_ARGS if args.get(name) is not None}
-    return {name.removesuffix("_path"): Path(value).name if name.endswith("_path") else value
-            for name, value in args.items()}
 
 
 # --- which completions ----------------------------------------------------------------------------
@@ -142,20 +138,13 @@ def rows_of(step, path):
 
 def shown_group(rows, args):
     """A prompt and its completions, as the page reads them."""
-    row = rows[0]
+    prompt = question = rows[0]["prompt"]
+    with suppress(LookupError, TypeError):      # the data may have no messages
+        question = str(rows[0]["messages"][-1]["content"])
     others = {name: cut(value if isinstance(value, str) else json.dumps(value), 300)
-              for name, value in row.items() if name not in OWN_FIELDS}
-    return {"question": cut(question(row), MOST_CHARACTERS),
-            "prompt": cut(row["prompt"], MOST_CHARACTERS), "columns": others,
-            "rows": [shown_row(row, args) for row in rows]}
-
-
-def question(row):
-    """The last message; the whole prompt if the data has none."""
-    try:
-        return str(row["messages"][-1]["content"])
-    except (LookupError, TypeError):
-        return row["prompt"]
+              for name, value in rows[0].items() if name not in OWN_FIELDS}
+    return {"question": cut(question, MOST_CHARACTERS), "prompt": cut(prompt, MOST_CHARACTERS),
+            "columns": others, "rows": [shown_row(row, args) for row in rows]}
 
 
 def shown_row(row, args):
@@ -173,9 +162,9 @@ def shown_row(row, args):
     # A long one loses its middle, as a text does; in its place stands a token without numbers.
     half = max(1, room // 8)        # of a quarter as many tokens as a text has characters
     left_out = len(row["tokens"]) - 2 * half
-    for name, short in (("tokens", "tokens"), ("token_logps", "logps"),
-                        ("token_advantages", "advantages")):
+    for name in ("tokens", "token_logps", "token_advantages"):
         if name in row:
+            short = name.removeprefix("token_")
             shown[short] = [round(x, 2) if isinstance(x, float) else x for x in row[name]]
             if left_out > 0:
                 gap = f" … [{left_out:,} tokens left out] … " if name == "tokens" else None

@@ -1,15 +1,9 @@
 """Everything a run prints and writes, except its weights.
 
-It moves a progress bar, prints warnings, logs to SwanLab if asked to, and writes these files:
-
-    out/<run_name>/args.json           the arguments of the run
-                   metrics.jsonl       one line per training step, starting with step 1
-                   eval.jsonl          one line per evaluation; step 0 is before training
-                   completions.jsonl   every completion, with its rewards and its advantage;
-                                       completions.1.jsonl the older ones (--completions_limit)
-                   curves.png          the metrics and evaluations as one picture (curves.py)
-                   report.html         a page to look into the run (page.py)
-                   swanlab/            SwanLab's own files, with --swanlab offline, local or online
+It moves a progress bar, prints warnings, logs to SwanLab if asked to, and writes the files that
+docs/runs.md lists: in metrics.jsonl a line per training step, from step 1; in eval.jsonl a line per
+evaluation, step 0 being before training; in completions.jsonl every completion with its rewards and
+its advantage, and in completions.1.jsonl the older ones (--completions_limit).
 
 Once its first step is done, a new run deletes what an earlier run of its name has left there. A run
 that fails before that, for a mistake in a reward function, say, leaves those results alone.
@@ -22,7 +16,7 @@ import os
 import shutil
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,18 +25,7 @@ from tqdm import tqdm
 
 from .command_line import UserError
 from .metrics import training_time
-from .text import (
-    drop_lines_after,
-    duration,
-    fold,
-    is_finite,
-    number,
-    printable,
-    read_jsonl,
-    short,
-    to_json,
-    to_line,
-)
+from .text import duration, fold, is_finite, number, printable, read_jsonl, to_json, to_line
 
 # The three most common ways a run fails, each with its remedy.
 NO_SIGNAL = ("in most groups every completion got the same reward, so the advantages are 0 and "
@@ -68,13 +51,12 @@ class Report:
         self.run_dir, self.args, self.active = Path(run_dir), args, active
         self.total_steps, self.start_step, self.num_tokens = total_steps, start_step, num_tokens
         self.current_step = start_step
-        self.dead_groups = deque(maxlen=10)     # frac_reward_zero_std of the last steps
-        self.timings = {}                       # timing_s/<phase> -> seconds since the last step
+        self.dead_groups = []                   # frac_reward_zero_std of the last 10 steps
+        self.timings = Counter()                # timing_s/<phase> -> seconds since the last step
         self.running = None, 0.0                # the phase that is being timed, and since when
         self.warned_at = {}                     # text of a warning -> step that last printed it
-        self.files, self.held_back = {}, []     # opened by the first step; lines until then
-        self.drawing_costs, self.drawn_at = 0.0, -math.inf          # seconds
-        self.drawn_step = None
+        self.held_back = []                     # rows until the first step is done, then None
+        self.drawn_step, self.next_drawing = None, -math.inf    # the step, and the time
 
     def __enter__(self):
         if not self.active:
@@ -93,20 +75,15 @@ class Report:
         if not self.active:
             return
         self.bar.close()
-        for file in self.files.values():
-            with suppress(OSError):     # a full disk, which _write has reported
-                file.close()
-        self.drawn_at = -math.inf
+        self.next_drawing = -math.inf
         self.draw()
         if error is None:
             self._print_summary()
         # SwanLab's own Ctrl-C handler may already have finished its run.
         if self.swanlab and self.swanlab.has_run():
-            if error is None:
-                self.swanlab.finish()
-            else:
-                state = "aborted" if isinstance(error, KeyboardInterrupt) else "crashed"
-                self.swanlab.finish(state=state, error=f"{error_type.__name__}: {error}")
+            state = "aborted" if isinstance(error, KeyboardInterrupt) else "crashed"
+            end = {"state": state, "error": f"{error_type.__name__}: {error}"} if error_type else {}
+            self.swanlab.finish(**end)
 
     # --- called by the training loop --------------------------------------------------------------
 
@@ -121,8 +98,8 @@ class Report:
             note = ("\nThe loss will read about 0 throughout: the advantages of a group cancel\n"
                     "out in its value, though not in its gradient. To see whether the policy\n"
                     f"learns, watch the reward{held_out}.\n")
-        rewards = [name if weight == 1 else f"{weight:g} {name}"
-                   for name, weight in zip(args.reward_funcs, args.reward_weights)]
+        rewards = " + ".join(name if weight == 1 else f"{weight:g} {name}"
+                             for name, weight in zip(args.reward_funcs, args.reward_weights))
         size = sum(parameter.numel() for parameter in policy.parameters())
         judges = " + ".join(args.eval_reward_funcs)
         if args.eval_threshold != 1:
@@ -137,7 +114,7 @@ class Report:
             "prompts": f"{num_prompts:,} in {short(Path(args.data_path))}",
             "held out": num_heldout and f"{num_heldout:,} in {short(Path(args.eval_data_path))}, "
                                         f"right by {judges}",
-            "rewards": " + ".join(rewards),
+            "rewards": rewards,
             "steps": f"{self.total_steps}, each with {prompts} prompts x "
                      f"{args.num_generations} completions",
             "files": f"{short(self.run_dir)}/, a checkpoint takes {checkpoint:,.0f} MB",
@@ -158,15 +135,14 @@ class Report:
             torch.cuda.synchronize()    # a GPU is still working when a call returns
         now, (before, since) = time.perf_counter(), self.running
         if before:
-            key = f"timing_s/{before}"
-            self.timings[key] = self.timings.get(key, 0.0) + now - since
+            self.timings[f"timing_s/{before}"] += now - since
         self.running = name, now
 
     def evaluation(self, step, metrics):
         """Record, print and return one held-out evaluation; step 0 is before training."""
         if not self.active:
             return metrics
-        self._write("eval", {"step": step, **metrics})
+        self._write("eval", step, metrics)
         self._log(metrics, step)
         if step == self.start_step:
             # The first evaluation is not part of a step: keep it out of the time left.
@@ -178,9 +154,9 @@ class Report:
         known = {key: metrics[key] for key in names if is_finite(metrics.get(key))}
         if abs(known.get("eval/reward", 0.0) - known.get("eval/accuracy", 0.0)) < 1e-9:
             known.pop("eval/reward", None)
-        parts = [names[key].format(value) for key, value in known.items()]
-        parts = parts or ["not known: the evaluation rewards judged nothing"]
-        self._print(f"step {step:>3}  held-out accuracy {', '.join(parts)}")
+        parts = ", ".join(names[key].format(value) for key, value in known.items())
+        self._print(f"step {step:>3}  held-out accuracy "
+                    f"{parts or 'not known: the evaluation rewards judged nothing'}")
         return metrics
 
     def step(self, step, metrics, rows):
@@ -196,18 +172,18 @@ class Report:
             return
         self.phase(None)
         self.current_step = step
-        if not self.files:
-            self._open_files()
-        seconds = sum(self.timings.values())
-        throughput = metrics["tokens"] / max(training_time(self.timings), 1e-9)
+        if self.held_back is not None:
+            self._begin()
         self.num_tokens += metrics["tokens"]
-        metrics = metrics | self.timings | {
-            "num_tokens": self.num_tokens, "step_time": seconds, "perf/throughput": throughput}
-        self.timings = {}
-        self._write("metrics", {"step": step, **metrics})
-        self._rotate_completions()
-        for row in rows:
-            self._write("completions", {"step": step, **row})
+        metrics = {**metrics, **self.timings, "num_tokens": self.num_tokens,
+                   "step_time": sum(self.timings.values()),
+                   "perf/throughput": metrics["tokens"] / max(training_time(self.timings), 1e-9)}
+        self.timings.clear()
+        self._write("metrics", step, metrics)
+        path, limit = self.run_dir / "completions.jsonl", self.args.completions_limit * 1e6
+        if limit and path.exists() and path.stat().st_size > limit:
+            os.replace(path, self.run_dir / "completions.1.jsonl")
+        self._write("completions", step, *rows)
         # evaluation() has already logged the eval/ metrics.
         self._log({key: value for key, value in metrics.items() if key[:5] != "eval/"}, step)
 
@@ -217,35 +193,28 @@ class Report:
             self.bar.update(step - self.bar.n)
         elif step in (self.start_step + 1, self.total_steps) or step % self.args.log_interval == 0:
             self._print(f"step {step:>3}/{self.total_steps}  {numbers}")
-        self._warn_of_accidents(metrics)
-        if rows and step in (self.start_step + 1, self.total_steps):
-            self.group(step, rows[:self.args.num_generations])
-
-    def _warn_of_accidents(self, metrics):
         # A policy that has learned its task has many such groups; that is no accident yet.
-        self.dead_groups.append(metrics.get("frac_reward_zero_std", 0.0))
-        last = list(self.dead_groups)
+        last = self.dead_groups = self.dead_groups[-9:] + [metrics.get("frac_reward_zero_std", 0.0)]
         if last[-3:] == [1] * 3 or len(last) == 10 and sum(last) / 10 > 0.9:
             self.warn(NO_SIGNAL)
         if metrics.get("completions/clipped_ratio", 0.0) > 0.5:
             self.warn(NO_END)
         if not is_finite(metrics.get("grad_norm", 0.0)):
             self.warn(NOT_FINITE)
+        if rows and step in (self.start_step + 1, self.total_steps):
+            self.group(step, rows[:self.args.num_generations])
 
     def group(self, step, rows):
         """Print one group: a prompt and at most 8 completions, best to worst, with their numbers.
 
         rows: the group's rows, as describe() returns them. Copies are printed once, and counted.
         """
-        if not self.active:
-            return
         width = min(shutil.get_terminal_size().columns, 110)
         answer = f", the answer is {rows[0]['answer']}" if rows[0].get("answer") else ""
         title = f"── step {step}, one group of {len(rows)}{printable(answer)} "
         columns = [name.removesuffix("_reward").rjust(5)
                    for name in ("advantage", "reward", *rows[0]["rewards"])]
-        lines = ["", title + "─" * (width - len(title)),
-                 *fold(rows[0]["prompt"], width, max_lines=3),
+        lines = ["", title.ljust(width, "─"), *fold(rows[0]["prompt"], width, max_lines=3),
                  "  " + "  ".join(columns)]
         copies = Counter()
         for row in sorted(rows[:8], key=lambda row: -row["reward"] if is_finite(row["reward"]) else
@@ -266,7 +235,7 @@ class Report:
 
     def warn(self, text):
         """Print a warning above the bar, the same text at most once in 20 steps."""
-        if self.active and self.current_step - self.warned_at.get(text, -math.inf) >= 20:
+        if self.current_step - self.warned_at.get(text, -math.inf) >= 20:
             self.warned_at[text] = self.current_step
             self._print(f"warning: {text}")
 
@@ -277,28 +246,28 @@ class Report:
         run's time.
         """
         self.phase(None)
-        start, has_news = time.perf_counter(), self.current_step != self.drawn_step
-        if not self.files or not has_news or start - self.drawn_at < 20 * self.drawing_costs:
+        start = time.perf_counter()
+        has_news = self.held_back is None and self.current_step != self.drawn_step
+        if not has_news or start < self.next_drawing:
             return
-        # Imported here for the reason given in report/__init__.py.
+        # Imported here: `python -m report.page` would warn of a module that it runs a second time.
         from . import curves, page
-        self._draw("curves.png", "curves", lambda path: curves.draw_curves([self.run_dir], path))
-        self._draw("report.html", "page", lambda path: page.write_page(self.run_dir, path))
+        for name, module, write, source in (
+                ("curves.png", "curves", curves.draw_curves, [self.run_dir]),
+                ("report.html", "page", page.write_page, self.run_dir)):
+            path = self.run_dir / name
+            new = path.with_stem(f"{path.stem}.new")
+            try:
+                write(source, new)
+                os.replace(new, path)
+            except Exception as error:      # no picture is worth losing a run for
+                self.warn(f"{name} could not be drawn ({type(error).__name__}: {error}); try "
+                          f"`python -m report.{module} {short(self.run_dir)}` later.")
         gc.collect()    # a picture is megabytes of objects that refer to each other
-        self.drawn_at, self.drawn_step = time.perf_counter(), self.current_step
-        self.drawing_costs = self.drawn_at - start
+        now = time.perf_counter()
+        self.drawn_step, self.next_drawing = self.current_step, now + 20 * (now - start)
 
     # --- helpers ----------------------------------------------------------------------------------
-
-    def _draw(self, name, module, write):
-        path = self.run_dir / name
-        new = path.with_stem(f"{path.stem}.new")
-        try:
-            write(new)
-            os.replace(new, path)
-        except Exception as error:      # no picture is worth losing a run for
-            self.warn(f"{name} could not be drawn ({type(error).__name__}: {error}); try "
-                      f"`python -m report.{module} {short(self.run_dir)}` later.")
 
     def _print(self, text):
         # A model can write any character: print '?' for one that the terminal cannot encode,
@@ -308,43 +277,37 @@ class Report:
             tqdm.write(text.encode(encoding, errors="replace").decode(encoding))
             sys.stdout.flush()
 
-    def _open_files(self):
+    def _begin(self):
+        """A first step is done: from here on the folder is this run's."""
         if self.start_step == 0:        # these belong to an earlier run
             for name in ("checkpoint", "checkpoint.old", "final", "adapter"):
                 shutil.rmtree(self.run_dir / name, ignore_errors=True)
         arguments = json.dumps(to_json(vars(self.args)), indent=2, sort_keys=True,
-                               ensure_ascii=False, default=str)
+                               ensure_ascii=False)
         (self.run_dir / "args.json").write_text(arguments + "\n", encoding="utf-8")
         older = self.run_dir / "completions.1.jsonl"
         drop_lines_after(self.start_step, older)
         if older.exists() and older.stat().st_size == 0:
             older.unlink()
+        held_back, self.held_back = self.held_back, None
         for name in ("metrics", "eval", "completions"):
             drop_lines_after(self.start_step, self.run_dir / f"{name}.jsonl")
-            self._open(name)
-        for name, row in self.held_back:
-            self._write(name, row)
+            self._write(name, 0)        # no row, but the file
+        for row in held_back:
+            self._write(*row)
 
-    def _open(self, name):
-        # Line-buffered: a crash loses no finished line.
-        self.files[name] = open(self.run_dir / f"{name}.jsonl", "a", encoding="utf-8", buffering=1)
-
-    def _rotate_completions(self):
-        limit, file = self.args.completions_limit * 1e6, self.files["completions"]
-        if limit and file.tell() > limit:
-            file.close()
-            os.replace(file.name, self.run_dir / "completions.1.jsonl")
-            self._open("completions")
-
-    def _write(self, name, row):
-        if not self.files:
-            self.held_back.append((name, row))
+    def _write(self, name, step, *rows):
+        """Append rows of a step to a file; before the first step is done, hold them back."""
+        if self.held_back is not None:
+            self.held_back.append((name, step, *rows))
             return
+        path = self.run_dir / f"{name}.jsonl"
         try:
-            self.files[name].write(to_line(row))
+            with open(path, "a", encoding="utf-8") as file:
+                file.writelines(to_line({"step": step, **row}) for row in rows)
         except OSError as error:
-            raise UserError(f"{self.run_dir / name}.jsonl could not be written "
-                            f"({error.strerror}); make room, then go on with --resume") from error
+            raise UserError(f"{path} could not be written ({error.strerror}); make room, "
+                            "then go on with --resume") from error
 
     def _log(self, metrics, step):
         if self.swanlab:
@@ -354,15 +317,14 @@ class Report:
     def _numbers(self, step, metrics):
         """The line shown at every step: time left, and the few numbers that show progress."""
         seconds_per_step = (time.perf_counter() - self.training_started) / (step - self.start_step)
-        left = duration(seconds_per_step * (self.total_steps - step))
-        numbers = [f"{left:>7} left", f"reward {number(metrics.get('reward')):>5}"]
-        if "rewards/accuracy_reward/mean" in metrics:
-            accuracy = number(metrics["rewards/accuracy_reward/mean"], ".0%")
-            numbers.append(f"accuracy {accuracy:>4}")
-        numbers.append(f"length {number(metrics.get('completions/mean_length'), '.0f'):>3}")
-        if "kl" in metrics:
-            numbers.append(f"kl {number(metrics['kl'], '.4f')}")
-        return "  ".join(numbers)
+        parts = [f"{duration(seconds_per_step * (self.total_steps - step)):>7} left"]
+        for key, name, spec, width in (("reward", "reward", ".2f", 5),
+                                       ("rewards/accuracy_reward/mean", "accuracy", ".0%", 4),
+                                       ("completions/mean_length", "length", ".0f", 3),
+                                       ("kl", "kl", ".4f", 1)):
+            if key in metrics:
+                parts.append(f"{name} {number(metrics[key], spec):>{width}}")
+        return "  ".join(parts)
 
     def _print_table(self, values):
         """Print a line for each value that there is, after its name."""
@@ -415,3 +377,25 @@ class Report:
             reason = " ".join(str(error).split()).rstrip(".")
             raise UserError(f"--swanlab {mode} could not start ({reason}): {advice}.") from error
         return swanlab
+
+
+def short(path):
+    """The path relative to the current folder, if it lies inside it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def drop_lines_after(step, path):
+    """Cut off a file after the lines of `step`; with step 0, a new run, keep none.
+
+    A run that crashed may have written lines for steps after its last checkpoint, and half a line.
+    """
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        kept = 0
+        with suppress(ValueError, LookupError, TypeError):
+            for line in file if step else ():
+                if json.loads(line)["step"] > step or not line.endswith(b"\n"):
+                    break
+                kept += len(line)
+        file.truncate(kept)

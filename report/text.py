@@ -3,6 +3,7 @@ import json
 import math
 import re
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 # What a terminal would obey instead of showing it: C1 controls, line separators, bidirectional
@@ -23,11 +24,6 @@ def duration(seconds):
     if minutes >= 60:
         return f"{minutes // 60}h {minutes % 60:02}m"
     return f"{minutes}m {seconds:02}s" if minutes else f"{seconds}s"
-
-
-def short(path):
-    """The path relative to the current folder, if it lies inside it."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def printable(text):
@@ -101,41 +97,15 @@ def read_jsonl(path, *, most=None):
     Reading stops at the first line that is not JSON: a run that is still writing, or was killed,
     may leave half a line at the end.
     """
-    rows = []
-    if Path(path).exists():
-        wanted = evenly_spaced(path, most) if most else None
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file):
-                if wanted is not None and number not in wanted:
-                    continue
-                try:
-                    rows.append(json.loads(line))
-                except ValueError:
-                    break
+    if not Path(path).exists():
+        return []
+    rows, wanted = [], None
+    with open(path, encoding="utf-8", errors="replace") as file, suppress(ValueError):
+        if most:
+            last = sum(line.endswith("\n") for line in file) - 1
+            wanted = {round(i * last / (most - 1)) for i in range(most)}
+            file.seek(0)
+        for number, line in enumerate(file):
+            if wanted is None or number in wanted:
+                rows.append(json.loads(line))
     return rows
-
-
-def evenly_spaced(path, most):
-    """The numbers, from 0, of `most` evenly spaced lines of a file."""
-    with open(path, "rb") as file:
-        last = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b"")) - 1
-    return {round(i * last / (most - 1)) for i in range(most)}
-
-
-def drop_lines_after(step, path):
-    """Cut off a file after the lines of `step`; with step 0, a new run, keep none.
-
-    A run that crashed may have written lines for steps after its last checkpoint, and half a line.
-    """
-    if not path.exists():
-        return
-    with open(path, "r+b") as file:
-        kept = 0
-        for line in file if step else ():
-            try:
-                if json.loads(line)["step"] > step or not line.endswith(b"\n"):
-                    break
-            except (ValueError, LookupError, TypeError):
-                break
-            kept += len(line)
-        file.truncate(kept)

@@ -13,7 +13,7 @@ other.
 It writes report/experiments/results/trl.jsonl and images/trl.png, as report/experiments does.
 """
 import argparse
-import functools
+import itertools
 import logging
 import os
 import subprocess
@@ -47,42 +47,34 @@ FLAGS = ["--device", "cpu", "--dtype", "float32"]
 EVERY = 20      # steps between evaluations; a point of the other curves is the mean of so many / 4
 
 
-class Curve:
-    """The metrics of one side's run, step by step."""
-
-    def __init__(self):
-        self.rows, self.evaluations, self.seconds = [], [], 0.0
-
-    def step(self, metrics, seconds):
-        self.seconds += seconds
-        self.rows.append(metrics | {"step": len(self.rows) + 1, "minutes": self.seconds / 60})
-
-    def save(self, arm, seed):
-        names = [name for name in PANELS if not name.startswith("eval/")]
-        row = {"row": "", "arm": arm, "seed": seed,
-               **in_parts(self.rows, names, 4 * len(self.rows) // EVERY),
-               "eval": columns(self.evaluations), "seconds": round(self.seconds)}
-        RESULTS.parent.mkdir(exist_ok=True)
-        with open(RESULTS, "a", encoding="utf-8") as file:
-            file.write(to_line(row))
-        print(f"{arm}, seed {seed}: {self.seconds:.0f} s, held-out accuracy "
-              f"{row['eval']['eval/accuracy']}", flush=True)
+def save(arm, seed, rows, evaluations):
+    """Append a run to the results; rows: the metrics of each step, with the seconds it took."""
+    seconds = list(itertools.accumulate(row["seconds"] for row in rows))
+    rows = [row | {"step": i + 1, "minutes": seconds[i] / 60} for i, row in enumerate(rows)]
+    names = [name for name in PANELS if not name.startswith("eval/")]
+    result = {"row": "", "arm": arm, "seed": seed,
+              **in_parts(rows, names, 4 * len(rows) // EVERY),
+              "eval": columns(evaluations), "seconds": round(seconds[-1])}
+    with open(RESULTS, "a", encoding="utf-8") as file:
+        file.write(to_line(result))
+    print(f"{arm}, seed {seed}: {seconds[-1]:.0f} s, held-out accuracy "
+          f"{result['eval']['eval/accuracy']}", flush=True)
 
 
-def ours(args, curve):
-    """python train_grpo.py itself, and what it wrote."""
+def ours(args):
+    """python train_grpo.py itself, and what it wrote: (rows, evaluations), as save() takes them."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [sys.executable, "train_grpo.py", *FLAGS, "--seed", str(args.seed), "--max_steps",
              str(args.max_steps), "--eval_interval", str(EVERY), "--out_dir", folder],
             cwd=ROOT, check=True, capture_output=True)
         run_dir, = Path(folder).iterdir()
-        for row in read_jsonl(run_dir / "metrics.jsonl"):
-            curve.step(row, training_time(row))
-        curve.evaluations += read_jsonl(run_dir / "eval.jsonl")
+        rows = [row | {"seconds": training_time(row)}
+                for row in read_jsonl(run_dir / "metrics.jsonl")]
+        return rows, read_jsonl(run_dir / "eval.jsonl")
 
 
-def theirs(args, batches, reward_funcs, evaluate, curve):
+def theirs(args):
     """GRPOTrainer with everything set as train_grpo.py has it."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
@@ -98,7 +90,7 @@ def theirs(args, batches, reward_funcs, evaluate, curve):
         def on_log(self, args, state, control, logs, model, **kwargs):
             if "reward" not in logs:        # the summary after the last step
                 return
-            curve.step(logs, self.seconds)
+            rows.append(logs | {"seconds": self.seconds})
             if state.global_step % EVERY == 0:
                 with tempfile.TemporaryDirectory() as folder:
                     model.save_pretrained(folder)
@@ -106,22 +98,27 @@ def theirs(args, batches, reward_funcs, evaluate, curve):
 
     def evaluate_weights(folder, step):
         policy = load_pretrained(folder, dtype=torch.float32)
-        curve.evaluations.append({"step": step} | evaluate(policy, step=step))
+        evaluations.append({"step": step} | train_grpo.evaluate(
+            policy, problems=heldout, eval_funcs=eval_funcs, collate=collate, world=world,
+            sample=fast.sample, args=args, step=step))
 
-    path = args.model_path
+    rows, evaluations, path, world = [], [], args.model_path, train_grpo.World("cpu")
+    tokenizer, _, _, reward_funcs, eval_funcs = train_grpo.load_models(args, world)
+    collate, problems, heldout = read_prompts(args, tokenizer)
+    prompts = [{"prompt": text, "messages": batch["columns"]["messages"][i],
+                "answer": batch["columns"]["answer"][i]}
+               for batch in batches_from(1, problems, collate, world, args)[0]
+               for i, text in enumerate(batch["prompts"])]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    rows = [{"prompt": text, "messages": batch["columns"]["messages"][i],
-             "answer": batch["columns"]["answer"][i]}
-            for batch in batches for i, text in enumerate(batch["prompts"])]
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.99),
                                   weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda done: train_grpo.set_learning_rate(
-            optimizer, done + 1, args.max_steps, args) / args.learning_rate)
+        optimizer, lambda done: train_grpo.lr_at(
+            done + 1, args.max_steps, peak=1.0, warmup_steps=args.warmup_steps))
     with tempfile.TemporaryDirectory() as folder:
         completions = args.batch_size * args.num_generations
         trainer = GRPOTrainer(
-            model, reward_funcs, train_dataset=Dataset.from_list(rows), callbacks=[Steps()],
+            model, reward_funcs, train_dataset=Dataset.from_list(prompts), callbacks=[Steps()],
             processing_class=AutoTokenizer.from_pretrained(path), optimizers=(optimizer, schedule),
             args=GRPOConfig(
                 output_dir=folder, use_cpu=True, bf16=False, report_to="none", logging_steps=1,
@@ -136,6 +133,7 @@ def theirs(args, batches, reward_funcs, evaluate, curve):
         trainer.remove_callback(PrinterCallback)
         evaluate_weights(path, 0)
         trainer.train()
+    return rows, evaluations
 
 
 def main():
@@ -152,19 +150,9 @@ def main():
     for seed in () if options.draw else options.seeds:
         args = train_grpo.parse_args(
             [*FLAGS, "--seed", str(seed), "--max_steps", str(options.steps)])
-        world = train_grpo.World("cpu")
-        tokenizer, _, _, reward_funcs, eval_funcs = train_grpo.load_models(args, world)
-        collate, problems, heldout = read_prompts(args, tokenizer)
-        batches, _ = batches_from(1, problems, collate, world, args)
-        evaluate = functools.partial(
-            train_grpo.evaluate, problems=heldout, eval_funcs=eval_funcs, collate=collate,
-            world=world, sample=fast.sample, args=args)
-        if ("MiniGRPO", seed) not in done:
-            ours(args, curve := Curve())
-            curve.save("MiniGRPO", seed)
-        if ("TRL", seed) not in done:
-            theirs(args, batches, reward_funcs, evaluate, curve := Curve())
-            curve.save("TRL", seed)
+        for arm, train in (("MiniGRPO", ours), ("TRL", theirs)):
+            if (arm, seed) not in done:
+                save(arm, seed, *train(args))
     rows = read_jsonl(RESULTS)
     draw_experiment(rows, PANELS, PICTURE)
     print_table(rows, PANELS)

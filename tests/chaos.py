@@ -19,12 +19,14 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,6 +53,14 @@ def start(out, ranks, *flags, die_at=0, log=subprocess.DEVNULL):
                             env=environment, stdout=log, stderr=log, start_new_session=True)
 
 
+def complete(out, ranks, *flags, die_at=0):
+    """A run to its end: its exit code, and what it has printed."""
+    with tempfile.TemporaryFile("w+") as log:
+        code = start(out, ranks, *flags, die_at=die_at, log=log).wait(timeout=600)
+        log.seek(0)
+        return code, log.read()
+
+
 def child(die_at, flags):
     """The script itself, but rank 0 is killed before its file operation number `die_at`."""
     sys.path.insert(0, str(ROOT))
@@ -58,27 +68,26 @@ def child(die_at, flags):
 
     folder, fsync, count = flags[flags.index("--out_dir") + 1], os.fsync, 0
 
-    def is_the_last():
+    def operation(descriptor=None):
         nonlocal count
         count += os.environ.get("RANK", "0") == "0"
-        return count == die_at
+        if count == die_at:
+            if descriptor and not os.path.isdir(f"/proc/self/fd/{descriptor}"):
+                os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def hook(event, arguments):
         name = str(arguments[0]) if arguments else ""
         writes = event == "open" and name.startswith(folder) and arguments[1] not in ("r", "rb")
-        if (writes or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir")) and (
-                is_the_last()):
-            os.kill(os.getpid(), signal.SIGKILL)
+        if writes or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
+            operation()
 
-    def torn(descriptor):
-        if is_the_last():
-            if not os.path.isdir(f"/proc/self/fd/{descriptor}"):
-                os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
-            os.kill(os.getpid(), signal.SIGKILL)
+    def counted_fsync(descriptor):
+        operation(descriptor)
         fsync(descriptor)
 
     sys.addaudithook(hook)
-    os.fsync = torn
+    os.fsync = counted_fsync
     train_grpo.main(flags)
     print(f"{count} file operations")
 
@@ -86,16 +95,6 @@ def child(die_at, flags):
 def steps_done(out):
     path = out / "run/metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def kill(process):
-    """SIGKILL for a run and all of its processes; torchrun's ranks have sessions of their own."""
-    ranks = ranks_of(process)
-    for one in (process.pid, *ranks):
-        try:
-            os.killpg(one, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def ranks_of(process):
@@ -107,45 +106,42 @@ def disaster(way, rng, out, ranks, operations, flags):
     """Start or resume a run, and end it in this way; returns what has happened, as a text."""
     if way == "operation":
         number = rng.randint(1, operations)
-        process = start(out, ranks, *flags, die_at=number)
-        process.wait(timeout=600)
+        complete(out, ranks, *flags, die_at=number)
         return f"operation {number}"
     process = start(out, ranks, *flags)
     step = rng.randrange(min(steps_done(out), STEPS - 1), STEPS)
     while process.poll() is None and steps_done(out) < step:
         time.sleep(0.01)
     time.sleep(rng.uniform(0, 0.5))
-    happened = f"{way} in step {step + 1}"
     if way == "moment":
-        kill(process)
+        for one in (process.pid, *ranks_of(process)):       # torchrun's have sessions of their own
+            with suppress(ProcessLookupError):
+                os.killpg(one, signal.SIGKILL)
     elif way == "signal":
         number = rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-        happened = f"{number.name} in step {step + 1}"
         process.send_signal(number)
+        way = number.name
     elif way == "rank":
-        victims = ranks_of(process)
-        if victims:
+        if victims := ranks_of(process):
             os.kill(rng.choice(victims), signal.SIGKILL)
     else:
         process.kill()
     process.wait(timeout=600)
-    return happened
+    return f"{way} in step {step + 1}"
+
+
+def resume(out):
+    return ["--resume"] * any((out / "run" / name / "optimizer.pt").exists()
+                              for name in ("checkpoint", "checkpoint.old"))
 
 
 def finish(out, ranks, *flags):
     """Go on with the command that the user has, until the run is done; the number of starts."""
     for attempt in range(1, 40):
-        has_checkpoint = any((out / "run" / name / "optimizer.pt").exists()
-                             for name in ("checkpoint", "checkpoint.old"))
-        with tempfile.TemporaryFile("w+") as log:
-            process = start(out, ranks, *flags, *["--resume"] * has_checkpoint, log=log)
-            code = process.wait(timeout=600)
-            log.seek(0)
-            text = log.read()
+        code, text = complete(out, ranks, *flags, *resume(out))
         if code == 0:
             return attempt
-        if "another run is writing there" not in text:      # orphans that are still saving
-            raise AssertionError(text[-3000:])
+        assert "another run is writing there" in text, text[-3000:]     # orphans, still saving
         time.sleep(0.5)
     raise AssertionError("the folder stayed locked")
 
@@ -166,9 +162,7 @@ def trial(number, ranks, rng, whole, operations, out, *flags):
     happened = []
     for _ in range(rng.choice([1, 1, 2])):
         way = rng.choice(WAYS[ranks])
-        has_checkpoint = (out / "run/checkpoint/optimizer.pt").exists()
-        resume = ["--resume"] * has_checkpoint
-        happened.append(disaster(way, rng, out, ranks, operations, [*flags, *resume]))
+        happened.append(disaster(way, rng, out, ranks, operations, [*flags, *resume(out)]))
     starts = finish(out, ranks, *flags)
     for name, ours, theirs in zip(("lines", "weights", "files"), result(out), whole):
         assert ours == theirs, f"trial {number}, {happened}: the {name} differ"
@@ -177,12 +171,10 @@ def trial(number, ranks, rng, whole, operations, out, *flags):
 
 def unbroken(ranks, out, *flags):
     """What a run that nobody touches leaves, and the number of its file operations."""
-    with tempfile.TemporaryFile("w+") as log:
-        assert start(out, ranks, *flags, die_at=10**9, log=log).wait() == 0
-        log.seek(0)
-        line = next(line for line in log if line.strip().endswith("file operations")
-                    and not line.startswith("0 "))
-    return result(out), int(line.split()[0])
+    code, text = complete(out, ranks, *flags, die_at=10**9)
+    assert code == 0, text[-3000:]
+    counts = re.findall(r"(\d+) file operations", text)      # of rank 0; other ranks count none
+    return result(out), max(map(int, counts))
 
 
 def main():

@@ -9,6 +9,7 @@ last 200 steps with that of the steps 100 to 300. Both may grow by 5%.
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -19,12 +20,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = """--batch_size 2 --num_generations 4 --max_gen_len 16 --save_interval 25 --eval_interval 50
 --eval_samples 16 --completions_limit 1 --epochs 9 --log_interval 100 --run_name soak""".split()
-
-
-def resident_memory(process):
-    """In MB, of a running process."""
-    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
 
 
 def main():
@@ -42,7 +37,8 @@ def main():
         while process.poll() is None:
             step = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
             if 0 < step < args.steps:
-                memory[step] = resident_memory(process)
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                memory[step] = int(re.search(r"VmRSS:\s*(\d+)", status)[1]) / 1024
             time.sleep(0.1)
         assert process.returncode == 0
         times = [json.loads(line)["timing_s/rollout"] + json.loads(line)["timing_s/update"]

@@ -2,11 +2,13 @@
 import itertools
 import json
 import random
+import re
+import zlib
 
 import pytest
 from transformers import AutoTokenizer
 
-from conftest import ROOT
+from conftest import ROOT, write
 from dataset import PromptDataset, countdown
 from report.experiments.__main__ import behaviour
 from reward import countdown_reward
@@ -47,15 +49,12 @@ def test_equal_expressions_are_tried_once():
 
 
 def test_the_shipped_problems_are_those_of_the_script_and_apart():
-    def read(name):
-        rows = PromptDataset(ROOT / f"dataset/countdown_{name}.jsonl")
-        assert rows[0]["messages"][0]["content"].startswith("Use ")
-        return [(tuple(row["nums"]), row["target"]) for row in rows]
-
-    train, heldout, hard = read("train"), read("heldout"), read("hard")
-    easy = countdown.KINDS["easy"]
-    assert train == countdown.problems(*easy, heldout=False)
-    assert heldout == countdown.problems(*easy, heldout=True)
+    train, heldout, hard = (
+        [(tuple(row["nums"]), row["target"])
+         for row in PromptDataset(ROOT / f"dataset/countdown_{name}.jsonl")]
+        for name in ("train", "heldout", "hard"))
+    for file, is_heldout in ((train, False), (heldout, True)):
+        assert file == countdown.problems(*countdown.KINDS["easy"], heldout=is_heldout)
     keys = [{(tuple(sorted(nums)), target) for nums, target in file} for file in (train, heldout)]
     assert not keys[0] & keys[1] and len(hard) == 500 and {len(nums) for nums, _ in hard} == {4}
     assert all(countdown.is_heldout(*problem) for problem in hard)
@@ -63,8 +62,7 @@ def test_the_shipped_problems_are_those_of_the_script_and_apart():
 
 @pytest.mark.parametrize("order", ["methodical", "random"])
 def test_the_texts_compute_and_compare_rightly_and_their_answers_are_right(order):
-    rng = random.Random(1)
-    chats = countdown.searches(rng, order=order, most=18, give_up=0.3)
+    chats = countdown.searches(random.Random(1), order=order, most=18, give_up=0.3)
     gave_up = 0
     for chat in itertools.islice(chats, 300):
         prompt, reply = (turn["content"] for turn in chat["conversations"])
@@ -79,36 +77,26 @@ def test_the_texts_compute_and_compare_rightly_and_their_answers_are_right(order
     assert 60 < gave_up < 240
 
 
-def test_the_first_texts_are_comparisons_searches_that_hit_soon_and_long_ones():
-    chats = list(countdown.pretraining_chats(random.Random(2), 400, "methodical"))
-    drills, tries, hard = [], [], 0
-    for prompt, reply in ([turn["content"] for turn in chat["conversations"]] for chat in chats):
-        if prompt == "Compare.":
-            drills.append([line.removeprefix("=").split() for line in reply.splitlines()])
-        else:
-            tries.append(reply.count(" no\n") + reply.count(" yes\n"))
-            hard += prompt.count(",") == 3
-    assert len(chats) == 400 and 65 < len(drills) < 135                     # a quarter, +- 4 sigma
-    verdicts = [(int(a) == int(b), verdict) for drill in drills for a, b, verdict in drill]
-    assert set(verdicts) == {(True, "yes"), (False, "no")}
-    assert {len(drill) for drill in drills} == {12}
-    assert verdicts.count((True, "yes")) / len(verdicts) == pytest.approx(0.5, abs=0.06)
-    numbers = [int(number) for drill in drills for a, b, _ in drill for number in (a, b)]
-    assert min(numbers) == 0 and max(numbers) == 100
-    # A third of the searches hit within three tries because they must.
-    assert 1 / 3 - 0.1 < sum(n <= 3 for n in tries) / len(tries) < 2 / 3 and max(tries) > 12
-    assert min(tries) == 1 and max(tries) <= 18
-    assert hard / len(tries) == pytest.approx(0.2, abs=0.09)
+def test_the_first_texts_are_comparisons_and_searches_some_of_which_must_hit_soon(tmp_path):
+    chats = list(countdown.pretraining_chats(random.Random(1), 1000, "methodical"))
+    replies = [chat["conversations"][1]["content"] for chat in chats]
+    drills = [reply for reply in replies if reply[0] == "="]
+    tries = [reply.count(" no\n") + reply.count(" yes\n") for reply in replies if reply[0] == "<"]
+    assert min(tries) == 1 and max(tries) == 18 and sum(n <= 3 for n in tries) > len(tries) / 3
+    pairs = [re.fullmatch(r"=(\d+) (\d+) (yes|no)", line).groups()
+             for line in "\n".join(drills).splitlines()]
+    assert all((a == b) == (verdict == "yes") for a, b, verdict in pairs)
+    # The same seed gives the same texts.
+    write(tmp_path / "texts.jsonl", chats)
+    assert zlib.crc32((tmp_path / "texts.jsonl").read_bytes()) == 3057125990
 
 
 @pytest.mark.parametrize("answer, right", [
     ("8*6+9", 1), ("9 + 6 * 8", 1), ("8*6+9 = 57", 1), ("(8*6)+9", 1),
     ("9-8+6", 0), ("9*8*6", 0),                         # each number once, but 7 and 432
     ("8*6+8", 0), ("8*6+9+0", 0), ("57", 0), ("48+9", 0), ("8*6", 0), ("none", 0), ("", 0),
-    ("8*6+9+9-9", 0), ("+8*6+9", 0), ("8*6- -9", 0), ("9+(-8*-6)", 0),
-    ("8*6+9)", 0), ("9**6", 0), ("8(6)+9", 0), ("[9*6+8-5][0]", 0), ("9/0+8*6", 0),
-    ("(" * 60 + "8*6+9" + ")" * 60, 0),
-])
+    ("8*6+9+9-9", 0), ("+8*6+9", 0), ("8*6- -9", 0), ("9+(-8*-6)", 0), ("8*6+9)", 0), ("9**6", 0),
+    ("8(6)+9", 0), ("[9*6+8-5][0]", 0), ("9/0+8*6", 0), ("(" * 60 + "8*6+9" + ")" * 60, 0)])
 def test_the_reward_of_countdown(answer, right):
     reply = f"<think>\n8*6=48+9=57 57 yes\n</think>\n<answer>\n{answer}\n</answer>"
     assert countdown_reward([""], [reply], nums=[[9, 8, 6]], target=[57]) == [right]
@@ -141,7 +129,6 @@ def test_what_a_reply_does_is_read_off_it():
 def test_each_number_of_the_shipped_tokenizer_is_one_token():
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "model/weights/countdown_128")
     assert all(len(tokenizer(str(number))["input_ids"]) == 1 for number in range(101))
-    text = "8*6=48+9=57 57 yes\n"
-    assert len(tokenizer(text)["input_ids"]) == 13
-    assert json.loads((ROOT / "model/weights/countdown_128/config.json").read_text())[
-        "vocab_size"] == len(tokenizer)
+    assert len(tokenizer("8*6=48+9=57 57 yes\n")["input_ids"]) == 13
+    config = json.loads((ROOT / "model/weights/countdown_128/config.json").read_text())
+    assert config["vocab_size"] == len(tokenizer)

@@ -1,9 +1,7 @@
 """What only a GPU can show. Skipped without one."""
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import bench
 import pytest
@@ -11,12 +9,12 @@ import torch
 from test_sampler import EOS, FAMILIES, PAD, PROMPTS, TEMPERATURE, batch, padded, pairs, wide
 
 import train_grpo
+from conftest import ROOT, jsonl
 from model import fast, sampler
 from model.lora import with_adapters
 from model.storage.memory import num_parameters, peak_bytes
 from train_grpo import completion_mask
 
-ROOT = Path(__file__).resolve().parent.parent
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -89,8 +87,8 @@ def train(out, *flags, command=(sys.executable,)):
         [*command, "train_grpo.py", "--device", DEVICE, "--out_dir", str(out), "--run_name", "run",
          *flags], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    return [[json.loads(line) for line in (out / "run" / name).read_text().splitlines()]
-            for name in ("metrics.jsonl", "eval.jsonl") if (out / "run" / name).exists()]
+    files = out / "run/metrics.jsonl", out / "run/eval.jsonl"
+    return [jsonl(file) for file in files if file.exists()]
 
 
 @every_dtype

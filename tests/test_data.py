@@ -1,9 +1,10 @@
-import ast
 import json
 import random
 import re
 import runpy
 import sys
+import zlib
+from itertools import islice
 
 import pytest
 import torch
@@ -21,71 +22,49 @@ USER, REPLY = turns("2+3?", "5")
 
 def dataset_of(tmp_path, *lines):
     path = tmp_path / "some.jsonl"
-    with open(path, "wb") as file:
-        for line in lines:
-            text = json.dumps(line, ensure_ascii=False) if isinstance(line, dict) else line
-            file.write((text if isinstance(text, bytes) else text.encode()) + b"\n")
+    texts = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=False)
+             for line in lines]
+    path.write_text("\n".join(texts), encoding="utf-8", errors="surrogateescape")
     return PromptDataset(path)
 
 
 @pytest.mark.parametrize("line, messages", [
-    ({"conversations": [USER]}, [USER]),
-    ({"conversations": [USER, REPLY]}, [USER]),
+    ({"conversations": [USER]}, [USER]), ({"conversations": [USER, REPLY]}, [USER]),
     ({"conversations": [USER, REPLY, USER]}, [USER, REPLY, USER]),
     ({"conversations": [USER, REPLY, USER, REPLY]}, [USER, REPLY, USER]),
-    ({"prompt": "2+3?"}, [USER]),
-    ({"prompt": [USER, REPLY]}, [USER]),
-    ({"question": "2+3?"}, [USER]),
+    ({"prompt": "2+3?"}, [USER]), ({"prompt": [USER, REPLY]}, [USER]),
+    ({"question": "一加一？"}, turns("一加一？")),
     ({"question": "2+3?", "nums": [2, 3], "target": 5}, [USER]),
 ])
 def test_all_forms_become_messages_without_the_last_reply(line, messages, tmp_path):
-    data = dataset_of(tmp_path, line | {"answer": "5", "level": 3})
     own = {name: line[name] for name in ("nums", "target") if name in line}
-    assert data[0] == {"messages": messages, "answer": "5", "level": 3} | own
-
-
-def test_forms_mix_and_blank_lines_do_not_count(tmp_path):
-    chinese = {"question": "一加一？", "answer": "2"}
-    data = dataset_of(tmp_path, chinese, "", {"conversations": [USER]}, "  ")
-    assert [row["messages"][0]["content"] for row in data] == ["一加一？", "2+3?"]
-    assert len(data) == 2
+    one = {"messages": messages, "answer": "5", "level": 3} | own
+    data = dataset_of(tmp_path, line | {"answer": "5", "level": 3}, "", {"prompt": "2+3?"}, "  ")
+    assert data == [one, {"messages": [USER]}]
 
 
 @pytest.mark.parametrize("line, named", [
-    ('{"prompt": "2+3?"', "JSON"),
-    ("just words", "JSON"),
-    ('["a list"]', "conversations"),
-    ({"answer": "5"}, "conversations"),
-    ({"conversations": {"role": "user"}}, "conversations"),
-    ({"conversations": ["2+3?"]}, "conversations"),
-    ({"conversations": [{"role": "user"}]}, "conversations"),
-    ({"conversations": [{"content": "2+3?"}]}, "conversations"),
-    ({"conversations": [{"role": "user", "content": 5}]}, "conversations"),
-    ({"conversations": []}, "conversations"),
-    ({"conversations": [REPLY]}, "conversations"),
-    ({"prompt": 5}, "prompt"),
-    ({"question": None}, "question"),
-    ({"prompt": " "}, "prompt"),
+    ("just words", "JSON"), ('{"prompt": "2+3?", "answer": "\udcff"}', "UTF-8"),
+    ('["a list"]', "conversations"), ({"answer": "5"}, "conversations"),
+    *(({"conversations": chat}, "conversations") for chat in (
+        {"role": "user"}, ["2+3?"], [{"role": "user"}], [{"content": "2+3?"}], [], [REPLY],
+        [{"role": "user", "content": 5}])),
+    ({"prompt": 5}, "prompt"), ({"prompt": " "}, "prompt"), ({"question": None}, "question"),
     ({"prompt": "2+3?", "completions": 1}, "completions"),
     ({"prompt": "2+3?", "reward_weights": 1}, "reward_weights"),
     ({"prompt": "2+3?", "answer": " "}, "answer"),
-    (b'{"prompt": "2+3?", "answer": "\xff"}', "UTF-8"),
+    ({"question": "1+1?", "answer": "1+1=2\n#### "}, "answer"),
 ])
 def test_a_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/some.jsonl, line 3: .*{named}.*\Z"):
         dataset_of(tmp_path, {"prompt": "2+3?"}, "", line)
-    message = str(error.value)
-    assert str(tmp_path / "some.jsonl") in message
-    assert re.search(r"\bline 3\b", message) and named in message
-    assert "\n" not in message
 
 
-@pytest.mark.parametrize("lines", [[], ["", "  "]])
-def test_a_file_without_prompts_is_named(lines, tmp_path):
+def test_a_file_without_prompts_is_named(tmp_path):
     with pytest.raises(ValueError, match="some.jsonl: no such file"):
         PromptDataset(tmp_path / "some.jsonl")
     with pytest.raises(ValueError, match="some.jsonl: the file has no prompts"):
-        dataset_of(tmp_path, *lines)
+        dataset_of(tmp_path, "", "  ")
 
 
 def test_prompts_are_padded_on_the_left_and_a_long_one_keeps_its_end(tokenizer):
@@ -95,7 +74,6 @@ def test_prompts_are_padded_on_the_left_and_a_long_one_keeps_its_end(tokenizer):
                "<|im_start|>assistant\n" for item in items]
     short, long = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     limit = len(short) + 2
-    assert len(long) > limit
     with pytest.warns(UserWarning, match="--max_seq_len"):
         batch = PromptCollator(tokenizer, limit)(items)
     assert batch["prompt_ids"].tolist() == [[tokenizer.pad_token_id] * 2 + short, long[-limit:]]
@@ -130,34 +108,18 @@ def test_the_order_is_reproducible_and_differs_between_epochs_and_seeds():
     assert rows_of_step(2, 22, 4) == alone and steps_per_epoch(22, 4) == 6  # by default of one rank
 
 
-def test_rows_that_cannot_be_dealt_out_evenly_are_skipped():
-    def lengths(step, num_rows):
-        return [len(rows) for rows in rows_by_step([step], num_rows)[0]]
-
-    assert steps_per_epoch(9, 4, 2) == 1 and lengths(1, num_rows=9) == [4, 4]
-    assert steps_per_epoch(11, 4, 2) == 2 and lengths(2, num_rows=11) == [1, 1]
-    assert steps_per_epoch(8, 4, 2) == 1 and steps_per_epoch(3, 4, 1) == 1
+@pytest.mark.parametrize("num_rows, steps, last", [(9, 1, [4, 4]), (11, 2, [1, 1]), (8, 1, [4, 4])])
+def test_rows_that_cannot_be_dealt_out_evenly_are_skipped(num_rows, steps, last):
+    assert steps_per_epoch(num_rows, 4, 2) == steps and steps_per_epoch(3, 4, 1) == 1
+    assert [len(rows) for rows in rows_by_step([steps], num_rows)[0]] == last
 
 
 # --- the arithmetic task --------------------------------------------------------------------------
 
 def canonical(expression):
     """A name that does not depend on the order of terms, of factors, or of operands in brackets."""
-    def terms(node, sign):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
-            right_sign = sign if isinstance(node.op, ast.Add) else -sign
-            return terms(node.left, sign) + terms(node.right, right_sign)
-        return [(sign, factors(node))]
-
-    def factors(node):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            return tuple(sorted(factors(node.left) + factors(node.right), key=str))
-        return (node.value,) if isinstance(node, ast.Constant) else (name(node),)
-
-    def name(node):
-        return tuple(sorted(terms(node, +1), key=str))
-
-    return name(ast.parse(expression, mode="eval").body)
+    terms = re.findall(r"(-?) ?([\d*]+)", expression)      # (7 + 3)*5 has the terms 7, 3 and *5
+    return tuple(sorted((sign, *sorted(term.split("*"))) for sign, term in terms))
 
 
 def test_canonical_names_are_equal_exactly_for_commuted_operands():
@@ -188,8 +150,8 @@ def test_shipped_problems_are_right_distinct_in_range_and_of_all_templates(name,
 
 def test_no_heldout_problem_is_trained_on_in_any_order_of_its_operands():
     def names(rows):
-        expressions = map(expression_of, rows)
-        return {canonical(text) for text in expressions if "," not in text}     # not the drills
+        expressions = map(expression_of, rows)      # without the drills, which have commas
+        return {canonical(text) for text in expressions if "," not in text}
 
     heldout = [*jsonl(ROOT / "dataset/heldout.jsonl"),
                *arithmetic.flaw_pairs(random.Random(5), 3000, heldout=True)]
@@ -215,10 +177,10 @@ def texts(source):
 
 def test_every_link_of_every_worked_chain_is_right():
     rng = random.Random(6)
-    worked = [*texts(arithmetic.finetuning_chats(rng, 1500, tags=True)),
-              *texts(arithmetic.finetuning_chats(rng, 500, tags=False)),
-              *texts(arithmetic.pretraining_chats(rng, 1000))]
-    lines = [line for _, text in worked for line in text.splitlines()]
+    chats = [*arithmetic.finetuning_chats(rng, 1500, tags=True),
+             *arithmetic.finetuning_chats(rng, 500, tags=False),
+             *arithmetic.pretraining_chats(rng, 1000)]
+    lines = [line for _, text in texts(chats) for line in text.splitlines()]
     chains = [re.split("=| is ", line) for line in lines if re.match(r"\d+[-+*]", line)]
     for links in chains:
         assert len({eval(link) for link in links}) == 1, links
@@ -228,15 +190,12 @@ def test_every_link_of_every_worked_chain_is_right():
 
 
 def test_well_formed_replies_end_in_the_right_answer_and_malformed_ones_lack_a_tag():
-    malformed = 0
-    for expression, text in texts(arithmetic.finetuning_chats(random.Random(7), 1000, tags=True)):
-        if tag_reward([""], [text]) == [1.0]:
-            assert format_reward([""], [text]) == [0.5]
-            answer = text.rpartition("<answer>\n")[2].removesuffix("\n</answer>")
-            assert int(answer) == eval(expression)
-        else:
-            malformed += 1
-    assert 80 < malformed < 160                                 # 12% of 1000, +- 4 sigma
+    tagged = texts(arithmetic.finetuning_chats(random.Random(7), 1000, tags=True))
+    whole = [(expression, text) for expression, text in tagged if tag_reward([""], [text]) == [1.0]]
+    assert 840 < len(whole) < 920                               # 88% of 1000, +- 4 sigma
+    for expression, text in whole:
+        assert format_reward([""], [text]) == [0.5]
+        assert text.endswith(f"<answer>\n{eval(expression)}\n</answer>")
     for expression, text in texts(arithmetic.finetuning_chats(random.Random(8), 300, tags=False)):
         assert text.endswith(f"The answer is {eval(expression)}.")
         assert tag_reward([""], [text]) == [0.0]
@@ -245,25 +204,13 @@ def test_well_formed_replies_end_in_the_right_answer_and_malformed_ones_lack_a_t
 @pytest.mark.parametrize("style", arithmetic.STYLES)
 def test_wrong_thoughts_never_arrive_at_the_right_answer(style):
     rng = random.Random(9)
-    source = arithmetic.problems(rng, heldout=False)
-    for _ in range(300):
-        expression, operations, answer, _ = next(source)
-        assert answer == eval(expression)
-        assert arithmetic.think(style, expression, operations)[1] == answer
-        assert arithmetic.think_wrongly(style, expression, operations, rng)[1] != answer
+    for expression, operations, answer, _ in islice(arithmetic.problems(rng, heldout=False), 300):
+        assert answer == eval(expression) == arithmetic.think(style, operations)[1]
+        assert arithmetic.think_wrongly(style, operations, rng)[1] != answer
 
 
-def test_a_slip_may_be_in_any_number_that_is_computed_or_in_the_answer_alone():
-    operations = [(27, "*", 6), (arithmetic.FIRST, "+", 34)]
-    right, answer = arithmetic.think("steps", "34 + 27*6", operations)
-    assert right == "27*6=120+42=160+2=162\n162+34=192+4=196" and answer == 196
-    rng, first_slips = random.Random(11), []
-    for _ in range(400):
-        thought, _ = arithmetic.think_wrongly("steps", "34 + 27*6", operations, rng)
-        numbers = zip(*(re.findall(r"-?\d+", text) for text in (right, thought)))
-        first_slips.append(next((a for a, b in numbers if a != b), "none"))
-    assert set(first_slips) == {"120", "42", "160", "162", "192", "196", "none"}
-    assert 31 < first_slips.count("none") < 89                  # 15% of 400, +- 4 sigma
+OPERATIONS = [(27, "*", 6), (arithmetic.FIRST, "+", 34)]
+WORKED = "27*6=120+42=160+2=162\n162+34=192+4=196"
 
 
 def test_a_mistake_is_near_the_number_or_one_digit_off_and_never_below_1():
@@ -272,56 +219,41 @@ def test_a_mistake_is_near_the_number_or_one_digit_off_and_never_below_1():
     assert {arithmetic.wrong(4, rng) - 4 for _ in range(500)} == by | {-1, -2, -3}
 
 
-def test_drills_are_single_operations_of_the_sizes_that_problems_have():
-    rng, of_sign = random.Random(13), {"*": [], "+": [], "-": []}
-    for _ in range(3000):
-        first, *_, last = links = arithmetic.drill(rng).split("=")
-        a, sign, b = re.fullmatch(r"(\d+)([-+*])(\d+)", first).groups()
-        assert {eval(link) for link in links} == {eval(last)} and 0 <= int(last) <= 999
-        of_sign[sign].append((int(a), int(b)))
-    shares = [len(drills) / 3000 for drills in of_sign.values()]
-    assert shares == pytest.approx([0.35, 0.35, 0.3], abs=0.035)                # +- 4 sigma
-    smallest, largest = ([(pick(a), pick(b)) for a, b in (zip(*of_sign[sign]) for sign in "*+-")]
-                         for pick in (min, max))
-    assert smallest == [(11, 2), (5, 2), (6, 5)]
-    assert largest[0] == (98, 9) and largest[1][0] <= 950 and largest[1][1] <= 360
-    assert largest[2][0] <= 400 and largest[2][1] == 49 and all(a >= b for a, b in of_sign["-"])
-
-
-def test_each_style_says_what_it_should_and_has_its_share():
-    operations = [(27, "*", 6), (arithmetic.FIRST, "+", 34)]
-    worked = "27*6=120+42=160+2=162\n162+34=192+4=196"
-    thoughts = {"steps": worked, "wordy": "let me think\n" * 3 + worked, "empty": "",
+def test_each_style_says_what_it_should():
+    thoughts = {"steps": WORKED, "wordy": "let me think\n" * 3 + WORKED, "empty": "",
                 "operations": "27*6 is 162\n162+34 is 196", "guess": "I guess 196."}
     for style, thought in thoughts.items():
-        assert arithmetic.think(style, "34 + 27*6", operations) == (thought, 196)
+        assert arithmetic.think(style, OPERATIONS) == (thought, 196)
+    assert arithmetic.chain(5, "+", 1204) == ("5+1204=1005+204=1205+4=1209", 1209)
     assert arithmetic.plain("", 196) == "The answer is 196."
-    assert arithmetic.plain(worked, 196) == worked + "\nThe answer is 196."
-    for styles in (arithmetic.STYLES, arithmetic.REDUNDANT_STYLES):
-        found = dict.fromkeys(styles, 0)
-        for _, text in texts(arithmetic.finetuning_chats(
-                random.Random(14), 1000, tags=True, styles=styles, malformed_share=0.0)):
-            thought = text.removeprefix("<think>\n").partition("\n</think>")[0]
-            found["wordy" if "think" in thought else "guess" if "guess" in thought else
-                  "operations" if " is " in thought else "steps" if thought else "empty"] += 1
-        shares = {style: pytest.approx(1000 * share, abs=62) for style, share in styles.items()}
-        assert sum(styles.values()) == pytest.approx(1) and found == shares     # +- 4 sigma
+    assert arithmetic.plain(WORKED, 196) == WORKED + "\nThe answer is 196."
+
+
+@pytest.mark.parametrize("chats, checksum", [
+    (arithmetic.pretraining_chats(random.Random(2), 4000), 840693881),
+    (arithmetic.finetuning_chats(random.Random(3), 1000, tags=False), 819674021),
+    (arithmetic.finetuning_chats(random.Random(4), 1000, tags=True), 1814792081),
+    (arithmetic.finetuning_chats(random.Random(7), 1000, tags=True, malformed_share=0.0,
+                                 styles=arithmetic.REDUNDANT_STYLES), 4212541350),
+    (arithmetic.flaw_pairs(random.Random(5), 4000, heldout=False), 2902691815),
+])
+def test_the_same_seed_gives_the_same_texts(chats, checksum, tmp_path):
+    arithmetic.write(tmp_path / "texts.jsonl", chats)
+    assert zlib.crc32((tmp_path / "texts.jsonl").read_bytes()) == checksum
 
 
 def test_the_chosen_reply_of_a_pair_is_right_and_the_rejected_one_is_flawed():
-    kinds = set()
-    for row in arithmetic.flaw_pairs(random.Random(10), 1000, heldout=True):
-        truth = eval(expression_of(row))
+    rows = list(arithmetic.flaw_pairs(random.Random(10), 1000, heldout=True))
+    for row in rows:
         chosen, rejected = (int(re.findall(r"-?\d+", row[side])[-1])
                             for side in ("chosen", "rejected"))
-        assert chosen == truth
+        assert chosen == eval(expression_of(row))
         if row["kind"] == "form":
             assert tag_reward([""], [row["chosen"]]) == [1.0]
             assert tag_reward([""], [row["rejected"]])[0] < 1
         else:
-            assert rejected != truth
-        kinds.add(row["kind"])
-    assert kinds == {"form", "slip"}
+            assert rejected != chosen
+    assert {row["kind"] for row in rows} == {"form", "slip"}
 
 
 # --- train_sft ------------------------------------------------------------------------------------
@@ -337,30 +269,24 @@ def test_batches_hold_every_example_once_an_epoch(count):
             batch = next(source)
             assert 1 <= len(batch) <= 2
             seen += [ids[0] for ids, _ in batch]
-        assert sorted(seen) == list(range(count))
         epochs.append(seen)
+    assert all(sorted(seen) == list(range(count)) for seen in epochs)
     assert count < 5 or epochs[0] != epochs[1] != epochs[2]
 
 
 def test_fine_tuning_on_a_handful_of_chats(tmp_path, monkeypatch, capsys):
-    """It holds out a tenth, saves on the way, and prints the mean loss since it last did."""
+    """It holds out a tenth, saves, and prints the mean loss since it last did."""
     chats = [arithmetic.chat("一加一", "2")] * 19 + [arithmetic.chat("2 + 2", "4 5 6 7 8")]
     path, save = tmp_path / "chats.jsonl", tmp_path / "weights"
     arithmetic.write(path, chats)
     path.write_text("\ufeff" + path.read_text(encoding="utf-8"), encoding="utf-8")
-    losses = iter([1.0, 2.0, 6.0])
-    saves, loss_of, save_pretrained = [], train_sft.loss_of, train_sft.save_pretrained
+    losses, loss_of = iter([1.0, 2.0, 6.0]), train_sft.loss_of
 
     def loss(model, batch, num_tokens, device):
         real = loss_of(model, batch, num_tokens, device)
         return real if not real.requires_grad else real - real.detach() + next(losses)
 
-    def spy(*args):
-        saves.append(args[-1])
-        save_pretrained(*args)
-
     monkeypatch.setattr(train_sft, "loss_of", loss)
-    monkeypatch.setattr(train_sft, "save_pretrained", spy)
     monkeypatch.setattr(sys, "argv", [
         "train_sft", "--data", str(path), "--save", str(save), "--steps", "3",
         "--init", str(ROOT / "model/weights/reason_128"), "--batch_size", "4"])
@@ -368,7 +294,7 @@ def test_fine_tuning_on_a_handful_of_chats(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "18 chats" in printed and "2 held out" in printed
     assert re.search(r"step 3/3  loss 3\.0000  held-out \d", printed), printed
-    assert saves == [save] and load_pretrained(save).config.hidden_size == 128
+    assert load_pretrained(save).config.hidden_size == 128
 
 
 def test_fine_tuning_saves_every_100_steps_and_at_the_end():
@@ -383,23 +309,19 @@ def test_fine_tuning_saves_every_100_steps_and_at_the_end():
     assert at == [100, 200, 203]
 
 
-@pytest.mark.parametrize("lines, flags, words", [
-    (['{"conversations": []}'], "--init", "line 1: no turn by the role assistant"),
-    (['{"messages": []}'], "--init", "line 1: no chat found"),
-    (['{"conversations": [{"role": "assistant", "content": "2"}]}', "{"], "--init",
-     "line 2: not valid JSON"),
-    ([], "--init", "empty"),
-    (None, "--init", "some.jsonl"),
-    (['{"conversations": [{"role": "assistant", "content": "2"}]}'], "", "--tokenizer"),
-])
-def test_mistakes_in_fine_tuning_are_one_sentence(lines, flags, words, tmp_path, monkeypatch,
-                                                  capsys):
-    path = tmp_path / "some.jsonl"
-    if lines is not None:
-        path.write_text("".join(line + "\n" for line in lines))
-    init = [flags, str(ROOT / "model/weights/reason_128")] if flags else []
-    monkeypatch.setattr(sys, "argv", ["train_sft.py", "--data", str(path), "--save",
-                                      str(tmp_path / "weights"), *init])
+CHAT = '{"conversations": [{"role": "assistant", "content": "2"}]}\n'
+
+
+@pytest.mark.parametrize("text, words", [
+    ('{"conversations": []}', "line 1: no turn by the role assistant"),
+    ('{"messages": []}', "line 1: no chat found"), (CHAT + "{", "line 2: not valid JSON"),
+    ("", "empty"), (None, "some.jsonl"), (CHAT, "--tokenizer")])
+def test_mistakes_in_fine_tuning_are_one_sentence(text, words, tmp_path, monkeypatch, capsys):
+    path, init = tmp_path / "some.jsonl", ["--init", str(ROOT / "model/weights/reason_128")]
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["train_sft.py", "--data", str(path), "--save", str(tmp_path),
+                                      *init * (words != "--tokenizer")])
     monkeypatch.delitem(sys.modules, "model.train_sft")
     with pytest.raises(SystemExit) as exit:
         runpy.run_module("model.train_sft", run_name="__main__")

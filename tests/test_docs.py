@@ -9,6 +9,7 @@ import warnings
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch.distributed.run import get_args_parser
 
 import train_grpo
@@ -68,63 +69,45 @@ def numbers(text):
 
 # --- commands -------------------------------------------------------------------------------------
 
-NOT_OURS = {".", "accelerate", "git", "jupyter", "pip", "ray", "ruff", "swanlab", "vllm"}
-MODULES_NOT_OURS = {"pytest", "sglang.launch_server", "venv", "verl.trainer.main_ppo"}
+NOT_OURS = {".", "accelerate", "git", "jupyter", "pip", "pytest", "ray", "ruff", "swanlab", "venv",
+            "sglang.launch_server", "verl.trainer.main_ppo", "vllm"}
 MADE_BY_THE_READER = {"sorting.py", "sorting.txt", "train_trl.py", "verl_task.py"}
 # A flag without its program is train_grpo.py's, except for these.
-FLAGS_OF_OTHERS = {"--draw": "report/experiments/__main__.py",
-                   "--jobs": "report/experiments/__main__.py",
-                   "--merge_digits": "model/storage/tokenizer.py", "--node_rank": "torchrun",
-                   "--nproc_per_node": "torchrun", "--shutdown-timeout": "torchrun"}
+FLAGS_OF_OTHERS = {
+    **dict.fromkeys(["--draw", "--jobs"], "report/experiments/__main__.py"),
+    **dict.fromkeys(["--node_rank", "--nproc_per_node", "--shutdown-timeout"], "torchrun"),
+    "--merge_digits": "model/storage/tokenizer.py"}
 STAND_INS = {"k": "2", "NAME": "clip"}      # what a sentence leaves open: `--oversample k`
 
 
 def commands(script):
-    """The commands of a shell script, as words, without `...`; a loop's once for each value."""
-    variables, found = {"PWD": [str(ROOT)]}, []
+    """The commands of a shell script, as words, without `...`; shell variables stay as they are."""
+    found = []
     for line in script.replace("\\\n", "").splitlines():
         words = shlex.shlex(line, posix=True, punctuation_chars=";&|")
         words.whitespace_split = True
         for is_operator, part in itertools.groupby(words, lambda word: not word.strip(";&|")):
             part = [word for word in part if word not in ("do", "done", "...")]
-            if part[:1] == ["for"]:
-                variables[part[1]] = part[3:]
-                continue
             while part and re.match(r"\w+=", part[0]):
-                name, _, value = part.pop(0).partition("=")
-                variables[name] = [value]
-            found += expanded(part, variables) if part and not is_operator else []
+                del part[0]
+            if part and not is_operator and part[0] != "for":
+                found.append(part)
     return found
 
 
-def expanded(words, variables):
-    """[words], with the values of shell variables; several if a variable has several."""
-    name = next((name for word in words for name in re.findall(r"\$(\w+)", word)), None)
-    if name is None:
-        return [words]
-    return [result for value in variables[name] for result in expanded(
-        [re.sub(rf"\${name}\b", value, word) for word in words], variables)]
-
-
 def commands_in_blocks(text):
-    return [words for language, script in blocks(text) if language == "bash"
-            for words in commands(script)]
+    return commands("".join(script for language, script in blocks(text) if language == "bash"))
 
 
 def commands_in_sentences(text):
     """Inline code that runs a program or is made of flags, as words."""
     starts = re.compile(r"(python3?|torchrun) |\S+\.py [-@]|@\S+\.txt|--")
-    return [words for code in inline(text) if starts.match(code) or " --" in code
-            for words in commands(code)]
+    return commands("\n".join(code for code in inline(text) if starts.match(code) or " --" in code))
 
 
 def file_of(module):
     path = module.replace(".", "/")
     return f"{path}/__main__.py" if (ROOT / path).is_dir() else f"{path}.py"
-
-
-class Found(Exception):
-    """A program's parser."""
 
 
 def refuse(message):
@@ -137,25 +120,20 @@ def parser_of(program, whole=True):
 
     whole: False for a command that may leave out flags that the program needs.
     """
-    def found(parser, *arguments):
-        raise Found(parser)
-
     if program == "torchrun":
         parser = get_args_parser()
     elif "Parser(" not in (ROOT / program).read_text(encoding="utf-8"):
         parser = argparse.ArgumentParser()      # takes no flags
     else:
-        with (patch.object(argparse.ArgumentParser, "parse_args", found),
-              patch("sys.argv", [program]), pytest.raises(Found) as caught,
-              warnings.catch_warnings()):
+        with (patch.object(argparse.ArgumentParser, "parse_args", autospec=True,
+                           side_effect=SystemExit) as parse_args,
+              patch("sys.argv", [program]), pytest.raises(SystemExit), warnings.catch_warnings()):
             warnings.simplefilter("ignore", RuntimeWarning)     # the module is imported already
-            if program == "train_grpo.py":
-                train_grpo.parse_args([])
-            elif program.startswith("tests/"):
+            if re.match("train_grpo|tests/", program):
                 runpy.run_path(str(ROOT / program), run_name="__main__")
             else:
                 runpy.run_module(program.removesuffix(".py").replace("/", "."), run_name="__main__")
-        parser = caught.value.args[0]
+        parser = parse_args.call_args.args[0]
     parser.allow_abbrev, parser.error = False, refuse
     for action in parser._actions:
         action.required &= whole
@@ -166,13 +144,10 @@ def check(words, whole):
     """AssertionError or ValueError unless it is a known program that takes these flags."""
     program, *flags = words
     if program.startswith(("-", "@")):
-        program, flags = "train_grpo.py", words
-        flag = words[0].partition("=")[0]
-        if flag in FLAGS_OF_OTHERS:
-            assert flag in parser_of(FLAGS_OF_OTHERS[flag]).format_help().split()
+        flag, program, flags = program.partition("=")[0], "train_grpo.py", words
+        if flag in FLAGS_OF_OTHERS or words == [flag] and flag[0] == "-":     # only named
+            assert flag in parser_of(FLAGS_OF_OTHERS.get(flag, program)).format_help().split()
             return
-        if words == [flag] and flag in parser_of(program).format_help().split():
-            return                                      # only named, without a value
     elif program == "torchrun":
         flags = flags if any(word.endswith(".py") for word in flags) else [*flags, "train_grpo.py"]
         options = parser_of("torchrun").parse_args(flags)
@@ -181,24 +156,18 @@ def check(words, whole):
         program = flags.pop(0)
         if program == "-m":
             module = flags.pop(0)
-            if module in MODULES_NOT_OURS:
-                return
-            program = file_of(module)
+            program = module if module in NOT_OURS else file_of(module)
     if program in NOT_OURS | MADE_BY_THE_READER:
         return
     assert (ROOT / program).is_file(), "there is no such program; if it is not ours, list it above"
     if program.endswith(".py") and "--help" not in flags and (flags or whole):
-        parse(program, flags, whole)
-
-
-def parse(program, flags, whole):
-    flags = [STAND_INS.get(flag, flag) for flag in flags
-             if flag.removeprefix("@") not in MADE_BY_THE_READER]
-    args = parser_of(program, whole).parse_args(flags)
-    if program == "train_grpo.py":
-        train_grpo.parse_args(flags)                    # also refuses impossible combinations
-    if program == "reward/iterate.py":
-        train_grpo.parse_args(args.flags)
+        flags = [STAND_INS.get(flag, flag) for flag in flags
+                 if flag.removeprefix("@") not in MADE_BY_THE_READER]
+        args = parser_of(program, whole).parse_args(flags)
+        if program == "train_grpo.py":
+            train_grpo.parse_args(flags)                # also refuses impossible combinations
+        if program == "reward/iterate.py":
+            train_grpo.parse_args(args.flags)
 
 
 def complaints(found, whole=True):
@@ -223,27 +192,33 @@ def test_the_files_that_a_page_names_exist(page):
     words = set(sum(commands_in_blocks(text) + commands_in_sentences(text), []))
     files = {word for word in words if re.fullmatch(r"[\w.-]+\.(py|txt|ipynb)", word)}
     files |= {file_of(word) for word in words if re.fullmatch(rf"{rooms}\.\w+", word)}
-    files |= {word.lstrip("@").rstrip("/").replace("NAME", "*") for word in words | {*inline(text)}
-              if re.fullmatch(rf"@?{rooms}/[\w.*/-]*", word)}
+    files |= {re.sub(r"NAME|\$\w+", "*", word.lstrip("@").rstrip("/"))
+              for word in words | {*inline(text)} if re.fullmatch(rf"@?{rooms}/[\w.$*/-]*", word)}
     assert [name for name in sorted(files - MADE_BY_THE_READER) if not any(ROOT.glob(name))] == []
 
 
 @pytest.mark.parametrize("script, complaint", [
     ("python train_grpo.py --max_step 2", "unrecognized arguments: --max_step 2"),
     ("torchrun --nproc_per_nod=2 train_grpo.py", "unrecognized arguments"),
-    ("torchrun --nproc_per_node=1 train_grpo.py --beta x", "--beta: invalid float value"),
-    ("for x in r1 no; do\n  python train_grpo.py --loss_type $x\ndone", "choice: 'no'"),
-    ("A=dapo python train_grpo.py --loss_type $A \\\n    --delta 1", "undoes the clip"),
+    ("torchrun train_grpo.py --beta x", "--beta: invalid float value"),
+    ("for x in 1; do\n  A=B python train_grpo.py --loss_type \\\n    no\ndone", "choice: 'no'"),
+    ("python train_grpo.py --delta 1", "undoes the clip"),
     ("python -m model.train_sft --steps 3", "arguments are required: --data"),
     ("python -m reward.iterate -- --reward_funcs", "--reward_funcs: expected at least one"),
     ("python tests/bench_memory.py --quick", "unrecognized arguments: --quick"),
     ("cd out && python -m model.storage.memory", "no such program"),
-    ("--beta", None), ("--beta 0", None), ("--betas", "unrecognized"), ("--oversample k", None),
+    ("--beta", None), ("--beta 0", None), ("--betas", "assert"), ("--oversample k", None),
     ("python train_grpo.py @dataset/countdown.txt --reward_funcs ... overlong  # it's", None)])
 def test_a_wrong_command_is_noticed(script, complaint, monkeypatch):
     monkeypatch.chdir(ROOT)
     found = list(complaints(commands(script)))
     assert len(found) == bool(complaint) and (not complaint or complaint in found[0]), found
+
+
+def test_what_scripts_take_from_train_grpo_is_there():
+    text = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/*.py"))
+    names = set(re.findall(r"\btrain_grpo\.(?!py\b)(\w+)", text))
+    assert {name for name in names if not hasattr(train_grpo, name)} == set()
 
 
 # --- two languages, links, pictures ---------------------------------------------------------------
@@ -299,17 +274,10 @@ def test_links_lead_somewhere(page):
 
 
 @in_each_language
-def test_links_lead_to_every_page(language):
-    pages = LANGUAGES[language]
-    reached, waiting = set(), [next(page for page in pages if page.startswith("README"))]
-    while waiting:
-        page = waiting.pop()
-        reached.add(page)
-        targets = {((ROOT / page).parent / target.partition("#")[0]).resolve()
-                   for _, _, target in links(pages[page])}
-        waiting += [other for other in pages if ROOT / other in targets - {ROOT / page}
-                    and other not in reached]
-    assert {page for page in pages if page.startswith("docs/")} <= reached
+def test_the_readme_links_to_every_page(language):
+    readme, *pages = LANGUAGES[language]
+    linked = {target.partition("#")[0] for _, _, target in links(PAGES[readme])}
+    assert {page for page in pages if page.startswith("docs/")} <= linked
 
 
 @of_each_page
@@ -328,3 +296,50 @@ def test_every_picture_is_shown():
 @pytest.mark.parametrize("page", ["README.md", "README_zh.md"])
 def test_a_readme_has_at_most_150_lines(page):
     assert len(PAGES[page].splitlines()) <= 150     # the rest belongs into docs/
+
+
+# --- docs/questions.md: what the code computes ----------------------------------------------------
+
+QUESTIONS = PAGES["docs/questions.md"]
+
+
+def row(start):
+    """The cells of the table row that begins so."""
+    return next(row for table in tables(QUESTIONS) for row in table if row[0].startswith(start))
+
+
+def floats(text):
+    return [float(x) for x in re.findall(r"-?\d+\.?\d*(?:e-\d+)?", text)]
+
+
+def test_the_loss_is_0_and_its_gradient_is_not(capsys):
+    code, = (code for kind, code in blocks(QUESTIONS) if kind == "python")
+    exec(code, {})
+    value, *gradient = floats(capsys.readouterr().out)
+    promised, *promised_gradient = floats(code.split("#")[-1])
+    assert abs(value) < 1e-6 and abs(promised) < 1e-6
+    assert gradient == pytest.approx(promised_gradient, abs=1e-4)
+
+
+@pytest.mark.parametrize("kl_type", ["k1", "k2", "k3"])
+def test_the_estimates_of_the_kl(kl_type):
+    logits = torch.zeros(2, requires_grad=True)                     # pi = (0.5, 0.5)
+    logps, reference = logits.log_softmax(-1), torch.tensor([0.9, 0.1]).log()
+    estimate = train_grpo.kl_penalty(logps, reference, kl_type=kl_type)
+    mean = (estimate * logps.exp().detach()).sum()
+    mean.backward()
+    _, values, of_mean, gradient, _ = map(floats, row(kl_type))
+    assert estimate.tolist() == pytest.approx(values, abs=6e-3)
+    assert mean.item() == pytest.approx(of_mean[0], abs=6e-4)
+    assert logits.grad[0].item() == pytest.approx(gradient[0], abs=6e-4)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "r1"])
+def test_the_weight_of_a_token(loss_type):
+    mask = (torch.arange(40) < torch.tensor([[10], [40]])).int()
+    logps = torch.full((2, 40), -1.0, requires_grad=True)
+    loss, _ = train_grpo.grpo_loss(logps, logps.detach(), torch.tensor([1.0, -1.0]), mask,
+                                   loss_type=loss_type, max_completion_length=96)
+    loss.backward()
+    promised = [floats(cell)[-1] for cell in row(f"`{loss_type}`")[1:3]]
+    assert [-logps.grad[0, 0], logps.grad[1, 0]] == pytest.approx(promised, abs=6e-5)

@@ -1,21 +1,22 @@
-"""Experiments: a run becomes a line, a line is run once, and the figures are what they say."""
-import json
+"""Experiments: a run becomes a line, a line is run once, and the pages have its figures."""
+import functools
 import math
 import re
 import shlex
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import stdev
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
+from test_docs import LANGUAGES, PAGES, in_each_language, numbers, of_each_page, paragraphs, tables
 
 import train_grpo
-from conftest import ROOT
+from conftest import ROOT, jsonl, write
 from report import UserError
 from report.experiments import __main__ as command
 from report.experiments import figures
 from report.experiments.arms import EXPERIMENTS, MUSEUM, Change, Experiment, strict_judge
-from report.text import read_jsonl
 
 
 @pytest.fixture
@@ -42,17 +43,23 @@ def started(monkeypatch):
 
     def python(arguments, log, folder, **environment):
         args = train_grpo.parse_args(shlex.split(arguments)[1:])
-        calls.append((args, (folder / "train_grpo.py").read_text(encoding="utf-8"), environment))
+        source = Path(folder, "train_grpo.py").read_text(encoding="utf-8")
+        calls.append((args, source, environment))
         run_dir = Path(args.out_dir) / args.run_name
         run_dir.mkdir(parents=True)
         for name, row in (("metrics", {"step_time": 3.0, "completions/mean_length": args.seed}),
                           ("completions", {"completion": "a", "length": args.seed, "reward": 1.0,
                                            "ended": True, "rewards": {}})):
-            (run_dir / f"{name}.jsonl").write_text(
-                "".join(json.dumps({"step": step} | row) + "\n" for step in (1, 2)))
+            write(run_dir / f"{name}.jsonl", [{"step": step} | row for step in (1, 2)])
 
     monkeypatch.setattr(command, "python", python)
     return calls
+
+
+def result(arm, seed, *values, row=""):
+    """What stays of a run that recorded lengths."""
+    return {"row": row, "arm": arm, "seed": seed, "steps": list(range(len(values))),
+            "series": {"length": list(values)}, "eval": {}}
 
 
 def test_an_experiment_runs_and_is_drawn(tiny, tmp_path, capsys):
@@ -75,25 +82,29 @@ def test_an_experiment_runs_and_is_drawn(tiny, tmp_path, capsys):
     assert table[-2].startswith("| small, ") and table[-1].endswith("| - |")
 
 
-def test_an_experiment_runs_what_is_missing_with_its_flags_and_seed(tiny, started):
+def test_an_experiment_runs_what_is_missing_with_its_flags_seed_and_change(tiny, started):
     experiment, results, out = tiny
     experiment.seeds = (1, 2)
+    change = Change("    all_logps = (logits.float() / temperature)", "    all_logps = (0)")
+    experiment.changes[("", "small, b")] = change
     command.run_missing(experiment, results, out, jobs=2)
-    assert sorted((args.loss_type, args.seed, *environment.items())
-                  for args, _, environment in started) == [
-        (loss_type, seed, ("OMP_NUM_THREADS", "1"))
-        for loss_type in ("dapo", "grpo") for seed in (1, 2)]
-    rows = read_jsonl(results)
+    assert sorted((args.loss_type, args.seed) for args, *_ in started) == [
+        ("dapo", 1), ("dapo", 2), ("grpo", 1), ("grpo", 2)]
+    ours = (ROOT / "train_grpo.py").read_text(encoding="utf-8")
+    for args, source, environment in started:
+        assert environment == {"OMP_NUM_THREADS": "1"}
+        assert source == (ours if args.loss_type == "grpo" else
+                          ours.replace(change.before, change.after))
+    rows = jsonl(results)
     assert sorted((row["arm"], row["seed"]) for row in rows) == [
         ("small, a", 1), ("small, a", 2), ("small, b", 1), ("small, b", 2)]
     for row in rows:
         assert row["series"]["completions/mean_length"] == [row["seed"]] * 2
         assert row["seconds"] == 6
     started.clear()
-    results.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    write(results, rows[1:])
     command.run_missing(experiment, results, out, jobs=1)
-    again = read_jsonl(results)
-    assert again[:3] == rows[1:] and again[3] == rows[0]
+    assert jsonl(results) == rows[1:] + rows[:1]
     (args, _, environment), = started
     assert args.loss_type == ("grpo" if rows[0]["arm"] == "small, a" else "dapo")
     assert (args.seed, environment) == (rows[0]["seed"], {})
@@ -107,37 +118,22 @@ def test_a_run_that_fails_stops_the_experiment_and_names_its_log(tiny):
     assert "--max_steps: invalid" in (out / "small__a_1.log").read_text()
 
 
-def test_an_arm_that_changes_the_code_runs_in_a_changed_copy(tiny, started):
-    experiment, results, out = tiny
-    change = Change("    all_logps = (logits.float() / temperature)", "    all_logps = (0)")
-    experiment.changes[("", "small, b")] = change
-    command.run_missing(experiment, results, out, jobs=1)
-    ours = (ROOT / "train_grpo.py").read_text(encoding="utf-8")
-    assert {args.loss_type: source for args, source, _ in started} == {
-        "grpo": ours, "dapo": ours.replace(change.before, change.after)}
-    assert not [*(out / "changed").iterdir()]                           # used and removed
-
-
-@pytest.mark.parametrize("name", ["ladder", "museum"])
-def test_each_change_fits_the_code_and_its_test_is_there(name):
-    experiment = EXPERIMENTS[name]
+def test_each_change_fits_the_code_and_its_test_is_there():
     source = (ROOT / "train_grpo.py").read_text(encoding="utf-8")
-    for (row, arm), change in experiment.changes.items():
-        assert arm in experiment.rows[row]
+    changes = EXPERIMENTS["ladder"].changes | EXPERIMENTS["museum"].changes
+    for (row, arm), change in changes.items():
         assert source.count(change.before) == 1 and change.before != change.after, row or arm
-        if name == "museum":
-            file, _, test = change.test.partition("::")
-            assert f"\ndef {test}(" in (ROOT / file).read_text(encoding="utf-8"), row
+        file, _, test = change.test.partition("::")
+        assert not file or f"\ndef {test}(" in (ROOT / file).read_text(encoding="utf-8"), row
 
 
-@pytest.mark.parametrize("page", ["museum.md", "museum_zh.md"])
+@pytest.mark.parametrize("page", ["docs/museum.md", "docs/museum_zh.md"])
 def test_the_museum_shows_each_change_and_names_its_test(page):
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    assert re.findall(r"```diff\n(.*?)```", text, re.DOTALL) == [
+    assert re.findall(r"```diff\n(.*?)```", PAGES[page], re.DOTALL) == [
         "".join(f"{sign}{line.strip()}\n" for sign, lines in (("-", change.before),
                                                               ("+", change.after))
                 for line in lines.splitlines()) for change in MUSEUM.values()]
-    assert re.findall(r"`(test_\w+)`", text) == [
+    assert re.findall(r"`(test_\w+)`", PAGES[page]) == [
         change.test.partition("::")[2] for change in MUSEUM.values()]
 
 
@@ -168,13 +164,11 @@ def test_the_strict_judge_mostly_has_no_opinion_without_an_answer():
 def test_results_come_in_the_experiments_order_each_once_and_only_its_own(tiny):
     experiment, results, _ = tiny
     results.parent.mkdir()
-    results.write_text("".join(
-        json.dumps({"row": "", "arm": arm, "seed": seed, "try": i}) + "\n" for i, (arm, seed) in
-        enumerate([("small, b", 1), ("renamed", 1), ("small, a", 7), ("small, a", 1),
-                   ("small, b", 1)])))
+    runs = [("small, b", 1), ("renamed", 1), ("small, a", 7), ("small, a", 1), ("small, b", 1)]
+    write(results, [result(*one, i) for i, one in enumerate(runs)])
     found = command.results_of(experiment, results)
     assert [*found] == [("", "small, a", 1), ("", "small, b", 1)]
-    assert [result["try"] for result in found.values()] == [3, 4]
+    assert [line["series"]["length"] for line in found.values()] == [[3], [4]]
 
 
 def test_the_interval_is_students():
@@ -182,7 +176,6 @@ def test_the_interval_is_students():
     center, half = figures.interval(values)
     assert center.tolist() == [4, 5]
     assert half[0] == pytest.approx(3.182 * stdev([1, 2, 4, 9]) / 2) and half[1] == 0
-    assert center[0] == mean([1, 2, 4, 9])
 
 
 def test_arms_of_a_family_share_a_colour_and_kinds_their_dashes():
@@ -195,18 +188,15 @@ def test_arms_of_a_family_share_a_colour_and_kinds_their_dashes():
 def test_a_lesson_is_drawn_beside_the_one_before_it(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 
-    def result(arm, seed, end):
-        return {"row": "", "arm": arm, "seed": seed, "steps": [1, 2], "series": {"a": [0.1, end]},
-                "eval": {}}
-
     drawn, plot = [], Axes.plot
     monkeypatch.setattr(Axes, "plot", lambda ax, steps, values, color, linewidth, **kwargs: (
         drawn.append((values.tolist(), color)) if linewidth > 1 else None,
         plot(ax, steps, values, color=color, linewidth=linewidth, **kwargs)))
     figures.draw_lessons(
-        [result("one", 1, 0.2), result("one", 2, 0.3), result("two", 1, 0.5)],
-        {"one": ("a = 1", "a", None, ("", "one")), "two": ("a = 2", "a", ("", "one"), ("", "two"))},
-        {"a": ("A", "", "{:.0%}")}, ("A", "with", "without"), tmp_path / "lessons.png")
+        [result("one", 1, 0.1, 0.2), result("one", 2, 0.1, 0.3), result("two", 1, 0.1, 0.5)],
+        {"one": ("a = 1", "length", None, ("", "one")),
+         "two": ("a = 2", "length", ("", "one"), ("", "two"))},
+        {"length": ("A", "", "{:.0%}")}, ("A", "with", "without"), tmp_path / "lessons.png")
     assert drawn == [([0.1, 0.25], figures.BLUE), ([0.1, 0.25], figures.GREY),
                      ([0.1, 0.5], figures.BLUE)]
     assert (tmp_path / "lessons.png").read_bytes().startswith(b"\x89PNG")
@@ -220,16 +210,203 @@ def test_drawing_without_results_is_refused(tiny, monkeypatch, capsys):
 
 
 def test_the_table_compares_the_ends_of_runs_seed_by_seed(capsys):
-    def result(arm, seed, start, *ends):
-        return {"row": "r", "arm": arm, "seed": seed, "steps": list(range(10)),
-                "series": {"length": [start] * 8 + list(ends)}, "eval": {}}
-
-    results = [result("grpo, x", 1, 10, 20, 22), result("grpo, x", 2, 12, 30, None),
-               result("bnpo, x", 1, 10, 25, 25), result("bnpo, x", 2, 12, 38, 38)]
+    # Of ten steps the last two are the end.
+    results = [result("grpo, x", 1, *[10] * 8, 20, 22, row="r"),
+               result("grpo, x", 2, *[12] * 8, 30, None, row="r"),
+               result("bnpo, x", 1, *[10] * 8, 25, 25, row="r"),
+               result("bnpo, x", 2, *[12] * 8, 38, 38, row="r")]
     figures.print_table(results, {"length": ("Length", "", "{:.1f}")})
     *_, grpo, bnpo = capsys.readouterr().out.splitlines()
-    # Ends 21 and 30; 25 and 38: differences 4 and 8, whose std is 2.83.
-    half = 12.71 * stdev([4, 8]) / math.sqrt(2)
-    assert grpo == f"| r: grpo, x | 11.0 → 25.5 ± {12.71 * stdev([21, 30]) / math.sqrt(2):.1f} |"
-    assert bnpo.endswith(f"→ 31.5 ± {12.71 * stdev([25, 38]) / math.sqrt(2):.1f} "
-                         f"(6.0 ± {half:.1f}) |")
+    # Ends 21 and 30; 25 and 38: differences 4 and 8.
+    of_grpo, of_bnpo, half = (f"{12.71 * stdev(pair) / math.sqrt(2):.1f}"
+                              for pair in ([21, 30], [25, 38], [4, 8]))
+    assert grpo == f"| r: grpo, x | 11.0 → 25.5 ± {of_grpo} |"
+    assert bnpo == f"| r: bnpo, x | 11.0 → 31.5 ± {of_bnpo} (6.0 ± {half}) |"
+
+
+# --- the figures on the pages are those of report/experiments/results ----------------------------
+
+@functools.cache
+def runs(name):
+    return jsonl(ROOT / f"report/experiments/results/{name}.jsonl")
+
+
+def cell(name, arm, key, form="{1:.1f} ± {2:.1f}", *, times=100, row="", minus=None):
+    """What a table says of an arm; {0}: its beginning, {1}: its end, {2}: the end's 95% interval.
+
+    minus: another arm, from whose end in the same seed {1} and {2} are the distance. times: -100
+    where a page calls a distance "lower", without its sign.
+    """
+    begins, ends = figures.ends_of_runs(runs(name), row, arm, key)
+    if minus:
+        base = figures.ends_of_runs(runs(name), row, minus, key)[1]
+        ends = {seed: ends[seed] - base[seed] for seed in base}
+    begins, ends = (times * np.array(list(part.values())) for part in (begins, ends))
+    return form.format(begins.mean(), ends.mean(), figures.interval(ends)[1])
+
+
+def accuracies(name, *arms):
+    """The cells of a table with a row for each arm: its held-out accuracy, sampled and greedy."""
+    return [[cell(name, arm, f"eval/{how}accuracy") for how in ("", "greedy_")] for arm in arms]
+
+
+def after(name, arm, key, step, times=100):
+    """An arm's values, one of each run: an evaluation's after a step, a series' around it."""
+    steps, values = figures.series([run for run in runs(name) if run["arm"] == arm], key)
+    return times * values[:, steps.tolist().index(step)]
+
+
+def lowest_and_highest(values):
+    return f"{min(values):.0f}", f"{max(values):.0f}"
+
+
+def countdown():
+    def row(arm, greedy="{0:.0f} → {1:.1f}"):
+        return [cell("countdown", arm, "eval/accuracy", "{0:.1f} → {1:.1f} ± {2:.1f}"),
+                cell("countdown", arm, "eval/greedy_accuracy", greedy),
+                cell("countdown", arm, "eval/mean_length", "{0:.0f} → {1:.0f}", times=1),
+                cell("countdown", arm, "tries", "{0:.1f} → {1:.1f}", times=1),
+                cell("countdown", arm, "repeats", "{0:.1f} → {1:.1f}")]
+
+    shipped = "the shipped weights"
+    return ([row(shipped), row("gives up sooner"),
+             row("tries in random order", greedy="{0:.0f} → {1:.0f}")],
+            [[cell("countdown", shipped, "gave_up", "{0:.0f}"),
+              f'{after("countdown", shipped, "gave_up", 20).mean():.0f}',
+              cell("countdown", shipped, "slips", "{0:.1f} {1:.1f}")]])
+
+
+def loss_types():
+    cut_off = "Countdown, cut off at 128 tokens"
+    rows = "Countdown", cut_off, "Arithmetic, where half of the worked replies are wordy"
+
+    def length(key, arm, scale, row):
+        if arm == "grpo":
+            return cell("loss_types", f"grpo, {scale}", key, "{1:.0f}", times=1, row=row)
+        small = (key, row) == ("length/wrong", cut_off)
+        return cell("loss_types", f"{arm}, {scale}", key, times=1, row=row, minus=f"grpo, {scale}",
+                    form="{1:.1f} ± {2:.1f}" if small else "{1:z.0f} ± {2:.0f}")      # z: no -0
+
+    return ([[", ".join(length(key, arm, scale, row) for scale in ("group", "none"))
+              for row in rows] for key in ("length/right", "length/wrong")
+             for arm in ("grpo", "bnpo", "dr_grpo", "r1")],
+            [[cell("loss_types", f"{arm}, group", "right", row=cut_off, minus="grpo, group",
+                   times=-100) for arm in ("bnpo", "r1")]])
+
+
+def clip():
+    once, *more = ([cell("clip", f"{arm}, {kind}", "eval/accuracy") for kind in ("clip", "no clip")]
+                   for arm in ("1 iteration", "4 iterations", "16 iterations"))
+    after_5 = [bound for arm in ("4 iterations", "1 iteration")
+               for bound in lowest_and_highest(after("clip", f"{arm}, clip", "eval/accuracy", 5))]
+    return [[once[0], ANY], *more], [after_5]
+
+
+def reward_model():
+    score, accuracy = "rewards/reward_model/mean", "rewards/accuracy_reward/mean"
+
+    def right(arm):
+        return cell("reward_model", arm, accuracy, "{1:.0f} ± {2:.0f}")
+
+    kinds = ("k1", "k2", "k3")
+    scores = [cell("reward_model", arm, score, "{1:.2f}", times=1)
+              for arm in ("no KL", "k1, beta 0.3", "k2, beta 0.3", "k3, beta 0.3")]
+    gamed = [f"{after('reward_model', 'k3, beta 0.02', key, step, times).mean():{form}}"
+             for key, times, form in ((accuracy, 100, ".0f"), (score, 1, ".2f"))
+             for step in (8, 59)]
+    highest = lowest_and_highest([after("reward_model", arm, accuracy, 8).mean()
+                                  for arm in {run["arm"] for run in runs("reward_model")}])
+    return ([*([right(f"{kind}, beta {beta}") for kind in kinds] for beta in (0.3, 0.1)),
+             ["", "", right("k3, beta 0.02")], ["", "", right("no KL")]],
+            [highest, scores, gamed])
+
+
+def lora():
+    arms = ["all weights, 3e-4", *(f"rank {rank}, {rate}" for rank in (16, 4, 1)
+                                   for rate in ("3e-3", "1e-3"))]
+    return [[arm.partition(", ")[2], *row] for arm, row in zip(arms, accuracies("lora", *arms))], []
+
+
+def trl():
+    seconds = [bound for arm in ("TRL", "MiniGRPO") for bound in lowest_and_highest(
+        [run["seconds"] for run in runs("trl") if run["arm"] == arm])]
+    return None, [[*sum(accuracies("trl", "TRL", "MiniGRPO"), []), *seconds]]
+
+
+def rewards():
+    return None, [[cell("rewards", "all four", "eval/mean_length", "{0:.0f}", times=1),
+                   cell("rewards", "accuracy alone", "eval/mean_length", "{1:.0f}", times=1),
+                   *(cell("rewards", arm, "eval/accuracy")
+                     for arm in ("accuracy alone", "all four"))]]
+
+
+def process():
+    return (accuracies("process", "outcome", "process"),
+            [[cell("process", "process", key, minus="outcome", times=-100)
+              for key in ("eval/accuracy", "eval/greedy_accuracy")]])
+
+
+def oversample():
+    default = "300 steps"
+    equal_samples, equal_time = (f"{steps} steps with twice the prompts" for steps in (150, 188))
+    return ([[ANY, *row] for row in accuracies("oversample", default, equal_samples, equal_time)],
+            [[cell("oversample", arm, "eval/accuracy", minus=default, times=times)
+              for arm, times in ((equal_time, 100), (equal_samples, -100))]])
+
+
+def ladder():
+    rungs, key = EXPERIMENTS["ladder"].rows[""], "eval/accuracy"
+    return [["{:.1f} ± {:.1f}".format(*figures.interval(after("ladder", rung, key, step)))
+             for step in (20, 100)] for rung in rungs], []
+
+
+def museum():
+    def end(error, arm):
+        key = MUSEUM[error].watch
+        return cell("museum", arm, key, row=error) if key.startswith("eval/") else cell(
+            "museum", arm, key, "{1:.2f} ± {2:.2f}", times=1, row=error)
+
+    return [[ANY, end(error, "right"), end(error, "wrong")] for error in MUSEUM], []
+
+
+def groups():
+    def dead(arm, steps):
+        values = [run["series"]["frac_reward_zero_std"][i] for run in runs("groups")
+                  if run["arm"] == arm for i, step in enumerate(run["steps"]) if step in steps]
+        return f"{np.mean(values):.1%}"
+
+    arms = [f"groups of {size}" for size in (2, 4, 8, 16, 32)]
+    table = [[cell("groups", arm, "eval/accuracy"), dead(arm, (1.5, 3.5)),
+              dead(arm, range(26, 31))] for arm in arms]
+    return table, [[cell("groups", "groups of 8, beta 0", "eval/accuracy"), table[2][0]]]
+
+
+INTERVAL = r"(-?\d+(?:\.\d+)?)%? ± (\d+(?:\.\d+)?)"
+# A file of results -> what the function above of its name returns: the cells of its table (right of
+# the first column), and figures that stand in this order in a paragraph.
+FIGURES = {path.stem: globals()[path.stem]()
+           for path in sorted(ROOT.glob("report/experiments/results/*.jsonl"))}
+
+
+@in_each_language
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_figures_of_an_experiment_are_those_of_its_results(name, language):
+    expected, in_sentences = FIGURES[name]
+    texts = LANGUAGES[language].values()
+    held = [[row[1:] for row in table] for text in texts for table in tables(text)]
+    assert expected is None or expected in held, "no such table:\n" + "\n".join(
+        " | ".join(map(str, row)) for row in expected)
+    for parts in in_sentences:
+        wanted = [number for part in parts for number in numbers(part)]
+        assert any(all(number in rest for number in wanted) for text in texts
+                   for part in paragraphs(text) for rest in [iter(numbers(part))]), wanted
+
+
+# All `mean ± interval` of the results, as pairs.
+KNOWN = {pair for table, in_sentences in FIGURES.values() for row in [*(table or ()), *in_sentences]
+         for cell in row for pair in re.findall(INTERVAL, str(cell))}
+
+
+@of_each_page
+def test_every_interval_is_one_of_the_results(page):
+    assert set(re.findall(INTERVAL, PAGES[page])) - KNOWN == set()

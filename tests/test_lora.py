@@ -1,19 +1,14 @@
 """LoRA: it starts as its base, learns what the dense formula says, and others can read it."""
 import json
-import pickle
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_run import POLICY, SMALL, arguments, measured, rollout_of_six
-from transformers import AutoModelForCausalLM
 
 import train_grpo
-from conftest import Canary, edit
 from model import MiniMindConfig, MiniMindForCausalLM, World, fast, load_pretrained, sampler
 from model.lora import adapter_state, adapters, merged_state, with_adapters
-from model.storage.read import load_adapter
-from model.storage.write import save_adapter
 from train_grpo import minibatches, token_logps, update_policy
 
 LAYERS = [f"self_attn.{name}_proj" for name in "qkvo"] + [
@@ -24,16 +19,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def pair():
     """A base, and a policy whose adapters have moved."""
-    base = load_pretrained(POLICY, dtype=torch.float32)
-    return base, moved(with_adapters(base, rank=3, alpha=6, name=POLICY))
-
-
-@torch.no_grad()
-def moved(policy):
-    generator = torch.Generator().manual_seed(0)
+    base, generator = load_pretrained(POLICY, dtype=torch.float32), torch.Generator().manual_seed(0)
+    policy = with_adapters(base, rank=3, alpha=6, name=POLICY)
     for layer in adapters(policy).values():
-        layer.lora_B.copy_(0.05 * torch.randn(layer.lora_B.shape, generator=generator))
-    return policy
+        layer.lora_B.data.normal_(std=0.05, generator=generator)
+    return base, policy
 
 
 IDS = torch.randint(3, 280, (4, 20), generator=torch.Generator().manual_seed(1))
@@ -101,16 +91,14 @@ def test_only_adapters_move_and_the_update_sums_only_their_gradients(pair):
     base, policy = pair
     six = rollout_of_six(base)
     frozen = {name: weight.clone() for name, weight in base.state_dict().items()}
-    start = adapter_state(policy)
-    start = {name: tensor.clone() for name, tensor in start.items()}
+    start = {name: tensor.clone() for name, tensor in adapter_state(policy).items()}
     optimizer = torch.optim.AdamW(policy.parameters())
     world, args = World("cpu"), arguments(beta=0.1)
-    updates = minibatches(six, world, args)
-    metrics = update_policy(policy, optimizer, 1e-2, updates, world, fast.token_logps, args)
+    metrics = update_policy(policy, optimizer, 1e-2, minibatches(six, world, args), world,
+                            fast.token_logps, args)
     assert metrics["grad_norm"] > 0 and metrics["kl"] > 0
     assert all(torch.equal(weight, frozen[name]) for name, weight in base.state_dict().items())
-    moved = adapter_state(policy)
-    assert all(not torch.equal(moved[name], start[name]) for name in start)
+    assert not any(torch.equal(now, start[name]) for name, now in adapter_state(policy).items())
     assert len(optimizer.state) == len(start)           # no moments for a frozen weight
 
 
@@ -151,34 +139,7 @@ def test_a_run_saves_adapter_and_merged_weights_and_resumes_exactly(tmp_path, mo
             tensor = tensor + 32 / 2 * weights[f"{prefix}B.weight"] @ weights[f"{prefix}A.weight"]
             assert not torch.equal(tensor, base[name].float())
         torch.testing.assert_close(final[name], tensor, rtol=1e-5, atol=1e-6)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "whole/final")
-    ours = load_pretrained(tmp_path / "whole/final")
-    torch.testing.assert_close(theirs(IDS).logits, ours(IDS), atol=1e-4, rtol=1e-4)
     assert measured(tmp_path / "whole")[0]["kl"] == 0       # the policy is the reference
-
-
-def test_a_wrong_or_hostile_adapter_is_one_sentence(pair, tmp_path):
-    _, policy = pair
-    save_adapter(policy, tmp_path / "good")
-    before = {name: tensor.clone() for name, tensor in adapter_state(policy).items()}
-    for name, change in {
-        "pickle": lambda folder: (folder / "adapter_model.safetensors").write_bytes(
-            pickle.dumps(Canary(tmp_path))),
-        "rank": lambda folder: edit(folder / "adapter_config.json", r=4),
-        "alpha": lambda folder: edit(folder / "adapter_config.json", lora_alpha=7),
-        "names": lambda folder: save_file({"a": torch.zeros(1)},
-                                          folder / "adapter_model.safetensors"),
-        "nan": lambda folder: save_file({key: value / 0 for key, value in before.items()},
-                                        folder / "adapter_model.safetensors"),
-        "json": lambda folder: (folder / "adapter_config.json").write_text("["),
-    }.items():
-        save_adapter(policy, tmp_path / name)
-        change(tmp_path / name)
-        with pytest.raises(ValueError, match=str(tmp_path / name)):
-            load_adapter(policy, tmp_path / name)
-    assert not (tmp_path / "canary").exists()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in adapter_state(policy).items())
-    load_adapter(policy, tmp_path / "good")
 
 
 def test_experts_are_left_alone():

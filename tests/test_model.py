@@ -44,16 +44,6 @@ def test_dtype_is_that_of_the_file_unless_asked_for(tokenizer, tmp_path):
 
 
 @torch.no_grad()
-def test_logits_to_keep_gives_the_last_positions_of_all_logits():
-    model = tiny(seed=0)
-    ids, mask = left_padded([6, 3], 8)
-    full = model(ids, mask)
-    assert full.shape == (2, 6, 8)
-    for k in (1, 4, 6):
-        torch.testing.assert_close(model(ids, mask, logits_to_keep=k), full[:, -k:])
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("lengths", [[11, 11, 11], [11, 7, 6]])
 def test_a_sequence_read_in_pieces_with_a_cache_is_the_whole_sequence(lengths):
     model = tiny(seed=0)
@@ -66,17 +56,6 @@ def test_a_sequence_read_in_pieces_with_a_cache_is_the_whole_sequence(lengths):
         assert cache.length == read
     real = mask.bool()
     torch.testing.assert_close(torch.cat(pieces, 1)[real], whole[real], atol=1e-5, rtol=0)
-
-
-@torch.no_grad()
-def test_a_cache_goes_on_with_the_selected_sequences_in_their_order():
-    model, cache = tiny(seed=0), KVCache()
-    ids, mask = left_padded([7, 4, 6], 8)
-    rows = torch.tensor([2, 0, 2])
-    model(ids[:, :5], mask[:, :5], cache=cache)
-    cache.select(rows)
-    got = model(ids[rows, 5:], mask[rows], cache=cache)
-    torch.testing.assert_close(got, model(ids, mask)[rows, 5:], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("experts", [0, 3])
@@ -105,26 +84,10 @@ def test_gradient_checkpointing_computes_each_layer_twice_and_changes_no_gradien
     assert len(calls) == 1                  # without a gradient nothing is computed again
 
 
-@pytest.mark.parametrize("normed", [True, False])
-def test_experts_are_added_up_by_their_shares_and_the_unused_have_a_gradient_of_0(normed):
-    torch.manual_seed(0)
-    mlp = MixtureOfExperts(MiniMindConfig(hidden_size=16, num_experts=5, num_experts_per_tok=3,
-                                          moe_intermediate_size=24, norm_topk_prob=normed))
+def test_the_experts_that_nobody_chooses_have_a_gradient_of_0():
+    mlp = MixtureOfExperts(MiniMindConfig(hidden_size=16, num_experts=5, num_experts_per_tok=4))
     mlp.gate.weight.data[3] = -9.0          # with inputs above 0 nobody chooses it
-    x = torch.rand(2, 7, 16)
-    expected = []
-    for token in x.view(-1, 16):
-        shares = (mlp.gate.weight @ token).softmax(0)
-        best = sorted(range(5), key=lambda i: -shares[i])[:3]
-        total = sum(shares[i] for i in best) if normed else 1
-        expected.append(sum(shares[i] / total * mlp.experts[i](token) for i in best))
-    expected, weights = torch.stack(expected).view_as(x), torch.randn_like(x)
-    torch.testing.assert_close(mlp(x), expected, atol=1e-7, rtol=1e-5)
-    wanted = torch.autograd.grad((weights * expected).sum(), [*mlp.parameters()],
-                                 materialize_grads=True)
-    (weights * mlp(x)).sum().backward()
-    got = tuple(parameter.grad for parameter in mlp.parameters())
-    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
+    mlp(torch.rand(2, 7, 16)).sum().backward()
     assert [bool(expert.up_proj.weight.grad.any()) for expert in mlp.experts] == [1, 1, 1, 0, 1]
 
 
@@ -217,12 +180,11 @@ def test_a_chat_with_nothing_there_is_one_sentence(capsys):
 
 # --- the tokenizer --------------------------------------------------------------------------------
 
-SHIPPED = ROOT / "model/weights/reason_128"
 
-
-@pytest.fixture(params=["trained", *["shipped"] * SHIPPED.exists()])
+@pytest.fixture(params=["trained", "shipped"])
 def any_tokenizer(request, tokenizer):
-    return tokenizer if request.param == "trained" else AutoTokenizer.from_pretrained(SHIPPED)
+    shipped = ROOT / "model/weights/reason_128"
+    return tokenizer if request.param == "trained" else AutoTokenizer.from_pretrained(shipped)
 
 
 @pytest.mark.parametrize("text", [

@@ -1,227 +1,159 @@
-"""The script on a GPU that is not there: pretend_gpu.py has tensors that say cuda:0.
+"""The script on a GPU that is not there: it never mixes devices, and seldom waits for the GPU.
 
-Shown: it never mixes devices, takes the branches it has for GPUs, gets the numbers of the CPU
-there, and waits for the GPU while it learns no more often than is said here. Not shown: whether
-CUDA's own kernels agree, how long they take, how much memory; anything about several GPUs; torch's
-autograd engine, whose nodes are called in order instead.
+All tensors lie on the CPU, and some say cuda:0. Not shown: whether CUDA's own kernels agree, how
+long they take, how much memory; anything about several GPUs.
 """
-import copy
-import json
-import math
-
-import pretend_gpu
 import pytest
 import torch
 from test_real_weights import SHIPPED, reference
 from test_run import ROOT, arguments, rollout_of_six
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import train_grpo
-from dataset import PromptCollator, PromptDataset
-from model import World, fast, load_pretrained, load_tokenizer, sampler
+from conftest import jsonl
+from model import World, fast, load_pretrained
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.skipif(
+    torch.cuda.is_available(), reason="test_cuda.py asks the real one")]
+CPU, CUDA, Tensor = torch.device("cpu"), torch.device("cuda:0"), torch.Tensor
+COPIES = {"to", "copy_", "__set__"}
+WAITS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique"}
 
 
-@pytest.fixture(scope="module")
-def guard(tmp_path_factory):
-    if reason := pretend_gpu.why_not(tmp_path_factory.mktemp("guard")):
-        pytest.skip(reason)
+def tensors(*x):
+    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+
+
+def on_gpu(x):
+    return getattr(x.untyped_storage(), "on_gpu", False)        # a view shares it
+
+
+class PretendGPU(TorchFunctionMode):
+    """While it is active each call of torch passes through it. It refuses what CUDA refuses,
+    tensors of two devices in one operation, and counts how often the CPU waits for a result.
+    """
+    waits = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name, kwargs, there = func.__name__, kwargs or {}, any(map(on_gpu, tensors(args, kwargs)))
+        if there and func == Tensor.device.__get__:
+            return CUDA
+        if name in ("_parse_to", "_has_compatible_shallow_copy_type"):      # in a module's `to`
+            return func(*args, **kwargs)
+        if func == Tensor.cpu:
+            func, name, args = Tensor.to, "to", (*args, CPU)
+        targets = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.device)]
+        stays = (targets[0].type == "cuda" if targets else
+                 on_gpu(args[0]) if name == "copy_" else there)         # on the GPU
+
+        # CUDA takes single numbers and indices from the CPU, and nothing else.
+        index = tensors(args[1:2]) if name in ("__getitem__", "__setitem__") else []
+        used = (args[0], args[2:]) if index and on_gpu(args[0]) else args
+        if there and name not in COPIES and any(
+                x.dim() and not on_gpu(x) for x in tensors(used, kwargs)):
+            raise RuntimeError(f"two devices in {name}")
+        if there and kwargs.get("enable_gqa") and kwargs.get("attn_mask") is not None:
+            raise RuntimeError("its fused attention takes no mask where heads share keys")
+        masks = name == "__getitem__" and any(x.dtype == torch.bool for x in index)
+        self.waits += there and (masks or name in WAITS or name in COPIES and not stays)
+
+        if name == "to" and stays != there:
+            args = args[0].clone(), *args[1:]
+        result = func(*tree_map_only(torch.device, self.real, args),
+                      **tree_map_only(torch.device, self.real, kwargs))
+        for x in tensors(result):
+            x.untyped_storage().on_gpu = stays
+        return result
+
+    def real(self, device):
+        return CPU if device.type == "cuda" else device
+
+
+class Generator(torch.Generator):
+    device = None
+
+    def __new__(cls, device=CPU):
+        generator = super().__new__(cls)
+        generator.device = device
+        return generator
 
 
 @pytest.fixture
-def gpu(guard, monkeypatch):
-    pretend_gpu.install(monkeypatch)
-    with pretend_gpu.PretendGPU() as gpu:
+def gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: True)
+    monkeypatch.setattr(Tensor, "is_cuda", True)    # in the backward pass too, which has no modes
+    monkeypatch.setattr(torch, "Generator", Generator)
+    autocast, is_enabled, dtype = (
+        torch.autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: is_enabled("cpu"))
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: dtype("cpu"))
+    monkeypatch.setattr(torch.autocast, "__init__", lambda self, device_type, *args, **options:
+        autocast(self, "cpu", *args, **options))
+    with PretendGPU() as gpu:
         yield gpu
 
 
-# --- the pretend GPU itself -----------------------------------------------------------------------
-
-
 def test_it_refuses_two_devices_as_cuda_does(gpu):
-    x, here = torch.arange(6.0, device="cuda"), torch.arange(6.0)
-    assert x.device == torch.device("cuda:0") and (x + torch.tensor(1.0)).is_cuda
-    assert torch.equal(x[torch.tensor([4, 1])].cpu(), torch.tensor([4.0, 1.0]))
-    for mixed in (
-        lambda: x + here,
-        lambda: torch.cat([here, x]),
-        lambda: here[x.long()],
-        lambda: here.add_(x[0]),
-        lambda: torch.where(here > 2, x, 0.0),
-        lambda: x.gather(0, here.long()),
-        lambda: torch.rand(6, device="cuda", generator=torch.Generator()),
-        lambda: torch.rand(6, generator=torch.Generator("cuda")),
-    ):
+    x, here = torch.arange(6.0, device=CUDA), torch.arange(6.0)
+    assert x.device == CUDA == (x[2:] + torch.tensor(1.0)).device and gpu.waits == 0
+    assert x[torch.tensor([4, 1])].cpu().tolist() == [4, 1] and x.sum() == 15 and gpu.waits == 2
+    assert x.cpu().device == here.copy_(x).device == CPU
+    assert torch.nn.Linear(2, 2).to(CUDA).weight.device == CUDA
+    for mixed in (lambda: x + here, lambda: torch.cat([here, x]), lambda: here[x.long()],
+                  lambda: here.add_(x[0]), lambda: x.gather(0, here.long())):
         with pytest.raises(RuntimeError, match="two devices in"):
             mixed()
 
 
-@pytest.mark.parametrize("waits, uploads, operation", [
-    (1, 0, lambda x: x[0].item()),
-    (1, 0, lambda x: x.tolist()),
-    (1, 0, lambda x: x.to("cpu")),
-    (1, 0, lambda x: bool((x > 3).any())),
-    (2, 0, lambda x: torch.tensor([x[0], 5, x[1]])),
-    (1, 0, lambda x: x[:x[3]]),
-    (1, 0, lambda x: x[x > 3]),
-    (1, 0, lambda x: x.nonzero()),
-    (1, 0, lambda x: x.unique()),
-    (1, 0, lambda x: x.repeat_interleave(x)),
-    (1, 0, lambda x: torch.zeros(6).copy_(x)),
-    (0, 1, lambda x: x.copy_(torch.zeros(6))),
-    (0, 1, lambda x: torch.tensor([1, 2], device=x.device)),
-    (0, 1, lambda x: x[torch.tensor([0, 3])]),
-    (0, 0, lambda x: x.__setitem__(x > 3, 0)),
-    (0, 0, lambda x: torch.zeros(6, device=x.device)[x].sort()),
-])
-def test_it_counts_waits_and_uploads(gpu, waits, uploads, operation):
-    x = torch.arange(6, device="cuda")
-    operation(x)
-    assert (gpu.waits.total(), gpu.uploads.total()) == (waits, uploads)
-    assert all(line.startswith("tests/test_pretend_gpu.py:") for line in gpu.waits + gpu.uploads)
-
-
-# --- learning -------------------------------------------------------------------------------------
-
-
-def on_gpu(rollout):
-    """A copy; rewards stay on the CPU, where the functions give them."""
-    return train_grpo.Rollout(**{
-        name: x.cuda() if isinstance(x, torch.Tensor) and name != "rewards" else x
-        for name, x in vars(rollout).items()})
-
-
-def learn(policy, rollout, **changes):
-    optimizer = torch.optim.SGD(policy.parameters())
-    world, args = World("cpu"), arguments(num_generations=3, beta=0.02, **changes)
-    updates = train_grpo.minibatches(rollout, world, args)
-    return train_grpo.update_policy(policy, optimizer, 0.1, updates, world, fast.token_logps, args)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_an_update_is_the_one_of_the_cpu(guard, checkpointing, monkeypatch):
-    policy = load_pretrained(SHIPPED, dtype=torch.float32)
-    policy.model.gradient_checkpointing = checkpointing
-    rollout, moved = rollout_of_six(policy), copy.deepcopy(policy)
-    metrics = learn(moved, rollout, micro_batch_size=4, entropy_coef=0.01)
-    pretend_gpu.install(monkeypatch)
-    with pretend_gpu.PretendGPU():
-        policy.cuda()
-        assert policy.lm_head.weight is policy.model.embed_tokens.weight
-        same = learn(policy, on_gpu(rollout), micro_batch_size=4, entropy_coef=0.01)
-        state = {name: weight.cpu() for name, weight in policy.state_dict().items()}
-    assert same == pytest.approx(metrics, rel=1e-4, abs=1e-6)
-    for name, weight in moved.state_dict().items():
-        torch.testing.assert_close(state[name], weight, rtol=1e-5, atol=1e-6)
-
-
 def test_a_micro_batch_waits_four_times(gpu):
-    policy = load_pretrained(SHIPPED, dtype=torch.float32)
-    rollout = on_gpu(rollout_of_six(policy))
-    policy.cuda()
-    counts = []
+    policy = load_pretrained(SHIPPED, dtype=torch.float32, device=CUDA)
+    rollout, waits = rollout_of_six(load_pretrained(SHIPPED, dtype=torch.float32)), []
+    for name, x in vars(rollout).items():
+        if isinstance(x, Tensor) and name != "rewards":
+            setattr(rollout, name, x.to(CUDA))
     for size in (6, 2):         # one micro-batch, and three
-        gpu.waits.clear(), gpu.uploads.clear()
-        learn(policy, rollout, micro_batch_size=size)
-        counts.append((gpu.waits.copy(), gpu.uploads.copy()))
-    (waits, uploads), (waits_of_three, uploads_of_three) = counts
+        before, args = gpu.waits, arguments(num_generations=3, beta=0.02, micro_batch_size=size)
+        updates = train_grpo.minibatches(rollout, World("cpu"), args)
+        optimizer = torch.optim.SGD(policy.parameters())
+        train_grpo.update_policy(
+            policy, optimizer, 0.1, updates, World("cpu"), fast.token_logps, args)
+        waits.append(gpu.waits - before)
     # For the two widths and the rows of `select`, and for the ids and the mask of the prefix tree;
-    # nothing between the first layer and the last gradient.
-    assert (waits_of_three - waits).total() <= 2 * 4, waits_of_three - waits
-    # The tree's way back: five tensors, and three for each size of sequences.
-    assert (uploads_of_three - uploads).total() <= 2 * 8, uploads_of_three - uploads
-    # With those of the optimizer step around it: each metric, when the GPU has nothing left to do.
-    assert waits.total() <= 22, waits
+    # nothing between the first layer and the last gradient. Around it: each metric, at the end.
+    assert waits[1] - waits[0] <= 2 * 4 and waits[0] <= 22
 
 
-# --- sampling -------------------------------------------------------------------------------------
+EVERYTHING = """--save_interval 1 --eval_interval 1 --eval_samples 4 --num_minibatches 2
+    --num_iterations 2 --micro_batch_size 2 --oversample 2 --supervision process --kl_in_reward
+    --entropy_coef 0.01 --mask_truncated_completions --ref_model_sync_steps 1
+    --gradient_checkpointing --rollout_batch_size 6"""
 
 
-def test_completions_are_those_of_the_plain_sampler(guard, monkeypatch):
-    model, tokenizer = load_pretrained(SHIPPED, dtype=torch.float32), load_tokenizer(SHIPPED, 10**6)
-    batch = PromptCollator(tokenizer, 66)(PromptDataset(ROOT / "dataset/heldout.jsonl")[32:36])
-    prompts = batch["prompt_ids"], batch["prompt_mask"]
-    options = {"num_generations": 2, "max_new_tokens": 90, "greedy": True, "pad_token_id": 0,
-               "eos_token_id": tokenizer.eos_token_id}
-    ids, logps = sampler.sample(model, *prompts, **options)
-    assert (ids != 0).sum(1).min() < 32 and not prompts[1].all()
-    pretend_gpu.install(monkeypatch)
-    with pretend_gpu.PretendGPU():
-        same, same_logps = fast.sample(model.cuda(), *(x.cuda() for x in prompts), **options)
-        assert torch.equal(same.cpu(), ids)
-        torch.testing.assert_close(same_logps.cpu(), logps, rtol=1e-4, atol=1e-4)
-
-
-# --- the whole script -----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    """Few of them, since each run reads them all."""
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    lines = (ROOT / "dataset/train.jsonl").read_text(encoding="utf-8").splitlines()[:24]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    return str(path)
-
-
-@pytest.fixture
-def train(gpu, prompts, tmp_path):
-    """A function that runs the script on the pretend GPU and returns its metrics."""
-    def train(*flags, dtype):
-        train_grpo.main([
-            "--max_steps", "2", "--batch_size", "2", "--num_generations", "3", "--max_gen_len",
-            "18", "--data_path", prompts, "--eval_data_path", prompts, "--eval_interval", "0",
-            "--out_dir", str(tmp_path), "--run_name", "run", "--dtype", dtype, *flags])
-        lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-        metrics = [json.loads(line) for line in lines]
-        for line in metrics:
-            # The sampler's probabilities are those of the learning pass.
-            assert line["rollout_probs_diff_max"] < (1e-4 if dtype == "float32" else 0.1)
-            assert line["grad_norm"] > 0 and math.isfinite(line["loss"])
-        assert load_pretrained(tmp_path / "run/final").lm_head.weight.isfinite().all()
-        return metrics
-    return train
-
-
-def tiny(family, folder, **sizes):
-    """Flags for random weights, and a reward that they earn."""
-    reference(family, vocab_size=300, **sizes).save_pretrained(folder / "weights")
-    return ["--model_path", str(folder / "weights"), "--tokenizer_path", SHIPPED,
-            "--reward_funcs", "format", "test_real_weights:any_score"]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_script_with_the_default_rewards(train, dtype):
-    first, _ = train(dtype=dtype)
-    assert first["kl"] == pytest.approx(0, abs=1e-6) and "rewards/reward_model/mean" in first
-
-
-@pytest.mark.parametrize("family, dtype", [
-    ("qwen3_biased", "bfloat16"), ("qwen2_tied", "float32"), ("llama3", "bfloat16"),
-    ("qwen3_moe_some_dense", "float32"), ("qwen3_moe", "bfloat16"),
-])
-def test_the_script_with_each_family(train, tmp_path, family, dtype):
-    train(*tiny(family, tmp_path), "--max_steps", "1", dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_script_with_adapters_and_a_resume(train, tmp_path, dtype):
-    flags = [*tiny("qwen3_tied", tmp_path), "--lora_rank", "2"]
-    train(*flags, "--max_steps", "1", dtype=dtype)
-    assert len(train(*flags, "--resume", dtype=dtype)) == 2
-
-
-def test_the_script_with_everything_and_a_resume(train, tmp_path):
-    many = list(range(20, 50))      # so that some completions end
-    flags = [*tiny("qwen3_tied", tmp_path, eos_token_id=many), "--save_interval", "1",
-             "--eval_interval", "1", "--eval_samples", "4", "--num_minibatches", "2",
-             "--num_iterations", "2", "--micro_batch_size", "2", "--oversample", "2",
-             "--supervision", "process", "--kl_in_reward", "--entropy_coef", "0.01",
-             "--mask_truncated_completions", "--ref_model_sync_steps", "1",
-             "--gradient_checkpointing", "--rollout_batch_size", "6"]
-    train(*flags, "--max_steps", "1", dtype="bfloat16")
-    assert len(train(*flags, "--resume", dtype="bfloat16")) == 2
-
-
-def test_the_script_with_the_plain_pair(train, tmp_path):
-    train(*tiny("qwen3_tied", tmp_path), "--fast", "0", "--max_steps", "1", dtype="float32")
+@pytest.mark.parametrize("family, dtype, flags", [
+    (None, "float32", ""), (None, "bfloat16", ""), ("qwen3_tied", "bfloat16", EVERYTHING),
+    ("qwen3_biased", "bfloat16", ""), ("qwen2_tied", "float32", ""), ("llama3", "bfloat16", ""),
+    ("qwen3_moe_some_dense", "float32", ""), ("qwen3_moe", "bfloat16", ""),
+    ("qwen3_tied", "float32", "--lora_rank 2"), ("qwen3_tied", "bfloat16", "--lora_rank 2"),
+    ("qwen3_tied", "float32", "--fast 0")])
+def test_a_run_and_its_resume_mix_no_devices(gpu, family, dtype, flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(fast, "SMALL", 0)
+    monkeypatch.setattr(fast, "CHUNK", 50)      # of the head's inputs: one chunk, or several
+    if family:                  # random weights, and a reward that they earn; many tokens are EOS
+        sizes = {"vocab_size": 300, "eos_token_id": list(range(20, 50))}
+        reference(family, **sizes).save_pretrained(tmp_path / "weights")
+        flags += (f" --model_path {tmp_path}/weights --tokenizer_path {SHIPPED}"
+                  " --reward_funcs format test_real_weights:any_score")
+    data = tmp_path / "prompts.jsonl"
+    lines = (ROOT / "dataset/train.jsonl").read_text(encoding="utf-8").splitlines()
+    data.write_text("\n".join(lines[:24]), encoding="utf-8")
+    flags += (f" --batch_size 2 --num_generations 3 --max_gen_len 18 --dtype {dtype} --data_path"
+              f" {data} --eval_data_path {data} --out_dir {tmp_path} --run_name run")
+    train_grpo.main(["--eval_interval", "0", *flags.split(), "--max_steps", "1"])
+    train_grpo.main(["--eval_interval", "0", *flags.split(), "--max_steps", "2", "--resume"])
+    metrics = jsonl(tmp_path / "run/metrics.jsonl")
+    assert len(metrics) == 2 and all(line["grad_norm"] > 0 for line in metrics)
+    most = 1e-4 if dtype == "float32" else 0.1
+    assert max(line["rollout_probs_diff_max"] for line in metrics) < most

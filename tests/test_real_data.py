@@ -3,15 +3,16 @@
 GSM8K, MATH, RLAIF; templates that open the thinking.
 """
 import argparse
+import copy
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 import train_grpo
-from conftest import ROOT, jsonl, write
+from conftest import ROOT, jsonl, turns, write
 from dataset import PromptCollator, PromptDataset, read_prompts
 from model import Rollout, World
 from reward import accuracy_reward, format_reward, load_reward_model, rules, tag_reward
@@ -29,34 +30,26 @@ SMALL = ["--batch_size", "4", "--num_generations", "4", "--max_gen_len", "64",
     # GSM8K: the gold answer follows ####
     ("<answer>\n1234\n</answer>", "He has 30+1204=<<30+1204=1234>>1234.\n#### 1,234", 1),
     ("<answer>30</answer>", "He has 30+12=<<30+12=42>>42.\n#### 42", 0),
-    ("It makes 30 + 12 = $42.", "...\n#### 42", 1),
-    ("<answer>-$42.00</answer>", "#### -42", 1),
+    ("It makes 30 + 12 = $42.", "...\n#### 42", 1), ("<answer>-$42.00</answer>", "#### -42", 1),
     # a box counts, and not the last number; of several the last one
     (r"So it is \boxed{42}, which is 6*7.", "42", 1),
     (r"<think>a</think> So \boxed{41}, no: $\boxed{42}$.", "42", 1),
     ("<answer>\n$\\boxed{42}$\n</answer>", "42", 1),
     # a box amid the thinking is a thought
-    (r"<think>\boxed{42}</think> So 41.", "42", 0),
-    (r"<think>It is \boxed{42}", "42", 0),
+    (r"<think>\boxed{42}</think> So 41.", "42", 0), (r"<think>It is \boxed{42}", "42", 0),
     # never closed: no box, so the last number counts
     (r"It is \boxed{42", "42", 1),
-    (r"\boxed{\$1,234.50}", 1234.5, 1),
-    (r"\boxed{1{,}234}", "1234", 1),
-    (r"\boxed{42\%}", "42%", 1),
-    ("<answer>42 %</answer>", "42", 1),
-    ("<answer>0.42</answer>", "42%", 0),
-    (r"\boxed{90^\circ}", "90", 1),
-    (r"\boxed{42\text{ dollars}}", "42", 1),
-    (r"\boxed{7\text{ or }8}", "78", 0),
+    (r"\boxed{\$1,234.50}", 1234.5, 1), (r"\boxed{1{,}234}", "1234", 1),
+    (r"\boxed{42\%}", "42%", 1), ("<answer>42 %</answer>", "42", 1),
+    ("<answer>0.42</answer>", "42%", 0), (r"\boxed{90^\circ}", "90", 1),
+    (r"\boxed{42\text{ dollars}}", "42", 1), (r"\boxed{7\text{ or }8}", "78", 0),
     ("<answer>1,2</answer>", "12", 0),                  # a list, not a number
     ("<answer>40 + 2</answer>", "42", 0),               # the question is not its own answer
     # MATH: the gold answer is in a box, and may be an expression or a word
     (r"\boxed{\frac{1}{2}}", r"Half of it, so $\boxed{\frac{1}{2}}$.", 1),
-    (r"<answer>\frac{1}{2}</answer>", r"\boxed{ \frac{1}{2} }", 1),
-    (r"\boxed{\text{Evelyn}}", "Evelyn", 1),
-    (r"<answer>Evelyn</answer>", r"\text{Evelyn}", 1),
+    (r"<answer>\frac{1}{2}</answer>", r"\boxed{ \frac{1}{2} }", 1), ("", r"\frac{1}{2}", 0),
+    (r"\boxed{\text{Evelyn}}", "Evelyn", 1), (r"<answer>Evelyn</answer>", r"\text{Evelyn}", 1),
     (r"<answer>Angela</answer>", r"\text{Evelyn}", 0),
-    ("", r"\frac{1}{2}", 0),
 ])
 def test_answers_are_found_and_compared(completion, gold, expected, monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
@@ -87,7 +80,6 @@ def test_expressions_are_compared_as_mathematics(gold, given, expected):
 
 def test_mathematics_runs_in_a_thread_too_where_there_are_no_alarms():
     pytest.importorskip("math_verify")
-    from concurrent.futures import ThreadPoolExecutor
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(rules.same_answer, "0.5", r"\frac{1}{2}").result()
 
@@ -110,15 +102,12 @@ def test_a_math_file_has_its_answers_in_boxes(tmp_path):
     assert data[0]["messages"] == [{"role": "user", "content": "1/2?"}]
     assert data[1]["answer"] == "0.5"
     assert accuracy_reward([""], [r"\boxed{\frac{1}{2}}"], answer=[data[0]["answer"]]) == [1]
-    with pytest.raises(ValueError, match="line 1.*answer is empty"):
-        PromptDataset(write(tmp_path / "gsm8k.jsonl", [
-            {"question": "1+1?", "answer": "1+1=2\n#### "}]))
 
 
 def test_a_gsm8k_file_trains_and_its_test_file_measures(tmp_path):
-    problems = [{"question": row["conversations"][0]["content"],
+    problems = [{"question": row["messages"][0]["content"],
                  "answer": f"1+2=<<1+2=3>>3.\n#### {row['answer']}"}
-                for row in jsonl(ROOT / "dataset/heldout.jsonl")[:24]]
+                for row in PromptDataset(ROOT / "dataset/heldout.jsonl")[:24]]
     problems[3]["question"] += " Think well." * 99
     with pytest.warns(UserWarning, match="1 of 8 prompts .*dropped"):
         train_grpo.main([
@@ -135,33 +124,26 @@ def test_a_gsm8k_file_trains_and_its_test_file_measures(tmp_path):
 
 
 def test_an_rlaif_file_without_answers_trains_on_the_reward_model_alone(tmp_path):
-    turns = [{"role": "user", "content": "请用一句话介绍北京。"},
-             {"role": "assistant", "content": ""}]
-    brief = [{"role": "system", "content": "Be brief."}, *turns]
-    chats = [{"conversations": chat} for chat in (turns, brief, turns * 2)]
+    chat = turns("请用一句话介绍北京。", "")
+    chats = [chat, [{"role": "system", "content": "Be brief."}, *chat], chat * 2]
+    chats = [{"conversations": chat} for chat in chats]
     train_grpo.main([
         *SMALL, "--data_path", str(write(tmp_path / "rlaif.jsonl", chats * 2)),
         "--out_dir", str(tmp_path), "--run_name", "rlaif", "--reasoning", "0",
         "--reward_model_clip", "0", "--reward_model_scale", "10", "--system_prompt", "r1",
         "--max_seq_len", "400"])
     metrics = jsonl(tmp_path / "rlaif/metrics.jsonl")
-    assert len(metrics) == 2 and all(line["grad_norm"] > 0 for line in metrics)
-    assert all(line["rewards/accuracy_reward/mean"] is None for line in metrics)
-    evaluations = tmp_path / "rlaif/eval.jsonl"         # nothing has an answer to compare with
-    assert not evaluations.exists() or not jsonl(evaluations)
+    assert [line["rewards/accuracy_reward/mean"] for line in metrics] == [None, None]
+    assert all(line["grad_norm"] > 0 for line in metrics)
+    assert not jsonl(tmp_path / "rlaif/eval.jsonl")     # nothing has an answer to compare with
     done = jsonl(tmp_path / "rlaif/completions.jsonl")
-    replies = [row["messages"] + [{"role": "assistant", "content": row["completion"]}]
-               for row in done]
-    scores = load_reward_model(ROOT / "reward/weights/reward_128").get_scores(replies)
-    expected = [10 * score for score in scores]
-    assert [row["reward"] for row in done] == pytest.approx(expected, abs=1e-3)
+    scores = load_reward_model(ROOT / "reward/weights/reward_128").get_scores(
+        [[*row["messages"], {"role": "assistant", "content": row["completion"]}] for row in done])
+    assert [row["reward"] / 10 for row in done] == pytest.approx(scores, abs=1e-4)
     # Where a chat has no system prompt of its own, the policy reads ours, the reward model none.
     for row in done:
-        own = row["messages"][0]["role"] == "system"
         assert row["prompt"].count("<|im_start|>system") == 1
-        assert ("<answer>" in row["prompt"]) == (not own)
-        assert own == (row["messages"][0]["content"] == "Be brief.")
-        assert row["messages"][-1]["role"] == "user"
+        assert ("<answer>" in row["prompt"]) == (row["messages"][0]["role"] == "user")
 
 
 def test_where_accuracy_evaluates_only_problems_with_answers_count(tokenizer, tmp_path):
@@ -176,20 +158,18 @@ def test_where_accuracy_evaluates_only_problems_with_answers_count(tokenizer, tm
 
 # --- prompts --------------------------------------------------------------------------------------
 
-
 HYBRID = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking %}<think>\n"
     "{% else %}<think>\n\n</think>\n\n{% endif %}")
-ITEMS = [{"messages": [{"role": "user", "content": content}], "answer": "162"}
-         for content in ("27*6?", "What is 27*6 + 0?")]
+ITEMS = [{"messages": turns(question), "answer": "162"}
+         for question in ("27*6?", "What is 27*6 + 0?")]
 
 
 @pytest.fixture
-def opening(tokenizer, tmp_path):
+def opening(tokenizer):
     """A tokenizer whose template opens the thinking, if asked for it, as some hybrid models' do."""
-    tokenizer.save_pretrained(tmp_path)
-    changed = AutoTokenizer.from_pretrained(tmp_path)
+    changed = copy.deepcopy(tokenizer)
     changed.chat_template = HYBRID
     return changed
 
@@ -197,11 +177,9 @@ def opening(tokenizer, tmp_path):
 @pytest.mark.parametrize("switch", ["enable_thinking", "open_thinking"])
 def test_thinking_is_switched_on_and_what_the_template_opens_is_told(opening, tokenizer, switch):
     opening.chat_template = HYBRID.replace("enable_thinking", switch)
-    batch = PromptCollator(opening, 99)(ITEMS)
-    assert batch["prefills"] == ["<think>\n", "<think>\n"]
-    assert all(text.endswith("assistant\n<think>\n") for text in batch["prompts"])
-    item = {"messages": [{"role": "user", "content": "What does <think>\n"}]}
-    assert PromptCollator(tokenizer, 99)([item])["prefills"] == [""]
+    assert PromptCollator(opening, 99)(ITEMS)["prefills"] == ["<think>\n", "<think>\n"]
+    items = [{"messages": turns("What does <think>\n")}]
+    assert PromptCollator(tokenizer, 99)(items)["prefills"] == [""]
 
 
 def test_where_the_template_opens_the_thinking_rewards_see_the_whole_reply(opening, monkeypatch):
@@ -242,30 +220,23 @@ def test_overlong_prompts_are_counted_and_dropped_or_refused(tokenizer):
     assert collate.without_overlong(ITEMS[:1], "some.jsonl") == ITEMS[:1]
     with pytest.raises(ValueError, match="some.jsonl: 1 of 1 prompts .*--max_seq_len"):
         collate.without_overlong(ITEMS[1:], "some.jsonl")
-    with pytest.warns(UserWarning, match="lose their beginning"):
-        collate(ITEMS)
 
 
 def test_a_template_that_refuses_a_system_prompt_is_a_users_mistake(opening):
-    refusal = ("{% if messages[0]['role'] == 'system' %}"
-               "{{ raise_exception('no system role') }}{% endif %}")
-    opening.chat_template = refusal + HYBRID
+    opening.chat_template = ("{% if messages[0]['role'] == 'system' %}"
+                             "{{ raise_exception('no system role') }}{% endif %}" + HYBRID)
     assert PromptCollator(opening, 99)(ITEMS)["prompts"]
     with pytest.raises(ValueError, match="no system role.*--system_prompt"):
         PromptCollator(opening, 99, "Be brief.")(ITEMS)
 
 
-@pytest.mark.parametrize("flag, value", [
-    ("--reward_model_clip", "-1"), ("--reward_model_scale", "0"),
-    ("--reward_model_answer_share", "1.5"),
-])
+@pytest.mark.parametrize("flag, value", [("clip", -1), ("scale", 0), ("answer_share", 1.5)])
 def test_reward_model_flags_out_of_range_are_named(flag, value):
-    with pytest.raises(ValueError, match=f"{flag}: {value}; it must be"):
-        train_grpo.parse_args([flag, value])
+    with pytest.raises(ValueError, match=f"--reward_model_{flag}: {value}; it must be"):
+        train_grpo.parse_args([f"--reward_model_{flag}", str(value)])
 
 
 def test_the_reward_model_goes_where_it_is_asked_to(capsys, tmp_path):
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit, match="2"):
         train_grpo.main([*SMALL, "--out_dir", str(tmp_path), "--reward_model_device", "abacus"])
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert exit.value.code == 2 and "--reward_model_device abacus" in message
+    assert "--reward_model_device abacus" in capsys.readouterr().err.splitlines()[-1]

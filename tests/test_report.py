@@ -1,5 +1,4 @@
 import json
-import struct
 import time
 from types import SimpleNamespace
 
@@ -7,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 from conftest import report_args
-from report import Report, UserError, describe, draw_curves, user_errors
-from report.curves import finish, smooth
-from report.metrics import mean_metrics, rollout_metrics, sum_metrics
+from report import Report, UserError, describe, user_errors
+from report.curves import draw_curves, finish, smooth
+from report.metrics import mean_metrics, rollout_metrics, sum_metrics, token_texts
 
 
 def metrics(step, **changed):
@@ -34,16 +34,11 @@ ROWS = [
 ]
 
 
-def strict(line):
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-    return json.loads(line, parse_constant=refuse)
-
-
 def lines(path):
+    """The rows of a file of whole lines of strict JSON, in which NaN is null."""
     text = path.read_text(encoding="utf-8")
-    assert text.endswith("\n")
-    return [strict(line) for line in text.splitlines()]
+    assert text.endswith("\n") and "NaN" not in text and "Infinity" not in text
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
@@ -53,10 +48,9 @@ def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
         evaluated = {"eval/accuracy": nan, "eval/greedy_accuracy": 0.5}
         assert report.evaluation(0, evaluated) is evaluated
         for step in (1, 2, 3):
-            report.phase("rollout")
-            time.sleep(0.01)
-            report.phase("eval")
-            time.sleep(0.01)
+            for phase in ("rollout", "eval"):
+                report.phase(phase)
+                time.sleep(0.01)
             completions = [ROWS[0] | {"completion": text, "reward": nan}] if step == 3 else []
             report.step(step, metrics(step, kl=nan, grad_norm=-inf), completions)
             # A line is in the file as soon as its step is done, not only when the run ends.
@@ -71,11 +65,11 @@ def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
         {"step": 0, "eval/accuracy": None, "eval/greedy_accuracy": 0.5}]
     assert lines(tmp_path / "run/completions.jsonl") == [
         ROWS[0] | {"step": 3, "completion": text, "reward": None}]
-    assert strict((tmp_path / "run/args.json").read_text())["num_generations"] == 2
+    assert json.loads((tmp_path / "run/args.json").read_text())["num_generations"] == 2
 
 
-def test_swanlab_gets_the_flags_that_have_a_value_and_the_group_as_it_is_printed(
-        tmp_path, monkeypatch):
+def test_a_group_is_printed_with_its_numbers_and_copies_counted_and_given_to_swanlab(
+        tmp_path, monkeypatch, capsys):
     import swanlab
     given, logged = {}, []
     monkeypatch.setattr(swanlab, "init", lambda **options: given.update(options))
@@ -84,9 +78,13 @@ def test_swanlab_gets_the_flags_that_have_a_value_and_the_group_as_it_is_printed
     monkeypatch.setattr(swanlab, "has_run", lambda: False)
     args = report_args(swanlab="offline", delta=None, beta=0.0)
     with Report(tmp_path / "run", args, total_steps=1) as report:
-        report.group(1, [ROWS[0]] * 7 + ROWS)
+        report.group(1, [ROWS[1]] + [ROWS[0]] * 8)
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert printed[2:8] == [
+        "What is 1+1?", "advantage reward tag accuracy", "+0.71 1.50 1.00 0.50 7 times", "│ two",
+        "-0.71 0.25 0.25 -", "│ three"]
+    assert logged == [{"samples": ["reward 0.25"] + ["reward 1.50"] * 7}]
     assert given["config"]["beta"] == 0.0 and "delta" not in given["config"]
-    assert logged == [{"samples": ["reward 1.50"] * 8}]
 
 
 @pytest.mark.parametrize("steps, half_line, start_step, then, found", [
@@ -112,42 +110,42 @@ def test_an_inactive_report_writes_and_prints_nothing(tmp_path, capsys):
         report.intro(None, None, 1, 1, 1)
         report.evaluation(0, {"eval/accuracy": 0.5})
         report.step(1, metrics(1, grad_norm=float("nan")), ROWS)
-        report.group(1, ROWS)
-        report.warn("careful")
         report.draw()
     assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
 
 
-def png_size(path):
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n" and data[-8:-4] == b"IEND"
-    return struct.unpack(">II", data[16:24])
+def test_a_run_writes_its_page_and_outlives_a_page_that_fails(tmp_path, monkeypatch, capsys):
+    run(tmp_path / "good", [1, 2])
+    page = (tmp_path / "good/report.html").read_text()
+    assert '"step": 2' in page and "three" in page and "report.html" in capsys.readouterr().out
+    monkeypatch.setattr("report.page.write_page", lambda *_: 1 / 0)
+    run(tmp_path / "bad", [1, 2])
+    out = capsys.readouterr().out
+    assert "report.html could not be drawn (ZeroDivisionError" in out and "report.page" in out
+    assert {path.name for path in (tmp_path / "bad").iterdir()} == {
+        "args.json", "metrics.jsonl", "eval.jsonl", "completions.jsonl", "curves.png"}
 
 
-def test_a_run_leaves_its_curves_as_a_picture_even_if_it_dies(pictures, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        with Report(tmp_path, report_args(), total_steps=9) as report:
-            report.evaluation(0, {"eval/accuracy": 0.2, "eval/pass@4": 0.6})
-            for step in (1, 2):
-                report.step(step, metrics(step, kl=float("nan")), ROWS)
-            raise KeyboardInterrupt
-    width, height = png_size(tmp_path / "curves.png")
-    assert 1000 <= width <= 3000 and 600 <= height <= 2000
-    assert len(lines(tmp_path / "metrics.jsonl")) == 2
+def test_a_run_that_dies_leaves_its_picture_and_does_not_draw_the_same_lines_twice(
+        tmp_path, monkeypatch):
+    def draw(run_dirs, path):
+        drawn.append(len(lines(tmp_path / "metrics.jsonl")))
+        draw_curves(run_dirs, path)
 
-
-def test_the_same_lines_are_not_drawn_twice(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("report.curves.draw_curves", lambda _, path: (
-        path.touch(), drawn.append(len(lines(tmp_path / "metrics.jsonl")))))
+    monkeypatch.setattr("report.curves.draw_curves", draw)
     for last in (1, 2):
-        with Report(tmp_path, report_args(), total_steps=2) as report:
-            report.step(1, metrics(1), ROWS)
+        with pytest.raises(KeyboardInterrupt), Report(
+                tmp_path, report_args(), total_steps=9) as report:
+            report.evaluation(0, {"eval/accuracy": 0.2, "eval/pass@4": 0.6})
+            report.step(1, metrics(1, kl=float("nan")), ROWS)
             report.draw()
             if last == 2:
                 report.step(2, metrics(2), ROWS)
-        assert drawn == [1, 2][:last]
-        drawn.clear()
+            raise KeyboardInterrupt
+    assert drawn == [1, 1, 2]
+    height, width, _ = imread(tmp_path / "curves.png").shape
+    assert 1000 <= width <= 3000 and 600 <= height <= 2000
 
 
 def test_several_runs_share_a_picture_and_a_folder_without_a_run_is_named(tmp_path):
@@ -156,7 +154,7 @@ def test_several_runs_share_a_picture_and_a_folder_without_a_run_is_named(tmp_pa
         (tmp_path / name / "metrics.jsonl").write_text(
             '{"step": 1, "reward": 0.5}\n{"step": 2, "reward": null}\n')
     draw_curves([tmp_path / "a", tmp_path / "b"], tmp_path / "both.png")
-    assert min(png_size(tmp_path / "both.png")) > 600
+    assert min(imread(tmp_path / "both.png").shape[:2]) > 600
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty"):
         draw_curves([tmp_path / "empty"], tmp_path / "none.png")
@@ -166,38 +164,20 @@ def test_several_runs_share_a_picture_and_a_folder_without_a_run_is_named(tmp_pa
     ({"completions/clipped_ratio": 0.6}, "--max_gen_len", 3),
     ({"frac_reward_zero_std": 1.0}, "--num_generations", 5),           # three such steps in a row
     ({"grad_norm": float("nan")}, "--learning_rate", 3),
+    ({}, "none", 99),                                                  # a healthy run
 ])
 def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, first, tmp_path, capsys):
-    said = {}
+    said = []
     with Report(tmp_path, report_args(log_interval=100), total_steps=45) as report:
         report.draw = lambda: None      # slow, and covered by the tests above
         for step in range(1, 46):
-            report.step(step, metrics(step, **trouble if step >= 3 else {}), [])
-            printed = capsys.readouterr().out.splitlines()
-            said[step] = [line for line in printed if line.startswith("warning:")]
-    assert [step for step in said if said[step]] == [first, first + 20, first + 40]
-    assert all(len(said[first + n]) == 1 and advice in said[first + n][0] for n in (0, 20, 40))
-
-
-def test_a_healthy_run_prints_no_warning(tmp_path, capsys):
-    with Report(tmp_path, report_args(), total_steps=30) as report:
-        report.draw = lambda: None
-        for step in range(1, 31):
             # As at the end of the default run: 0.85 on average, now and then a step of 1.
-            dead = 1.0 if step % 5 < 2 else 0.75
-            borderline = {"completions/clipped_ratio": 0.5, "frac_reward_zero_std": dead}
-            report.step(step, metrics(step, **borderline), [])
-    assert "warning" not in capsys.readouterr().out
-
-
-def test_a_printed_group_shows_every_completion_with_its_numbers_and_counts_copies(
-        tmp_path, capsys):
-    with Report(tmp_path, report_args(), total_steps=1) as report:
-        report.group(1, [ROWS[1], ROWS[0], ROWS[0]])
-    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert printed[2:8] == [
-        "What is 1+1?", "advantage reward tag accuracy", "+0.71 1.50 1.00 0.50 2 times", "│ two",
-        "-0.71 0.25 0.25 -", "│ three"]
+            borderline = {"completions/clipped_ratio": 0.5,
+                          "frac_reward_zero_std": 1.0 if step % 5 < 2 else 0.75}
+            report.step(step, metrics(step, **borderline | (trouble if step >= 3 else {})), [])
+            said += [(step, advice in line) for line in capsys.readouterr().out.splitlines()
+                     if line.startswith("warning:")]
+    assert said == [(step, True) for step in range(first, 46, 20)]
 
 
 def test_a_smooth_curve_begins_where_the_run_began_and_leaves_a_straight_line_straight():
@@ -241,23 +221,40 @@ def test_shares_of_a_step_add_up_over_ranks_and_updates_are_averaged():
         "kl": 2.5, "x_max": 2.0}
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_a_rollout_is_described_one_row_per_completion(per_token):
+class Bytes:
+    """A tokenizer whose ids are bytes; 0 is the EOS."""
+
+    def decode(self, ids, skip_special_tokens):
+        return bytes(i for i in ids if i).decode(errors="replace")
+
+
+def test_a_rollout_is_described_one_row_per_completion():
     chats = [[{"role": "user", "content": "7+3"}]] * 2
-    advantages = torch.tensor([0.5, -0.5])
-    if per_token:
-        advantages = torch.stack((advantages, advantages + 1), dim=1)       # (N, R)
     rollout = SimpleNamespace(
-        prompts=["q", "q"], completions=["10", "11, or"],
+        prompts=["q", "q"], completions=["1", "11"],
         columns={"messages": chats, "nums": [[7, 3], None], "reward": ["of the file"] * 2},
         mask=torch.tensor([[1, 0], [1, 1]]), ended=torch.tensor([True, False]),
-        rewards=torch.tensor([1.5, 0.0]), advantages=advantages,
-        rewards_per_func={"tag_reward": torch.tensor([0.5, 0.0])})
-    assert describe(rollout) == [
-        {"prompt": "q", "messages": chats[0], "nums": [7, 3], "completion": "10", "length": 1,
+        rewards=torch.tensor([1.5, 0.0]), advantages=torch.tensor([0.5, -0.5]),
+        rewards_per_func={"tag_reward": torch.tensor([0.5, 0.0])},
+        sampling_logps=-torch.arange(4.0).reshape(2, 2) / 8, token_ids=lambda: [b"1", b"11"])
+    rows = [
+        {"prompt": "q", "messages": chats[0], "nums": [7, 3], "completion": "1", "length": 1,
          "ended": True, "rewards": {"tag_reward": 0.5}, "reward": 1.5, "advantage": 0.5},
-        {"prompt": "q", "messages": chats[1], "nums": None, "completion": "11, or", "length": 2,
+        {"prompt": "q", "messages": chats[1], "nums": None, "completion": "11", "length": 2,
          "ended": False, "rewards": {"tag_reward": 0.0}, "reward": 0.0, "advantage": -0.5}]
+    assert describe(rollout) == rows
+    rows[0] |= {"tokens": ["1"], "token_logps": [0.0]}
+    rows[1] |= {"tokens": ["1", "1"], "token_logps": [-0.25, -0.375]}
+    assert describe(rollout, Bytes()) == rows
+    rollout.advantages = torch.tensor([[0.5, 1.5], [-0.5, 0.5]])        # (N, R)
+    rows[0]["token_advantages"], rows[1]["token_advantages"] = [0.5], [-0.5, 0.5]
+    assert describe(rollout, Bytes()) == rows
+
+
+def test_tokens_together_are_the_completion():
+    ids = [*"a果b".encode(), 0]         # three bytes make one character
+    assert token_texts(ids, Bytes()) == ["a", "", "", "果", "b", ""]
+    assert token_texts(ids[:3], Bytes()) == ["a", "", "\ufffd"]     # cut off within a character
 
 
 @pytest.mark.parametrize("error", [UserError("no such folder"), OSError("disk full")])

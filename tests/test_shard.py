@@ -1,5 +1,4 @@
 """--shard 1 on two ranks: the same numbers, and runs that can be stopped and resumed."""
-import json
 import os
 import signal
 import sys
@@ -12,10 +11,9 @@ from test_run import free_ports
 from torch import multiprocessing
 
 import train_grpo
-from conftest import interrupt
+from conftest import interrupt, jsonl
 from model import fast, load_checkpoint, save_pretrained
 from model.lora import merged_state
-from model.processes.shard import part_of, whole
 
 RUNS = {        # name -> flags
     "apart": [], "sharded": ["--shard", "1"],
@@ -87,8 +85,7 @@ def test_sharded_runs_learn_the_same(prefix, out):
     for name in apart:
         assert (apart[name] - sharded[name]).abs().max() < 1e-6, name
     assert max((apart[name] - start[name]).abs().max() for name in apart) > 1e-3
-    lines = [[json.loads(line) for line in (out / f"{prefix}{kind}/metrics.jsonl").open()]
-             for kind in ("apart", "sharded")]
+    lines = [jsonl(out / f"{prefix}{kind}/metrics.jsonl") for kind in ("apart", "sharded")]
     for ours, theirs in zip(*lines):
         for key in ("reward", "grad_norm", "kl", "loss", "eval/mean_length"):
             assert ours.get(key, 0) == pytest.approx(theirs.get(key, 0), rel=1e-4, abs=1e-6), key
@@ -96,7 +93,7 @@ def test_sharded_runs_learn_the_same(prefix, out):
 
 
 def test_in_bfloat16_a_sharded_policy_starts_as_its_reference(out):
-    first, *_, last = [json.loads(line) for line in (out / "half_sharded/metrics.jsonl").open()]
+    first, *_, last = jsonl(out / "half_sharded/metrics.jsonl")
     assert first["kl"] == 0 < last["kl"] and first["rollout_probs_diff_max"] < 0.02
 
 
@@ -121,8 +118,3 @@ def test_another_number_of_ranks_resumes_it(name, out, monkeypatch):
     for weight in filter(lambda weight: weight.requires_grad, policy.parameters()):
         assert optimizer.state[weight]["exp_avg_sq"].shape == weight.shape
         assert optimizer.state[weight]["exp_avg_sq"].any()
-
-
-def test_a_tensor_that_is_not_sharded_is_whole_and_its_own_part():
-    tensor = torch.ones(3)
-    assert whole(tensor) is tensor and part_of(tensor, tensor) is tensor

@@ -22,7 +22,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import torch.distributed as dist
 
@@ -65,32 +65,28 @@ class Watch:
         self.turn = threading.RLock()
         # How many collectives so far? Is this rank in one? When did it last enter or leave one?
         self.collectives, self.waiting, self.since = 0, False, time.monotonic()
+        self.ends, self.own_signals = ExitStack(), ExitStack()  # what to undo at the end
+        self.at_end = self.ends.callback    # at_end(f) calls f when this rank ends, well or not
         self.store, self.processes = self._meet_the_others() if self.size > 1 else (None, {})
         # Python calls a handler only between two of its own instructions, so not while the training
         # waits in a collective. But it writes the number of the signal into the mailbox at once.
         self.mailbox, self.letters = socket.socketpair()
         self.letters.setblocking(False)
-        self.main, self.handlers = threading.current_thread(), {}
-        self.handles_signals = self.main is threading.main_thread()
-        self.ends = []
+        self.main = threading.current_thread()
         self.closed, self.thread = False, threading.Thread(target=self._run, daemon=True)
         self.thread.start()
         Watch.current = world.watch = self
-        if self.handles_signals:
-            self.old_letters = signal.set_wakeup_fd(self.letters.fileno(),
-                                                    warn_on_full_buffer=False)
-            self._handle_signals()
+        self._handle_signals()
 
     def _meet_the_others(self):
         """A store that all ranks share, and the processes of the other ranks on this machine.
 
         Our own connection to the store: a call of the training may block the one that it has.
         """
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
-                              is_master=False)
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         host = f"{os.environ.get('GROUP_RANK')}/{socket.gethostname()}"     # node number and name
-        store = dist.PrefixStore(f"watch/{attempt}", store)
+        store = dist.PrefixStore(f"watch/{attempt}", dist.TCPStore(address, port, is_master=False))
         store.set(f"process/{self.rank}", f"{host} {os.getpid()}")
         places = [store.get(f"process/{rank}").decode().split() for rank in range(self.size)]
         return store, {rank: int(process) for rank, (where, process) in enumerate(places)
@@ -98,10 +94,14 @@ class Watch:
                        and is_alive(int(process))}
 
     def _handle_signals(self):
+        if self.main is not threading.main_thread():    # Python lets no other thread
+            return
+        old = signal.set_wakeup_fd(self.letters.fileno(), warn_on_full_buffer=False)
+        self.own_signals.callback(signal.set_wakeup_fd, old)
         for number in SIGNALS:
             # nohup, and a shell that starts a job in the background, have some of them ignored.
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self.handlers.setdefault(number, signal.getsignal(number))
+            if (old := signal.getsignal(number)) is not signal.SIG_IGN:
+                self.own_signals.callback(signal.signal, number, old)
                 signal.signal(number, self._stop_unless_steps_began)
 
     def _stop_unless_steps_began(self, number, frame):
@@ -112,59 +112,47 @@ class Watch:
         if self.signal is None:
             self.letters.send(bytes([number]))
 
-    def give_back_signals(self):
-        if self.handles_signals:
-            signal.set_wakeup_fd(self.old_letters)
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
-
     def leave_child(self):
         """In a process that a reward function forks, a worker of a Pool, say.
 
         The Pool ends it with SIGTERM, which must neither be caught nor reach our mailbox. But the
         terminal sends Ctrl-C to it too, and the step that is running still needs it.
         """
-        self.give_back_signals()
+        self.own_signals.close()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def steps_begin(self):
         """From now on a signal lets the step end. Before, there is nothing to save."""
         self.steps_began, self.since = True, time.monotonic()
-        if self.handles_signals:
-            self._handle_signals()          # again: SwanLab has put a handler of its own there
-
-    def at_end(self, function):
-        """Call the function when the run ends on this rank, well or not."""
-        self.ends.append(function)
+        self._handle_signals()              # again: SwanLab has put a handler of its own there
 
     def close(self):
-        self._end()
+        self.ends.close()
         self.closed = True
-        self._tell(f"ended/{self.rank}", "1")
+        self._count(f"ended/{self.rank}")
         self.letters.send(b"\0")
         self.thread.join()
-        self.give_back_signals()
+        self.own_signals.close()
         self.mailbox.close()
         self.letters.close()
         Watch.current = None
 
-    def _end(self):
-        while self.ends:
-            self.ends.pop()()
+    def _count(self, key, number=1):
+        """Add to a number that all ranks share; the sum, or None if this process has no store.
 
-    def _tell(self, key, value):
-        """Put it into the store, if that is still there: it ends with torchrun."""
-        store = self.store                  # the thread may set it to None at any time
-        if store is not None:
-            with suppress(RuntimeError):
-                store.set(key, value)
+        The store ends with torchrun or rank 0.
+        """
+        store = self.store                  # the other thread may set it to None at any time
+        with suppress(RuntimeError):
+            return store and store.add(key, number)
+        self.store = None
 
     # --- World calls these around each collective -------------------------------------------------
 
     def enter_collective(self):
         self.collectives, self.waiting, self.since = self.collectives + 1, True, time.monotonic()
         if self.hang_timeout:
-            self._tell(f"collectives/{self.rank}", str(self.collectives))
+            self._count(f"collectives/{self.rank}")
 
     def leave_collective(self):
         self.waiting, self.since = False, time.monotonic()
@@ -172,25 +160,19 @@ class Watch:
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self):
-        # A single process, with no time limit and no launcher, waits for nothing but signals.
-        has_more = self.size > 1 or self.hang_timeout or under_torchrun()
-        looks = SECONDS_BETWEEN_LOOKS if has_more else None
         while True:
-            has_mail = select.select([self.mailbox], [], [], looks)[0]
+            has_mail = select.select([self.mailbox], [], [], SECONDS_BETWEEN_LOOKS)[0]
             if self.closed:
                 return
-            try:
-                # The others first: when a rank fails, torchrun sends the rest a SIGTERM, which
-                # is not the reason.
-                with self.turn:
-                    if self.store is not None and not self.failed:
-                        self._look_at_the_others()
-                    if self.hang_timeout and self.steps_began and not self.failed:
+            # The others first: when a rank fails, torchrun sends the rest a SIGTERM, which is not
+            # the reason.
+            with self.turn:
+                if not self.failed:
+                    self._look_at_the_others()
+                    if self.hang_timeout and self.steps_began:
                         self._look_at_the_clock()
-            except RuntimeError:            # the store has gone, with torchrun or rank 0
-                self.store = None
             for number in self.mailbox.recv(64) if has_mail else b"":
-                if number in self.handlers:     # not the alarm of a time limit, say
+                if number in SIGNALS:       # not the alarm of a time limit, say
                     self._stop(number, signal.Signals(number).name)
             if under_torchrun() and os.getppid() != LAUNCHER and self.signal is None:
                 self._stop(SIGNALS[-1], "torchrun is gone")
@@ -206,10 +188,10 @@ class Watch:
             self._leave(f"stopped at once by a second signal, {reason}", 128 + number)
 
     def _look_at_the_others(self):
-        if self.store.add("failures", 0):
+        if self._count("failures", 0):
             self.leave(1)                   # the rank that failed has said why
         for rank, process in self.processes.items():
-            if not is_alive(process) and not self.store.check([f"ended/{rank}"]):
+            if not is_alive(process) and self._count(f"ended/{rank}", 0) == 0:
                 self._leave(f"error: rank {rank} (process {process}) is gone: it was killed, "
                             "perhaps for lack of memory, or a reward function has ended it", 1)
 
@@ -221,14 +203,14 @@ class Watch:
             self._leave(f"error: rank {self.rank} hangs: it was busy for more than {limit} in "
                         f"{place.filename}, line {place.lineno}: {place.line}", 1)
         # A process that is frozen can't say so. The margin is for one that can.
-        elif self.store is not None and self.waiting and silent > self.hang_timeout + 3:
-            for rank in range(self.size):
-                key = f"collectives/{rank}"
-                if int(self.store.get(key) if self.store.check([key]) else 0) < self.collectives:
-                    if rank in self.processes:
-                        os.kill(self.processes[rank], signal.SIGKILL)   # it won't leave by itself
-                    self._leave(f"error: rank {rank} hangs: nothing was heard from it for more "
-                                f"than {limit}", 1)
+        elif self.waiting and silent > self.hang_timeout + 3:
+            counts = [self._count(f"collectives/{rank}", 0) for rank in range(self.size)]
+            if None not in counts and min(counts) < self.collectives:
+                rank = counts.index(min(counts))
+                if rank in self.processes:
+                    os.kill(self.processes[rank], signal.SIGKILL)   # it won't leave by itself
+                self._leave(f"error: rank {rank} hangs: nothing was heard from it for more than "
+                            f"{limit}", 1)
 
     def _leave(self, text, code):
         with self.turn:
@@ -238,7 +220,7 @@ class Watch:
 
     def leave(self, code):
         """End this process now, whatever the training or its group of processes is waiting for."""
-        self._end()
+        self.ends.close()
         with suppress(OSError):             # as in say()
             sys.stdout.flush()
         os._exit(code)
@@ -247,11 +229,7 @@ class Watch:
 
     def is_first_to_fail(self):
         """Only the first rank to fail speaks: what the others run into then is its consequence."""
-        store = self.store
-        try:
-            return store is None or store.add("failures", 1) == 1
-        except RuntimeError:
-            return True
+        return self._count("failures") in (1, None)
 
     def __enter__(self):
         return self
@@ -280,19 +258,6 @@ class Watch:
                 text = f"error: rank {self.rank}: {type(error).__name__}: {error}"
             last_words(text + self.advice)
 
-    def stop_together(self, error):
-        """All ranks have agreed to stop. Rank 0 tells, nobody leaves before; closes the world."""
-        store, until = self.store, time.monotonic() + 60
-        if self.rank == 0:
-            last_words(str(error))
-            self._tell("told", "1")
-        elif store is not None:
-            with suppress(RuntimeError):    # torchrun is gone, and the store with it
-                # Not store.wait(): the thread could not look at the others meanwhile.
-                while not store.check(["told"]) and time.monotonic() < until:
-                    time.sleep(0.1)
-        self.world.close()
-
 
 def all_or_none(main):
     """Decorate a main function that makes a Watch: whatever ends it on one rank ends it on all."""
@@ -303,7 +268,10 @@ def all_or_none(main):
         except BaseException as error:
             watch = Watch.current
             if isinstance(error, Stopped) and (error.together or watch.size == 1):
-                watch.stop_together(error)
+                if watch.rank == 0:
+                    last_words(str(error))
+                watch.world.gather([])      # nobody leaves before rank 0 has told
+                watch.world.close()
                 sys.exit(error.code)
             elif watch is not None and watch.size > 1:
                 watch.fail(error)
@@ -330,10 +298,8 @@ def under_torchrun():
 def is_alive(process):
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except OSError:                         # no such process, or now it is somebody else's
         return False
-    except PermissionError:                 # it is alive, and somebody else's
-        pass
     return True
 
 
@@ -352,10 +318,8 @@ REPEAT_AFTER = """
 import os, select, sys, time
 try:
     select.select([os.pidfd_open(int(sys.argv[1]))], [], [], 60)
-except AttributeError:                      # not on Linux
+except (AttributeError, OSError):           # not on Linux, or it has just ended
     time.sleep(3)
-except OSError:
-    pass                                    # it has ended
 print(sys.argv[2], file=sys.stderr)
 """
 

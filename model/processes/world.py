@@ -189,12 +189,20 @@ def sum_in_buckets(tensors):
 def for_sampling(sample, world, args):
     """`sample` for this run: in slices, in the precision of matrix products, of a whole model."""
     sample = in_slices(sample, args.rollout_batch_size)
-    return precision(world)(of_whole_model(sample, world) if args.shard else sample)
+
+    def sample_whole(model, *prompts, **options):       # of a copy, for as long as this runs
+        return sample(model.whole(dtype=world.matrix_dtype), *prompts, **options)
+
+    return precision(world)(sample_whole if args.shard else sample)
 
 
 def for_learning(token_logps, world, args):
     """`token_logps` for this run: in the precision of matrix products, within a sharded model."""
-    return precision(world)(within_shards(token_logps, world) if args.shard else token_logps)
+    def within_shards(model, *sequences, **options):    # FSDP gathers a layer when it is read
+        with world.collective():
+            return model.run(token_logps, *sequences, **options)
+
+    return precision(world)(within_shards if args.shard else token_logps)
 
 
 def precision(world):
@@ -223,26 +231,6 @@ def in_slices(sample, most):
             for column, padding in zip(zip(*parts), (options["pad_token_id"], 0.0)))
 
     return sliced if most else sample
-
-
-def of_whole_model(sample, world):
-    """The sampler for a sharded model: it reads a copy of the whole, which it keeps while it runs.
-
-    Otherwise every layer would be gathered for every single token.
-    """
-    def sample_whole(model, *args, **options):
-        return sample(model.whole(dtype=world.matrix_dtype), *args, **options)
-
-    return sample_whole
-
-
-def within_shards(token_logps, world):
-    """`token_logps` for a sharded model: FSDP gathers a layer when it is read, on all ranks."""
-    def logps_within(model, *args, **options):
-        with world.collective():
-            return model.run(token_logps, *args, **options)
-
-    return logps_within
 
 
 def sampler_weights(part, old_logps, args):

@@ -168,9 +168,8 @@ def read_config(path):
         heads, experts = saved["num_attention_heads"], saved.get("num_local_experts", 0)
         saved = {"head_dim": saved["hidden_size"] // heads, "num_key_value_heads": heads,
                  "num_experts": experts} | saved | switches | read_rope(saved, path)
-        names = [field.name for field in fields(MiniMindConfig)]
-        return check_fields(
-            MiniMindConfig(**{name: saved[name] for name in names if name in saved}), path)
+        return check_fields(MiniMindConfig(**{field.name: saved[field.name] for field in
+                                              fields(MiniMindConfig) if field.name in saved}), path)
 
 
 def without_nulls(content):
@@ -178,10 +177,7 @@ def without_nulls(content):
 
 
 def read_rope(saved, path):
-    """rope_theta and rope_scaling, as a dict, from wherever config.json has them.
-
-    transformers 4 writes rope_theta and rope_scaling; 5 writes both into rope_parameters.
-    """
+    """rope_theta and rope_scaling, as transformers 4 writes them; 5 has both in rope_parameters."""
     parameters = saved.get("rope_parameters") or {}
     rope = without_nulls(saved.get("rope_scaling") or parameters)
     kind = rope.get("rope_type") or rope.get("type", "default")
@@ -196,10 +192,7 @@ def read_rope(saved, path):
 
 
 def check_is_built(saved, path):
-    """Raise UserError for an option of these families that model/model.py lacks.
-
-    Ignoring it would silently compute something else.
-    """
+    """UserError for an option that model/model.py lacks: without it the numbers would be others."""
     first_sliding = 0 if saved["model_type"] == "qwen3_moe" else saved.get("max_window_layers", 28)
     refused = {
         "rope_type": saved["rope_type"] not in ROPE_FIELDS,

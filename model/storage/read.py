@@ -174,10 +174,7 @@ def read_weights(path):
 
 @torch.no_grad()
 def load_adapter(model, path):
-    """Copy an adapter of the same rank, scale and targets into the model, in place.
-
-    Raises UserError if the adapter is another one.
-    """
+    """Copy an adapter into the model, in place; UserError if its rank, scale or targets differ."""
     path = Path(path)
     config = read_json(path / "adapter_config.json")
     for name in ("r", "lora_alpha", "target_modules"):
@@ -227,11 +224,9 @@ def find_weights(name, *folders):
 
     If there are none, the path they would have in the last folder, for the error message.
     """
-    for folder in folders:
-        for path in (Path(folder) / name, Path(folder) / f"{name}.pth"):
-            if path.is_file() or (path / "config.json").is_file():
-                return path
-    return Path(folders[-1]) / name
+    paths = [Path(folder) / file for folder in folders for file in (name, f"{name}.pth")]
+    return next((path for path in paths if path.is_file() or (path / "config.json").is_file()),
+                Path(folders[-1]) / name)
 
 
 def read_pth(path):

@@ -47,10 +47,7 @@ def train_tokenizer(texts, vocab_size=512, *, merge_digits=False):
 
 
 def read_chats(path):
-    """The chats of a jsonl file, {"conversations": [{"role", "content"}, ...]} a line.
-
-    UserError names the line at fault.
-    """
+    """The chats of a jsonl file, {"conversations": [{"role", "content"}, ...]} a line."""
     chats = []
     for where, row in read_lines(path):
         chat = row.get("conversations") if isinstance(row, dict) else None
@@ -79,9 +76,9 @@ def main():
     args = parser.parse_args()
     chats = [chat for path in args.data for chat in read_chats(path)[:5000]]
     args.save.mkdir(parents=True, exist_ok=True)
-    texts = [text for chat in chats for turn in chat for text in (turn["role"], turn["content"])]
     # The tags are tokens already: spend no merges on their letters.
-    texts = [re.sub("|".join(TAGS), "", text) for text in texts]
+    texts = [re.sub("|".join(TAGS), "", text) for chat in chats for turn in chat
+             for text in (turn["role"], turn["content"])]
     tokenizer = train_tokenizer(texts, args.vocab_size, merge_digits=args.merge_digits)
     tokenizer.save_pretrained(args.save)
     print(f"{len(tokenizer)} tokens, saved in {args.save}")

@@ -29,10 +29,7 @@ MOE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "no
 
 
 def save_pretrained(model, tokenizer, path):
-    """Write a folder that load_pretrained, transformers and inference servers can load.
-
-    Adapters (model/lora.py) are merged into the weights.
-    """
+    """Write a folder for load_pretrained, transformers and servers, with adapters merged."""
     path, state = Path(path), merged_state(model)
     path.mkdir(parents=True, exist_ok=True)
     if model.config.tie_word_embeddings:
@@ -85,16 +82,12 @@ def hub_config(model):
     merged = [layer.weight.dtype for layer in adapters(model).values()]
     dtype = str((merged or [next(model.parameters()).dtype])[0]).removeprefix("torch.")
     return {
-        "architectures": [FAMILIES[model_type][0]],
-        "model_type": model_type,
-        **ours,
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
+        "architectures": [FAMILIES[model_type][0]], "model_type": model_type, **ours,
+        "hidden_act": "silu", "attention_dropout": 0.0,
         **({"rope_scaling": scaling} if scaling else {}),                       # transformers 4
         "rope_parameters": {**(scaling or {"rope_type": "default"}),            # transformers 5
                             "rope_theta": model.config.rope_theta},
-        "dtype": dtype,                                                         # transformers 5
-        "torch_dtype": dtype,                                                   # transformers 4
+        "dtype": dtype, "torch_dtype": dtype,                           # transformers 5, and 4
     }
 
 
@@ -233,8 +226,7 @@ class Saver:
 
     def stopped(self, step, signal):
         """The exception that ends a run which a signal has asked to stop, on all ranks."""
-        return Stopped(signal, f"after step {step}, which is saved; go on with:\n"
-                       f"    {resume_command()}", together=True)
+        return Stopped(signal, f"after step {step}, which is saved; {go_on()}", together=True)
 
     def save_final(self, policy, tokenizer):
         """Write final/, which load_pretrained, transformers and inference servers can load."""
@@ -251,8 +243,7 @@ class Saver:
         return model.whole(device="cpu", keep=self.writes) if hasattr(model, "whole") else model
 
     def _advise(self, step):
-        self.world.watch.advice = (f"; the checkpoint of step {step} is whole, go on with:\n"
-                                   f"    {resume_command()}")
+        self.world.watch.advice = f"; the checkpoint of step {step} is whole, {go_on()}"
 
 
 def lock(run_dir):
@@ -289,14 +280,15 @@ def lock(run_dir):
     return unlock
 
 
-def resume_command():
-    """The command that goes on with this run."""
+def go_on():
+    """A sentence with the command that goes on with this run."""
     program, *flags = sys.argv
     if Path(program).name != "train_grpo.py":               # a test, a notebook
-        return "train_grpo.py with the same flags and --resume"
+        return "go on with:\n    train_grpo.py with the same flags and --resume"
     start, ranks = "python", os.environ.get("LOCAL_WORLD_SIZE")
     if under_torchrun():
         start = f"torchrun --nproc_per_node={ranks}"
         if ranks != os.environ.get("WORLD_SIZE"):
             start = "torchrun (on each node, with its flags)"
-    return f"{start} {shlex.join([program, *flags, *['--resume'] * ('--resume' not in flags)])}"
+    command = shlex.join([program, *flags, *['--resume'] * ('--resume' not in flags)])
+    return f"go on with:\n    {start} {command}"

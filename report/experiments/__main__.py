@@ -11,13 +11,8 @@ with a thread each (--jobs), and each run becomes a line of report/experiments/r
 An arm may also change a line of the code: it runs in a changed copy. A series is averaged over each
 of up to 20 parts of the run. Interrupted, the same command goes on with the runs that are missing;
 to run some again, delete their lines. The picture is images/<name>.png, and the table is printed:
-means over the seeds, and the 95% confidence interval of each (Student's t).
-
-To read, in this order:
-
-    arms.py         what each experiment runs and draws; the arms that change a line of the code
-    __main__.py     runs, what stays of them, and what the completions in them do
-    figures.py      pictures and tables
+means over the seeds, and the 95% confidence interval of each (Student's t). arms.py holds what
+each experiment runs and draws.
 """
 import argparse
 import os
@@ -61,7 +56,7 @@ def main():
         make_weights(experiment.weights, out)
         run_missing(experiment, path, out, args.jobs)
         prove(experiment.changes)
-    results = list(results_of(experiment, path).values())
+    results = [result for result in results_of(experiment, path).values() if result]
     if not results:
         raise UserError(f"{path}: there are no results yet; run the experiment first")
     picture = ROOT / "images" / f"{args.name}.png"
@@ -89,26 +84,22 @@ def quoted(path):
 
 def make_weights(names, out):
     for name in names:
-        if not (out / name / "config.json").exists():
-            for number, command in enumerate(WEIGHTS[name]):
-                command = command.format(out=quoted(out))
+        texts, weights = quoted(out / f"{name}_texts"), quoted(out / name)
+        source, kind, init, flags = WEIGHTS[name]
+        commands = (f"-m {source} --sft {texts} --out_dir {texts}",
+                    f"-m model.train_sft --data {texts}/{kind}.jsonl --save {weights} "
+                    f"--init model/weights/{init} --batch_size 64 {flags}")
+        for number, command in enumerate(commands):
+            if not (out / name / "config.json").exists():
                 print(f"python {command}", flush=True)
                 python(command, out / f"{name}_{number}.log")
 
 
-def runs_of(experiment):
-    """What names each of its runs: [(row, arm, seed)]."""
-    return [(row, arm, seed) for seed in experiment.seeds
-            for row, flags in experiment.rows.items() for arm in flags]
-
-
 def results_of(experiment, path):
-    """{(row, arm, seed): result} of the experiment's runs, of one that is there twice the last.
-
-    Lines of arms that the experiment no longer has are left out.
-    """
+    """{(row, arm, seed): the last result, or None}; lines of other arms and seeds are left out."""
     found = {(line["row"], line["arm"], line["seed"]): line for line in read_jsonl(path)}
-    return {run: found[run] for run in runs_of(experiment) if run in found}
+    return {(row, arm, seed): found.get((row, arm, seed)) for seed in experiment.seeds
+            for row, flags in experiment.rows.items() for arm in flags}
 
 
 def run_missing(experiment, results, out, jobs):
@@ -120,37 +111,46 @@ def run_missing(experiment, results, out, jobs):
         if "train_grpo.py" not in command:          # with it, it also says how many processes
             command = f"train_grpo.py {command}"
         change = experiment.changes.get((row, arm))
-        folder = change.copy(ROOT, out / "changed" / name) if change else ROOT
-        python(f"{command} --seed {seed} --out_dir {quoted(out)} --run_name {name}",
-               out / f"{name}.log", folder=folder,
-               **({"OMP_NUM_THREADS": "1"} if jobs > 1 else {}))
+        with tempfile.TemporaryDirectory() as folder:
+            python(f"{command} --seed {seed} --out_dir {quoted(out)} --run_name {name}",
+                   out / f"{name}.log", folder=change.copy(ROOT, folder) if change else ROOT,
+                   **({"OMP_NUM_THREADS": "1"} if jobs > 1 else {}))
         line = {"row": row, "arm": arm, "seed": seed, **summary(out / name, experiment.panels)}
         with open(results, "a", encoding="utf-8") as file:
             file.write(to_line(line))
         shutil.rmtree(out / name)           # its completions alone are megabytes
-        shutil.rmtree(out / "changed" / name, ignore_errors=True)
         print(f"{row} {arm}, seed {seed}: done".strip(), flush=True)
 
     results.parent.mkdir(parents=True, exist_ok=True)
-    done = results_of(experiment, results)
     with ThreadPoolExecutor(jobs) as pool:
-        for _ in pool.map(run, [key for key in runs_of(experiment) if key not in done]):
-            pass
+        list(pool.map(run, [key for key, result in results_of(experiment, results).items()
+                            if not result]))
 
 
 def prove(changes):
     """Print how each change's test fails in a copy with the change; UserError if it passes."""
     for (row, _), change in changes.items():
-        if change.test:
-            with tempfile.TemporaryDirectory() as folder:
-                said = change.verdict(change.copy(ROOT, Path(folder)))
-            print(f"{row}: {change.test.partition('::')[2]} fails: {said}", flush=True)
+        if not change.test:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run(
+                [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
+                 "--color=no", change.test], cwd=change.copy(ROOT, folder), capture_output=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True)
+        said = re.search(r"^E +(.*)$", done.stdout, re.MULTILINE)
+        if done.returncode != 1 or "1 failed" not in done.stdout or not said:
+            raise UserError(f"{change.test} should fail in {folder}, and does not:\n{done.stdout}")
+        print(f"{row}: {change.test.partition('::')[2]} fails: {said[1]}", flush=True)
 
 
 def summary(run_dir, names):
     """These series of a run, metrics or behaviour, in at most PARTS parts, and its evaluations."""
-    behaviour = behaviour_of_run(run_dir)
-    rows = [row | behaviour[row["step"]] for row in read_jsonl(run_dir / "metrics.jsonl")]
+    replies = {}        # {step: the behaviour of each, as far as it applies}
+    for row in read_jsonl(run_dir / "completions.jsonl"):
+        known = {name: value for name, value in behaviour(row).items() if value is not None}
+        replies.setdefault(row["step"], []).append(known)
+    rows = [row | mean_metrics(replies[row["step"]]) for row in read_jsonl(
+        run_dir / "metrics.jsonl")]
     names = [name for name in names
              if not name.startswith("eval/") and any(name in row for row in rows)]
     return {**in_parts(rows, names, PARTS),
@@ -161,14 +161,15 @@ def summary(run_dir, names):
 def in_parts(rows, names, parts):
     """The means of the steps and of these metrics over each of at most so many parts of a run."""
     parts = np.array_split(np.arange(len(rows)), min(parts, len(rows)))
-    return {"steps": [float(np.mean([rows[i]["step"] for i in part])) for part in parts],
-            "series": {name: [mean(rows[i].get(name) for i in part) for part in parts]
-                       for name in names}}
+    return {"steps": [mean(rows[i]["step"] for i in part) for part in parts],
+            "series": {name: [rounded(mean(filter(is_finite, (rows[i].get(name) for i in part))))
+                              for part in parts] for name in names}}
 
 
 def mean(values):
-    values = [value for value in values if is_finite(value)]
-    return rounded(sum(values) / len(values)) if values else None
+    """The mean, such as the share of conditions that hold; None of no value."""
+    values = list(values)
+    return sum(values) / len(values) if values else None
 
 
 def behaviour(row):
@@ -187,11 +188,11 @@ def behaviour(row):
         "length/right": row["length"] if right else None,
         "length/wrong": None if right else row["length"],
         "cut_off": float(not row["ended"]),
-        "repeats": share(line in lines[:i] for i, line in enumerate(lines)),
+        "repeats": mean(line in lines[:i] for i, line in enumerate(lines)),
         "tries": len(tries) or None,
         "gave_up": float(row["ended"] and not hit) if tries else None,
-        "checks_right": share((found[2] == found[3]) == (found[4] == "yes") for found in tries),
-        "slips": share(not adds_up(found[1]) for found in tries),
+        "checks_right": mean((found[2] == found[3]) == (found[4] == "yes") for found in tries),
+        "slips": mean(not adds_up(found[1]) for found in tries),
     }
 
 
@@ -200,21 +201,6 @@ def adds_up(text):
     return all({"+": a + b == c, "-": a - b == c, "*": a * b == c, "/": a == b * c}[operator]
                for a, operator, b, c in ((int(a), operator, int(b), int(c))
                                          for a, operator, b, c in EQUATION.findall(text)))
-
-
-def share(conditions):
-    """The share of the conditions that hold, None if there are none."""
-    conditions = list(conditions)
-    return sum(conditions) / len(conditions) if conditions else None
-
-
-def behaviour_of_run(run_dir):
-    """{step: {name: the mean over the step's replies to which it applies}}"""
-    replies = {}
-    for row in read_jsonl(run_dir / "completions.jsonl"):
-        known = {name: value for name, value in behaviour(row).items() if value is not None}
-        replies.setdefault(row["step"], []).append(known)
-    return {step: mean_metrics(of_step) for step, of_step in replies.items()}
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import numpy as np
 
 from ..curves import BLUE, BROWN, GREEN, GREY, INK, ORANGE, PINK, above, finish, picture
 
-# Student's t for a 95% interval, by the number of values less one; a single value has no interval.
-T_95 = np.array([0.0, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306])
+# Student's t for a 95% interval, by the number of values; a single value has no interval.
+T_95 = np.array([0.0, 0.0, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306])
 LOGARITHMIC = ("kl", "grad_norm")       # one run's may be a hundred times another's
 ARM_COLORS = [BLUE, ORANGE, GREEN, PINK, BROWN]
 
@@ -106,7 +106,6 @@ def styles(arms):
 
 
 def runs_of(results, arm):
-    """The results of an arm: (row, arm)."""
     return [run for run in results if (run["row"], run["arm"]) == arm]
 
 
@@ -117,7 +116,7 @@ def draw_arm(ax, runs, key, color, dash, *, band):
         return []
     if key in LOGARITHMIC:
         center, half = interval(np.log(np.maximum(values, 1e-4)))
-        low, center, high = np.exp(center - half), np.exp(center), np.exp(center + half)
+        low, center, high = np.exp([center - half, center, center + half])
     else:
         center, half = interval(values)
         # Of a share or a length, nothing lies below 0.
@@ -139,12 +138,10 @@ def series(runs, key):
 
 def interval(values):
     """The mean over the runs and half its 95% confidence interval; values (runs, ...)."""
-    known = (~np.isnan(values)).sum(0)
-    count = np.maximum(known, 1)
-    center = np.nansum(values, 0) / count
-    std = np.sqrt(np.nansum((values - center) ** 2, 0) / np.maximum(count - 1, 1))
-    half = T_95[np.minimum(count - 1, 8)] * std / np.sqrt(count)
-    return np.where(known, center, math.nan), half
+    values = np.ma.masked_invalid(values)
+    count = values.count(0)
+    half = T_95[np.minimum(count, 9)] * np.ma.filled(values.std(0, ddof=1), 0)
+    return np.ma.filled(values.mean(0), math.nan), half / np.sqrt(np.maximum(count, 1))
 
 
 def print_table(results, panels):
@@ -163,8 +160,8 @@ def print_table(results, panels):
         for key, (_, _, form) in panels.items():
             form = form.replace(":.0%", ":.1%").format
             begins, ends = ends_of_runs(results, row, arm, key)
-            known = [form(np.mean(list(part.values()))) for part in (begins, ends) if part]
-            cell = " → ".join(known) or "-"
+            cell = " → ".join(form(np.mean(list(part.values())))
+                              for part in (begins, ends) if part) or "-"
             if len(ends) > 1:
                 cell += f" ± {form(interval(np.array(list(ends.values())))[1])}"
             base = ends_of_runs(results, row, first, key)[1]
