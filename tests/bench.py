@@ -2,7 +2,7 @@
 
     python tests/bench.py               ours, fast and plain, beside theirs
     python tests/bench.py --tricks      what each trick of model/fast is worth
-    python tests/bench.py --device cuda     a page about a GPU: see tests/bench_cuda.py
+    python tests/bench.py --device cuda     a page about a GPU, see below
 
 All sides use the same weights, prompts, rewards, sampling (temperature 1, no top-k, no top-p),
 lengths, micro-batch, learning rate and beta, in float32 on the CPU. They take turns in one process,
@@ -22,12 +22,23 @@ was sampled twice is counted twice, though we learn from it in one pass.
 
 Memory: how far one step, in a process of its own, raises the peak above what was resident before
 (Linux only).
+
+The page about a GPU shows our rollouts beside generate's, and vLLM's if it is installed; our steps,
+beside TRL's if that is; and the largest sum of live tensors in a step, beside what
+model/storage/memory.py says. By default the shape is that of Qwen3-0.6B. All sides multiply in
+bfloat16 (in float32 with --device cpu, where this code can be tried). Samplers take turns; our
+steps come before TRL's, alone. `limit` is there a share of the memory's bandwidth, which a copy
+measures in the same run. A decode step cannot take less time than it takes to read all weights, and
+the keys and values of all tokens so far, once. The rest of what is read or done counts as waste.
 """
 import argparse
 import copy
 import functools
+import gc
 import importlib.util
 import logging
+import multiprocessing
+import operator
 import os
 import random
 import subprocess
@@ -35,29 +46,27 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import train_grpo  # noqa: E402, I001 - before torch: it sets how OpenMP's threads wait
 import torch  # noqa: E402
 from dataset import PromptCollator, PromptDataset  # noqa: E402
-from model import (  # noqa: E402
-    MiniMindConfig,
-    MiniMindForCausalLM,
-    fast,
-    sampler,
-    save_pretrained,
-)
+from model import MiniMindConfig, MiniMindForCausalLM, fast, sampler, save_pretrained  # noqa: E402
 from model.processes.world import for_learning, for_sampling  # noqa: E402
+from model.storage.memory import SIZES, num_parameters, peak_bytes  # noqa: E402
 from reward import load_reward_funcs  # noqa: E402
 
 SHIPPED = ROOT / "model/weights/reason_128"
 NO_EOS = 1_000_000          # an id that no model here can sample
 LEARNING_RATE = 1e-6        # moves the weights, but too little for the sides to sample differently
+DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 
 
 @dataclass
@@ -80,6 +89,7 @@ CASES = {
     "26M": Case(4, 8, 128, 8, dict(
         vocab_size=6400, hidden_size=512, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=2, head_dim=64, intermediate_size=1408)),
+    "0.6B": Case(8, 8, 512, 16, vars(SIZES["Qwen3-0.6B"]), betas=(0.02,)),      # for a GPU
 }
 
 
@@ -119,10 +129,18 @@ def batches_of(case, count, tokenizer):
     return [collate(items[start:start + case.prompts]) for start in range(0, total, case.prompts)]
 
 
+@contextmanager
+def prepared(case, count, tokenizer):
+    """A folder to write to, where the case's weights are, and batches."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder, weights_of(case, folder, tokenizer), batches_of(case, count, tokenizer)
+
+
 class Ours:
     """train_grpo.py's step, as its main() takes it."""
 
-    def __init__(self, case, path, beta, *, plain=False, device="cpu", dtype="float32"):
+    def __init__(self, case, path, beta, *, plain=False, device="cpu", dtype=None):
+        dtype = dtype or DTYPES[device]
         self.args = train_grpo.parse_args([
             "--model_path", str(path), "--device", device, "--dtype", dtype,
             "--beta", str(beta), "--loss_type", "grpo", "--max_gen_len", str(case.new_tokens),
@@ -148,8 +166,7 @@ class Ours:
                                    self.args)
 
     def step(self, batch):
-        """One step; returns the rollout, to count what was done."""
-        rollout = self.rollout(batch)
+        self.last = rollout = self.rollout(batch)       # kept to count what was done
         rollout.ref_logps = train_grpo.compute_logps(
             self.reference, rollout, self.logps_of, self.args)
         rollout.rewards, _ = train_grpo.compute_rewards(
@@ -157,7 +174,6 @@ class Ours:
         rollout.advantages = train_grpo.compute_advantages(
             rollout, self.policy, self.tokenizer, self.logps_of, self.world, self.args)
         self.learn(rollout)
-        return rollout
 
     def learn(self, rollout):
         updates = train_grpo.minibatches(rollout, self.world, self.args)
@@ -165,6 +181,46 @@ class Ours:
         train_grpo.update_policy(
             self.policy, self.optimizer, LEARNING_RATE, updates, self.world, self.logps_of,
             self.args)
+
+
+def generates(case, path, tokenizer, device):
+    """transformers' generate, as a function of a batch."""
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, DTYPES[device])).to(device).eval()
+
+    def rollout(batch):
+        ids, mask = (batch[name].repeat_interleave(case.generations, 0).to(device)
+                     for name in ("prompt_ids", "prompt_mask"))
+        model.generate(
+            input_ids=ids, attention_mask=mask, do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
+            max_new_tokens=case.new_tokens, pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=[NO_EOS] if case.config else tokenizer.eos_token_id)
+    return rollout
+
+
+def vllms(case, path, device):
+    """vLLM's generate; it takes half of the GPU for itself."""
+    from vllm import LLM, SamplingParams
+    model = LLM(str(path), dtype=DTYPES[device], gpu_memory_utilization=0.5)
+    options = SamplingParams(n=case.generations, temperature=1.0, max_tokens=case.new_tokens,
+                             ignore_eos=True, detokenize=False)
+
+    def rollout(batch):
+        prompts = [{"prompt_token_ids": ids[mask.bool()].tolist()}
+                   for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"])]
+        model.generate(prompts, options, use_tqdm=False)
+    return rollout
+
+
+def rollouts(case, path, device="cpu"):
+    """Who samples -> a function of a batch."""
+    ours, plain = (Ours(case, path, 0.0, plain=plain, device=device) for plain in (False, True))
+    sides = {"ours": ours.rollout, "ours, plain": plain.rollout,
+             "transformers' generate": generates(case, path, ours.tokenizer, device)}
+    if device == "cuda" and importlib.util.find_spec("vllm"):
+        sides["vLLM"] = vllms(case, path, device)
+    return sides
 
 
 def trl_trainer(case, path, batches, beta, folder, after_step=None, device="cpu"):
@@ -180,20 +236,19 @@ def trl_trainer(case, path, batches, beta, folder, after_step=None, device="cpu"
 
     class Turns(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            self.start = time.perf_counter()
+            self.start = now()
 
         def on_step_end(self, args, state, control, **kwargs):
             if after_step:
-                after_step(state.global_step, time.perf_counter() - self.start, tokens[-1])
+                after_step(state.global_step, now() - self.start, tokens[-1])
 
     rows = [{"prompt": text, **{name: column[i] for name, column in batch["columns"].items()
                                 if name != "messages"}}
             for batch in batches for i, text in enumerate(batch["prompts"])]
     config = GRPOConfig(
-        output_dir=folder, use_cpu=device == "cpu", bf16=device != "cpu",
-        report_to="none", logging_strategy="no",
-        save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, shuffle_dataset=False,
-        max_steps=len(batches), num_generations=case.generations,
+        output_dir=folder, use_cpu=device == "cpu", bf16=device != "cpu", report_to="none",
+        logging_strategy="no", save_strategy="no", disable_tqdm=True, shuffle_dataset=False,
+        gradient_checkpointing=False, max_steps=len(batches), num_generations=case.generations,
         per_device_train_batch_size=case.micro_batch,
         gradient_accumulation_steps=case.prompts * case.generations // case.micro_batch,
         max_completion_length=case.new_tokens, temperature=1.0, top_k=0, top_p=1.0, beta=beta,
@@ -211,20 +266,29 @@ def trl_trainer(case, path, batches, beta, folder, after_step=None, device="cpu"
     return trainer
 
 
-def seconds(function, *args, **kwargs):
-    start = time.perf_counter()
-    result = function(*args, **kwargs)
-    return time.perf_counter() - start, result
+def now():
+    """In seconds, when a GPU is done with what it was given."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def seconds(function, *args):
+    start = now()
+    function(*args)
+    return now() - start
 
 
 def gemm_rate(size=1536):
     """FLOP/s of a float32 matrix product, the best of eight."""
     a, b = torch.randn(2, size, size)
-    return 2 * size**3 / min(seconds(torch.mm, a, b)[0] for _ in range(8))
+    return 2 * size**3 / min(seconds(torch.mm, a, b) for _ in range(8))
 
 
-def necessary_flops(config, rollout, generations, beta):
-    """Of the matrix products of one step; see the top of this file."""
+def necessary_flops(ours):
+    """Of the matrix products of our last step; see the top of this file."""
+    config, rollout = ours.policy.config, ours.last
+    generations, beta = ours.args.num_generations, ours.args.beta
     layers, width = config.num_hidden_layers, config.num_attention_heads * config.head_dim
     kv_width = config.num_key_value_heads * config.head_dim
     weights = config.hidden_size * (2 * width + 2 * kv_width + 3 * config.intermediate_size)
@@ -242,44 +306,33 @@ def necessary_flops(config, rollout, generations, beta):
     return float(forward * (1 + (beta > 0)) + 3 * learning)
 
 
-def turns_of_rollouts(case, path, batches):
-    """Seconds of generate, of our fast and of our plain sampler, for each batch."""
-    from transformers import AutoModelForCausalLM
-    ours = [Ours(case, path, beta=0.0, plain=plain) for plain in (False, True)]
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    tokenizer = ours[0].tokenizer
-    eos = [NO_EOS] if case.config else tokenizer.eos_token_id
-    for batch in batches:
-        ids, mask = (batch[name].repeat_interleave(case.generations, 0)
-                     for name in ("prompt_ids", "prompt_mask"))
-        theirs, _ = seconds(
-            model.generate, input_ids=ids, attention_mask=mask, do_sample=True, top_k=0, top_p=1.0,
-            temperature=1.0, max_new_tokens=case.new_tokens, eos_token_id=eos,
-            pad_token_id=tokenizer.pad_token_id)
-        yield theirs, *(seconds(side.rollout, batch)[0] for side in ours)
+def turns(batches, *functions):
+    """For each function its seconds on each batch but the first, which warms up."""
+    return zip(*[[seconds(function, batch) for function in functions] for batch in batches][1:])
 
 
 def turns_of_steps(case, path, batches, beta, folder):
-    """Seconds of TRL, ours fast and plain, tokens of TRL and ours, FLOPs, for each batch."""
-    ours, turns = [Ours(case, path, beta, plain=plain) for plain in (False, True)], []
+    """Seconds of ours, fast and plain, and of TRL, tokens of TRL and ours, FLOPs; as above."""
+    ours, found = [Ours(case, path, beta, plain=plain) for plain in (False, True)], []
 
     def our_turn(step, theirs, their_tokens):
-        (taken, rollout), (plain, _) = (seconds(side.step, batches[step - 1]) for side in ours)
-        flops = necessary_flops(ours[0].policy.config, rollout, case.generations, beta)
-        turns.append((theirs, taken, plain, their_tokens, int(rollout.mask.sum()), flops))
+        taken = [seconds(side.step, batches[step - 1]) for side in ours]
+        tokens, flops = int(ours[0].last.mask.sum()), necessary_flops(ours[0])
+        found.append((*taken, theirs, their_tokens, tokens, flops))
 
     trl_trainer(case, path, batches, beta, folder, our_turn).train()
-    return turns
+    return zip(*found[1:])
+
+
+def resident(field):
+    """Bytes of this process that are in memory: VmRSS now, VmHWM at the peak (Linux)."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(field + ":")[1].split()[0]) * 1024
 
 
 def memory(side, case, tokenizer):
     """MiB by which one step of `ours` or `trl` raises this process's peak."""
-    def resident(field):
-        status = Path("/proc/self/status").read_text()
-        return int(status.split(field + ":")[1].split()[0]) / 1024
-
-    with tempfile.TemporaryDirectory() as folder:
-        path, batches = weights_of(case, folder, tokenizer), batches_of(case, 1, tokenizer)
+    with prepared(case, 1, tokenizer) as (folder, path, batches):
         if side == "ours":
             step = functools.partial(Ours(case, path, 0.0).step, batches[0])
         else:
@@ -287,14 +340,7 @@ def memory(side, case, tokenizer):
         Path("/proc/self/clear_refs").write_text("5")       # the peak starts again from here
         before = resident("VmRSS")
         step()
-        return resident("VmHWM") - before
-
-
-def memory_in_child(side, name, times, threads):
-    command = [sys.executable, __file__, "--memory", side, "--cases", name, "--times", str(times),
-               "--threads", str(threads)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(result.stdout.split()[-1])
+        return (resident("VmHWM") - before) / 2**20
 
 
 def report_case(name, case, repetitions, threads, tokenizer):
@@ -302,25 +348,26 @@ def report_case(name, case, repetitions, threads, tokenizer):
           f"{case.new_tokens} new tokens at most\n\n"
           "| what | theirs, s | fast, s | plain, s | fast, x | plain, x | tokens, theirs, ours "
           "| GEMM, GFLOP/s | limit |\n|---|---|---|---|---|---|---|---|---|", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        path = weights_of(case, folder, tokenizer)
-        batches = batches_of(case, repetitions + 1, tokenizer)
+    with prepared(case, repetitions + 1, tokenizer) as (folder, path, batches):
         for beta in (None, *case.betas):
             rate, is_step = gemm_rate(), beta is not None
-            turns = (turns_of_steps(case, path, batches, beta, folder) if is_step
-                     else turns_of_rollouts(case, path, batches))
-            turns = list(turns)[1:]
+            ours, plain, theirs, *rest = (
+                turns_of_steps(case, path, batches, beta, folder) if is_step
+                else turns(batches, *rollouts(case, path).values()))
             rate = max(rate, gemm_rate())
-            theirs, ours, plain, *rest = (median(column) for column in zip(*turns))
-            ratios = [median(turn[0] / turn[side] for turn in turns) for side in (1, 2)]
+            ratios = [median(map(operator.truediv, theirs, side)) for side in (ours, plain)]
+            ours, plain, theirs, *rest = map(median, (ours, plain, theirs, *rest))
             what = f"step, TRL's, beta {beta}" if is_step else "rollout, generate's"
             tokens = f"{rest[0]:.0f}, {rest[1]:.0f}" if is_step else ""
             limit = f"{rest[2] / rate / ours:.0%}" if is_step else ""
             print(f"| {what} | {theirs:.2f} | {ours:.2f} | {plain:.2f} | {ratios[0]:.2f} "
                   f"| {ratios[1]:.2f} | {tokens} | {rate / 1e9:.0f} | {limit} |", flush=True)
     if not case.trained:
-        mib = [memory_in_child(side, name, times, threads)
-               for side, times in (("trl", 1), ("ours", 1), ("ours", 2))]
+        twice = replace(case, prompts=2 * case.prompts)
+        with multiprocessing.get_context("spawn").Pool(
+                1, set_up, (threads,), maxtasksperchild=1) as fresh:    # a process for each
+            mib = [fresh.apply(memory, (side, one, tokenizer))
+                   for side, one in (("trl", case), ("ours", case), ("ours", twice))]
         print(f"\nMemory of a step at micro-batch {case.micro_batch}, MiB: TRL {mib[0]:.0f}, ours "
               f"{mib[1]:.0f}; ours with twice the prompts {mib[2]:.0f}", flush=True)
 
@@ -345,76 +392,150 @@ TRICKS = {      # name -> (what it speeds up, where it is, its name there, what 
 }
 
 
-@contextmanager
-def without(trick):
-    _, place, name, instead = TRICKS[trick]
-    kept = getattr(place, name)
-    setattr(place, name, instead)
-    yield
-    setattr(place, name, kept)
+def worth_of_tricks(case, repetitions, tokenizer):
+    """How many times as long sampling or learning takes without each trick."""
+    with prepared(case, 1, tokenizer) as (_, path, (batch,)):
+        ours, plain = (Ours(case, path, 0.0, plain=plain) for plain in (False, True))
+    rollout, ratios = ours.rollout(batch), defaultdict(list)
+    rollout.rewards = rollout.advantages = torch.randn(len(rollout.mask))
+
+    def run(what, side=ours):
+        side.generator.manual_seed(0)
+        task = (side.rollout, batch) if what == "sampling" else (side.learn, rollout)
+        return seconds(*task)
+
+    for _ in range(repetitions + 1):
+        base = {what: run(what) for what in ("sampling", "learning")}
+        for trick, (what, *change) in TRICKS.items():
+            with mock.patch.object(*change):
+                ratios[f"{what}: {trick}"].append(run(what) / base[what])
+        for what in base:
+            ratios[f"all of it, {what}"].append(run(what, plain) / base[what])
+    return {what: median(turns[1:]) for what, turns in ratios.items()}
 
 
 def report_tricks(names, repetitions, tokenizer):
-    """How many times as long sampling or learning takes without each trick, in each case."""
-    results = {}
-    for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            path = weights_of(CASES[name], folder, tokenizer)
-            ours = Ours(CASES[name], path, beta=0.0)
-            plain = Ours(CASES[name], path, beta=0.0, plain=True)
-        batch, = batches_of(CASES[name], 1, tokenizer)
-        rollout = ours.rollout(batch)
-        rollout.rewards = rollout.advantages = torch.randn(len(rollout.mask))
-
-        def run(side, what, rollout=rollout, batch=batch):
-            if what == "sampling":
-                side.generator.manual_seed(0)
-                return seconds(side.rollout, batch)[0]
-            return seconds(side.learn, rollout)[0]
-
-        def without_trick(trick, ours=ours, run=run):
-            with without(trick):
-                return run(ours, TRICKS[trick][0])
-
-        for turn in range(repetitions + 1):
-            base = {what: run(ours, what) for what in ("sampling", "learning")}
-            times = {trick: without_trick(trick) / base[TRICKS[trick][0]] for trick in TRICKS}
-            times |= {f"all of it, {what}": run(plain, what) / base[what] for what in base}
-            for trick, ratio in times.items() if turn else ():
-                results.setdefault(trick, {}).setdefault(name, []).append(ratio)
+    columns = [worth_of_tricks(CASES[name], repetitions, tokenizer) for name in names]
     print(f"\n| without | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
-    for trick, ratios in results.items():
-        what = f"{TRICKS[trick][0]}: {trick}" if trick in TRICKS else trick
-        print(f"| {what} | {' | '.join(f'{median(ratios[name]):.2f}' for name in names)} |")
+    for what in columns[0]:
+        print(f"| {what} | {' | '.join(f'{column[what]:.2f}' for column in columns)} |")
 
 
 # --- growth ---------------------------------------------------------------------------------------
 
 
 def report_growth(tokenizer):
-    base = CASES["1.7M"]
+    base, first = CASES["1.7M"], None
     deep = replace(base, config=base.config | {"num_hidden_layers": 8})
     print("\n## How our step grows\n\n| 1.7M with | seconds | times | necessary work, times |\n"
           "|---|---|---|---|")
-    first = None
     for what, case in {"nothing changed": base,
                        "twice the completions": replace(base, generations=16),
                        "twice the new tokens": replace(base, new_tokens=256),
                        "twice the layers": deep}.items():
-        with tempfile.TemporaryDirectory() as folder:
-            ours = Ours(case, weights_of(case, folder, tokenizer), beta=0.0)
-        turns = [seconds(ours.step, batch) for batch in batches_of(case, 3, tokenizer)][1:]
-        taken = median(turn[0] for turn in turns)
-        flops = necessary_flops(ours.policy.config, turns[0][1], case.generations, beta=0.0)
+        with prepared(case, 3, tokenizer) as (_, path, batches):
+            ours = Ours(case, path, beta=0.0)
+        (taken,) = map(median, turns(batches, ours.step))
+        flops = necessary_flops(ours)
         first = first or (taken, flops)
         print(f"| {what} | {taken:.2f} | {taken / first[0]:.2f} | {flops / first[1]:.2f} |",
               flush=True)
 
 
+# --- a page about a GPU ---------------------------------------------------------------------------
+
+
+def bandwidth(device):
+    """Bytes per second that a copy reads and writes, the best of twenty."""
+    source = torch.zeros(2**30 if device == "cuda" else 2**27, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / min(seconds(target.copy_, source) for _ in range(20))
+
+
+def bytes_to_read(case, prompt_length, product):
+    """What the decode steps of a rollout must read: see above. product: bytes of a number."""
+    config = MiniMindConfig(**case.config)
+    D, V = config.hidden_size, config.vocab_size
+    copies = 1 if config.tie_word_embeddings else 2
+    layers = num_parameters(config)[0] - copies * V * D
+    weights = product * layers + 4 * V * D              # the head stays float32
+    rows, steps = case.prompts * case.generations, case.new_tokens - 1      # the prompt gave one
+    a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * product
+    tokens = steps * prompt_length + steps * (steps + 1) // 2
+    return steps * weights + rows * tokens * a_token
+
+
+def gpu_rollouts(case, path, batches, device, tokens):
+    rate, sides = bandwidth(device), rollouts(case, path, device)
+    needed = bytes_to_read(case, batches[0]["prompt_ids"].shape[1], 2 if device == "cuda" else 4)
+    print(f"\nA copy moves {rate / 1e9:.0f} GB/s.\n\n| rollout | seconds | tokens per second "
+          "| ms per token of each | limit |\n|---|---|---|---|---|", flush=True)
+    for name, taken in zip(sides, map(median, turns(batches, *sides.values()))):
+        print(f"| {name} | {taken:.2f} | {tokens / taken:.0f} "
+              f"| {1e3 * taken / case.new_tokens:.2f} | {needed / rate / taken:.0%} |", flush=True)
+
+
+def gpu_steps(case, path, batches, beta, device, tokens, folder):
+    """A step beside TRL's; ours is alone first, and its memory beside the formula's."""
+    before = torch.cuda.memory_allocated()          # 0 on a CPU, and so is the peak
+    ours = Ours(case, path, beta, device=device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    sides, config = dict(zip(["ours"], turns(batches, ours.step))), ours.policy.config
+    peak = torch.cuda.max_memory_allocated() - before
+    del ours
+    gc.collect()
+    torch.cuda.empty_cache()
+    if importlib.util.find_spec("trl"):
+        theirs = []
+        trl_trainer(case, path, batches, beta, folder,
+                    lambda step, taken, tokens: theirs.append(taken), device).train()
+        sides["TRL"] = theirs[1:]
+    print(f"\n| step, beta {beta} | seconds | tokens per second |\n|---|---|---|")
+    for name, taken in sides.items():
+        print(f"| {name} | {median(taken):.2f} | {tokens / median(taken):.0f} |")
+    formula = peak_bytes(
+        config, num_parameters(config), num_prompts=case.prompts, num_generations=case.generations,
+        prompt_length=batches[0]["prompt_ids"].shape[1], completion_length=case.new_tokens,
+        micro_batch_size=case.micro_batch, reference=beta > 0, gradient_checkpointing=False,
+        gpu=device == "cuda")["peak"]
+    measured = f"{peak / 2**30:.2f} GiB" if peak else "is only measured on a GPU"
+    print(f"\nMemory of a step: {measured}; by the formula {formula / 2**30:.2f} GiB", flush=True)
+
+
+def report_gpu(device, names, repetitions, tokenizer):
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("tests/bench.py: --device cuda: no GPU that this torch can use; --device cpu "
+                 "tries the code")
+    machine = torch.cuda.get_device_name() if device == "cuda" else "a CPU"
+    print(f"{machine}, torch {torch.__version__}, {DTYPES[device]}, medians of {repetitions} turns")
+    for name, case in ((name, CASES[name]) for name in names):
+        if case.config is None:
+            sys.exit(f"tests/bench.py: --cases {name}: its completions end when they like, and "
+                     "--device compares equal lengths; choose 1.7M, 26M or 0.6B")
+        print(f"\n## {name}: {case.prompts} prompts x {case.generations} completions, "
+              f"{case.new_tokens} new tokens, micro-batches of {case.micro_batch}")
+        tokens = case.prompts * case.generations * case.new_tokens
+        with prepared(case, repetitions + 1, tokenizer) as (folder, path, batches):
+            for beta in case.betas:
+                gpu_steps(case, path, batches, beta, device, tokens, folder)
+            gpu_rollouts(case, path, batches, device, tokens)
+
+
+def set_up(threads):
+    """This process, or one that measures memory: without the network, and quiet."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    import transformers
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(threads)
+
+
 def main():
     parser = argparse.ArgumentParser(
         description="MiniGRPO beside TRL's GRPOTrainer and transformers' generate.")
-    parser.add_argument("--cases", nargs="+", choices=[*CASES, "0.6B"],
+    parser.add_argument("--cases", nargs="+", choices=CASES,
                         help="(default: all but 0.6B; with --device cuda that one)")
     parser.add_argument("--repetitions", type=int, default=3, help="turns of each side that count")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -422,31 +543,19 @@ def main():
                         help="what each trick of model/fast is worth, instead of the comparison")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="print the page about a GPU, or "
                         "try its code on a CPU, with --cases 1.7M, say")
-    parser.add_argument("--memory", choices=("ours", "trl"), help=argparse.SUPPRESS)
-    parser.add_argument("--times", type=int, default=1, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
+    set_up(args.threads)
     import transformers
-    transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(args.threads)
     tokenizer = transformers.AutoTokenizer.from_pretrained(SHIPPED)
     if args.device:
-        import bench_cuda
-        return bench_cuda.report(args.device, args.cases, args.repetitions, tokenizer)
-    args.cases = args.cases or list(CASES)
+        return report_gpu(args.device, args.cases or ["0.6B"], args.repetitions, tokenizer)
+    args.cases = args.cases or [name for name in CASES if name != "0.6B"]
     if args.tricks:
         return report_tricks(args.cases, args.repetitions, tokenizer)
     if importlib.util.find_spec("trl") is None:
         sys.exit("tests/bench.py: TRL is not installed; run pip install -r "
                  "tests/requirements-bench.txt")
     import trl
-    if args.memory:
-        case = CASES[args.cases[0]]
-        case = replace(case, prompts=case.prompts * args.times)
-        print(memory(args.memory, case, tokenizer))
-        return
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, TRL "
           f"{trl.__version__}, {args.threads} threads, medians of {args.repetitions} turns")
     for name in args.cases:

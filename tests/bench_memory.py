@@ -12,17 +12,16 @@ import json
 import os
 import subprocess
 import sys
-import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train_grpo  # noqa: E402, I001 - before torch
-import torch  # noqa: E402
-from model import MiniMindConfig, MiniMindForCausalLM, Rollout, World, fast  # noqa: E402
-from model.lora import AdaptersOff, with_adapters  # noqa: E402
-from model.processes.world import for_learning, for_sampling  # noqa: E402
-from model.processes.shard import shard  # noqa: E402
-from model.storage.memory import SIZES, num_parameters, peak_bytes  # noqa: E402
+import bench
+import torch
+
+import train_grpo
+from model import MiniMindConfig, MiniMindForCausalLM, Rollout, World, fast
+from model.lora import AdaptersOff, with_adapters
+from model.processes.shard import shard
+from model.processes.world import for_learning, for_sampling
+from model.storage.memory import SIZES, num_parameters, peak_bytes
 
 SMALL = {"vocab_size": 6400, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
          "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "qk_norm": False}
@@ -51,12 +50,6 @@ ROWS = [
     (DEEP, {"ranks": 2}), (DEEP, {"ranks": 2, "lora_rank": 8}), (DEEP, {"ranks": 2, "gpu": True})]
 
 
-def peak_of_this_process():
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-
-
 def frozen(policy, dtype):
     """The policy as a model that doesn't learn is stored."""
     for layer in policy.model.layers.modules():
@@ -67,13 +60,12 @@ def frozen(policy, dtype):
 
 def two_steps(sizes, run, world):
     """Sampling, log-probs under the reference, learning; twice. Returns the second's seconds."""
-    G, ranks = run["num_generations"], run.get("ranks", 1)
-    dtype = world.matrix_dtype
+    G, dtype = run["num_generations"], world.matrix_dtype
     args = train_grpo.parse_args([
-        "--micro_batch_size", str(run["micro_batch_size"]), "--shard", str(int(ranks > 1)),
+        "--micro_batch_size", str(run["micro_batch_size"]), "--shard", str(int("ranks" in run)),
         "--num_generations", str(G), "--beta", str(0.02 * run["reference"])])
-    sample, logps_of = for_sampling(fast.sample, world, args), for_learning(
-        fast.token_logps, world, args)
+    sample = for_sampling(fast.sample, world, args)
+    logps_of = for_learning(fast.token_logps, world, args)
     with torch.device("meta"):          # a base in bfloat16 was never in float32
         policy, reference = MiniMindForCausalLM(MiniMindConfig(**sizes)), None
     base = frozen(policy, dtype) if run.get("lora_rank") else policy
@@ -93,9 +85,8 @@ def two_steps(sizes, run, world):
     prompts = torch.randint(1, 100, (run["num_prompts"], run["prompt_length"]))
     prompt_mask = torch.ones_like(prompts)
     prompt_mask[0, :8] = 0                                      # padding, as in any batch
-    for _ in range(2):
-        start = time.perf_counter()
-        optimizer.zero_grad()
+
+    def step():
         ids, logps = sample(
             policy, prompts, prompt_mask, num_generations=G, eos_token_id=-1, pad_token_id=0,
             max_new_tokens=run["completion_length"])
@@ -109,7 +100,8 @@ def two_steps(sizes, run, world):
             rollout.ref_logps = train_grpo.compute_logps(reference, rollout, logps_of, args)
         updates = train_grpo.minibatches(rollout, world, args)
         train_grpo.update_policy(policy, optimizer, 1e-6, updates, world, logps_of, args)
-    return time.perf_counter() - start
+
+    return [bench.seconds(step) for _ in range(2)][1]
 
 
 def measure(sizes, run):
@@ -118,9 +110,9 @@ def measure(sizes, run):
     nothing = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 16}
     world = World("cpu", "bfloat16" if run.get("gpu") else "float32")
     two_steps(SMALL | nothing | {"num_hidden_layers": 1}, run | {"lora_rank": 0}, world)
-    baseline = peak_of_this_process()
+    baseline = bench.resident("VmHWM")
     seconds = two_steps(sizes, run, world)
-    return peak_of_this_process() - baseline, seconds
+    return bench.resident("VmHWM") - baseline, seconds
 
 
 def measure_apart(sizes, run):
@@ -128,7 +120,7 @@ def measure_apart(sizes, run):
     # With this threshold freed tensors go back to the system, so the peak is that of live ones.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, json.dumps([sizes, run])]
-    if run.get("ranks", 1) > 1:
+    if "ranks" in run:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone",
                         f"--nproc_per_node={run['ranks']}"]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

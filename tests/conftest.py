@@ -1,6 +1,5 @@
 import argparse
 import gc
-import importlib
 import json
 import os
 import signal
@@ -88,8 +87,7 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def no_pictures(request, monkeypatch):
     """A run that a test starts in this process leaves an empty curves.png: to draw it takes longer
-    than a few steps. Tests of the picture itself have the fixture `pictures`.
-    """
+    than a few steps. Tests of the picture itself have the fixture `pictures`."""
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr("report.curves.draw_curves", lambda run_dirs, path: path.touch())
 
@@ -104,9 +102,8 @@ def own_module(tmp_path, monkeypatch):
     """Writes a module of the user's, as `name`, to where Python finds it."""
     def make(name, text):
         (tmp_path / f"{name}.py").write_text(text)
-        monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+        monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, name, raising=False)
-        importlib.invalidate_caches()
     return make
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_sampler import batch as one_batch
 
 import train_grpo
 from model import MiniMindConfig, MiniMindForCausalLM, fast
@@ -58,12 +59,6 @@ def test_rloo_compares_with_the_mean_of_the_others():
     torch.testing.assert_close(scaled, torch.tensor(expected) / (stds + 1e-4))
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
-def test_equal_rewards_teach_nothing_whatever_their_rounding(estimator):
-    rewards = torch.full((6,), 2.35)
-    assert not group_advantages(rewards, 6, advantage_estimator=estimator).any()
-
-
 def test_mask_ends_with_the_first_eos_and_keeps_it():
     ids = torch.tensor([[5, 2, 7, 2], [2, 2, 2, 2], [5, 6, 7, 8], [5, 9, 2, 0]])
     expected = [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]
@@ -73,13 +68,12 @@ def test_mask_ends_with_the_first_eos_and_keeps_it():
 
 # --- the loss -------------------------------------------------------------------------------------
 
-cispo_weights = []          # what CISPO holds fixed while its gradient is taken
-
 
 def loop_loss(logps, old_logps, advantages, mask, ref_logps, entropy, *, beta=0.0, kl_type="k3",
               epsilon_low=0.2, epsilon_high=0.2, delta=math.inf, loss_type="grpo", level="token",
-              L=None, entropy_coef=0.0):
-    """The same formulas, a token at a time, in Python's own float64."""
+              L=None, entropy_coef=0.0, cispo_weights=None):
+    """The same formulas, a token at a time, in Python's own float64. cispo_weights: what CISPO
+    holds fixed while its gradient is taken."""
     rows = [[t for t in range(len(mask[i])) if mask[i][t]] for i in range(len(mask))]
     N, num_tokens, total = len(rows), sum(map(len, rows)), 0.0
     for i, tokens in enumerate(rows):
@@ -116,10 +110,8 @@ def loop_loss(logps, old_logps, advantages, mask, ref_logps, entropy, *, beta=0.
 
 
 def random_case(seed, N=7, R=9):
-    """logps, old_logps, advantages, mask, ref_logps, entropy.
-
-    An EOS at once, full rows, ratios from 1/50 to 50, both signs of A.
-    """
+    """logps, old_logps, advantages, mask, ref_logps, entropy: an EOS at once, full rows, ratios
+    from 1/50 to 50, both signs of A."""
     rng = torch.Generator().manual_seed(seed)
     random = {"generator": rng, "dtype": torch.float64}
     logps, old_logps, ref_logps = (-2 + torch.randn(N, R, **random) for _ in range(3))
@@ -173,7 +165,7 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(options, per_token):
         d = (logps - old_logps).detach() * mask
         if "importance_sampling_level" in options:
             d = (d.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand_as(d)
-        cispo_weights[:] = d.exp().clamp(max=options["epsilon_high"]).tolist()
+        renamed["cispo_weights"] = d.exp().clamp(max=options["epsilon_high"]).tolist()
     of_entropy = entropy.grad if "entropy_coef" in options else torch.zeros_like(entropy)
     for i, t in [(0, 0), (1, 3), (2, 3), (2, 4), (4, 8), (6, 1)]:       # (2, 4) is masked out
         for which, gradient in ((0, logps.grad), (5, of_entropy)):
@@ -185,36 +177,6 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(options, per_token):
                 bumped.append(loop_loss(*values, **renamed))
             slope = (bumped[0] - bumped[1]) / 2e-6
             assert gradient[i, t].item() == pytest.approx(slope, abs=1e-7)
-    cispo_weights.clear()
-
-
-@pytest.mark.parametrize("options", FAMILY, ids=str)
-def test_parts_of_a_step_add_up_to_the_step(options):
-    logps, old_logps, advantages, mask, ref_logps, entropy = random_case(3)
-    mask[2] = 0                             # a completion that is left out still counts as one
-
-    def loss_of(rows, **totals):
-        return grpo_loss(logps[rows], old_logps[rows], advantages[rows], mask[rows],
-                         ref_logps=ref_logps[rows], entropy=entropy[rows], **totals, **options)
-
-    whole, whole_metrics = loss_of(slice(0, 7))
-    parts = [loss_of(rows, num_sequences=7, num_tokens=int(mask.sum()))
-             for rows in (slice(0, 1), slice(1, 4), slice(4, 7))]
-    assert sum(loss for loss, _ in parts).item() == pytest.approx(whole.item(), rel=1e-12)
-    for name, value in whole_metrics.items():
-        total = sum(metrics[name] for _, metrics in parts).item()
-        assert total == pytest.approx(value.item(), rel=1e-6)
-
-
-def test_the_first_ratio_is_1_and_its_gradient_is_the_policy_gradient():
-    logps, _, advantages, mask, *_ = random_case(4)
-    logps.requires_grad_()
-    loss, metrics = grpo_loss(logps, logps.detach(), advantages, mask)
-    loss.backward()
-    assert loss.item() == pytest.approx(-advantages.mean().item(), rel=1e-12)
-    expected = -advantages[:, None] * mask / mask.sum(1, keepdim=True) / 7
-    assert torch.allclose(logps.grad, expected)
-    assert metrics["clip_ratio/region_mean"] == 0
 
 
 def clip_ratios(low, high):
@@ -223,21 +185,24 @@ def clip_ratios(low, high):
 
 
 def test_a_clipped_token_has_no_gradient_and_is_counted():
-    logps = torch.tensor([1.5, 0.5, 1.5, 0.5]).log()[:, None].requires_grad_()
-    loss, metrics = grpo_loss(logps, torch.zeros(4, 1), torch.tensor([1.0, 1.0, -1.0, -1.0]),
-                              torch.ones(4, 1))
+    logps = torch.tensor([1.5, 0.5, 1.5, 0.5, 1.0]).log()[:, None].requires_grad_()
+    loss, metrics = grpo_loss(logps, torch.zeros(5, 1), torch.tensor([1.0, 1.0, -1.0, -1.0, 3.0]),
+                              torch.ones(5, 1))
     loss.backward()
-    # Ratio 1.5 with A > 0 and 0.5 with A < 0 have gone far enough; the others are pushed back.
-    assert loss.item() == pytest.approx((-1.2 - 0.5 + 1.5 + 0.8) / 4, rel=1e-6)
-    assert logps.grad[:, 0].tolist() == pytest.approx([0, -0.5 / 4, 1.5 / 4, 0])
-    assert metrics == clip_ratios(0.25, 0.25)
+    # Ratio 1.5 with A > 0 and 0.5 with A < 0 have gone far enough; the next two are pushed back. At
+    # a ratio of 1, as in every first update, the gradient is that of -A log pi.
+    assert loss.item() == pytest.approx((-1.2 - 0.5 + 1.5 + 0.8 - 3) / 5, rel=1e-6)
+    assert logps.grad[:, 0].tolist() == pytest.approx([0, -0.5 / 5, 1.5 / 5, 0, -3 / 5])
+    assert metrics == pytest.approx(clip_ratios(0.2, 0.2))
 
 
 @pytest.mark.parametrize("options, low, high", [
     ({}, 3 / 6, 2 / 6),
     (SEQUENCE, 1 / 4, 1 / 4),
     ({"loss_type": "r1"}, 1 / 4, 1 / 4),
-], ids=["token", "sequence", "one action"])
+    ({"loss_type": "cispo", "epsilon_high": 1.2}, 0, 2 / 6),            # a cap from above only
+    ({"num_sequences": 8, "num_tokens": 12}, 3 / 12, 2 / 12),           # of a step with more parts
+], ids=["token", "sequence", "one action", "cispo", "part"])
 def test_clipped_tokens_count_by_token_and_clipped_completions_by_completion(options, low, high):
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])   # the last one is left out
     logps = torch.tensor([0.5, 1.0, 1.5, 1.5]).log()[:, None].expand(4, 3) * mask
@@ -246,23 +211,11 @@ def test_clipped_tokens_count_by_token_and_clipped_completions_by_completion(opt
     assert metrics == pytest.approx(clip_ratios(low, high))
 
 
-def test_clipped_tokens_are_counted_by_token_where_each_completion_has_one_too():
-    ones = torch.ones(2, 1)
-    _, metrics = grpo_loss(ones, torch.zeros(2, 1), torch.ones(2), ones,
-                           num_sequences=4, num_tokens=8)
-    assert metrics["clip_ratio/high_mean"] == 2 / 8
-
-
-def test_the_four_estimates_of_the_kl():
-    logps, ref_logps = torch.tensor([-1.0]), torch.tensor([-1.5])       # x = -0.5
-    estimates = {"k1": 0.5, "k2": 0.125, "k3": math.exp(-0.5) + 0.5 - 1, "abs": 0.5}
-    for kl_type, value in estimates.items():
-        found = kl_penalty(logps, ref_logps, kl_type=kl_type).item()
-        assert found == pytest.approx(value, abs=1e-6)
+def test_k3_overflows_nowhere_and_still_pulls_back_50_nats_away():
     assert kl_penalty(torch.tensor([-200.0]), torch.tensor([0.0])).isfinite()       # e^200 is not
     drifted = torch.tensor([0.0], requires_grad=True)
     kl_penalty(drifted, torch.tensor([-50.0])).backward()
-    assert drifted.grad.item() == pytest.approx(1.0)    # 50 nats away it still pulls back
+    assert drifted.grad.item() == pytest.approx(1.0)
 
 
 def test_r1_estimates_the_kl_of_a_whole_completion_and_masked_rows_only_count():
@@ -279,15 +232,6 @@ def test_r1_estimates_the_kl_of_a_whole_completion_and_masked_rows_only_count():
     assert torch.allclose(logps.grad, torch.tensor(slopes)[:, None].expand(3, 4))
 
 
-def test_cispo_caps_from_above_only_and_never_loses_a_gradient():
-    logps = torch.tensor([8.0, 0.1]).log()[:, None].requires_grad_()
-    loss, metrics = grpo_loss(logps, torch.zeros(2, 1), torch.tensor([1.0, 1.0]),
-                              torch.ones(2, 1), loss_type="cispo", epsilon_high=5.0)
-    loss.backward()
-    assert logps.grad[:, 0].tolist() == pytest.approx([-5 / 2, -0.1 / 2])
-    assert metrics == clip_ratios(0, 0.5)
-
-
 @pytest.mark.parametrize("options", [
     {"loss_type": "ppo"}, {"loss_type": "dr_grpo"}, {"importance_sampling_level": "word"},
     {"kl_type": "k4", "beta": 1},
@@ -298,19 +242,14 @@ def test_a_choice_that_is_not_there_is_refused(options):
         grpo_loss(logps, logps, torch.ones(2), torch.ones(2, 3), ref_logps=logps, **options)
 
 
-def test_the_objective_runs_as_one_notebook_cell():
+def test_the_objective_needs_nothing_but_torch():      # so it runs as a cell of a notebook
     source = Path(train_grpo.__file__).read_text(encoding="utf-8")
-    imports = source[source.index("\nimport "):source.index("\nHERE = ")]
     start, end = source.index("# --- the objective"), source.index("# --- log-probabilities")
-    for above in (imports, "import torch\n"):               # it needs nothing but torch
-        names = {}
-        exec(above + source[start:end], names)
-    assert {"grpo", "bnpo", "dr_grpo", "dapo", "cispo", "r1"} == names["LOSS_TYPES"].keys()
-    logps = torch.randn(4, 3, requires_grad=True)
+    names, logps = {}, torch.randn(4, 3, requires_grad=True)
+    exec("import torch\n" + source[start:end], names)
     advantages = names["group_advantages"](torch.tensor([0.1, 1.1, 1.0, 0.1]), 4)
     mask = names["completion_mask"](torch.tensor([[5, 2, 2]] * 4), 2)
-    loss, _ = names["grpo_loss"](logps, logps.detach(), advantages, mask)
-    loss.backward()
+    names["grpo_loss"](logps, logps.detach(), advantages, mask)[0].backward()
     assert (logps.grad[:, :2] != 0).all() and (logps.grad[:, 2] == 0).all()
 
 
@@ -323,49 +262,17 @@ def token_logps(request):
     return {"plain": train_grpo.token_logps, "fast": fast.token_logps}[request.param]
 
 
-def test_token_logps_are_those_of_a_softmax_with_temperature(token_logps, tiny_policy):
-    _, model = tiny_policy
-    ids = torch.tensor([[0, 0, 5, 6, 7, 8, 9], [3, 4, 5, 6, 7, 2, 0]])
-    attention_mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]])
-    logps, entropy = token_logps(model, ids, attention_mask, 3, temperature=0.7,
-                                 with_entropy=True)
-    assert logps.dtype == entropy.dtype == torch.float32
-    for i, (row, start) in enumerate((([5, 6, 7, 8, 9], 2), ([3, 4, 5, 6, 7, 2], 4))):
-        with torch.no_grad():
-            probabilities = (model(torch.tensor([row])).double() / 0.7).softmax(-1)[0]
-        for t in range(len(row) - start):
-            p = probabilities[start + t - 1]
-            assert logps[i, t].item() == pytest.approx(p[row[start + t]].log().item(), abs=1e-5)
-            assert entropy[i, t].item() == pytest.approx(-(p * p.log()).sum().item(), abs=1e-5)
-    assert logps[1, 2] == entropy[1, 2] == 0                # padding
-
-
-SHARED = [5, 6, 7, 8]
 BATCHES = {     # (prompt, completion) of each sequence
-    "padding on the left": [([3, 4], [1, 2]), (SHARED, [3, 1])],
-    "padding on the right": [([3, 4], [1, 2, 5, 2]), ([8, 6], [3]), ([1, 6], [3, 4])],
-    "equal prompts": [(SHARED, [1, 2]), ([3, 4], [2, 3, 4]), (SHARED, [3, 3]), (SHARED, [1, 4])],
-    "a completion twice": [(SHARED, [1, 2, 3]), (SHARED, [4]), (SHARED, [1, 2, 3])],
-    "a completion that another begins with": [
-        (SHARED, [1]), (SHARED, [1, 2]), (SHARED, [1, 2, 3, 4]), (SHARED, [1, 2, 4])],
-    "prompts that begin alike": [([5, 6, 7, 8], [1, 2]), ([5, 6, 7, 4], [1, 2]), ([5, 6], [7, 8])],
-    "prompts of one token": [([5], [1, 2, 3]), ([6], [1]), ([5], [1, 2, 4])],
-    "a prompt of one token beside longer ones": [([5], [6, 7]), (SHARED, [1]), ([5, 6], [7, 8])],
     "one sequence": [([3, 4, 5], [6, 7, 8])],
+    "nothing shared, padding on both sides": [([3, 4], [1, 2, 5, 2]), ([8, 6, 1], [3])],
+    "a prompt of one token beside longer ones": [
+        ([5], [6, 7]), ([5, 6, 7, 8], [1]), ([5, 6], [7, 8])],
 }
-for seed in range(3):       # two letters, so that much is shared
+for seed in range(3):       # two letters: equal prompts and completions, and ones that begin others
     letters = torch.Generator().manual_seed(seed)
     BATCHES[f"random {seed}"] = [
         tuple(torch.randint(1, 3, (length,), generator=letters).tolist() for length in lengths)
         for lengths in torch.randint(1, 6, (14, 2), generator=letters).tolist()]
-
-
-def padded(batch):
-    """input_ids and attention_mask (N, T), and the number of completion tokens R."""
-    P, R = (max(map(len, parts)) for parts in zip(*batch))
-    ids = [[0] * (P - len(p)) + p + c + [0] * (R - len(c)) for p, c in batch]
-    mask = [[0] * (P - len(p)) + [1] * len(p + c) + [0] * (R - len(c)) for p, c in batch]
-    return torch.tensor(ids), torch.tensor(mask), R
 
 
 def nine_letters():
@@ -376,40 +283,38 @@ def nine_letters():
         initializer_range=0.3)).double()
 
 
-def gradients(model, objective):
-    model.zero_grad()
-    objective.backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_token_logps_and_their_gradients_are_those_of_whole_sequences(
         token_logps, batch, checkpointing):
-    model, (ids, attention_mask, R) = nine_letters(), padded(batch)
+    model, (ids, attention_mask, R) = nine_letters(), one_batch(batch)
     weight = torch.randn(2, len(batch), R)
     expected, objective = torch.zeros(2, len(batch), R, dtype=torch.float64), 0.0
     for i, (prompt, completion) in enumerate(batch):        # each on its own: no padding
         sequence, n = torch.tensor([prompt + completion]), len(completion)
-        distributions = model(sequence)[0, len(prompt) - 1:-1].log_softmax(-1)      # (n, V)
+        logits = model(sequence)[0, len(prompt) - 1:-1]                             # (n, V)
+        distributions = (logits / 0.7).log_softmax(-1)
         logps = distributions.gather(-1, sequence[0, -n:, None])[:, 0]
         entropy = -(distributions.exp() * distributions).sum(-1)
         expected[:, i, :n] = torch.stack((logps, entropy)).detach()
         objective += (weight[0, i, :n] * logps + weight[1, i, :n] * entropy).sum()
-    whole = gradients(model, objective)
+    whole = torch.autograd.grad(objective, [*model.parameters()])
     model.model.gradient_checkpointing = checkpointing
-    found = torch.stack(token_logps(model, ids, attention_mask, R, with_entropy=True))
+    found = torch.stack(token_logps(
+        model, ids, attention_mask, R, temperature=0.7, with_entropy=True))
     torch.testing.assert_close(found, expected.float(), rtol=0, atol=1e-6)
-    torch.testing.assert_close(token_logps(model, ids, attention_mask, R), found[0])
-    for ours, theirs in zip(gradients(model, (weight * found).sum()), whole):
-        atol = 1e-6 * theirs.abs().max().item()
+    alone = token_logps(model, ids, attention_mask, R, temperature=0.7)
+    torch.testing.assert_close(alone, found[0])
+    found = torch.autograd.grad((weight * found).sum(), [*model.parameters()])
+    for ours, theirs in zip(found, whole):
+        atol = 2e-6 * theirs.abs().max().item()
         torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_the_fast_token_logps_read_nothing_twice_and_no_padding(batch, checkpointing):
-    model, (ids, attention_mask, R) = nine_letters(), padded(batch)
+    model, (ids, attention_mask, R) = nine_letters(), one_batch(batch)
     model.model.gradient_checkpointing = checkpointing
     passes, head = [], []           # the tokens that go through the second layer, and the head
     model.model.layers[1].mlp.register_forward_pre_hook(
@@ -423,17 +328,3 @@ def test_the_fast_token_logps_read_nothing_twice_and_no_padding(batch, checkpoin
     asked = {tuple(prompt + completion[:n]) for prompt, completion in batch
              for n in range(len(completion))}
     assert sum(passes) == len(prefixes) * (1 + checkpointing) and head == [len(asked)]
-
-
-@pytest.mark.parametrize("longer", [2, 5])
-def test_a_prompt_of_one_token_beside_a_longer_one_makes_no_nan(token_logps, tiny_policy, longer):
-    _, model = tiny_policy
-    ids = torch.tensor([[0] * (longer - 1) + [3, 5, 6], [4, 7, 2, 9, 8][:longer] + [5, 6]])
-    mask = (ids != 0).int()
-    logps = token_logps(model, ids, mask, 2)
-    logps.sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-    for row, P in enumerate((1, longer)):
-        alone = token_logps(model, ids[row:row + 1, -P - 2:], mask[row:row + 1, -P - 2:], 2)
-        torch.testing.assert_close(logps[row:row + 1], alone)
-    model.zero_grad()

@@ -1,8 +1,9 @@
 """Whole runs and their steps.
 
-What a run leaves, that a resume goes on exactly, that ranks and micro-batches change nothing, that
-the plain and the fast pair agree, and that a user's mistake ends in one sentence.
+What a run leaves, that a resume goes on exactly, that neither ranks nor micro-batches nor the pair
+of functions change a gradient, and that a user's mistake ends in one sentence.
 """
+import itertools
 import json
 import math
 import os
@@ -10,43 +11,28 @@ import random
 import socket
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import train_grpo
-from dataset import PromptCollator, PromptDataset
+from conftest import ROOT, jsonl
+from dataset import PromptCollator
 from model import fast, load_pretrained, sampler
 from model.processes import world as world_module
-from train_grpo import (
-    Rollout,
-    World,
-    best_rows,
-    completion_mask,
-    compute_advantages,
-    compute_logps,
-    group_advantages,
-    minibatches,
-    sync_reference,
-    token_logps,
-    update_policy,
-)
+from train_grpo import Rollout, World, completion_mask, minibatches, token_logps, update_policy
 
-ROOT = Path(__file__).resolve().parent.parent
 POLICY = ROOT / "model/weights/reason_128"
 SMALL = ["--batch_size", "4", "--num_generations", "4", "--eval_samples", "16",
          "--max_gen_len", "64"]
 NAN = float("nan")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def jsonl(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def arguments(*flags, **changes):
@@ -59,18 +45,12 @@ def arguments(*flags, **changes):
 # --- what a run leaves ----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def three_steps(tmp_path_factory):
-    out = tmp_path_factory.mktemp("out")
+def test_a_run_leaves_all_its_files(tmp_path):
     command = [sys.executable, "train_grpo.py", "--max_steps", "3", "--eval_interval", "2",
-               "--out_dir", str(out), "--run_name", "short", *SMALL]
+               "--out_dir", str(tmp_path), "--run_name", "short", *SMALL]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
-    return out / "short", process.stdout
-
-
-def test_a_run_leaves_all_its_files(three_steps):
-    folder, printed = three_steps
+    folder, printed = tmp_path / "short", process.stdout
     metrics = jsonl(folder / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3]
     for name in (
@@ -85,6 +65,7 @@ def test_a_run_leaves_all_its_files(three_steps):
         assert all(isinstance(line[name], float | int) for line in metrics), name
     first, second, third = metrics
     assert 0 < first["rollout_probs_diff_mean"] < first["rollout_probs_diff_max"] < 1e-4
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and third["kl"] > 1e-5
     assert first["num_tokens"] < second["num_tokens"] < third["num_tokens"]
     assert [line["step"] for line in jsonl(folder / "eval.jsonl")] == [0, 2, 3]
     assert "eval/accuracy" in second and "eval/accuracy" not in first
@@ -94,32 +75,13 @@ def test_a_run_leaves_all_its_files(three_steps):
     group = rows[:4]
     total = [sum(row["rewards"].values()) for row in group]
     assert [row["reward"] for row in group] == pytest.approx(total, abs=1e-5)
-    advantages = group_advantages(torch.tensor(total), 4).tolist()
+    advantages = train_grpo.group_advantages(torch.tensor(total), 4).tolist()
     assert [row["advantage"] for row in group] == pytest.approx(advantages, abs=1e-3)
     assert len({row["prompt"] for row in group}) == 1 and rows[4]["prompt"] != rows[0]["prompt"]
     assert json.loads((folder / "args.json").read_text())["num_generations"] == 4
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "checkpoint" / "optimizer.pt").is_file()
     assert "loss will read about 0" in printed and "held-out accuracy" in printed
-
-
-def test_the_kl_is_0_until_the_policy_has_left_its_reference(three_steps):
-    first, _, third = jsonl(three_steps[0] / "metrics.jsonl")
-    assert first["kl"] == pytest.approx(0, abs=1e-6) and third["kl"] > 1e-5
-
-
-def test_final_is_a_transformers_model_with_the_same_greedy_text(three_steps):
-    final = three_steps[0] / "final"
-    theirs, ours = AutoModelForCausalLM.from_pretrained(final), load_pretrained(final)
-    tokenizer = AutoTokenizer.from_pretrained(final)
-    batch = PromptCollator(tokenizer, 66)(PromptDataset(ROOT / "dataset/heldout.jsonl")[:5])
-    prompt_ids, prompt_mask = batch["prompt_ids"], batch["prompt_mask"]
-    options = {"max_new_tokens": 40, "eos_token_id": tokenizer.eos_token_id,
-               "pad_token_id": tokenizer.pad_token_id}
-    generated = theirs.generate(prompt_ids, attention_mask=prompt_mask, do_sample=False, **options)
-    for sample in (sampler.sample, fast.sample):
-        ids, _ = sample(ours, prompt_ids, prompt_mask, num_generations=1, greedy=True, **options)
-        assert torch.equal(generated[:, prompt_ids.shape[1]:], ids)
 
 
 def measured(folder):
@@ -130,22 +92,19 @@ def measured(folder):
 
 
 def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
-    (tmp_path / "interrupting.py").write_text(
-        "calls, stop_at = 0, None\n"
-        "def judge(prompts, completions, **columns):\n"
-        "    global calls\n"
-        "    calls += 1\n"
-        "    if calls == stop_at: raise KeyboardInterrupt\n"
-        "    return [len(completion) / 10 for completion in completions]\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    import interrupting
     flags = [*SMALL, "--max_steps", "4", "--save_interval", "2", "--eval_interval", "0",
-             "--reward_funcs", "interrupting:judge", "--num_iterations", "2",
-             "--num_minibatches", "2", "--ref_model_sync_steps", "1", "--kl_in_reward",
-             "--oversample", "2", "--out_dir", str(tmp_path)]
+             "--num_iterations", "2", "--num_minibatches", "2", "--ref_model_sync_steps", "1",
+             "--kl_in_reward", "--oversample", "2", "--out_dir", str(tmp_path)]
     train_grpo.main([*flags, "--run_name", "unbroken"])
-    interrupting.calls, interrupting.stop_at = 0, 4
-    with pytest.raises(KeyboardInterrupt):
+    calls, compute_rewards = itertools.count(1), train_grpo.compute_rewards
+
+    def interrupted(*args):
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        return compute_rewards(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train_grpo, "compute_rewards", interrupted)
         train_grpo.main([*flags, "--run_name", "broken"])
     # Step 3 was reported, but the checkpoint is that of step 2.
     assert len(jsonl(tmp_path / "broken/metrics.jsonl")) == 3
@@ -155,61 +114,27 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
     for name, tensor in unbroken.items():
         assert torch.equal(tensor, broken[name]), name
     assert measured(tmp_path / "unbroken") == measured(tmp_path / "broken")
+    assert len(jsonl(tmp_path / "broken/completions.jsonl")) == 4 * 32      # oversampled prompts
 
 
-# --- the plain and the fast pair ------------------------------------------------------------------
-
-
-def test_the_plain_and_the_fast_pair_sample_and_learn_the_same(tmp_path):
-    for flag in "01":
-        train_grpo.main([*SMALL, "--max_steps", "2", "--eval_interval", "0", "--fast", flag,
-                         "--loss_type", "dapo", "--out_dir", str(tmp_path), "--run_name", flag])
-    plain, fast_ones = (jsonl(tmp_path / flag / "completions.jsonl") for flag in "01")
-    texts = [row["completion"] for row in plain]
-    assert len(set(texts)) > 16 and texts == [row["completion"] for row in fast_ones]
-    assert [row["prompt"] for row in plain] == [row["prompt"] for row in fast_ones]
-    plain, fast_ones = (measured(tmp_path / flag) for flag in "01")
-    assert len(plain) == 2 and plain[1]["kl"] > 0
-    for ours, theirs in zip(plain, fast_ones):
-        assert ours["reward"] == theirs["reward"]
-        for name in ("loss", "grad_norm", "kl", "entropy"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
-
-
-@pytest.mark.parametrize("flag", ["0", "1"], ids=["plain", "fast"])
-def test_a_step_in_bfloat16_runs_on_a_cpu(flag, tmp_path):
-    train_grpo.main([*SMALL, "--max_steps", "1", "--eval_interval", "0", "--dtype", "bfloat16",
-                     "--max_gen_len", "24", "--fast", flag, "--out_dir", str(tmp_path),
-                     "--run_name", "bfloat16"])
-    (metrics,) = measured(tmp_path / "bfloat16")
-    numbers = [value for value in metrics.values() if isinstance(value, float)]
-    assert len(numbers) > 15 and all(map(math.isfinite, numbers)) and metrics["grad_norm"] > 0
-    # Rounded differently than in float32, but not otherwise different.
-    assert 1e-6 < metrics["rollout_probs_diff_mean"] < 0.02
+# --- evaluation, generation -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("k", ["1", "2"])
 def test_evaluation_samples_k_times_and_once_greedily(k, tmp_path, monkeypatch, capsys):
-    asked, generate = [], train_grpo.generate
-
-    def spy(*others):
-        asked.append(others[-2:])
-        return generate(*others)
-
+    spy = Mock(wraps=train_grpo.generate)
     monkeypatch.setattr(train_grpo, "generate", spy)
     train_grpo.main([*SMALL, "--eval_only", "--num_generations_eval", k,
                      "--out_dir", str(tmp_path)])
-    assert sorted(asked) == sorted([(int(k), False), (1, True)])
+    assert sorted(call.args[-2:] for call in spy.mock_calls) == sorted([(int(k), False), (1, True)])
     results = json.loads(capsys.readouterr().out)
     assert 0 < results["eval/greedy_accuracy"] <= 1 and results["eval/mean_length"] > 1
     assert results["eval/reward"] == results["eval/accuracy"]
-    if k == "2":
-        assert results["eval/accuracy"] <= results["eval/pass@2"] <= 1
-    else:                   # it would be the accuracy again
-        assert "eval/pass@1" not in results
+    assert "eval/pass@1" not in results         # it would be the accuracy again
+    assert k == "1" or results["eval/accuracy"] <= results["eval/pass@2"] <= 1
 
 
-def test_evaluation_by_a_reward_and_a_threshold_of_ones_own(tmp_path, monkeypatch):
+def test_evaluation_by_a_reward_and_a_threshold_of_ones_own():
     """Four problems, two samples each; the reward is the sample's number in the batch."""
     def judge(prompts, completions, target, **columns):
         if len(prompts) == 4:                       # greedy
@@ -229,25 +154,17 @@ def test_evaluation_by_a_reward_and_a_threshold_of_ones_own(tmp_path, monkeypatc
     assert results["eval/reward"] == pytest.approx((1.75 + 2 + 0.25) / 3)
 
 
-def eight_completions(*, max_gen_len, pad_token):
+def test_completions_are_learned_through_their_eos_and_without_a_pad_token_padded_with_0():
     policy, tokenizer = load_pretrained(POLICY), AutoTokenizer.from_pretrained(POLICY)
-    tokenizer.pad_token = pad_token
+    tokenizer.pad_token, eos = None, tokenizer.eos_token_id
     items = [{"messages": [{"role": "user", "content": text}]} for text in ("2?", "What is 3 + 4?")]
-    return train_grpo.generate(
+    rollout = train_grpo.generate(
         policy, PromptCollator(tokenizer, 99)(items), tokenizer, sampler.sample,
-        torch.Generator().manual_seed(0), arguments(max_gen_len=max_gen_len), 4)
-
-
-def test_the_eos_of_a_completion_is_learned_with_the_rest():
-    rollout, eos = eight_completions(max_gen_len=28, pad_token="<|endoftext|>"), 2
+        torch.Generator().manual_seed(0), arguments(max_gen_len=28), 4)
     assert rollout.ended.any() and not rollout.ended.all()
     for ids, mask, ended in zip(rollout.completion_ids, rollout.mask, rollout.ended):
         learned = ids[mask.bool()].tolist()
         assert eos not in learned[:-1] and (learned[-1] == eos) == ended
-
-
-def test_without_a_pad_token_prompts_and_completions_are_padded_with_0():
-    rollout = eight_completions(max_gen_len=96, pad_token=None)
     for ids, mask in ((rollout.prompt_ids, rollout.prompt_mask),
                       (rollout.completion_ids, rollout.mask)):
         assert (mask == 0).any() and not ids[mask == 0].any()
@@ -269,10 +186,8 @@ def test_countdown_runs_from_its_file_of_flags(tmp_path):
 
 
 def rollout_of_six(model, token_logps=fast.token_logps):
-    """Six completions of different lengths for two prompts, the second padded.
-
-    The old and the reference policy are near the model.
-    """
+    """Six completions of different lengths for two prompts, the second padded. The old and the
+    reference policy are near the model."""
     rng = torch.Generator().manual_seed(0)
     completion_ids = torch.randint(3, 280, (6, 12), generator=rng)
     for row, length in enumerate((3, 12, 5, 1, 7, 12)):
@@ -290,7 +205,8 @@ def rollout_of_six(model, token_logps=fast.token_logps):
         ended=mask.sum(1) < 12, sampling_logps=torch.zeros(6, 12), rewards=rewards,
         rewards_per_func={"half": rewards / 2, "rest": rewards - rewards / 2},
         advantages=torch.tensor([1.0, -0.5, 0.3, -1.2, 0.0, 0.1]))
-    rollout.sampling_logps = logps = compute_logps(model, rollout, token_logps, arguments())
+    logps = train_grpo.compute_logps(model, rollout, token_logps, arguments())
+    rollout.sampling_logps = logps
     rollout.old_logps, rollout.ref_logps = (
         logps + 0.3 * torch.randn(6, 12, generator=rng) for _ in range(2))
     return rollout
@@ -306,39 +222,11 @@ def six(policy):
     return rollout_of_six(policy)
 
 
-def the_same(ours, theirs, mask):
-    """Whether two values of a rollout are equal: of (N, R) tensors, what the mask shows."""
-    if isinstance(ours, dict):
-        assert list(ours) == list(theirs)
-        return all(the_same(ours[name], theirs[name], mask) for name in ours)
-    if not isinstance(ours, torch.Tensor):
-        return ours == theirs
-    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
-    if ours.dim() == 2:
-        ours, theirs = ours[mask.bool()], theirs[mask.bool()]
-    return torch.equal(ours.nan_to_num(-99), theirs.nan_to_num(-99))
-
-
-def assert_equal_rollouts(ours, theirs):
-    assert torch.equal(ours.mask, theirs.mask) and torch.equal(ours.prompt_mask, theirs.prompt_mask)
-    for field in fields(Rollout):
-        mask = ours.prompt_mask if field.name.startswith("prompt") else ours.mask
-        assert the_same(getattr(ours, field.name), getattr(theirs, field.name), mask), field.name
-
-
-def test_all_rows_in_any_order_are_the_rollout_and_parts_have_its_ids_and_replies(six):
-    six.advantages, six.ref_logps = six.advantages[:, None] * torch.arange(12), None
-    turned = six.select(torch.tensor([3, 5, 4, 0, 2, 1]))
-    assert_equal_rollouts(turned.select(torch.tensor([3, 5, 4, 0, 2, 1])), six)
-    parts = [six.select(torch.tensor(rows)) for rows in ([0], [1, 2], [3], [4, 5])]
-    assert six.token_ids() == [ids for part in parts for ids in part.token_ids()]
-    assert [len(ids) for ids in six.token_ids()] == six.lengths.tolist() == [3, 12, 5, 1, 7, 12]
-    assert parts[3].replies == ["<think>\ny", "<think>\nz"]
-
-
 def test_selecting_rows_drops_columns_of_padding_only(six):
     part = six.select(torch.tensor([4, 3]))         # the short prompt, 7 and 1 tokens, turned round
-    assert part.prompts == ["b", "b"] and part.completions == ["y", "x"]
+    assert part.prompts == ["b", "b"] and part.replies == ["<think>\ny", "<think>\nx"]
+    assert part.token_ids() == [six.token_ids()[4], six.token_ids()[3]]
+    assert [len(ids) for ids in six.token_ids()] == six.lengths.tolist() == [3, 12, 5, 1, 7, 12]
     assert part.columns == {"answer": ["2", "2"], "number": [4, 3]}
     assert torch.equal(part.prompt_ids, six.prompt_ids[[4, 3], 4:]) and part.prompt_mask.all()
     assert torch.equal(part.completion_ids, six.completion_ids[[4, 3], :7])
@@ -346,8 +234,7 @@ def test_selecting_rows_drops_columns_of_padding_only(six):
     assert part.rewards.tolist() == [1.0, 0.0]
     assert part.rewards_per_func["half"].tolist() == [0.5, 0.0]
     input_ids, attention_mask, R = part.sequences()
-    assert input_ids.shape == attention_mask.shape == (2, 5 + 7) and R == 7
-    assert attention_mask[1].tolist() == [1] * 6 + [0] * 6
+    assert attention_mask.tolist() == [[1] * (5 + 7), [1] * 6 + [0] * 6] and R == 7
     assert torch.equal(input_ids, torch.cat((part.prompt_ids, part.completion_ids), 1))
     six.old_logps = None
     assert six.select(torch.tensor([0, 1])).old_logps is None
@@ -365,29 +252,13 @@ def test_the_groups_with_the_largest_spread_are_selected_whole_and_in_order(six)
     for oversample, groups in ((6, [2]), (3, [2, 4]), (2, [0, 2, 4])):
         args = arguments("--num_generations", "3", "--oversample", str(oversample))
         rows = [3 * group + i for group in groups for i in range(3)]
-        assert best_rows(six, args).tolist() == rows
-    assert best_rows(six, arguments()).tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_oversampling_learns_from_the_groups_with_the_largest_spread(tmp_path, monkeypatch):
-    learned = []
-
-    def spy(policy, optimizer, lr, updates, *others):
-        learned.append([text for part in updates[0].micro_batches for text in part.completions])
-        assert updates[0].num_sequences == 16
-        return update_policy(policy, optimizer, lr, updates, *others)
-
-    monkeypatch.setattr(train_grpo, "update_policy", spy)
-    train_grpo.main([*SMALL, "--oversample", "2", "--max_steps", "2", "--eval_interval", "0",
-                     "--out_dir", str(tmp_path), "--run_name", "over"])
-    rows = jsonl(tmp_path / "over/completions.jsonl")
-    assert len(rows) == 2 * 32
-    for step, texts in enumerate(learned):
-        groups = [rows[i:i + 4] for i in range(32 * step, 32 * step + 32, 4)]
-        stds = [torch.tensor([row["reward"] for row in group]).std().item() for group in groups]
-        best = sorted(sorted(range(8), key=lambda i: -stds[i])[:4])
-        assert best != [0, 1, 2, 3]
-        assert texts == [row["completion"] for i in best for row in groups[i]]
+        assert train_grpo.best_rows(six, args).tolist() == rows
+    assert train_grpo.best_rows(six, arguments()).tolist() == [0, 1, 2, 3, 4, 5]
+    six = six.select(torch.arange(6).roll(3))           # now the second group has the larger spread
+    args = arguments("--num_generations", "3", "--oversample", "2")
+    (update,) = minibatches(six, World("cpu"), args)
+    (part,) = update.micro_batches
+    assert part.columns["number"] == [0, 1, 2] and update.num_sequences == 3
 
 
 # --- the gradient ---------------------------------------------------------------------------------
@@ -410,11 +281,8 @@ def gradient(model, rollout, token_logps, world=None, **changes):
 
 
 def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps, folder):
-    """Saves the gradient of this rank's share of the six under each objective.
-
-    And the weights some steps later. The model is in float64: the logits then differ by nothing
-    that float32 shows.
-    """
+    """Saves the gradient of this rank's share of the six under each objective, and the weights some
+    steps later; in float64, so that the logits differ by nothing that float32 shows."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost",
                    "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
@@ -471,18 +339,17 @@ def test_ranks_micro_batches_and_the_pair_change_no_gradient(tmp_path, monkeypat
 
 @pytest.mark.parametrize("logps_of", [token_logps, fast.token_logps], ids=["plain", "fast"])
 def test_what_has_no_gradient_is_not_computed_but_counts(policy, six, logps_of):
-    seen, gradients = [], []
+    spy, gradients = Mock(wraps=logps_of), []
 
-    def counting(model, input_ids, *others, **options):
-        seen.append(len(input_ids))
-        return logps_of(model, input_ids, *others, **options)
+    def seen():
+        return [len(call.args[1]) for call in spy.mock_calls]
 
     # A reference, even of weight 0, wants all rows for its metric.
     six.advantages = torch.tensor([1.0, -0.5, 0.0, 0.0, 0.0, 0.0])
     for ref_logps in (None, six.ref_logps):
-        vector, metrics = gradient(policy, replace(six, ref_logps=ref_logps), counting)
+        vector, metrics = gradient(policy, replace(six, ref_logps=ref_logps), spy)
         gradients.append(vector)
-    assert seen == [2, 6]
+    assert seen() == [2, 6]
     assert (gradients[0] - gradients[1]).norm() < 1e-6 * gradients[1].norm()
     counted = six.mask.bool()
     moved = (six.old_logps - six.sampling_logps)[counted]
@@ -491,12 +358,12 @@ def test_what_has_no_gradient_is_not_computed_but_counts(policy, six, logps_of):
     assert metrics["rollout_probs_diff_mean"] == pytest.approx(difference.mean().item(), rel=1e-5)
     assert metrics["rollout_probs_diff_max"] == pytest.approx(difference.max().item(), rel=1e-5)
 
-    seen.clear()
+    spy.reset_mock()
     six.ref_logps, six.advantages = None, torch.tensor([1.0, -1.0, 1.0, 0.0, 0.0, 0.0])
-    _, metrics = gradient(policy, six, counting, num_minibatches=2)    # the second learns nothing
-    assert seen == [3] and metrics["entropy"] > 0 and "clip_ratio/low_mean" in metrics
+    _, metrics = gradient(policy, six, spy, num_minibatches=2)         # the second learns nothing
+    assert seen() == [3] and metrics["entropy"] > 0 and "clip_ratio/low_mean" in metrics
     six.advantages = torch.zeros(6, 12)
-    assert gradient(policy, six, counting)[1]["grad_norm"] == 0 and seen == [3]
+    assert gradient(policy, six, spy)[1]["grad_norm"] == 0 and seen() == [3]
 
 
 def test_truncated_completions_count_nothing_but_as_sequences(policy, six):
@@ -505,12 +372,7 @@ def test_truncated_completions_count_nothing_but_as_sequences(policy, six):
     masked, _ = gradient(policy, six, token_logps, mask_truncated_completions=True)
     kept, _ = gradient(policy, six.select(torch.tensor([0, 2, 3, 4])), token_logps)
     assert torch.allclose(masked, kept * 4 / 6, atol=1e-6 * kept.abs().max())
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-def test_truncated_completions_alone_teach_nothing(policy, six, per_token):
-    six.ref_logps, six.ended = None, torch.zeros(6, dtype=torch.bool)
-    six.advantages = torch.ones(6, 12) if per_token else torch.ones(6)
+    six.ended[:], six.advantages = False, torch.ones(6, 12)         # alone they teach nothing
     metrics = gradient(policy, six, token_logps, mask_truncated_completions=True)[1]
     assert metrics["grad_norm"] == metrics["loss"] == 0
 
@@ -529,7 +391,7 @@ def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1(six):
     options = {"num_generations": 3, "scale_rewards": "none"}
     for kl_in_reward, rewards in ((True, rollout.rewards - 0.1 * kl), (False, rollout.rewards)):
         args = arguments(beta=0.1, kl_in_reward=kl_in_reward, **options)
-        advantages = compute_advantages(
+        advantages = train_grpo.compute_advantages(
             rollout, "policy", None, lambda *inputs, **options: logps, World("cpu"), args)
         expected = rewards - rewards.view(2, 3).mean(1).repeat_interleave(3)
         assert advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
@@ -538,7 +400,7 @@ def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1(six):
 def test_the_flags_of_the_advantages_arrive(six):
     def advantages(*flags):
         args = arguments("--num_generations", "3", *flags)
-        return compute_advantages(six, None, None, None, World("cpu"), args).tolist()
+        return train_grpo.compute_advantages(six, None, None, None, World("cpu"), args).tolist()
 
     # Rewards 2, 0.5, none; 0, 1, 1.5. Means 1.25 and 5/6; the mean of all five is 1.
     deviations = [0.75, -0.75, 0, -5 / 6, 1 / 6, 2 / 3]
@@ -558,9 +420,9 @@ def test_the_reference_moves_towards_the_policy():
     args = arguments("--ref_model_sync_steps", "3", "--ref_model_mixup_alpha", "0.6")
     before = reference.weight.clone()
     for step in (1, 2):
-        sync_reference(reference, policy, step, args)
+        train_grpo.sync_reference(reference, policy, step, args)
         assert torch.equal(reference.weight, before)
-    sync_reference(reference, policy, 3, args)
+    train_grpo.sync_reference(reference, policy, 3, args)
     assert torch.allclose(reference.weight, expected)
     assert not torch.equal(policy.weight, reference.weight)
 
@@ -607,11 +469,10 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_2(flags, words, capsys, t
 
 AT_TORCH = """
 import importlib, os, sys
-class Watch:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            sys.exit(f"imported with GOMP_SPINCOUNT {os.environ.get('GOMP_SPINCOUNT')}")
-sys.meta_path.insert(0, Watch())
+def hook(event, args):
+    if event == "import" and args[0] == "torch":
+        sys.exit(f"imported with GOMP_SPINCOUNT {os.environ.get('GOMP_SPINCOUNT')}")
+sys.addaudithook(hook)
 importlib.import_module(sys.argv[1])
 """
 
