@@ -47,16 +47,22 @@ def test_advantages_divided_by_the_step_or_not_at_all():
 
 def test_rloo_compares_with_the_mean_of_the_others():
     # The first group: 1 - (2+6)/2, 2 - (1+6)/2, 6 - (1+2)/2. The second has two rewards, the third
-    # one, with nothing to compare it to, the fourth equal ones.
-    rewards = torch.tensor([1.0, 2.0, 6.0, 4.0, NAN, 1.0, NAN, NAN, 7.0, 2.35, 2.35, 2.35])
-    expected = [-3.0, -1.5, 4.5, 3.0, 0, -3.0, 0, 0, 0, 0, 0, 0]
+    # one, with nothing to compare it to.
+    rewards = torch.tensor([1.0, 2.0, 6.0, 4.0, NAN, 1.0, NAN, NAN, 7.0])
+    expected = [-3.0, -1.5, 4.5, 3.0, 0, -3.0, 0, 0, 0]
     options = {"advantage_estimator": "rloo"}
     advantages = group_advantages(rewards, 3, scale_rewards="none", **options)
     assert advantages.tolist() == pytest.approx(expected, abs=1e-6)
     # Dividing is another question: the std of the first group is sqrt(14/2), of the second 3/sqrt2.
-    stds = torch.tensor([math.sqrt(7)] * 3 + [3 / math.sqrt(2)] * 3 + [1.0] * 6)
+    stds = torch.tensor([math.sqrt(7)] * 3 + [3 / math.sqrt(2)] * 3 + [1.0] * 3)
     scaled = group_advantages(rewards, 3, **options)
     torch.testing.assert_close(scaled, torch.tensor(expected) / (stds + 1e-4))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_equal_rewards_teach_nothing_whatever_their_rounding(estimator):
+    rewards = torch.full((6,), 2.35)
+    assert not group_advantages(rewards, 6, advantage_estimator=estimator).any()
 
 
 def test_mask_ends_with_the_first_eos_and_keeps_it():

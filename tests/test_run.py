@@ -154,7 +154,7 @@ def test_evaluation_by_a_reward_and_a_threshold_of_ones_own():
     assert results["eval/reward"] == pytest.approx((1.75 + 2 + 0.25) / 3)
 
 
-def test_completions_are_learned_through_their_eos_and_without_a_pad_token_padded_with_0():
+def test_the_eos_is_learned_with_the_rest_and_padding_is_not():
     policy, tokenizer = load_pretrained(POLICY), AutoTokenizer.from_pretrained(POLICY)
     tokenizer.pad_token, eos = None, tokenizer.eos_token_id
     items = [{"messages": [{"role": "user", "content": text}]} for text in ("2?", "What is 3 + 4?")]

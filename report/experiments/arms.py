@@ -74,7 +74,7 @@ MUSEUM = {
         "    logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, :-1]",
         "    logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, 1:]",
         PLAIN,
-        test="tests/test_objective.py::test_token_logps_are_those_of_a_softmax_with_temperature"),
+        test="tests/test_objective.py::test_token_logps_and_their_gradients_are_those_of_whole_sequences"),
     "std without eps": Change(
         "    baseline, scale = groups.nanmean(1, keepdim=True), nanstd(groups) + eps ",
         "    baseline, scale = groups.nanmean(1, keepdim=True), nanstd(groups) ",
@@ -90,7 +90,7 @@ MUSEUM = {
         "rollout.ref_logps = compute_logps(reference, rollout, logps_of, args)",
         "rollout.ref_logps = compute_logps(policy, rollout, logps_of, args)",
         f"{QUICK} --reward_funcs format tag rm --reward_model_clip 3 --beta 0.3",
-        test="tests/test_run.py::test_the_kl_is_0_until_the_policy_has_left_its_reference"),
+        test="tests/test_run.py::test_a_run_leaves_all_its_files"),
     "gradients not synchronised": Change(
         "        world.sum_gradients(policy)\n", "",
         "-m torch.distributed.run --standalone --nproc_per_node=4 train_grpo.py "
@@ -104,12 +104,12 @@ MUSEUM = {
         "    all_logps = (logits.float() / temperature).log_softmax(-1)",
         "    all_logps = logits.float().log_softmax(-1)",
         f"{PLAIN} --temperature 1.5",
-        test="tests/test_objective.py::test_token_logps_are_those_of_a_softmax_with_temperature"),
+        test="tests/test_objective.py::test_token_logps_and_their_gradients_are_those_of_whole_sequences"),
     "EOS left out of the mask": Change(
         "    mask = completion_mask(completion_ids, eos_ids) ",
         "    mask = completion_mask(completion_ids, eos_ids) * (completion_ids != eos_ids[0]) ",
         f"{QUICK} --temperature 1.5", watch="rewards/format_reward/mean",
-        test="tests/test_run.py::test_the_eos_of_a_completion_is_learned_with_the_rest"),
+        test="tests/test_run.py::test_the_eos_is_learned_with_the_rest_and_padding_is_not"),
 }
 
 rng = random.Random(0)
