@@ -1,10 +1,12 @@
 """The policy. Three pages to read: model.py, the network; sampler.py; rollout.py. Beside them stand
 
-    fast.py       the sampler and the log-probabilities again, in less time
+    fast.py       the sampler's loop and the log-probabilities again, in less time: a run uses these
     storage/      weights in and out: files.py opens what a stranger wrote, read.py and write.py
-                  (which has the Saver) weights and checkpoints; tokenizer.py, memory.py: commands
-    processes/    several processes that train one model: world.py, all that a single one needs;
-                  shard.py divides weights over them; watch.py ends all if one fails or is stopped
+                  (which has the Saver) weights and checkpoints; tokenizer.py trains a tokenizer,
+                  memory.py foretells what a run takes
+    processes/    several processes that train one model: world.py, where their gradients meet, and
+                  what --dtype and --shard make of the sampler and the log-probabilities; shard.py
+                  divides weights over them; watch.py ends all if one fails or is stopped
     lora.py       adapters; chat.py: talk to a policy; train_sft.py: fine-tune one; weights/: ours
 
 On disk, weights are what transformers writes: a folder with config.json, model.safetensors and the

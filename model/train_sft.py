@@ -1,7 +1,7 @@
 r"""Trains a policy on conversations, from scratch (pretraining) or from weights (fine-tuning).
 
-The shipped weights come from three runs of this script; the last two start from the first. Their
-remaining flags are in the README.
+All shipped weights of policies come from runs of this script; docs/weights.md has their flags. The
+first three, of which the last two start from the first:
 
     python -m dataset.arithmetic --sft out/sft
     python -m model.storage.tokenizer --save out/tokenizer \

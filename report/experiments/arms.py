@@ -74,7 +74,8 @@ MUSEUM = {
         "    logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, :-1]",
         "    logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, 1:]",
         PLAIN,
-        test="tests/test_objective.py::test_token_logps_and_their_gradients_are_those_of_whole_sequences"),
+        test="tests/test_objective.py::"
+             "test_token_logps_and_their_gradients_are_those_of_whole_sequences"),
     "std without eps": Change(
         "    baseline, scale = groups.nanmean(1, keepdim=True), nanstd(groups) + eps ",
         "    baseline, scale = groups.nanmean(1, keepdim=True), nanstd(groups) ",
@@ -104,7 +105,8 @@ MUSEUM = {
         "    all_logps = (logits.float() / temperature).log_softmax(-1)",
         "    all_logps = logits.float().log_softmax(-1)",
         f"{PLAIN} --temperature 1.5",
-        test="tests/test_objective.py::test_token_logps_and_their_gradients_are_those_of_whole_sequences"),
+        test="tests/test_objective.py::"
+             "test_token_logps_and_their_gradients_are_those_of_whole_sequences"),
     "EOS left out of the mask": Change(
         "    mask = completion_mask(completion_ids, eos_ids) ",
         "    mask = completion_mask(completion_ids, eos_ids) * (completion_ids != eos_ids[0]) ",
