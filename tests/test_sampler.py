@@ -247,9 +247,10 @@ def test_the_extreme_random_numbers_draw_no_impossible_token(u, token, monkeypat
 # --- what may be done with it ---------------------------------------------------------------------
 
 
-def test_a_loss_may_use_what_was_sampled(sample):
+def test_a_loss_may_use_what_was_sampled_which_keeps_no_graph(sample):
     model = wide()
     ids, logps = draw(sample, model)
+    assert not logps.requires_grad
     weight = torch.ones(len(PROMPTS), 1, requires_grad=True)
     ((weight * logps).sum() + model(ids).gather(-1, ids[..., None]).sum()).backward()
     torch.testing.assert_close(weight.grad[:, 0], logps.sum(1))
