@@ -90,7 +90,7 @@ def problems(rng, *, heldout):
 # --- ways to answer -------------------------------------------------------------------------------
 
 def parts(number):
-    """162 -> [100, 60, 2]; zeros are skipped."""
+    """162 -> [100, 60, 2], of a number below 10,000; zeros are skipped."""
     return [part for place in (1000, 100, 10, 1) if (part := number // place % 10 * place)]
 
 

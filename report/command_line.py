@@ -24,7 +24,7 @@ def needs_no_traceback(error):
 
 @contextmanager
 def user_errors(program):
-    """Decorate a main function: a UserError or OSError prints one line and exits with code 2.
+    """Decorates a main function: a UserError or OSError prints one line and exits with code 2.
 
     program: the script's name, which starts that line. Warnings are one line too.
     """
@@ -108,8 +108,8 @@ class HelpFormatter(argparse.HelpFormatter):
         if isinstance(default, bool) or default in (None, argparse.SUPPRESS):
             return action.help
         if isinstance(default, tuple):      # as one would type it
-            default = " ".join(default)
-        return f"{action.help} (default: {default})"
+            return f"{action.help} (default: {' '.join(default)})"
+        return f"{action.help} (default: %(default)s)"
 
 
 class Parser(argparse.ArgumentParser):

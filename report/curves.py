@@ -39,7 +39,10 @@ def draw_curves(run_dirs, path):
     """
     runs = [Run(run_dir) for run_dir in run_dirs]
     with picture(path, 13, 8, dpi=130) as fig:
-        draw_several(fig, runs) if len(runs) > 1 else draw_one(fig, *runs)
+        if len(runs) > 1:
+            draw_several(fig, runs)
+        else:
+            draw_one(fig, runs[0])
 
 
 @contextmanager

@@ -85,9 +85,11 @@ def combine(parts, how):
 
     A GPU is still at work on the values of the parts: only the result is waited for.
     """
-    of = {name: [part[name] for part in parts if name in part] for part in parts for name in part}
-    return {name: float((largest if name.endswith("_max") else how)(values))
-            for name, values in of.items()}
+    values = {}
+    for name, value in (item for part in parts for item in part.items()):
+        values.setdefault(name, []).append(value)
+    return {name: float((largest if name.endswith("_max") else how)(of_name))
+            for name, of_name in values.items()}
 
 
 def largest(values):

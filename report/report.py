@@ -209,6 +209,8 @@ class Report:
 
         rows: the group's rows, as describe() returns them. Copies are printed once, and counted.
         """
+        if not self.active:
+            return
         width = min(shutil.get_terminal_size().columns, 110)
         answer = f", the answer is {rows[0]['answer']}" if rows[0].get("answer") else ""
         title = f"── step {step}, one group of {len(rows)}{printable(answer)} "
@@ -235,7 +237,7 @@ class Report:
 
     def warn(self, text):
         """Print a warning above the bar, the same text at most once in 20 steps."""
-        if self.current_step - self.warned_at.get(text, -math.inf) >= 20:
+        if self.active and self.current_step - self.warned_at.get(text, -math.inf) >= 20:
             self.warned_at[text] = self.current_step
             self._print(f"warning: {text}")
 

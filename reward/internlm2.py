@@ -6,6 +6,8 @@ end of the chat:
 
     <s><|im_start|>user\\n...<|im_end|>\\n<|im_start|>assistant\\n...<|im_end|>\\n<|reward|>
 """
+import itertools
+
 from model import MiniMindConfig
 from model.storage.files import check_fields, explained, read_json
 from report import UserError
@@ -86,7 +88,10 @@ class InternLM2Tokenizer:
         with explained(folder / "tokenizer.model", "not a sentencepiece model",
                        "download it again"):
             self.pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-        self.special, file = dict(SPECIAL), folder / "tokenizer_config.json"
+        ids = [self.pieces.piece_to_id(token) for token in SPECIAL]
+        self.special = SPECIAL | {token: index for token, index in zip(SPECIAL, ids)
+                                  if index != self.pieces.unk_id()}
+        file = folder / "tokenizer_config.json"
         if file.is_file():
             with explained(file, "it does not list its added tokens", "download it again"):
                 added = read_json(file).get("added_tokens_decoder", {})
@@ -102,10 +107,11 @@ class InternLM2Tokenizer:
 
     def apply_chat_template(self, chats, **options):
         """The ids of each chat, each ending in the reward token."""
-        bos, end, start, reward = map(self.special.get, SPECIAL)
-        encode = self.pieces.encode
+        special, encode = self.special, self.pieces.encode
 
         def ids_of(turn):
-            return [start, *encode(f"{turn['role']}\n{turn['content']}"), end, *encode("\n")]
+            return [special["<|im_start|>"], *encode(f"{turn['role']}\n{turn['content']}"),
+                    special["<|im_end|>"], *encode("\n")]
 
-        return [sum(map(ids_of, chat), [bos]) + [reward] for chat in chats]
+        return [[special["<s>"], *itertools.chain.from_iterable(map(ids_of, chat)),
+                 special["<|reward|>"]] for chat in chats]

@@ -49,7 +49,7 @@ def advantages_of(rollout, rewards, tokenizer, args):
 def judge_steps(completions, completion_ids, tokenizer, outcomes):
     """The rewards of each completion's steps, and the index of each step's last token.
 
-    [[float]] and [[int]]. A line with equations is a step: 1 if all of them hold, else 0 (so 1=1
+    Both are lists of lists. A line with equations is a step: 1 if all of them hold, else 0 (so 1=1
     earns a 1). The last step ends at the last token, and its reward is the outcome, which should be
     on the same scale. If the outcome is NaN, nothing was judged, and there are no steps at all.
     """

@@ -72,7 +72,8 @@ class RewardModel(nn.Module):
 
         Scores are unbounded; only the difference between two replies to one prompt means something.
         Equal chats are scored once, since the replies of a group often agree. A batch holds chats
-        of similar length, `max_tokens` at most; by default few on a CPU, to fit into its cache.
+        of similar length, with their padding `max_tokens` at most; by default few on a CPU, to fit
+        into its cache.
         """
         on_cpu = self.score.weight.device.type == "cpu"
         max_tokens = max_tokens or (2048 if on_cpu else self.gpu_tokens)
@@ -84,6 +85,9 @@ class RewardModel(nn.Module):
             input_ids, last = self.pad(batch)
             scores |= zip(batch, self(input_ids).gather(1, last[:, None])[:, 0].tolist())
         return [scores[chat] for chat in ids]
+
+    def get_score(self, chat):
+        return self.get_scores([chat])[0]
 
     def save_pretrained(self, path):
         """Saves a folder for load_reward_model and AutoModelForSequenceClassification."""

@@ -37,7 +37,8 @@ def reply_pairs(path, problems, *, num_generations, most, rng, seed):
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         for i, problem in enumerate(chunk):
             group = texts[i * num_generations:(i + 1) * num_generations]
-            for chosen, rejected in pairs_of(group, [problem["answer"]] * len(group), rng)[:most]:
+            answers = [problem.get("answer")] * len(group)
+            for chosen, rejected in pairs_of(group, answers, rng)[:most]:
                 yield {"conversations": problem["messages"], "chosen": chosen,
                        "rejected": rejected, "kind": "reply"}
 

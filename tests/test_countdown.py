@@ -86,6 +86,9 @@ def test_the_first_texts_are_comparisons_and_searches_some_of_which_must_hit_soo
     pairs = [re.fullmatch(r"=(\d+) (\d+) (yes|no)", line).groups()
              for line in "\n".join(drills).splitlines()]
     assert all((a == b) == (verdict == "yes") for a, b, verdict in pairs)
+    hard = [chat for chat in chats if chat["conversations"][0]["content"].count(",") == 3]
+    assert sum(a == b for a, b, _ in pairs) / len(pairs) == pytest.approx(0.5, abs=0.05)
+    assert len(hard) / len(tries) == pytest.approx(0.2, abs=0.06)
     # The same seed gives the same texts.
     write(tmp_path / "texts.jsonl", chats)
     assert zlib.crc32((tmp_path / "texts.jsonl").read_bytes()) == 3057125990

@@ -264,10 +264,11 @@ def test_the_clock_of_the_first_step_starts_with_it():
     watch.close()
 
 
-@pytest.mark.parametrize("kind, said", [
-    (UserError, "stumbled"), (ValueError, "ValueError: stumbled"),
-    (RuntimeError, "RuntimeError: stumbled")])
-def test_nothing_ends_a_rank_that_fails_before_it_has_said_why(kind, said, monkeypatch, capsys):
+@pytest.mark.parametrize("kind, wanted, said", [
+    (UserError, "", "stumbled"), (UserError, "1", "UserError: stumbled"),
+    (ValueError, "", "ValueError: stumbled"), (RuntimeError, "", "RuntimeError: stumbled")])
+def test_nothing_ends_a_rank_that_fails_before_it_has_said_why(kind, wanted, said, monkeypatch,
+                                                               capsys):
     """Not its own thread, which sees a failure, nor the SIGTERM that torchrun sends its session."""
     failures, deaf, left, looks, sleep = 0, [], [], threading.Event(), time.sleep
 
@@ -286,6 +287,7 @@ def test_nothing_ends_a_rank_that_fails_before_it_has_said_why(kind, said, monke
 
     # It waits after a RuntimeError: another rank may be the reason, and torchrun ends this one.
     monkeypatch.setattr(time, "sleep", terminate)
+    monkeypatch.setenv("MINIGRPO_TRACEBACK", wanted)
     monkeypatch.setattr(watching, "SECONDS_BETWEEN_LOOKS", 0.01)
     monkeypatch.setattr(Watch, "leave", lambda self, code: left.append(code))
     monkeypatch.setattr(watching, "under_torchrun", lambda: True)
@@ -298,7 +300,7 @@ def test_nothing_ends_a_rank_that_fails_before_it_has_said_why(kind, said, monke
     watch.close()
     message = capsys.readouterr().err
     assert f"error: rank 0: {said}" in message
-    assert message.count("stumbled") == 1 + (kind is not UserError)     # then with a traceback
+    assert message.count("stumbled") == 1 + (said != "stumbled")         # then with a traceback
     assert not left and deaf == [set(watching.SIGNALS)]
 
 

@@ -325,6 +325,7 @@ def test_a_flood_is_cut_and_cannot_control_the_terminal(capsys):
 
 def test_while_a_call_hangs_it_is_not_called_again_and_what_it_prints_is_dropped(capsys, request):
     calls, shouts, bar, let_go = [], [], tqdm(total=1), threading.Event()
+    before = sys.stdout, sys.stderr
     request.addfinalizer(let_go.set)
 
     def shout():
@@ -363,6 +364,7 @@ def test_while_a_call_hangs_it_is_not_called_again_and_what_it_prints_is_dropped
     for thread in {*calls, *shouts}:
         thread.join(60)
     assert ask(ours) == ([1, 1], []) and len(calls) == 2
+    assert (sys.stdout, sys.stderr) == before
 
 
 def test_failures_of_all_ranks_are_counted_and_give_the_reason():

@@ -63,11 +63,12 @@ class Watch:
         self.failed = False                 # this rank, and it says why
         # The training and the thread take turns: neither ends the process while the other says why.
         self.turn = threading.RLock()
-        # How many collectives so far? Is this rank in one? When did it last enter or leave one?
-        self.collectives, self.waiting, self.since = 0, False, time.monotonic()
+        # Is this rank in a collective? When did it last enter or leave one?
+        self.waiting, self.since = False, time.monotonic()
         self.ends, self.own_signals = ExitStack(), ExitStack()  # what to undo at the end
         self.at_end = self.ends.callback    # at_end(f) calls f when this rank ends, well or not
         self.store, self.processes = self._meet_the_others() if self.size > 1 else (None, {})
+        self.collectives = self._count(f"collectives/{self.rank}", 0) or 0      # of a run before
         # Python calls a handler only between two of its own instructions, so not while the training
         # waits in a collective. But it writes the number of the signal into the mailbox at once.
         self.mailbox, self.letters = socket.socketpair()
@@ -318,7 +319,9 @@ REPEAT_AFTER = """
 import os, select, sys, time
 try:
     select.select([os.pidfd_open(int(sys.argv[1]))], [], [], 60)
-except (AttributeError, OSError):           # not on Linux, or it has just ended
+except ProcessLookupError:                  # it has ended
+    pass
+except (AttributeError, OSError):           # not on Linux
     time.sleep(3)
 print(sys.argv[2], file=sys.stderr)
 """

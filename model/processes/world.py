@@ -190,7 +190,8 @@ def for_sampling(sample, world, args):
     """`sample` for this run: in slices, in the precision of matrix products, of a whole model."""
     sample = in_slices(sample, args.rollout_batch_size)
 
-    def sample_whole(model, *prompts, **options):       # of a copy, for as long as this runs
+    # FSDP would gather every layer for every token: a copy of the whole lives as long as this runs.
+    def sample_whole(model, *prompts, **options):
         return sample(model.whole(dtype=world.matrix_dtype), *prompts, **options)
 
     return precision(world)(sample_whole if args.shard else sample)

@@ -161,9 +161,12 @@ def summary(run_dir, names):
 def in_parts(rows, names, parts):
     """The means of the steps and of these metrics over each of at most so many parts of a run."""
     parts = np.array_split(np.arange(len(rows)), min(parts, len(rows)))
+
+    def average(name, part):
+        return rounded(mean(filter(is_finite, (rows[i].get(name) for i in part))))
+
     return {"steps": [mean(rows[i]["step"] for i in part) for part in parts],
-            "series": {name: [rounded(mean(filter(is_finite, (rows[i].get(name) for i in part))))
-                              for part in parts] for name in names}}
+            "series": {name: [average(name, part) for part in parts] for name in names}}
 
 
 def mean(values):
