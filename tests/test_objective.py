@@ -83,6 +83,8 @@ def loop_loss(logps, old_logps, advantages, mask, ref_logps, entropy, *, beta=0.
     rows = [[t for t in range(len(mask[i])) if mask[i][t]] for i in range(len(mask))]
     N, num_tokens, total = len(rows), sum(map(len, rows)), 0.0
     for i, tokens in enumerate(rows):
+        if not tokens:                      # a row that is masked counts in N and in nothing else
+            continue
         log_ratios = [logps[i][t] - old_logps[i][t] for t in tokens]
         total -= sum(entropy_coef * entropy[i][t] / num_tokens for t in tokens)
         if loss_type == "r1":               # one action: exp and clip of sums over the tokens
@@ -115,13 +117,13 @@ def loop_loss(logps, old_logps, advantages, mask, ref_logps, entropy, *, beta=0.
     return total
 
 
-def random_case(seed, N=7, R=9):
-    """logps, old_logps, advantages, mask, ref_logps, entropy: an EOS at once, full rows, ratios
-    from 1/50 to 50, both signs of A."""
+def random_case(seed, N=8, R=9):
+    """logps, old_logps, advantages, mask, ref_logps, entropy: an EOS at once, full rows, one that
+    is masked, ratios from 1/50 to 50, both signs of A."""
     rng = torch.Generator().manual_seed(seed)
     random = {"generator": rng, "dtype": torch.float64}
     logps, old_logps, ref_logps = (-2 + torch.randn(N, R, **random) for _ in range(3))
-    mask = (torch.arange(R) < torch.tensor([1, R, 4, 2, R, 6, 3])[:, None]).int()
+    mask = (torch.arange(R) < torch.tensor([1, R, 4, 2, R, 6, 3, 0])[:, None]).int()
     return (logps, old_logps, torch.randn(N, **random), mask, ref_logps,
             torch.rand(N, R, **random))
 
