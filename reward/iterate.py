@@ -15,6 +15,7 @@ All results are in out/: <run_name>_1, reward_<run_name>_1, <run_name>_2, ... If
 interrupted, start it again: it skips what is finished and resumes a run that was cut off.
 """
 import argparse
+import os
 import random
 import signal
 import subprocess
@@ -32,10 +33,11 @@ ROOT = Path(__file__).resolve().parent.parent
 def call(*command):
     """Runs a Python program from the project's folder. If it fails, exits with its code.
 
-    A signal is passed on: a run saves before it stops.
+    A signal is passed on: a run saves before it stops. Windows sends both the same Ctrl-C itself.
     """
     process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT)
-    before = {number: signal.signal(number, lambda number, _: process.send_signal(number))
+    before = {number: signal.signal(number, lambda number, _: os.name == "nt"
+                                    or process.send_signal(number))
               for number in (signal.SIGINT, signal.SIGTERM)}
     code = process.wait()
     for number, handler in before.items():

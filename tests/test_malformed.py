@@ -35,6 +35,8 @@ from report.text import fold, printable, read_jsonl, to_line
 from reward import load_reward_model
 from reward.train_reward_model import read_pairs
 
+if os.name == "nt":
+    pytest.skip("pipes, links and alarms as Unix has them", allow_module_level=True)
 pytestmark = [pytest.mark.usefixtures("one_thread"),
               pytest.mark.filterwarnings("ignore:Detected pickle", "ignore:Initializing zero")]
 GIT_LFS = b"version https://git-lfs.github.com/spec/v1"

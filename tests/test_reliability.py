@@ -4,7 +4,6 @@ tests/chaos.py has many more of them, by hand.
 """
 import importlib
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -35,6 +34,7 @@ FLAGS = ["--batch_size", "2", "--num_generations", "2", "--max_gen_len", "8", "-
          "--eval_interval", "0", "--max_steps", "4", "--save_interval", "2", "--run_name", "run"]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+resource = pytest.importorskip("resource", reason="signals, forks and limits as Unix has them")
 
 
 @pytest.fixture
@@ -133,6 +133,7 @@ def test_signals_of_a_process_that_a_reward_forks_are_its_own(judge, tmp_path):
 # --- writing --------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks there for what is synced")
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     folder, done, fsync, rename = tmp_path / "checkpoint", [], os.fsync, Path.rename
     with written_whole(folder) as new:

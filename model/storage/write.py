@@ -266,7 +266,8 @@ def lock(run_dir):
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         held.acquire(blocking=False)
-        file.write_text(f"{os.getpid()}\n")
+        with suppress(PermissionError):     # on Windows nobody may open it now, not even we
+            file.write_text(f"{os.getpid()}\n")
     except Timeout:
         holder = "unknown"
         with suppress(OSError):             # it has just ended
