@@ -159,11 +159,11 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(options, per_token):
             with pytest.raises(ValueError, match=r"r1 has one ratio per completion.*\(N,\)"):
                 grpo_loss(logps, old_logps, advantages, mask, entropy=entropy, **options)
             return
-    loss, _ = grpo_loss(
+    loss, metrics = grpo_loss(
         logps.requires_grad_(), old_logps, advantages, mask,
-        ref_logps=ref_logps if "beta" in options else None, entropy=entropy.requires_grad_(),
-        **options)
+        ref_logps=ref_logps, entropy=entropy.requires_grad_(), **options)
     loss.backward()
+    assert metrics["kl"] > 0 or options.get("kl_type") == "k1"      # without beta it is only seen
     short = {"importance_sampling_level": "level", "max_completion_length": "L"}
     renamed = {short.get(name, name): value for name, value in options.items()}
     numbers = [x.tolist() for x in (logps.detach(), old_logps, advantages, mask, ref_logps,
