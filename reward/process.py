@@ -84,4 +84,4 @@ def token_at(end, ids, tokenizer):
     def decoded_length(k):
         return len(tokenizer.decode(ids[:k], skip_special_tokens=True))
 
-    return bisect_left(range(1, len(ids) + 1), end, hi=len(ids) - 1, key=decoded_length)
+    return bisect_left(range(1, len(ids) + 1), end, key=decoded_length)

@@ -45,6 +45,8 @@ def left_out(node):
     """Whether a piece of syntax is the message of an error or warning, or the script's own part."""
     return (isinstance(node, ast.Raise)
             or isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
+            or isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]).strip("()") in CONFIG["skip"]["constants"]
             or isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
             or isinstance(node, ast.FunctionDef) and node.name in CONFIG["skip"]["functions"])
 

@@ -364,6 +364,8 @@ def test_what_has_no_gradient_is_not_computed_but_counts(policy, six, logps_of):
     assert seen() == [3] and metrics["entropy"] > 0 and "clip_ratio/low_mean" in metrics
     six.advantages = torch.zeros(6, 12)
     assert gradient(policy, six, spy)[1]["grad_norm"] == 0 and seen() == [3]
+    # The entropy's bonus has one.
+    assert gradient(policy, six, spy, entropy_coef=0.1)[1]["grad_norm"] > 0 and seen() == [3, 6]
 
 
 def test_truncated_completions_count_nothing_but_as_sequences(policy, six):
