@@ -249,7 +249,9 @@ class Report:
         """
         self.phase(None)
         start = time.perf_counter()
-        has_news = self.held_back is None and self.current_step != self.drawn_step
+        # A run that was killed after its last step may not have drawn it: its resume does.
+        is_ours = self.held_back is None or self.start_step >= self.total_steps
+        has_news = is_ours and self.current_step != self.drawn_step
         if not has_news or start < self.next_drawing:
             return
         # Imported here: `python -m report.page` would warn of a module that it runs a second time.

@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from conftest import report_args
+from conftest import report_args, write
 from report import Report, UserError, describe, user_errors
 from report.curves import draw_curves, finish, smooth
 from report.metrics import mean_metrics, rollout_metrics, sum_metrics, token_texts
@@ -124,6 +124,14 @@ def test_a_run_writes_its_page_and_outlives_a_page_that_fails(tmp_path, monkeypa
     assert "report.html could not be drawn (ZeroDivisionError" in out and "report.page" in out
     assert {path.name for path in (tmp_path / "bad").iterdir()} == {
         "args.json", "metrics.jsonl", "eval.jsonl", "completions.jsonl", "curves.png"}
+
+
+def test_a_run_killed_before_its_last_picture_gets_it_from_its_resume(tmp_path):
+    write(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 1.0}])
+    (tmp_path / "curves.new.png").touch()           # half of it was written
+    with Report(tmp_path, report_args(), total_steps=1, start_step=1):
+        pass
+    assert (tmp_path / "curves.png").exists() and not (tmp_path / "curves.new.png").exists()
 
 
 def test_a_run_that_dies_leaves_its_picture_and_does_not_draw_the_same_lines_twice(
