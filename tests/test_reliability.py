@@ -351,8 +351,8 @@ def test_each_rank_has_a_gpu_of_its_own_or_none_starts(monkeypatch):
     ("os._exit(0)", "", 1, "error: rank 1 (process "),
     # Here the other rank loses its connection in the middle of a backward pass.
     ("torch.Tensor.backward = lambda loss: os._exit(0)", "--shard 1", 1, "error: rank 1 (process "),
-    ("time.sleep(99)", "--hang_timeout 8", 1,
-     "error: rank 1 hangs: it was busy for more than 8 s"),
+    ("time.sleep(99)", "--hang_timeout 6", 1,
+     "error: rank 1 hangs: it was busy for more than 6 s"),
     ("[(os.kill(os.getpid(), 15), time.sleep(4)) for _ in range(9)]", "", 143,
      "stopped at once by a second signal, SIGTERM"),
 ])
