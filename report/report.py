@@ -252,7 +252,7 @@ class Report:
         # A run that was killed after its last step may not have drawn it: its resume does.
         is_ours = self.held_back is None or self.start_step >= self.total_steps
         has_news = is_ours and self.current_step != self.drawn_step
-        if not has_news or start < self.next_drawing:
+        if not self.active or not has_news or start < self.next_drawing:
             return
         # Imported here: `python -m report.page` would warn of a module that it runs a second time.
         from . import curves, page

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def call(*command):
     """Runs a Python program from the project's folder. If it fails, exits with its code.
 
-    A signal is passed on: a run saves before it stops. Windows sends both the same Ctrl-C itself.
+    A signal is passed on: a run saves before it stops. On Windows the terminal sends it to both.
     """
     process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT)
     before = {number: signal.signal(number, lambda number, _: os.name == "nt"

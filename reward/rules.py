@@ -74,7 +74,7 @@ def extract_answer(completion):
 
 
 def answer_block(completion):
-    """The text of the last answer block after the thinking, or None; one in it is a thought."""
+    """The text of the last answer block after the thinking, or None. Inside, it is a thought."""
     blocks = ANSWER.findall(after_thinking(completion))
     return blocks[-1].strip() if blocks else None
 

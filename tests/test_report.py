@@ -106,7 +106,8 @@ def test_a_run_goes_on_after_the_lines_of_its_checkpoint(
 
 
 def test_an_inactive_report_writes_and_prints_nothing(tmp_path, capsys):
-    with Report(tmp_path / "run", report_args(), total_steps=1, active=False) as report:
+    with Report(tmp_path / "run", report_args(), total_steps=1, start_step=1,
+                active=False) as report:
         report.intro(None, None, 1, 1, 1)
         report.evaluation(0, {"eval/accuracy": 0.5})
         report.step(1, metrics(1, grad_norm=float("nan")), ROWS)

@@ -1,7 +1,7 @@
 """Reads weights, tokenizers, adapters and checkpoints, whoever wrote them.
 
-MiniMind's own .pth files hold half-precision tensors and no configuration: it follows from the
-tensors' names, which are those of transformers' Llama and Qwen3, and shapes. Two generations:
+MiniMind's own .pth files hold half-precision tensors and no configuration, which follows from the
+tensors' names and shapes. The names are those of transformers' Llama and Qwen3. Two generations:
 
                 heads   q/k-norm   rms eps   experts                             we save it as
     MiniMind2     8     no         1e-5      none (those with MoE are refused)   Llama

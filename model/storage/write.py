@@ -16,12 +16,12 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from report import UserError
+from report import UserError, reason
 
 from ..lora import adapter_state, adapters, merged_state
 from ..processes.shard import whole_state
 from ..processes.watch import Stopped, under_torchrun
-from .files import FAMILIES, eos_token_ids, read_json, reason
+from .files import FAMILIES, eos_token_ids, read_json
 from .read import load_checkpoint
 
 MOE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",

@@ -139,7 +139,7 @@ def prove(changes):
                 env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True)
         said = re.search(r"^E +(.*)$", done.stdout, re.MULTILINE)
         if done.returncode != 1 or "1 failed" not in done.stdout or not said:
-            raise UserError(f"{change.test} should fail in {folder}, and does not:\n{done.stdout}")
+            raise UserError(f"{change.test} should fail with {row!r}, and does not:\n{done.stdout}")
         print(f"{row}: {change.test.partition('::')[2]} fails: {said[1]}", flush=True)
 
 
