@@ -619,14 +619,14 @@ def add_ask_flags(parser):
 def add_judge_flags(parser):
     flag = parser.add_argument_group("3. judge (rewards, advantages)").add_argument
     flag("--reward_funcs", nargs="+", metavar="NAME", help="format, tag, rm, accuracy, overlong, "
-         "repetition, countdown, or your own as module:function (default: format tag rm accuracy "
-         "with --reasoning 1, rm accuracy with 0)")
+         "repetition, countdown, sentence, or your own as module:function (default: format tag rm "
+         "accuracy with --reasoning 1, rm accuracy with 0)")
     flag("--reward_weights", nargs="+", type=FINITE, metavar="W", help="a factor for each of them; "
          "with 0 it is recorded, but teaches nothing (default: 1)")
     flag("--reward_model_path", help="what rm is, a folder or hub id: a "
-         "...ForSequenceClassification with one label, InternLM2's reward model, or a likelihood "
-         "from reward.train_reward_model (default: reward_<hidden_size>, from out_dir or else from "
-         "reward/weights)")
+         "...ForSequenceClassification with one label, InternLM2's, or a likelihood: the sum from "
+         "reward.train_reward_model, or likelihood:PATH, the mean per token under any language "
+         "model (default: reward_<hidden_size>, from out_dir or else from reward/weights)")
     flag("--reward_model_device", help="cpu or cuda:1, say (default: the policy's)")
     flag("--reward_model_scale", type=POSITIVE, default=1.0, help="multiplies the score of rm")
     flag("--reward_model_clip", type=POSITIVE_OR_0, default=1.0,

@@ -21,7 +21,6 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from .model import (
     Head,
@@ -177,22 +176,32 @@ def feed_forward(mlp):
 
 
 def linear(layer):
-    """A linear layer as a function: packed for oneDNN on a CPU; cast once, where autocast would."""
-    if hasattr(layer, "lora_A"):            # with adapters nothing is copied
-        return layer
-    weight, bias, device = layer.weight, layer.bias, layer.weight.device.type
-    if torch.is_autocast_enabled(device):
-        if isinstance(layer, Head):         # float32 either way
-            return layer
-        weight = weight.to(torch.get_autocast_dtype(device))
-        return functools.partial(F.linear, weight=weight, bias=bias)
+    """A linear layer as a function: cast once, where autocast would; packed for oneDNN on a CPU.
+
+    An adapter is merged into float32 weights. bfloat16 would round it away: there it stays beside.
+    """
+    base, device, dtype = getattr(layer, "base", layer), layer.weight.device.type, torch.float32
+    weight, bias = base.weight, base.bias
+    if torch.is_autocast_enabled(device) and not isinstance(layer, Head):
+        dtype = torch.get_autocast_dtype(device)
+    elif base is not layer:
+        weight, base = layer.merged(), layer
+    weight, bias = weight.to(dtype), bias if bias is None else bias.to(dtype)
     # The packed product is private to PyTorch: where it is missing, weights stay as they are.
     packed = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    if (weight.numel() < PACK_FROM or device != "cpu" or weight.dtype != torch.float32
-            or packed is None):
-        return layer
-    weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-    return lambda x: packed(x, weight, bias, "none", [], "")
+    if weight.numel() >= PACK_FROM and device == "cpu" and packed is not None:
+        weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+
+        def product(x):
+            return packed(x.to(dtype), weight, bias, "none", [], "")
+    elif isinstance(layer, Head):
+        product = layer                     # autocast would take part in any other product
+    else:
+        product = functools.partial(F.linear, weight=weight, bias=bias)
+    if base is layer:
+        return product
+    A, B = layer.lora_A.to(dtype), (layer.scale * layer.lora_B).to(dtype)
+    return lambda x: product(x) + F.linear(F.linear(x, A), B)
 
 
 def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temperature=1.0,
@@ -300,29 +309,77 @@ def log_probs(head, hidden, row, tokens, *, temperature, with_entropy):
     """log softmax(head(hidden) / temperature) at some tokens, and the entropy of each row, or 0.
 
     hidden (m, D); row, tokens (p,): which row predicts which token -> float32 (p,) and (m,).
-
-    Where the vocabulary is large, logits are a micro-batch's largest tensor: with 152,000 entries
-    those of a token take 0.6 MB, and learning holds three such tensors. Here those of one chunk
-    exist at a time. The backward pass computes them again, one more product with the head.
     """
     size = max(CHUNK, SMALL // head.out_features)
+    if len(hidden) > size:
+        row, order = row.sort()
+        logps, entropy = InChunks.apply(hidden, head.weight, row, tokens[order], size, temperature,
+                                        with_entropy)
+        return logps[order.argsort()], entropy
+    all_logps = (head(hidden).float() / temperature).log_softmax(-1)                    # (m, V)
+    entropy = all_logps.new_zeros(len(hidden))                                          # (m,)
+    if with_entropy:
+        entropy = -(all_logps.exp() * all_logps).sum(-1)
+    return all_logps.flatten().take(row * all_logps.shape[1] + tokens), entropy
 
-    def of_chunk(hidden, row, tokens):
-        all_logps = (head(hidden).float() / temperature).log_softmax(-1)                # (c, V)
-        entropy = all_logps.new_zeros(len(hidden))                                      # (c,)
-        if with_entropy:
-            entropy = -(all_logps.exp() * all_logps).sum(-1)
-        return all_logps.flatten().take(row * all_logps.shape[1] + tokens), entropy
 
-    if len(hidden) <= size:
-        return of_chunk(hidden, row, tokens)
-    row, order = row.sort()
-    starts = torch.arange(0, len(hidden) + size, size, device=row.device)
-    ends = torch.searchsorted(row, starts).tolist()
-    parts = []
-    for i, (start, end) in enumerate(zip(ends, ends[1:])):
-        inputs = (hidden[i * size:(i + 1) * size], row[start:end] - i * size,
-                  tokens[order[start:end]])
-        parts.append(checkpoint(of_chunk, *inputs, use_reentrant=False))
-    logps, entropy = map(torch.cat, zip(*parts))
-    return logps[order.argsort()], entropy
+class InChunks(torch.autograd.Function):
+    """`log_probs` of many tokens, where the logits of one chunk of rows exist at a time.
+
+    Where the vocabulary is large, logits are a micro-batch's largest tensor: with 152,000 entries
+    those of a token take 0.6 MB, and learning would hold three such tensors. The backward pass
+    computes them again. With p the softmax, T the temperature and H the entropy, it needs
+
+        d log p(token) / d logits = (one_hot(token) - p) / T
+        d H            / d logits = -p (log p + H) / T
+
+    Logits are float32 always. What autocast makes of products holds for those of the gradient.
+    """
+
+    @staticmethod
+    def all_logps(hidden, weight, temperature):
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), weight.float()).div_(temperature).log_softmax(-1)
+
+    @staticmethod
+    def forward(ctx, hidden, weight, row, tokens, size, temperature, with_entropy):
+        """row is sorted."""
+        device = hidden.device.type
+        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(
+            device) else torch.float32
+        starts = torch.arange(0, len(hidden) + size, size, device=row.device)
+        ends = torch.searchsorted(row, starts).tolist()
+        ctx.temperature, ctx.chunks = temperature, [
+            (slice(i * size, (i + 1) * size), slice(*pair))
+            for i, pair in enumerate(zip(ends, ends[1:]))]
+        logps, entropy = (torch.zeros(len(x), device=x.device) for x in (row, hidden))
+        for rows, those in ctx.chunks:
+            all_logps = InChunks.all_logps(hidden[rows], weight, temperature)           # (c, V)
+            logps[those] = all_logps[row[those] - rows.start, tokens[those]]
+            if with_entropy:
+                entropy[rows] = -all_logps.exp().mul_(all_logps).sum(-1)
+        ctx.save_for_backward(hidden, weight, row, tokens, entropy)
+        return logps, entropy
+
+    @staticmethod
+    def backward(ctx, of_logps, of_entropy):
+        hidden, weight, row, tokens, entropy = ctx.saved_tensors
+        of_hidden, of_weight = torch.empty_like(hidden), None
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.zeros_like(weight)
+        of_logps, of_entropy = of_logps / ctx.temperature, of_entropy / ctx.temperature
+        of_row = torch.zeros_like(entropy).index_add_(0, row, of_logps)                 # (m,)
+        converted = weight.to(ctx.dtype)
+        for rows, those in ctx.chunks:
+            all_logps = InChunks.all_logps(hidden[rows], weight, ctx.temperature)
+            times_p = of_row[rows, None]                                                # (c, 1)
+            if of_entropy.any():
+                times_p = times_p + of_entropy[rows, None] * (all_logps + entropy[rows, None])
+            of_logits = all_logps.exp_().mul_(-times_p)                                 # (c, V)
+            of_logits.index_put_((row[those] - rows.start, tokens[those]), of_logps[those],
+                                 accumulate=True)
+            of_logits = of_logits.to(ctx.dtype)
+            of_hidden[rows] = (of_logits @ converted).to(hidden.dtype)
+            if of_weight is not None:
+                of_weight += of_logits.T @ hidden[rows].to(ctx.dtype)
+        return of_hidden, of_weight, None, None, None, None, None

@@ -41,7 +41,7 @@ class LoRALinear(nn.Module):
     def forward(self, x):
         if not self.enabled:
             return self.base(x)
-        return self.base(x) + self.scale * F.linear(F.linear(x, self.lora_A), self.lora_B)
+        return self.base(x) + F.linear(self.scale * F.linear(x, self.lora_A), self.lora_B)
 
     def merged(self):
         """The weight of a plain linear layer that computes the same, in the base's dtype."""

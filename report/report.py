@@ -54,6 +54,7 @@ class Report:
         self.dead_groups = []                   # frac_reward_zero_std of the last 10 steps
         self.timings = Counter()                # timing_s/<phase> -> seconds since the last step
         self.running = None, 0.0                # the phase that is being timed, and since when
+        self.numbers, self.is_slow = "", True   # of the last step: what the bar shows; 1 s or more
         self.warned_at = {}                     # text of a warning -> step that last printed it
         self.held_back = []                     # rows until the first step is done, then None
         self.drawn_step, self.next_drawing = None, -math.inf    # the step, and the time
@@ -64,6 +65,7 @@ class Report:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.swanlab = self._start_swanlab()
         self.bar = tqdm(total=self.total_steps, initial=self.start_step, dynamic_ncols=True,
+                        desc="eval",            # what a run begins with, if it has one
                         bar_format="{n_fmt:>4}/{total_fmt} |{bar:12}|{desc}",
                         # None draws the bar only if stderr is a terminal; without a bar,
                         # step() prints plain lines.
@@ -129,7 +131,7 @@ class Report:
     def phase(self, name):
         """From here to the next phase, or to step() or draw(), time goes to timing_s/<name>.
 
-        What runs after step() counts towards the next step.
+        What runs after step() counts towards the next step. If steps are slow, the bar names it.
         """
         if torch.cuda.is_available():
             torch.cuda.synchronize()    # a GPU is still working when a call returns
@@ -137,6 +139,8 @@ class Report:
         if before:
             self.timings[f"timing_s/{before}"] += now - since
         self.running = name, now
+        if self.active and self.is_slow and not self.bar.disable:
+            self.bar.set_description_str(f"{self.numbers}  {name or ''}".rstrip())
 
     def evaluation(self, step, metrics):
         """Record, print and return one held-out evaluation; step 0 is before training."""
@@ -187,12 +191,12 @@ class Report:
         # evaluation() has already logged the eval/ metrics.
         self._log({key: value for key, value in metrics.items() if key[:5] != "eval/"}, step)
 
-        numbers = self._numbers(step, metrics)
+        self.numbers, self.is_slow = self._numbers(step, metrics), metrics["step_time"] > 1
         if not self.bar.disable:
-            self.bar.set_description_str(numbers, refresh=False)
+            self.bar.set_description_str(self.numbers, refresh=False)
             self.bar.update(step - self.bar.n)
         elif step in (self.start_step + 1, self.total_steps) or step % self.args.log_interval == 0:
-            self._print(f"step {step:>3}/{self.total_steps}  {numbers}")
+            self._print(f"step {step:>3}/{self.total_steps}  {self.numbers}")
         # A policy that has learned its task has many such groups; that is no accident yet.
         last = self.dead_groups = self.dead_groups[-9:] + [metrics.get("frac_reward_zero_std", 0.0)]
         if last[-3:] == [1] * 3 or len(last) == 10 and sum(last) / 10 > 0.9:

