@@ -253,7 +253,7 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, :-1]             # (N, R, V)
     all_logps = (logits.float() / temperature).log_softmax(-1)
     mask = attention_mask[:, -R:]                                                       # (N, R)
-    logps = all_logps.gather(-1, input_ids[:, -R:, None])[..., 0] * mask
+    logps = all_logps.gather(-1, input_ids[:, -R:, None]).squeeze(-1) * mask
     if not with_entropy:
         return logps
     return logps, -(all_logps.exp() * all_logps).sum(-1) * mask

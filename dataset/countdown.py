@@ -53,6 +53,10 @@ def results(numbers, operators):
     return values
 
 
+# Two expressions are the same if they agree on numbers that have nothing to do with each other.
+STAND_INS = dict(enumerate((2**0.5, 3**0.5, 5**0.5, 7**0.5, 11**0.5)))
+
+
 @functools.cache
 def tries(nums, operators="+-*"):
     """All expressions in these numbers, [(numbers, operators)], in the order of the texts.
@@ -60,13 +64,11 @@ def tries(nums, operators="+-*"):
     By operators, then larger numbers first. Of 9+8+6 and 8+9+6 only the first one is there.
     """
     found = {}
-    # Two expressions are the same if they agree on numbers that have nothing to do with each other.
-    stand_ins = dict(enumerate((2**0.5, 3**0.5, 5**0.5, 7**0.5, 11**0.5)))
     for chosen in itertools.product(operators, repeat=len(nums) - 1):
         for places in itertools.permutations(range(len(nums))):
-            value = stand_ins[places[0]]
+            value = STAND_INS[places[0]]
             for operator, place in zip(chosen, places[1:]):
-                value = evaluate(value, operator, stand_ins[place])
+                value = evaluate(value, operator, STAND_INS[place])
             numbers = tuple(nums[place] for place in places)
             if results(numbers, chosen):
                 found.setdefault(round(value, 9), (numbers, chosen))

@@ -81,7 +81,7 @@ class Decoding:
         self.num_rows, self.length, S = B, P, P + max_new_tokens
         prompts = KVCache()
         logits = model(prompt_ids, prompt_mask, logits_to_keep=1, cache=prompts)
-        self.prompt_logits = logits[:, 0]
+        self.prompt_logits = logits.squeeze(1)
         self.H, self.K = config.num_attention_heads, config.num_key_value_heads
         self.d = config.head_dim
         self.cache = torch.empty(                                   # (L, 2, max_rows, K, S, d)
@@ -120,7 +120,7 @@ class Decoding:
         first_child = parents.diff(prepend=parents.new_full((1,), -1)) > 0
         stays = first_child & (parents < self.num_rows)
         if not stays.all():
-            free = torch.ones_like(stays).index_fill_(0, parents[stays], False).nonzero()[:, 0]
+            free = torch.ones_like(stays).index_fill_(0, parents[stays], False).nonzero().squeeze(1)
             moved, parents[~stays] = parents[~stays], free
             self.cache[:, :, free, :, :S] = self.cache[:, :, moved, :, :S]
             self.padding[free] = self.padding[moved]
@@ -129,7 +129,7 @@ class Decoding:
     def step(self, tokens):
         """Reads one more token of each row, (n,); returns the logits of the next, (n, V)."""
         padding = self.padding[:len(tokens)]                                    # (n, 1)
-        rotary = [table[self.length - padding[:, 0]] for table in self.rotary]  # (n, 1, d)
+        rotary = [table[self.length - padding.squeeze(1)] for table in self.rotary]  # (n, 1, d)
         self.length += 1
         n, H, K, d = len(tokens), self.H, self.K, self.d
         bias = padding.new_zeros(n, 1, self.length, dtype=self.cache.dtype)
@@ -215,7 +215,7 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     # On the CPU, because a GPU would have to stop for each number that a shape depends on.
     mask = attention_mask.cpu()
     *tree, node, groups = prefix_tree(input_ids.cpu(), mask, P)
-    wanted = mask[:, P:].flatten().nonzero()[:, 0]                  # (p,) places of N*R
+    wanted = mask[:, P:].flatten().nonzero().squeeze(1)             # (p,) places of N*R
     predicts, row = node.flatten()[wanted].unique(return_inverse=True)          # (m,), (p,)
     tokens, positions, wanted, predicts, row = (
         x.to(device) for x in (*tree, wanted, predicts, row))
@@ -264,12 +264,12 @@ def prefix_tree(input_ids, attention_mask, P):
     for members in (order[kind[order] == k] for k in kind.unique() if k >= 0):
         C, S = int(count[members].max()), int((start + count)[members].max())
         query = start[members, None] + column[:C]                                       # (m, C)
-        real = (column[:C] < count[members, None]).flatten().nonzero()[:, 0]
+        real = (column[:C] < count[members, None]).flatten().nonzero().squeeze(1)
         bias = torch.where(column[:S] <= query[:, :, None], 0.0, float("-inf"))[:, None]
         groups.append((C, real, node[members, :S] * is_input[members, :S], bias))
     positions = new[order].nonzero()[:, 1]                                              # (n,)
     before = attention_mask[:, :P].sum(1, keepdim=True) - 1 + column[:T - P]            # (N, R)
-    predicting = node[place].gather(1, before.clamp(max=T - 1))
+    predicting = node[place].gather(1, before)
     return rows[order][new[order]], positions, predicting * attention_mask[:, P:], groups
 
 
@@ -358,6 +358,7 @@ class InChunks(torch.autograd.Function):
             logps[those] = all_logps[row[those] - rows.start, tokens[those]]
             if with_entropy:
                 entropy[rows] = -all_logps.exp().mul_(all_logps).sum(-1)
+            del all_logps                               # before there are the next ones
         ctx.save_for_backward(hidden, weight, row, tokens, entropy)
         return logps, entropy
 
@@ -382,4 +383,5 @@ class InChunks(torch.autograd.Function):
             of_hidden[rows] = (of_logits @ converted).to(hidden.dtype)
             if of_weight is not None:
                 of_weight += of_logits.T @ hidden[rows].to(ctx.dtype)
+            del all_logps, of_logits, times_p
         return of_hidden, of_weight, None, None, None, None, None

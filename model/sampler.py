@@ -21,7 +21,7 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
     logps = torch.zeros(N, max_new_tokens, device=device)               # both are cut to (N, R)
 
     cache = KVCache()
-    logits = model(prompt_ids, prompt_mask, logits_to_keep=1, cache=cache)[:, 0]        # (B, V)
+    logits = model(prompt_ids, prompt_mask, logits_to_keep=1, cache=cache).squeeze(1)   # (B, V)
     # Each prompt was read once; from here on there is a row for each of its completions: a a b b.
     prompt_of = torch.arange(len(prompt_ids), device=device).repeat_interleave(num_generations)
     cache.select(prompt_of)
@@ -37,7 +37,7 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
             completion_of, tokens, mask = completion_of[alive], tokens[alive], mask[alive]
             cache.select(alive)
         mask = torch.cat((mask, mask.new_ones(len(mask), 1)), dim=1)
-        logits = model(tokens[:, None], mask, logits_to_keep=1, cache=cache)[:, 0]      # (n, V)
+        logits = model(tokens[:, None], mask, logits_to_keep=1, cache=cache).squeeze(1)  # (n, V)
     return completion_ids[:, :t + 1], logps[:, :t + 1]
 
 
@@ -53,7 +53,7 @@ def next_token(logits, temperature, generator, greedy):
     else:
         cumulative = logps.exp().cumsum(-1)
         u = torch.rand(len(logps), 1, device=logps.device, generator=generator)
-        tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)[:, 0]
+        tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).squeeze(1)
         # Only NaN logits draw V, which is no token; the step that learns from them is skipped.
         tokens = tokens.clamp(max=logps.shape[1] - 1)
-    return tokens, logps.gather(-1, tokens[:, None])[:, 0]
+    return tokens, logps.gather(-1, tokens[:, None]).squeeze(1)

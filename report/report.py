@@ -220,7 +220,7 @@ class Report:
         title = f"── step {step}, one group of {len(rows)}{printable(answer)} "
         columns = [name.removesuffix("_reward").rjust(5)
                    for name in ("advantage", "reward", *rows[0]["rewards"])]
-        lines = ["", title.ljust(width, "─"), *fold(rows[0]["prompt"], width, max_lines=3),
+        lines = ["", title.ljust(width, "─"), *fold(rows[0]["prompt"], width, max_lines=6),
                  "  " + "  ".join(columns)]
         copies = Counter()
         for row in sorted(rows[:8], key=lambda row: -row["reward"] if is_finite(row["reward"]) else

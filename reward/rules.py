@@ -28,6 +28,7 @@ WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*\.?")
 WITHIN_A_NUMBER = re.compile(r"\\?\$|\\[,!; ]|(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
 AFTER_A_NUMBER = re.compile(r"(?:\\?%|°|\^\{?\\circ\}?|\\(?:text|mathrm)\{[^{}]*\}|\.|\s)+$")
 TEXT = re.compile(r"\\text(?:bf|rm)?\{([^{}]*)\}")
+PARSE_SECONDS = 5       # that math-verify may take for an answer
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
              ast.Div: operator.truediv, ast.UAdd: operator.pos, ast.USub: operator.neg}
 
@@ -154,7 +155,7 @@ def same_mathematics(given, gold):
                       "'math-verify[antlr4_13_2]'", stacklevel=2)
         return re.sub(r"[\s$]", "", given) == re.sub(r"[\s$]", "", gold)
     # math-verify's time limit is an alarm signal, which only the main thread can receive.
-    seconds = 5 if threading.current_thread() is threading.main_thread() else None
+    seconds = PARSE_SECONDS if threading.current_thread() is threading.main_thread() else None
     gold, given = (parse(f"${text.replace('$', '')}$", parsing_timeout=seconds)
                    for text in (gold, given))
     return verify(gold, given, timeout_seconds=seconds)

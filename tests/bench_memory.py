@@ -9,6 +9,7 @@ first of two ranks.
 """
 import copy
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,6 +30,10 @@ LARGE = SMALL | {"hidden_size": 768, "intermediate_size": 2432, "num_key_value_h
                  "head_dim": 96, "qk_norm": True}
 WIDE = SMALL | {"vocab_size": 64000, "num_hidden_layers": 4}
 DEEP = LARGE | {"num_hidden_layers": 24}
+SMOLLM2 = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+           "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+           "head_dim": 64, "qk_norm": False}
+SENTENCES = {"num_prompts": 8, "prompt_length": 49, "completion_length": 40, "micro_batch_size": 64}
 RUN = {"num_prompts": 2, "num_generations": 8, "prompt_length": 32, "completion_length": 64,
        "micro_batch_size": 4, "reference": True, "gradient_checkpointing": False}
 FEW = {"num_prompts": 1, "num_generations": 4, "completion_length": 16, "lora_rank": 16}
@@ -37,6 +42,8 @@ ROWS = [
     (vars(SIZES["Qwen3-0.6B"]), FEW | {"gpu": True, "lora_rank": 0}),
     *((vars(SIZES[f"Qwen3-{size}B"]), FEW | {"gpu": True}) for size in ("0.6", "1.7", "4")),
     (vars(SIZES["Qwen3-1.7B"]), FEW),
+    (SMOLLM2, SENTENCES), (SMOLLM2, SENTENCES | {"lora_rank": 16}),
+    (SMOLLM2, SENTENCES | {"gpu": True}), (SMOLLM2, SENTENCES | {"gpu": True, "lora_rank": 16}),
     (SMALL, {}), (SMALL, {"micro_batch_size": 1}), (SMALL, {"micro_batch_size": 16}),
     (SMALL, {"micro_batch_size": 16, "gradient_checkpointing": True}),
     (SMALL, {"reference": False}),
@@ -109,6 +116,7 @@ def measure(sizes, run):
     and the seconds of the second step."""
     nothing = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 16}
     world = World("cpu", "bfloat16" if run.get("gpu") else "float32")
+    fast.PACK_FROM = math.inf if run.get("gpu") else fast.PACK_FROM     # a GPU packs nothing
     two_steps(SMALL | nothing | {"num_hidden_layers": 1}, run | {"lora_rank": 0}, world)
     baseline = bench.resident("VmHWM")
     seconds = two_steps(sizes, run, world)

@@ -6,6 +6,7 @@ from test_run import POLICY, SMALL, arguments, gradient, jsonl, rollout_of_six
 
 import train_grpo
 from model import fast, load_pretrained
+from model.model import Head
 from model.processes.world import precision, sampler_weights
 from train_grpo import World, minibatches, token_logps
 
@@ -45,6 +46,24 @@ def test_logits_are_products_in_float32_under_autocast_too(stored):
     # No copy of the model's largest matrix, and no change where nothing is cast.
     assert decoding.head.weight is model.lm_head.weight
     assert model.to(torch.bfloat16)(ids, mask).dtype == torch.bfloat16
+
+
+def test_chunks_of_logits_are_float32_and_their_gradients_nearly(monkeypatch):
+    head, row = Head(64, 500, bias=False), torch.arange(40).repeat(2)
+    hidden, tokens = torch.randn(40, 64, requires_grad=True), torch.randint(500, (80,))
+    found = []
+    for chunk in (40, 7):
+        monkeypatch.setattr(fast, "SMALL", 0)
+        monkeypatch.setattr(fast, "CHUNK", chunk)
+        with torch.autocast("cpu", torch.bfloat16, enabled=chunk == 7):
+            logps, entropy = fast.log_probs(head, hidden, row, tokens, temperature=0.7,
+                                            with_entropy=True)
+        gradients = torch.autograd.grad((logps * torch.arange(80)).sum() + entropy.sum(),
+                                        (hidden, head.weight))
+        found.append((logps, entropy, *gradients))
+    for exact, rounded, tolerance in zip(*found, (1e-5, 1e-5, 1e-2, 1e-2), strict=True):
+        assert (exact - rounded).abs().max() <= tolerance * exact.abs().max()
+    assert not torch.equal(found[0][3], found[1][3])        # bfloat16 was at work
 
 
 def test_autocast_keeps_no_copies_of_weights():

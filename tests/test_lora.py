@@ -64,20 +64,22 @@ def test_adapters_compute_and_learn_what_dense_matrices_would(pair):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fast_pair_sees_the_adapters_and_copies_no_base_weight(dtype, pair, monkeypatch):
+def test_the_fast_pair_merges_adapters_into_float32_weights_alone(dtype, pair, monkeypatch):
     base, policy = pair
     mask, options = torch.ones_like(IDS[:, :9]), {
         "num_generations": 2, "max_new_tokens": 8, "eos_token_id": 2, "pad_token_id": 0,
         "greedy": True}
-    copies = []
-    packs = torch.ops.mkldnn._reorder_linear_weight
+    packed, pack = [], torch.ops.mkldnn._reorder_linear_weight
+    monkeypatch.setattr(fast, "PACK_FROM", 1)
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight",
-                        lambda weight: copies.append(weight) or packs(weight))
+                        lambda weight: packed.append(weight) or pack(weight))
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         plain = sampler.sample(policy, IDS[:, :9], mask, **options)
         ours = fast.sample(policy, IDS[:, :9], mask, **options)
     tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0}
-    assert not copies
+    for layer, weight in zip(adapters(policy).values(), packed[:-1], strict=True):  # then the head
+        merged = layer.merged() if dtype == torch.float32 else layer.base.weight.to(dtype)
+        assert torch.equal(weight, merged)
     if dtype == torch.float32:
         assert torch.equal(plain[0], ours[0])
     torch.testing.assert_close(plain[1], ours[1], **tolerance)

@@ -157,6 +157,22 @@ def test_a_run_that_dies_leaves_its_picture_and_does_not_draw_the_same_lines_twi
     assert 1000 <= width <= 3000 and 600 <= height <= 2000
 
 
+@pytest.mark.parametrize("seconds, shown", [(2.0, True), (0.1, False)])
+def test_the_bar_of_a_slow_run_names_the_phase(seconds, shown, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with Report(tmp_path, report_args(), total_steps=2) as report:
+        assert "eval" in capsys.readouterr().err        # which is what a run begins with
+        report.timings["timing_s/rollout"] = seconds
+        report.step(1, metrics(1), [])
+        for phase in ("rollout", "update"):
+            report.phase(phase)
+            line = capsys.readouterr().err.rpartition("\r")[2]
+            assert line.startswith("   1/2") and line.rstrip().endswith(phase) or not shown
+            assert shown or phase not in line
+        report.phase(None)
+        assert "update" not in capsys.readouterr().err
+
+
 def test_several_runs_share_a_picture_and_a_folder_without_a_run_is_named(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

@@ -93,6 +93,7 @@ def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, c
     D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
     rows, product = min(micro_batch_size, N), 2 if gpu else 4
     chunk = min(rows * completion_length, max(CHUNK, SMALL // V))           # tokens in the head
+    in_chunks = rows * completion_length > chunk
     at_once = min(rollout_batch_size or N, N)
     per_token, per_position = layer_bytes(config, gpu, bool(lora_rank))
     prompts = -(-rows // num_generations)           # each is read once for its completions
@@ -109,11 +110,11 @@ def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, c
         "reference": frozen * (reference and not lora_rank) / ranks,    # LoRA's is the base
         "gradients": 4 * trained / ranks,
         "converted weights": converted / (L if gradient_checkpointing else 1) * (ranks == 1),
-        # On a CPU they are packed, without adapters all, with them only the head.
-        "sampler's weights": converted if gpu else 4 * (V * D if lora_rank else n),
+        "sampler's weights": converted if gpu else 4 * n,   # on a CPU all are packed
         "cache": 2 * L * at_once * config.num_key_value_heads * config.head_dim * T * product,
         "activations": L * tokens * 4 * D if gradient_checkpointing else L * one_layer,
-        "logits": chunk * V * 4 * 3,            # log-softmax, probabilities, their product
+        # Log-softmax, probabilities; what autograd needs of their product, if there is one chunk.
+        "logits": chunk * V * 4 * (2 if in_chunks else 3),
     }
     gathered = 0
     if ranks > 1:       # the sampler has the model whole; learning has this layer and the next
@@ -124,12 +125,14 @@ def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, c
     # Where completions part after their first token, the prompt's keys and values are copied.
     parted = (1 - 1 / num_generations) * prompt_length / T
     sampling = parts["sampler's weights"] + (1 + parted) * parts["cache"] + 4 * at_once * V * 4
-    # In turn: all copies of the logits; two of them and the head's gradient; a layer recomputed.
     recomputed = one_layer * gradient_checkpointing
     head = 0 if lora_rank else 4 * V * D                # the gradient of head or embedding
-    # From the second chunk on, the head has a gradient while all copies of the logits exist.
-    earlier = head if rows * completion_length > chunk else 0
-    dearest = max(parts["logits"] + earlier, parts["logits"] * 2 / 3 + head, recomputed)
+    if in_chunks:       # in turn: two copies of the logits; one, and what a chunk adds to the head
+        backward = head + 2 * V * D * gpu       # its gradient, and autocast's copy of its weights
+        dearest = backward + max(parts["logits"], parts["logits"] / 2 + head / (1 + gpu))
+    else:               # in turn: all copies of the logits; two of them and the head's gradient
+        dearest = max(parts["logits"], parts["logits"] * 2 / 3 + head)
+    dearest = max(dearest, recomputed)                  # or a layer that is computed again
     micro_batch = parts["activations"] + dearest + parts["converted weights"] + gathered
     # At the end the embedding's gradient and, where it is the head too, the head's are added up.
     ending = parts["gradients"] + 2 * config.tie_word_embeddings * head + gathered
