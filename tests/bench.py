@@ -3,7 +3,7 @@
     python tests/bench.py               ours, fast and plain, beside theirs
     python tests/bench.py --tricks      what each trick of model/fast is worth
     python tests/bench.py --device cuda     a page about a GPU, see below
-    python tests/bench.py --cases SmolLM2 SmolLM2-bfloat16      a real model (docs/smollm2.md)
+    python tests/bench.py --cases SmolLM2 SmolLM2-bfloat16      a real model
 
 All sides use the same weights, prompts, rewards, sampling (temperature 1, no top-k, no top-p),
 lengths, micro-batch, learning rate, beta and dtype, float32 unless the case says other. They take

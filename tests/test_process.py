@@ -54,6 +54,9 @@ def test_steps_end_at_their_line_and_the_outcome_at_the_last_token():
         thought = text[:text.index("</think>")]
         assert tokenizer.decode(row[:second + 1]) == thought and last == len(row) - 1
         assert tokenizer.decode(row[:first + 1]) == thought[:thought.index("59*7")]
+    cut_off = tokenizer("<think>\n29+30=59\n59*7=413")["input_ids"]     # within its last line
+    _, ((_, *ends),) = judge_steps([tokenizer.decode(cut_off)], [cut_off], tokenizer, [0.0])
+    assert ends == [len(cut_off) - 1] * 2
 
 
 def test_soft_overlong_falls_from_0_to_minus_1():

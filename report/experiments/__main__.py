@@ -15,7 +15,6 @@ means over the seeds, and the 95% confidence interval of each (Student's t). arm
 each experiment runs and draws.
 """
 import argparse
-import math
 import os
 import re
 import shlex
@@ -153,7 +152,8 @@ def summary(run_dir, names):
     rows = [row | mean_metrics(replies[row["step"]]) for row in read_jsonl(
         run_dir / "metrics.jsonl")]
     for row in rows:        # the mean of log pi_ref is that of log pi less that of their difference
-        row["likelihood"] = -row["entropy"] - row.get("kl", math.nan)
+        if {"entropy", "kl"} <= row.keys():
+            row["likelihood"] = -row["entropy"] - row["kl"]
     names = [name for name in names
              if not name.startswith("eval/") and any(name in row for row in rows)]
     return {**in_parts(rows, names, PARTS),
