@@ -1,10 +1,10 @@
 """Sentences: "Write one sentence of at most 20 words with the words cold, cat and jump."
 
-A task for a chat model that already writes English, such as SmolLM2 (python -m model.from_gguf).
+A task for a chat model that already writes English, such as SmolLM2 (model/storage/from_gguf.py).
 `python -m dataset.sentences` writes the two files that we ship, sentences_train.jsonl and
-sentences_heldout.jsonl, with lines of {"prompt", "words"}. No word is in both. Each prompt asks for
-a noun, a verb and an adjective, in any order. All verbs are regular, so that the judge
-(reward/sentences.py) knows each of their forms by a rule.
+sentences_heldout.jsonl, with lines of {"prompt", "words"}. They share no word, though some roots
+(`paint`, `painter`). Each prompt asks for a noun, a verb and an adjective, in any order. All verbs
+are regular, so that the judge (reward/sentences.py) knows each of their forms by a rule.
 """
 import argparse
 import random

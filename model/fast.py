@@ -181,18 +181,21 @@ def linear(layer):
     An adapter is merged into float32 weights. bfloat16 would round it away, so in bfloat16 it stays
     a product of its own.
     """
-    base, device, dtype = getattr(layer, "base", layer), layer.weight.device.type, torch.float32
-    weight, bias = base.weight, base.bias
-    if torch.is_autocast_enabled(device) and not isinstance(layer, Head):
-        dtype = torch.get_autocast_dtype(device)
-    elif base is not layer:
-        weight, base = layer.merged(), layer
+    adapter = layer if hasattr(layer, "lora_A") else None
+    base = layer.base if adapter else layer
+    weight, bias, device = base.weight, base.bias, base.weight.device.type
+    dtype = weight.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.float32 if isinstance(layer, Head) else torch.get_autocast_dtype(device)
+    elif adapter:
+        weight, adapter = adapter.merged(), None        # nothing stays beside it
     weight, bias = weight.to(dtype), bias if bias is None else bias.to(dtype)
     # The packed product is private to PyTorch: where it is missing, weights stay as they are.
     packed = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    can_pack = packed is not None and (
-        dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if weight.numel() >= PACK_FROM and device == "cpu" and can_pack:
+    can_pack = device == "cpu" and packed is not None and (
+        dtype == torch.float32
+        or dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if weight.numel() >= PACK_FROM and can_pack:
         weight = torch.ops.mkldnn._reorder_linear_weight(weight)
 
         def product(x):
@@ -201,9 +204,9 @@ def linear(layer):
         product = layer         # it switches autocast off by itself
     else:
         product = functools.partial(F.linear, weight=weight, bias=bias)
-    if base is layer:
+    if adapter is None:
         return product
-    A, B = layer.lora_A.to(dtype), (layer.scale * layer.lora_B).to(dtype)
+    A, B = adapter.lora_A.to(dtype), (adapter.scale * adapter.lora_B).to(dtype)
     return lambda x: product(x) + F.linear(F.linear(x, A), B)
 
 
@@ -336,32 +339,29 @@ class InChunks(torch.autograd.Function):
         d log p(token) / d logits = (one_hot(token) - p) / T
         d H            / d logits = -p (log p + H) / T
 
-    Logits are always float32. Under autocast the products of the backward pass are in its dtype.
+    All of it is float32, under autocast too, as in model.Head.
     """
 
     @staticmethod
     def all_logps(hidden, weight, temperature):
-        with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.float(), weight.float()).div_(temperature).log_softmax(-1)
+        return F.linear(hidden.float(), weight.float()).div_(temperature).log_softmax(-1)
 
     @staticmethod
     def forward(ctx, hidden, weight, row, tokens, size, temperature, with_entropy):
         """row is sorted."""
-        device = hidden.device.type
-        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(
-            device) else torch.float32
         starts = torch.arange(0, len(hidden) + size, size, device=row.device)
         ends = torch.searchsorted(row, starts).tolist()
         ctx.temperature, ctx.chunks = temperature, [
             (slice(i * size, (i + 1) * size), slice(*pair))
             for i, pair in enumerate(zip(ends, ends[1:]))]
         logps, entropy = (torch.zeros(len(x), device=x.device) for x in (row, hidden))
-        for rows, those in ctx.chunks:
-            all_logps = InChunks.all_logps(hidden[rows], weight, temperature)           # (c, V)
-            logps[those] = all_logps[row[those] - rows.start, tokens[those]]
-            if with_entropy:
-                entropy[rows] = -all_logps.exp().mul_(all_logps).sum(-1)
-            del all_logps                               # before there are the next ones
+        with torch.autocast(hidden.device.type, enabled=False):
+            for rows, those in ctx.chunks:
+                all_logps = InChunks.all_logps(hidden[rows], weight, temperature)       # (c, V)
+                logps[those] = all_logps[row[those] - rows.start, tokens[those]]
+                if with_entropy:
+                    entropy[rows] = -all_logps.exp().mul_(all_logps).sum(-1)
+                del all_logps                           # before there are the next ones
         ctx.save_for_backward(hidden, weight, row, tokens, entropy)
         return logps, entropy
 
@@ -371,21 +371,20 @@ class InChunks(torch.autograd.Function):
         of_hidden, of_weight = torch.empty_like(hidden), None
         if ctx.needs_input_grad[1]:
             of_weight = torch.zeros_like(weight)
+        has_entropy = bool(of_entropy.any())
         of_logps, of_entropy = of_logps / ctx.temperature, of_entropy / ctx.temperature
         of_row = torch.zeros_like(entropy).index_add_(0, row, of_logps)                 # (m,)
-        converted, has_entropy = weight.to(ctx.dtype), bool(of_entropy.any())
-        for rows, those in ctx.chunks:
-            all_logps = InChunks.all_logps(hidden[rows], weight, ctx.temperature)
-            times_p = of_row[rows, None]                                                # (c, 1)
-            if has_entropy:
-                times_p = times_p + of_entropy[rows, None] * (all_logps + entropy[rows, None])
-            of_logits = all_logps.exp_().mul_(-times_p)                                 # (c, V)
-            of_logits.index_put_((row[those] - rows.start, tokens[those]), of_logps[those],
-                                 accumulate=True)
-            del all_logps                               # it is the same tensor
-            of_logits = of_logits.to(ctx.dtype)
-            of_hidden[rows] = (of_logits @ converted).to(hidden.dtype)
-            if of_weight is not None:
-                of_weight += of_logits.T @ hidden[rows].to(ctx.dtype)
-            del of_logits, times_p
+        with torch.autocast(hidden.device.type, enabled=False):
+            for rows, those in ctx.chunks:
+                all_logps = InChunks.all_logps(hidden[rows], weight, ctx.temperature)   # (c, V)
+                times_p = of_row[rows, None]                                            # (c, 1)
+                if has_entropy:
+                    times_p = times_p + of_entropy[rows, None] * (all_logps + entropy[rows, None])
+                of_logits = all_logps.exp_().mul_(-times_p)     # in the same memory
+                of_logits.index_put_((row[those] - rows.start, tokens[those]), of_logps[those],
+                                     accumulate=True)
+                of_hidden[rows] = (of_logits @ weight.float()).to(hidden.dtype)
+                if of_weight is not None:
+                    of_weight.addmm_(of_logits.T, hidden[rows].float())
+                del all_logps, of_logits, times_p
         return of_hidden, of_weight, None, None, None, None, None

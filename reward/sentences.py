@@ -1,12 +1,17 @@
 """The reward of a sentence with given words (dataset/sentences.py)."""
 import re
+from collections import Counter
 
-ENDINGS = ("", "s", "es", "d", "ed", "ing", "r", "er", "st", "est", "ly")
-# Words that a sentence may well have twice.
-SMALL = set("""a an and are as at be but by for from had has have he her his i if in into is it its
-    me my of on or our out over she so than that the their them then they this to under up was we
-    were when where which while who will with you your""".split())
-LISTED = re.compile(r"(?:\w+, *){3}")        # an enumeration, not a sentence
+# Words that a sentence may well have more than once.
+SMALL = set("""a about after all an and are as at back be because been before but by can could did
+    do down each for from had has have he her him his i if in into is it its just me my no not of
+    off on one or other our out over she so some than that the their them then there they this
+    through to too under until up us very was we were what when where which while who will with
+    would you your""".split())
+PLURALS = {"child": "children", "fisherman": "fishermen", "mouse": "mice"}
+LISTED = re.compile(r"(?:\w+[,;:/] *){3}")       # an enumeration, not a sentence
+SENTENCE = re.compile(r"[^.!?;:\n]+[.!?][\"'”’]?")
+TITLE = re.compile(r"\b(Mrs?|Ms|Dr|St)\.")
 
 
 def sentence_reward(prompts, completions, words=None, **columns):
@@ -14,9 +19,11 @@ def sentence_reward(prompts, completions, words=None, **columns):
 
         reward = share * (0.5 + 0.25 [it is one sentence] + 0.25 [it has 6 to 20 words])
 
-    0 for what is no sentence of its own: three words in a row with a comma after each, four words
-    in a row that are the prompt's, or the same word twice, but for small ones like `the`. A word
-    counts in any form that `forms` makes of it. None for rows without the column.
+    0 for what is no sentence of its own: three words in a row with a comma or the like after each;
+    four words in a row that are the prompt's; a word of `words` in two forms, or any word twice,
+    but for small ones like `the`, which may occur three times. A word counts in any form that
+    `forms` makes of it. None for rows without the column. A rule knows no grammar: nonsense with
+    the right words passes.
     """
     return [None if asked is None else judge(completion, prompt, asked)
             for completion, prompt, asked in zip(completions, prompts,
@@ -24,19 +31,21 @@ def sentence_reward(prompts, completions, words=None, **columns):
 
 
 def judge(text, prompt, asked):
-    text = text.strip()
+    text = TITLE.sub(r"\1", text.strip())
     found = words_of(text)
-    large = [word for word in found if word not in SMALL]
-    repeated, copied = len(set(large)) < len(large), fours(found) & fours(words_of(prompt))
-    if repeated or copied or LISTED.search(text):
+    used = [sum(word in forms(one.lower()) for word in found) for one in asked]     # how often
+    repeated = max(used) > 1 or any(
+        count > (3 if word in SMALL else 1) for word, count in Counter(found).items())
+    if repeated or fours(found) & fours(words_of(prompt)) or LISTED.search(text):
         return 0.0
-    used = sum(not forms(word).isdisjoint(found) for word in asked)
-    is_one = re.fullmatch(r"[^.!?\n]+[.!?][\"']?", text) is not None
-    return used / len(asked) * (0.5 + 0.25 * is_one + 0.25 * (6 <= len(found) <= 20))
+    is_one, fits = SENTENCE.fullmatch(text) is not None, 6 <= len(found) <= 20
+    return sum(used) / len(asked) * (0.5 + 0.25 * is_one + 0.25 * fits)
 
 
 def words_of(text):
-    return re.findall(r"[a-z]+(?:['-][a-z]+)*", text.lower())
+    """Its words and numbers in lower case, without a possessive 's."""
+    words = re.findall(r"[^\W_]+(?:'[^\W_]+)*", text.lower().replace("’", "'"))
+    return [word.removesuffix("'s") for word in words]
 
 
 def fours(words):
@@ -45,11 +54,11 @@ def fours(words):
 
 
 def forms(word):
-    """The word with each ending; also without its e, with i for its y, with its last letter twice.
-
-    So of `stop`, stopped; of `dance`, dancing; of `happy`, happier; but not of `sing`, sang.
-    """
-    stems = {word, word + word[-1]}
-    if word[-1] in "ey":
-        stems.add(word[:-1] + "i" * (word[-1] == "y"))
-    return {stem + ending for stem in stems for ending in ENDINGS}
+    """The word with its regular endings: stopped, dancing, happier, cities; not sing, sang."""
+    stem, endings = word + word[-1], ("ed", "ing", "er", "est")
+    if word.endswith("e"):
+        stem = word[:-1]
+    elif word.endswith("y") and word[-2:-1] not in tuple("aeiou"):
+        stem, endings = word[:-1] + "i", ("es", "ed", "er", "est", "ly")
+    return ({word + ending for ending in ("", "s", "es", "ed", "ing", "er", "est", "ly")}
+            | {stem + ending for ending in endings} | {PLURALS.get(word, word)})

