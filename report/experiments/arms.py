@@ -254,7 +254,7 @@ EXPERIMENTS = {
         {"": {"the rule alone": SENTENCES, "the rule and the likelihood": f"{SENTENCES} {LIKELY}"}},
         OF_SENTENCES),
     "smollm2_kl": Experiment(
-        {"": arms(SENTENCES, {"beta 0.05": "", "beta 0.1": "--beta 0.1", "beta 0.3": "--beta 0.3",
+        {"": arms(SENTENCES, {"beta 0.1": "--beta 0.1", "beta 0.3": "--beta 0.3",
                               "LoRA": "--lora_rank 16 --learning_rate 2e-4"})},
         OF_SENTENCES, seeds=(42,)),
     "groups": Experiment(
