@@ -368,6 +368,22 @@ def test_what_has_no_gradient_is_not_computed_but_counts(policy, six, logps_of):
     assert gradient(policy, six, spy, entropy_coef=0.1)[1]["grad_norm"] > 0 and seen() == [3, 6]
 
 
+def test_every_update_is_compared_with_the_policy_before_the_first(policy, six, monkeypatch):
+    spy = Mock(wraps=train_grpo.grpo_loss)
+    monkeypatch.setattr(train_grpo, "grpo_loss", spy)
+    six.old_logps, optimizer = None, torch.optim.SGD(policy.parameters())
+    for passes in (1, 3):
+        args = arguments(num_iterations=passes)
+        updates = minibatches(six, World("cpu"), args)
+        train_grpo.compute_old_logps(policy, updates, token_logps, args)
+        assert (updates[0].micro_batches[0].old_logps is None) == (passes == 1)
+        spy.reset_mock()
+        update_policy(policy, optimizer, 0.1, updates, World("cpu"), token_logps, args)
+        logps, old_logps = zip(*(call.args[:2] for call in spy.mock_calls))
+        assert len(logps) == passes and all(torch.equal(old, logps[0]) for old in old_logps)
+        assert all((now - then).abs().max() > 1e-3 for now, then in zip(logps[1:], logps))
+
+
 def test_truncated_completions_count_nothing_but_as_sequences(policy, six):
     assert six.ended.tolist() == [True, False, True, True, True, False]
     six.ref_logps, six.advantages = None, torch.tensor([1.0, 5.0, 0.3, -1.2, 0.9, -7.0])
