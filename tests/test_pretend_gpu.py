@@ -142,7 +142,8 @@ def test_a_run_and_a_resume_mix_no_devices(gpu, family, dtype, flags, tmp_path, 
     monkeypatch.setattr(fast, "SMALL", 0)
     monkeypatch.setattr(fast, "CHUNK", 50)      # of the head's inputs: one chunk, or several
     if family:                  # random weights, and a reward that they earn; many tokens are EOS
-        sizes = {"vocab_size": 300, "eos_token_id": list(range(20, 50))}
+        sizes = {"vocab_size": 300, "eos_token_id": list(range(20, 50)), "hidden_size": 48,
+                 "num_attention_heads": 6}                  # 3 heads share keys
         reference(family, **sizes).save_pretrained(tmp_path / "weights")
         flags += (f" --model_path {tmp_path}/weights --tokenizer_path {SHIPPED}"
                   " --reward_funcs format test_real_weights:any_score")
