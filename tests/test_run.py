@@ -266,10 +266,9 @@ def test_the_groups_with_the_largest_spread_are_selected_whole_and_in_order(six)
 OBJECTIVES = [{"loss_type": name, "beta": 0.1} for name in ("grpo", "bnpo", "dapo", "r1")] + [
     {"loss_type": "dr_grpo", "entropy_coef": 0.1}, {"loss_type": "cispo", "epsilon_high": 5.0},
     {"importance_sampling_level": "sequence", "mask_truncated_completions": True},
-    {"loss_type": "sapo", "beta": 0.1, "use_bias_correction_kl": True},
-    {"loss_type": "gmpo", "beta": 0.1, "kl_type": "k3+"},
-    {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-    {"off_policy_mask_threshold": 0.2}]
+    {"beta": 0.1, "use_bias_correction_kl": True}, {"beta": 0.1, "kl_type": "k3+"},
+    {"loss_type": "sapo"}, {"loss_type": "gmpo"}, {"off_policy_mask_threshold": 0.2},
+    {"loss_type": "luspo", "importance_sampling_level": "sequence"}]
 ADVANTAGES = [{"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 3.0]},
               {"scale_rewards": "mean"}, {"advantage_estimator": "grpo_passk"},
               {"scale_rewards": "batch"}]
