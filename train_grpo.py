@@ -665,7 +665,7 @@ def add_objective_flags(parser):
          help="a ratio pi / pi_old per token, or per completion (GSPO: epsilons of about 3e-4)")
     flag("--epsilon_low", type=POSITIVE_OR_0, default=0.2, help="clip the ratio at 1 - it")
     flag("--epsilon_high", type=POSITIVE_OR_0, help="and at 1 + it (default: 0.2; DAPO 0.28); "
-         "with cispo the cap itself (default: 5)")
+         "with cispo the cap itself (default: 5); gmpo has both in log space: 0.4, say")
     flag("--delta", type=FINITE, help="dual clip: cap on the ratio of bad tokens (default: none)")
     flag("--kl_type", choices=tuple(KL_TYPES), help="estimate of the KL: k2 has its "
          "gradient, k3 is GRPO's, k3+ its value with k2's gradient (default: k3; k1 with "

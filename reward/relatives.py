@@ -55,10 +55,10 @@ def normalize_then_sum(rollout, normalize, world, args):
 
     `normalize` is group_advantages. What a function has not judged adds nothing to S.
     """
-    each = torch.stack([normalize(rewards, args.num_generations)
-                        for rewards in rollout.rewards_per_func.values()])      # (functions, N)
+    rewards = torch.stack([*rollout.rewards_per_func.values()])                 # (functions, N)
+    each = normalize(rewards.flatten(), args.num_generations).view_as(rewards)
     total = torch.tensor(args.reward_weights, dtype=each.dtype) @ each          # (N,)
-    total[rollout.rewards.isnan()] = math.nan
+    total = total.where(~rollout.rewards.isnan(), math.nan)
     of_all = torch.tensor(world.gather([total.tolist()]), dtype=total.dtype)    # (ranks, N)
     advantages = normalize(of_all.flatten(), of_all.numel()).view_as(of_all)[world.rank]
     return advantages.to(rollout.mask.device)
