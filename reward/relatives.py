@@ -117,8 +117,8 @@ def cispo_cap(ratio, advantages, logps, mask, *, epsilon_high, **unused):
 def soft_gate(ratio, advantages, logps, mask, **unused):
     """SAPO's -(4 / tau) sigmoid(tau (ratio - 1)) A, arXiv 2511.20347: nothing is clipped.
 
-    The gradient is that of the ratio while it is 1, and fades the further it moves, either way.
-    For bad completions, whose tokens' loss raises all others, tau is a little larger.
+    While the ratio is 1 the gradient is that of ratio A; the further it moves, either way, the more
+    it fades. A bit sooner where A < 0: pushing a token down pushes up all others.
     """
     tau = torch.full_like(advantages, TAU_BAD).masked_fill(advantages > 0, TAU_GOOD)
     loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
@@ -143,8 +143,10 @@ def geometric_mean(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high,
 
 
 def loss_types(ppo_clip):
-    """Rows of LOSS_TYPES. luspo, arXiv 2602.05261, with GSPO's ratio, one for a completion, counts
-    it once for each of its tokens."""
+    """Rows of LOSS_TYPES.
+
+    luspo, arXiv 2602.05261, is for GSPO's ratio: a completion counts once for each of its tokens.
+    """
     return {
         "cispo": (cispo_cap,      lambda o, completions, tokens, L: tokens),
         "sapo":  (soft_gate,      lambda o, completions, tokens, L: completions * o),
