@@ -51,19 +51,19 @@ from dataset import batches_from, read_prompts
 from model import Rollout, Saver, World, eos_token_ids, fast, sampler
 from model.lora import AdaptersOff, with_adapters
 from model.processes.watch import Watch, all_or_none
-from model.processes.world import for_learning, for_sampling, sampler_weights
+from model.processes.world import for_learning, for_sampling
 from model.storage.read import find_weights, load_pretrained, load_tokenizer
 from report import Report, UserError, describe, drift, mean_metrics, rollout_metrics, sum_metrics
 from report.command_line import Parser, folder_name, number, steps_or_minutes, user_errors
-from reward import combine_rewards, failures, load_reward_funcs, process
+from reward import combine_rewards, failures, load_reward_funcs, process, relatives
 
 HERE = Path(__file__).parent
 
 # --- the objective --------------------------------------------------------------------------------
 # First the advantages, and the mask of a completion's own tokens. Then the loss: three independent
-# choices, which ratio (importance_ratio), how it is bounded (ppo_clip, cispo_cap), how tokens are
-# averaged (LOSS_TYPES, which names pairs of a bound and an average); and a KL penalty. grpo_loss
-# composes them. A relative of GRPO differs in one of them; r1 changes what they apply to.
+# choices, which ratio (importance_ratio), how it is bounded (ppo_clip), how tokens are averaged
+# (LOSS_TYPES, pairs of a bound and an average); and a KL penalty. grpo_loss composes them. A
+# relative of GRPO differs in one of them: reward/relatives.py has most, as rows of the tables here.
 
 
 def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_std=None, eps=1e-4,
@@ -84,21 +84,19 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
     >>> group_advantages(torch.tensor([0.1, 1.1, 1.0, 0.1]), 4)
     tensor([-0.8635,  0.9544,  0.7726, -0.8635])
     """
+    if advantage_estimator not in ("grpo", *BASELINES):
+        raise ValueError(f"advantage_estimator is {advantage_estimator!r}; choose grpo, "
+                         f"{', '.join(BASELINES)}")
+    if scale_rewards not in ("group", *SCALES):
+        raise ValueError(f"scale_rewards is {scale_rewards!r}; choose group, {', '.join(SCALES)}")
     groups = rewards.view(-1, num_generations)                                          # (B, G)
     # The same constant off all changes nothing, but equal rewards or a lone one now give exactly 0.
     groups = groups - groups.nan_to_num(float("-inf")).amax(1, keepdim=True)
     baseline, scale = groups.nanmean(1, keepdim=True), nanstd(groups) + eps             # (B, 1)
-    if advantage_estimator == "rloo":
-        judged = (~groups.isnan()).sum(1, keepdim=True)
-        baseline = (judged * baseline - groups) / (judged - 1).clamp(min=1)     # (B, G), of others
-    elif advantage_estimator != "grpo":
-        raise ValueError(f"advantage_estimator is {advantage_estimator!r}; choose grpo or rloo")
-    if scale_rewards == "batch":
-        scale = (nanstd(rewards) if batch_std is None else batch_std) + eps
-    elif scale_rewards == "none":
-        scale = 1.0
-    elif scale_rewards != "group":
-        raise ValueError(f"scale_rewards is {scale_rewards!r}; choose group, batch or none")
+    if advantage_estimator != "grpo":
+        baseline = BASELINES[advantage_estimator](groups)                       # (B, 1 or G)
+    if scale_rewards != "group":
+        scale = SCALES[scale_rewards](rewards.view_as(groups), batch_std, eps)          # (B, 1)
     return ((groups - baseline).nan_to_num(0.0) / scale).view(-1)
 
 
@@ -107,6 +105,17 @@ def nanstd(x):
     deviation = (x - x.nanmean(-1, keepdim=True)).nan_to_num(0.0)
     count = (~x.isnan()).sum(-1, keepdim=True)
     return (deviation.pow(2).sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+
+
+# Instead of the group's mean and std: from the rewards of groups, (B, G) with NaNs.
+BASELINES = {
+    "rloo": lambda groups: (groups.nansum(1, keepdim=True) - groups) / (        # mean of the others
+        (~groups.isnan()).sum(1, keepdim=True) - 1).clamp(min=1),
+}
+SCALES = {
+    "batch": lambda groups, std, eps: (nanstd(groups.flatten()) if std is None else std) + eps,
+    "none":  lambda groups, std, eps: 1.0,
+}
 
 
 def completion_mask(completion_ids, eos_token_id):
@@ -132,7 +141,7 @@ def importance_ratio(logps, old_logps, mask, *, level="token"):
     raise ValueError(f"importance_sampling_level is {level!r}; choose token or sequence")
 
 
-def ppo_clip(ratio, advantages, logps, *, epsilon_low, epsilon_high, delta=None):
+def ppo_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, delta=None):
     """Choice 2, the bound: PPO's -min(ratio A, clip(ratio) A); and where it clips, low and high.
 
     Once a ratio has moved past 1 ± epsilon in the direction that its advantage favours, the clip
@@ -147,28 +156,16 @@ def ppo_clip(ratio, advantages, logps, *, epsilon_low, epsilon_high, delta=None)
     return loss, low, high
 
 
-def cispo_cap(ratio, advantages, logps, *, epsilon_low=None, epsilon_high, delta=None):
-    """Choice 2, the bound: CISPO's -sg[min(ratio, epsilon_high)] A log pi, arXiv 2506.13585.
-
-    The ratio is a weight without gradient, sg, and epsilon_high the cap itself: no token ever loses
-    its gradient. There is no lower bound. (Called as ppo_clip is, hence its arguments.)
-    """
-    weight = ratio.detach().clamp(max=epsilon_high)
-    high = (ratio > epsilon_high) & (advantages > 0)        # as TRL counts
-    return -weight * advantages * logps, torch.zeros_like(high), high
-
-
 # Choice 3, the average: each token's term is divided by `divisor`, then all are added up. o is the
 # length of the token's completion, L the maximum length; completions and tokens are those of the
 # whole optimizer step, over all micro-batches and ranks.
 LOSS_TYPES = {
-    # name      bound      divisor
-    "grpo":    (ppo_clip,  lambda o, completions, tokens, L: completions * o),  # mean of means
-    "bnpo":    (ppo_clip,  lambda o, completions, tokens, L: tokens),           # mean of all tokens
-    "dr_grpo": (ppo_clip,  lambda o, completions, tokens, L: completions * L),  # no bias by length
-    "dapo":    (ppo_clip,  lambda o, completions, tokens, L: tokens),           # the same as bnpo
-    "cispo":   (cispo_cap, lambda o, completions, tokens, L: tokens),
-    "r1":      (ppo_clip,  lambda o, completions, tokens, L: completions),      # see as_one_action
+    # name      bound     divisor
+    "grpo":    (ppo_clip, lambda o, completions, tokens, L: completions * o),  # mean of means
+    "bnpo":    (ppo_clip, lambda o, completions, tokens, L: tokens),           # mean of all tokens
+    "dr_grpo": (ppo_clip, lambda o, completions, tokens, L: completions * L),  # no bias by length
+    "dapo":    (ppo_clip, lambda o, completions, tokens, L: tokens),           # the same as bnpo
+    "r1":      (ppo_clip, lambda o, completions, tokens, L: completions),      # see as_one_action
 }   # the flags of each relative: docs/losses.md
 
 
@@ -200,13 +197,14 @@ def as_one_action(mask, *logps):
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, kl_type="k3",
               epsilon_low=0.2, epsilon_high=0.2, delta=None, loss_type="grpo",
               importance_sampling_level="token", max_completion_length=None, entropy=None,
-              entropy_coef=0.0, num_sequences=None, num_tokens=None):
+              entropy_coef=0.0, use_bias_correction_kl=False, num_sequences=None, num_tokens=None):
     """The loss of GRPO and its family, and metrics as detached scalars.
 
     logps, old_logps, mask, ref_logps, entropy (N, R); advantages (N,) or (N, R). num_sequences and
     num_tokens are totals of the whole optimizer step, over all micro-batches and ranks (None: this
     call is the step): the parts' losses and metrics then add up to the step's. Masked-out rows
     count in num_sequences. entropy_coef times the mean entropy of all tokens is a bonus.
+    use_bias_correction_kl multiplies the KL's term by the ratio (DeepSeek-V3.2, arXiv 2512.02556).
     """
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"loss_type is {loss_type!r}; choose {', '.join(LOSS_TYPES)}")
@@ -222,7 +220,7 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
         mask, logps, old_logps, ref_logps = as_one_action(mask, logps, old_logps, ref_logps)
         num_tokens = num_sequences      # its "tokens" are completions
     ratio = importance_ratio(logps, old_logps, mask, level=importance_sampling_level)
-    loss, low, high = bound(ratio, advantages, logps, epsilon_low=epsilon_low,
+    loss, low, high = bound(ratio, advantages, logps, mask, epsilon_low=epsilon_low,
                             epsilon_high=epsilon_high, delta=delta)                   # (N, 1 or R)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                    # (N, 1)
     # Ratios of tokens are counted by token, those of completions by completion.
@@ -232,7 +230,7 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
                {"low": low, "high": high, "region": low | high}.items()}
     if beta or ref_logps is not None:
         kl = kl_penalty(logps, ref_logps, kl_type=kl_type)                              # (N, R)
-        loss = loss + beta * kl
+        loss = loss + beta * (ratio * kl if use_bias_correction_kl else kl)
         metrics["kl"] = (kl.detach() * mask).sum() / num_tokens     # whatever the loss averages
     divided_by = divisor(lengths, num_sequences, num_tokens, max_completion_length)
     return (loss * mask / divided_by).sum() - bonus, metrics
@@ -304,6 +302,8 @@ def compute_advantages(rollout, policy, tokenizer, logps_of, world, args):
         rewards = rewards - args.beta * (kl * rollout.mask).sum(1).cpu()
     if args.supervision == "process":
         return process.advantages_of(rollout, rewards, tokenizer, args)
+    if args.multi_objective_aggregation == "normalize_then_sum":
+        return relatives.normalize_then_sum(rollout, group_advantages, world, args)
     batch_std = nanstd(torch.tensor(world.gather(rewards.tolist())))    # for scale_rewards batch
     advantages = group_advantages(rewards, args.num_generations, batch_std=batch_std,
                                   scale_rewards=args.scale_rewards,
@@ -356,15 +356,15 @@ def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
                 entropy = entropy.detach()      # frees what its gradient would need
             # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
             old_logps = logps.detach() if part.old_logps is None else part.old_logps
-            weights = sampler_weights(part, old_logps, args)    # pi_old / pi_sampler, or 1: (n, 1)
+            weights = relatives.sampler_weights(part, old_logps, args)  # pi_old / pi_sampler, or 1
             loss, of_loss = grpo_loss(
-                logps, old_logps, weights * part.advantages.view(len(logps), -1), part.mask,
+                logps, old_logps, weights * relatives.near_sampler(part, logps, args), part.mask,
                 num_sequences=minibatch.num_sequences, num_tokens=minibatch.num_tokens,
                 ref_logps=part.ref_logps, beta=0.0 if args.kl_in_reward else args.beta,
                 kl_type=args.kl_type, epsilon_low=args.epsilon_low, epsilon_high=args.epsilon_high,
                 delta=args.delta, loss_type=args.loss_type, max_completion_length=args.max_gen_len,
                 importance_sampling_level=args.importance_sampling_level, entropy=entropy,
-                entropy_coef=args.entropy_coef)
+                entropy_coef=args.entropy_coef, use_bias_correction_kl=args.use_bias_correction_kl)
             loss.backward()
             of_policy = drift(part, logps, old_logps, entropy, weights)     # sums over tokens
             shares.append({"loss": loss.detach()} | of_loss | of_policy)
@@ -554,6 +554,11 @@ def load_models(args, world):
 # --- what one looks up: flags ---------------------------------------------------------------------
 
 
+BASELINES |= relatives.BASELINES        # the tables of the objective get the rows of the relatives
+SCALES |= relatives.SCALES
+LOSS_TYPES |= relatives.loss_types(ppo_clip)
+KL_TYPES |= relatives.kl_types(KL_TYPES["k3"])
+
 COUNT, COUNT_OR_0 = number(int, 1), number(int, 0)
 POSITIVE, POSITIVE_OR_0 = number(float, 0, above=True), number(float, 0)
 FINITE = number(float, -10**6, 10**6)
@@ -565,11 +570,12 @@ def parse_args(argv=None):
         "laptop, that thinking before it answers pays. Policy: the model that learns. Reference: "
         "the weights it started from. Group: the completions of one prompt. Rollout: the "
         "completions of a step."))
-    for add_flags in (add_ask_flags, add_judge_flags, add_learn_flags, add_report_flags):
+    for add_flags in (add_ask_flags, add_judge_flags, add_objective_flags, add_optimizer_flags,
+                      add_report_flags):
         add_flags(parser)
     args = parser.parse_args(argv)
     fill_in_defaults(args)
-    for wrong, message in impossible_combinations(args):
+    for wrong, message in impossible_objectives(args) + impossible_combinations(args):
         if wrong:
             parser.error(message)
     return args
@@ -635,32 +641,43 @@ def add_judge_flags(parser):
          help="with --reasoning 1, weight of the answer's own score; the whole reply has the rest")
     flag("--reward_timeout", type=POSITIVE_OR_0, default=0,
          help="seconds per step after which a reward function has failed; 0: no limit")
-    flag("--scale_rewards", choices=("group", "batch", "none"), help="divide advantages by the std "
-         "of the group, of the step, or by nothing: then groups that hardly differ weigh less "
-         "(default: group; none with rloo)")
-    flag("--advantage_estimator", choices=("grpo", "rloo"), default="grpo",
-         help="compare a reward with the mean of its group, or of the other completions in it")
+    flag("--scale_rewards", choices=("group", *SCALES), help="divide advantages by the std of the "
+         "group, of the step, or by nothing: then groups that hardly differ weigh less; mean: by "
+         "the group's mean (MaxRL, for rewards from 0 to 1) (default: group; none with another "
+         "--advantage_estimator than grpo)")
+    flag("--advantage_estimator", choices=("grpo", *BASELINES), default="grpo",
+         help="compare a reward with the mean of its group, or of the other completions in it; "
+         "grpo_passk: only the best of a group, with the second best")
+    flag("--multi_objective_aggregation", choices=("sum_then_normalize", "normalize_then_sum"),
+         default="sum_then_normalize", help="normalize_then_sum: divide each reward function by "
+         "its own std in the group, then the sum by that of the step (GDPO)")
     flag("--supervision", choices=("outcome", "process"), default="outcome",
          help="process: also reward each right line of arithmetic with 1")
     flag("--kl_in_reward", action="store_true", help="take beta * KL (k1) off the reward instead")
 
 
-def add_learn_flags(parser):
+def add_objective_flags(parser):
     flag = parser.add_argument_group("4. learn (the objective)").add_argument
     flag("--loss_type", choices=tuple(LOSS_TYPES), default="grpo", help="mean over tokens: of each "
          "completion, then of all (grpo); of all tokens (bnpo, dapo); sum / max_gen_len (dr_grpo); "
-         "cispo and r1 also change the bound and the ratio")
+         "sum (luspo); cispo, sapo, gmpo and r1 also change the bound or the ratio")
     flag("--importance_sampling_level", choices=("token", "sequence"), default="token",
          help="a ratio pi / pi_old per token, or per completion (GSPO: epsilons of about 3e-4)")
     flag("--epsilon_low", type=POSITIVE_OR_0, default=0.2, help="clip the ratio at 1 - it")
     flag("--epsilon_high", type=POSITIVE_OR_0, help="and at 1 + it (default: 0.2; DAPO 0.28); "
-         "with cispo the cap itself (default: 5)")
+         "with cispo the cap itself (default: 5); gmpo has both in log space: 0.4, say")
     flag("--delta", type=FINITE, help="dual clip: cap on the ratio of bad tokens (default: none)")
     flag("--kl_type", choices=tuple(KL_TYPES), help="estimate of the KL: k2 has its "
-         "gradient, k3 is GRPO's (default: k3; k1 with --kl_in_reward)")
+         "gradient, k3 is GRPO's, k3+ its value with k2's gradient (default: k3; k1 with "
+         "--kl_in_reward)")
+    flag("--use_bias_correction_kl", action="store_true",
+         help="multiply the KL by the ratio: k3 then has the KL's gradient, too")
     flag("--rollout_is_threshold", type=POSITIVE_OR_0, default=0.0, help="where the sampler is not "
          "quite the policy: weight advantages by pi_old / pi_sampler, at most this (truncated "
          "importance weights, on the level of the ratio): 2, say; 0: no weights")
+    flag("--off_policy_mask_threshold", type=POSITIVE_OR_0, default=0.0, help="learn nothing from "
+         "bad completions that the policy has left: whose mean of log pi_sampler - log pi is "
+         "above this: 0.5, say; 0: from all")
     flag("--entropy_coef", type=POSITIVE_OR_0, default=0.0, help="weight of an entropy bonus: "
          "raise it if the policy soon tries nothing new")
     flag("--mask_truncated_completions", action="store_true",
@@ -670,6 +687,8 @@ def add_learn_flags(parser):
     flag("--num_minibatches", type=COUNT, default=1,
          help="optimizer steps per pass; with a single one in all, no ratio moves and no clip acts")
 
+
+def add_optimizer_flags(parser):
     flag = parser.add_argument_group("4. learn (the optimizer)").add_argument
     flag("--lora_rank", type=COUNT_OR_0, default=0,
          help="train adapters of this rank (LoRA) instead of the weights; 0: the weights")
@@ -738,8 +757,8 @@ def fill_in_defaults(args):
     args.reward_funcs = args.reward_funcs or ["format", "tag"] * args.reasoning + ["rm", "accuracy"]
     args.eval_reward_funcs = args.eval_reward_funcs or ["accuracy"]
     args.reward_weights = args.reward_weights or [1.0] * len(args.reward_funcs)
-    rloo, cispo = args.advantage_estimator == "rloo", args.loss_type == "cispo"
-    args.scale_rewards = args.scale_rewards or ("none" if rloo else "group")
+    by_mean, cispo = args.advantage_estimator == "grpo", args.loss_type == "cispo"
+    args.scale_rewards = args.scale_rewards or ("group" if by_mean else "none")
     if args.epsilon_high is None:
         args.epsilon_high = 5.0 if cispo else 0.2
     args.kl_type = args.kl_type or ("k1" if args.kl_in_reward else "k3")
@@ -755,35 +774,52 @@ def fill_in_defaults(args):
     args.run_name = args.run_name or f"grpo_{Path(args.model_path).name.removesuffix('.pth')}"
 
 
-def impossible_combinations(args):
-    """[(is it there?, what to say)]"""
-    cispo, r1 = args.loss_type == "cispo", args.loss_type == "r1"
+def impossible_objectives(args):
+    """[(is it there?, what to say)] of the rewards, the advantages and the loss."""
+    loss_type, high, delta = args.loss_type, args.epsilon_high, args.delta
+    cispo, one_ratio = loss_type == "cispo", loss_type in ("r1", "gmpo")
     sequence, by_steps = args.importance_sampling_level == "sequence", args.supervision == "process"
+    by_function = args.multi_objective_aggregation == "normalize_then_sum"
     other_advantages = (args.scale_rewards, args.advantage_estimator) != ("group", "grpo")
+    return [
+        (cispo and high <= 1, f"--epsilon_high {high} is the cap itself with --loss_type cispo and "
+         "would scale down every token; give one above 1, or none for 5"),
+        (delta is not None and LOSS_TYPES[loss_type][0] is not ppo_clip, "--delta belongs to PPO's "
+         f"clip, and --loss_type {loss_type} has none; leave it out"),
+        (delta is not None and delta <= 1 + high,
+         f"--delta {delta} undoes the clip at 1 + epsilon_high = {1 + high}; give a larger one"),
+        (one_ratio and sequence, f"--loss_type {loss_type} makes one ratio of a completion's "
+         "tokens itself; leave --importance_sampling_level out"),
+        (loss_type == "luspo" and not sequence, "--loss_type luspo is for one ratio per "
+         "completion; add --importance_sampling_level sequence"),
+        (by_steps and (one_ratio or sequence), "--supervision process gives each token an "
+         f"advantage, but {'sequence' if sequence else loss_type} has one ratio per completion; "
+         "change one of the two"),
+        (by_steps and (other_advantages or by_function), "--supervision process normalises all "
+         "steps of a group together; leave --scale_rewards, --advantage_estimator and "
+         "--multi_objective_aggregation out"),
+        (by_function and (other_advantages or args.kl_in_reward), "--multi_objective_aggregation "
+         "normalize_then_sum has its own way to advantages; leave --scale_rewards, "
+         "--advantage_estimator and --kl_in_reward out"),
+        (by_steps and not any(args.reward_weights), "--supervision process divides the outcome by "
+         "the sum of --reward_weights, which is 0; give one above 0"),
+        (args.use_bias_correction_kl and (args.kl_in_reward or not args.beta),
+         "--use_bias_correction_kl weights the KL in the loss, and there is none; give a --beta "
+         "above 0 and leave --kl_in_reward out"),
+        (args.kl_in_reward and not args.beta, "--kl_in_reward subtracts beta * KL, and --beta is "
+         "0; give a --beta above 0"),
+    ]
+
+
+def impossible_combinations(args):
+    """[(is it there?, what to say)] of everything else."""
     functions, weights = " ".join(args.reward_funcs), len(args.reward_weights)
     completions = args.batch_size * args.accumulation_steps * args.num_generations
-    high, delta = args.epsilon_high, args.delta
     return [
         (weights != len(args.reward_funcs),
          f"--reward_weights has {weights} numbers for {functions}; give one for each"),
-        (cispo and high <= 1, f"--epsilon_high {high} is the cap itself with --loss_type cispo and "
-         "would scale down every token; give one above 1, or none for 5"),
-        (cispo and delta is not None, "--delta belongs to PPO's clip, and --loss_type cispo has "
-         "none; leave it out"),
-        (not cispo and delta is not None and delta <= 1 + high,
-         f"--delta {delta} undoes the clip at 1 + epsilon_high = {1 + high}; give a larger one"),
         (0 < args.rollout_is_threshold < 1, f"--rollout_is_threshold {args.rollout_is_threshold} "
          "would scale down every token; give 1 or more, or 0 for none"),
-        (r1 and sequence, "--loss_type r1 has its own ratio, the product over the completion; "
-         "leave --importance_sampling_level out"),
-        (by_steps and (r1 or sequence), "--supervision process gives each token an advantage, but "
-         f"{'r1' if r1 else 'sequence'} has one ratio per completion; change one of the two"),
-        (by_steps and other_advantages, "--supervision process normalises all steps of a group "
-         "together; leave --scale_rewards and --advantage_estimator out"),
-        (by_steps and not any(args.reward_weights), "--supervision process divides the outcome by "
-         "the sum of --reward_weights, which is 0; give one above 0"),
-        (args.kl_in_reward and not args.beta, "--kl_in_reward subtracts beta * KL, and --beta is "
-         "0; give a --beta above 0"),
         (args.kl_in_reward and args.kl_type != "k1", f"--kl_type {args.kl_type} is for the KL in "
          "the loss, and --kl_in_reward takes k1; leave one of the two out"),
         (args.ref_model_sync_steps and not args.beta, "--ref_model_sync_steps moves a reference, "

@@ -3,7 +3,8 @@
 `python -m dataset.countdown` writes the three files that we ship, in the form of the public data
 set, {"nums": [9, 8, 6], "target": 57}: countdown_train.jsonl and countdown_heldout.jsonl have three
 numbers and + - *, countdown_hard.jsonl four numbers and + - * /. With `--sft FOLDER` it also writes
-the texts that the shipped weights were trained on. The same seed gives the same files.
+the texts that the shipped weights were trained on, and `--hard FOLDER` writes problems with four
+numbers to train on. The same seed gives the same files.
 
 A thought is a list of tries, one a line: an expression worked from left to right, its result, the
 target, and the verdict. The comparison is the hard part for a small model, so both numbers stand
@@ -166,6 +167,8 @@ if __name__ == "__main__":
                         help="the folder for countdown_train.jsonl, countdown_heldout.jsonl and "
                              "countdown_hard.jsonl")
     parser.add_argument("--sft", type=Path, help="also write the training texts to this folder")
+    parser.add_argument("--hard", type=Path, help="write nothing but 5,000 hard problems to train "
+                                                  "on, countdown_hard_train.jsonl, to this folder")
     parser.add_argument("--order", choices=("methodical", "random"), default="methodical",
                         help="of the tries in these texts (default: %(default)s)")
     parser.add_argument("--give_up", type=float, default=0.4,
@@ -177,10 +180,12 @@ if __name__ == "__main__":
         return random.Random(args.seed + offset)
 
     easy, hard = KINDS["easy"], KINDS["hard"]
-    for name, rows in (("train", problems(*easy, heldout=False)),
-                       ("heldout", problems(*easy, heldout=True)),
-                       ("hard", rng(0).sample(problems(*hard, heldout=True), 500))):
-        write(args.out_dir / f"countdown_{name}.jsonl",
+    files = (("train", problems(*easy, heldout=False)), ("heldout", problems(*easy, heldout=True)),
+             ("hard", rng(0).sample(problems(*hard, heldout=True), 500)))
+    if args.hard:
+        files = (("hard_train", rng(3).sample(problems(*hard, heldout=False), 5000)),)
+    for name, rows in files:
+        write((args.hard or args.out_dir) / f"countdown_{name}.jsonl",
               ({"nums": nums, "target": target} for nums, target in rows))
     if args.sft:
         write(args.sft / "pretrain.jsonl", pretraining_chats(rng(1), 100_000, args.order))

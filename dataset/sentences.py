@@ -4,7 +4,7 @@ A task for a chat model that already writes English, such as SmolLM2 (model/stor
 `python -m dataset.sentences` writes the two files that we ship, sentences_train.jsonl and
 sentences_heldout.jsonl, with lines of {"prompt", "words"}. They share no word, though some roots
 (`paint`, `painter`). Each prompt asks for a noun, a verb and an adjective, in any order. All verbs
-are regular, so that the judge (reward/sentences.py) knows each of their forms by a rule.
+are regular, so that the judge (reward/rules.py) knows each of their forms by a rule.
 """
 import argparse
 import random

@@ -11,10 +11,11 @@ from .rules import (
     countdown_reward,
     format_reward,
     repetition_reward,
+    sentence_reward,
     soft_overlong_reward,
     tag_reward,
 )
 
 __all__ = ["accuracy_reward", "combine_rewards", "countdown_reward", "failures", "format_reward",
            "judge_steps", "load_reward_funcs", "load_reward_model", "process_advantages",
-           "repetition_reward", "soft_overlong_reward", "tag_reward"]
+           "repetition_reward", "sentence_reward", "soft_overlong_reward", "tag_reward"]

@@ -20,11 +20,10 @@ from report import UserError, printable
 
 from . import rules
 from .reward_model import load_reward_model, reward_model_reward
-from .sentences import sentence_reward
 
 RULES = {"format": rules.format_reward, "tag": rules.tag_reward, "accuracy": rules.accuracy_reward,
          "repetition": rules.repetition_reward, "countdown": rules.countdown_reward,
-         "sentence": sentence_reward}
+         "sentence": rules.sentence_reward}
 LARGEST = 1e12      # of a reward: the squares of larger ones soon overflow in float32
 LIMIT = 4000        # characters that a call may print to stdout, and as many to stderr
 late = weakref.WeakSet()    # threads of calls that ran out of time: what they print is dropped

@@ -1,4 +1,6 @@
 """What stays exact where matrix products are in bfloat16, and weights for a sampler that is not."""
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,8 @@ from test_run import POLICY, SMALL, arguments, gradient, jsonl, rollout_of_six
 import train_grpo
 from model import fast, load_pretrained
 from model.model import Head
-from model.processes.world import precision, sampler_weights
+from model.processes.world import precision
+from reward.relatives import near_sampler, sampler_weights
 from train_grpo import World, minibatches, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -126,7 +129,7 @@ def test_the_parts_of_a_step_by_hand(six):
 
 @pytest.mark.parametrize("flags, expected", [
     ([], [1.5, 0.5, 0.25, 1]), (["--importance_sampling_level", "sequence"], [0.25 ** (1 / 3)]),
-    (["--loss_type", "r1"], [0.25]),
+    (["--loss_type", "gmpo"], [0.25 ** (1 / 3)]), (["--loss_type", "r1"], [0.25]),
 ])
 def test_importance_weights_by_hand(six, flags, expected):
     six = six.select(torch.tensor([0]))                         # three tokens
@@ -139,7 +142,28 @@ def test_importance_weights_by_hand(six, flags, expected):
     assert weights[0].tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "cispo"])
+def test_bad_completions_that_the_policy_has_left_teach_nothing(six, policy):
+    six.ref_logps = six.old_logps = None
+    six.advantages = torch.tensor([1.0, -0.5, -0.3, -1.2, 0.0, 0.1])
+    # The means of log pi_sampler - log pi; those above 0.5 with A < 0 are rows 1 and 3.
+    left = torch.tensor([9.0, 0.51, 0.49, 9.0, 9.0, -9.0])
+    uneven = torch.tensor([1.5, 0.5]).repeat(6, 6)
+    uneven = uneven / ((uneven * six.mask).sum(1) / six.lengths)[:, None]
+    logps, six.sampling_logps = six.sampling_logps, six.sampling_logps + left[:, None] * uneven
+    args = arguments(off_policy_mask_threshold=0.5)
+    kept = torch.tensor([1.0, 0, -0.3, 0, 0, 0.1])
+    assert near_sampler(six, logps, args)[:, 0].tolist() == kept.tolist()
+    six.advantages = six.advantages[:, None].repeat(1, 12)
+    six.advantages[1, 3] = 2.0                                  # a good token of a bad completion
+    assert near_sampler(six, logps, args)[1].tolist() == [0, 0, 0, 2.0, *[0] * 8]
+    assert near_sampler(six, logps, arguments()).equal(six.advantages)
+    six.advantages = torch.tensor([1.0, -0.5, -0.3, -1.2, 0.0, 0.1])
+    masked, _ = gradient(policy, six, token_logps, off_policy_mask_threshold=0.5)
+    expected, _ = gradient(policy, replace(six, advantages=kept), token_logps)
+    assert (masked - expected).norm() < 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "cispo", "sapo"])
 @pytest.mark.parametrize("single", [True, False], ids=["one update", "old policy"])
 def test_importance_weights_multiply_the_policy_term_alone(six, policy, loss_type, single):
     options = {"loss_type": loss_type, "beta": 0.1, "epsilon_high": 5.0}

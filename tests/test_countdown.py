@@ -3,12 +3,13 @@ import itertools
 import json
 import random
 import re
+import runpy
 import zlib
 
 import pytest
 from transformers import AutoTokenizer
 
-from conftest import ROOT, write
+from conftest import ROOT, jsonl, write
 from dataset import PromptDataset, countdown
 from report.experiments.__main__ import behaviour
 from reward import countdown_reward
@@ -58,6 +59,16 @@ def test_the_shipped_problems_are_those_of_the_script_and_apart():
     keys = [{(tuple(sorted(nums)), target) for nums, target in file} for file in (train, heldout)]
     assert not keys[0] & keys[1] and len(hard) == 500 and {len(nums) for nums, _ in hard} == {4}
     assert all(countdown.is_heldout(*problem) for problem in hard)
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_hard_problems_to_train_on_are_not_held_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["", "--hard", str(tmp_path)])
+    runpy.run_module("dataset.countdown", run_name="__main__")
+    rows = jsonl(tmp_path / "countdown_hard_train.jsonl")
+    assert len(rows) == 5000 and {len(row["nums"]) for row in rows} == {4}
+    assert not any(countdown.is_heldout(row["nums"], row["target"]) for row in rows)
+    assert [path.name for path in tmp_path.iterdir()] == ["countdown_hard_train.jsonl"]
 
 
 @pytest.mark.parametrize("order", ["methodical", "random"])

@@ -2,6 +2,7 @@
 import argparse
 import functools
 import itertools
+import math
 import re
 import runpy
 import shlex
@@ -10,10 +11,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from compare_peers import trl_cases
 from torch.distributed.run import get_args_parser
 
 import train_grpo
 from conftest import ROOT
+from reward import relatives
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in (
     *sorted(ROOT.glob("README*.md")), ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))}
@@ -343,3 +346,30 @@ def test_the_weight_of_a_token(loss_type):
     loss.backward()
     promised = [floats(cell)[-1] for cell in row(f"`{loss_type}`")[1:3]]
     assert [-logps.grad[0, 0], logps.grad[1, 0]] == pytest.approx(promised, abs=6e-5)
+
+
+# --- docs/losses.md: the map ----------------------------------------------------------------------
+
+MAP = pytest.mark.parametrize("page", ["docs/losses.md", "docs/losses_zh.md"])
+
+
+@MAP
+@pytest.mark.parametrize("flag, names", [
+    ("loss_type", {*train_grpo.LOSS_TYPES} - {"grpo"}), ("scale_rewards", train_grpo.SCALES),
+    ("kl_type", {*train_grpo.KL_TYPES} - {"k3"}), ("advantage_estimator", train_grpo.BASELINES)])
+def test_every_relative_is_on_the_map(page, flag, names):
+    cells = " ".join(cell for table in tables(PAGES[page]) for row in table for cell in row)
+    missing = {name for name in names
+               if not re.search(rf"`--{flag} {re.escape(name)}[ `]", cells)}
+    assert missing == set()
+
+
+@MAP
+def test_the_figures_of_the_map(page):
+    text = PAGES[page]
+    assert f"{sum(1 for _ in trl_cases()):,}" in text
+    assert f"{relatives.TAU_BAD:g}" in text
+    one, seven = (train_grpo.group_advantages((torch.arange(8) < right).float(), 8,
+                                              scale_rewards="mean")[0] for right in (1, 7))
+    assert f"A = {one:g}" in text and f"1/{1 / seven:g}" in text
+    assert f"{math.exp(0.4):.2f}" in text

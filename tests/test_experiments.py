@@ -1,5 +1,6 @@
 """Experiments: a run becomes a line, a line is run once, and the pages have its figures."""
 import functools
+import itertools
 import math
 import re
 import shlex
@@ -108,6 +109,16 @@ def test_an_experiment_runs_what_is_missing_with_its_flags_seed_and_change(tiny,
     (args, _, environment), = started
     assert args.loss_type == ("grpo" if rows[0]["arm"] == "small, a" else "dapo")
     assert (args.seed, environment) == (rows[0]["seed"], {})
+
+
+def test_the_flags_of_every_arm_go_together(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name, experiment in EXPERIMENTS.items():
+        for flags in itertools.chain(*(arms.values() for arms in experiment.rows.values())):
+            flags = shlex.split(flags.format(out="out"))
+            train_grpo.parse_args(flags[flags.index("train_grpo.py") + 1:] if "-m" in flags
+                                  else flags)
+        assert len(experiment.seeds) <= len(figures.T_95) - 1, name
 
 
 def test_a_run_that_fails_stops_the_experiment_and_names_its_log(tiny):

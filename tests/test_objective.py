@@ -1,6 +1,8 @@
 """The objective and its log-probabilities: numbers by hand, and an independent float64 loop."""
 import math
 from pathlib import Path
+from statistics import fmean, stdev
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from test_sampler import batch as one_batch
 
 import train_grpo
 from model import MiniMindConfig, MiniMindForCausalLM, fast
-from train_grpo import completion_mask, group_advantages, grpo_loss, kl_penalty
+from report import UserError
+from reward import relatives
+from train_grpo import World, completion_mask, group_advantages, grpo_loss, kl_penalty
 
 NAN = float("nan")
 
@@ -43,6 +47,8 @@ def test_advantages_divided_by_the_step_or_not_at_all():
     assert torch.equal(group_advantages(rewards, 3, scale_rewards="none"), deviations)
     with pytest.raises(ValueError, match="scale_rewards"):
         group_advantages(rewards, 3, scale_rewards="all")
+    with pytest.raises(ValueError, match="choose grpo, rloo, grpo_passk"):
+        group_advantages(rewards, 3, advantage_estimator="max")
 
 
 def test_rloo_compares_with_the_mean_of_the_others():
@@ -59,7 +65,51 @@ def test_rloo_compares_with_the_mean_of_the_others():
     torch.testing.assert_close(scaled, torch.tensor(expected) / (stds + 1e-4))
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_the_best_of_a_group_is_compared_with_the_second_best_and_nobody_else_counts():
+    rewards = torch.tensor([1.0, 4.0, 2.0, 3.0, 3.0, NAN, NAN, 7.0, NAN])
+    options = {"advantage_estimator": "grpo_passk"}
+    advantages = group_advantages(rewards, 3, scale_rewards="none", **options)
+    assert advantages.tolist() == [0, 2, 0, 0, 0, 0, 0, 0, 0]
+    std = math.sqrt(((1 - 7 / 3) ** 2 + (4 - 7 / 3) ** 2 + (2 - 7 / 3) ** 2) / 2)
+    assert group_advantages(rewards, 3, **options)[1].item() == pytest.approx(2 / (std + 1e-4))
+
+
+def test_maxrl_divides_by_the_mean_of_rewards_from_0_to_1():
+    rewards = torch.tensor([1.0, 0, 0, 0, NAN, 0, 1, 1, 0, 0, 0, 0]).double()
+    advantages = group_advantages(rewards, 4, scale_rewards="mean")     # means 1/4, 2/3, 0
+    expected = torch.tensor([3, -1, -1, -1, 0, -1, 0.5, 0.5, 0, 0, 0, 0]).double()
+    torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
+    for reward in (-0.1, 1.5):
+        rewards[0] = reward
+        with pytest.raises(UserError, match=rf"--scale_rewards mean .* {reward}; choose"):
+            group_advantages(rewards, 4, scale_rewards="mean")
+
+
+def test_gdpo_normalises_each_function_in_its_group_and_then_their_sum_over_the_step():
+    def normalised(values):
+        judged = [value for value in values if value == value]
+        mean, std = fmean(judged), stdev(judged) if len(judged) > 1 else 0.0
+        return [(value - mean) / (std + 1e-4) if value == value else 0.0 for value in values]
+
+    each = {"a": [1.0, 0, 0, 1, 1, 0, NAN, 0], "b": [30.0, 10, NAN, 20, 7, 7, NAN, 7],
+            "c": [NAN, NAN, NAN, 0.5, 0.1, 0.2, NAN, 0.6]}
+    weights = [1.0, 0.5, 2.0]
+    total = [0.0] * 8
+    for values, weight in zip(each.values(), weights):
+        for i, value in enumerate(normalised(values[:4]) + normalised(values[4:])):
+            total[i] += weight * value
+    total[6] = NAN                                              # nobody judged it
+    per_func = {name: torch.tensor(each[name], dtype=torch.float64) for name in each}
+    rollout = SimpleNamespace(
+        rewards=torch.stack([*per_func.values()]).nanmean(0), rewards_per_func=per_func,
+        mask=torch.ones(8, 1))
+    args = SimpleNamespace(num_generations=4, reward_weights=weights)
+    found = relatives.normalize_then_sum(rollout, group_advantages, World("cpu"), args)
+    expected = torch.tensor(normalised(total), dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "grpo_passk"])
 def test_equal_rewards_teach_nothing_whatever_their_rounding(estimator):
     rewards = torch.full((6,), 2.35)
     assert not group_advantages(rewards, 6, advantage_estimator=estimator).any()
@@ -77,43 +127,43 @@ def test_mask_ends_with_the_first_eos_and_keeps_it():
 
 def loop_loss(logps, old_logps, advantages, mask, ref_logps, entropy, *, beta=0.0, kl_type="k3",
               epsilon_low=0.2, epsilon_high=0.2, delta=math.inf, loss_type="grpo", level="token",
-              L=None, entropy_coef=0.0, cispo_weights=None):
-    """The same formulas, a token at a time, in Python's own float64. cispo_weights: what CISPO
-    holds fixed while its gradient is taken."""
-    rows = [[t for t in range(len(mask[i])) if mask[i][t]] for i in range(len(mask))]
+              L=None, entropy_coef=0.0, corrected=False):
+    """The same formulas, a token at a time, with Python's min and max; autograd sees scalars."""
+    rows = [[t for t in range(mask.shape[1]) if mask[i, t]] for i in range(len(mask))]
     N, num_tokens, total = len(rows), sum(map(len, rows)), 0.0
     for i, tokens in enumerate(rows):
         if not tokens:                      # a row that is masked counts in N and in nothing else
             continue
-        log_ratios = [logps[i][t] - old_logps[i][t] for t in tokens]
-        total -= sum(entropy_coef * entropy[i][t] / num_tokens for t in tokens)
+        total = total - entropy_coef * sum(entropy[i, t] for t in tokens) / num_tokens
+        A = [advantages[i, t] if advantages.dim() == 2 else advantages[i] for t in tokens]
+        d = [logps[i, t] - old_logps[i, t] for t in tokens]
+        x = [ref_logps[i, t] - logps[i, t] for t in tokens]
+        logp, weight = [logps[i, t] for t in tokens], 1 / num_tokens
         if loss_type == "r1":               # one action: exp and clip of sums over the tokens
-            ratio = math.exp(sum(log_ratios))
-            clipped = max(min(ratio, 1 + epsilon_high), 1 - epsilon_low)
-            x = min(sum(ref_logps[i][t] - logps[i][t] for t in tokens), 20)
-            kl = math.exp(x) - x - 1
-            total -= min(min(ratio, delta) * advantages[i], clipped * advantages[i]) / N
-            total += beta * kl / N
-            continue
-        weight = 1 / num_tokens
-        if loss_type == "grpo":
+            A, d, x = A[:1], [sum(d)], [sum(x)]
+        if level == "sequence":
+            d = [sum(d) / len(d)] * len(d)
+        if loss_type in ("grpo", "sapo", "gmpo"):
             weight = 1 / len(tokens) / N
-        elif loss_type == "dr_grpo":
-            weight = 1 / L / N
-        for t, log_ratio in zip(tokens, log_ratios):
-            A = advantages[i][t] if isinstance(advantages[i], list) else advantages[i]
-            if level == "sequence":
-                log_ratio = sum(log_ratios) / len(tokens)
-            ratio = math.exp(log_ratio)
+        elif loss_type in ("dr_grpo", "luspo", "r1"):
+            weight = 1 / N / (L or 1)
+        bounded = [min(a.sign() * e, a.sign() * max(min(e, epsilon_high), -epsilon_low)) * a.sign()
+                   for a, e in zip(A, d)]
+        for k in range(len(d)):
+            ratio = torch.exp(d[k])
+            clipped = max(min(ratio, 1 + epsilon_high), 1 - epsilon_low)
+            policy = -min(min(ratio, delta) * A[k], clipped * A[k])
             if loss_type == "cispo":
-                fixed = cispo_weights[i][t] if cispo_weights else min(ratio, epsilon_high)
-                policy = -fixed * A * logps[i][t]
-            else:
-                clipped = max(min(ratio, 1 + epsilon_high), 1 - epsilon_low)
-                policy = -min(min(ratio, delta) * A, clipped * A)
-            x = ref_logps[i][t] - logps[i][t]
-            kl = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - x - 1, "abs": abs(x)}[kl_type]
-            total += weight * (policy + beta * kl)
+                policy = -min(ratio.detach(), epsilon_high) * A[k] * logp[k]
+            elif loss_type == "sapo":
+                tau = 1.0 if A[k] > 0 else 1.05
+                policy = -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * A[k]
+            elif loss_type == "gmpo":
+                policy = -A[k] * torch.exp(sum(bounded) / len(d))
+            k2, k3 = x[k] * x[k] / 2, torch.exp(min(x[k], 20)) - min(x[k], 20) - 1
+            kl = {"k1": -x[k], "k2": k2, "k3": k3, "k3+": k3.detach() + k2 - k2.detach(),
+                  "abs": abs(x[k])}[kl_type]
+            total = total + weight * (policy + beta * (ratio * kl if corrected else kl))
     return total
 
 
@@ -129,6 +179,7 @@ def random_case(seed, N=8, R=9):
 
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
+CORRECTED = {"use_bias_correction_kl": True}
 DR_GRPO = {"loss_type": "dr_grpo", "max_completion_length": 20}
 FAMILY = [
     {},
@@ -144,6 +195,13 @@ FAMILY = [
     SEQUENCE | {"loss_type": "dapo", "delta": 1.5},
     SEQUENCE | DR_GRPO,
     SEQUENCE | {"loss_type": "cispo", "epsilon_high": 1.1},
+    {"loss_type": "sapo", "beta": 0.3, "kl_type": "k3+"},
+    SEQUENCE | {"loss_type": "sapo"},
+    {"loss_type": "gmpo", "epsilon_low": 0.4, "epsilon_high": 0.3, "beta": 0.3} | CORRECTED,
+    SEQUENCE | {"loss_type": "luspo", "beta": 0.3, "entropy_coef": 0.1} | CORRECTED,
+    {"beta": 0.3} | CORRECTED,
+    {"loss_type": "dapo", "beta": 0.3, "kl_type": "k1"} | CORRECTED,
+    {"loss_type": "r1", "beta": 0.3} | CORRECTED,
 ]
 
 
@@ -164,27 +222,39 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(options, per_token):
         ref_logps=ref_logps, entropy=entropy.requires_grad_(), **options)
     loss.backward()
     assert metrics["kl"] > 0 or options.get("kl_type") == "k1"      # without beta it is only seen
-    short = {"importance_sampling_level": "level", "max_completion_length": "L"}
-    renamed = {short.get(name, name): value for name, value in options.items()}
-    numbers = [x.tolist() for x in (logps.detach(), old_logps, advantages, mask, ref_logps,
-                                    entropy.detach())]
-    assert loss.item() == pytest.approx(loop_loss(*numbers, **renamed), rel=1e-9)
-    if options.get("loss_type") == "cispo":
-        d = (logps - old_logps).detach() * mask
-        if "importance_sampling_level" in options:
-            d = (d.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand_as(d)
-        renamed["cispo_weights"] = d.exp().clamp(max=options["epsilon_high"]).tolist()
-    of_entropy = entropy.grad if "entropy_coef" in options else torch.zeros_like(entropy)
-    for i, t in [(0, 0), (1, 3), (2, 3), (2, 4), (4, 8), (6, 1)]:       # (2, 4) is masked out
-        for which, gradient in ((0, logps.grad), (5, of_entropy)):
-            bumped = []
-            for bump in (1e-6, -1e-6):
-                values = list(numbers)
-                values[which] = [row[:] for row in numbers[which]]
-                values[which][i][t] += bump
-                bumped.append(loop_loss(*values, **renamed))
-            slope = (bumped[0] - bumped[1]) / 2e-6
-            assert gradient[i, t].item() == pytest.approx(slope, abs=1e-7)
+    short = {"importance_sampling_level": "level", "max_completion_length": "L",
+             "use_bias_correction_kl": "corrected"}
+    inputs = (logps.detach().requires_grad_(), old_logps, advantages, mask, ref_logps,
+              entropy.detach().requires_grad_())
+    expected = loop_loss(*inputs, **{short.get(name, name): options[name] for name in options})
+    expected.backward()
+    exactly = {"rtol": 1e-12, "atol": 1e-12}
+    torch.testing.assert_close(loss, expected, **exactly)
+    torch.testing.assert_close(logps.grad, inputs[0].grad, **exactly)
+    assert (entropy.grad is None) == (not options.get("entropy_coef"))
+    if entropy.grad is not None:
+        torch.testing.assert_close(entropy.grad, inputs[5].grad, **exactly)
+
+
+@pytest.mark.parametrize("options", [{"kl_type": "k3+"}, CORRECTED], ids=str)
+def test_on_policy_the_repaired_k3_has_the_gradient_of_k2_and_reads_as_k3(options):
+    logps, old_logps, advantages, mask, ref_logps, _ = random_case(0)
+
+    def gradient_and_kl(old_logps, **options):
+        leaf = logps.clone().requires_grad_()
+        loss, metrics = grpo_loss(leaf, old_logps, advantages, mask, ref_logps=ref_logps, beta=0.3,
+                                  **options)
+        loss.backward()
+        return leaf.grad, metrics["kl"]
+
+    of_k2, _ = gradient_and_kl(logps, kl_type="k2")
+    of_k3, _ = gradient_and_kl(logps)
+    repaired, kl = gradient_and_kl(logps, **options)
+    torch.testing.assert_close(repaired, of_k2, rtol=1e-12, atol=1e-12)
+    assert (of_k3 - of_k2).abs().max() > 0.1
+    k3 = (kl_penalty(logps, ref_logps) * mask).sum() / mask.sum()
+    found = torch.stack((kl, gradient_and_kl(old_logps, **options)[1]))     # off policy, too
+    torch.testing.assert_close(found, k3.expand(2), rtol=1e-12, atol=1e-12)
 
 
 def clip_ratios(low, high):
@@ -209,8 +279,10 @@ def test_a_clipped_token_has_no_gradient_and_is_counted():
     (SEQUENCE, 1 / 4, 1 / 4),
     ({"loss_type": "r1"}, 1 / 4, 1 / 4),
     ({"loss_type": "cispo", "epsilon_high": 1.2}, 0, 2 / 6),            # a cap from above only
+    ({"loss_type": "sapo"}, 0, 0),
+    ({"loss_type": "gmpo", "epsilon_high": 0.41, "epsilon_low": 0.69}, 3 / 6, 0),   # in log space
     ({"num_sequences": 8, "num_tokens": 12}, 3 / 12, 2 / 12),           # of a step with more parts
-], ids=["token", "sequence", "one action", "cispo", "part"])
+], ids=["token", "sequence", "one action", "cispo", "sapo", "gmpo", "part"])
 def test_clipped_tokens_count_by_token_and_clipped_completions_by_completion(options, low, high):
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])   # the last one is left out
     logps = torch.tensor([0.5, 1.0, 1.5, 1.5]).log()[:, None].expand(4, 3) * mask

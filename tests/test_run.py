@@ -265,7 +265,13 @@ def test_the_groups_with_the_largest_spread_are_selected_whole_and_in_order(six)
 
 OBJECTIVES = [{"loss_type": name, "beta": 0.1} for name in ("grpo", "bnpo", "dapo", "r1")] + [
     {"loss_type": "dr_grpo", "entropy_coef": 0.1}, {"loss_type": "cispo", "epsilon_high": 5.0},
-    {"importance_sampling_level": "sequence", "mask_truncated_completions": True}]
+    {"importance_sampling_level": "sequence", "mask_truncated_completions": True},
+    {"beta": 0.1, "use_bias_correction_kl": True}, {"beta": 0.1, "kl_type": "k3+"},
+    {"loss_type": "sapo"}, {"loss_type": "gmpo"}, {"off_policy_mask_threshold": 0.2},
+    {"loss_type": "luspo", "importance_sampling_level": "sequence"}]
+ADVANTAGES = [{"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 3.0]},
+              {"scale_rewards": "mean"}, {"advantage_estimator": "grpo_passk"},
+              {"scale_rewards": "batch"}]
 
 
 def gradient(model, rollout, token_logps, world=None, **changes):
@@ -281,8 +287,9 @@ def gradient(model, rollout, token_logps, world=None, **changes):
 
 
 def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps, folder):
-    """Saves the gradient of this rank's share of the six under each objective, and the weights some
-    steps later; in float64, so that the logits differ by nothing that float32 shows."""
+    """Saves the gradient of this rank's share of the six under each objective, the weights some
+    steps later, and its advantages; in float64, so that the logits differ by nothing that float32
+    shows."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost",
                    "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
@@ -299,7 +306,12 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
                      micro_batch_size=micro_batch_size)
     update_policy(model, torch.optim.AdamW(model.parameters()), 1e-3,
                   minibatches(share, world, args), world, token_logps, args)
-    torch.save((results, model.state_dict()), Path(folder) / f"{rank}.pt")
+    share.rewards, share.rewards_per_func["half"] = share.rewards / 2, (share.rewards > 0.6).float()
+    advantages = torch.stack([
+        train_grpo.compute_advantages(share, None, None, None, world,
+                                      arguments(num_generations=3, **options))
+        for options in ADVANTAGES])
+    torch.save((results, model.state_dict(), advantages), Path(folder) / f"{rank}.pt")
     world.close()
 
 
@@ -325,14 +337,18 @@ def test_ranks_micro_batches_and_the_pair_change_no_gradient(tmp_path, monkeypat
             multiprocessing.spawn(gradients_of_learning, (2, *rest), nprocs=2)
         runs.append(torch.load(tmp_path / "0.pt"))
     first = runs[0][0]
-    for results, _ in runs[1:]:
+    for results, *_ in runs[1:]:
         for (part, metrics), (whole, whole_metrics), objective in zip(results, first, OBJECTIVES):
             assert (part - whole).abs().max() < 1e-6 * whole.abs().max(), objective
             assert metrics == pytest.approx(whole_metrics, rel=1e-5, abs=1e-7), objective
+    whole = runs[0][2]              # and the two ranks' advantages are those of one process
+    shares = torch.cat((runs[-1][2], torch.load(tmp_path / "1.pt")[2]), 1)
+    assert torch.allclose(shares, whole, atol=1e-6) and len({*whole[:, 0].tolist()}) == 4
     norms = {round(whole.norm().item(), 6) for whole, _ in first}
     assert len(norms) == len(OBJECTIVES) - 1    # bnpo and dapo are the same here, by design
     # The two ranks agree to the bit, after four updates too.
-    (first, first_weights), (second, second_weights) = runs[-1], torch.load(tmp_path / "1.pt")
+    (first, first_weights, _), (second, second_weights, _) = runs[-1], torch.load(
+        tmp_path / "1.pt")
     assert all(torch.equal(ours[0], theirs[0]) for ours, theirs in zip(first, second))
     assert all(torch.equal(first_weights[name], second_weights[name]) for name in first_weights)
 
@@ -430,6 +446,18 @@ def test_the_flags_of_the_advantages_arrive(six):
     assert advantages("--advantage_estimator", "rloo") == pytest.approx(to_others, abs=1e-6)
     both = advantages("--advantage_estimator", "rloo", "--scale_rewards", "batch")
     assert both == pytest.approx([d / std for d in to_others])
+    # So does grpo_passk: 2 - 0.5 and 1.5 - 1.
+    best = advantages("--advantage_estimator", "grpo_passk")
+    assert best == pytest.approx([1.5, 0, 0, 0, 0, 0.5])
+    six.rewards = six.rewards / 2
+    by_mean = advantages("--scale_rewards", "mean")
+    assert by_mean == pytest.approx([0.6, -0.6, 0, -1, 0.2, 0.8])
+    # Two functions that say the same say it twice: the std of six.rewards in its group.
+    by_function = advantages("--multi_objective_aggregation", "normalize_then_sum",
+                             "--reward_funcs", "format", "tag")
+    in_group = train_grpo.group_advantages(six.rewards * 2, 3)
+    in_step = train_grpo.group_advantages(in_group.where(~six.rewards.isnan(), six.rewards), 6)
+    assert by_function == pytest.approx(in_step.tolist(), abs=1e-3)
 
 
 def test_the_reference_moves_towards_the_policy():
@@ -464,9 +492,20 @@ def test_the_reference_moves_towards_the_policy():
     ("--loss_type cispo --epsilon_high 0.2", "--epsilon_high cispo"),
     ("--loss_type cispo --delta 3", "--delta cispo"),
     ("--delta 1.1", "--delta epsilon_high"),
+    ("--loss_type sapo --delta 3", "--delta sapo"),
+    ("--loss_type gmpo --importance_sampling_level sequence", "gmpo --importance_sampling_level"),
+    ("--loss_type luspo", "luspo --importance_sampling_level"),
+    ("--use_bias_correction_kl --beta 0", "--use_bias_correction_kl --beta"),
+    ("--use_bias_correction_kl --kl_in_reward", "--use_bias_correction_kl --kl_in_reward"),
+    ("--scale_rewards mean --eval_interval 0", "--scale_rewards 1"),
+    ("--multi_objective_aggregation normalize_then_sum --scale_rewards none", "--scale_rewards"),
+    ("--multi_objective_aggregation normalize_then_sum --kl_in_reward", "--kl_in_reward"),
     ("--rollout_is_threshold 0.5", "--rollout_is_threshold 1"),
     ("--loss_type r1 --importance_sampling_level sequence", "r1 --importance_sampling_level"),
     ("--supervision process --loss_type r1", "--supervision r1"),
+    ("--supervision process --loss_type gmpo", "--supervision gmpo"),
+    ("--supervision process --multi_objective_aggregation normalize_then_sum",
+     "--multi_objective_aggregation --supervision"),
     ("--supervision process --importance_sampling_level sequence", "--supervision sequence"),
     ("--supervision process --scale_rewards none", "--scale_rewards --supervision"),
     ("--supervision process --advantage_estimator rloo", "--advantage_estimator --supervision"),

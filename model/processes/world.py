@@ -232,21 +232,3 @@ def in_slices(sample, most):
             for column, padding in zip(zip(*parts), (options["pad_token_id"], 0.0)))
 
     return sliced if most else sample
-
-
-def sampler_weights(part, old_logps, args):
-    """Truncated importance weights min(pi_old / pi_sampler, C), (n, R), or (n, 1) by completion.
-
-    For a sampler that rounds differently than the trainer, or more coarsely: --rollout_is_threshold
-    C, verl's rollout_is, TRL's vllm_importance_sampling_correction. Their level is that of the
-    loss's ratio: the product of the two is pi / pi_sampler. They weight the advantage, with which
-    both bounds scale; the KL and the entropy keep weight 1, as in TRL. Without a threshold: ones.
-    """
-    if not args.rollout_is_threshold:
-        return torch.ones_like(old_logps[:, :1])
-    log_ratio = (old_logps - part.sampling_logps) * part.mask                           # (n, R)
-    if args.loss_type == "r1":
-        log_ratio = log_ratio.sum(1, keepdim=True)
-    elif args.importance_sampling_level == "sequence":
-        log_ratio = log_ratio.sum(1, keepdim=True) / part.mask.sum(1, keepdim=True).clamp(min=1)
-    return log_ratio.exp().clamp(max=args.rollout_is_threshold)

