@@ -268,7 +268,7 @@ def forms(word):
     stem, endings = word + word[-1], ("ed", "ing", "er", "est")
     if word.endswith("e"):
         stem = word[:-1]
-    elif word.endswith("y") and word[-2:-1] not in tuple("aeiou"):
+    elif word.endswith("y"):
         stem, endings = word[:-1] + "i", ("es", "ed", "er", "est", "ly")
     return ({word + ending for ending in ("", "s", "es", "ed", "ing", "er", "est", "ly")}
             | {stem + ending for ending in endings} | {PLURALS.get(word, word)})
