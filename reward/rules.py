@@ -8,10 +8,12 @@ Rewards judge the whole reply: if the chat template itself opens `<think>`, each
 passed in with that tag in front.
 """
 import ast
+import functools
 import operator
 import re
 import threading
 import warnings
+from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
@@ -210,3 +212,18 @@ def repetition_reward(prompts, completions, completion_ids, n=4, **columns):
         ngrams = [tuple(ids[i:i + n]) for i in range(len(ids) - n + 1)]
         rewards.append(len(set(ngrams)) / len(ngrams) - 1 if ngrams else 0.0)
     return rewards
+
+
+def reasoning_gym_reward(prompts, completions, answer, metadata, **columns):
+    """What the task's own judge gives the extracted answer, 0 to 1; 1 too if all of it is right."""
+    from reasoning_gym import get_score_answer_fn
+    judge_of = functools.cache(get_score_answer_fn)
+
+    def score(text, gold, task):        # many a judge pays a share for any text with the answer
+        with suppress(Exception):       # or fails, in its own way, on one that it can't read
+            return judge_of(task["source_dataset"])(text, {"answer": gold, "metadata": task})
+        return 0.0
+
+    return [None if row[1] is None else
+            max(score(extract_answer(completion), *row), score(completion.strip(), *row) // 1)
+            for completion, *row in zip(completions, answer, metadata)]
