@@ -48,8 +48,8 @@ def test_a_text_that_has_the_answer_earns_no_share_and_a_judge_that_fails_none(t
     replies = [f"<answer>{gold}</answer>", gold, f"<answer>It is {gold}</answer>", f"It is {gold}"]
     right, bare, within, sentence = reasoning_gym_reward([], replies, **columns(row, 4))
     assert right == bare == 1 and 0 <= within < 1 and sentence == 0
-    matrix = made(tmp_path, "pool_matrix")[0][0]
-    assert reasoning_gym_reward([], ["<answer>[[</answer>"], **columns(matrix, 1)) == [0]
+    factors = made(tmp_path, "prime_factorization")[0][0]
+    assert reasoning_gym_reward([], ["<answer>[[</answer>"], **columns(factors, 1)) == [0]
     assert reasoning_gym_reward([], ["5"], answer=[5], metadata=[None]) == [None]
 
 
