@@ -42,19 +42,16 @@ PACK_FROM = 95_000          # weights of a matrix; packing a smaller one does no
 CHUNK, SMALL = 1024, 2**24  # of log_probs: tokens; logits (a small vocabulary: longer chunks)
 
 
-def for_our_network(plain):
-    """Decorates a function of this room: any other model is given to the plain one instead."""
-    def decorate(fast):
-        @functools.wraps(fast)
-        def choose(model, *args, **options):
-            return (plain if isinstance(model, AnyModel) else fast)(model, *args, **options)
+def for_our_network(plain, fast):
+    """`fast`, which gives any other model to `plain` instead."""
+    @functools.wraps(fast)
+    def choose(model, *args, **options):
+        return (plain if isinstance(model, AnyModel) else fast)(model, *args, **options)
 
-        return choose
-
-    return decorate
+    return choose
 
 
-@for_our_network(plain_sample)
+@functools.partial(for_our_network, plain_sample)
 def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, temperature=1.0,
            eos_token_id, pad_token_id, generator=None, greedy=False):
     """The `sample` of model/sampler.py, where completions that agree so far are one row.
@@ -238,7 +235,7 @@ def plain_token_logps(model, input_ids, attention_mask, num_completion_tokens, *
     return (logps, -(all_logps.exp() * all_logps).sum(-1) * mask) if with_entropy else logps
 
 
-@for_our_network(plain_token_logps)
+@functools.partial(for_our_network, plain_token_logps)
 def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temperature=1.0,
                 with_entropy=False):
     """The `token_logps` of train_grpo.py, where each prefix that sequences share is read once.

@@ -20,7 +20,6 @@ from torch import nn
 from report import UserError
 
 from .model import Head
-from .storage.any_model import AnyModel
 
 
 class LoRALinear(nn.Module):
@@ -61,10 +60,10 @@ def with_adapters(base, *, rank, alpha, name="", seed=0):
     generator = torch.Generator().manual_seed(seed)
     base.requires_grad_(False)
     policy = copy.deepcopy(base, {id(weight): weight for weight in base.parameters()})
-    for path, layer in list(network(policy).named_modules()):
+    for path, layer in list(policy.named_modules()):
         if (isinstance(layer, nn.Linear) and not isinstance(layer, Head)
                 and ".experts." not in path and not path.endswith(".gate")):
-            network(policy).set_submodule(path, LoRALinear(layer, rank, alpha, generator))
+            policy.set_submodule(path, LoRALinear(layer, rank, alpha, generator))
     found = dict.fromkeys(path.rpartition(".")[2] for path in adapters(policy))
     if not found:
         raise UserError(f"--lora_rank: {name} has no layer of the class nn.Linear to adapt; train "
@@ -88,14 +87,9 @@ class AdaptersOff:
             LoRALinear.enabled = True
 
 
-def network(model):
-    """The module by whose names a model is saved."""
-    return model.model if isinstance(model, AnyModel) else model
-
-
 def adapters(model):
     """{name of the layer: LoRALinear}; empty for a model without adapters."""
-    return {name: module for name, module in network(model).named_modules()
+    return {name: module for name, module in model.named_modules()
             if isinstance(module, LoRALinear)}
 
 

@@ -40,8 +40,8 @@ class AnyModel(nn.Module):
         self.config, self.generation_config = model.config.get_text_config(), {}
         self.run_by = f"transformers' {type(model).__name__}; the plain pair, in place of --fast 1"
         self.known = set(inspect.signature(model.forward).parameters)
-        # Saved by the names that transformers reads:
-        self.state_dict, self.load_state_dict = model.state_dict, model.load_state_dict
+        for name in ("state_dict", "load_state_dict", "named_modules", "set_submodule"):
+            setattr(self, name, getattr(model, name))   # so all names are those of transformers
         model.gradient_checkpointing = False        # a run's flag
 
     def forward(self, input_ids, attention_mask=None, *, logits_to_keep=0, cache=None):

@@ -169,12 +169,6 @@ def time_limit(seconds):
         signal.signal(signal.SIGALRM, previous)
 
 
-def is_built(path):
-    """Whether model/model.py builds the architecture of a folder's config.json, or none has it."""
-    kind = read_json(Path(path) / "config.json").get("model_type")
-    return not isinstance(kind, str) or kind in FAMILIES
-
-
 def read_config(path):
     """The folder's config.json as a MiniMindConfig; UserError naming the field at fault."""
     path = Path(path) / "config.json"

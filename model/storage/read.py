@@ -24,12 +24,12 @@ from ..model import MiniMindConfig, MiniMindForCausalLM
 from ..processes.shard import load_parts, part_of, part_of_optimizer
 from . import any_model
 from .files import (
+    FAMILIES,
     check_field,
     check_fields,
     check_template,
     check_tensors,
     explained,
-    is_built,
     read_config,
     read_json,
     read_tensors,
@@ -56,7 +56,8 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
         if (file := path / "generation_config.json").is_file():
             generation, kind = read_json(file), int | list[int] | None
             check_field("eos_token_id", generation.get("eos_token_id"), kind, file)
-        if not is_built(path):
+        kind = read_json(path / "config.json").get("model_type")
+        if isinstance(kind, str) and kind not in FAMILIES:
             model = any_model.load(path, dtype=dtype, matrix_dtype=matrix_dtype, device=device)
             model.generation_config = generation
             return model
