@@ -127,6 +127,11 @@ def strict_judge(prompts, completions, answer, **columns):
     return [judge(completion, gold) for completion, gold in zip(completions, answer)]
 
 
+def any_number(prompts, completions, **columns):
+    """A reward: 1 for a reply with a digit, right or wrong."""
+    return [float(any(map(str.isdigit, completion))) for completion in completions]
+
+
 @dataclass
 class Experiment:
     """In flags, {out} is the experiment's folder."""
@@ -162,6 +167,17 @@ BRIEF = "--max_steps 120 --eval_interval 30 --eval_samples 500"
 SENTENCES = "@dataset/sentences.txt --dtype bfloat16"
 LIKELY = ("--reward_funcs sentence rm --reward_weights 1 0.25 --reward_model_clip 0 "
           "--reward_model_path likelihood:out/smollm2 --reward_model_answer_share 0")
+
+# The same model on tasks of reasoning-gym, and paid for any number: what is the format's share?
+# (Of the held-out answers to gcd, 35% are 2, and half of the problems are trained on with their
+# numbers swapped.)
+#     python -m dataset.reasoning_gym gcd --config max_value=60 --save out/gcd.jsonl
+#     python -m dataset.reasoning_gym chain_sum --config max_terms=3 max_digits=1 \
+#         --save out/chain_sum.jsonl
+GYM = ("@dataset/sentences.txt --dtype bfloat16 --eval_reward_funcs reasoning_gym --max_gen_len 32 "
+       "--data_path out/{0}.jsonl --eval_data_path out/{0}_heldout.jsonl --reward_funcs {1}")
+PAID = {"for the right number": "reasoning_gym",
+        "for any number": "report.experiments.arms:any_number"}
 
 # Panels that several experiments have.
 PANELS = {
@@ -257,6 +273,10 @@ EXPERIMENTS = {
         {"": arms(SENTENCES, {"beta 0.1": "--beta 0.1", "beta 0.3": "--beta 0.3",
                               "LoRA": "--lora_rank 16 --learning_rate 2e-4"})},
         OF_SENTENCES, seeds=(42,)),
+    "reasoning_gym": Experiment(
+        {task: {f"paid {what}": GYM.format(task, reward) for what, reward in PAID.items()}
+         for task in ("gcd", "chain_sum")},
+        panels("eval/accuracy", "eval/greedy_accuracy", "length", "frac_reward_zero_std", "kl")),
     "groups": Experiment(
         {"": arms(SHORT, {
             f"groups of {size}": f"--num_generations {size} --batch_size {128 // size}"
