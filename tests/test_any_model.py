@@ -1,6 +1,7 @@
 """Models that transformers' own classes run: exact in a batch, trained, saved, or refused."""
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from test_run import measured
 
 import train_grpo
 from conftest import edit, left_padded
-from model import MiniMindForCausalLM, chat, fast, load_pretrained, sampler
+from model import chat, fast, load_pretrained
 from model.lora import adapter_state, adapters, merged_state, with_adapters
 from model.processes.shard import shard
 from model.storage.any_model import AnyModel, Cache
@@ -290,7 +291,12 @@ def test_a_folder_that_does_not_hold_such_a_model_is_refused(change, message, sa
         load_pretrained(tmp_path)
 
 
-def test_our_own_network_is_still_ours_and_fast(tiny_policy, monkeypatch):
-    monkeypatch.setattr(fast, "plain_sample", None)
-    assert isinstance(load_pretrained("model/weights/reason_128"), MiniMindForCausalLM)
-    assert sampler.sample is not fast.sample.__wrapped__
+def test_our_own_network_keeps_the_fast_pair(tiny_policy, monkeypatch):
+    monkeypatch.setattr(fast, "Decoding", Mock(side_effect=RuntimeError("fast")))
+    monkeypatch.setattr(fast, "prefix_tree", Mock(side_effect=RuntimeError("fast")))
+    policy, (ids, mask) = tiny_policy[1], left_padded((5, 3), 99)
+    with pytest.raises(RuntimeError, match="fast"):
+        fast.sample(policy, ids, mask, num_generations=2, max_new_tokens=2, eos_token_id=2,
+                    pad_token_id=0)
+    with pytest.raises(RuntimeError, match="fast"):
+        fast.token_logps(policy, ids, mask, 2)
