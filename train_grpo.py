@@ -595,9 +595,10 @@ def add_ask_flags(parser):
          "the policy near the reference; 0: no penalty, and no reference in memory")
 
     flag = parser.add_argument_group("1. ask (weights, prompts, sampling)").add_argument
-    flag("--model_path", help="the policy: Qwen3, Qwen2.5, Llama or Qwen3-MoE weights, a folder or "
-         "hub id, or MiniMind's .pth (default: reason_<hidden_size> or full_sft_<hidden_size>, "
-         "from out_dir or else from model/weights)")
+    flag("--model_path", help="the policy: Qwen3, Qwen2.5, Llama or Qwen3-MoE weights, or of any "
+         "other causal model of transformers, which is slower, a folder or hub id; or MiniMind's "
+         ".pth (default: reason_<hidden_size> or full_sft_<hidden_size>, from out_dir or else "
+         "from model/weights)")
     flag("--tokenizer_path", help="a folder or hub id, if the tokenizer is not with the weights")
     flag("--hidden_size", type=COUNT, default=128, help="picks the default weights by their name")
     flag("--num_hidden_layers", type=COUNT, help="refuse weights with another number of layers")
@@ -625,8 +626,8 @@ def add_ask_flags(parser):
 def add_judge_flags(parser):
     flag = parser.add_argument_group("3. judge (rewards, advantages)").add_argument
     flag("--reward_funcs", nargs="+", metavar="NAME", help="format, tag, rm, accuracy, overlong, "
-         "repetition, countdown, sentence, or your own as module:function (default: format tag rm "
-         "accuracy with --reasoning 1, rm accuracy with 0)")
+         "repetition, countdown, sentence, reasoning_gym, or your own as module:function (default: "
+         "format tag rm accuracy with --reasoning 1, rm accuracy with 0)")
     flag("--reward_weights", nargs="+", type=FINITE, metavar="W", help="a factor for each of them; "
          "with 0 it is recorded, but teaches nothing (default: 1)")
     flag("--reward_model_path", help="what rm is, a folder or hub id: a "

@@ -2,7 +2,8 @@
 
     fast.py       the sampler's loop and the log-probabilities again, in less time: a run uses these
     storage/      weights in and out: files.py opens what a stranger wrote, read.py and write.py
-                  (which has the Saver) weights and checkpoints; tokenizer.py trains a tokenizer,
+                  (which has the Saver) weights and checkpoints; any_model.py wraps a model of
+                  transformers that model.py does not build; tokenizer.py trains a tokenizer,
                   memory.py foretells what a run takes
     processes/    several processes that train one model: world.py, where their gradients meet, and
                   what --dtype and --shard make of the sampler and the log-probabilities; shard.py

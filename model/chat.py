@@ -14,7 +14,6 @@ import torch
 from report import printable, user_errors
 
 from . import eos_token_ids, load_pretrained, load_tokenizer
-from .model import KVCache
 from .processes.world import choose_device
 from .sampler import next_token
 from .storage.files import explained
@@ -27,7 +26,7 @@ def stream(model, tokenizer, messages, *, max_new_tokens, temperature):
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ids = torch.tensor([prompt_ids], device=model.lm_head.weight.device)                # (1, P)
-    cache, eos_ids = KVCache(), eos_token_ids(model, tokenizer)
+    cache, eos_ids = model.new_cache(), eos_token_ids(model, tokenizer)
     reply, text, shown = [], "", 0
     for _ in range(max_new_tokens):
         logits = model(ids, logits_to_keep=1, cache=cache)[:, 0]                        # (1, V)

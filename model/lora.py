@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+from report import UserError
+
+from .model import Head
 
 
 class LoRALinear(nn.Module):
@@ -52,18 +54,21 @@ class LoRALinear(nn.Module):
 def with_adapters(base, *, rank, alpha, name="", seed=0):
     """A policy that shares every weight with `base`, now frozen, and has adapters beside them.
 
-    Every linear layer of attention and feed-forward has one; experts are left as they are. name:
-    where the base was loaded from, for adapter_config.json.
+    Every linear layer has one but the head, experts and what chooses among them. name: where the
+    base was loaded from, for adapter_config.json.
     """
     generator = torch.Generator().manual_seed(seed)
     base.requires_grad_(False)
     policy = copy.deepcopy(base, {id(weight): weight for weight in base.parameters()})
     for path, layer in list(policy.named_modules()):
-        if path.endswith(TARGETS) and isinstance(layer, nn.Linear) and ".experts." not in path:
+        if (isinstance(layer, nn.Linear) and not isinstance(layer, Head)
+                and ".experts." not in path and not path.endswith(".gate")):
             policy.set_submodule(path, LoRALinear(layer, rank, alpha, generator))
-    found = {path.rpartition(".")[2] for path in adapters(policy)}
-    policy.lora = {"r": rank, "lora_alpha": alpha,
-                   "target_modules": [target for target in TARGETS if target in found],
+    found = dict.fromkeys(path.rpartition(".")[2] for path in adapters(policy))
+    if not found:
+        raise UserError(f"--lora_rank: {name} has no layer of the class nn.Linear to adapt; train "
+                        "all its weights")
+    policy.lora = {"r": rank, "lora_alpha": alpha, "target_modules": list(found),
                    "base_model_name_or_path": str(name)}
     return policy
 

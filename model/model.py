@@ -267,6 +267,8 @@ class Head(nn.Linear):
 
 
 class MiniMindForCausalLM(nn.Module):
+    new_cache = KVCache     # of a policy, for a sampler
+
     def __init__(self, config):
         super().__init__()
         self.config = config

@@ -1,8 +1,6 @@
 """Completions of prompts, one token at a time, with the log-probability of each sampled token."""
 import torch
 
-from .model import KVCache
-
 
 @torch.no_grad()
 def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, temperature=1.0,
@@ -20,7 +18,7 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
     completion_ids = torch.full((N, max_new_tokens), pad_token_id, device=device)
     logps = torch.zeros(N, max_new_tokens, device=device)               # both are cut to (N, R)
 
-    cache = KVCache()
+    cache = model.new_cache()
     logits = model(prompt_ids, prompt_mask, logits_to_keep=1, cache=cache).squeeze(1)   # (B, V)
     # Each prompt was read once; from here on there is a row for each of its completions: a a b b.
     prompt_of = torch.arange(len(prompt_ids), device=device).repeat_interleave(num_generations)

@@ -113,6 +113,7 @@ class Report:
         earlier = self.start_step == 0 and (self.run_dir / "metrics.jsonl").exists()
         self._print_table({
             "policy": f"{short(Path(args.model_path))}, {size / 1e6:,.2f} M parameters",
+            "run by": getattr(policy, "run_by", ""),        # transformers, if it isn't our own
             "device": f"{device.type}, {num_processes} process{'es' * (num_processes > 1)}",
             "prompts": f"{num_prompts:,} in {short(Path(args.data_path))}",
             "held out": num_heldout and f"{num_heldout:,} in {short(Path(args.eval_data_path))}, "

@@ -23,7 +23,7 @@ from .reward_model import load_reward_model, reward_model_reward
 
 RULES = {"format": rules.format_reward, "tag": rules.tag_reward, "accuracy": rules.accuracy_reward,
          "repetition": rules.repetition_reward, "countdown": rules.countdown_reward,
-         "sentence": rules.sentence_reward}
+         "sentence": rules.sentence_reward, "reasoning_gym": rules.reasoning_gym_reward}
 LARGEST = 1e12      # of a reward: the squares of larger ones soon overflow in float32
 LIMIT = 4000        # characters that a call may print to stdout, and as many to stderr
 late = weakref.WeakSet()    # threads of calls that ran out of time: what they print is dropped

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from model import load_pretrained, load_tokenizer, save_pretrained
 from model.model import Decoder
-from model.storage.files import check_tensors, explained, read_json
+from model.storage.files import check_promises, check_tensors, explained, read_json
 from model.storage.read import build, local_path, read_weights
 from model.storage.write import hub_config, save_tensors, save_tokenizer, write_json
 from report import UserError
@@ -234,23 +234,6 @@ def load_classifier(folder, saved, dtype):
     model = RewardModel(classifier.config, tokenizer, backbone=classifier.base_model)
     model.score = classifier.score
     return model
-
-
-def check_promises(saved, folder):
-    """UserError for a config.json that asks for more than is in the folder.
-
-    transformers would take memory for tensors that are not there, and download and run an
-    implementation of attention that has a hub id.
-    """
-    for name, value in saved.items():
-        if name.endswith("_implementation") and "/" in str(value):
-            raise UserError(f"its {name} is code from elsewhere")
-    size = sum(file.stat().st_size for file in folder.iterdir())
-    width = saved.get("hidden_size") or 1
-    for name in ("vocab_size", "intermediate_size", "num_hidden_layers", "num_labels"):
-        count = saved.get(name) or 1
-        if type(width) is not int or type(count) is not int or width * count > size:
-            raise UserError(f"its {name} or its hidden_size is no number that fits its files")
 
 
 def reward_model_reward(model, *, reasoning=True, clip=3.0, scale=1.0, answer_share=0.6):

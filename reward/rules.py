@@ -8,11 +8,13 @@ Rewards judge the whole reply: if the chat template itself opens `<think>`, each
 passed in with that tag in front.
 """
 import ast
+import functools
 import operator
 import re
 import threading
 import warnings
 from collections import Counter
+from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
@@ -272,3 +274,18 @@ def forms(word):
         stem, endings = word[:-1] + "i", ("es", "ed", "er", "est", "ly")
     return ({word + ending for ending in ("", "s", "es", "ed", "ing", "er", "est", "ly")}
             | {stem + ending for ending in endings} | {PLURALS.get(word, word)})
+
+
+def reasoning_gym_reward(prompts, completions, answer, metadata, **columns):
+    """What the task's own judge gives the extracted answer, 0 to 1; 1 too if all of it is right."""
+    from reasoning_gym import get_score_answer_fn
+    judge_of = functools.cache(get_score_answer_fn)
+
+    def score(text, gold, task):        # many a judge pays a share for any text with the answer
+        with suppress(Exception):       # or fails, in its own way, on one that it can't read
+            return judge_of(task["source_dataset"])(text, {"answer": gold, "metadata": task})
+        return 0.0
+
+    return [None if row[1] is None else
+            max(score(extract_answer(completion), *row), score(completion.strip(), *row) // 1)
+            for completion, *row in zip(completions, answer, metadata)]

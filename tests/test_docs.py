@@ -79,7 +79,7 @@ MADE_BY_THE_READER = {"sorting.py", "sorting.txt", "train_trl.py", "verl_task.py
 FLAGS_OF_OTHERS = {
     **dict.fromkeys(["--draw", "--jobs"], "report/experiments/__main__.py"),
     **dict.fromkeys(["--node_rank", "--nproc_per_node", "--shutdown-timeout"], "torchrun"),
-    "--merge_digits": "model/storage/tokenizer.py"}
+    "--config": "dataset/reasoning_gym.py", "--merge_digits": "model/storage/tokenizer.py"}
 STAND_INS = {"k": "2", "NAME": "clip"}      # what a sentence leaves open: `--oversample k`
 
 

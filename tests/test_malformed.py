@@ -166,7 +166,7 @@ BROKEN_WEIGHTS = {"config.json": [
         {"partial_rotary_factor": 0.5}, {"final_logit_softcapping": 30.0},
         {"quantization_config": {"quant_method": "fp8"}})),
     ("num_attention_heads num_key_value_heads", {"num_attention_heads": 3}),
-    ("head_dim odd", {"head_dim": 7}), ("'mamba'", {"model_type": "mamba"}),
+    ("head_dim odd", {"head_dim": 7}), ("transformers policy", {"model_type": "mamba"}),
     ("num_experts_per_tok", {"model_type": "qwen3_moe", "num_experts": 1}),
     ("factor '2'", {"rope_scaling": {"type": "linear", "factor": "2"}}),
     ("factor nan", {"rope_scaling": {"type": "linear", "factor": NAN}}),
@@ -175,7 +175,7 @@ BROKEN_WEIGHTS = {"config.json": [
     ("'dynamic'", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
     ("factor", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}),
     ("low_freq_factor high_freq_factor", {"rope_scaling": LLAMA3}),
-    ("config.json", {"model_type": ["qwen3"]}, {"model_type": "\x1b]0;spoofed\x07"}),
+    ("config.json", {"model_type": ["qwen3"]}), ("policy", {"model_type": "\x1b]0;spoofed\x07"}),
     # a tensor that is missing, unexpected, of another shape
     ("model.layers.2.", {"num_hidden_layers": 3}), ("model.layers.1.", {"num_hidden_layers": 1}),
     ("model.layers.0.mlp.down_proj.weight", {"intermediate_size": 40}),

@@ -55,7 +55,7 @@ def test_the_changes_are_short_apply_and_train(python, tmp_path):
 
 
 def test_the_task_of_ones_own_runs(python, tmp_path):
-    (module,), (flags,), (script,) = (BLOCKS[name] for name in ("python", "text", "bash"))
+    (module,), (flags,), (_, script) = (BLOCKS[name] for name in ("python", "text", "bash"))
     (tmp_path / "sorting.py").write_text(module)
     (tmp_path / "sorting.txt").write_text(flags)
     # The same commands, of fewer steps.

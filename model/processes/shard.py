@@ -12,6 +12,10 @@ import functools
 import torch
 from torch import nn
 
+from report import UserError
+
+from ..storage.any_model import AnyModel
+
 
 def shard(model, world, dtype):
     """Divides the model over the ranks, in place, and moves each part to its rank's device.
@@ -20,6 +24,9 @@ def shard(model, world, dtype):
     """
     if not isinstance(model, nn.Module):    # there is no reference, or it is lora.AdaptersOff
         return
+    if isinstance(model, AnyModel):
+        raise UserError("--shard 1 divides the layers of model/model.py's own network, and these "
+                        "weights are of another; leave the flag out")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
         MixedPrecisionPolicy,

@@ -114,6 +114,25 @@ def check_tensors(state, path):
                 raise ValueError("it has NaN or infinite values")
 
 
+def check_promises(saved, folder):
+    """UserError for a config.json that asks for more than is in the folder.
+
+    transformers would take memory for tensors that are not there, and download and run an
+    implementation of attention that has a hub id.
+    """
+    for name, value in saved.items():
+        if name.endswith("_implementation") and "/" in str(value):
+            raise UserError(f"its {name} is code from elsewhere")
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    width = saved.get("hidden_size") or 1
+    for name in ("vocab_size", "intermediate_size", "num_hidden_layers", "num_labels"):
+        count = saved.get(name) or 1
+        if type(width) is not int or type(count) is not int or width * count > size:
+            raise UserError(f"its {name} or its hidden_size is no number that fits its files")
+    if isinstance(saved.get("text_config"), dict):      # of a model that also sees
+        check_promises(saved["text_config"], folder)
+
+
 def check_template(tokenizer, path, advice):
     """Raise UserError unless the chat template writes a chat of one word as a short text.
 

@@ -22,7 +22,9 @@ from report import UserError, printable
 from ..lora import adapter_state, adapters
 from ..model import MiniMindConfig, MiniMindForCausalLM
 from ..processes.shard import load_parts, part_of, part_of_optimizer
+from . import any_model
 from .files import (
+    FAMILIES,
     check_field,
     check_fields,
     check_template,
@@ -37,11 +39,11 @@ HEADS = 8       # in every MiniMind; without a q-norm, no tensor's shape gives t
 
 
 def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
-    """Load a model from a folder, a hub id or a MiniMind .pth.
+    """Load a model from a folder, a hub id or a MiniMind .pth; an AnyModel, if need be.
 
     dtype: None keeps the dtype that the weights were saved in. matrix_dtype: another one for the
     matrices in the layers, which are nearly all of a model. Raises UserError if the weights are
-    missing, broken, or of an architecture that model/model.py does not build.
+    missing, broken, or of an architecture that neither model/model.py nor transformers builds.
     """
     path, generation = local_path(path), {}
     if path.is_file():
@@ -51,10 +53,15 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
             raise UserError(f"{path}: no config.json there; give a folder with config.json and "
                             "model.safetensors, a hub id like Qwen/Qwen3-0.6B, or a MiniMind "
                             ".pth file")
-        config, state = read_config(path), read_weights(path)
         if (file := path / "generation_config.json").is_file():
             generation, kind = read_json(file), int | list[int] | None
             check_field("eos_token_id", generation.get("eos_token_id"), kind, file)
+        kind = read_json(path / "config.json").get("model_type")
+        if isinstance(kind, str) and kind not in FAMILIES:
+            model = any_model.load(path, dtype=dtype, matrix_dtype=matrix_dtype, device=device)
+            model.generation_config = generation
+            return model
+        config, state = read_config(path), read_weights(path)
     if config.tie_word_embeddings and "model.embed_tokens.weight" in state:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     dtype = dtype or getattr(state.get("model.norm.weight"), "dtype", None)

@@ -21,6 +21,7 @@ from report import UserError, reason
 from ..lora import adapter_state, adapters, merged_state
 from ..processes.shard import whole_state
 from ..processes.watch import Stopped, under_torchrun
+from .any_model import AnyModel
 from .files import FAMILIES, eos_token_ids, read_json
 from .read import load_checkpoint
 
@@ -32,13 +33,18 @@ def save_pretrained(model, tokenizer, path):
     """Write a folder for load_pretrained, transformers and servers, with adapters merged."""
     path, state = Path(path), merged_state(model)
     path.mkdir(parents=True, exist_ok=True)
-    if model.config.tie_word_embeddings:
-        state.pop("lm_head.weight", None)
-    save_tensors(state, path / "model.safetensors")
+    if isinstance(model, AnyModel):
+        model.model.save_pretrained(path, state_dict=state)
+        for file in path.glob("*.safetensors"):
+            file.chmod((path / "config.json").stat().st_mode)       # as in save_tensors
+    else:
+        if model.config.tie_word_embeddings:
+            state.pop("lm_head.weight", None)
+        save_tensors(state, path / "model.safetensors")
+        write_json(hub_config(model), path / "config.json")
     generation = model.generation_config | {"eos_token_id": eos_token_ids(model, tokenizer)}
     if tokenizer.pad_token_id is not None:
         generation["pad_token_id"] = tokenizer.pad_token_id
-    write_json(hub_config(model), path / "config.json")
     write_json(generation, path / "generation_config.json")
     save_tokenizer(tokenizer, path)
 

@@ -132,6 +132,11 @@ def noise(prompts, completions, **columns):
     return [rng.gauss(0, 2) for _ in completions]
 
 
+def any_number(prompts, completions, **columns):
+    """A reward: 1 for a reply with a digit, right or wrong."""
+    return [float(any(map(str.isdigit, completion))) for completion in completions]
+
+
 @dataclass
 class Experiment:
     """In flags, {out} is the experiment's folder."""
@@ -182,6 +187,17 @@ HARD = (f"{COUNTDOWN} --data_path {{out}}/countdown_hard_train.jsonl "
 SENTENCES = "@dataset/sentences.txt --dtype bfloat16"
 LIKELY = ("--reward_funcs sentence rm --reward_weights 1 0.25 --reward_model_clip 0 "
           "--reward_model_path likelihood:out/smollm2 --reward_model_answer_share 0")
+
+# The same model on tasks of reasoning-gym, and paid for any number: what is the format's share?
+# (Of the held-out answers to gcd, 35% are 2, and half of the problems are trained on with their
+# numbers swapped.)
+#     python -m dataset.reasoning_gym gcd --config max_value=60 --save out/gcd.jsonl
+#     python -m dataset.reasoning_gym chain_sum --config max_terms=3 max_digits=1 \
+#         --save out/chain_sum.jsonl
+GYM = ("@dataset/sentences.txt --dtype bfloat16 --eval_reward_funcs reasoning_gym --max_gen_len 32 "
+       "--data_path out/{0}.jsonl --eval_data_path out/{0}_heldout.jsonl --reward_funcs {1}")
+PAID = {"for the right number": "reasoning_gym",
+        "for any number": "report.experiments.arms:any_number"}
 
 # Panels that several experiments have.
 PANELS = {
@@ -299,6 +315,10 @@ EXPERIMENTS = {
         panels("eval/accuracy", "frac_reward_zero_std", "length")
         | {"eval/pass@16": ("Held-out pass@16", "any of 16 samples", "{:.0%}")},
         seeds=FIVE, data="-m dataset.countdown --hard {out}"),
+    "reasoning_gym": Experiment(
+        {task: {f"paid {what}": GYM.format(task, reward) for what, reward in PAID.items()}
+         for task in ("gcd", "chain_sum")},
+        panels("eval/accuracy", "eval/greedy_accuracy", "length", "frac_reward_zero_std", "kl")),
     "groups": Experiment(
         {"": arms(SHORT, {
             f"groups of {size}": f"--num_generations {size} --batch_size {128 // size}"

@@ -1,0 +1,43 @@
+"""Problems of the package reasoning-gym, whose hundred generators each have a judge of their own.
+
+    python -m dataset.reasoning_gym chain_sum --config max_terms=3 --save out/chain_sum.jsonl
+"""
+import argparse
+import json
+from pathlib import Path
+
+from report import UserError, reason, user_errors
+
+from .arithmetic import write
+
+
+@user_errors("dataset.reasoning_gym")
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    flag = parser.add_argument
+    flag("name", help="of the generator")
+    flag("--size", type=int, default=2000, help="problems to train on (default: %(default)s)")
+    flag("--heldout", type=int, default=200, help="more, for a second file (default: %(default)s)")
+    flag("--seed", type=int, default=0)
+    flag("--config", nargs="*", default=[], metavar="FIELD=VALUE", help="values as in JSON")
+    flag("--save", type=Path, required=True, help="the jsonl file to write")
+    args = parser.parse_args(argv)
+    try:
+        from reasoning_gym import create_dataset
+        pairs = (pair.split("=", 1) for pair in args.config)
+        config = {field: json.loads(value) for field, value in pairs}
+        data = create_dataset(args.name, size=args.size + args.heldout, seed=args.seed, **config)
+        # As they come back from a file, which may not hold an empty answer:
+        rows = {row["question"]: json.loads(json.dumps(row)) for row in data if row["answer"] != ""}
+        if min(data.score_answer(row["answer"], row) for row in rows.values()) < 1:
+            raise ValueError("there are problems without an answer that earns 1")
+    except Exception as error:      # of any class: each generator checks its own configuration
+        raise UserError(f"{args.name}: {reason(error)}; pip install reasoning-gym, or give another "
+                        "name or --config") from error
+    rows = list(rows.values())
+    write(args.save, rows[args.heldout:])
+    write(args.save.with_stem(f"{args.save.stem}_heldout"), rows[:args.heldout])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Any causal model of transformers, where model/model.py does not build the architecture.
+
+transformers' own class runs it, and no code that comes with the weights. Not every class there
+keeps the rows of a batch apart: some ignore padding, some keep a state whose rows can't be chosen.
+So each model is tried as it is loaded, and may be refused.
+"""
+import inspect
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
+
+from ..model import Head
+from .files import check_promises, check_tensors, explained, read_json
+
+
+class Cache:
+    """transformers' cache, with the method of model.KVCache that a sampler calls."""
+
+    def __init__(self):
+        self.past, self.length = None, 0
+
+    def select(self, rows):
+        """Keeps these sequences, in this order: numbers of rows, or True for each that stays."""
+        # Not its batch_select_indices, which fails where layers have a recurrent state.
+        self.past.reorder_cache(rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows)
+
+
+class AnyModel(nn.Module):
+    """A policy that is a model of transformers."""
+    new_cache = Cache
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.lm_head = model, model.get_output_embeddings()
+        self.config, self.generation_config = model.config.get_text_config(), {}
+        self.run_by = f"transformers' {type(model).__name__}; the plain pair, in place of --fast 1"
+        self.known = set(inspect.signature(model.forward).parameters)
+        for name in ("state_dict", "load_state_dict", "named_modules", "set_submodule"):
+            setattr(self, name, getattr(model, name))   # so all names are those of transformers
+        model.gradient_checkpointing = False        # a run's flag
+
+    def forward(self, input_ids, attention_mask=None, *, logits_to_keep=0, cache=None):
+        """Logits (N, T, V), as those of MiniMindForCausalLM."""
+        T, past = input_ids.shape[1], 0 if cache is None else cache.length
+        if attention_mask is None:
+            attention_mask = input_ids.new_ones(len(input_ids), past + T)
+        positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
+        options = {"position_ids": positions, "logits_to_keep": logits_to_keep}
+        # A layer recomputes its activations in training mode only. The modules in it stay in
+        # evaluation mode: dropout would make another network of each pass.
+        recompute = self.model.gradient_checkpointing and torch.is_grad_enabled()
+        for layer in self.model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.training = layer.gradient_checkpointing = recompute
+                layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        out = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=cache is not None,
+            past_key_values=cache and cache.past,
+            **{name: options[name] for name in options.keys() & self.known})
+        if cache is not None:
+            cache.past, cache.length = out.past_key_values, past + T
+        return out.logits[:, -logits_to_keep:]          # -0: all of them
+
+
+def load(path, *, dtype=None, matrix_dtype=None, device=None):
+    """The model in a folder, with the options of read.load_pretrained; UserError if refused."""
+    logging.disable_progress_bar()
+    with explained(path, "transformers can't run it as a policy", "choose other weights"):
+        check_promises(read_json(path / "config.json"), path)
+        theirs, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype or "auto", trust_remote_code=False, local_files_only=True,
+            output_loading_info=True)
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(f"{missing[0]} is missing, one of {len(missing)} such tensors")
+        check_tensors(dict(theirs.named_parameters()), path)
+        theirs.generation_config = GenerationConfig()   # it won't save one that it finds odd
+        if type(head := theirs.get_output_embeddings()) is nn.Linear:
+            head.__class__ = Head                       # computes in float32 under autocast
+        model = AnyModel(theirs.to(device))
+        check_rows(model)
+    for layer in model.modules() if matrix_dtype else ():
+        if isinstance(layer, nn.Linear) and not isinstance(layer, Head):
+            layer.to(matrix_dtype)
+    return model
+
+
+@torch.no_grad()
+def check_rows(model):
+    """ValueError unless the rows of a padded batch get the logits that each of them gets alone.
+
+    Read at once, as in learning, and in parts with a cache whose rows are chosen, as in sampling.
+    """
+    vocab_size, device = model.config.vocab_size, model.lm_head.weight.device
+    ids = torch.randint(min(vocab_size, 1000), (3, 13),     # the last tokens may stand for pictures
+                        generator=torch.Generator().manual_seed(0)).to(device)
+    mask = (torch.arange(13) >= torch.tensor([[0], [4], [7]])).long().to(device)
+    mask[1, -1] = 0
+    real = mask.bool()
+    alone = [model.model(input_ids=row[None, is_real]).logits[0] for row, is_real in zip(ids, real)]
+    cache, rows = model.new_cache(), torch.tensor([2, 0, 0, 1], device=device)
+    at_once = model(ids, mask)                                                      # (3, 13, V)
+    in_parts = torch.cat((model(ids[:, :9], mask[:, :9], cache=cache), at_once[:, 9:]), 1)
+    cache.select(rows)
+    for t in range(9, 13):
+        if t == 11:             # a row leaves
+            cache.select(rows.diff(prepend=rows[:1] + 1) != 0)
+            rows = rows.unique_consecutive()
+        in_parts[rows, t] = model(ids[rows, t, None], mask[rows, :t + 1], cache=cache)[:, 0]
+    error = (torch.stack((at_once, in_parts))[:, real] - torch.cat(alone)).abs().max()
+    # Rounding leaves at least half of the digits, of which TF32 has 10.
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    digits, scale = max(torch.finfo(error.dtype).eps, tf32 * 2**-10), torch.cat(alone).abs().max()
+    if not error <= digits**0.5 * scale:
+        raise ValueError(f"rows of a padded batch get logits that differ by {error:.2g} from those "
+                         f"that each gets alone, which are up to {scale:.2g}")

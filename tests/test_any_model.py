@@ -1,0 +1,302 @@
+"""Models that transformers' own classes run: exact in a batch, trained, saved, or refused."""
+import json
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from test_run import measured
+
+import train_grpo
+from conftest import edit, left_padded
+from model import chat, fast, load_pretrained
+from model.lora import adapter_state, adapters, merged_state, with_adapters
+from model.processes.shard import shard
+from model.storage.any_model import AnyModel, Cache
+from report import UserError
+from reward import load_reward_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+          "linear_value_head_dim": 8}
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8,
+         "mamba_n_groups": 1, "mamba_chunk_size": 8}
+FAMILIES = {    # attention within a window, learnt positions, convolutions, two recurrent states
+    "Gemma3ForCausalLM": SIZES | {
+        "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "GPT2LMHeadModel": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "Lfm2ForCausalLM": SIZES | {"layer_types": ["conv", "full_attention"]},
+    "Qwen3_5ForCausalLM": SIZES | LINEAR | {
+        "layer_types": ["linear_attention", "full_attention"]},
+    "FalconH1ForCausalLM": SIZES | MAMBA,
+}
+OTHERS = {
+    "RecurrentGemmaForCausalLM": {"hidden_size": 32, "intermediate_size": 48, "lru_width": 32,
+                                  "num_hidden_layers": 3, "num_attention_heads": 4},
+    "RwkvForCausalLM": {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tokenizer, tmp_path_factory):
+    """Makes the folder of a small model with random weights, once; also returns the model."""
+    made = {}
+
+    @torch.no_grad()
+    def make(family):
+        if family not in made:
+            folder, model_class = tmp_path_factory.mktemp(family), getattr(transformers, family)
+            config = model_class.config_class(
+                vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
+                **(FAMILIES | OTHERS)[family])
+            torch.manual_seed(0)
+            model = model_class(config).eval()
+            for name, weight in model.named_parameters():
+                if "A_log" not in name and "dt" not in name:    # biases and norms: not 0, not 1
+                    weight.add_(0.15 * torch.randn_like(weight))
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            made[family] = str(folder), model
+        return made[family]
+
+    return make
+
+
+of_each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def flags(folder, out, *more):
+    return ["--model_path", folder, "--out_dir", str(out), "--run_name", "run", "--max_steps", "2",
+            "--batch_size", "2", "--num_generations", "4", "--max_gen_len", "12", "--eval_interval",
+            "0", "--learning_rate", "1e-2", "--reward_funcs", "odd:odd", *more]
+
+
+@pytest.fixture
+def odd(own_module):
+    """A reward that random weights earn half of the time."""
+    own_module("odd", "def odd(prompts, completions, completion_ids, **columns):\n"
+                      "    return [ids[0] % 2 for ids in completion_ids]\n")
+
+
+# --- exact ----------------------------------------------------------------------------------------
+
+
+@of_each_family
+def test_rows_of_a_batch_are_sampled_and_scored_as_each_alone(family, saved, tokenizer):
+    folder, theirs = saved(family)
+    policy, lengths = load_pretrained(folder), (11, 6, 2)
+    ids, mask = left_padded(lengths, len(tokenizer))
+    completions, logps = fast.sample(       # four ends: rows leave at many steps
+        policy, ids, mask, num_generations=3, max_new_tokens=10, temperature=0.7,
+        eos_token_id=[*range(80)], pad_token_id=0, generator=torch.Generator().manual_seed(0))
+    kept = train_grpo.completion_mask(completions, [*range(80)])
+    assert len(set(kept.sum(1).tolist())) > 3
+    prompts, prompt_mask = ids.repeat_interleave(3, 0), mask.repeat_interleave(3, 0)
+    sequences = torch.cat((prompts, completions), 1), torch.cat((prompt_mask, kept), 1)
+    scored, entropy = fast.token_logps(policy, *sequences, completions.shape[1], temperature=0.7,
+                                       with_entropy=True)
+    for i, length in enumerate(n for n in lengths for _ in range(3)):
+        count = int(kept[i].sum())
+        alone = torch.cat((prompts[i, -length:], completions[i, :count]))
+        with torch.no_grad():
+            expected = (theirs(alone[None]).logits[0, length - 1:-1] / 0.7).log_softmax(-1)
+        chosen = expected.gather(1, completions[i, :count, None])[:, 0]
+        for found in (logps, scored):
+            torch.testing.assert_close(found[i, :count], chosen, atol=1e-5, rtol=0)
+            assert not found[i, count:].any()
+        torch.testing.assert_close(entropy[i, :count], -(expected.exp() * expected).sum(1),
+                                   atol=1e-4, rtol=0)
+    plain = train_grpo.token_logps(policy, *sequences, completions.shape[1], temperature=0.7)
+    assert torch.equal(plain, scored)
+
+
+def test_a_chat_and_a_likelihood_read_such_a_model(saved, tokenizer):
+    folder, theirs = saved("Lfm2ForCausalLM")
+    policy, messages = load_pretrained(folder), [{"role": "user", "content": "What is 7?"}]
+    said = "".join(chat.stream(policy, tokenizer, messages, max_new_tokens=8, temperature=0))
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt",
+                                        return_dict=False)
+    out = theirs.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, ids.shape[1]:]
+    assert said == tokenizer.decode(out, skip_special_tokens=True)
+    reply = {"role": "assistant", "content": "28"}
+    score, = load_reward_model(f"likelihood:{folder}").get_scores([[*messages, reply]])
+    whole = tokenizer.apply_chat_template([*messages, reply], return_tensors="pt",
+                                          return_dict=False)
+    with torch.no_grad():
+        logps = theirs(whole).logits.log_softmax(-1)[0, :-1].gather(1, whole[0, 1:, None])[:, 0]
+    assert score == pytest.approx(logps[ids.shape[1] - 1:].mean().item(), abs=1e-4)
+
+
+def test_gradient_checkpointing_recomputes_each_layer_and_changes_no_gradient(saved):
+    policy = load_pretrained(saved("FalconH1ForCausalLM")[0])
+    ids, mask = left_padded((9, 4), 200)
+    calls, gradients = [], []
+    layer = policy.model.model.layers[0].feed_forward
+    layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    for recompute in (False, True):
+        policy.model.gradient_checkpointing = recompute
+        policy.zero_grad()
+        policy(ids, mask).logsumexp(-1)[mask.bool()].sum().backward()
+        gradients.append([weight.grad for weight in policy.parameters()])
+    assert len(calls) == 1 + 2
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other)
+
+
+def test_dropout_is_off_and_the_head_is_float32_under_autocast(saved):
+    policy = load_pretrained(saved("GPT2LMHeadModel")[0])       # whose dropout is 0.1
+    ids, mask = left_padded((9, 4), 200)
+    policy.model.gradient_checkpointing = True
+    assert torch.equal(policy(ids, mask), policy(ids, mask))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert policy(ids, mask).dtype == torch.float32
+
+
+# --- trained and saved ----------------------------------------------------------------------------
+
+
+@of_each_family
+def test_two_steps_are_taken_and_transformers_reads_what_they_leave(
+        family, saved, odd, tmp_path, capsys):
+    folder, before = saved(family)
+    train_grpo.main(flags(folder, tmp_path))
+    assert f"run by    transformers' {family}" in capsys.readouterr().out
+    first, second = measured(tmp_path / "run")
+    assert first["rollout_probs_diff_max"] < 1e-6 and first["grad_norm"] > 0
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 1e-4
+    after, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run/final", output_loading_info=True)
+    assert type(after).__name__ == family and not info["missing_keys"] | info["unexpected_keys"]
+    names = [sorted(load_file(f"{path}/model.safetensors"))
+             for path in (folder, tmp_path / "run/final")]
+    assert names[0] == names[1]
+    trained = load_pretrained(tmp_path / "run/checkpoint").state_dict()
+    for (name, weight), old in zip(after.state_dict().items(), before.state_dict().values()):
+        assert torch.equal(weight, trained[name])
+        assert not weight.is_floating_point() or not torch.equal(weight, old), name
+    modes = {file.stat().st_mode for file in (tmp_path / "run/final").iterdir()}
+    assert len(modes) == 1          # whoever may read config.json may read the weights
+
+
+def test_a_resumed_run_ends_where_an_unbroken_one_does(saved, odd, tmp_path):
+    folder, _ = saved("Qwen3_5ForCausalLM")
+    whole = flags(folder, tmp_path, "--max_steps", "3", "--save_interval", "1")
+    train_grpo.main([*whole, "--run_name", "whole"])
+    steps, save = iter((False, False, True)), train_grpo.Saver.save
+
+    def stop(*arguments):
+        save(*arguments)
+        if not next(steps) and arguments[1] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train_grpo.Saver, "save", stop)
+        train_grpo.main([*whole, "--run_name", "parts"])
+    train_grpo.main([*whole, "--run_name", "parts", "--resume"])
+    assert measured(tmp_path / "whole") == measured(tmp_path / "parts")
+    for file in ("final", "checkpoint"):
+        assert (tmp_path / "whole" / file / "model.safetensors").read_bytes() == (
+            tmp_path / "parts" / file / "model.safetensors").read_bytes()
+
+
+def test_adapters_learn_in_every_linear_layer_and_have_the_names_of_peft(saved, odd, tmp_path):
+    folder, theirs = saved("FalconH1ForCausalLM")
+    train_grpo.main(flags(folder, tmp_path, "--lora_rank", "2"))
+    train_grpo.main(flags(folder, tmp_path, "--lora_rank", "2", "--max_steps", "3", "--resume"))
+    linear = [name for name, layer in theirs.named_modules()
+              if isinstance(layer, torch.nn.Linear) and name != "lm_head"]
+    assert "model.layers.0.mamba.in_proj" in linear
+    state = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
+    assert state.keys() == {f"base_model.model.{name}.lora_{part}.weight"
+                            for name in linear for part in "AB"}
+    assert all(weight.any() for weight in state.values())       # each B was 0
+    config = json.loads((tmp_path / "run/adapter/adapter_config.json").read_text())
+    assert set(config["target_modules"]) == {name.rpartition(".")[2] for name in linear}
+    final = load_file(tmp_path / "run/final/model.safetensors")
+    for name in linear:
+        A, B = (state[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+        torch.testing.assert_close(final[f"{name}.weight"],
+                                   theirs.get_submodule(name).weight + 32 / 2 * B @ A)
+
+
+def test_a_frozen_base_has_the_dtype_of_the_products_but_for_its_head(saved):
+    folder, _ = saved("Lfm2ForCausalLM")
+    base = load_pretrained(folder, dtype=torch.float32, matrix_dtype=torch.bfloat16)
+    dtypes = {name: weight.dtype for name, weight in base.model.named_parameters()}
+    assert dtypes["model.layers.0.feed_forward.w1.weight"] == torch.bfloat16
+    assert dtypes["model.embed_tokens.weight"] == base.lm_head.weight.dtype == torch.float32
+    policy = with_adapters(base, rank=2, alpha=4)
+    assert policy.lm_head is policy.model.lm_head and policy.lm_head is not base.lm_head
+    assert merged_state(policy).keys() == base.state_dict().keys() and adapter_state(policy)
+    assert adapters(policy) and not adapters(base)
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_model_that_mixes_rows_is_refused_in_a_sentence(family, saved, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train_grpo.main(flags(saved(family)[0], tmp_path))
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "transformers can't run it as a policy" in error and "choose other weights" in error
+
+
+@pytest.mark.parametrize("wrong", ["positions", "mask", "cache", "order"])
+def test_what_differs_from_single_sequences_is_noticed(wrong, saved, monkeypatch):
+    folder, _ = saved("GPT2LMHeadModel")
+    forward, select = AnyModel.forward, Cache.select
+    if wrong == "positions":
+        monkeypatch.setattr(AnyModel, "forward", lambda self, *args, **options: (
+            self.known.discard("position_ids"), forward(self, *args, **options))[1])
+    elif wrong == "mask":
+        monkeypatch.setattr(AnyModel, "forward", lambda self, ids, mask, **options:
+                            forward(self, ids, torch.ones_like(mask), **options))
+    else:
+        def another(self, rows):
+            if rows.dtype == torch.bool and wrong == "cache":   # another row leaves than should
+                rows = rows.roll(1)
+            select(self, rows if wrong == "cache" or rows.dtype == torch.bool else rows.flip(0))
+
+        monkeypatch.setattr(Cache, "select", another)
+    with pytest.raises(UserError, match="rows of a padded batch get logits that differ by"):
+        load_pretrained(folder)
+
+
+def test_what_such_a_model_cannot_have_is_refused(saved, tmp_path):
+    folder, _ = saved("GPT2LMHeadModel")
+    policy = load_pretrained(folder)
+    with pytest.raises(UserError, match="--lora_rank: some/path has no layer .* nn.Linear"):
+        with_adapters(policy, rank=1, alpha=1, name="some/path")
+    with pytest.raises(UserError, match="--shard 1 divides the layers of model/model.py"):
+        shard(policy, SimpleNamespace(), torch.float32)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"num_hidden_layers": 3}, "is missing"), ({"num_hidden_layers": 10**8}, "fits its files"),
+    ({"attn_implementation": "somebody/kernel"}, "code from elsewhere"),
+    ({"model_type": "somebodys"}, "model type"), ({"vocab_size": 7}, "size mismatch|ignore_mism"),
+    ({"text_config": {"hidden_size": 10**9}}, "fits its files")])
+def test_a_folder_that_does_not_hold_such_a_model_is_refused(change, message, saved, tmp_path):
+    theirs = saved("Lfm2ForCausalLM")[1]
+    theirs.save_pretrained(tmp_path)
+    edit(tmp_path / "config.json", ["layer_types"] if "num_hidden_layers" in change else [],
+         **change)
+    with pytest.raises(UserError, match=message):
+        load_pretrained(tmp_path)
+
+
+def test_our_own_network_keeps_the_fast_pair(tiny_policy, monkeypatch):
+    monkeypatch.setattr(fast, "Decoding", Mock(side_effect=RuntimeError("fast")))
+    monkeypatch.setattr(fast, "prefix_tree", Mock(side_effect=RuntimeError("fast")))
+    policy, (ids, mask) = tiny_policy[1], left_padded((5, 3), 99)
+    with pytest.raises(RuntimeError, match="fast"):
+        fast.sample(policy, ids, mask, num_generations=2, max_new_tokens=2, eos_token_id=2,
+                    pad_token_id=0)
+    with pytest.raises(RuntimeError, match="fast"):
+        fast.token_logps(policy, ids, mask, 2)
