@@ -260,8 +260,7 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 
 
 # --- the functions of a step ----------------------------------------------------------------------
-# `logps_of` is token_logps above, and `sample` that of model/sampler.py, if you add --fast 0. By
-# default they are those of model/fast, which give the same numbers in less time.
+# `sample` and `logps_of`: with --sampler plain, model/sampler.py's and the one above; else faster.
 
 
 def generate(model, batch, tokenizer, sample, rng, args, num_generations=None, greedy=False):
@@ -387,9 +386,10 @@ def main(argv=None):
     world = World(args.device, args.dtype, args.seed)
     watch = Watch(world, args.hang_timeout)     # world.watch: signals, ranks that fail or hang
     saver = Saver(Path(args.out_dir) / args.run_name, world, args)
-    # Plain or fast, then in the precision, shards and slices of the flags. Your own goes here.
-    sample = for_sampling(fast.sample if args.fast else sampler.sample, world, args)
-    logps_of = for_learning(fast.token_logps if args.fast else token_logps, world, args)
+    pairs = {"plain": (sampler.sample, token_logps), "fast": (fast.sample, fast.token_logps),
+             "vllm": (fast.Engine(world, args), fast.token_logps)}
+    sample, logps_of = pairs[args.sampler]  # or your own; then in precision, shards and slices
+    sample, logps_of = for_sampling(sample, world, args), for_learning(logps_of, world, args)
     tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)
@@ -603,6 +603,11 @@ def add_ask_flags(parser):
     flag("--system_prompt", help="for chats without one; r1: a text that asks for the tags")
     flag("--num_workers", type=number(int, 0, 256), default=0, help="processes that read ahead")
     flag("--temperature", type=POSITIVE, default=1.0, help="of sampling, in evaluation too")
+    flag("--sampler", choices=("fast", "plain", "vllm"), help="fast: the sampler and log-probs of "
+         "model/fast, measured on CPUs only; plain: the ones to read, same numbers; vllm: an "
+         "inference engine samples (requirements-vllm.txt), log-probs are fast's (default: fast)")
+    flag("--vllm_gpu_memory_utilization", type=number(float, 0, 1, above=True), default=0.3,
+         help="the engine's share of a GPU's memory; it is free while the policy learns")
     flag("--rollout_batch_size", type=COUNT_OR_0, default=0, help="completions sampled at once, in "
          "training and evaluation: fewer need less memory and more time; 0: all of them")
     flag("--oversample", type=COUNT, default=1, help="sample this many times the prompts, learn "
@@ -715,9 +720,7 @@ def add_report_flags(parser):
     flag("--wandb_project", default="MiniGRPO", help="the project in SwanLab")
 
     flag = parser.add_argument_group("the machine").add_argument
-    flag("--fast", type=int, choices=(0, 1), default=1,
-         help="1: the sampler and log-probs of model/fast, measured on CPUs only; 0: the plain "
-         "ones, same numbers")
+    flag("--fast", type=int, choices=(0, 1), help="0: --sampler plain")
     flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
          "products; auto: bfloat16 on a GPU that has it. The rest is float32, beside bfloat16 TF32")
@@ -743,6 +746,7 @@ def fill_in_defaults(args):
     if args.epsilon_high is None:
         args.epsilon_high = 5.0 if cispo else 0.2
     args.kl_type = args.kl_type or ("k1" if args.kl_in_reward else "k3")
+    args.sampler = args.sampler or ("plain" if args.fast == 0 else "fast")
     args.swanlab = "online" if args.use_wandb else args.swanlab
     args.shard = int(args.shard and int(os.environ.get("WORLD_SIZE") or 1) > 1)
     suffix = f"{args.hidden_size}{'_moe' if args.use_moe else ''}"
@@ -774,6 +778,8 @@ def impossible_combinations(args):
          f"--delta {delta} undoes the clip at 1 + epsilon_high = {1 + high}; give a larger one"),
         (0 < args.rollout_is_threshold < 1, f"--rollout_is_threshold {args.rollout_is_threshold} "
          "would scale down every token; give 1 or more, or 0 for none"),
+        (args.fast == 0 and args.sampler != "plain", f"--fast 0 is --sampler plain, and --sampler "
+         f"{args.sampler} something else; leave one of the two out"),
         (r1 and sequence, "--loss_type r1 has its own ratio, the product over the completion; "
          "leave --importance_sampling_level out"),
         (by_steps and (r1 or sequence), "--supervision process gives each token an advantage, but "

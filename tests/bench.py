@@ -64,11 +64,11 @@ from dataset import PromptCollator, PromptDataset  # noqa: E402
 from model import (  # noqa: E402
     MiniMindConfig,
     MiniMindForCausalLM,
-    fast,
     load_tokenizer,
     sampler,
     save_pretrained,
 )
+from model.fast import pair as fast  # noqa: E402
 from model.processes.world import for_learning, for_sampling  # noqa: E402
 from model.storage.memory import SIZES, num_parameters, peak_bytes  # noqa: E402
 from reward import load_reward_funcs  # noqa: E402

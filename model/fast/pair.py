@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .model import (
+from ..model import (
     Head,
     KVCache,
     MixtureOfExperts,
@@ -31,7 +31,7 @@ from .model import (
     rotary_tables,
     rotate,
 )
-from .sampler import next_token
+from ..sampler import next_token
 
 PACK_FROM = 95_000          # weights of a matrix; packing a smaller one does not pay
 CHUNK, SMALL = 1024, 2**24  # of log_probs: tokens; logits (a small vocabulary: longer chunks)
