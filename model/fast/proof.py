@@ -20,7 +20,7 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 def prove(sample, model, prompt_ids, dtype, temperature):
     """UserError unless the sampler follows the trainer wherever the weights go.
 
-    sample: that of model/sampler.py; prompt_ids (1, P); dtype: of matrix products. Of one kind of
+    sample: as in model/sampler.py; prompt_ids (1, P); dtype: of matrix products. Of one kind of
     tensor after the other, in all layers, every second number is doubled. (If all of them were, a
     norm would undo it.) The sampler's log-probabilities must then differ from the trainer's by no
     more than ten times what they differ with the weights as they are. Halved again, a number is
@@ -55,5 +55,5 @@ def prove(sample, model, prompt_ids, dtype, temperature):
 
 
 def scale(weights, factor):
-    for weight in weights:
-        weight[..., ::2] *= factor
+    for weight in weights:      # .data: unnoticed by a tensor's version, as by AdamW's fused step
+        weight.data[..., ::2] *= factor
