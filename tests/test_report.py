@@ -210,6 +210,11 @@ def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, first,
     assert said == [(step, True) for step in range(first, 46, 20)]
 
 
+def test_a_sampler_that_is_as_coarse_as_in_the_first_step_is_no_news(tmp_path, capsys):
+    run(tmp_path, [1, 2, 3], rollout_probs_diff_mean=5e-3)
+    assert "old weights" not in capsys.readouterr().out
+
+
 def test_a_smooth_curve_begins_where_the_run_began_and_leaves_a_straight_line_straight():
     line = np.arange(100.0)
     assert smooth(line)[:95] == pytest.approx(line[:95])

@@ -153,7 +153,11 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vllm")
     made, sample = engine(folder)
     policy = load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32)
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    set_num_threads(2)
     draw(sample, policy)
+    assert torch.set_num_threads is set_num_threads and torch.get_num_threads() == 2
+    set_num_threads(threads)
     assert "Initializing" in (folder / "grpo_reason_128/vllm_0.log").read_text()
     yield made, sample, policy
     made.world.close()
@@ -164,7 +168,6 @@ def made(tmp_path_factory):
 def test_it_samples_what_the_trainer_computes(made):
     _, sample, policy = made
     eos, prompts = [5, 6, 7, 8, 9, *range(60, 90)], [[3, 9, 27, 11, 2], [6, 4]]
-    threads = torch.get_num_threads(), torch.set_num_threads
     options = dict(num_generations=8, max_new_tokens=12, temperature=1.3, eos=eos)
     ids, logps = draw(sample, policy, prompts, **options)
     mask = train_grpo.completion_mask(ids, eos)
@@ -177,7 +180,6 @@ def test_it_samples_what_the_trainer_computes(made):
                                                                   **options)
     assert torch.equal(again[0], ids) and torch.equal(again[1], logps)
     assert other[0].shape != ids.shape or not torch.equal(other[0], ids)
-    assert threads == (torch.get_num_threads(), torch.set_num_threads)
     greedy, best = (draw(one, policy, prompts, num_generations=2, max_new_tokens=12, greedy=True)
                     for one in (sample, pair.sample))
     assert torch.equal(greedy[0], best[0])
