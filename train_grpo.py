@@ -565,7 +565,8 @@ def parse_args(argv=None):
         "laptop, that thinking before it answers pays. Policy: the model that learns. Reference: "
         "the weights it started from. Group: the completions of one prompt. Rollout: the "
         "completions of a step."))
-    for add_flags in (add_ask_flags, add_judge_flags, add_learn_flags, add_report_flags):
+    for add_flags in (add_ask_flags, add_judge_flags, add_learn_flags, add_report_flags,
+                      add_machine_flags):
         add_flags(parser)
     args = parser.parse_args(argv)
     fill_in_defaults(args)
@@ -603,11 +604,6 @@ def add_ask_flags(parser):
     flag("--system_prompt", help="for chats without one; r1: a text that asks for the tags")
     flag("--num_workers", type=number(int, 0, 256), default=0, help="processes that read ahead")
     flag("--temperature", type=POSITIVE, default=1.0, help="of sampling, in evaluation too")
-    flag("--sampler", choices=("fast", "plain", "vllm"), help="fast: the sampler and log-probs of "
-         "model/fast, measured on CPUs only; plain: the ones to read, same numbers; vllm: an "
-         "inference engine samples (requirements-vllm.txt), log-probs are fast's (default: fast)")
-    flag("--vllm_gpu_memory_utilization", type=number(float, 0, 1, above=True), default=0.3,
-         help="the engine's share of a GPU's memory; it is free while the policy learns")
     flag("--rollout_batch_size", type=COUNT_OR_0, default=0, help="completions sampled at once, in "
          "training and evaluation: fewer need less memory and more time; 0: all of them")
     flag("--oversample", type=COUNT, default=1, help="sample this many times the prompts, learn "
@@ -719,7 +715,14 @@ def add_report_flags(parser):
     flag("--use_wandb", action="store_true", help="MiniMind's name of --swanlab online")
     flag("--wandb_project", default="MiniGRPO", help="the project in SwanLab")
 
+
+def add_machine_flags(parser):
     flag = parser.add_argument_group("the machine").add_argument
+    flag("--sampler", choices=("fast", "plain", "vllm"), help="fast: the sampler and log-probs of "
+         "model/fast, measured on CPUs only; plain: the ones to read, same numbers; vllm: an "
+         "inference engine samples (requirements-vllm.txt), log-probs are fast's (default: fast)")
+    flag("--vllm_gpu_memory_utilization", type=number(float, 0, 1, above=True), default=0.3,
+         help="the engine's share of a GPU's memory; it is free while the policy learns")
     flag("--fast", type=int, choices=(0, 1), help="0: --sampler plain")
     flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "

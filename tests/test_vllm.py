@@ -189,15 +189,14 @@ def test_it_samples_what_the_trainer_computes(made):
 @needs_vllm
 def test_an_update_by_adamw_arrives(made):
     _, sample, policy = made
-    policy, ids = copy.deepcopy(policy), torch.randint(3, 200, (4, 20))
+    before, policy, ids = policy, copy.deepcopy(policy), torch.randint(3, 200, (4, 20))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)
-    before = trained_logps(policy, [[3, 9]], *(x[:1] for x in (ids, torch.ones_like(ids))))
     pair.token_logps(policy, ids, torch.ones_like(ids), 10).sum().backward()
     optimizer.step()
     ids, logps = draw(sample, policy, [[3, 9]], max_new_tokens=20)
-    trained = trained_logps(policy, [[3, 9]], ids, train_grpo.completion_mask(ids, [13, 21, 38]))
-    torch.testing.assert_close(logps, trained, atol=1e-3, rtol=1e-3)
-    assert before.shape == (1, 20)
+    sequences = [[3, 9]], ids, train_grpo.completion_mask(ids, [13, 21, 38])
+    torch.testing.assert_close(logps, trained_logps(policy, *sequences), atol=1e-3, rtol=1e-3)
+    assert (logps - trained_logps(before, *sequences)).abs().max() > 0.1
 
 
 @needs_vllm
