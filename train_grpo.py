@@ -258,8 +258,7 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 
 
 # --- the functions of a step ----------------------------------------------------------------------
-# `logps_of` is token_logps above, and `sample` that of model/sampler.py, if you add --fast 0. By
-# default they are those of model/fast, which give the same numbers in less time.
+# `sample` and `logps_of`: with --sampler plain, model/sampler.py's and the one above; else faster.
 
 
 def generate(model, batch, tokenizer, sample, rng, args, num_generations=None, greedy=False):
@@ -387,9 +386,10 @@ def main(argv=None):
     world = World(args.device, args.dtype, args.seed)
     watch = Watch(world, args.hang_timeout)     # world.watch: signals, ranks that fail or hang
     saver = Saver(Path(args.out_dir) / args.run_name, world, args)
-    # Plain or fast, then in the precision, shards and slices of the flags. Your own goes here.
-    sample = for_sampling(fast.sample if args.fast else sampler.sample, world, args)
-    logps_of = for_learning(fast.token_logps if args.fast else token_logps, world, args)
+    pairs = {"plain": (sampler.sample, token_logps), "fast": (fast.sample, fast.token_logps),
+             "vllm": (fast.Engine(world, args), fast.token_logps)}
+    sample, logps_of = pairs[args.sampler]  # or your own; then in precision, shards and slices
+    sample, logps_of = for_sampling(sample, world, args), for_learning(logps_of, world, args)
     tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)
@@ -571,7 +571,7 @@ def parse_args(argv=None):
         "the weights it started from. Group: the completions of one prompt. Rollout: the "
         "completions of a step."))
     for add_flags in (add_ask_flags, add_judge_flags, add_objective_flags, add_optimizer_flags,
-                      add_report_flags):
+                      add_report_flags, add_machine_flags):
         add_flags(parser)
     args = parser.parse_args(argv)
     fill_in_defaults(args)
@@ -734,10 +734,15 @@ def add_report_flags(parser):
     flag("--use_wandb", action="store_true", help="MiniMind's name of --swanlab online")
     flag("--wandb_project", default="MiniGRPO", help="the project in SwanLab")
 
+
+def add_machine_flags(parser):
     flag = parser.add_argument_group("the machine").add_argument
-    flag("--fast", type=int, choices=(0, 1), default=1,
-         help="1: the sampler and log-probs of model/fast, measured on CPUs only; 0: the plain "
-         "ones, same numbers")
+    flag("--sampler", choices=("fast", "plain", "vllm"), help="fast: the sampler and log-probs of "
+         "model/fast, measured on CPUs only; plain: the ones to read, same numbers; vllm: an "
+         "inference engine samples (requirements-vllm.txt), log-probs are fast's (default: fast)")
+    flag("--vllm_gpu_memory_utilization", type=number(float, 0, 1, above=True), default=0.3,
+         help="the engine's share of a GPU's memory; it is free while the policy learns")
+    flag("--fast", type=int, choices=(0, 1), help="0: --sampler plain")
     flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
          "products; auto: bfloat16 on a GPU that has it. The rest is float32, beside bfloat16 TF32")
@@ -763,6 +768,7 @@ def fill_in_defaults(args):
     if args.epsilon_high is None:
         args.epsilon_high = 5.0 if cispo else 0.2
     args.kl_type = args.kl_type or ("k1" if args.kl_in_reward else "k3")
+    args.sampler = args.sampler or ("plain" if args.fast == 0 else "fast")
     args.swanlab = "online" if args.use_wandb else args.swanlab
     args.shard = int(args.shard and int(os.environ.get("WORLD_SIZE") or 1) > 1)
     suffix = f"{args.hidden_size}{'_moe' if args.use_moe else ''}"
@@ -821,6 +827,8 @@ def impossible_combinations(args):
          f"--reward_weights has {weights} numbers for {functions}; give one for each"),
         (0 < args.rollout_is_threshold < 1, f"--rollout_is_threshold {args.rollout_is_threshold} "
          "would scale down every token; give 1 or more, or 0 for none"),
+        (args.fast == 0 and args.sampler != "plain", f"--fast 0 is --sampler plain, and --sampler "
+         f"{args.sampler} something else; leave one of the two out"),
         (args.kl_in_reward and args.kl_type != "k1", f"--kl_type {args.kl_type} is for the KL in "
          "the loss, and --kl_in_reward takes k1; leave one of the two out"),
         (args.ref_model_sync_steps and not args.beta, "--ref_model_sync_steps moves a reference, "

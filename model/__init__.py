@@ -1,6 +1,7 @@
 """The policy. Three pages to read: model.py, the network; sampler.py; rollout.py. Beside them stand
 
-    fast.py       the sampler's loop and the log-probabilities again, in less time: a run uses these
+    fast/         pair.py, the sampler and the log-probabilities again, in less time: a run uses
+                  these; vllm_engine.py, an engine that samples instead
     storage/      weights in and out: files.py opens what a stranger wrote, read.py and write.py
                   (which has the Saver) weights and checkpoints; any_model.py wraps a model of
                   transformers that model.py does not build; tokenizer.py trains a tokenizer,

@@ -27,7 +27,7 @@ from .command_line import UserError
 from .metrics import training_time
 from .text import duration, fold, is_finite, number, printable, read_jsonl, to_json, to_line
 
-# The three most common ways a run fails, each with its remedy.
+# The most common ways a run fails, each with its remedy.
 NO_SIGNAL = ("in most groups every completion got the same reward, so the advantages are 0 and "
              "nothing is learned: use prompts that the policy solves sometimes but not always, "
              "or raise --num_generations, --temperature or --oversample.")
@@ -36,6 +36,10 @@ NO_END = ("more than half of the completions were cut off at the length limit: r
           "its answers with EOS.")
 NOT_FINITE = ("the gradient is not finite, so this step was skipped: if it happens again, lower "
               "--learning_rate, or train in bfloat16 or float32.")
+
+OLD_WEIGHTS = ("the sampler's probabilities are ten times as far from the trainer's as in the "
+               "first step (rollout_probs_diff_mean): does it sample with old weights? Compare "
+               "with --sampler fast; --rollout_is_threshold 2 weights what it samples.")
 
 
 class Report:
@@ -52,6 +56,7 @@ class Report:
         self.total_steps, self.start_step, self.num_tokens = total_steps, start_step, num_tokens
         self.current_step = start_step
         self.dead_groups = []                   # frac_reward_zero_std of the last 10 steps
+        self.first_difference = None            # rollout_probs_diff_mean of the first step
         self.timings = Counter()                # timing_s/<phase> -> seconds since the last step
         self.running = None, 0.0                # the phase that is being timed, and since when
         self.numbers = ""                       # what the bar shows of the last step
@@ -206,6 +211,10 @@ class Report:
             self.warn(NO_SIGNAL)
         if metrics.get("completions/clipped_ratio", 0.0) > 0.5:
             self.warn(NO_END)
+        difference = metrics.get("rollout_probs_diff_mean", 0.0)
+        self.first_difference = self.first_difference or difference
+        if difference > max(10 * self.first_difference, 1e-3):      # less may be rounding
+            self.warn(OLD_WEIGHTS)
         if not is_finite(metrics.get("grad_norm", 0.0)):
             self.warn(NOT_FINITE)
         if rows and step in (self.start_step + 1, self.total_steps):

@@ -2,6 +2,7 @@
 
     python tests/bench.py               ours, fast and plain, beside theirs
     python tests/bench.py --tricks      what each trick of model/fast is worth
+    python tests/bench.py --samplers    a rollout by each --sampler, and by generate
     python tests/bench.py --device cuda     a page about a GPU, see below
     python tests/bench.py --cases SmolLM2 SmolLM2-bfloat16      a real model
 
@@ -64,11 +65,12 @@ from dataset import PromptCollator, PromptDataset  # noqa: E402
 from model import (  # noqa: E402
     MiniMindConfig,
     MiniMindForCausalLM,
-    fast,
     load_tokenizer,
-    sampler,
     save_pretrained,
 )
+from model import sampler as plain  # noqa: E402
+from model.fast import Engine  # noqa: E402
+from model.fast import pair as fast  # noqa: E402
 from model.processes.world import for_learning, for_sampling  # noqa: E402
 from model.storage.memory import SIZES, num_parameters, peak_bytes  # noqa: E402
 from reward import load_reward_funcs  # noqa: E402
@@ -163,16 +165,20 @@ def prepared(case, count, tokenizer):
 class Ours:
     """train_grpo.py's step, as its main() takes it."""
 
-    def __init__(self, case, path, beta, *, plain=False, device="cpu", dtype=None):
+    def __init__(self, case, path, beta, *, sampler="fast", device="cpu", dtype=None):
         dtype = dtype or dtype_of(case, device)
         self.args = train_grpo.parse_args([
-            "--model_path", str(path), "--device", device, "--dtype", dtype,
+            "--model_path", str(path), "--device", device, "--dtype", dtype, "--sampler", sampler,
+            "--max_seq_len", "256", "--out_dir", tempfile.gettempdir(), "--run_name", "bench",
             "--beta", str(beta), "--loss_type", "grpo", "--max_gen_len", str(case.new_tokens),
             "--num_generations", str(case.generations), "--micro_batch_size", str(case.micro_batch),
             "--reward_funcs", "format"])
         self.world, self.generator = train_grpo.World(device, dtype), torch.Generator(device)
-        sample, token_logps = (sampler.sample, train_grpo.token_logps) if plain else (
-            fast.sample, fast.token_logps)
+        sample, token_logps = fast.sample, fast.token_logps
+        if sampler == "plain":
+            sample, token_logps = plain.sample, train_grpo.token_logps
+        if sampler == "vllm":
+            sample = Engine(self.world, self.args)
         self.sample = for_sampling(sample, self.world, self.args)
         self.logps_of = for_learning(token_logps, self.world, self.args)
         self.tokenizer, self.policy, self.reference, *_ = train_grpo.load_models(
@@ -223,28 +229,15 @@ def generates(case, path, tokenizer, device):
     return rollout
 
 
-def vllms(case, path, device):
-    """vLLM's generate; it takes half of the GPU for itself."""
-    from vllm import LLM, SamplingParams
-    model = LLM(str(path), dtype=dtype_of(case, device), gpu_memory_utilization=0.5)
-    options = SamplingParams(n=case.generations, temperature=1.0, max_tokens=case.new_tokens,
-                             ignore_eos=True, detokenize=False)
-
-    def rollout(batch):
-        prompts = [{"prompt_token_ids": ids[mask.bool()].tolist()}
-                   for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"])]
-        model.generate(prompts, options, use_tqdm=False)
-    return rollout
+def rollouts(case, path, device="cpu", *, samplers=("fast", "plain")):
+    """Who samples -> a function of a batch; last is transformers' generate."""
+    ours = {name: Ours(case, path, 0.0, sampler=name, device=device) for name in samplers}
+    return {name: side.rollout for name, side in ours.items()} | {
+        "generate": generates(case, path, ours["fast"].tokenizer, device)}
 
 
-def rollouts(case, path, device="cpu"):
-    """Who samples -> a function of a batch."""
-    ours, plain = (Ours(case, path, 0.0, plain=plain, device=device) for plain in (False, True))
-    sides = {"ours": ours.rollout, "ours, plain": plain.rollout,
-             "transformers' generate": generates(case, path, ours.tokenizer, device)}
-    if device == "cuda" and importlib.util.find_spec("vllm"):
-        sides["vLLM"] = vllms(case, path, device)
-    return sides
+def all_samplers():
+    return ("fast", "plain", *["vllm"] * bool(importlib.util.find_spec("vllm")))
 
 
 def trl_trainer(case, path, batches, beta, folder, after_step=None, device="cpu"):
@@ -338,7 +331,7 @@ def turns(batches, *functions):
 
 def turns_of_steps(case, path, batches, beta, folder):
     """Seconds of ours, fast and plain, and of TRL, tokens of TRL and ours, FLOPs; as above."""
-    ours, found = [Ours(case, path, beta, plain=plain) for plain in (False, True)], []
+    ours, found = [Ours(case, path, beta, sampler=name) for name in ("fast", "plain")], []
 
     def our_turn(step, theirs, their_tokens):
         taken = [seconds(side.step, batches[step - 1]) for side in ours]
@@ -397,6 +390,18 @@ def report_case(name, case, repetitions, threads, tokenizer):
               f"{mib[1]:.0f}; ours with twice the prompts {mib[2]:.0f}", flush=True)
 
 
+def report_samplers(names, repetitions, tokenizer):
+    """A rollout by each sampler, and vLLM's first one, which starts and proves it."""
+    print(f"\n| rollout, s | {' | '.join(all_samplers())} | generate | vllm's first |\n"
+          f"|---|{'---|' * (len(all_samplers()) + 2)}")
+    for name in names:
+        with prepared(CASES[name], repetitions + 1, tokenizer) as (_, path, batches):
+            sides = rollouts(CASES[name], path, samplers=all_samplers())
+            first = seconds(sides["vllm"], batches[0]) if "vllm" in sides else float("nan")
+            taken = [*map(median, turns(batches, *sides.values())), first]
+        print(f"| {name} | {' | '.join(f'{x:.2f}' for x in taken)} |", flush=True)
+
+
 # --- what each trick of model/fast is worth -------------------------------------------------------
 
 
@@ -420,7 +425,7 @@ TRICKS = {      # name -> (what it speeds up, where it is, its name there, what 
 def worth_of_tricks(case, repetitions, tokenizer):
     """How many times as long sampling or learning takes without each trick."""
     with prepared(case, 1, tokenizer) as (_, path, (batch,)):
-        ours, plain = (Ours(case, path, 0.0, plain=plain) for plain in (False, True))
+        ours, plain = (Ours(case, path, 0.0, sampler=name) for name in ("fast", "plain"))
     rollout, ratios = ours.rollout(batch), defaultdict(list)
     rollout.rewards = rollout.advantages = torch.randn(len(rollout.mask))
 
@@ -491,7 +496,7 @@ def bytes_to_read(case, prompt_length, product):
 
 
 def gpu_rollouts(case, path, batches, device, tokens):
-    rate, sides = bandwidth(device), rollouts(case, path, device)
+    rate, sides = bandwidth(device), rollouts(case, path, device, samplers=all_samplers())
     needed = bytes_to_read(case, batches[0]["prompt_ids"].shape[1], 2 if device == "cuda" else 4)
     print(f"\nA copy moves {rate / 1e9:.0f} GB/s.\n\n| rollout | seconds | tokens per second "
           "| ms per token of each | limit |\n|---|---|---|---|---|", flush=True)
@@ -567,6 +572,8 @@ def main():
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--tricks", action="store_true",
                         help="what each trick of model/fast is worth, instead of the comparison")
+    parser.add_argument("--samplers", action="store_true",
+                        help="a rollout by each sampler, vLLM's too if it is installed")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="print the page about a GPU, or "
                         "try its code on a CPU, with --cases 1.7M, say")
     args = parser.parse_args()
@@ -576,6 +583,8 @@ def main():
     if args.device:
         return report_gpu(args.device, args.cases or ["0.6B"], args.repetitions, tokenizer)
     args.cases = args.cases or [name for name in CASES if name not in ON_DEMAND]
+    if args.samplers:
+        return report_samplers(args.cases, args.repetitions, tokenizer)
     if args.tricks:
         return report_tricks(args.cases, args.repetitions, tokenizer)
     if importlib.util.find_spec("trl") is None:

@@ -18,7 +18,8 @@ import bench
 import torch
 
 import train_grpo
-from model import MiniMindConfig, MiniMindForCausalLM, Rollout, World, fast
+from model import MiniMindConfig, MiniMindForCausalLM, Rollout, World
+from model.fast import pair as fast
 from model.lora import AdaptersOff, with_adapters
 from model.processes.shard import shard
 from model.processes.world import for_learning, for_sampling

@@ -13,8 +13,8 @@ The results so far are in --session: interrupted, the same command goes on from 
 change of the code, start a new one. Takes an hour.
 
 docs/runs.md has the result. Survivors that change nothing: another negative id for padding, or a
-bias of -1 for 0 at all that a query sees (model/fast.py; softmax takes it out); `>=` for `==` where
-a dict grows by one (dataset/arithmetic.py); no cache for `tries` (dataset/countdown.py).
+bias of -1 for 0 at all that a query sees (model/fast/pair.py; softmax takes it out); `>=` for `==`
+where a dict grows by one (dataset/arithmetic.py); no cache for `tries` (dataset/countdown.py).
 """
 import argparse
 import ast

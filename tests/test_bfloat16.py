@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from test_run import POLICY, SMALL, arguments, gradient, jsonl, rollout_of_six
 
 import train_grpo
-from model import fast, load_pretrained
+from model import load_pretrained
+from model.fast import pair as fast
 from model.model import Head
 from model.processes.world import precision
 from reward.relatives import near_sampler, sampler_weights

@@ -1,4 +1,5 @@
 """What only a GPU can show. Skipped without one."""
+import importlib.util
 import os
 import subprocess
 import sys
@@ -98,6 +99,16 @@ def test_accuracy_rises_within_30_steps(dtype, tmp_path):
     before, *_, after = (line["eval/accuracy"] for line in evaluations)
     assert len(metrics) == 30 and before < 0.5 and after > before + 0.25
     assert max(line["rollout_probs_diff_mean"] for line in metrics) < 2e-3
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+@pytest.mark.parametrize("ranks", range(1, 1 + min(2, torch.cuda.device_count())))
+def test_vllm_samples_with_the_weights_of_each_step(ranks, tmp_path):
+    torchrun = "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"
+    metrics, _ = train(tmp_path, "--sampler", "vllm", "--max_steps", "6", "--eval_samples", "16",
+                       command=(sys.executable, *torchrun * (ranks > 1)))
+    assert len(metrics) == 6 and metrics[5]["kl"] > 1e-4
+    assert max(line["rollout_probs_diff_mean"] for line in metrics) < 5e-3
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -73,7 +73,8 @@ def numbers(text):
 # --- commands -------------------------------------------------------------------------------------
 
 NOT_OURS = {".", "accelerate", "git", "jupyter", "pip", "pytest", "ray", "ruff", "swanlab", "venv",
-            "sglang.launch_server", "verl.trainer.main_ppo", "vllm"}
+            "sglang.launch_server", "verl.trainer.main_ppo", "vllm",
+            "vllm.entrypoints.openai.api_server"}
 MADE_BY_THE_READER = {"sorting.py", "sorting.txt", "train_trl.py", "verl_task.py"}
 # A flag without its program is train_grpo.py's, except for these.
 FLAGS_OF_OTHERS = {

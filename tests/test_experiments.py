@@ -131,8 +131,9 @@ def test_a_run_that_fails_stops_the_experiment_and_names_its_log(tiny):
 
 def test_each_change_fits_the_code_and_its_test_is_there():
     source = (ROOT / "train_grpo.py").read_text(encoding="utf-8")
-    changes = EXPERIMENTS["ladder"].changes | EXPERIMENTS["museum"].changes
-    for (row, arm), change in changes.items():
+    changes = [item for name in ("ladder", "museum", "stale")
+               for item in EXPERIMENTS[name].changes.items()]
+    for (row, arm), change in changes:
         assert source.count(change.before) == 1 and change.before != change.after, row or arm
         file, _, test = change.test.partition("::")
         assert not file or f"\ndef {test}(" in (ROOT / file).read_text(encoding="utf-8"), row

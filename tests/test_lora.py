@@ -7,7 +7,8 @@ from safetensors.torch import load_file
 from test_run import POLICY, SMALL, arguments, measured, rollout_of_six
 
 import train_grpo
-from model import MiniMindConfig, MiniMindForCausalLM, World, fast, load_pretrained, sampler
+from model import MiniMindConfig, MiniMindForCausalLM, World, load_pretrained, sampler
+from model.fast import pair as fast
 from model.lora import adapter_state, adapters, merged_state, with_adapters
 from train_grpo import minibatches, token_logps, update_policy
 

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import train_grpo
 from conftest import jsonl
-from model import World, fast, load_pretrained
+from model import World, load_pretrained
+from model.fast import pair as fast
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.skipif(
     torch.cuda.is_available(), reason="test_cuda.py asks the real one")]

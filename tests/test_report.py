@@ -191,6 +191,8 @@ def test_several_runs_share_a_picture_and_a_folder_without_a_run_is_named(tmp_pa
     ({"completions/clipped_ratio": 0.6}, "--max_gen_len", 3),
     ({"frac_reward_zero_std": 1.0}, "--num_generations", 5),           # three such steps in a row
     ({"grad_norm": float("nan")}, "--learning_rate", 3),
+    ({"rollout_probs_diff_mean": 2e-3}, "old weights", 3),
+    ({"rollout_probs_diff_mean": 9e-4}, "old weights", 99),
     ({}, "none", 99),                                                  # a healthy run
 ])
 def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, first, tmp_path, capsys):
@@ -200,11 +202,17 @@ def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, first,
         for step in range(1, 46):
             # As at the end of the default run: 0.85 on average, now and then a step of 1.
             borderline = {"completions/clipped_ratio": 0.5,
-                          "frac_reward_zero_std": 1.0 if step % 5 < 2 else 0.75}
+                          "frac_reward_zero_std": 1.0 if step % 5 < 2 else 0.75,
+                          "rollout_probs_diff_mean": 5e-5 if step > 1 else 3e-5}
             report.step(step, metrics(step, **borderline | (trouble if step >= 3 else {})), [])
             said += [(step, advice in line) for line in capsys.readouterr().out.splitlines()
                      if line.startswith("warning:")]
     assert said == [(step, True) for step in range(first, 46, 20)]
+
+
+def test_a_sampler_that_is_as_coarse_as_in_the_first_step_is_no_news(tmp_path, capsys):
+    run(tmp_path, [1, 2, 3], rollout_probs_diff_mean=5e-3)
+    assert "old weights" not in capsys.readouterr().out
 
 
 def test_a_smooth_curve_begins_where_the_run_began_and_leaves_a_straight_line_straight():

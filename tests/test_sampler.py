@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import train_grpo
-from model import MiniMindConfig, MiniMindForCausalLM, fast, sampler
+from model import MiniMindConfig, MiniMindForCausalLM, sampler
+from model.fast import pair as fast
 from model.processes.world import in_slices
 from model.sampler import next_token
 from train_grpo import completion_mask

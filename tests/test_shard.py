@@ -12,7 +12,8 @@ from torch import multiprocessing
 
 import train_grpo
 from conftest import interrupt, jsonl
-from model import fast, load_checkpoint, save_pretrained
+from model import load_checkpoint, save_pretrained
+from model.fast import pair as fast
 from model.lora import merged_state
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="sends itself a signal to stop")

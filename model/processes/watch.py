@@ -338,4 +338,4 @@ def last_words(text):
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         subprocess.Popen([sys.executable, "-c", REPEAT_AFTER, str(LAUNCHER), text],
                          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                         start_new_session=True)
+                         stderr=sys.stderr, start_new_session=True)

@@ -8,7 +8,7 @@ import functools
 import json
 import os
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
 import torch
@@ -35,6 +35,7 @@ class World:
         self.rank = int(os.environ.get("RANK") or 0)
         self.size = int(os.environ.get("WORLD_SIZE") or 1)
         self.device, self.seed = choose_device(device, self.size), seed
+        self.ends = ExitStack()     # ends.callback(f) calls f before the processes part
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.set_device(self.device)      # what "cuda" means from now on
@@ -144,8 +145,10 @@ class World:
                                     f"rank {rank}; give all ranks the same flags and files")
 
     def close(self):
+        self.ends.close()
         if self.size > 1:
-            dist.destroy_process_group()
+            if dist.is_initialized():       # vLLM's end is that of all groups
+                dist.destroy_process_group()
             # After a sharded run DTensor's caches keep Gloo's threads alive. If Python ends while
             # one frees a tensor, the process aborts (pytorch issue 190489): let them finish.
             if self.device.type == "cpu":
@@ -188,7 +191,8 @@ def sum_in_buckets(tensors):
 
 def for_sampling(sample, world, args):
     """`sample` for this run: in slices, in the precision of matrix products, of a whole model."""
-    sample = in_slices(sample, args.rollout_batch_size)
+    # An engine slices by itself.
+    sample = in_slices(sample, args.rollout_batch_size if args.sampler != "vllm" else 0)
 
     # FSDP would gather every layer for every token: a copy of the whole lives as long as this runs.
     def sample_whole(model, *prompts, **options):

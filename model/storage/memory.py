@@ -3,7 +3,7 @@
     python -m model.storage.memory                                  the usual sizes
     python -m model.storage.memory Qwen/Qwen3-0.6B out/my_weights   any weights' config.json
 
-The formula counts live tensors of a run with model/fast.py. On the CPU, in float32 and bfloat16, it
+The formula counts live tensors of a run with model/fast. On the CPU, in float32 and bfloat16, it
 came within 2.1% of the peaks measured for models of 0.6B to 4B and within 18% for small ones, where
 freed memory goes back at once (tests/bench_memory.py); glibc's malloc by itself keeps gaps, with
 which earlier versions held up to 27% more. On a GPU nothing was measured.
@@ -16,7 +16,7 @@ import torch
 
 from report import user_errors
 
-from ..fast import CHUNK, SMALL
+from ..fast.pair import CHUNK, SMALL
 from ..model import MiniMindConfig, MiniMindForCausalLM
 from .files import read_config
 from .read import local_path

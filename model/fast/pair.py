@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .model import (
+from ..model import (
     Head,
     KVCache,
     MixtureOfExperts,
@@ -34,9 +34,9 @@ from .model import (
     rotary_tables,
     rotate,
 )
-from .sampler import next_token
-from .sampler import sample as plain_sample
-from .storage.any_model import AnyModel
+from ..sampler import next_token
+from ..sampler import sample as plain_sample
+from ..storage.any_model import AnyModel
 
 PACK_FROM = 95_000          # weights of a matrix; packing a smaller one does not pay
 CHUNK, SMALL = 1024, 2**24  # of log_probs: tokens; logits (a small vocabulary: longer chunks)
@@ -118,7 +118,7 @@ class Decoding:
         if isinstance(attention.q_norm, RMSNorm):       # of queries and keys in one
             weights = [attention.q_norm.weight] * self.H + [attention.k_norm.weight] * self.K
             head_norm = RMSNorm(self.d, attention.q_norm.eps)
-            head_norm.weight = nn.Parameter(torch.stack(weights), requires_grad=False)  # (H + K, d)
+            head_norm.weight = nn.Parameter(torch.stack(weights))               # (H + K, d)
         qkv = [linear(part) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
         return (layer.input_layernorm, qkv, head_norm, linear(attention.o_proj),
                 layer.post_attention_layernorm, feed_forward(mlp))

@@ -1,0 +1,116 @@
+"""vLLM in place of the sampler, --sampler vllm. requirements-vllm.txt says what to install.
+
+Each rank has an engine, made in its own process at the first call. Every call hands over all
+weights, since nothing tells for sure that one has changed: AdamW's fused step leaves a tensor's
+version as it was. proof.py tests that they arrive.
+"""
+import importlib.util
+import logging
+import os
+import tempfile
+import warnings
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from report import UserError, reason
+
+from ..lora import merged_state
+from .proof import prove
+
+
+class Engine:
+    """`sample` of model/sampler.py, but greedy log-probs are those at temperature 1. UserError if
+    vLLM is missing, can't start, or does not take all weights."""
+
+    def __init__(self, world, args):
+        self.world, self.args, self.llm = world, args, None
+        self.sleeps = world.device.type == "cuda"       # while the policy learns
+
+    @torch.no_grad()
+    def __call__(self, model, prompt_ids, prompt_mask, *, temperature=1.0, **options):
+        threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+        try:
+            if self.llm is None:
+                self._start(model, prompt_ids[:1, prompt_mask[0].bool()], temperature)
+            return self._sample(model, prompt_ids, prompt_mask, temperature=temperature, **options)
+        finally:        # vLLM leaves torch one thread, and a set_num_threads that does nothing
+            torch.set_num_threads = set_num_threads
+            set_num_threads(threads)
+
+    def _start(self, model, prompt_ids, temperature):
+        from ..storage.write import hub_config, write_json
+        advice, world, args = "see requirements-vllm.txt", self.world, self.args
+        if importlib.util.find_spec("vllm") is None:
+            raise UserError(f"--sampler vllm: vLLM is not installed; {advice}")
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CONFIGURE_LOGGING": "0",
+                       "VLLM_NO_USAGE_STATS": "1",      # it would tell its makers; and GiB:
+                       "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
+        log = Path(*(os.devnull,) if args.eval_only else
+                   (args.out_dir, args.run_name, f"vllm_{world.rank}.log"))
+        try:
+            with logged(log), tempfile.TemporaryDirectory() as folder:
+                from vllm import LLM, SamplingParams
+                write_json(hub_config(model), Path(folder, "config.json"))
+                self.SamplingParams, self.llm = SamplingParams, LLM(
+                    folder, load_format="dummy", skip_tokenizer_init=True, dtype=world.matrix_dtype,
+                    max_model_len=args.max_seq_len + args.max_gen_len,
+                    max_num_seqs=args.rollout_batch_size or 256, enable_sleep_mode=self.sleeps,
+                    gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+                    logprobs_mode="processed_logprobs", enforce_eager=not self.sleeps,
+                    distributed_executor_backend="external_launcher" if world.size > 1 else "uni")
+            world.ends.callback(self.llm.llm_engine.engine_core.shutdown)
+            prove(self._sample, model, prompt_ids, world.matrix_dtype, temperature)
+        except UserError:
+            raise
+        except Exception as error:      # many classes, of vLLM and of what it imports
+            raise UserError(f"--sampler vllm: it could not start with {args.model_path} "
+                            f"({reason(error)}), {log} says more; {advice}") from error
+
+    def _hand_over(self, model):
+        # With the head's own name where it is the embedding, which a checkpoint would leave out: a
+        # CPU's product reads a packed copy of the head, and else that would stay as it was.
+        weights = list(merged_state(model).items())
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self.llm.reset_prefix_cache()       # it was computed with other weights
+
+    def _sample(self, model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens,
+                temperature, eos_token_id, pad_token_id, generator=None, greedy=False):
+        if self.sleeps:
+            self.llm.wake_up()
+        self._hand_over(model)
+        n, device = 1 if greedy else num_generations, prompt_ids.device
+        seeds = torch.randint(2**31, (len(prompt_ids),), generator=generator, device=device)
+        options = [self.SamplingParams(
+            n=n, temperature=0.0 if greedy else temperature, seed=seed, max_tokens=max_new_tokens,
+            stop_token_ids=prompt_ids.new_tensor(eos_token_id).flatten().tolist(), ignore_eos=True,
+            logprobs=0, detokenize=False) for seed in seeds.tolist()]
+        prompts = [{"prompt_token_ids": ids[mask.bool()].tolist()}
+                   for ids, mask in zip(prompt_ids, prompt_mask)]
+        with torch.autocast(device.type, enabled=False):        # its weights are cast already
+            answers = self.llm.generate(prompts, options, use_tqdm=False)
+        if self.sleeps:
+            self.llm.sleep(level=2)         # frees weights and cache: the next call brings new ones
+        answers = [answer for group in answers for answer in group.outputs * (num_generations // n)]
+        ids = [prompt_ids.new_tensor(answer.token_ids) for answer in answers]
+        logps = [torch.tensor([of[token].logprob for token, of in zip(x.token_ids, x.logprobs)],
+                              device=device) for x in answers]
+        return pad_sequence(ids, True, pad_token_id), pad_sequence(logps, True)         # (N, R)
+
+
+@contextmanager
+def logged(path):
+    """To a file goes what vLLM says, and what C++ prints: the terminal stays Python's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    logger, handler = logging.getLogger("vllm"), logging.FileHandler(path, mode="w")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
+    with (os.fdopen(os.dup(2), "w", buffering=1) as terminal, redirect_stderr(terminal),
+          warnings.catch_warnings(action="ignore")):
+        os.dup2(handler.stream.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(terminal.fileno(), 2)

@@ -1,0 +1,295 @@
+"""--sampler vllm: the hand-over of the weights is proved, for any sampler; then with vLLM itself.
+
+What needs vLLM is skipped without it: requirements-vllm.txt. CI has it, in an environment of its
+own.
+"""
+import copy
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import test_reliability
+import torch
+from test_sampler import FAMILIES, draw, trained_logps, wide
+
+import train_grpo
+from conftest import ROOT, jsonl
+from model import World, load_pretrained
+from model.fast import pair, proof, vllm_engine
+from model.lora import with_adapters
+from model.processes.world import for_sampling
+from report import UserError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None,
+                                reason="needs vLLM: requirements-vllm.txt")
+PROMPT = torch.tensor([[3, 9, 27, 11, 2, 8, 8, 31, 5]])
+
+# --- the proof ------------------------------------------------------------------------------------
+
+
+class Elsewhere:
+    """A sampler with weights of its own; `takes` tells which of the policy's it takes."""
+
+    def __init__(self, model, takes):
+        self.own, self.takes = copy.deepcopy(model), takes
+
+    def __call__(self, model, *prompts, **options):
+        for (name, theirs), ours in zip(model.named_parameters(), self.own.parameters()):
+            if self.takes(name, theirs):
+                ours.data.copy_(theirs)
+        return pair.sample(self.own, *prompts, **options)
+
+
+def prove(model, takes):
+    proof.prove(Elsewhere(model, takes), model, PROMPT, torch.float32, 0.7)
+
+
+def adapted():
+    model = with_adapters(wide(), rank=4, alpha=32)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B"):
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def kind_of(name):
+    return "*".join(re.split(r"(?<=\.)\d+(?=\.)", name))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "adapters"])
+def test_each_kind_of_tensor_that_a_sampler_keeps_is_named_and_no_weight_changes(family):
+    model = adapted() if family == "adapters" else wide(**FAMILIES[family])
+    before = copy.deepcopy(model.state_dict())
+    prove(model, lambda name, weight: True)
+    for kind in {kind_of(name) for name, _ in model.named_parameters()}:
+        with pytest.raises(UserError, match=f"given a new {re.escape(kind)},"):
+            prove(model, lambda name, weight, kept=kind: kind_of(name) != kept)
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_a_sampler_that_trusts_a_version_is_found_out():
+    seen = {}
+
+    def is_newer(name, weight):
+        old, seen[name] = seen.get(name), weight._version
+        return old != weight._version
+
+    with pytest.raises(UserError, match="given a new model.embed_tokens.weight"):
+        prove(wide(), is_newer)
+
+
+def test_a_fused_step_leaves_the_version_of_a_weight_as_it_was():
+    """Once it counts, a hand-over need not be of all weights each time."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    before = weight._version
+    torch.optim.AdamW([weight], fused=True).step()
+    assert (weight < 1).all() and weight._version == before
+
+
+def test_a_sampler_of_another_model_is_refused_before_any_weight_moves():
+    with pytest.raises(UserError, match="given all weights, its log-probabilities differ"):
+        proof.prove(Elsewhere(wide(rope_theta=100.0), lambda *_: True), wide(), PROMPT,
+                    torch.float32, 1.0)
+
+
+# --- the flag -------------------------------------------------------------------------------------
+
+
+def test_the_flag_fast_is_a_way_to_say_plain():
+    sampler = {flags: train_grpo.parse_args(flags.split()).sampler for flags in (
+        "", "--fast 0", "--fast 1", "--fast 0 --sampler plain", "--fast 1 --sampler vllm")}
+    assert list(sampler.values()) == ["fast", "plain", "fast", "plain", "vllm"]
+    with pytest.raises(UserError, match="--fast 0 is --sampler plain, and --sampler vllm"):
+        train_grpo.parse_args(["--fast", "0", "--sampler", "vllm"])
+
+
+def test_without_vllm_the_run_ends_in_a_sentence(tmp_path, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec",
+                        lambda name, *rest: None if name == "vllm" else find(name, *rest))
+    with pytest.raises(SystemExit):
+        train_grpo.main([*test_reliability.FLAGS, "--sampler", "vllm", "--out_dir", str(tmp_path)])
+    assert capsys.readouterr().err.endswith("train_grpo.py: error: --sampler vllm: vLLM is not "
+                                            "installed; see requirements-vllm.txt\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("sampler, calls", [("fast", 3), ("vllm", 1)])
+def test_an_engine_slices_by_itself(sampler, calls):
+    args, sizes = train_grpo.parse_args(["--sampler", sampler, "--rollout_batch_size", "4"]), []
+
+    def sample(model, ids, mask, *, num_generations, **options):
+        sizes.append(len(ids))
+        return torch.ones(2 * len(ids), 1), torch.zeros(2 * len(ids), 1)
+
+    ids = torch.ones(5, 2, dtype=torch.long)
+    for_sampling(sample, World("cpu"), args)(None, ids, ids, num_generations=2, pad_token_id=0)
+    assert len(sizes) == calls and sum(sizes) == 5
+
+
+# --- vLLM -----------------------------------------------------------------------------------------
+
+
+def engine(tmp_path, *flags):
+    """An engine, and the sampler that a run makes of it."""
+    args = train_grpo.parse_args(["--sampler", "vllm", "--out_dir", str(tmp_path), "--device",
+                                  "cpu", "--max_seq_len", "200", *flags])
+    world = World("cpu", args.dtype)
+    made = vllm_engine.Engine(world, args)
+    return made, for_sampling(made, world, args)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """An engine with the shipped policy: its sampler, and the policy."""
+    folder = tmp_path_factory.mktemp("vllm")
+    made, sample = engine(folder)
+    policy = load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32)
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    set_num_threads(2)
+    draw(sample, policy)
+    assert torch.set_num_threads is set_num_threads and torch.get_num_threads() == 2
+    set_num_threads(threads)
+    assert "Initializing" in (folder / "grpo_reason_128/vllm_0.log").read_text()
+    yield made, sample, policy
+    made.world.close()
+    assert not torch.distributed.is_initialized()
+
+
+@needs_vllm
+def test_it_samples_what_the_trainer_computes(made):
+    _, sample, policy = made
+    eos, prompts = [5, 6, 7, 8, 9, *range(60, 90)], [[3, 9, 27, 11, 2], [6, 4]]
+    options = dict(num_generations=8, max_new_tokens=12, temperature=1.3, eos=eos)
+    ids, logps = draw(sample, policy, prompts, **options)
+    mask = train_grpo.completion_mask(ids, eos)
+    assert ids.shape == logps.shape == (16, mask.sum(1).max()) and 0 < mask.float().mean() < 1
+    assert len({tuple(row) for row in ids[:8].tolist()}) > 4            # a group is no copies
+    assert ids[mask == 0].eq(3).all() and logps[mask == 0].eq(0).all()
+    trained = trained_logps(policy, prompts, ids, mask, temperature=1.3)
+    torch.testing.assert_close(logps, trained, atol=1e-4, rtol=1e-4)
+    again, other = draw(sample, policy, prompts, **options), draw(sample, policy, prompts, seed=1,
+                                                                  **options)
+    assert torch.equal(again[0], ids) and torch.equal(again[1], logps)
+    assert other[0].shape != ids.shape or not torch.equal(other[0], ids)
+    greedy, best = (draw(one, policy, prompts, num_generations=2, max_new_tokens=12, greedy=True)
+                    for one in (sample, pair.sample))
+    assert torch.equal(greedy[0], best[0])
+    torch.testing.assert_close(*(x[1] for x in (greedy, best)), atol=1e-4, rtol=1e-4)
+
+
+@needs_vllm
+def test_an_update_by_adamw_arrives(made):
+    _, sample, policy = made
+    before, policy, ids = policy, copy.deepcopy(policy), torch.randint(3, 200, (4, 20))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)
+    pair.token_logps(policy, ids, torch.ones_like(ids), 10).sum().backward()
+    optimizer.step()
+    ids, logps = draw(sample, policy, [[3, 9]], max_new_tokens=20)
+    sequences = [[3, 9]], ids, train_grpo.completion_mask(ids, [13, 21, 38])
+    torch.testing.assert_close(logps, trained_logps(policy, *sequences), atol=1e-3, rtol=1e-3)
+    assert (logps - trained_logps(before, *sequences)).abs().max() > 0.1
+
+
+@needs_vllm
+@pytest.mark.parametrize("trap", ["the packed head", "the prefix cache"])
+def test_each_trap_is_one_and_the_proof_finds_it(trap, made, monkeypatch):
+    """Once this fails, the engine needs the care of Engine._hand_over no more."""
+    made, _, policy = made
+    prompt = torch.randint(3, 250, (1, 180), generator=torch.Generator().manual_seed(0))
+    args = made._sample, policy, prompt, torch.float32, 1.0
+    proof.prove(*args)
+    if trap == "the packed head":
+        merged_state = vllm_engine.merged_state
+        monkeypatch.setattr(vllm_engine, "merged_state", lambda model: {
+            name: weight for name, weight in merged_state(model).items() if "lm_head" not in name})
+        wanted = "given a new model.embed_tokens.weight"
+    else:
+        monkeypatch.setattr(made.llm, "reset_prefix_cache", lambda: None)
+        wanted = "given"
+    with pytest.raises(UserError, match=wanted):
+        proof.prove(*args)
+    monkeypatch.undo()
+    made.llm.reset_prefix_cache()
+    proof.prove(*args)
+
+
+@needs_vllm
+def test_a_model_that_it_does_not_know_is_one_sentence(tmp_path):
+    made, sample = engine(tmp_path)
+    with pytest.raises(UserError, match="it could not start with .*vllm_0.log says more"):
+        draw(sample, wide(head_dim=20))
+    assert made.llm is None or made.world.close() is None
+
+
+# --- vLLM in a run --------------------------------------------------------------------------------
+
+
+def start(folder, *flags, ranks=0, **options):
+    """A run of the script, as a process of a session of its own."""
+    program = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return subprocess.Popen(
+        [sys.executable, *program * bool(ranks), "train_grpo.py", "--sampler", "vllm",
+         "--out_dir", str(folder), "--batch_size", "4", "--num_generations", "4", "--eval_samples",
+         "4", "--save_interval", "1", *flags], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+        **options)
+
+
+def finish(process):
+    """What it printed, once it and all its processes have ended."""
+    said = process.communicate(timeout=600)[0]
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)           # nobody is left in its session
+    return said
+
+
+@needs_vllm
+def test_a_run_that_is_stopped_and_resumed_ends_as_one_that_was_not(tmp_path):
+    runs = [start(tmp_path, "--max_steps", "3", "--run_name", name) for name in ("whole", "parts")]
+    metrics = tmp_path / "parts/metrics.jsonl"
+    while not metrics.exists() or not metrics.read_text():
+        assert runs[1].poll() is None
+        time.sleep(0.1)
+    runs[1].send_signal(signal.SIGINT)
+    said = finish(runs[0])
+    assert runs[0].returncode == 0 and "Traceback" not in said and "WARNING" not in said
+    finish(runs[1])
+    rows = jsonl(tmp_path / "whole/metrics.jsonl")
+    assert len(rows) == 3 and max(row["rollout_probs_diff_mean"] for row in rows) < 1e-6
+    assert rows[2]["kl"] > 1e-5
+    assert runs[1].returncode in (0, 130)   # 0: the signal came in its last step
+    if runs[1].returncode:
+        again = start(tmp_path, "--max_steps", "3", "--run_name", "parts", "--resume")
+        assert again.returncode == 0 or finish(again)
+    texts = [Path(tmp_path, name, "completions.jsonl").read_text() for name in ("whole", "parts")]
+    assert texts[0] == texts[1]
+
+
+@needs_vllm
+@pytest.mark.parametrize("flags", [[], ["--lora_rank", "4", "--shard", "1", "--dtype", "bfloat16"]])
+def test_each_rank_has_an_engine(flags, tmp_path):
+    process = start(tmp_path, "--max_steps", "3", "--run_name", "run", *flags, ranks=2)
+    said = finish(process)
+    assert process.returncode == 0 and "Error" not in said and "Traceback" not in said, said
+    rows = jsonl(tmp_path / "run/metrics.jsonl")
+    assert len(rows) == 3
+    assert max(row["rollout_probs_diff_mean"] for row in rows) < (2e-2 if flags else 1e-6)
+    assert {path.name for path in tmp_path.glob("run/vllm*")} == {"vllm_0.log", "vllm_1.log"}
+
+
+@needs_vllm
+@pytest.mark.parametrize("way, reason", [
+    ("raise KeyboardInterrupt('stumbled')", "error: rank 1: KeyboardInterrupt: stumbled"),
+    ("os._exit(0)", "error: rank 1 (process ")])
+def test_a_rank_that_fails_ends_all_engines(way, reason, tmp_path):
+    test_reliability.test_what_ends_one_rank_ends_all_with_its_reason_as_the_last_words(
+        way, "--sampler vllm", 2 if "raise" in way else 1, reason, tmp_path)
