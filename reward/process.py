@@ -1,4 +1,5 @@
 """Process supervision: reward the steps of the reasoning too (DeepSeekMath, section 4.1.3)."""
+import math
 import re
 from bisect import bisect_left
 
@@ -55,7 +56,7 @@ def judge_steps(completions, completion_ids, tokenizer, outcomes):
     """
     rewards, ends = [], []
     for completion, ids, outcome in zip(completions, completion_ids, outcomes):
-        judged = outcome == outcome                                             # not NaN
+        judged = not math.isnan(outcome)
         lines = judge_lines(completion) if judged else []
         rewards.append([float(right) for _, right in lines] + [outcome] * judged)
         ends.append([token_at(end, ids, tokenizer) for end, _ in lines] + [len(ids) - 1] * judged)
