@@ -1,5 +1,6 @@
 """What stays exact where matrix products are in bfloat16, and weights for a sampler that is not."""
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -67,6 +68,19 @@ def test_the_head_in_chunks_is_float32_with_its_gradients_too(monkeypatch):
         found.append((logps, entropy, *gradients))
     for whole, in_chunks in zip(*found, strict=True):
         assert (whole - in_chunks).abs().max() <= 1e-5 * whole.abs().max() > 0
+
+
+def test_a_cpu_without_bfloat16_packs_float32_only(monkeypatch):
+    packed = Mock(side_effect=lambda weight: weight)
+    monkeypatch.setattr(fast, "PACK_FROM", 1)
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", packed)
+    for supported in (False, True):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported",
+                            lambda supported=supported: supported)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            fast.linear(torch.nn.Linear(3, 3, dtype=dtype))
+    assert [call.args[0].dtype for call in packed.mock_calls] == [
+        torch.float32, torch.float32, torch.bfloat16]
 
 
 def test_autocast_keeps_no_copies_of_weights():

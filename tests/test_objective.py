@@ -1,4 +1,5 @@
 """The objective and its log-probabilities: numbers by hand, and an independent float64 loop."""
+import inspect
 import math
 from pathlib import Path
 from statistics import fmean, stdev
@@ -19,6 +20,13 @@ NAN = float("nan")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # --- advantages and the mask ----------------------------------------------------------------------
+
+
+def test_hyperparameters_are_given_by_name():
+    for function in (group_advantages, train_grpo.importance_ratio, train_grpo.ppo_clip, kl_penalty,
+                     grpo_loss, train_grpo.token_logps):
+        for parameter in inspect.signature(function).parameters.values():
+            assert parameter.default is parameter.empty or parameter.kind == parameter.KEYWORD_ONLY
 
 
 def test_the_worked_example_of_the_docstring():
