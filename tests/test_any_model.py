@@ -11,7 +11,8 @@ from test_run import measured
 
 import train_grpo
 from conftest import edit, left_padded
-from model import chat, fast, load_pretrained
+from model import chat, load_pretrained
+from model.fast import pair as fast
 from model.lora import adapter_state, adapters, merged_state, with_adapters
 from model.processes.shard import shard
 from model.storage.any_model import AnyModel, Cache
