@@ -54,8 +54,8 @@ def main():
     path = Path(__file__).parent / "results" / f"{args.name}.jsonl"
     if not args.draw:
         make_weights(experiment.weights, out)
-        if experiment.data:
-            python(experiment.data.format(out=quoted(out)), out / "data.log")
+        for command in experiment.data:
+            python(command.format(out=quoted(out)), out / "data.log")
         run_missing(experiment, path, out, args.jobs)
         prove(experiment.changes)
     results = [result for result in results_of(experiment, path).values() if result]

@@ -150,7 +150,7 @@ class Experiment:
     panels: dict                    # {series: (title, what to see in it, format)}
     seeds: tuple = (42, 1, 2)
     weights: tuple = ()             # of WEIGHTS, to make first
-    data: str = ""                  # what python runs first, for data that the arms read
+    data: tuple = ()                # what python runs first, for data that the arms read
     changes: dict = field(default_factory=dict)     # {(row, arm): the Change that it runs with}
     lessons: dict | None = None     # what figures.draw_lessons() draws in place of the panels,
     legend: tuple = ()              # and its legend
@@ -197,11 +197,12 @@ LIKELY = ("--reward_funcs sentence rm --reward_weights 1 0.25 --reward_model_cli
 # The same model on tasks of reasoning-gym, and paid for any number: what is the format's share?
 # (Of the held-out answers to gcd, 35% are 2, and half of the problems are trained on with their
 # numbers swapped.)
-#     python -m dataset.reasoning_gym gcd --config max_value=60 --save out/gcd.jsonl
-#     python -m dataset.reasoning_gym chain_sum --config max_terms=3 max_digits=1 \
-#         --save out/chain_sum.jsonl
 GYM = ("@dataset/sentences.txt --dtype bfloat16 --eval_reward_funcs reasoning_gym --max_gen_len 32 "
-       "--data_path out/{0}.jsonl --eval_data_path out/{0}_heldout.jsonl --reward_funcs {1}")
+       "--data_path {{out}}/{0}.jsonl --eval_data_path {{out}}/{0}_heldout.jsonl "
+       "--reward_funcs {1}")
+GYM_DATA = tuple(f"-m dataset.reasoning_gym {name} --config {config} --save {{out}}/{name}.jsonl"
+                 for name, config in (("gcd", "max_value=60"),
+                                      ("chain_sum", "max_terms=3 max_digits=1")))
 PAID = {"for the right number": "reasoning_gym",
         "for any number": "report.experiments.arms:any_number"}
 
@@ -320,11 +321,12 @@ EXPERIMENTS = {
                          "MaxRL": "--scale_rewards mean"})},
         panels("eval/accuracy", "frac_reward_zero_std", "length")
         | {"eval/pass@16": ("Held-out pass@16", "any of 16 samples", "{:.0%}")},
-        seeds=FIVE, data="-m dataset.countdown --hard {out}"),
+        seeds=FIVE, data=("-m dataset.countdown --hard {out}",)),
     "reasoning_gym": Experiment(
         {task: {f"paid {what}": GYM.format(task, reward) for what, reward in PAID.items()}
          for task in ("gcd", "chain_sum")},
-        panels("eval/accuracy", "eval/greedy_accuracy", "length", "frac_reward_zero_std", "kl")),
+        panels("eval/accuracy", "eval/greedy_accuracy", "length", "frac_reward_zero_std", "kl"),
+        data=GYM_DATA),
     "groups": Experiment(
         {"": arms(SHORT, {
             f"groups of {size}": f"--num_generations {size} --batch_size {128 // size}"
