@@ -170,7 +170,7 @@ LOSS_TYPES = {
 
 
 # KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. Estimate and
-# gradient (for a given prefix, before pi moves) part ways because autograd takes the tokens as
+# gradient (prefix and weight given, before pi moves) part ways because autograd takes the tokens as
 # given: it does not see that another pi would sample others. k3 clamps x, lest e^x overflow.
 KL_TYPES = {
     # name                                                            estimate   mean gradient of

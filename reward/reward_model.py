@@ -110,8 +110,8 @@ class LikelihoodModel(RewardModel):
 
     To see that a digit is wrong, a network must compute the right one and compare the two. A
     language model's layers and head already do that. A new head would have to learn the comparison,
-    from many more pairs than a run produces. Trained on pairs, the score is the implicit reward of
-    DPO (Rafailov et al. 2023, arXiv 2305.18290) without the reference.
+    probably from many more pairs than a run produces. Trained on pairs, the score is the implicit
+    reward of DPO (Rafailov et al. 2023, arXiv 2305.18290) without the reference.
     """
     centering = 0.0         # a log-likelihood has its own zero: certainty
     gpu_tokens = 2048       # fewer, since each token has logits for the whole vocabulary
