@@ -366,6 +366,18 @@ def oversample():
               for arm, times in ((equal_time, 100), (equal_samples, -100))]])
 
 
+def smollm2():
+    shown = {"eval/accuracy": (100, ".0f"), "eval/greedy_accuracy": (100, ".0f"),
+             "likelihood": (1, ".2f"), "repeated_words": (100, ".0f"), "length": (1, ".0f")}
+
+    def row(run):
+        known = run["eval"] | run["series"]
+        return [*(" → ".join(f"{times * known[key][i]:{form}}" for i in (0, -1))
+                  for key, (times, form) in shown.items()), f"{known['kl'][-1]:.2f}"]
+
+    return [row(run) for run in runs("smollm2")], []
+
+
 def ladder():
     rungs, key = EXPERIMENTS["ladder"].rows[""], "eval/accuracy"
     return [["{:.1f} ± {:.1f}".format(*figures.interval(after("ladder", rung, key, step)))
