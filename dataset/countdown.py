@@ -55,7 +55,7 @@ def results(numbers, operators):
 
 
 # Two expressions are the same if they agree on numbers that have nothing to do with each other.
-STAND_INS = dict(enumerate((2**0.5, 3**0.5, 5**0.5, 7**0.5, 11**0.5)))
+STAND_INS, DIGITS = dict(enumerate((2**0.5, 3**0.5, 5**0.5, 7**0.5, 11**0.5))), 9
 
 
 @functools.cache
@@ -72,7 +72,7 @@ def tries(nums, operators="+-*"):
                 value = evaluate(value, operator, STAND_INS[place])
             numbers = tuple(nums[place] for place in places)
             if results(numbers, chosen):
-                found.setdefault(round(value, 9), (numbers, chosen))
+                found.setdefault(round(value, DIGITS), (numbers, chosen))
     # Equal numbers make equal expressions at different places.
     return list(dict.fromkeys(found.values()))
 

@@ -70,7 +70,7 @@ def test_the_head_in_chunks_is_float32_with_its_gradients_too(monkeypatch):
         assert (whole - in_chunks).abs().max() <= 1e-5 * whole.abs().max() > 0
 
 
-def test_a_cpu_without_bfloat16_packs_float32_only(monkeypatch):
+def test_what_is_packed_and_in_which_dtype(monkeypatch):
     packed = Mock(side_effect=lambda weight: weight)
     monkeypatch.setattr(fast, "PACK_FROM", 1)
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", packed)
@@ -79,8 +79,11 @@ def test_a_cpu_without_bfloat16_packs_float32_only(monkeypatch):
                             lambda supported=supported: supported)
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             fast.linear(torch.nn.Linear(3, 3, dtype=dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        for layer in (Head, torch.nn.Linear):       # supported: the head stays float32
+            fast.linear(layer(3, 3))
     assert [call.args[0].dtype for call in packed.mock_calls] == [
-        torch.float32, torch.float32, torch.bfloat16]
+        torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
 
 
 def test_autocast_keeps_no_copies_of_weights():

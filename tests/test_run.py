@@ -415,6 +415,13 @@ def test_truncated_completions_count_nothing_but_as_sequences(policy, six):
 # --- advantages, reference ------------------------------------------------------------------------
 
 
+def test_the_kl_in_the_reward_is_not_in_the_loss_too(policy, six):
+    without, in_reward, in_loss = (
+        gradient(policy, six, token_logps, beta=beta, kl_in_reward=kl_in_reward)[0]
+        for beta, kl_in_reward in ((0.0, False), (0.5, True), (0.5, False)))
+    assert torch.equal(without, in_reward) and not torch.allclose(without, in_loss, rtol=0.1)
+
+
 def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1(six):
     ids = torch.tensor([[5, 5, 2], [5, 2, 0], [2, 0, 0], [2, 0, 0], [5, 5, 5], [5, 2, 0]])
     rollout = replace(
