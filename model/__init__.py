@@ -1,11 +1,11 @@
 """The policy. Three pages to read: model.py, the network; sampler.py; rollout.py. Beside them stand
 
     fast/         pair.py, the sampler and the log-probabilities again, in less time: a run uses
-                  these; vllm_engine.py, an engine that samples instead
+                  these; vllm_engine.py, an engine that samples in their place
     storage/      weights in and out: files.py opens what a stranger wrote, read.py and write.py
                   (which has the Saver) weights and checkpoints; any_model.py wraps a model of
-                  transformers that model.py does not build; tokenizer.py trains a tokenizer,
-                  memory.py foretells what a run takes
+                  transformers that model.py does not build; from_gguf.py reads what a package
+                  ships; tokenizer.py trains a tokenizer, memory.py foretells what a run takes
     processes/    several processes that train one model: world.py, where their gradients meet, and
                   what --dtype and --shard make of the sampler and the log-probabilities; shard.py
                   divides weights over them; watch.py ends all if one fails or is stopped

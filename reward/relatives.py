@@ -86,7 +86,7 @@ def sampler_weights(part, old_logps, args):
 
 
 def near_sampler(part, logps, args):
-    """The advantages, (n, 1 or R), with 0 for bad completions that the policy has left behind.
+    """The advantages, (n, 1 or R), with 0 for bad completions that the policy has moved away from.
 
     The off-policy sequence mask, DeepSeek-V3.2, arXiv 2512.02556, equation 9: where A < 0, and the
     completion's mean of log pi_sampler - log pi is above --off_policy_mask_threshold.
