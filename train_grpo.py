@@ -355,7 +355,7 @@ def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
                 entropy = entropy.detach()      # frees what its gradient would need
             # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
             old_logps = logps.detach() if part.old_logps is None else part.old_logps
-            weights = relatives.sampler_weights(part, old_logps, args)     # 1 by default: (n, 1 or R)
+            weights = relatives.sampler_weights(part, old_logps, args)  # 1 by default: (n, 1 or R)
             loss, of_loss = grpo_loss(
                 logps, old_logps, weights * relatives.near_sampler(part, logps, args), part.mask,
                 num_sequences=minibatch.num_sequences, num_tokens=minibatch.num_tokens,
