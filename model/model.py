@@ -267,7 +267,7 @@ class Head(nn.Linear):
 
 
 class MiniMindForCausalLM(nn.Module):
-    new_cache = KVCache     # of a policy, for a sampler
+    new_cache = KVCache     # what a sampler fills; other models have another
 
     def __init__(self, config):
         super().__init__()

@@ -36,7 +36,6 @@ NO_END = ("more than half of the completions were cut off at the length limit: r
           "its answers with EOS.")
 NOT_FINITE = ("the gradient is not finite, so this step was skipped: if it happens again, lower "
               "--learning_rate, or train in bfloat16 or float32.")
-
 OLD_WEIGHTS = ("the sampler's probabilities are ten times as far from the trainer's as in the "
                "first step (rollout_probs_diff_mean): does it sample with old weights? Compare "
                "with --sampler fast; --rollout_is_threshold 2 weights what it samples.")

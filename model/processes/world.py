@@ -147,7 +147,7 @@ class World:
     def close(self):
         self.ends.close()
         if self.size > 1:
-            if dist.is_initialized():       # vLLM's end is that of all groups
+            if dist.is_initialized():       # vLLM, when it ends, ends all groups
                 dist.destroy_process_group()
             # After a sharded run DTensor's caches keep Gloo's threads alive. If Python ends while
             # one frees a tensor, the process aborts (pytorch issue 190489): let them finish.
