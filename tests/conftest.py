@@ -12,6 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"      # a test that reaches for the network fails, everywhere
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:      # -n 2: they share the cores, and do not wait
+    threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 # Under nohup, or in the background of a shell, these signals are ignored, and the runs that the
 # tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
