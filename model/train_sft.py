@@ -1,7 +1,7 @@
 r"""Trains a policy on conversations, from scratch (pretraining) or from weights (fine-tuning).
 
-All shipped weights of policies come from runs of this script; docs/weights.md has their flags. The
-first three, of which the last two start from the first:
+Five runs of this script made the weights of policies that we ship; docs/weights.md has their flags.
+Two are for Countdown. The three for arithmetic, of which the last two start from the first:
 
     python -m dataset.arithmetic --sft out/sft
     python -m model.storage.tokenizer --save out/tokenizer \

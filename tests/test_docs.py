@@ -16,6 +16,7 @@ from torch.distributed.run import get_args_parser
 
 import train_grpo
 from conftest import ROOT
+from model.storage import memory
 from reward import relatives
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in (
@@ -349,6 +350,22 @@ def test_the_weight_of_a_token(loss_type):
     loss.backward()
     promised = [floats(cell)[-1] for cell in row(f"`{loss_type}`")[1:3]]
     assert [-logps.grad[0, 0], logps.grad[1, 0]] == pytest.approx(promised, abs=6e-5)
+
+
+# --- docs/real_models.md: the memory ----------------------------------------------------------
+
+
+def test_the_memory_table_is_what_the_command_prints(capsys):
+    memory.main(["--rollout_batch_size", "16"])
+    printed = capsys.readouterr().out.splitlines()
+    table = next(table for table in tables(PAGES["docs/real_models.md"]) if "LoRA" in table[1][0])
+    assert len(table) == 10
+    for name, *cells in table:
+        model, _, lora = name.partition(", ")
+        flags = "--lora_rank 16" if lora else "--beta above 0"
+        row, = (line for line in printed
+                if line.startswith(f"{model}, {flags}, --gradient_checkpointing "))
+        assert cells == row.split()[-7:]
 
 
 # --- docs/losses.md: the map ----------------------------------------------------------------------

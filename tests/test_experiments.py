@@ -214,6 +214,21 @@ def test_a_lesson_is_drawn_beside_the_one_before_it(tmp_path, monkeypatch):
     assert (tmp_path / "lessons.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_line_ends_with_the_tables_number_and_a_band_of_shares_at_all(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    ends, bands = [], []
+    monkeypatch.setattr(figures, "finish", lambda ax, found, *_, **__: ends.extend(found))
+    monkeypatch.setattr(Axes, "fill_between", lambda ax, steps, low, high, **_: bands.append(high))
+    runs = [result("a", 1, *[0.5] * 8, 0.8, 1.0), result("a", 2, *[0.5] * 8, 0.6, 1.0)]
+    panels, path = {"length": ("A", "", "{:.0%}")}, tmp_path / "a.png"
+    figures.draw_experiment(runs, panels, path)
+    figures.draw_lessons(runs, {"a": ("", "length", None, ("", "a"))}, panels, (), path)
+    # Of ten parts the last two are the end. At 0.7 ± 1.27 the band is cut off.
+    assert [end for end, *_ in ends] == pytest.approx([0.85, 0.85])
+    assert bands[0].tolist() == pytest.approx([0.5] * 8 + [1, 1])
+
+
 def test_drawing_without_results_is_refused(tiny, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["", "tiny", "--draw"])
     with pytest.raises(SystemExit):

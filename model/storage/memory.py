@@ -2,6 +2,13 @@
 
     python -m model.storage.memory                                  the usual sizes
     python -m model.storage.memory Qwen/Qwen3-0.6B out/my_weights   any weights' config.json
+    python -m model.storage.memory --rollout_batch_size 16          sampled 16 at a time
+
+A row says what the parameters take (weights, gradients, AdamW's moments, the reference), what the
+sampler's cache takes, and what a run needs at least, with --micro_batch_size 1. That is the dearer
+of sampling, which has the cache and no gradients, and of learning, which has gradients, activations
+and logits and no cache. The last columns are the largest --micro_batch_size that fits on a GPU. All
+sizes are in GiB, 2**30 bytes, of which a card that is sold as 80 GB has about 80.
 
 The formula counts live tensors of a run with model/fast. On the CPU, in float32 and bfloat16, it
 came within 2.1% of the peaks measured for models of 0.6B to 4B and within 18% for small ones, where
@@ -41,11 +48,9 @@ LEVERS = {      # flags -> what they are to peak_bytes
     "--beta above 0": {"reference": True},
     "--beta 0, no reference": {"reference": False},
     "--lora_rank 16": {"reference": True, "lora_rank": 16},
-    "--lora_rank 16 --rollout_batch_size 16": {
-        "reference": True, "lora_rank": 16, "rollout_batch_size": 16},
 }
 GPUS = {        # name -> GiB of each, ranks that share a model
-    "8 GB": (8, 1), "24 GB": (24, 1), "80 GB": (80, 1), "8x80, --shard 1": (80, 8)}
+    "8": (8, 1), "24": (24, 1), "80": (80, 1), "8x80, --shard 1": (80, 8)}
 USABLE = 0.92               # the rest goes to CUDA itself and to gaps between tensors
 
 
@@ -104,6 +109,9 @@ def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, c
     frozen = product * matrices + 4 * (n - matrices)
     trained = adapters if lora_rank else n
     converted = 2 * matrices * (gpu and not lora_rank)      # autocast's copies for the products
+    cached = at_once * config.num_key_value_heads * config.head_dim * T
+    # Where completions part after their first token, the prompt's keys and values are copied.
+    parted = (1 - 1 / num_generations) * prompt_length / T
     parts = {
         "weights": (frozen + 4 * adapters if lora_rank else 4 * n) / ranks,
         "moments": 8 * trained / ranks,
@@ -111,7 +119,7 @@ def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, c
         "gradients": 4 * trained / ranks,
         "converted weights": converted / (L if gradient_checkpointing else 1) * (ranks == 1),
         "sampler's weights": converted if gpu else 4 * n,   # on a CPU all are packed
-        "cache": 2 * L * at_once * config.num_key_value_heads * config.head_dim * T * product,
+        "cache": (1 + parted) * 2 * L * cached * product,
         "activations": L * tokens * 4 * D if gradient_checkpointing else L * one_layer,
         # Log-softmax, probabilities; what autograd needs of their product, if there is one chunk.
         "logits": logits * (2 if rows * completion_length > chunk else 3),
@@ -122,9 +130,7 @@ def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, c
         parts["sampler's weights"] = frozen + 4 * adapters + packed
         gathered = 2 * product * matrices / L + 4 * (n - matrices)
     always = parts["weights"] + parts["moments"] + parts["reference"]
-    # Where completions part after their first token, the prompt's keys and values are copied.
-    parted = (1 - 1 / num_generations) * prompt_length / T
-    sampling = parts["sampler's weights"] + (1 + parted) * parts["cache"] + 4 * at_once * V * 4
+    sampling = parts["sampler's weights"] + parts["cache"] + 4 * at_once * V * 4
     recomputed = one_layer * gradient_checkpointing
     head = 0 if lora_rank else 4 * V * D                # the gradient of head or embedding
     # Two copies of the logits and the head's gradient; where there is one chunk, before that three
@@ -140,23 +146,21 @@ def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, c
 
 
 def report(name, config, run):
-    """For each choice of levers: the least it needs, and the largest micro-batch of each GPU."""
+    """Print a row for each choice of levers, as the top of this file describes it."""
     sizes = [2**i for i in range((run["num_prompts"] * run["num_generations"]).bit_length())]
     counts = num_parameters(config)
-    parts = peak_bytes(config, counts, micro_batch_size=1, reference=True,
-                       gradient_checkpointing=False, **run)
-    GB = {part: f"{size / 2**30:.1f} GB" for part, size in parts.items()}
-    print(f"\n{name}: weights {GB['weights']}, as much for gradients, twice that for moments, "
-          f"{GB['reference']} for the reference; the sampler's cache {GB['cache']}")
-    print(f"  {'':66}{'needs at least':>16}" + "".join(f"{name:>17}" for name in GPUS))
     for (flags, levers), recompute in itertools.product(LEVERS.items(), (False, True)):
-        words = flags + ", --gradient_checkpointing" * recompute
-        peaks = {(size, ranks): peak_bytes(
+        found = {(size, ranks): peak_bytes(
             config, counts, micro_batch_size=size, gradient_checkpointing=recompute, ranks=ranks,
-            **levers, **run)["peak"] / 2**30 for size in sizes for ranks in (1, 8)}
-        fits = [max((size for size in sizes if peaks[size, ranks] <= USABLE * gpu), default="-")
-                for gpu, ranks in GPUS.values()]
-        print(f"  {words:66}{peaks[1, 1]:13.1f} GB" + "".join(f"{size:>17}" for size in fits))
+            **levers, **run) for size in sizes for ranks in (1, 8)}
+        least = {part: taken / 2**30 for part, taken in found[1, 1].items()}
+        least["parameters"] = sum(
+            least[part] for part in ("weights", "gradients", "moments", "reference"))
+        fits = [max((size for size in sizes if found[size, ranks]["peak"] <= USABLE * gpu * 2**30),
+                    default="-") for gpu, ranks in GPUS.values()]
+        words = f"{name}, {flags}" + ", --gradient_checkpointing" * recompute
+        print(f"{words:66}" + "".join(f"{least[part]:12.1f}" for part in (
+            "parameters", "cache", "peak")) + "".join(f"{size:>17}" for size in fits))
 
 
 @user_errors("model.storage.memory")
@@ -167,14 +171,17 @@ def main(argv=None):
                         help="folders or hub ids of weights (default: the usual sizes)")
     for flag, default, unit in (
             ("--num_prompts", 8, "per step"), ("--num_generations", 8, "of each"),
-            ("--prompt_length", 256, "tokens"), ("--completion_length", 1024, "tokens")):
+            ("--prompt_length", 256, "tokens"), ("--completion_length", 1024, "tokens"),
+            ("--rollout_batch_size", 0, "completions sampled at once, 0 for all")):
         parser.add_argument(flag, type=int, default=default, help=f"{unit} (default: {default})")
     args = vars(parser.parse_args(argv))
     configs = {path: read_config(local_path(path, weights=None))
                for path in args.pop("paths")} or SIZES
-    print("The largest --micro_batch_size that fits: "
-          f"{args['num_prompts']} prompts x {args['num_generations']} completions, "
-          f"{args['prompt_length']} + {args['completion_length']} tokens, bfloat16 products.")
+    print(f"{args['num_prompts']} prompts x {args['num_generations']} completions, "
+          f"{args['prompt_length']} + {args['completion_length']} tokens, bfloat16 products; GiB, "
+          "and the largest --micro_batch_size that fits\n")
+    print(f"{'':66}" + "".join(f"{name:>12}" for name in ("parameters", "cache", "at least"))
+          + "".join(f"{name:>17}" for name in GPUS))
     for name, config in configs.items():
         report(name, config, args | {"gpu": True})
 

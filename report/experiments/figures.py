@@ -1,6 +1,7 @@
 """Draws the results of an experiment, and prints their table."""
 import itertools
 import math
+import textwrap
 
 import numpy as np
 
@@ -9,43 +10,49 @@ from ..curves import BLUE, BROWN, GREEN, GREY, INK, ORANGE, PINK, above, finish,
 # Student's t for a 95% interval, by the number of values; a single value has no interval.
 T_95 = np.array([0.0, 0.0, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306])
 LOGARITHMIC = ("kl", "grad_norm")       # one run's may be a hundred times another's
+TOTALS = ("minutes",)                   # add up over a run
 ARM_COLORS = [BLUE, ORANGE, GREEN, PINK, BROWN]
 
 
 def draw_experiment(results, panels, path):
-    """Write a PNG: a row of panels for each row of the experiment, a line for each arm.
+    """Write a PNG: a column of panels for each row of the experiment, a line for each arm.
 
     panels: {series: (title, subtitle, format of the values)}. An arm named `grpo, none` has the
-    colour of all arms that begin with `grpo`; what follows the comma picks the dashes.
+    colour of all arms that begin with `grpo`; what follows the comma picks the dashes. The number
+    at a line is the mean of its end, as in print_table().
     """
     rows, arms = (list(dict.fromkeys(run[name] for run in results)) for name in ("row", "arm"))
-    lines, columns = len(rows), len(panels)
-    if lines <= 1:
-        lines, columns = 2, math.ceil(columns / 2)
-    width, height, gap = max(10.4, 2.6 * columns), 2.9 * lines + 0.8, 0.85      # inches
+    columns = len(rows) if len(rows) > 1 else math.ceil(len(panels) / 2)
+    lines = math.ceil(len(rows) * len(panels) / columns)
+    width, height, gap = 10.4, 2.3 * lines + 2, 0.85        # inches
     inch, panel_width = 1 / height, (width - 1.2 + gap) / columns - gap
     deep = math.ceil(len(arms) / 4)     # lines of the legend
     with picture(path, width, height) as fig:
         grid = fig.add_gridspec(lines, columns, left=0.6 / width, right=1 - 0.6 / width,
-                                top=1 - (0.87 + 0.2 * (len(rows) > 1) + 0.21 * deep) * inch,
+                                top=1 - (0.87 + 0.4 * (len(rows) > 1) + 0.21 * deep) * inch,
                                 bottom=0.45 * inch, hspace=0.55, wspace=gap / panel_width)
         draw_legend(fig, styles(arms), 1 - 0.1 * inch)
-        cells = ((row, panel) for row in rows for panel in panels.items())
+        cells = ((row, panel) for panel in panels.items() for row in rows)
         for i, (row, (key, (name, subtitle, form))) in enumerate(cells):
-            ax = fig.add_subplot(grid[i // columns, i % columns])
+            ax, most = fig.add_subplot(grid[i // columns, i % columns]), 1 if "%" in form else None
             ends = [end for arm, style in styles(arms).items() for end in draw_arm(
-                ax, runs_of(results, (row, arm)), key, *style, band=len(arms) <= 6)]
-            if i % columns == 0:
-                above(ax, row, -22, 36, fontsize=11.5, fontweight="bold", color=GREY)
+                ax, runs_of(results, (row, arm)), key, *style, most, band=len(arms) <= 6)]
+            if i < columns:
+                above(ax, textwrap.fill(row, 34), -22, 36, fontsize=11.5, fontweight="bold",
+                      color=GREY)
             above(ax, name, -22, 18, fontsize=10, fontweight="bold")
             above(ax, subtitle, -22, 6, fontsize=8, color=GREY)
-            share = "%" in form and max((end[0] for end in ends), default=0) > 0.85
-            if key in LOGARITHMIC:
-                ax.set_yscale("log")
             # With many arms the numbers at the ends of the lines would not fit; the table has them.
-            finish(ax, ends if len(arms) <= 4 else [], form, top=1.04 if share else None)
+            ends = ends if len(arms) <= 4 else []
+            if key in LOGARITHMIC and ax.lines:
+                ax.set_yscale("log")
+                # What fits the lines: the intervals of so few seeds may be a hundred times as wide.
+                values = np.concatenate([line.get_ydata() for line in ax.lines])
+                ax.set_ylim(np.nanmin(values) / 3, np.nanmax(values) * 3)
+            finish(ax, ends, form, top=1.04 if most and ax.dataLim.y1 > 0.85 else None)
             if key in LOGARITHMIC:
                 ax.yaxis.set_major_formatter("{x:g}")
+                ax.yaxis.set_minor_formatter("")
             ax.set_xlabel("step")
 
 
@@ -89,7 +96,7 @@ def draw_lessons(results, lessons, panels, legend, path):
                 if len(steps):
                     ax.plot(steps, values.T, color=color, linewidth=0.8, alpha=0.45)
                     ax.plot(steps, mean := np.nanmean(values, 0), color=color, linewidth=2.2)
-                    ends.append((mean[-1], "", color))
+                    ends.append((np.nanmean(at_end(key, mean)), "", color))
             above(ax, title, -24, 22, fontsize=10, fontweight="bold")
             above(ax, code or name, -24, 8, fontsize=7.8, color=hue if code else GREY,
                   family="monospace" if code else None)
@@ -109,8 +116,11 @@ def runs_of(results, arm):
     return [run for run in results if (run["row"], run["arm"]) == arm]
 
 
-def draw_arm(ax, runs, key, color, dash, *, band):
-    """Draw the mean over the runs and the band of its 95% interval; its end, for finish()."""
+def draw_arm(ax, runs, key, color, dash, most, *, band):
+    """Draw the mean over the runs and the band of its 95% interval; its end, for finish().
+
+    most: the largest value there is, or None.
+    """
     steps, values = series(runs, key)
     if not len(steps):
         return []
@@ -119,12 +129,13 @@ def draw_arm(ax, runs, key, color, dash, *, band):
         low, center, high = np.exp([center - half, center, center + half])
     else:
         center, half = interval(values)
-        # Of a share or a length, nothing lies below 0.
-        low, high = np.maximum(center - half, min(0, np.nanmin(values))), center + half
+        # Of a share or a length, nothing lies below 0, and of a share nothing above 1.
+        low, high = np.maximum(center - half, min(0, np.nanmin(values))), np.minimum(
+            center + half, most or np.inf)
     if band:                # many would merge into a grey
         ax.fill_between(steps, low, high, color=color, alpha=0.13, linewidth=0)
     ax.plot(steps, center, color=color, linestyle=dash, linewidth=1.8)
-    return [(center[-1], "", color)]
+    return [(np.nanmean(at_end(key, center)), "", color)]
 
 
 def series(runs, key):
@@ -134,6 +145,12 @@ def series(runs, key):
     pairs = [(steps, values) for steps, values in pairs if values]
     return (np.array(pairs[0][0] if pairs else []),
             np.array([values for _, values in pairs], dtype=float, ndmin=2))     # None is NaN
+
+
+def at_end(key, values):
+    """Of the values (..., parts) of a series those of its end: the last fifth, or the last one."""
+    last = 1 if key.startswith("eval/") or key in TOTALS else max(1, values.shape[-1] // 5)
+    return values[..., -last:]
 
 
 def interval(values):
@@ -177,9 +194,8 @@ def ends_of_runs(results, row, arm, key):
     """({seed: first value}, {seed: mean of the last fifth}) of an arm, as far as there are any."""
     begins, ends = {}, {}
     for run in runs_of(results, (row, arm)):
-        steps, values = series([run], key)
-        last = 1 if key.startswith("eval/") else max(1, len(steps) // 5)
-        for found, part in ((begins, values[:, :1]), (ends, values[:, -last:])):
+        _, values = series([run], key)
+        for found, part in ((begins, values[:, :1]), (ends, at_end(key, values))):
             if np.isfinite(part).any():
                 found[run["seed"]] = np.nanmean(part)
     return begins, ends
