@@ -11,7 +11,7 @@ import train_grpo
 from train_grpo import group_advantages, grpo_loss
 
 TEXT = PAGES["docs/derivation.md"]
-(STEPS, TWO_ANSWERS, BASELINES, WEIGHTS, CASES, ESTIMATES, OPTIMA) = tables(TEXT)
+STEPS, TWO_ANSWERS, BASELINES, WEIGHTS, CASES, ESTIMATES, OPTIMA, AVERAGES = tables(TEXT)
 
 
 def mean_over_groups(p, low, high, G=8, gradients=(-1.0, 1.0), **options):
@@ -109,6 +109,11 @@ def test_the_four_cases_of_the_clip():
         assert least == min(free, clipped)
 
 
+def row(table, start):
+    """The cells of the row that begins so."""
+    return next(row for row in table if row[0].startswith(start))
+
+
 @pytest.mark.parametrize("kl_type", ["k1", "k2", "k3"])
 def test_the_estimates_of_the_kl(kl_type):
     logits = torch.zeros(2, requires_grad=True)                     # pi = (0.5, 0.5)
@@ -116,8 +121,7 @@ def test_the_estimates_of_the_kl(kl_type):
     estimate = train_grpo.kl_penalty(logps, reference, kl_type=kl_type)
     mean = (estimate * logps.exp().detach()).sum()
     mean.backward()
-    row = next(row for row in ESTIMATES if row[0].startswith(kl_type))
-    _, values, of_mean, gradient, _ = map(floats, row)
+    _, values, of_mean, gradient, _ = map(floats, row(ESTIMATES, kl_type))
     assert estimate.tolist() == pytest.approx(values, abs=6e-3)
     assert mean.item() == pytest.approx(of_mean[0], abs=6e-4)
     assert logits.grad[0].item() == pytest.approx(gradient[0], abs=6e-4)
@@ -135,3 +139,14 @@ def test_where_the_kl_leads():
         assert floats(value)[0] == pytest.approx(expected - 0.5 * kl, abs=6e-4), name
     assert floats(OPTIMA[1][2])[0] == pytest.approx(0.5 * math.log(0.1 * math.exp(2) + 0.9),
                                                     abs=6e-4)      # beta log Z
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "r1"])
+def test_the_weight_of_a_token(loss_type):
+    mask = (torch.arange(40) < torch.tensor([[10], [40]])).int()
+    logps = torch.full((2, 40), -1.0, requires_grad=True)
+    loss, _ = grpo_loss(logps, logps.detach(), torch.tensor([1.0, -1.0]), mask,
+                        loss_type=loss_type, max_completion_length=96)
+    loss.backward()
+    promised = [floats(cell)[-1] for cell in row(AVERAGES, f"`{loss_type}`")[1:3]]
+    assert [-logps.grad[0, 0], logps.grad[1, 0]] == pytest.approx(promised, abs=6e-5)

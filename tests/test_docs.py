@@ -316,11 +316,6 @@ def test_a_readme_has_at_most_150_lines(page):
 QUESTIONS = PAGES["docs/questions.md"]
 
 
-def row(start):
-    """The cells of the table row that begins so."""
-    return next(row for table in tables(QUESTIONS) for row in table if row[0].startswith(start))
-
-
 def floats(text):
     return [float(x) for x in re.findall(r"-?\d+\.?\d*(?:e-\d+)?", text)]
 
@@ -332,17 +327,6 @@ def test_the_loss_is_0_and_its_gradient_is_not(capsys):
     promised, *promised_gradient = floats(code.split("#")[-1])
     assert abs(value) < 1e-6 and abs(promised) < 1e-6
     assert gradient == pytest.approx(promised_gradient, abs=1e-4)
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "r1"])
-def test_the_weight_of_a_token(loss_type):
-    mask = (torch.arange(40) < torch.tensor([[10], [40]])).int()
-    logps = torch.full((2, 40), -1.0, requires_grad=True)
-    loss, _ = train_grpo.grpo_loss(logps, logps.detach(), torch.tensor([1.0, -1.0]), mask,
-                                   loss_type=loss_type, max_completion_length=96)
-    loss.backward()
-    promised = [floats(cell)[-1] for cell in row(f"`{loss_type}`")[1:3]]
-    assert [-logps.grad[0, 0], logps.grad[1, 0]] == pytest.approx(promised, abs=6e-5)
 
 
 # --- docs/losses.md: the map ----------------------------------------------------------------------
