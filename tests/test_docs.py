@@ -280,6 +280,15 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), target
 
 
+@of_each_page
+def test_a_linked_function_is_in_its_file(page):
+    found = re.findall(r"\[`(\w+)`\]\(([^()\s]+\.py)\)", without_blocks(PAGES[page]))
+    missing = [(name, path) for name, path in found if not re.search(
+        rf"^ *(def|class) {name}\b|^{name}\b.* =", ((ROOT / page).parent / path).read_text(
+            encoding="utf-8"), re.MULTILINE)]
+    assert missing == []
+
+
 @in_each_language
 def test_the_readme_links_to_every_page(language):
     readme, *pages = LANGUAGES[language]
@@ -310,11 +319,6 @@ def test_a_readme_has_at_most_150_lines(page):
 QUESTIONS = PAGES["docs/questions.md"]
 
 
-def row(start):
-    """The cells of the table row that begins so."""
-    return next(row for table in tables(QUESTIONS) for row in table if row[0].startswith(start))
-
-
 def floats(text):
     return [float(x) for x in re.findall(r"-?\d+\.?\d*(?:e-\d+)?", text)]
 
@@ -326,30 +330,6 @@ def test_the_loss_is_0_and_its_gradient_is_not(capsys):
     promised, *promised_gradient = floats(code.split("#")[-1])
     assert abs(value) < 1e-6 and abs(promised) < 1e-6
     assert gradient == pytest.approx(promised_gradient, abs=1e-4)
-
-
-@pytest.mark.parametrize("kl_type", ["k1", "k2", "k3"])
-def test_the_estimates_of_the_kl(kl_type):
-    logits = torch.zeros(2, requires_grad=True)                     # pi = (0.5, 0.5)
-    logps, reference = logits.log_softmax(-1), torch.tensor([0.9, 0.1]).log()
-    estimate = train_grpo.kl_penalty(logps, reference, kl_type=kl_type)
-    mean = (estimate * logps.exp().detach()).sum()
-    mean.backward()
-    _, values, of_mean, gradient, _ = map(floats, row(kl_type))
-    assert estimate.tolist() == pytest.approx(values, abs=6e-3)
-    assert mean.item() == pytest.approx(of_mean[0], abs=6e-4)
-    assert logits.grad[0].item() == pytest.approx(gradient[0], abs=6e-4)
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "r1"])
-def test_the_weight_of_a_token(loss_type):
-    mask = (torch.arange(40) < torch.tensor([[10], [40]])).int()
-    logps = torch.full((2, 40), -1.0, requires_grad=True)
-    loss, _ = train_grpo.grpo_loss(logps, logps.detach(), torch.tensor([1.0, -1.0]), mask,
-                                   loss_type=loss_type, max_completion_length=96)
-    loss.backward()
-    promised = [floats(cell)[-1] for cell in row(f"`{loss_type}`")[1:3]]
-    assert [-logps.grad[0, 0], logps.grad[1, 0]] == pytest.approx(promised, abs=6e-5)
 
 
 # --- docs/real_models.md: the memory ----------------------------------------------------------
