@@ -59,8 +59,8 @@ def test_format_and_tag_rewards(completion, form, tags):
 @pytest.mark.parametrize("completion, gold, expected", [
     ("<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>", "162", 1),
     ("<think>\n27*6=162\n</think>\n<answer>\n163\n</answer>", "162", 0),
-    # an answer block inside the thinking does not count
     ("<think>\nx\n</think>\n<answer>\n7\n</answer>\n<answer>\n162\n</answer>", "162", 1),
+    # an answer block inside the thinking does not count
     ("<think>\n<answer>162</answer>\n</think>\n<answer>\n7\n</answer>", "162", 0),
     ("<think>\n<answer>7</answer>\n</think>\n<answer>\n162\n</answer>", "162", 1),
     ("<think>\n<answer>162</answer>\n</think>\n", "162", 0),
