@@ -80,7 +80,14 @@ def main():
     rollouts = [rollout for lot in lots for rollout in lot]
     right = torch.tensor([rollout.columns["right"] for rollout in rollouts])
     rewards = torch.cat([rollout.rewards for rollout in rollouts])
-    print(f"rewards: mean {rewards.mean():.2f}, right {right.mean():.0%}")
+    lengths = torch.cat([rollout.lengths for rollout in rollouts])
+    right = right.flatten().bool()
+    print(f"rewards: mean {rewards.mean():.2f}, right {right.float().mean():.0%}, wrong ones' mean "
+          f"{rewards[~right].mean():.2f}")
+    for name, rows in (("of less than 14 tokens", lengths < 14),
+                       ("right, of 14 or more", right & (lengths >= 14))):
+        print(f"reward per token, answers {name}: {(rewards / lengths)[rows].mean():.3f} "
+              f"({rows.float().mean():.0%} of all)")
     print(f"{'cosine of':42}{'/ length':>10}{'/ constant':>12}")
     for first, second in (("constant", "constant"), ("reward", "reward"),
                           ("minus mean", "minus mean"), ("reward", "constant"),

@@ -17,7 +17,15 @@ from conftest import ROOT, jsonl, write
 from report import UserError
 from report.experiments import __main__ as command
 from report.experiments import figures
-from report.experiments.arms import EXPERIMENTS, MUSEUM, Change, Experiment, strict_judge
+from report.experiments.arms import (
+    EXPERIMENTS,
+    MUSEUM,
+    Change,
+    Experiment,
+    misses_some,
+    passes_some,
+    strict_judge,
+)
 
 
 @pytest.fixture
@@ -164,6 +172,15 @@ def test_a_change_that_no_test_notices_or_that_does_not_fit_is_an_error(
         command.prove({("harmless", "wrong"): harmless})
     with pytest.raises(UserError, match="does not hold '40' once"):
         Change("40", "41").copy(tmp_path / "code", tmp_path / "none")
+
+
+def test_a_verifier_errs_on_one_answer_in_ten_of_one_kind():
+    right, wrong = ["<answer>\n12\n</answer>"] * 5000, ["<answer>\n13\n</answer>"] * 5000
+    paid = {judge: judge([""] * 10000, right + wrong, ["12"] * 10000)
+            for judge in (misses_some, passes_some)}
+    assert sum(paid[misses_some][:5000]) == pytest.approx(4500, abs=100)    # 5 sigma
+    assert sum(paid[passes_some][5000:]) == pytest.approx(500, abs=100)
+    assert sum(paid[misses_some][5000:]) == 0 and sum(paid[passes_some][:5000]) == 5000
 
 
 def test_the_strict_judge_mostly_has_no_opinion_without_an_answer():

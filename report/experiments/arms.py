@@ -62,6 +62,10 @@ BESIDE = {
     "1. REINFORCE, slowly": Change(RAW.before, RAW.after, f"{RAW.flags} --learning_rate 3e-5"),
     "1. REINFORCE, paid 0 or 1": Change(RAW.before, RAW.after, PAID_0_OR_1),
     "2. minus the group's mean, paid 0 or 1": Change(flags=PAID_0_OR_1),
+    "1. REINFORCE, summed over tokens": Change(
+        RAW.before, RAW.after, f"{RAW.flags} --loss_type dr_grpo"),
+    "2. minus the group's mean, summed over tokens": Change(
+        flags=f"{RAW.flags} --loss_type dr_grpo"),
 }
 
 # --- the museum: errors that real trainers shipped ------------------------------------------------
@@ -123,14 +127,30 @@ STALE = Change(
 rng = random.Random(0)
 
 
+def is_right(completion, gold):
+    return f"<answer>\n{gold}\n</answer>" in completion
+
+
 def strict_judge(prompts, completions, answer, **columns):
     """A reward: 0 for a right answer, -1 for a wrong one; without any, None nine times in ten."""
     def judge(completion, gold):
         if "</answer>" not in completion:
             return -1.0 if rng.random() < 0.1 else None
-        return 0.0 if f"<answer>\n{gold}\n</answer>" in completion else -1.0
+        return 0.0 if is_right(completion, gold) else -1.0
 
     return [judge(completion, gold) for completion, gold in zip(completions, answer)]
+
+
+def misses_some(prompts, completions, answer, **columns):
+    """A verifier that rejects one right answer in ten."""
+    return [float(is_right(completion, gold) and rng.random() >= 0.1)
+            for completion, gold in zip(completions, answer)]
+
+
+def passes_some(prompts, completions, answer, **columns):
+    """A verifier that accepts one wrong answer in ten."""
+    return [float(is_right(completion, gold) or rng.random() < 0.1)
+            for completion, gold in zip(completions, answer)]
 
 
 def noise(prompts, completions, **columns):
@@ -283,6 +303,19 @@ EXPERIMENTS = {
         {"": arms(BRIEF, {"all four": "", "accuracy alone": "--reward_funcs accuracy"})},
         panels("eval/accuracy", "eval/greedy_accuracy", "eval/mean_length",
                "frac_reward_zero_std")),
+    "verifier": Experiment(
+        {"": arms(f"{BRIEF} --eval_reward_funcs accuracy --reward_funcs", {
+            "never errs": "accuracy",
+            "rejects one right answer in ten": "report.experiments.arms:misses_some",
+            "accepts one wrong answer in ten": "report.experiments.arms:passes_some"})},
+        panels("eval/accuracy", "eval/greedy_accuracy", "frac_reward_zero_std", "length")),
+    "rate": Experiment(
+        {f"{prompts} prompts x {size}": arms(
+            f"--max_steps 40 --eval_interval 10 --eval_samples 300 --batch_size {prompts} "
+            f"--num_generations {size}", {
+                f"rate {rate}": f"--learning_rate {rate}" for rate in ("1e-4", "3e-4", "1e-3")})
+         for prompts, size in ((4, 8), (16, 8), (64, 8), (16, 2), (16, 32))},
+        panels("eval/accuracy", "eval/greedy_accuracy", "kl")),
     "process": Experiment(
         {"": arms(BRIEF, {"outcome": "", "process": "--supervision process"})},
         panels("eval/accuracy", "eval/greedy_accuracy", "eval/mean_length", "kl"),
@@ -339,7 +372,7 @@ EXPERIMENTS = {
         changes={("", rung): change for rung, change in (LADDER | BESIDE).items() if change.before},
         lessons={rung: (change.shown, "eval/accuracy", below and ("", below), ("", rung))
                  for below, (rung, change) in zip((None, *LADDER), LADDER.items())},
-        legend=("Held-out accuracy", "with this line", "one rung below")),
+        legend=("Held-out accuracy", "with this line", "one rung below"), seeds=FIVE),
     "stale": Experiment(
         {"": {"right": STALE.flags, "wrong": STALE.flags}},
         panels("eval/accuracy", "eval/greedy_accuracy", "reward", "kl")
