@@ -327,12 +327,9 @@ EXPERIMENTS = {
         panels("eval/accuracy", "eval/greedy_accuracy", "frac_reward_zero_std", "length")
         | {"eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.1%}")}),
     "smollm2": Experiment(
-        {"": {"the rule alone": SENTENCES, "the rule and the likelihood": f"{SENTENCES} {LIKELY}"}},
-        OF_SENTENCES),
-    "smollm2_kl": Experiment(
-        {"": arms(SENTENCES, {"beta 0.1": "--beta 0.1", "beta 0.3": "--beta 0.3",
+        {"": arms(SENTENCES, {"the rule alone": "", "the rule and the likelihood": LIKELY,
                               "LoRA": "--lora_rank 16 --learning_rate 2e-4"})},
-        OF_SENTENCES, seeds=(42,)),
+        OF_SENTENCES),
     "bounds": Experiment(
         {f"{n} updates per rollout": arms(f"{SHORT} --num_iterations {n}", BOUNDS)
          for n in (4, 16)},
