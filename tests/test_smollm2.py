@@ -57,6 +57,8 @@ def smollm2(tmp_path_factory):
     ("The cold cat jumps over 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16.", 0.75),
     ("Cold, cat, jump, dog, house and tree run.", 0),           # a list
     ("Write one sentence with the words cold, cat and jump.", 0),      # the prompt's
+    ("Cold cats jump in one sentence of at.", 0),               # four words of it in a row
+    ("Cold cats jump at most 20 times.", 1),                    # three
     ("", 0),
 ])
 def test_the_reward_of_a_sentence(reply, reward):

@@ -333,14 +333,18 @@ EXPERIMENTS = {
     "bounds": Experiment(
         {f"{n} updates per rollout": arms(f"{SHORT} --num_iterations {n}", BOUNDS)
          for n in (4, 16)},
-        panels("eval/accuracy", "kl", "entropy", "grad_norm"), seeds=FIVE),
+        panels("eval/accuracy", "kl", "entropy")
+        | {"lowest eval/accuracy": ("The same, lowest so far", "from step 5 on", "{:.0%}")},
+        seeds=FIVE),
     "kl_direction": Experiment(
         {"One update per rollout": arms(JUDGED, KLS),
          "Four": arms(f"{JUDGED} {FOUR_UPDATES} --beta 0.3", {
              "k3": "", "k3+": "--kl_type k3+", "corrected k3": "--use_bias_correction_kl"})},
-        {"rewards/accuracy_reward/mean": ("Right answers", "wanted, not rewarded", "{:.0%}"),
+        {"rewards/accuracy_reward/mean against kl": (
+            "Right answers against the KL", "from left to right, a run", "{:.0%}"),
+         "rewards/accuracy_reward/mean": ("Right answers", "wanted, not rewarded", "{:.0%}"),
          "rewards/reward_model/mean": ("The reward model's score", "rewarded", "{:.2g}"),
-         "kl": PANELS["kl"], "length": PANELS["length"]}, seeds=FIVE),
+         "kl": PANELS["kl"]}, seeds=FIVE),
     "objectives": Experiment(
         {"": arms(MIXED, {f"{name}{judges}": f"{more} {flags}" for judges, more in (
             ("", ""), (" and noise", "report.experiments.arms:noise")) for name, flags in (

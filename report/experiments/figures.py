@@ -53,7 +53,10 @@ def draw_experiment(results, panels, path):
             if key in LOGARITHMIC:
                 ax.yaxis.set_major_formatter("{x:g}")
                 ax.yaxis.set_minor_formatter("")
-            ax.set_xlabel("step")
+            ax.set_xlabel(against := key.partition(" against ")[2] or "step")
+            if against in LOGARITHMIC:
+                ax.set_xscale("log")
+                ax.xaxis.set_major_formatter("{x:g}")
 
 
 def draw_legend(fig, styles, top):
@@ -139,7 +142,17 @@ def draw_arm(ax, runs, key, color, dash, most, *, band):
 
 
 def series(runs, key):
-    """(steps, values (runs, steps)) of one series; both empty if it was not recorded."""
+    """(steps, values (runs, steps)) of one series; both empty if it was not recorded.
+
+    `a against b` has the mean b in place of the steps; `lowest a` is the lowest a from the second
+    value on.
+    """
+    key, _, against = key.partition(" against ")
+    if against:
+        return series(runs, against)[1].mean(0), series(runs, key)[1]
+    if key.startswith("lowest "):
+        steps, values = series(runs, key.removeprefix("lowest "))
+        return steps[1:], np.minimum.accumulate(values[:, 1:], 1)
     pairs = [(run["eval"]["step"], run["eval"].get(key)) if key.startswith("eval/")
              else (run["steps"], run["series"].get(key)) for run in runs]
     pairs = [(steps, values) for steps, values in pairs if values]
@@ -149,7 +162,7 @@ def series(runs, key):
 
 def at_end(key, values):
     """Of the values (..., parts) of a series those of its end: the last fifth, or the last one."""
-    last = 1 if key.startswith("eval/") or key in TOTALS else max(1, values.shape[-1] // 5)
+    last = 1 if "eval/" in key or key in TOTALS else max(1, values.shape[-1] // 5)
     return values[..., -last:]
 
 
