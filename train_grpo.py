@@ -759,10 +759,11 @@ def add_machine_flags(parser):
 
 def fill_in_defaults(args):
     """The defaults that depend on other flags."""
-    own_data = args.data_path is not None
+    ours = HERE / "dataset/train.jsonl"
+    own_data = Path(args.data_path or ours).resolve() != ours.resolve()
     if args.eval_interval is None:      # the arithmetic problems say nothing about another task
         args.eval_interval = 0 if own_data and not args.eval_data_path else 30
-    args.data_path = args.data_path or str(HERE / "dataset/train.jsonl")
+    args.data_path = args.data_path or str(ours)
     args.eval_data_path = args.eval_data_path or str(HERE / "dataset/heldout.jsonl")
     by_mean, cispo = args.advantage_estimator == "grpo", args.loss_type == "cispo"
     args.scale_rewards = args.scale_rewards or ("group" if by_mean else "none")

@@ -537,7 +537,8 @@ def test_the_shipped_reward_model_judges_nothing_but_our_data():
     def judges(*flags):
         return train_grpo.parse_args([*flags]).reward_funcs
 
-    assert judges() == ["format", "tag", "rm", "accuracy"]
+    ours = str(ROOT / "dataset/train.jsonl")
+    assert judges() == judges("--data_path", ours) == ["format", "tag", "rm", "accuracy"]
     assert judges("--data_path", "my.jsonl") == ["format", "tag", "accuracy"]
     assert judges("--data_path", "my.jsonl", "--reward_model_path", "mine")[2] == "rm"
 
