@@ -120,7 +120,7 @@ def whole_state(optimizer, keep):
 
 
 def load_parts(model, state):
-    """Copy this rank's part of each tensor of a state dict, perhaps a mapped one, into the model."""
+    """Copy this rank's part of each tensor of a state dict, or of a mapped one, into the model."""
     ours = model.state_dict()
     model.load_state_dict({name: part_of(getattr(tensor, "mapped", tensor), ours[name])
                            for name, tensor in state.items()})
