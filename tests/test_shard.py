@@ -101,7 +101,7 @@ def out(tiny_policy, tmp_path_factory):
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("rank, size", [(1, 2), (2, 3), (4, 5)])    # DTensor keeps one of each size
-def test_a_rank_reads_its_rows(rank, size, adapted, tokenizer, tmp_path):
+def test_a_rank_reads_its_rows(rank, size, adapted, tokenizer, tmp_path, request):
     config = MiniMindConfig(vocab_size=301, hidden_size=28, intermediate_size=7, head_dim=6,
                             qk_norm=False, qkv_bias=True)
     save_pretrained(MiniMindForCausalLM(config).to(torch.bfloat16), tokenizer, tmp_path)
@@ -111,8 +111,8 @@ def test_a_rank_reads_its_rows(rank, size, adapted, tokenizer, tmp_path):
     if adapted:
         whole, part = (with_adapters(model, rank=3, alpha=1) for model in (whole, part))
     init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    request.addfinalizer(destroy_process_group)
     shard(part, SimpleNamespace(device=torch.device("cpu"), size=size), torch.bfloat16)
-    destroy_process_group()
     assert part.lm_head.weight is part.model.embed_tokens.weight
     parts = {name: weight.to_local() for name, weight in part.named_parameters()}
     for name, weight in whole.named_parameters():
