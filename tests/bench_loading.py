@@ -67,6 +67,7 @@ def measure(folder, flags):
     saver = Saver(Path(folder) / "run", world, args)
     with peak() as saving:
         saver.save(1, 0, policy, tokenizer, optimizer, reference)
+        saver.save_final(policy, tokenizer)
     watch.close()
     world.close()
     return *loading, *saving
@@ -97,7 +98,7 @@ def formula(config, ranks, flags):
         config, num_parameters(config), num_prompts=1, num_generations=1, prompt_length=1,
         completion_length=1, micro_batch_size=1, reference=args.beta > 0,
         gradient_checkpointing=False, gpu=args.dtype == "bfloat16", lora_rank=args.lora_rank)
-    return (parts["weights"] + parts["reference"]) / ranks, parts["weights"] + parts["moments"]
+    return (parts["weights"] + parts["reference"]) / ranks, parts["host"]
 
 
 if __name__ == "__main__":
