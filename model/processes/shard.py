@@ -46,7 +46,7 @@ def shard(model, world, dtype):
         # A sum: the loss of a rank is its share of the step's. And Gloo cannot average.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    for name, tensor in mapped.items():
+    for name, tensor in mapped.items():         # one by one, since each takes some room for a while
         (owner, _, last), weight = name.rpartition("."), model.get_parameter(name)
         part = {last: part_of(tensor, weight).to(weight.dtype)}
         model.get_submodule(owner).load_state_dict(part, assign=True, strict=False)

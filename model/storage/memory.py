@@ -109,9 +109,9 @@ def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, c
     n, matrices, adapters = counts[0], counts[1], lora_rank * counts[2]
     frozen = product * matrices + 4 * (n - matrices)
     trained = adapters if lora_rank else n
-    weights, merged = frozen + 4 * adapters if lora_rank else 4 * n, 0
-    if lora_rank:           # a tied head is merged beside the embedding
-        merged = product * (n + config.tie_word_embeddings * V * D)
+    weights = frozen + 4 * adapters if lora_rank else 4 * n
+    # LoRA's merged weights, which have a tied head beside the embedding.
+    merged = product * (n + config.tie_word_embeddings * V * D) * bool(lora_rank)
     converted = 2 * matrices * (gpu and not lora_rank)      # autocast's copies for the products
     cached = at_once * config.num_key_value_heads * config.head_dim * T
     # Where completions part after their first token, the prompt's keys and values are copied.
