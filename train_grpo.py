@@ -522,7 +522,7 @@ def load_models(args, world):
     """
     products, reference = world.matrix_dtype, None
     load = partial(load_pretrained, args.model_path, dtype=torch.float32,
-                   device="cpu" if args.shard else world.device)
+                   device="meta" if args.shard else world.device)
     policy = load(matrix_dtype=products if args.lora_rank else None)
     if args.num_hidden_layers not in (None, layers := policy.config.num_hidden_layers):
         raise UserError(f"--num_hidden_layers {args.num_hidden_layers}: {args.model_path} has "
