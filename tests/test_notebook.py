@@ -16,6 +16,7 @@ CODE, CODE_ZH = ([cell for cell in json.loads(text)["cells"] if cell["cell_type"
                  for text in TEXTS)
 SOURCES = ["".join(cell["source"]) for cell in CODE]
 PICTURES = {"loop": {}, "loop_zh": CHINESE}
+READMES = {"loop": "README.md", "loop_zh": "README_zh.md"}
 # Mistakes in the short functions, by cell: its assert against train_grpo.py notices them.
 MISTAKES = {5: [("std + 1e-4", "std + 1e-2"), ("groups - mean", "groups")],
             6: [("- is_end == 0", "== 0"), ("-R - 1:-1", "-R:")],
@@ -89,7 +90,12 @@ def test_the_diagram_is_what_its_script_draws_and_says_what_the_code_does(name):
     functions = {label for kind, label in labels if kind == "function"}
     assert len(functions) == 7 and all(callable(getattr(train_grpo, f, None)) for f in functions)
     assert {label for _, label in labels} >= {PICTURES[name].get(word, word) for word in CHINESE}
-    numbers = [float(label) for _, label in labels if re.fullmatch(r"[-+]?[\d.]+", label)]
-    rewards, advantages = torch.tensor(numbers[::2]), torch.tensor(numbers[1::2])
+    table = re.findall(r"^\| \d \| (.*) \| (.*) \| (.*) \|$", (ROOT / READMES[name]).read_text(
+        encoding="utf-8"), re.MULTILINE)                    # the same four answers
+    code = [label for kind, label in labels if kind == "code"][4:16]        # after the shapes
+    assert [*zip(code[::3], code[1::3], code[2::3])] == [
+        (answer.replace("`<think>` ", "").replace("`</think>`", "→"), reward, advantage)
+        for answer, reward, advantage in table]
+    rewards, advantages = torch.tensor([[float(x) for x in row[1:]] for row in table]).T
     torch.testing.assert_close(train_grpo.group_advantages(rewards, 4), advantages, atol=5e-3,
                                rtol=0)
