@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from test_docs import PAGES, blocks, floats, tables
+from test_docs import PAGES, blocks, floats, numbers, paragraphs, tables
 
 import train_grpo
 from train_grpo import group_advantages, grpo_loss
@@ -26,6 +26,12 @@ def mean_over_groups(p, low, high, G=8, gradients=(-1.0, 1.0), **options):
 def binomial(k, n, p):
     return math.exp(math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
                     + k * math.log(p) + (n - k) * math.log(1 - p))
+
+
+def weight(p, G):
+    """Of a prompt whose groups' advantages are divided by the std; eps left out."""
+    return sum(binomial(k, G, p) * math.sqrt(k * (G - k) * (G - 1) / G ** 3)
+               for k in range(1, G)) / (p * (1 - p))
 
 
 @pytest.mark.parametrize("language", ["", "_zh"])
@@ -95,14 +101,22 @@ def test_the_groups_mean_shortens_the_gradient_and_the_std_weighs_prompts():
             assert maxrl == pytest.approx((1 - (1 - p) ** 7) / p) and f"{maxrl:.1f}" == f"{of_p}"
     assert f"up to {float(WEIGHTS[1][-1]) / float(WEIGHTS[1][1]):.1f} times" in TEXT
     for G, times in ((2, 1), (16, 1.9), (64, 3.4), (10 ** 4, 5.0)):
-        weights = [sum(binomial(k, G, p) * math.sqrt(k * (G - k) * (G - 1) / G ** 3)
-                       for k in range(1, G)) / (p * (1 - p)) for p in (0.01, 0.5)]
-        assert weights[0] / weights[1] == pytest.approx(times, abs=0.05)
+        assert weight(0.01, G) / weight(0.5, G) == pytest.approx(times, abs=0.05)
         assert G == 2 or f"{times} times" in " ".join(TEXT.split())
-    assert weights[1] == pytest.approx(1 / math.sqrt(0.25), rel=1e-3)
+    assert weight(0.5, G) == pytest.approx(1 / math.sqrt(0.25), rel=1e-3)
     for margin in (0.1, 10.0):
         won, lost = group_advantages(torch.tensor([2.0 + margin, 2.0]), 2)
         assert f"±{won:.2f}" in TEXT and lost == -won
+
+
+@pytest.mark.parametrize("language", ["", "_zh"])
+def test_what_larger_groups_do_for_hard_prompts(language):
+    """On the page of questions, where 5% of the answers are right."""
+    text, alive = PAGES[f"docs/questions{language}.md"], lambda G: 1 - 0.05 ** G - 0.95 ** G
+    figures = [f"{2 * alive(8):.2f}", f"{alive(16):.2f}",
+               *(f"{weight(0.05, G) / weight(0.5, G):.1f}" for G in (8, 16, 32))]
+    assert any(all(figure in rest for figure in figures) for part in paragraphs(text)
+               for rest in [iter(numbers(part))]), figures
 
 
 def test_the_product_of_ratios_is_wild():
