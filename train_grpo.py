@@ -355,9 +355,11 @@ def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
                 entropy = entropy.detach()      # frees what its gradient would need
             # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
             old_logps = logps.detach() if part.old_logps is None else part.old_logps
-            weights = relatives.sampler_weights(part, old_logps, args)  # 1 by default: (n, 1 or R)
+            # 1, and the part's own advantages, unless a flag corrects for the sampler.
+            weights = relatives.sampler_weights(part, old_logps, args)              # (n, 1 or R)
+            advantages = relatives.near_sampler(part, logps, args)                  # (n, 1 or R)
             loss, of_loss = grpo_loss(
-                logps, old_logps, weights * relatives.near_sampler(part, logps, args), part.mask,
+                logps, old_logps, weights * advantages, part.mask,
                 num_sequences=minibatch.num_sequences, num_tokens=minibatch.num_tokens,
                 ref_logps=part.ref_logps, beta=0.0 if args.kl_in_reward else args.beta,
                 kl_type=args.kl_type, epsilon_low=args.epsilon_low, epsilon_high=args.epsilon_high,
@@ -452,7 +454,7 @@ def gather_records(rollout, reward_funcs, tokenizer, world, args):
 def best_rows(rollout, args):
     """The rows to learn from: all; with --oversample, the groups with the largest std of rewards.
 
-    This is DAPO's dynamic sampling, in one round.
+    One round of DAPO's dynamic sampling, by rank: DAPO drops only the groups without a spread.
     """
     if args.oversample == 1:
         return torch.arange(len(rollout.mask), device=rollout.mask.device)
@@ -520,7 +522,7 @@ def load_models(args, world):
     """
     products, reference = world.matrix_dtype, None
     load = partial(load_pretrained, args.model_path, dtype=torch.float32,
-                   device="cpu" if args.shard else world.device)
+                   device="meta" if args.shard else world.device)
     policy = load(matrix_dtype=products if args.lora_rank else None)
     if args.num_hidden_layers not in (None, layers := policy.config.num_hidden_layers):
         raise UserError(f"--num_hidden_layers {args.num_hidden_layers}: {args.model_path} has "
@@ -627,7 +629,8 @@ def add_judge_flags(parser):
     flag = parser.add_argument_group("3. judge (rewards, advantages)").add_argument
     flag("--reward_funcs", nargs="+", metavar="NAME", help="format, tag, rm, accuracy, overlong, "
          "repetition, countdown, sentence, reasoning_gym, or your own as module:function (default: "
-         "format tag rm accuracy with --reasoning 1, rm accuracy with 0)")
+         "format tag rm accuracy with --reasoning 1, rm accuracy with 0; rm only for our data or "
+         "your reward model)")
     flag("--reward_weights", nargs="+", type=FINITE, metavar="W", help="a factor for each of them; "
          "with 0 it is recorded, but teaches nothing (default: 1)")
     flag("--reward_model_path", help="what rm is, a folder or hub id: a "
@@ -756,13 +759,12 @@ def add_machine_flags(parser):
 
 def fill_in_defaults(args):
     """The defaults that depend on other flags."""
+    ours = HERE / "dataset/train.jsonl"
+    own_data = Path(args.data_path or ours).resolve() != ours.resolve()
     if args.eval_interval is None:      # the arithmetic problems say nothing about another task
-        args.eval_interval = 0 if args.data_path and not args.eval_data_path else 30
-    args.data_path = args.data_path or str(HERE / "dataset/train.jsonl")
+        args.eval_interval = 0 if own_data and not args.eval_data_path else 30
+    args.data_path = args.data_path or str(ours)
     args.eval_data_path = args.eval_data_path or str(HERE / "dataset/heldout.jsonl")
-    args.reward_funcs = args.reward_funcs or ["format", "tag"] * args.reasoning + ["rm", "accuracy"]
-    args.eval_reward_funcs = args.eval_reward_funcs or ["accuracy"]
-    args.reward_weights = args.reward_weights or [1.0] * len(args.reward_funcs)
     by_mean, cispo = args.advantage_estimator == "grpo", args.loss_type == "cispo"
     args.scale_rewards = args.scale_rewards or ("group" if by_mean else "none")
     if args.epsilon_high is None:
@@ -778,6 +780,12 @@ def fill_in_defaults(args):
     ):
         found = find_weights(name, args.out_dir, HERE / folder / "weights")
         setattr(args, flag, getattr(args, flag) or str(found))
+    rm = ["rm"]
+    if own_data and Path(args.reward_model_path).parent == HERE / "reward/weights":
+        rm = []                         # ours knows nothing but arithmetic
+    args.reward_funcs = args.reward_funcs or [*["format", "tag"] * args.reasoning, *rm, "accuracy"]
+    args.eval_reward_funcs = args.eval_reward_funcs or ["accuracy"]
+    args.reward_weights = args.reward_weights or [1.0] * len(args.reward_funcs)
     args.run_name = args.run_name or f"grpo_{Path(args.model_path).name.removesuffix('.pth')}"
 
 
@@ -833,6 +841,9 @@ def impossible_combinations(args):
          "the loss, and --kl_in_reward takes k1; leave one of the two out"),
         (args.ref_model_sync_steps and not args.beta, "--ref_model_sync_steps moves a reference, "
          "and with --beta 0 there is none; give a --beta above 0"),
+        (args.eval_only and args.data_path != str(HERE / "dataset/train.jsonl")
+         and args.eval_data_path == str(HERE / "dataset/heldout.jsonl"), "--eval_only would ask "
+         "our arithmetic problems, not those of your task; give yours with --eval_data_path"),
         (Path(args.out_dir).is_file(), f"--out_dir {args.out_dir} is a file; name a folder"),
         (args.ref_model_sync_steps and args.lora_rank, "--ref_model_sync_steps moves the "
          "reference, and with --lora_rank that is the frozen base; leave one of the two out"),

@@ -31,10 +31,11 @@ class LoRALinear(nn.Module):
         super().__init__()
         self.base, self.scale = base, alpha / rank
         outputs, inputs = base.weight.shape
+        device = "cpu" if base.weight.is_meta else base.weight.device       # shard() reads the base
         bound = 1 / math.sqrt(inputs)
         A = (torch.rand(rank, inputs, generator=generator) * 2 - 1) * bound
-        self.lora_A = nn.Parameter(A.to(base.weight.device))
-        self.lora_B = nn.Parameter(torch.zeros(outputs, rank, device=base.weight.device))
+        self.lora_A = nn.Parameter(A.to(device))
+        self.lora_B = nn.Parameter(torch.zeros(outputs, rank, device=device))
 
     @property
     def weight(self):

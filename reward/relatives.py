@@ -31,8 +31,9 @@ def second_best(groups):
 def group_mean(groups, batch_std, eps):
     """Scale of MaxRL, arXiv 2602.02710: A = (r - mean) / mean, and 0 in a group whose mean is 0.
 
-    Right answers to a prompt that is right one time in n then weigh n times as much: the gradient
-    is nearly that of the log of the probability to be right. UserError for a reward outside 0 to 1.
+    The gradient is that of log p, p the probability to be right, as far as G answers can tell: a
+    prompt weighs (1 - (1-p)^(G-1)) / p, so 1 / p, but at most G - 1. UserError for a reward outside
+    0 to 1.
     """
     wrong = groups[(groups < 0) | (groups > 1 + 1e-6)]
     if len(wrong):

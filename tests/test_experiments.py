@@ -19,6 +19,7 @@ from report.experiments import __main__ as command
 from report.experiments import figures
 from report.experiments.arms import (
     EXPERIMENTS,
+    FIVE,
     MUSEUM,
     Change,
     Experiment,
@@ -418,12 +419,21 @@ def smollm2():
     shown = {"eval/accuracy": (100, ".0f"), "eval/greedy_accuracy": (100, ".0f"),
              "likelihood": (1, ".2f"), "repeated_words": (100, ".0f"), "length": (1, ".0f")}
 
-    def row(run):
-        known = run["eval"] | run["series"]
-        return [*(" → ".join(f"{times * known[key][i]:{form}}" for i in (0, -1))
-                  for key, (times, form) in shown.items()), f"{known['kl'][-1]:.2f}"]
+    def row(runs):
+        known = [run["eval"] | run["series"] for run in runs]
 
-    return [row(run) for run in runs("smollm2")], []
+        def mean(key, i):
+            return np.mean([each[key][i] for each in known])
+
+        return [*(" → ".join(f"{times * mean(key, i):{form}}" for i in (0, -1))
+                  for key, (times, form) in shown.items()), f"{mean('kl', -1):.2f}"]
+
+    rows = []
+    for arm in EXPERIMENTS["smollm2"].rows[""]:
+        of_arm = sorted((run for run in runs("smollm2") if run["arm"] == arm),
+                        key=lambda run: FIVE.index(run["seed"]))
+        rows += [row([run]) for run in of_arm] + [row(of_arm)] * (len(of_arm) > 1)
+    return rows, []
 
 
 def ladder():

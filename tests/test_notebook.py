@@ -16,10 +16,14 @@ CODE, CODE_ZH = ([cell for cell in json.loads(text)["cells"] if cell["cell_type"
                  for text in TEXTS)
 SOURCES = ["".join(cell["source"]) for cell in CODE]
 PICTURES = {"loop": {}, "loop_zh": CHINESE}
+READMES = {"loop": "README.md", "loop_zh": "README_zh.md"}
 # Mistakes in the short functions, by cell: its assert against train_grpo.py notices them.
 MISTAKES = {5: [("std + 1e-4", "std + 1e-2"), ("groups - mean", "groups")],
             6: [("- is_end == 0", "== 0"), ("-R - 1:-1", "-R:")],
             7: [("1.2", "1.3"), ("torch.min", "torch.max"), ("-per_answer.mean()", "-gain.mean()")]}
+# What the last cell proposes to change in cell 5, as it is written there.
+PROPOSED = [("return ((groups - mean) / (std + 1e-4)).view(-1)", "return (groups - mean).view(-1)"),
+            ("group_advantages(rewards, G)", 'group_advantages(rewards, G, scale_rewards="none")')]
 
 
 def run(number, source, names):
@@ -51,6 +55,22 @@ def test_every_cell_runs(monkeypatch):
     assert len(names["axes"].lines[0].get_xdata()) == len(names["my_curve"]) == 2
     assert names["my_reward"](None, ["I guess 7.", "3+4=7"], ["7", "7"]) == [1, 0]
     names["plt"].close("all")
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_the_last_cell_proposes_works(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    names, (formula, in_assert) = {}, PROPOSED
+    assert all(json.dumps(new)[1:-1] in text for text in TEXTS for _, new in PROPOSED)
+    for number, source in enumerate(SOURCES[:8], start=1):
+        if number == 5:
+            assert all(source.count(old) == 1 for old, _ in PROPOSED)
+            with pytest.raises(AssertionError):
+                run(5, source.replace(*formula), dict(names))       # the assert has to change too
+            source = source.replace(*formula).replace(*in_assert)
+        run(number, source, names)
+    rewards = names["rewards"].tolist()
+    assert names["advantages"].tolist() == pytest.approx([r - sum(rewards) / 8 for r in rewards])
 
 
 def test_both_notebooks_have_the_same_code():
@@ -89,7 +109,12 @@ def test_the_diagram_is_what_its_script_draws_and_says_what_the_code_does(name):
     functions = {label for kind, label in labels if kind == "function"}
     assert len(functions) == 7 and all(callable(getattr(train_grpo, f, None)) for f in functions)
     assert {label for _, label in labels} >= {PICTURES[name].get(word, word) for word in CHINESE}
-    numbers = [float(label) for _, label in labels if re.fullmatch(r"[-+]?[\d.]+", label)]
-    rewards, advantages = torch.tensor(numbers[::2]), torch.tensor(numbers[1::2])
+    table = re.findall(r"^\| \d \| (.*) \| (.*) \| (.*) \|$", (ROOT / READMES[name]).read_text(
+        encoding="utf-8"), re.MULTILINE)                    # the same four answers
+    code = [label for kind, label in labels if kind == "code"][4:16]        # after the shapes
+    assert [*zip(code[::3], code[1::3], code[2::3])] == [
+        (answer.replace("`<think>` ", "").replace("`</think>`", "→"), reward, advantage)
+        for answer, reward, advantage in table]
+    rewards, advantages = torch.tensor([[float(x) for x in row[1:]] for row in table]).T
     torch.testing.assert_close(train_grpo.group_advantages(rewards, 4), advantages, atol=5e-3,
                                rtol=0)

@@ -299,6 +299,23 @@ def test_clipped_tokens_count_by_token_and_clipped_completions_by_completion(opt
     assert metrics == pytest.approx(clip_ratios(low, high))
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "cispo", "gmpo"])
+def test_a_token_without_an_advantage_is_not_clipped(loss_type):
+    logps = torch.tensor([0.1, 9.0]).log()[:, None]
+    _, metrics = grpo_loss(logps, torch.zeros(2, 1), torch.zeros(2), torch.ones(2, 1),
+                           loss_type=loss_type, epsilon_high=1.2)
+    assert metrics == pytest.approx(clip_ratios(0, 0))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "gmpo", "r1"])
+def test_completions_that_are_all_masked_out_have_loss_0(loss_type):
+    logps = torch.zeros(2, 3, requires_grad=True)
+    loss, metrics = grpo_loss(logps, logps.detach(), torch.ones(2), torch.zeros(2, 3).int(),
+                              loss_type=loss_type, ref_logps=logps.detach(), beta=0.1)
+    loss.backward()
+    assert loss == 0 and not logps.grad.any() and not any(metrics.values())
+
+
 def test_k3_overflows_nowhere_and_still_pulls_back_50_nats_away():
     far = kl_penalty(torch.tensor([-200.0]).double(), torch.tensor([0.0]))      # e^200 is infinite
     assert far.item() == pytest.approx(math.exp(20) - 20 - 1, rel=1e-12)

@@ -222,6 +222,13 @@ def test_overlong_prompts_are_counted_and_dropped_or_refused(tokenizer):
         collate.without_overlong(ITEMS[1:], "some.jsonl")
 
 
+@pytest.mark.parametrize("first", ["user", "assistant", "system"])
+def test_a_chat_without_a_system_prompt_gets_one(opening, first):
+    opening.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    text = PromptCollator(opening, 99, "Be brief.").render([{"role": first, "content": "Hello."}])
+    assert text == ("" if first == "system" else "system: Be brief. ") + f"{first}: Hello. "
+
+
 def test_a_template_that_refuses_a_system_prompt_is_a_users_mistake(opening):
     opening.chat_template = ("{% if messages[0]['role'] == 'system' %}"
                              "{{ raise_exception('no system role') }}{% endif %}" + HYBRID)

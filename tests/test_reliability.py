@@ -353,13 +353,18 @@ def test_each_rank_has_a_gpu_of_its_own_or_none_starts(monkeypatch):
     ("torch.Tensor.backward = lambda loss: os._exit(0)", "--shard 1", 1, "error: rank 1 (process "),
     ("time.sleep(99)", "--hang_timeout 6", 1,
      "error: rank 1 hangs: it was busy for more than 6 s"),
+    # Here the other rank waits in a backward pass, and looks busy; in a forward pass, for both.
+    ("torch.Tensor.backward = lambda loss: os.kill(os.getpid(), signal.SIGSTOP)",
+     "--shard 1 --hang_timeout 6", 1, "error: rank 1 hangs: its process is frozen"),
+    ("torch.nn.functional.silu = lambda x: os.kill(os.getpid(), signal.SIGSTOP)",
+     "--shard 1 --hang_timeout 6", 1, "error: rank 1 hangs: its process is frozen"),
     ("[(os.kill(os.getpid(), 15), time.sleep(4)) for _ in range(9)]", "", 143,
      "stopped at once by a second signal, SIGTERM"),
 ])
 def test_what_ends_one_rank_ends_all_with_its_reason_as_the_last_words(way, flags, code, reason,
                                                                        tmp_path):
     (tmp_path / "failing.py").write_text(
-        "import os, pathlib, time, torch, report\n"
+        "import os, pathlib, signal, time, torch, report\n"
         "report.Report.draw = lambda report: None\n"       # takes longer than some time limits
         "calls = 0\n"
         "def judge(prompts, completions, **columns):\n"

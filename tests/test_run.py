@@ -523,6 +523,7 @@ def test_the_reference_moves_towards_the_policy():
     ("--ref_model_sync_steps 5 --beta 0", "--ref_model_sync_steps --beta"),
     ("--ref_model_sync_steps 5 --lora_rank 4", "--ref_model_sync_steps --lora_rank"),
     ("--num_minibatches 17", "--num_minibatches 16"),
+    ("--eval_only --data_path my.jsonl", "--eval_only --eval_data_path"),
 ])
 def test_a_users_mistake_is_one_sentence_and_exit_code_2(flags, words, capsys, tmp_path):
     with pytest.raises(SystemExit) as exit:
@@ -530,6 +531,16 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_2(flags, words, capsys, t
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert exit.value.code == 2
     assert all(word in message for word in ("error: ", *words.split())), message
+
+
+def test_the_shipped_reward_model_judges_nothing_but_our_data():
+    def judges(*flags):
+        return train_grpo.parse_args([*flags]).reward_funcs
+
+    ours = str(ROOT / "dataset/train.jsonl")
+    assert judges() == judges("--data_path", ours) == ["format", "tag", "rm", "accuracy"]
+    assert judges("--data_path", "my.jsonl") == ["format", "tag", "accuracy"]
+    assert judges("--data_path", "my.jsonl", "--reward_model_path", "mine")[2] == "rm"
 
 
 AT_TORCH = """

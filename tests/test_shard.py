@@ -2,19 +2,32 @@
 import os
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from bench_loading import peak
 from safetensors.torch import load_file
 from test_run import free_ports
 from torch import multiprocessing
+from torch.distributed import destroy_process_group, init_process_group
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train_grpo
 from conftest import interrupt, jsonl
-from model import load_checkpoint, save_pretrained
+from model import (
+    MiniMindConfig,
+    MiniMindForCausalLM,
+    World,
+    load_checkpoint,
+    load_pretrained,
+    save_pretrained,
+)
 from model.fast import pair as fast
-from model.lora import merged_state
+from model.lora import merged_state, with_adapters
+from model.processes.shard import shard
+from model.storage.memory import num_parameters
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="sends itself a signal to stop")
 RUNS = {        # name -> flags
@@ -26,6 +39,8 @@ RUNS = {        # name -> flags
     "half_sharded": ["--beta", "0.1", "--dtype", "bfloat16", "--shard", "1"]}
 RUNS |= {name.replace("sharded", "stopped"): RUNS[name] for name in (
     "half_sharded", "lora_sharded")}
+LARGE = MiniMindConfig(vocab_size=6400, hidden_size=512, intermediate_size=1408, head_dim=64,
+                       num_hidden_layers=16, num_attention_heads=8)
 STEPS, calls = 5, 0
 
 
@@ -63,6 +78,12 @@ def one_rank(rank, ports, weights, out):
                 assert "stopped" not in name or resume
             except SystemExit as error:
                 assert error.code == 128 + signal.SIGTERM and not resume
+    os.environ |= {"RANK": str(rank), "MASTER_PORT": str(ports.pop(0))}
+    world = World("cpu")
+    with peak() as anonymous:
+        shard(load_pretrained(f"{out}/large", dtype=torch.float32, device="meta"), world, None)
+    Path(out, f"peak_{rank}").write_text(str(*anonymous))
+    world.close()
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +91,37 @@ def out(tiny_policy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("shard")
     tokenizer, model = tiny_policy
     save_pretrained(model, tokenizer, folder / "weights")
-    ports = free_ports(len(RUNS) + 2)
-    multiprocessing.spawn(one_rank, (ports, str(folder / "weights"), str(folder)), nprocs=2)
+    save_pretrained(MiniMindForCausalLM(LARGE).to(torch.bfloat16), tokenizer, folder / "large")
+    ports = free_ports(len(RUNS) + 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")     # freed memory goes back at once
+        multiprocessing.spawn(one_rank, (ports, str(folder / "weights"), str(folder)), nprocs=2)
     return folder
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("rank, size", [(1, 2), (2, 3), (4, 5)])    # DTensor keeps one of each size
+def test_a_rank_reads_its_rows(rank, size, adapted, tokenizer, tmp_path, request):
+    config = MiniMindConfig(vocab_size=301, hidden_size=28, intermediate_size=7, head_dim=6,
+                            qk_norm=False, qkv_bias=True)
+    save_pretrained(MiniMindForCausalLM(config).to(torch.bfloat16), tokenizer, tmp_path)
+    dtypes = {"dtype": torch.float32, "matrix_dtype": torch.bfloat16 if adapted else None}
+    whole, part = load_pretrained(tmp_path, **dtypes), load_pretrained(
+        tmp_path, **dtypes, device="meta")
+    if adapted:
+        whole, part = (with_adapters(model, rank=3, alpha=1) for model in (whole, part))
+    init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    request.addfinalizer(destroy_process_group)
+    shard(part, SimpleNamespace(device=torch.device("cpu"), size=size), torch.bfloat16)
+    assert part.lm_head.weight is part.model.embed_tokens.weight
+    parts = {name: weight.to_local() for name, weight in part.named_parameters()}
+    for name, weight in whole.named_parameters():
+        rows = -(-len(weight) // size)          # the last ranks have fewer, or none
+        expected = weight[rank * rows:(rank + 1) * rows]
+        assert torch.equal(parts[name], expected) and parts[name].dtype == weight.dtype, name
+        assert parts[name].requires_grad == weight.requires_grad, name
+    name = "model.layers.3.mlp.gate_proj.base.weight"
+    assert len(parts[name if adapted else name.replace("base.", "")]) == {2: 3, 3: 1, 5: 0}[size]
 
 
 def final(out, name):
@@ -92,6 +141,14 @@ def test_sharded_runs_learn_the_same(prefix, out):
         for key in ("reward", "grad_norm", "kl", "loss", "eval/mean_length"):
             assert ours.get(key, 0) == pytest.approx(theirs.get(key, 0), rel=1e-4, abs=1e-6), key
     assert len(lines[1]) == STEPS
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what is anonymous")
+def test_a_rank_takes_no_more_memory_to_load_than_its_part_and_a_layer(out):
+    weights, matrices, _ = num_parameters(LARGE)
+    for rank in range(2):
+        measured = int((out / f"peak_{rank}").read_text())
+        assert 2 * weights < measured < 2 * weights + 4 * matrices / 16
 
 
 def test_in_bfloat16_a_sharded_policy_starts_as_its_reference(out):

@@ -59,6 +59,7 @@ def smollm2(tmp_path_factory):
     ("Write one sentence with the words cold, cat and jump.", 0),      # the prompt's
     ("Cold cats jump in one sentence of at.", 0),               # four words of it in a row
     ("Cold cats jump at most 20 times.", 1),                    # three
+    ("Cold cats jump in one sentence or at.", 1),               # not in a row
     ("", 0),
 ])
 def test_the_reward_of_a_sentence(reply, reward):

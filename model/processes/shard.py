@@ -20,7 +20,8 @@ from ..storage.any_model import AnyModel
 def shard(model, world, dtype):
     """Divides the model over the ranks, in place, and moves each part to its rank's device.
 
-    dtype: in which the layers are gathered. Embedding, head and last norm stay as they are.
+    Of a model on the meta device (read.load_pretrained) a rank reads no more than its part. dtype:
+    in which the layers are gathered. Embedding, head and last norm stay as they are.
     """
     if not isinstance(model, nn.Module):    # there is no reference, or it is lora.AdaptersOff
         return
@@ -37,6 +38,7 @@ def shard(model, world, dtype):
     without_data = {id(weight): nn.Parameter(weight.detach().to("meta"), requires_grad=False)
                     for weight in model.parameters()}
     blank = copy.deepcopy(model, without_data)
+    mapped = {name: weight.mapped for name, weight in model.named_parameters() if weight.is_meta}
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(
             param_dtype=None if module is model else dtype, reduce_dtype=torch.float32,
@@ -44,6 +46,11 @@ def shard(model, world, dtype):
         # A sum: the loss of a rank is its share of the step's. And Gloo cannot average.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    for name, tensor in mapped.items():         # one by one, since each takes some room for a while
+        (owner, _, last), weight = name.rpartition("."), model.get_parameter(name)
+        part = {last: part_of(tensor, weight).to(weight.dtype)}
+        model.get_submodule(owner).load_state_dict(part, assign=True, strict=False)
+    model.tie_weights()
     model.whole = functools.partial(gather, model, blank, world)
     model.run = lambda function, *args, **options: function(Inside(model), *args, **options)
     register_fsdp_forward_method(model, "run")
@@ -77,8 +84,8 @@ def part_of(tensor, like):
     if not is_sharded(like):
         return tensor
     from torch.distributed.tensor import distribute_tensor
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements,
-                             src_data_rank=None)        # every rank has read the whole
+    return distribute_tensor(tensor, like.device_mesh, like.placements,
+                             src_data_rank=None)        # a copy: each rank can read the whole
 
 
 @torch.no_grad()
@@ -113,9 +120,10 @@ def whole_state(optimizer, keep):
 
 
 def load_parts(model, state):
-    """Copy this rank's part of each tensor of a state dict into the model."""
+    """Copy this rank's part of each tensor of a state dict, or of a mapped one, into the model."""
     ours = model.state_dict()
-    model.load_state_dict({name: part_of(tensor, ours[name]) for name, tensor in state.items()})
+    model.load_state_dict({name: part_of(getattr(tensor, "mapped", tensor), ours[name])
+                           for name, tensor in state.items()})
 
 
 def part_of_optimizer(state, optimizer):

@@ -6,7 +6,8 @@ Training may be waiting in a collective for a rank that is gone. So a thread bes
                its step and saves (model/storage/write.py); a second signal ends it at once
     a failure  the first rank that fails says why, and the others leave without a word
     a death    a rank that was killed can't say anything, so another one does
-    a hang     with --hang_timeout: a rank has been busy for longer without reaching the others
+    a hang     with --hang_timeout: a rank has been busy for longer without reaching the others, or
+               its process is frozen, this thread too
 
 torchrun knows only that a process has failed, and prints a page about that. So the reason is
 repeated after this page, where people look first.
@@ -68,7 +69,8 @@ class Watch:
         self.ends, self.own_signals = ExitStack(), ExitStack()  # what to undo at the end
         self.at_end = self.ends.callback    # at_end(f) calls f when this rank ends, well or not
         self.store, self.processes = self._meet_the_others() if self.size > 1 else (None, {})
-        self.collectives = self._count(f"collectives/{self.rank}", 0) or 0      # of a run before
+        # Looks that each rank's thread has taken, ranks that take no more, time to compare again.
+        self.beats, self.frozen, self.compare_at = [], [], 0.0
         # Python calls a handler only between two of its own instructions, so not while the training
         # waits in a collective. But it writes the number of the signal into the mailbox at once.
         self.mailbox, self.letters = socket.socketpair()
@@ -151,9 +153,7 @@ class Watch:
     # --- World calls these around each collective -------------------------------------------------
 
     def enter_collective(self):
-        self.collectives, self.waiting, self.since = self.collectives + 1, True, time.monotonic()
-        if self.hang_timeout:
-            self._count(f"collectives/{self.rank}")
+        self.waiting, self.since = True, time.monotonic()
 
     def leave_collective(self):
         self.waiting, self.since = False, time.monotonic()
@@ -170,7 +170,7 @@ class Watch:
             with self.turn:
                 if not self.failed:
                     self._look_at_the_others()
-                    if self.hang_timeout and self.steps_began:
+                    if self.hang_timeout:
                         self._look_at_the_clock()
             for number in self.mailbox.recv(64) if has_mail else b"":
                 if number in SIGNALS:       # not the alarm of a time limit, say
@@ -197,21 +197,26 @@ class Watch:
                             "perhaps for lack of memory, or a reward function has ended it", 1)
 
     def _look_at_the_clock(self):
-        silent, limit = time.monotonic() - self.since, f"{self.hang_timeout:g} s (--hang_timeout)"
-        if not self.waiting and silent > self.hang_timeout:
+        now, limit = time.monotonic(), f"{self.hang_timeout:g} s (--hang_timeout)"
+        self._count(f"beats/{self.rank}")
+        if now > self.compare_at:           # a frozen process can't say so: its thread has stopped
+            beats = [self._count(f"beats/{rank}", 0) for rank in range(self.size)]
+            self.frozen = [rank for rank, (new, old) in enumerate(zip(beats, self.beats))
+                           if new == old is not None and self._count(f"ended/{rank}", 0) == 0]
+            self.beats, self.compare_at = beats, now + max(2, self.hang_timeout / 3)
+        if not self.steps_began or now - self.since < self.hang_timeout:
+            return
+        # These first: in a sharded backward pass a rank waits for them, and looks busy itself.
+        for rank in self.frozen:
+            if rank in self.processes:
+                os.kill(self.processes[rank], signal.SIGKILL)       # it won't leave by itself
+            self._leave(f"error: rank {rank} hangs: its process is frozen, and others have waited "
+                        f"for more than {limit}", 1)
+        if not self.waiting:
             frames = traceback.extract_stack(sys._current_frames()[self.main.ident])
             place = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))][-1]
             self._leave(f"error: rank {self.rank} hangs: it was busy for more than {limit} in "
                         f"{place.filename}, line {place.lineno}: {place.line}", 1)
-        # A process that is frozen can't say so. The margin is for one that can.
-        elif self.waiting and silent > self.hang_timeout + 3:
-            counts = [self._count(f"collectives/{rank}", 0) for rank in range(self.size)]
-            if None not in counts and min(counts) < self.collectives:
-                rank = counts.index(min(counts))
-                if rank in self.processes:
-                    os.kill(self.processes[rank], signal.SIGKILL)   # it won't leave by itself
-                self._leave(f"error: rank {rank} hangs: nothing was heard from it for more than "
-                            f"{limit}", 1)
 
     def _leave(self, text, code):
         with self.turn:

@@ -7,8 +7,9 @@
 A row says what the parameters take (weights, gradients, AdamW's moments, the reference), what the
 sampler's cache takes, and what a run needs at least, with --micro_batch_size 1. That is the dearer
 of sampling, which has the cache and no gradients, and of learning, which has gradients, activations
-and logits and no cache. The last columns are the largest --micro_batch_size that fits on a GPU. All
-sizes are in GiB, 2**30 bytes, of which a card that is sold as 80 GB has about 80.
+and logits and no cache. Then come the largest --micro_batch_size that fits on a GPU and, with
+--shard 1, what rank 0 needs of the host's memory when it saves, since it puts all parts together.
+All sizes are in GiB, 2**30 bytes, of which a card that is sold as 80 GB has about 80.
 
 The formula counts live tensors of a run with model/fast. On the CPU, in float32 and bfloat16, it
 came within 2.1% of the peaks measured for models of 0.6B to 4B and within 18% for small ones, where
@@ -108,12 +109,16 @@ def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, c
     n, matrices, adapters = counts[0], counts[1], lora_rank * counts[2]
     frozen = product * matrices + 4 * (n - matrices)
     trained = adapters if lora_rank else n
+    weights = frozen + 4 * adapters if lora_rank else 4 * n
+    # LoRA's merged weights, which have a tied head beside the embedding.
+    merged = product * (n + config.tie_word_embeddings * V * D) * bool(lora_rank)
     converted = 2 * matrices * (gpu and not lora_rank)      # autocast's copies for the products
     cached = at_once * config.num_key_value_heads * config.head_dim * T
     # Where completions part after their first token, the prompt's keys and values are copied.
     parted = (1 - 1 / num_generations) * prompt_length / T
     parts = {
-        "weights": (frozen + 4 * adapters if lora_rank else 4 * n) / ranks,
+        "host": weights + max(8 * trained, merged),     # of rank 0 of several, when it saves
+        "weights": weights / ranks,
         "moments": 8 * trained / ranks,
         "reference": frozen * (reference and not lora_rank) / ranks,    # LoRA's is the base
         "gradients": 4 * trained / ranks,
@@ -160,7 +165,8 @@ def report(name, config, run):
                     default="-") for gpu, ranks in GPUS.values()]
         words = f"{name}, {flags}" + ", --gradient_checkpointing" * recompute
         print(f"{words:66}" + "".join(f"{least[part]:12.1f}" for part in (
-            "parameters", "cache", "peak")) + "".join(f"{size:>17}" for size in fits))
+            "parameters", "cache", "peak")) + "".join(f"{size:>17}" for size in fits)
+            + f"{least['host']:12.1f}")
 
 
 @user_errors("model.storage.memory")
@@ -181,7 +187,7 @@ def main(argv=None):
           f"{args['prompt_length']} + {args['completion_length']} tokens, bfloat16 products; GiB, "
           "and the largest --micro_batch_size that fits\n")
     print(f"{'':66}" + "".join(f"{name:>12}" for name in ("parameters", "cache", "at least"))
-          + "".join(f"{name:>17}" for name in GPUS))
+          + "".join(f"{name:>17}" for name in GPUS) + f"{'their host':>12}")
     for name, config in configs.items():
         report(name, config, args | {"gpu": True})
 

@@ -42,8 +42,10 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
     """Load a model from a folder, a hub id or a MiniMind .pth; an AnyModel, if need be.
 
     dtype: None keeps the dtype that the weights were saved in. matrix_dtype: another one for the
-    matrices in the layers, which are nearly all of a model. Raises UserError if the weights are
-    missing, broken, or of an architecture that neither model/model.py nor transformers builds.
+    matrices in the layers, which are nearly all of a model. device "meta": nothing is copied yet,
+    and the attribute `mapped` of each parameter is its tensor in the file; an AnyModel is loaded.
+    Raises UserError if the weights are missing, broken, or of an architecture that neither
+    model/model.py nor transformers builds.
     """
     path, generation = local_path(path), {}
     if path.is_file():
@@ -58,7 +60,8 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
             check_field("eos_token_id", generation.get("eos_token_id"), kind, file)
         kind = read_json(path / "config.json").get("model_type")
         if isinstance(kind, str) and kind not in FAMILIES:
-            model = any_model.load(path, dtype=dtype, matrix_dtype=matrix_dtype, device=device)
+            model = any_model.load(path, dtype=dtype, matrix_dtype=matrix_dtype,
+                                   device=None if device == "meta" else device)
             model.generation_config = generation
             return model
         config, state = read_config(path), read_weights(path)
@@ -68,6 +71,8 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
     model = build(MiniMindForCausalLM, config, state=state, path=path, dtype=dtype,
                   matrix_dtype=matrix_dtype, device=device)
     model.tie_weights()
+    for name, weight in model.named_parameters() if device == "meta" else ():
+        weight.mapped = state[name]
     model.generation_config = generation
     return model
 
@@ -218,7 +223,7 @@ def load_checkpoint(folder, model, optimizer, reference=None):
         if adapters(model):
             load_adapter(model, found)
         else:
-            load_parts(model, load_pretrained(found).state_dict())
+            load_parts(model, load_pretrained(found, device="meta").state_dict(keep_vars=True))
         saved = read_tensors(found / "optimizer.pt")
         optimizer.load_state_dict(part_of_optimizer(saved["optimizer"], optimizer))
         if "reference" in saved and reference is not None:

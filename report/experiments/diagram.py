@@ -18,8 +18,9 @@ CHINESE = {
     "mean over tokens, then over completions": "先对 token 取平均，再对回答取平均",
     "an optimizer step; the next step samples anew": "优化器更新一次；下一步重新采样",
 }
-GROUP = [("I guess 70. → 70", "0", "-0.87"), ("3*7=21, 7+21=28 → 28", "1", "+0.87"),
-         ("3*7 is 21 → 28", "1", "+0.87"), ("7+3=10, 10*7=70 → 70", "0", "-0.87")]
+GROUP = [       # the README's table: what it thinks → its answer, reward, advantage
+    ("I guess 70. → 70", "0.1", "-0.86"), ("3*7=21, 7+21=28 → 28", "1.1", "+0.95"),
+    ("28", "1.0", "+0.77"), ("7+3=10, 10*7=70 → 70", "0.1", "-0.86")]
 HEAD = f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 972 470" font-family="sans-serif">
 <style>
 text {{ font-size: 13px }} .title {{ font-size: 14px; font-weight: bold }}
@@ -64,7 +65,7 @@ def diagram(words):
     text(34, 128, "What is 7 + 3*7?", color=INK)
     for y, (completion, reward, advantage) in zip((120, 141, 162, 183), GROUP):
         for x, content in ((260, completion), (588, reward), (836, advantage)):
-            text(x, y, content, "code", GREEN if reward == "1" else ORANGE)
+            text(x, y, content, "code", GREEN if float(reward) >= 1 else ORANGE)
     arrow("M176 124 H246", 211, 124, "generate", "1. ask")
     arrow("M448 124 H574", 510, 124, "compute_rewards", "3. judge")
     arrow("M672 124 H822", 746, 124, "compute_advantages", "3. judge")
