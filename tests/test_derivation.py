@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from test_docs import PAGES, blocks, floats, tables
+from test_docs import PAGES, blocks, floats, numbers, paragraphs, tables
 
 import train_grpo
 from train_grpo import group_advantages, grpo_loss
@@ -21,6 +21,17 @@ def mean_over_groups(p, low, high, G=8, gradients=(-1.0, 1.0), **options):
     gradient = gradients[0] + (gradients[1] - gradients[0]) * is_high
     mean = (advantages.view_as(is_high) * gradient).mean(1)                             # (2^G,)
     return (mean * (p * is_high + (1 - p) * (1 - is_high)).prod(1)).sum().item()
+
+
+def binomial(k, n, p):
+    return math.exp(math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+                    + k * math.log(p) + (n - k) * math.log(1 - p))
+
+
+def weight(p, G):
+    """Of a prompt whose groups' advantages are divided by the std; eps left out."""
+    return sum(binomial(k, G, p) * math.sqrt(k * (G - k) * (G - 1) / G ** 3)
+               for k in range(1, G)) / (p * (1 - p))
 
 
 @pytest.mark.parametrize("language", ["", "_zh"])
@@ -76,20 +87,36 @@ def test_the_groups_mean_shortens_the_gradient_and_the_std_weighs_prompts():
     example = mean_over_groups(0.25, 0.1, 1.1, scale_rewards="none", gradients=(-0.25, 0.75))
     assert example == pytest.approx(7 / 8 * 0.1875) and f"{example:.4f}" in TEXT
     # With gradients of -1/(1-p) and 1/p, whose mean is 0, the gradient of p itself is 1.
-    without, with_std = WEIGHTS
     head = re.search(r"^\| p \|(.*)\|$", TEXT, re.MULTILINE)[1].split("|")
-    for probabilities, plain, scaled in zip(head, without[1:], with_std[1:], strict=True):
-        for p in floats(probabilities):
+    for probabilities, plain, scaled, by_mean in zip(
+            head, *(row[1:] for row in WEIGHTS), strict=True):
+        for p, of_p in zip(floats(probabilities), floats(by_mean), strict=True):
             gradients = (-1 / (1 - p), 1 / p)
             assert mean_over_groups(p, 0.0, 1.0, scale_rewards="none",
                                     gradients=gradients) == pytest.approx(float(plain))
             for low, high in ((0.0, 1.0), (-2.0, 5.0)):
                 assert mean_over_groups(p, low, high, gradients=gradients) == pytest.approx(
                     float(scaled), abs=0.05)
-    assert f"up to {float(with_std[-1]) / float(with_std[1]):.1f} times" in TEXT
+            maxrl = mean_over_groups(p, 0.0, 1.0, scale_rewards="mean", gradients=gradients)
+            assert maxrl == pytest.approx((1 - (1 - p) ** 7) / p) and f"{maxrl:.1f}" == f"{of_p}"
+    assert f"up to {float(WEIGHTS[1][-1]) / float(WEIGHTS[1][1]):.1f} times" in TEXT
+    for G, times in ((2, 1), (16, 1.9), (64, 3.4), (10 ** 4, 5.0)):
+        assert weight(0.01, G) / weight(0.5, G) == pytest.approx(times, abs=0.05)
+        assert G == 2 or f"{times} times" in " ".join(TEXT.split())
+    assert weight(0.5, G) == pytest.approx(1 / math.sqrt(0.25), rel=1e-3)
     for margin in (0.1, 10.0):
         won, lost = group_advantages(torch.tensor([2.0 + margin, 2.0]), 2)
         assert f"±{won:.2f}" in TEXT and lost == -won
+
+
+@pytest.mark.parametrize("language", ["", "_zh"])
+def test_what_larger_groups_do_for_hard_prompts(language):
+    """On the page of questions, where 5% of the answers are right."""
+    text, alive = PAGES[f"docs/questions{language}.md"], lambda G: 1 - 0.05 ** G - 0.95 ** G
+    figures = [f"{2 * alive(8):.2f}", f"{alive(16):.2f}",
+               *(f"{weight(0.05, G) / weight(0.5, G):.1f}" for G in (8, 16, 32))]
+    assert any(all(figure in rest for figure in figures) for part in paragraphs(text)
+               for rest in [iter(numbers(part))]), figures
 
 
 def test_the_product_of_ratios_is_wild():

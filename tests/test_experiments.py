@@ -347,7 +347,9 @@ def loss_types():
               for row in rows] for key in ("length/right", "length/wrong")
              for arm in ("grpo", "bnpo", "dr_grpo", "r1")],
             [[cell("loss_types", f"{arm}, group", "right", row=cut_off, minus="grpo, group",
-                   times=-100) for arm in ("bnpo", "r1")]])
+                   times=-100) for arm in ("bnpo", "r1")],
+             [cell("loss_types", f"{arm}, {scale}", "right", row=rows[2], minus=f"grpo, {scale}")
+              for scale in ("group", "none") for arm in ("bnpo", "dr_grpo", "r1")]])
 
 
 def clip():
@@ -355,7 +357,10 @@ def clip():
                    for arm in ("1 iteration", "4 iterations", "16 iterations"))
     after_5 = [bound for arm in ("4 iterations", "1 iteration")
                for bound in lowest_and_highest(after("clip", f"{arm}, clip", "eval/accuracy", 5))]
-    return [[once[0], ANY], *more], [after_5]
+    rough = next(run["eval"]["eval/accuracy"] for run in runs("clip")
+                 if (run["arm"], run["seed"]) == ("4 iterations, no clip", 42))
+    fell = [f"{100 * rough[i]:.0f}" for i in (1, 3)]        # after 5 and 15 steps
+    return [[once[0], ANY], *more], [after_5, [more[0][1], *fell]]
 
 
 def reward_model():
