@@ -140,7 +140,7 @@ def test_a_run_that_fails_stops_the_experiment_and_names_its_log(tiny):
 
 def test_each_change_fits_the_code_and_its_test_is_there():
     source = (ROOT / "train_grpo.py").read_text(encoding="utf-8")
-    changes = [item for name in ("ladder", "museum", "stale")
+    changes = [item for name in ("ladder", "museum")
                for item in EXPERIMENTS[name].changes.items()]
     for (row, arm), change in changes:
         assert source.count(change.before) == 1 and change.before != change.after, row or arm

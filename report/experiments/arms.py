@@ -116,13 +116,11 @@ MUSEUM = {
         "    mask = completion_mask(completion_ids, eos_ids) * (completion_ids != eos_ids[0]) ",
         f"{QUICK} --temperature 1.5", watch="rewards/format_reward/mean",
         test="tests/test_run.py::test_the_eos_is_learned_with_the_rest_and_padding_is_not"),
+    "the sampler keeps its first weights": Change(
+        "rollout = generate(policy, batch, tokenizer, sample, world.rng(step), args)",
+        "rollout = generate(reference, batch, tokenizer, sample, world.rng(step), args)",
+        QUICK, test="tests/test_run.py::test_a_run_leaves_all_its_files"),
 }
-
-# An exhibit to come: an engine that never gets new weights samples with those of the reference.
-STALE = Change(
-    "rollout = generate(policy, batch, tokenizer, sample, world.rng(step), args)",
-    "rollout = generate(reference, batch, tokenizer, sample, world.rng(step), args)",
-    QUICK, test="tests/test_run.py::test_a_run_leaves_all_its_files")
 
 rng = random.Random(0)
 
@@ -374,11 +372,6 @@ EXPERIMENTS = {
         lessons={rung: (change.shown, "eval/accuracy", below and ("", below), ("", rung))
                  for below, (rung, change) in zip((None, *LADDER), LADDER.items())},
         legend=("Held-out accuracy", "with this line", "one rung below"), seeds=FIVE),
-    "stale": Experiment(
-        {"": {"right": STALE.flags, "wrong": STALE.flags}},
-        panels("eval/accuracy", "eval/greedy_accuracy", "reward", "kl")
-        | {"rollout_probs_diff_mean": ("Sampler and trainer", "apart, per token", "{:.2g}")},
-        seeds=(42, 1, 2, 3, 4), changes={("", "wrong"): STALE}),
     "museum": Experiment(
         {error: {"right": change.flags, "wrong": change.flags} for error, change in MUSEUM.items()},
         panels("eval/accuracy", "eval/greedy_accuracy", "eval/mean_length", "kl", "grad_norm")

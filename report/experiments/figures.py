@@ -80,7 +80,7 @@ def draw_lessons(results, lessons, panels, legend, path):
     panels: {series: (title, subtitle, format of the values)}; legend: what all panels show, and
     what their lines in colour and in grey are.
     """
-    columns = 3 if len(lessons) <= 6 else 4
+    columns = 3 if len(lessons) % 4 else 4
     lines = math.ceil(len(lessons) / columns)
     inch = 1 / (2.6 * lines + 0.5)
     with picture(path, 10.4, 1 / inch) as fig:
