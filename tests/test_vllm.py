@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 import test_reliability
 import torch
+import transformers
 from test_sampler import FAMILIES, draw, trained_logps, wide
 
 import train_grpo
 from conftest import ROOT, jsonl
-from model import World, load_pretrained
+from model import World, load_pretrained, load_tokenizer
 from model.fast import pair, proof, vllm_engine
 from model.lora import with_adapters
 from model.processes.world import for_sampling
@@ -272,6 +273,22 @@ def test_a_run_that_is_stopped_and_resumed_ends_as_one_that_was_not(tmp_path):
         assert again.returncode == 0 or finish(again)
     texts = [Path(tmp_path, name, "completions.jsonl").read_text() for name in ("whole", "parts")]
     assert texts[0] == texts[1]
+
+
+@needs_vllm
+def test_a_model_that_transformers_runs_is_sampled_too(tmp_path):
+    tokenizer = load_tokenizer(ROOT / "model/weights/reason_128", 10**9)
+    config = transformers.GPT2Config(vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=2,
+                                     bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    process = start(tmp_path, "--model_path", str(tmp_path / "gpt2"), "--max_steps", "2",
+                    "--max_gen_len", "16", "--eval_interval", "0", "--run_name", "run",
+                    "--reward_funcs", "report.experiments.arms:any_number")
+    said = finish(process)
+    assert process.returncode == 0, said
+    rows = jsonl(tmp_path / "run/metrics.jsonl")
+    assert max(row["rollout_probs_diff_mean"] for row in rows) < 1e-6 and rows[1]["kl"] > 0
 
 
 @needs_vllm

@@ -38,7 +38,7 @@ class AnyModel(nn.Module):
         super().__init__()
         self.model, self.lm_head = model, model.get_output_embeddings()
         self.config, self.generation_config = model.config.get_text_config(), {}
-        self.run_by = f"transformers' {type(model).__name__}; the plain pair, in place of --fast 1"
+        self.run_by = f"transformers' {type(model).__name__}, without model/fast"
         self.known = set(inspect.signature(model.forward).parameters)
         for name in ("state_dict", "load_state_dict", "named_modules", "set_submodule"):
             setattr(self, name, getattr(model, name))   # so all names are those of transformers

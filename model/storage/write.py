@@ -79,6 +79,8 @@ def save_tokenizer(tokenizer, path):
 
 def hub_config(model):
     """The content of config.json, as a dict; RoPE and dtype are in it for transformers 4 and 5."""
+    if isinstance(model, AnyModel):
+        return model.model.config.to_dict() | {"architectures": [type(model.model).__name__]}
     ours = vars(model.config).copy()
     model_type = "qwen3_moe" if model.config.num_experts else next(
         kind for kind, (_, switches, _) in FAMILIES.items() if switches.items() <= ours.items())
