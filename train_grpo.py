@@ -591,7 +591,8 @@ def add_ask_flags(parser):
     flag("--num_generations", type=number(int, 2), default=8, help="G, completions per prompt: "
          "with more of them a group's mean is less noisy, at a cost in proportion")
     flag("--batch_size", type=COUNT, default=16, help="prompts per step, for each process")
-    flag("--learning_rate", type=POSITIVE, default=3e-4, help="its peak; real models take 1e-6 to 3e-5")
+    flag("--learning_rate", type=POSITIVE, default=3e-4,
+         help="its peak; 1e-6 to 3e-5 for real models")
     flag("--max_gen_len", type=COUNT, default=96, help="tokens after which a completion is cut off")
     flag("--beta", type=POSITIVE_OR_0, default=0.02, help="weight of the KL penalty, which keeps "
          "the policy near the reference; 0: no penalty, and no reference in memory")
