@@ -436,6 +436,14 @@ def smollm2():
     return rows, []
 
 
+def verifier():
+    table = [[cell("verifier", arm, f"eval/{how}accuracy") for how in ("", "greedy_")]
+             + [cell("verifier", arm, "frac_reward_zero_std", "{1:.0f}")]
+             for arm in EXPERIMENTS["verifier"].rows[""]]
+    return table, [[cell("verifier", "rejects one right answer in ten", "eval/accuracy", times=-100,
+                         minus="never errs")]]
+
+
 def ladder():
     rungs, key = EXPERIMENTS["ladder"].rows[""], "eval/accuracy"
     return [["{:.1f} ± {:.1f}".format(*figures.interval(after("ladder", rung, key, step)))
