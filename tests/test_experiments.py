@@ -446,8 +446,11 @@ def verifier():
 
 def ladder():
     rungs, key = EXPERIMENTS["ladder"].rows[""], "eval/accuracy"
-    return [["{:.1f} ± {:.1f}".format(*figures.interval(after("ladder", rung, key, step)))
-             for step in (20, 100)] for rung in rungs], []
+    first, second = "1. REINFORCE, {}", "2. minus the group's mean, {}"
+    return ([["{:.1f} ± {:.1f}".format(*figures.interval(after("ladder", rung, key, step)))
+              for step in (20, 100)] for rung in rungs],
+            [[cell("ladder", second.format(what), key, minus=first.format(what), times=times)
+              for what, times in (("summed over tokens", 100), ("paid 0 or 1", -100))]])
 
 
 def museum():
