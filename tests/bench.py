@@ -366,6 +366,12 @@ def report_case(name, case, repetitions, threads, tokenizer):
           f"{case.new_tokens} new tokens at most\n\n"
           "| what | theirs, s | fast, s | plain, s | fast, x | plain, x | tokens, theirs, ours "
           "| GEMM, GFLOP/s | limit |\n|---|---|---|---|---|---|---|---|---|", flush=True)
+    if not case.trained:    # first, while this process is small
+        twice = replace(case, prompts=2 * case.prompts)
+        with multiprocessing.get_context("spawn").Pool(
+                1, set_up, (threads,), maxtasksperchild=1) as fresh:    # a process for each
+            mib = [fresh.apply(memory, (side, one, tokenizer))
+                   for side, one in (("trl", case), ("ours", case), ("ours", twice))]
     with prepared(case, repetitions + 1, tokenizer) as (folder, path, batches):
         for beta in (None, *case.betas):
             rate, is_step = gemm_rate(case.dtype), beta is not None
@@ -381,11 +387,6 @@ def report_case(name, case, repetitions, threads, tokenizer):
             print(f"| {what} | {theirs:.2f} | {ours:.2f} | {plain:.2f} | {ratios[0]:.2f} "
                   f"| {ratios[1]:.2f} | {tokens} | {rate / 1e9:.0f} | {limit} |", flush=True)
     if not case.trained:
-        twice = replace(case, prompts=2 * case.prompts)
-        with multiprocessing.get_context("spawn").Pool(
-                1, set_up, (threads,), maxtasksperchild=1) as fresh:    # a process for each
-            mib = [fresh.apply(memory, (side, one, tokenizer))
-                   for side, one in (("trl", case), ("ours", case), ("ours", twice))]
         print(f"\nMemory of a step at micro-batch {case.micro_batch}, MiB: TRL {mib[0]:.0f}, ours "
               f"{mib[1]:.0f}; ours with twice the prompts {mib[2]:.0f}", flush=True)
 
