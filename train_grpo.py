@@ -318,8 +318,8 @@ def minibatches(rollout, world, args):
     """Step 4: a Minibatch for each optimizer step of a pass over the rollout."""
     # With --mask_truncated_completions a cut-off one adds no tokens, but is one of num_sequences.
     kept = rollout.ended if args.mask_truncated_completions else torch.ones_like(rollout.ended)
-    learned = kept                  # (N,); without a KL or a bonus, advantage 0 has no gradient:
-    if rollout.ref_logps is None and not args.entropy_coef:     # those rows are in no micro-batch
+    learned = kept      # (N,); without a KL or a bonus, advantage 0 has no gradient: those rows
+    if rollout.ref_logps is None and not args.entropy_coef:     # count, but are in no micro-batch
         learned = kept & rollout.advantages.view(len(kept), -1).any(1)
     best, updates = best_rows(rollout, args), []            # all rows, unless --oversample
     for rows in best.tensor_split(min(args.num_minibatches, len(best))):
@@ -355,7 +355,7 @@ def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
                 entropy = entropy.detach()      # frees what its gradient would need
             # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
             old_logps = logps.detach() if part.old_logps is None else part.old_logps
-            # 1, and the part's own advantages, unless a flag corrects for the sampler.
+            # By default 1, and the advantages as they are: two flags correct for the sampler.
             weights = relatives.sampler_weights(part, old_logps, args)              # (n, 1 or R)
             advantages = relatives.near_sampler(part, logps, args)                  # (n, 1 or R)
             loss, of_loss = grpo_loss(
@@ -587,7 +587,8 @@ def add_ask_flags(parser):
     flag = parser.add_argument_group("the six that matter first").add_argument
     flag("--reasoning", type=int, choices=(0, 1), default=1,
          help="1: start from weights that think between tags (reason_*), reward the tags, score "
-              "the answer by itself too; 0: start from weights without tags (full_sft_*)")
+              "the answer by itself too, tell a chat template that knows the switch to think; 0: "
+              "start from weights without tags (full_sft_*), do not think")
     flag("--num_generations", type=number(int, 2), default=8, help="G, completions per prompt: "
          "with more of them a group's mean is less noisy, at a cost in proportion")
     flag("--batch_size", type=COUNT, default=16, help="prompts per step, for each process")
@@ -698,7 +699,8 @@ def add_optimizer_flags(parser):
     flag("--lora_rank", type=COUNT_OR_0, default=0,
          help="train adapters of this rank (LoRA) instead of the weights; 0: the weights")
     flag("--lora_alpha", type=POSITIVE, default=32, help="alpha / rank scales the adapters")
-    flag("--accumulation_steps", type=COUNT, default=1, help="multiplies batch_size")
+    flag("--accumulation_steps", type=COUNT, default=1, help="multiplies batch_size: a step has "
+         "more prompts, sampled at once; to save memory lower micro_batch_size")
     flag("--micro_batch_size", type=COUNT, default=64, help="completions per forward pass: lower "
          "it if memory runs out; the result stays the same")
     flag("--gradient_checkpointing", action="store_true",
@@ -720,7 +722,8 @@ def add_report_flags(parser):
          "reply is right, by the names of --reward_funcs (default: accuracy)")
     flag("--eval_threshold", type=FINITE, default=1.0,
          help="a reply is right if these rewards add up to at least this")
-    flag("--eval_batch_size", type=COUNT, default=256, help="problems answered at once")
+    flag("--eval_batch_size", type=COUNT, help="problems answered at once (default: 256; with data "
+         "of your own as many replies as a rollout has)")
     flag("--num_generations_eval", type=COUNT, default=2, help="k, samples per problem (pass@k)")
     flag("--eval_only", action="store_true", help="evaluate the weights and stop")
     flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
@@ -764,6 +767,9 @@ def fill_in_defaults(args):
     own_data = Path(args.data_path or ours).resolve() != ours.resolve()
     if args.eval_interval is None:      # the arithmetic problems say nothing about another task
         args.eval_interval = 0 if own_data and not args.eval_data_path else 30
+    if args.eval_batch_size is None:    # what fits into memory in a rollout fits in an evaluation
+        replies = args.batch_size * args.num_generations
+        args.eval_batch_size = max(1, replies // args.num_generations_eval) if own_data else 256
     args.data_path = args.data_path or str(ours)
     args.eval_data_path = args.eval_data_path or str(HERE / "dataset/heldout.jsonl")
     by_mean, cispo = args.advantage_estimator == "grpo", args.loss_type == "cispo"

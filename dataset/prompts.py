@@ -131,12 +131,12 @@ class PromptCollator:
     policy reads it: columns["messages"], which a reward model judges, stays as it is in the file.
     """
 
-    def __init__(self, tokenizer, max_seq_len, system_prompt=None):
-        self.tokenizer, self.max_seq_len = tokenizer, max_seq_len
+    def __init__(self, tokenizer, max_seq_len, system_prompt=None, thinking=True):
+        self.tokenizer, self.max_seq_len, self.thinking = tokenizer, max_seq_len, thinking
         self.system_prompt = R1_SYSTEM_PROMPT if system_prompt == "r1" else system_prompt
 
     def render(self, messages):
-        """The prompt as text, with thinking on in templates that have the switch.
+        """The prompt as text, with thinking on or off in templates that have the switch.
 
         Qwen3's is called enable_thinking, MiniMind-3's open_thinking; others ignore both.
         """
@@ -144,8 +144,8 @@ class PromptCollator:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, enable_thinking=True,
-                open_thinking=True)
+                messages, tokenize=False, add_generation_prompt=True,
+                enable_thinking=self.thinking, open_thinking=self.thinking)
             text.encode()       # fails on half of a character, which no tokenizer takes
         except Exception as error:      # a template is a program, and can raise anything
             roles = reprlib.repr([turn["role"] for turn in messages])
@@ -230,7 +230,7 @@ def ignore_signals(worker):
 
 def read_prompts(args, tokenizer):
     """The collator, the training prompts, and the held-out problems if any are evaluated."""
-    collate = PromptCollator(tokenizer, args.max_seq_len, args.system_prompt)
+    collate = PromptCollator(tokenizer, args.max_seq_len, args.system_prompt, bool(args.reasoning))
     problems, heldout = PromptDataset(args.data_path), []
     if args.eval_interval or args.eval_only:
         heldout = [row for row in PromptDataset(args.eval_data_path)

@@ -112,6 +112,7 @@ class Report:
         if args.eval_threshold != 1:
             judges += f" of at least {args.eval_threshold:g}"
         prompts = args.batch_size * args.accumulation_steps * num_processes
+        ends = f" (the end of --epochs {args.epochs})" * (self.total_steps < (args.max_steps or 0))
         # In float32: weights, AdamW's two moments, and a reference if it moves.
         checkpoint = 4 * size * (4 if args.ref_model_sync_steps else 3) / 1e6
         earlier = self.start_step == 0 and (self.run_dir / "metrics.jsonl").exists()
@@ -123,7 +124,7 @@ class Report:
             "held out": num_heldout and f"{num_heldout:,} in {short(Path(args.eval_data_path))}, "
                                         f"right by {judges}",
             "rewards": rewards,
-            "steps": f"{self.total_steps}, each with {prompts} prompts x "
+            "steps": f"{self.total_steps}{ends}, each with {prompts} prompts x "
                      f"{args.num_generations} completions",
             "files": f"{short(self.run_dir)}/, a checkpoint takes {checkpoint:,.0f} MB",
             "": "the first step replaces the earlier run there" * earlier,

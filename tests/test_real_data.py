@@ -178,6 +178,9 @@ def opening(tokenizer):
 def test_thinking_is_switched_on_and_what_the_template_opens_is_told(opening, tokenizer, switch):
     opening.chat_template = HYBRID.replace("enable_thinking", switch)
     assert PromptCollator(opening, 99)(ITEMS)["prefills"] == ["<think>\n", "<think>\n"]
+    for reasoning, opened in ((1, True), (0, False)):
+        args = train_grpo.parse_args(["--reasoning", str(reasoning), "--max_seq_len", "99"])
+        assert read_prompts(args, opening)[0](ITEMS)["prefills"] == ["<think>\n" * opened] * 2
     items = [{"messages": turns("What does <think>\n")}]
     assert PromptCollator(tokenizer, 99)(items)["prefills"] == [""]
 

@@ -171,6 +171,13 @@ def test_the_eos_is_learned_with_the_rest_and_padding_is_not():
         assert (mask == 0).any() and not ids[mask == 0].any()
 
 
+def test_a_run_that_ends_with_its_data_says_so(tmp_path, capsys):
+    write(tmp_path / "short.jsonl", [{"prompt": "What is 2 + 3?", "answer": "5"}] * 8)
+    train_grpo.main([*SMALL, "--data_path", str(tmp_path / "short.jsonl"), "--batch_size", "4",
+                     "--out_dir", str(tmp_path), "--max_steps", "9"])
+    assert "steps     2 (the end of --epochs 1), each with 4 prompts" in capsys.readouterr().out
+
+
 def test_countdown_runs_from_its_file_of_flags(tmp_path):
     train_grpo.main(["@dataset/countdown.txt", *SMALL, "--max_steps", "1", "--eval_interval", "1",
                      "--out_dir", str(tmp_path)])
@@ -531,6 +538,17 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_2(flags, words, capsys, t
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert exit.value.code == 2
     assert all(word in message for word in ("error: ", *words.split())), message
+
+
+def test_an_evaluation_of_ones_own_data_needs_no_more_room_than_a_rollout():
+    def at_once(*flags):
+        return train_grpo.parse_args(flags).eval_batch_size
+
+    own = ["--data_path", str(ROOT / "dataset/countdown_train.jsonl"), "--batch_size", "4",
+           "--num_generations", "6"]
+    assert at_once() == 256 and at_once("--batch_size", "1") == 256
+    assert at_once(*own) == 12 and at_once(*own, "--num_generations_eval", "99") == 1
+    assert at_once(*own, "--eval_batch_size", "7") == 7
 
 
 def test_the_shipped_reward_model_judges_nothing_but_our_data():
