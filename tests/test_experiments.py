@@ -372,6 +372,9 @@ def reward_model():
     kinds = ("k1", "k2", "k3")
     scores = [cell("reward_model", arm, score, "{1:.2f}", times=1)
               for arm in ("no KL", "k1, beta 0.3", "k2, beta 0.3", "k3, beta 0.3")]
+    above_k3 = [cell("reward_model", f"k2, beta {beta}", accuracy, "{1:.0f} ± {2:.0f}",
+                     minus=f"k3, beta {beta}") for beta in (0.3, 0.1)]
+    scores += [*above_k3, cell("reward_model", "k2, beta 0.1", score, "{1:.2f}", times=1)]
     gamed = [f"{after('reward_model', 'k3, beta 0.02', key, step, times).mean():{form}}"
              for key, times, form in ((accuracy, 100, ".0f"), (score, 1, ".2f"))
              for step in (8, 59)]
@@ -450,7 +453,8 @@ def ladder():
     return ([["{:.1f} ± {:.1f}".format(*figures.interval(after("ladder", rung, key, step)))
               for step in (20, 100)] for rung in rungs],
             [[cell("ladder", second.format(what), key, minus=first.format(what), times=times)
-              for what, times in (("summed over tokens", 100), ("paid 0 or 1", -100))]])
+              for what, key, times in (("summed over tokens", key, 100), ("paid 0 or 1", key, -100),
+                                       ("paid 0 or 1", "eval/greedy_accuracy", -100))]])
 
 
 def museum():
