@@ -36,20 +36,24 @@ PROMPT = torch.tensor([[3, 9, 27, 11, 2, 8, 8, 31, 5]])
 
 
 class Elsewhere:
-    """A sampler with weights of its own; `takes` tells which of the policy's it takes."""
+    """A sampler with weights of its own; `takes` tells which of the policy's it takes.
 
-    def __init__(self, model, takes):
-        self.own, self.takes = copy.deepcopy(model), takes
+    noise: of its log-probabilities, as from rounding.
+    """
+
+    def __init__(self, model, takes, noise=0.0):
+        self.own, self.takes, self.noise = copy.deepcopy(model), takes, noise
 
     def __call__(self, model, *prompts, **options):
         for (name, theirs), ours in zip(model.named_parameters(), self.own.parameters()):
             if self.takes(name, theirs):
                 ours.data.copy_(theirs)
-        return pair.sample(self.own, *prompts, **options)
+        ids, logps = pair.sample(self.own, *prompts, **options)
+        return ids, logps + self.noise * torch.randn(logps.shape)
 
 
-def prove(model, takes):
-    proof.prove(Elsewhere(model, takes), model, PROMPT, torch.float32, 0.7)
+def prove(model, takes, noise=0.0, dtype=torch.float32):
+    proof.prove(Elsewhere(model, takes, noise), model, PROMPT, dtype, 0.7)
 
 
 def adapted():
@@ -73,6 +77,14 @@ def test_each_kind_of_tensor_that_a_sampler_keeps_is_named_and_no_weight_changes
         with pytest.raises(UserError, match=f"given a new {re.escape(kind)},"):
             prove(model, lambda name, weight, kept=kind: kind_of(name) != kept)
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_in_bfloat16_a_tensor_that_is_kept_shows_beside_the_rounding():
+    model, rounding = wide(), (0.04, torch.bfloat16)
+    prove(model, lambda name, weight: True, *rounding)
+    for kind in ("model.embed_tokens.weight", "model.layers.*.mlp.down_proj.weight"):
+        with pytest.raises(UserError, match=f"given a new {re.escape(kind)},"):
+            prove(model, lambda name, weight, kept=kind: kind_of(name) != kept, *rounding)
 
 
 def test_a_sampler_that_trusts_a_version_is_found_out():
