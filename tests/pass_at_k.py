@@ -1,7 +1,7 @@
 """Does RL widen or narrow what a model can solve? pass@k before and after, by hand:
 
     python tests/pass_at_k.py model/weights/reason_128 out/grpo_reason_128/final
-    python tests/pass_at_k.py @dataset/countdown.txt model/weights/countdown_128 out/...
+    python tests/pass_at_k.py @dataset/countdown.txt model/weights/countdown_128 out/countdown/final
 
 Samples n = 128 completions of 200 held-out problems with each of the weights. With c of n right,
 the chance that k of them, drawn without putting back, hold a right one is 1 - C(n-c, k) / C(n, k):

@@ -15,7 +15,7 @@ from compare_peers import trl_cases
 from torch.distributed.run import get_args_parser
 
 import train_grpo
-from conftest import ROOT
+from conftest import ROOT, write
 from model.storage import memory
 from reward import relatives
 
@@ -324,12 +324,27 @@ def floats(text):
 
 
 def test_the_loss_is_0_and_its_gradient_is_not(capsys):
-    code, = (code for kind, code in blocks(QUESTIONS) if kind == "python")
+    code, _ = (code for kind, code in blocks(QUESTIONS) if kind == "python")
     exec(code, {})
     value, *gradient = floats(capsys.readouterr().out)
     promised, *promised_gradient = floats(code.split("#")[-1])
     assert abs(value) < 1e-6 and abs(promised) < 1e-6
     assert gradient == pytest.approx(promised_gradient, abs=1e-4)
+
+
+def test_worked_answers_are_those_with_a_sum_in_their_thought(tmp_path, monkeypatch, capsys):
+    _, code = (code for kind, code in blocks(QUESTIONS) if kind == "python")
+    worked, guessed, summed = ("<think>\n2*3=6\n</think>\n6", "<think>\n6\n</think>\n6",
+                               "<think>\n</think>\n2*3=6")
+    rows = [(1, worked, 0.0), (3, worked, 1.0), (2, guessed, 1.0), (2, summed, 1.0),
+            (4, worked, 1.0), (300, worked, 1.0)]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out/grpo_reason_128").mkdir(parents=True)
+    write(tmp_path / "out/grpo_reason_128/completions.jsonl", [
+        {"step": step, "completion": text, "rewards": {"accuracy_reward": right}}
+        for step, text, right in rows])
+    exec(code, {})
+    assert capsys.readouterr().out == "0.5 0.5\n1.0 1.0\n"
 
 
 # --- docs/real_models.md: the memory ----------------------------------------------------------

@@ -21,7 +21,7 @@ import torch.multiprocessing as multiprocessing
 from transformers import AutoTokenizer
 
 import train_grpo
-from conftest import ROOT, jsonl
+from conftest import ROOT, jsonl, write
 from dataset import PromptCollator
 from model import fast, load_pretrained, sampler
 from model.processes import world as world_module
