@@ -318,8 +318,9 @@ def minibatches(rollout, world, args):
     """Step 4: a Minibatch for each optimizer step of a pass over the rollout."""
     # With --mask_truncated_completions a cut-off one adds no tokens, but is one of num_sequences.
     kept = rollout.ended if args.mask_truncated_completions else torch.ones_like(rollout.ended)
-    learned = kept      # (N,); without a KL or a bonus, advantage 0 has no gradient: those rows
-    if rollout.ref_logps is None and not args.entropy_coef:     # count, but are in no micro-batch
+    learned = kept                                                                      # (N,)
+    # Without a KL or a bonus a row of advantage 0 has no gradient: it counts, but is not read.
+    if rollout.ref_logps is None and not args.entropy_coef:
         learned = kept & rollout.advantages.view(len(kept), -1).any(1)
     best, updates = best_rows(rollout, args), []            # all rows, unless --oversample
     for rows in best.tensor_split(min(args.num_minibatches, len(best))):
