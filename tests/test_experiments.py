@@ -447,6 +447,15 @@ def verifier():
                          minus="never errs")]]
 
 
+def objectives():
+    arms = EXPERIMENTS["objectives"].rows[""]
+    table = [[*row, cell("objectives", arm, "frac_reward_zero_std", "{1:.0f}")]
+             for arm, row in zip(arms, accuracies("objectives", *arms))]
+    return table, [[cell("objectives", arm, "eval/accuracy", minus="sum", times=times)
+                    for arm, times in (("GDPO", 100), ("sum and noise", -100),
+                                       ("GDPO and noise", -100))]]
+
+
 def ladder():
     rungs, key = EXPERIMENTS["ladder"].rows[""], "eval/accuracy"
     first, second = "1. REINFORCE, {}", "2. minus the group's mean, {}"
