@@ -247,15 +247,22 @@ def test_a_line_ends_with_the_tables_number_and_a_band_of_shares_at_all(tmp_path
     assert bands[0].tolist() == pytest.approx([0.5] * 8 + [1, 1])
 
 
-def test_a_series_against_another_and_its_lowest_values(tmp_path):
-    runs = [{**result("a", 1, 0.5, 0.2, 0.4), "seed": seed} for seed in (1, 2)]
-    runs[0]["series"]["kl"], runs[1]["series"]["kl"] = [0, 1, 4], [0, 3, 4]
-    x, y = figures.series(runs, "length against kl")
-    assert x.tolist() == [0, 2, 4] and y.tolist() == [[0.5, 0.2, 0.4]] * 2
+def test_where_arms_end_against_another_series_and_the_lowest_values(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn, plot = [], Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda ax, *points, **style: (
+        drawn.append(points) if "marker" in style else None, plot(ax, *points, **style))[1])
+    runs = [result(arm, seed, 0.5, 0.2, end) for arm, end in (("k, 1", 0.4), ("k, 2", 0.6))
+            for seed in (1, 2)]
+    for run, kl in zip(runs, (0.01, 0.03, 0.1, 0.3)):
+        run["series"]["kl"] = [0, 1, kl]
     steps, lowest = figures.series(runs, "lowest length")
-    assert len(steps) == 2 and lowest.tolist() == [[0.2, 0.2]] * 2
+    assert len(steps) == 2 and lowest.tolist() == [[0.2, 0.2]] * 4
     figures.draw_experiment(runs, {"length against kl": ("A", "", "{:.0%}")}, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    (x, y), = drawn
+    # As in the panels, a KL is averaged by its logarithm.
+    assert x == pytest.approx([3e-4**0.5, 0.03**0.5]) and y == pytest.approx([0.4, 0.6])
 
 
 def test_drawing_without_results_is_refused(tiny, monkeypatch, capsys):

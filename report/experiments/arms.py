@@ -337,9 +337,10 @@ EXPERIMENTS = {
     "kl_direction": Experiment(
         {"One update per rollout": arms(JUDGED, KLS),
          "Four": arms(f"{JUDGED} {FOUR_UPDATES} --beta 0.3", {
-             "k3": "", "k3+": "--kl_type k3+", "corrected k3": "--use_bias_correction_kl"})},
+             "k3, beta 0.3": "", "k3+, beta 0.3": "--kl_type k3+",
+             "corrected k3, beta 0.3": "--use_bias_correction_kl"})},
         {"rewards/accuracy_reward/mean against kl": (
-            "Right answers against the KL", "from left to right, a run", "{:.0%}"),
+            "Right answers against the KL", "at the end; a line joins the betas", "{:.0%}"),
          "rewards/accuracy_reward/mean": ("Right answers", "wanted, not rewarded", "{:.0%}"),
          "rewards/reward_model/mean": ("The reward model's score", "rewarded", "{:.2g}"),
          "kl": PANELS["kl"]}, seeds=FIVE),

@@ -35,8 +35,12 @@ def draw_experiment(results, panels, path):
         cells = ((row, panel) for panel in panels.items() for row in rows)
         for i, (row, (key, (name, subtitle, form))) in enumerate(cells):
             ax, most = fig.add_subplot(grid[i // columns, i % columns]), 1 if "%" in form else None
-            ends = [end for arm, style in styles(arms).items() for end in draw_arm(
-                ax, runs_of(results, (row, arm)), key, *style, most, band=len(arms) <= 6)]
+            if against := key.partition(" against ")[2]:
+                draw_ends(ax, results, row, arms, key)
+                ends = []
+            else:
+                ends = [end for arm, style in styles(arms).items() for end in draw_arm(
+                    ax, runs_of(results, (row, arm)), key, *style, most, band=len(arms) <= 6)]
             if i < columns:
                 above(ax, textwrap.fill(row, 34), -22, 36, fontsize=11.5, fontweight="bold",
                       color=GREY)
@@ -53,10 +57,12 @@ def draw_experiment(results, panels, path):
             if key in LOGARITHMIC:
                 ax.yaxis.set_major_formatter("{x:g}")
                 ax.yaxis.set_minor_formatter("")
-            ax.set_xlabel(against := key.partition(" against ")[2] or "step")
+            ax.set_xlabel(against or "step")
             if against in LOGARITHMIC:
                 ax.set_xscale("log")
+                ax.autoscale(axis="x")
                 ax.xaxis.set_major_formatter("{x:g}")
+                ax.xaxis.set_minor_formatter("")
 
 
 def draw_legend(fig, styles, top):
@@ -111,7 +117,8 @@ def styles(arms):
     """{arm: (colour, dashes)}, by what stands before and after the comma."""
     families, kinds = (dict.fromkeys(arm.partition(", ")[i] for arm in arms) for i in (0, 2))
     color = dict(zip(families, itertools.cycle(ARM_COLORS)))
-    dashes = dict(zip(kinds, itertools.cycle(["-", (0, (3, 1.5)), ":", "-."])))
+    dashes = dict(zip(kinds, itertools.cycle(
+        ["-", (0, (3, 1.5)), ":", "-.", (0, (5, 1, 1, 1, 1, 1))])))
     return {arm: (color[arm.partition(", ")[0]], dashes[arm.partition(", ")[2]]) for arm in arms}
 
 
@@ -141,15 +148,26 @@ def draw_arm(ax, runs, key, color, dash, most, *, band):
     return [(np.nanmean(at_end(key, center)), "", color)]
 
 
+def draw_ends(ax, results, row, arms, key):
+    """Draw `a against b`: a line for each family of arms, through where its arms end."""
+    what, _, against = key.partition(" against ")
+    lines = {}          # {colour, one for each family: [(b, a)]}
+    for arm, (color, _) in styles(arms).items():
+        if runs_of(results, (row, arm)):
+            ends = (np.array([*ends_of_runs(results, row, arm, name)[1].values()])
+                    for name in (against, what))
+            lines.setdefault(color, []).append([
+                np.exp(np.log(end).mean()) if name in LOGARITHMIC else end.mean()
+                for name, end in zip((against, what), ends)])
+    for color, points in lines.items():
+        ax.plot(*zip(*points), color=color, marker="o", markersize=4, linewidth=1.8)
+
+
 def series(runs, key):
     """(steps, values (runs, steps)) of one series; both empty if it was not recorded.
 
-    `a against b` has the mean b in place of the steps; `lowest a` is the lowest a from the second
-    value on.
+    `lowest a` is the lowest a from the second value on.
     """
-    key, _, against = key.partition(" against ")
-    if against:
-        return series(runs, against)[1].mean(0), series(runs, key)[1]
     if key.startswith("lowest "):
         steps, values = series(runs, key.removeprefix("lowest "))
         return steps[1:], np.minimum.accumulate(values[:, 1:], 1)
@@ -180,6 +198,7 @@ def print_table(results, panels):
     The end is the mean of the last fifth of a run, or its last evaluation. After `grpo, none` the
     arm `bnpo, none` also gets its difference to it, seed by seed, with the interval of that.
     """
+    panels = {key: panel for key, panel in panels.items() if " against " not in key}
     print("| |" + "".join(f" {title} |" for title, _, _ in panels.values()))
     print("|---|" + "---|" * len(panels))
     arms = list(dict.fromkeys((row["row"], row["arm"]) for row in results))
