@@ -454,6 +454,29 @@ def verifier():
                          minus="never errs")]]
 
 
+def kl_direction():
+    key = "rewards/accuracy_reward/mean"
+
+    def ends(arm):
+        kl = figures.ends_of_runs(runs("kl_direction"), one, arm, "kl")[1]
+        return [cell("kl_direction", arm, key, row=one),
+                f"{np.exp(np.log(list(kl.values())).mean()):.3f}"]
+
+    def above(arm, other, row, times=100):
+        return cell("kl_direction", f"{arm}, beta 0.3", key, row=row, minus=f"{other}, beta 0.3",
+                    times=times)
+
+    one, four = EXPERIMENTS["kl_direction"].rows
+    table = [ends(f"k3, beta {beta}") + ends(f"k3+, beta {beta}")
+             for beta in ("0.03", "0.1", "0.3", "1", "3")]
+    scores = [cell("kl_direction", f"{kind}, beta 0.3", "rewards/reward_model/mean", "{1:.2f}",
+                   times=1, row=one) for kind in ("k3+", "k3")]
+    at_four = [cell("kl_direction", f"{kind}, beta 0.3", key, row=four)
+               for kind in ("k3", "k3+", "corrected k3")]
+    return table, [[above("k3+", "k3", one), *scores],
+                   [*at_four, above("corrected k3", "k3+", four)]]
+
+
 def objectives():
     arms = EXPERIMENTS["objectives"].rows[""]
     table = [[*row, cell("objectives", arm, "frac_reward_zero_std", "{1:.0f}")]

