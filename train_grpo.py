@@ -391,11 +391,11 @@ def main(argv=None):
     saver = Saver(Path(args.out_dir) / args.run_name, world, args)
     pairs = {"plain": (sampler.sample, token_logps), "fast": (fast.sample, fast.token_logps),
              "vllm": (fast.Engine(world, args), fast.token_logps)}
-    sample, logps_of = pairs[args.sampler]  # or your own; then in precision, shards and slices
+    sample, logps_of = pairs[args.sampler]      # or your own pair; wrapped in precision and slices:
     sample, logps_of = for_sampling(sample, world, args), for_learning(logps_of, world, args)
     tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
-                                  weight_decay=args.weight_decay)
+                                  weight_decay=args.weight_decay)   # 0.99 averages 100 steps
     steps_done, num_tokens = saver.resume(policy, optimizer, reference)
     collate, problems, heldout = read_prompts(args, tokenizer)
     batches, last_step = batches_from(steps_done + 1, problems, collate, world, args)
