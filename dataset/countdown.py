@@ -1,4 +1,4 @@
-"""Countdown: make a target from numbers, each used exactly once. Here trying more always pays.
+"""Countdown: make a target from numbers, each used exactly once. Here trying more pays.
 
 `python -m dataset.countdown` writes the three files that we ship, in the form of the public data
 set, {"nums": [9, 8, 6], "target": 57}: countdown_train.jsonl and countdown_heldout.jsonl have three
