@@ -486,6 +486,32 @@ def objectives():
                                        ("GDPO and noise", -100))]]
 
 
+def bounds():
+    def row(arm):
+        return [part for row in EXPERIMENTS["bounds"].rows for part in (
+            cell("bounds", arm, "eval/accuracy", row=row),
+            cell("bounds", arm, "lowest eval/accuracy", row=row),
+            cell("bounds", arm, "kl", "{1:.2f}", times=1, row=row))]
+
+    return [row(arm) for arm in next(iter(EXPERIMENTS["bounds"].rows.values()))], []
+
+
+def hard():
+    arms = EXPERIMENTS["hard"].rows[""]
+    first = next(iter(arms))
+    table = [[cell("hard", arm, "eval/accuracy"), cell("hard", arm, "eval/pass@16"),
+              cell("hard", arm, "frac_reward_zero_std", "{1:.0f}"),
+              cell("hard", arm, "length", "{1:.0f}", times=1)] for arm in arms]
+    return table, [[cell("hard", first, "eval/accuracy", "{0:.1f}"),
+                    cell("hard", first, "eval/pass@16", "{0:.1f}")]]
+
+
+def rate():
+    rows = EXPERIMENTS["rate"].rows
+    return [[cell("rate", arm, "eval/accuracy", row=row) for arm in arms]
+            for row, arms in rows.items()], []
+
+
 def ladder():
     rungs, key = EXPERIMENTS["ladder"].rows[""], "eval/accuracy"
     first, second = "1. REINFORCE, {}", "2. minus the group's mean, {}"
