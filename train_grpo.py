@@ -73,9 +73,9 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
         A = (r - mean(group)) / (std(group) + eps)         DeepSeekMath 4.1.2; n-1 and eps are TRL's
 
     scale_rewards "batch" divides by the std of all rewards instead, `batch_std` if it is given.
-    "none" does not divide: an easy or hopeless group, whose rewards hardly differ, then weighs less
-    than others (Dr. GRPO, arXiv 2503.20783). With advantage_estimator "rloo" the baseline is the
-    mean of the *other* completions (arXiv 2402.14740); scale_rewards still divides.
+    "none" does not divide: an easy or hopeless group, whose rewards hardly differ, then has small
+    advantages, and each prompt the same weight (Dr. GRPO, arXiv 2503.20783). advantage_estimator
+    "rloo" takes the mean of the *other* completions (arXiv 2402.14740); scale_rewards still divides.
 
     rewards (N,), the G completions of one prompt adjacent -> (N,). NaN marks a completion that no
     reward judged: it is left out of mean and std and gets advantage 0. Four answers to `7 + 3*7`,
@@ -649,7 +649,7 @@ def add_judge_flags(parser):
     flag("--reward_timeout", type=POSITIVE_OR_0, default=0,
          help="seconds per step after which a reward function has failed; 0: no limit")
     flag("--scale_rewards", choices=("group", *SCALES), help="divide advantages by the std of the "
-         "group, of the step, or by nothing: then groups that hardly differ weigh less; mean: by "
+         "group, of the step, or by nothing: then groups that hardly differ count less; mean: by "
          "the group's mean (MaxRL, for rewards from 0 to 1) (default: group; none with another "
          "--advantage_estimator than grpo)")
     flag("--advantage_estimator", choices=("grpo", *BASELINES), default="grpo",
@@ -678,7 +678,7 @@ def add_objective_flags(parser):
          "gradient, k3 is GRPO's, k3+ its value with k2's gradient (default: k3; k1 with "
          "--kl_in_reward)")
     flag("--use_bias_correction_kl", action="store_true",
-         help="multiply the KL by the ratio: k3 then has the KL's gradient, too")
+         help="multiply the KL by the ratio: by the token's, k3 then has the KL's gradient, too")
     flag("--rollout_is_threshold", type=POSITIVE_OR_0, default=0.0, help="where the sampler is not "
          "quite the policy: weight advantages by pi_old / pi_sampler, at most this (truncated "
          "importance weights, on the level of the ratio): 2, say; 0: no weights")

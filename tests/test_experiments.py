@@ -481,9 +481,9 @@ def objectives():
     arms = EXPERIMENTS["objectives"].rows[""]
     table = [[*row, cell("objectives", arm, "frac_reward_zero_std", "{1:.0f}")]
              for arm, row in zip(arms, accuracies("objectives", *arms))]
-    return table, [[cell("objectives", arm, "eval/accuracy", minus="sum", times=times)
-                    for arm, times in (("GDPO", 100), ("sum and noise", -100),
-                                       ("GDPO and noise", -100))]]
+    lower = [cell("objectives", f"{arm} and noise", f"eval/{how}accuracy", minus=arm, times=-100)
+             for arm in ("sum", "GDPO") for how in ("", "greedy_")]
+    return table, [[cell("objectives", "GDPO", "eval/accuracy", minus="sum"), *lower]]
 
 
 def bounds():
