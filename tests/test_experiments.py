@@ -487,13 +487,24 @@ def objectives():
 
 
 def bounds():
-    def row(arm):
-        return [part for row in EXPERIMENTS["bounds"].rows for part in (
-            cell("bounds", arm, "eval/accuracy", row=row),
-            cell("bounds", arm, "lowest eval/accuracy", row=row),
-            cell("bounds", arm, "kl", "{1:.2f}", times=1, row=row))]
+    few, many = EXPERIMENTS["bounds"].rows
 
-    return [row(arm) for arm in next(iter(EXPERIMENTS["bounds"].rows.values()))], []
+    def end(arm, row):
+        if (arm, row) != ("CISPO", many):
+            return cell("bounds", arm, "eval/accuracy", row=row)
+        ends = figures.ends_of_runs(runs("bounds"), row, arm, "eval/accuracy")[1].values()
+        return ", ".join(f"{100 * end:.0f}" for end in sorted(ends))    # an interval goes below 0
+
+    def beside_the_clip(arm, row, times):
+        return cell("bounds", arm, "eval/accuracy", row=row, minus="PPO's clip", times=times)
+
+    table = [[part for row in (few, many) for part in (
+        end(arm, row), cell("bounds", arm, "lowest eval/accuracy", row=row),
+        cell("bounds", arm, "kl", "{1:.2f}", times=1, row=row))]
+        for arm in EXPERIMENTS["bounds"].rows[few]]
+    return table, [[beside_the_clip("CISPO", few, -100)],
+                   [beside_the_clip(arm, many, times)
+                    for arm, times in (("GSPO", 100), ("GMPO", 100), ("SAPO", -100))]]
 
 
 def hard():

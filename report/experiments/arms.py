@@ -332,7 +332,7 @@ EXPERIMENTS = {
         {f"{n} updates per rollout": arms(f"{SHORT} --num_iterations {n}", BOUNDS)
          for n in (4, 16)},
         panels("eval/accuracy", "kl", "entropy")
-        | {"lowest eval/accuracy": ("The same, lowest so far", "from step 5 on", "{:.0%}")},
+        | {"lowest eval/accuracy": ("Accuracy, lowest so far", "from step 5 on", "{:.0%}")},
         seeds=FIVE),
     "kl_direction": Experiment(
         {"One update per rollout": arms(JUDGED, KLS),
