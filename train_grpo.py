@@ -753,8 +753,8 @@ def add_machine_flags(parser):
     flag("--fast", type=int, choices=(0, 1), help="0: --sampler plain")
     flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
-         "products; auto: bfloat16 on a GPU that has it. The rest is float32; with auto or bfloat16 "
-         "a GPU may multiply that in TF32")
+         "products; auto: bfloat16 on a GPU that has it. The rest is float32; with auto or "
+         "bfloat16 a GPU may multiply that in TF32")
     flag("--shard", type=int, choices=(0, 1), default=0, help="1: divide weights, gradients and "
          "moments over the processes (FSDP), for models whose gradients and moments do not fit "
          "one GPU; to sample, the whole model must")
