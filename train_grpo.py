@@ -753,9 +753,11 @@ def add_machine_flags(parser):
     flag("--fast", type=int, choices=(0, 1), help="0: --sampler plain")
     flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
-         "products; auto: bfloat16 on a GPU that has it. The rest is float32, beside bfloat16 TF32")
+         "products; auto: bfloat16 on a GPU that has it. The rest is float32; with auto or "
+         "bfloat16 a GPU may multiply that in TF32")
     flag("--shard", type=int, choices=(0, 1), default=0, help="1: divide weights, gradients and "
-         "moments over the processes (FSDP), for models that do not fit one GPU")
+         "moments over the processes (FSDP), for models whose gradients and moments do not fit "
+         "one GPU; to sample, the whole model must")
     flag("--hang_timeout", type=POSITIVE_OR_0, default=0, help="seconds a process may be busy "
          "without reaching the others before the run ends and names it; 0: no limit")
     flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
