@@ -508,13 +508,16 @@ def bounds():
 
 
 def hard():
-    arms = EXPERIMENTS["hard"].rows[""]
-    first = next(iter(arms))
+    arms = [*EXPERIMENTS["hard"].rows[""]]
+    first = arms[0]
     table = [[cell("hard", arm, "eval/accuracy"), cell("hard", arm, "eval/pass@16"),
               cell("hard", arm, "frac_reward_zero_std", "{1:.0f}"),
               cell("hard", arm, "length", "{1:.0f}", times=1)] for arm in arms]
-    return table, [[cell("hard", first, "eval/accuracy", "{0:.1f}"),
-                    cell("hard", first, "eval/pass@16", "{0:.1f}")]]
+    above_std = [cell("hard", arm, key, minus=first) for arm in arms[1:]
+                 for key in ("eval/accuracy", "eval/pass@16")]
+    return table, [above_std, [cell("hard", first, "eval/accuracy", "{0:.1f}"),
+                               cell("hard", first, "eval/pass@16", "{0:.1f}")],
+                   [cell("hard", first, "eval/mean_length", "{0:.0f} {1:.0f}", times=1)]]
 
 
 def rate():

@@ -354,7 +354,7 @@ EXPERIMENTS = {
                          "MaxRL": "--scale_rewards mean"})},
         panels("eval/accuracy", "frac_reward_zero_std", "length")
         | {"eval/pass@16": ("Held-out pass@16", "any of 16 samples", "{:.0%}")},
-        seeds=FIVE, data=("-m dataset.countdown --hard {out}",)),
+        data=("-m dataset.countdown --hard {out}",)),
     "reasoning_gym": Experiment(
         {task: {f"paid {what}": GYM.format(task, reward) for what, reward in PAID.items()}
          for task in ("gcd", "chain_sum")},
