@@ -312,7 +312,7 @@ EXPERIMENTS = {
             f"--max_steps 40 --eval_interval 20 --eval_samples 300 --batch_size {prompts} "
             f"--num_generations {size}", {
                 f"rate {rate}": f"--learning_rate {rate}" for rate in ("1e-4", "3e-4", "1e-3")})
-         for prompts, size in ((4, 8), (16, 8), (64, 8), (16, 2))},
+         for prompts, size in ((4, 8), (16, 8), (64, 8), (16, 2), (16, 32))},
         panels("eval/accuracy", "eval/greedy_accuracy", "kl")),
     "process": Experiment(
         {"": arms(BRIEF, {"outcome": "", "process": "--supervision process"})},
