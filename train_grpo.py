@@ -96,7 +96,7 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
     if advantage_estimator != "grpo":
         baseline = BASELINES[advantage_estimator](groups)                       # (B, 1 or G)
     if scale_rewards != "group":
-        scale = SCALES[scale_rewards](rewards.view_as(groups), batch_std, eps)          # (B, 1)
+        scale = SCALES[scale_rewards](rewards.view_as(groups), batch_std, eps)    # (B, 1) or ()
     return ((groups - baseline).nan_to_num(0.0) / scale).view(-1)
 
 
