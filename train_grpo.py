@@ -75,7 +75,7 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
     scale_rewards "batch" divides by the std of all rewards instead, `batch_std` if it is given.
     "none" does not divide: an easy or hopeless group, whose rewards hardly differ, then has small
     advantages, and each prompt the same weight (Dr. GRPO, arXiv 2503.20783). advantage_estimator
-    "rloo" takes the mean of the *other* completions (arXiv 2402.14740); scale_rewards still divides.
+    "rloo" takes the mean of the *other* ones (arXiv 2402.14740); scale_rewards still divides.
 
     rewards (N,), the G completions of one prompt adjacent -> (N,). NaN marks a completion that no
     reward judged: it is left out of mean and std and gets advantage 0. Four answers to `7 + 3*7`,

@@ -308,6 +308,16 @@ def cell(name, arm, key, form="{1:.1f} ± {2:.1f}", *, times=100, row="", minus=
     return form.format(begins.mean(), ends.mean(), figures.interval(ends)[1])
 
 
+def or_seeds(name, arm, row):
+    """The accuracy at the end, or that of each seed where its interval leaves 0 to 100%."""
+    ends = figures.ends_of_runs(runs(name), row, arm, "eval/accuracy")[1].values()
+    ends = 100 * np.array(list(ends))
+    center, half = figures.interval(ends)
+    if half <= center <= 100 - half:
+        return cell(name, arm, "eval/accuracy", row=row)
+    return ", ".join(f"{end:.0f}" for end in sorted(ends))
+
+
 def accuracies(name, *arms):
     """The cells of a table with a row for each arm: its held-out accuracy, sampled and greedy."""
     return [[cell(name, arm, f"eval/{how}accuracy") for how in ("", "greedy_")] for arm in arms]
@@ -489,17 +499,11 @@ def objectives():
 def bounds():
     few, many = EXPERIMENTS["bounds"].rows
 
-    def end(arm, row):
-        if (arm, row) != ("CISPO", many):
-            return cell("bounds", arm, "eval/accuracy", row=row)
-        ends = figures.ends_of_runs(runs("bounds"), row, arm, "eval/accuracy")[1].values()
-        return ", ".join(f"{100 * end:.0f}" for end in sorted(ends))    # an interval goes below 0
-
     def beside_the_clip(arm, row, times):
         return cell("bounds", arm, "eval/accuracy", row=row, minus="PPO's clip", times=times)
 
     table = [[part for row in (few, many) for part in (
-        end(arm, row), cell("bounds", arm, "lowest eval/accuracy", row=row),
+        or_seeds("bounds", arm, row), cell("bounds", arm, "lowest eval/accuracy", row=row),
         cell("bounds", arm, "kl", "{1:.2f}", times=1, row=row))]
         for arm in EXPERIMENTS["bounds"].rows[few]]
     return table, [[beside_the_clip("CISPO", few, -100)],
@@ -522,8 +526,20 @@ def hard():
 
 def rate():
     rows = EXPERIMENTS["rate"].rows
-    return [[cell("rate", arm, "eval/accuracy", row=row) for arm in arms]
-            for row, arms in rows.items()], []
+    small, _, large, small_groups, large_groups = rows
+
+    def ends(row):
+        return figures.ends_of_runs(runs("rate"), row, "rate 3e-4", "eval/accuracy")[1]
+
+    def above(row, other):
+        below = ends(other)
+        return "{:.1f} ± {:.1f}".format(*figures.interval(
+            100 * np.array([end - below[seed] for seed, end in ends(row).items()])))
+
+    return ([[or_seeds("rate", arm, row) for arm in arms] for row, arms in rows.items()],
+            [[*(cell("rate", f"rate {rate}", "eval/greedy_accuracy", row=small)
+                for rate in ("1e-4", "3e-4")),
+              above(large, small), above(small, small_groups), above(large, large_groups)]])
 
 
 def ladder():

@@ -313,7 +313,9 @@ EXPERIMENTS = {
             f"--num_generations {size}", {
                 f"rate {rate}": f"--learning_rate {rate}" for rate in ("1e-4", "3e-4", "1e-3")})
          for prompts, size in ((4, 8), (16, 8), (64, 8), (16, 2), (16, 32))},
-        panels("eval/accuracy", "eval/greedy_accuracy", "kl")),
+        {"eval/accuracy": ("Right, sampled", "held-out", "{:.0%}"),
+         "eval/greedy_accuracy": ("Right, greedy", "held-out", "{:.0%}"),
+         "kl": PANELS["kl"]}),
     "process": Experiment(
         {"": arms(BRIEF, {"outcome": "", "process": "--supervision process"})},
         panels("eval/accuracy", "eval/greedy_accuracy", "eval/mean_length", "kl"),
