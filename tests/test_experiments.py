@@ -542,6 +542,15 @@ def rate():
               above(large, small), above(small, small_groups), above(large, large_groups)]])
 
 
+def reasoning_gym():
+    right, any_number = EXPERIMENTS["reasoning_gym"].rows[""]
+    keys = "eval/accuracy", "eval/greedy_accuracy"
+    table = [[*(cell("reasoning_gym", arm, key, "{0:.0f} → {1:.1f} ± {2:.1f}") for key in keys),
+              cell("reasoning_gym", arm, "length", "{0:.0f} → {1:.0f}", times=1)]
+             for arm in (right, any_number)]
+    return table, [[cell("reasoning_gym", right, key, minus=any_number) for key in keys]]
+
+
 def ladder():
     rungs, key = EXPERIMENTS["ladder"].rows[""], "eval/accuracy"
     first, second = "1. REINFORCE, {}", "2. minus the group's mean, {}"

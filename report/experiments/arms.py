@@ -212,17 +212,10 @@ SENTENCES = "@dataset/sentences.txt --dtype bfloat16"
 LIKELY = ("--reward_funcs sentence rm --reward_weights 1 0.25 --reward_model_clip 0 "
           "--reward_model_path likelihood:out/smollm2 --reward_model_answer_share 0")
 
-# The same model on tasks of reasoning-gym, and paid for any number: what is the format's share?
-# (Of the held-out answers to gcd, 35% are 2, and half of the problems are trained on with their
-# numbers swapped.)
+# The same model on a task of reasoning-gym, and paid for any number: what is the format's share?
 GYM = ("@dataset/sentences.txt --dtype bfloat16 --eval_reward_funcs reasoning_gym --max_gen_len 32 "
-       "--data_path {{out}}/{0}.jsonl --eval_data_path {{out}}/{0}_heldout.jsonl "
-       "--reward_funcs {1}")
-GYM_DATA = tuple(f"-m dataset.reasoning_gym {name} --config {config} --save {{out}}/{name}.jsonl"
-                 for name, config in (("gcd", "max_value=60"),
-                                      ("chain_sum", "max_terms=3 max_digits=1")))
-PAID = {"for the right number": "reasoning_gym",
-        "for any number": "report.experiments.arms:any_number"}
+       "--data_path {out}/chain_sum.jsonl --eval_data_path {out}/chain_sum_heldout.jsonl "
+       "--reward_funcs")
 
 # Panels that several experiments have.
 PANELS = {
@@ -358,10 +351,11 @@ EXPERIMENTS = {
         | {"eval/pass@16": ("Held-out pass@16", "any of 16 samples", "{:.0%}")},
         data=("-m dataset.countdown --hard {out}",)),
     "reasoning_gym": Experiment(
-        {task: {f"paid {what}": GYM.format(task, reward) for what, reward in PAID.items()}
-         for task in ("gcd", "chain_sum")},
-        panels("eval/accuracy", "eval/greedy_accuracy", "length", "frac_reward_zero_std", "kl"),
-        data=GYM_DATA),
+        {"": arms(GYM, {"paid for the right number": "reasoning_gym",
+                        "paid for any number": "report.experiments.arms:any_number"})},
+        panels("eval/accuracy", "eval/greedy_accuracy", "length", "frac_reward_zero_std"),
+        data=("-m dataset.reasoning_gym chain_sum --config max_terms=3 max_digits=1 "
+              "--save {out}/chain_sum.jsonl",)),
     "groups": Experiment(
         {"": arms(SHORT, {
             f"groups of {size}": f"--num_generations {size} --batch_size {128 // size}"
