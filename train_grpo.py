@@ -75,7 +75,7 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
     scale_rewards "batch" divides by the std of all rewards instead, `batch_std` if it is given.
     "none" does not divide: an easy or hopeless group, whose rewards hardly differ, then has small
     advantages, and each prompt the same weight (Dr. GRPO, arXiv 2503.20783). advantage_estimator
-    "rloo" takes the mean of the *other* ones (arXiv 2402.14740); scale_rewards still divides.
+    "rloo" takes the mean of the *others* (arXiv 2402.14740); scale_rewards still divides.
 
     rewards (N,), the G completions of one prompt adjacent -> (N,). NaN marks a completion that no
     reward judged: it is left out of mean and std and gets advantage 0. Four answers to `7 + 3*7`,
@@ -391,11 +391,11 @@ def main(argv=None):
     saver = Saver(Path(args.out_dir) / args.run_name, world, args)
     pairs = {"plain": (sampler.sample, token_logps), "fast": (fast.sample, fast.token_logps),
              "vllm": (fast.Engine(world, args), fast.token_logps)}
-    sample, logps_of = pairs[args.sampler]      # or your own pair; wrapped in precision and slices:
+    sample, logps_of = pairs[args.sampler]              # or a pair of your own
     sample, logps_of = for_sampling(sample, world, args), for_learning(logps_of, world, args)
     tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
-                                  weight_decay=args.weight_decay)   # 0.99 averages 100 steps
+                                  weight_decay=args.weight_decay)   # 0.99: runs are short
     steps_done, num_tokens = saver.resume(policy, optimizer, reference)
     collate, problems, heldout = read_prompts(args, tokenizer)
     batches, last_step = batches_from(steps_done + 1, problems, collate, world, args)
@@ -678,7 +678,7 @@ def add_objective_flags(parser):
          "gradient, k3 is GRPO's, k3+ its value with k2's gradient (default: k3; k1 with "
          "--kl_in_reward)")
     flag("--use_bias_correction_kl", action="store_true",
-         help="multiply the KL by the ratio: by the token's, k3 then has the KL's gradient, too")
+         help="multiply the KL by the ratio: with one per token k3 has the KL's gradient, too")
     flag("--rollout_is_threshold", type=POSITIVE_OR_0, default=0.0, help="where the sampler is not "
          "quite the policy: weight advantages by pi_old / pi_sampler, at most this (truncated "
          "importance weights, on the level of the ratio): 2, say; 0: no weights")

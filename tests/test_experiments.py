@@ -294,15 +294,16 @@ def runs(name):
     return jsonl(ROOT / f"report/experiments/results/{name}.jsonl")
 
 
-def cell(name, arm, key, form="{1:.1f} ± {2:.1f}", *, times=100, row="", minus=None):
+def cell(name, arm, key, form="{1:.1f} ± {2:.1f}", *, times=100, row="", minus=None, than=None):
     """What a table says of an arm; {0}: its beginning, {1}: its end, {2}: the end's 95% interval.
 
-    minus: another arm, from whose end in the same seed {1} and {2} are the distance. times: -100
-    where a page calls a distance "lower", without its sign.
+    minus: another arm, from whose end in the same seed {1} and {2} are the distance; than: the row
+    of that arm, if it is another. times: -100 where a page calls a distance "lower", without its
+    sign.
     """
     begins, ends = figures.ends_of_runs(runs(name), row, arm, key)
     if minus:
-        base = figures.ends_of_runs(runs(name), row, minus, key)[1]
+        base = figures.ends_of_runs(runs(name), row if than is None else than, minus, key)[1]
         ends = {seed: ends[seed] - base[seed] for seed in base}
     begins, ends = (times * np.array(list(part.values())) for part in (begins, ends))
     return form.format(begins.mean(), ends.mean(), figures.interval(ends)[1])
@@ -472,9 +473,8 @@ def kl_direction():
         return [cell("kl_direction", arm, key, row=one),
                 f"{np.exp(np.log(list(kl.values())).mean()):.3f}"]
 
-    def above(arm, other, row, times=100):
-        return cell("kl_direction", f"{arm}, beta 0.3", key, row=row, minus=f"{other}, beta 0.3",
-                    times=times)
+    def above(arm, other, row):
+        return cell("kl_direction", f"{arm}, beta 0.3", key, row=row, minus=f"{other}, beta 0.3")
 
     one, four = EXPERIMENTS["kl_direction"].rows
     table = [ends(f"k3, beta {beta}") + ends(f"k3+, beta {beta}")
@@ -512,29 +512,23 @@ def bounds():
 
 
 def hard():
-    arms = [*EXPERIMENTS["hard"].rows[""]]
-    first = arms[0]
-    table = [[cell("hard", arm, "eval/accuracy"), cell("hard", arm, "eval/pass@16"),
+    keys = "eval/accuracy", "eval/pass@16"
+    table = [[*(cell("hard", arm, key) for key in keys),
               cell("hard", arm, "frac_reward_zero_std", "{1:.0f}"),
-              cell("hard", arm, "length", "{1:.0f}", times=1)] for arm in arms]
-    above_std = [cell("hard", arm, key, minus=first) for arm in arms[1:]
-                 for key in ("eval/accuracy", "eval/pass@16")]
-    return table, [above_std, [cell("hard", first, "eval/accuracy", "{0:.1f}"),
-                               cell("hard", first, "eval/pass@16", "{0:.1f}")],
-                   [cell("hard", first, "eval/mean_length", "{0:.0f} {1:.0f}", times=1)]]
+              cell("hard", arm, "length", "{1:.0f}", times=1)]
+             for arm in EXPERIMENTS["hard"].rows[""]]
+    return table, [[cell("hard", arm, key, minus="std") for arm in ("none", "MaxRL")
+                    for key in keys],
+                   [cell("hard", "std", key, "{0:.1f}") for key in keys],
+                   [cell("hard", "std", "eval/mean_length", "{0:.0f} {1:.0f}", times=1)]]
 
 
 def rate():
     rows = EXPERIMENTS["rate"].rows
     small, _, large, small_groups, large_groups = rows
 
-    def ends(row):
-        return figures.ends_of_runs(runs("rate"), row, "rate 3e-4", "eval/accuracy")[1]
-
     def above(row, other):
-        below = ends(other)
-        return "{:.1f} ± {:.1f}".format(*figures.interval(
-            100 * np.array([end - below[seed] for seed, end in ends(row).items()])))
+        return cell("rate", "rate 3e-4", "eval/accuracy", row=row, minus="rate 3e-4", than=other)
 
     return ([[or_seeds("rate", arm, row) for arm in arms] for row, arms in rows.items()],
             [[*(cell("rate", f"rate {rate}", "eval/greedy_accuracy", row=small)
