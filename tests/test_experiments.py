@@ -265,6 +265,28 @@ def test_where_arms_end_against_another_series_and_the_lowest_values(tmp_path, m
     assert x == pytest.approx([3e-4**0.5, 0.03**0.5]) and y == pytest.approx([0.4, 0.6])
 
 
+def test_what_the_arms_read_is_made_unless_no_run_is_missing(tiny, tmp_path, monkeypatch, capsys):
+    experiment, results, _ = tiny
+    experiment.panels = {}
+    experiment.first = "-m model.train_sft --save {out}/small", "-m dataset.countdown"
+    calls = []
+    monkeypatch.setattr(command, "ROOT", tmp_path / "a b")
+    monkeypatch.setattr(command, "__file__", str(tmp_path / "__main__.py"))
+    monkeypatch.setattr(command, "python", lambda line, log: calls.append(shlex.split(line)))
+    monkeypatch.setattr(command, "run_missing", lambda *args: calls.append("the runs"))
+    monkeypatch.setattr(command, "draw_experiment", lambda *args: None)
+    monkeypatch.setattr("sys.argv", ["", "tiny"])
+    results.parent.mkdir()
+    write(results, [result("small, a", 1, 5)])
+    command.main()
+    small = f"{tmp_path}/a b/out/experiments/tiny/small"
+    assert calls == [["-m", "model.train_sft", "--save", small], ["-m", "dataset.countdown"],
+                     "the runs"]
+    write(results, [result("small, a", 1, 5), result("small, b", 1, 5)])
+    command.main()
+    assert calls[3:] == ["the runs"]
+
+
 def test_drawing_without_results_is_refused(tiny, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["", "tiny", "--draw"])
     with pytest.raises(SystemExit):
@@ -537,12 +559,13 @@ def rate():
 
 
 def reasoning_gym():
-    right, any_number = EXPERIMENTS["reasoning_gym"].rows[""]
-    keys = "eval/accuracy", "eval/greedy_accuracy"
-    table = [[*(cell("reasoning_gym", arm, key, "{0:.0f} → {1:.1f} ± {2:.1f}") for key in keys),
-              cell("reasoning_gym", arm, "length", "{0:.0f} → {1:.0f}", times=1)]
-             for arm in (right, any_number)]
-    return table, [[cell("reasoning_gym", right, key, minus=any_number) for key in keys]]
+    keys, table, gaps = ("eval/accuracy", "eval/greedy_accuracy"), [], []
+    for row, (right, control) in EXPERIMENTS["reasoning_gym"].rows.items():
+        of = functools.partial(cell, "reasoning_gym", row=row)
+        table += [[*(of(arm, key, "{0:.0f} → {1:.1f} ± {2:.1f}") for key in keys),
+                   of(arm, "length", "{0:.0f} → {1:.0f}", times=1)] for arm in (right, control)]
+        gaps.append([of(right, key, minus=control) for key in keys])
+    return table, gaps
 
 
 def ladder():

@@ -30,7 +30,7 @@ import numpy as np
 from .. import UserError, user_errors
 from ..metrics import mean_metrics
 from ..text import columns, is_finite, read_jsonl, rounded, to_line
-from .arms import EXPERIMENTS, WEIGHTS
+from .arms import EXPERIMENTS
 from .figures import draw_experiment, draw_lessons, print_table
 
 ROOT = Path(__file__).parents[2]
@@ -53,9 +53,10 @@ def main():
     experiment, out = EXPERIMENTS[args.name], ROOT / "out" / "experiments" / args.name
     path = Path(__file__).parent / "results" / f"{args.name}.jsonl"
     if not args.draw:
-        make_weights(experiment.weights, out)
-        for command in experiment.data:
-            python(command.format(out=quoted(out)), out / "data.log")
+        if not all(results_of(experiment, path).values()):
+            for number, command in enumerate(experiment.first):
+                print(f"python {command}".format(out=quoted(out)), flush=True)
+                python(command.format(out=quoted(out)), out / f"first_{number}.log")
         run_missing(experiment, path, out, args.jobs)
         prove(experiment.changes)
     results = [result for result in results_of(experiment, path).values() if result]
@@ -82,19 +83,6 @@ def python(arguments, log, folder=ROOT, **environment):
 def quoted(path):
     """A path as a piece of a command: it may hold spaces, or the backslashes of Windows."""
     return shlex.quote(path.as_posix())
-
-
-def make_weights(names, out):
-    for name in names:
-        texts, weights = quoted(out / f"{name}_texts"), quoted(out / name)
-        source, kind, init, flags = WEIGHTS[name]
-        commands = (f"-m {source} --sft {texts} --out_dir {texts}",
-                    f"-m model.train_sft --data {texts}/{kind}.jsonl --save {weights} "
-                    f"--init model/weights/{init} --batch_size 64 {flags}")
-        for number, command in enumerate(commands):
-            if not (out / name / "config.json").exists():
-                print(f"python {command}", flush=True)
-                python(command, out / f"{name}_{number}.log")
 
 
 def results_of(experiment, path):

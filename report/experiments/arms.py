@@ -167,22 +167,19 @@ class Experiment:
     rows: dict                      # {row of the picture: {arm: flags}}
     panels: dict                    # {series: (title, what to see in it, format)}
     seeds: tuple = (42, 1, 2)
-    weights: tuple = ()             # of WEIGHTS, to make first
-    data: tuple = ()                # what python runs first, for data that the arms read
+    first: tuple = ()               # what python runs first: data and weights that the arms read
     changes: dict = field(default_factory=dict)     # {(row, arm): the Change that it runs with}
     lessons: dict | None = None     # what figures.draw_lessons() draws in place of the panels,
     legend: tuple = ()              # and its legend
 
 
-# Weights that an experiment fine-tunes first: (flags that make texts, which of them, from, flags).
-WEIGHTS = {
-    "sooner": ("dataset.countdown --give_up 0.7", "give_up", "countdown_128",
-               "--steps 80 --learning_rate 5e-4"),
-    "random": ("dataset.countdown --order random", "give_up", "countdown_128",
-               "--steps 300 --learning_rate 1e-3"),
-    "redundant": ("dataset.arithmetic", "redundant", "reason_128",
-                  "--steps 400 --learning_rate 1e-3 --warmup_steps 20"),
-}
+def fine_tuned(name, source, kind, init, flags):
+    """What python runs to make {out}/<name>: weights fine-tuned on texts of this kind."""
+    return (f"-m dataset.{source} --sft {{out}}/{name}_texts --out_dir {{out}}/{name}_texts",
+            f"-m model.train_sft --data {{out}}/{name}_texts/{kind}.jsonl --save {{out}}/{name} "
+            f"--init model/weights/{init} --batch_size 64 {flags}")
+
+
 COUNTDOWN = "@dataset/countdown.txt"
 AVERAGES = {f"{loss_type}, {scale}": f"--loss_type {loss_type} --scale_rewards {scale} --beta 0 "
             "--batch_size 8 --num_generations 8 --num_minibatches 2 --max_steps 40 "
@@ -212,10 +209,14 @@ SENTENCES = "@dataset/sentences.txt --dtype bfloat16"
 LIKELY = ("--reward_funcs sentence rm --reward_weights 1 0.25 --reward_model_clip 0 "
           "--reward_model_path likelihood:out/smollm2 --reward_model_answer_share 0")
 
-# The same model on a task of reasoning-gym, and paid for any number: what is the format's share?
+# A task of reasoning-gym, and paid for less than the right number: what is the format's share?
 GYM = ("@dataset/sentences.txt --dtype bfloat16 --eval_reward_funcs reasoning_gym --max_gen_len 32 "
        "--data_path {out}/chain_sum.jsonl --eval_data_path {out}/chain_sum_heldout.jsonl "
        "--reward_funcs")
+LONG_SUMS = ("--model_path {out}/long_sums_sft --data_path {out}/long_sums.jsonl --eval_data_path "
+             "{out}/long_sums_heldout.jsonl --eval_reward_funcs reasoning_gym --max_seq_len 96 "
+             "--batch_size 32 --max_steps 100 --eval_interval 20 --eval_samples 200 "
+             "--reward_funcs")
 
 # Panels that several experiments have.
 PANELS = {
@@ -259,7 +260,10 @@ EXPERIMENTS = {
          "slips": ("Slips", "share of tries that compute wrongly", "{:.0%}"),
          "repeats": ("Repeats", "share of tries made before", "{:.0%}"),
          "cut_off": ("Cut off", "at 256 tokens", "{:.0%}")},
-        weights=("sooner", "random")),
+        first=(*fine_tuned("sooner", "countdown --give_up 0.7", "give_up", "countdown_128",
+                           "--steps 80 --learning_rate 5e-4"),
+               *fine_tuned("random", "countdown --order random", "give_up", "countdown_128",
+                           "--steps 300 --learning_rate 1e-3"))),
     "loss_types": Experiment(
         {"Countdown": arms(COUNTDOWN, AVERAGES),
          "Countdown, cut off at 128 tokens": arms(f"{COUNTDOWN} --max_gen_len 128", AVERAGES),
@@ -270,7 +274,9 @@ EXPERIMENTS = {
          "right": ("Accuracy", "of training completions", "{:.0%}"),
          "cut_off": ("Cut off", "at the length limit", "{:.0%}"),
          "repeats": ("Repeated lines", "share of the thought", "{:.0%}")},
-        seeds=(42, 1, 2, 3), weights=("redundant",)),
+        seeds=(42, 1, 2, 3),
+        first=fine_tuned("redundant", "arithmetic", "redundant", "reason_128",
+                         "--steps 400 --learning_rate 1e-3 --warmup_steps 20")),
     "reward_model": Experiment(
         {"": arms(JUDGED, {"no KL": "--beta 0"} | {
             f"{kl_type}, beta {beta}": f"--beta {beta} --kl_type {kl_type}"
@@ -349,13 +355,21 @@ EXPERIMENTS = {
                          "MaxRL": "--scale_rewards mean"})},
         panels("eval/accuracy", "frac_reward_zero_std", "length")
         | {"eval/pass@16": ("Held-out pass@16", "any of 16 samples", "{:.0%}")},
-        data=("-m dataset.countdown --hard {out}",)),
+        first=("-m dataset.countdown --hard {out}",)),
     "reasoning_gym": Experiment(
-        {"": arms(GYM, {"paid for the right number": "reasoning_gym",
-                        "paid for any number": "report.experiments.arms:any_number"})},
+        {"SmolLM2, up to 3 numbers": arms(GYM, {
+            "paid for the right number": "reasoning_gym",
+            "paid for any number": "report.experiments.arms:any_number"}),
+         "Our small weights, up to 4 numbers": arms(LONG_SUMS, {
+             "paid for the right number": "reasoning_gym", "paid for the format": "format"})},
         panels("eval/accuracy", "eval/greedy_accuracy", "length", "frac_reward_zero_std"),
-        data=("-m dataset.reasoning_gym chain_sum --config max_terms=3 max_digits=1 "
-              "--save {out}/chain_sum.jsonl",)),
+        first=("-m dataset.reasoning_gym chain_sum --config max_terms=3 max_digits=1 "
+               "--save {out}/chain_sum.jsonl",
+               "-m dataset.reasoning_gym chain_sum --config max_terms=4 max_digits=2 --size 8000 "
+               "--save {out}/long_sums.jsonl",
+               "-m report.experiments.worked_sums {out}/long_sums.jsonl {out}/long_chats.jsonl",
+               "-m model.train_sft --data {out}/long_chats.jsonl --init model/weights/reason_128 "
+               "--save {out}/long_sums_sft --steps 500 --learning_rate 1e-3")),
     "groups": Experiment(
         {"": arms(SHORT, {
             f"groups of {size}": f"--num_generations {size} --batch_size {128 // size}"
