@@ -35,6 +35,9 @@ def main(argv=None):
         raise UserError(f"{args.name}: {reason(error)}; pip install reasoning-gym, or give another "
                         "name or --config") from error
     rows = list(rows.values())
+    if len(rows) <= args.heldout:
+        raise UserError(f"{args.name}: only {len(rows)} problems differ, too few for --heldout "
+                        f"{args.heldout}; give a smaller one, or another --config")
     write(args.save, rows[args.heldout:])
     write(args.save.with_stem(f"{args.save.stem}_heldout"), rows[:args.heldout])
 

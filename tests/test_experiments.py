@@ -272,7 +272,8 @@ def test_what_the_arms_read_is_made_unless_no_run_is_missing(tiny, tmp_path, mon
     calls = []
     monkeypatch.setattr(command, "ROOT", tmp_path / "a b")
     monkeypatch.setattr(command, "__file__", str(tmp_path / "__main__.py"))
-    monkeypatch.setattr(command, "python", lambda line, log: calls.append(shlex.split(line)))
+    monkeypatch.setattr(command, "python", lambda line, *_, **environment: calls.append(
+        shlex.split(line)))
     monkeypatch.setattr(command, "run_missing", lambda *args: calls.append("the runs"))
     monkeypatch.setattr(command, "draw_experiment", lambda *args: None)
     monkeypatch.setattr("sys.argv", ["", "tiny"])

@@ -62,7 +62,9 @@ def test_a_text_that_has_the_answer_earns_no_share_and_a_judge_that_fails_none(t
     ("rush_hour", [], "earns 1"), ("rearc", [], "earns 1"),
     ("nothing_of_it", [], "nothing_of_it"), ("chain_sum", ["min_words=2"], "min_words"),
     ("chain_sum", ["min_terms=two"], "Expecting value"), ("chain_sum", ["min_terms"], "unpack"),
-    ("chain_sum", ["min_terms=9", "max_terms=3"], "max_terms")])
+    ("chain_sum", ["min_terms=9", "max_terms=3"], "max_terms"),
+    ("chain_sum", ["max_terms=2", "max_digits=1", "--size", "500", "--heldout", "300"],
+     "problems differ, too few for --heldout 300")])
 def test_what_gives_no_problems_is_refused_in_a_sentence(name, flags, message, tmp_path, capsys):
     with pytest.raises(SystemExit):
         made(tmp_path, name, *["--config"] * bool(flags), *flags)
@@ -85,10 +87,10 @@ def test_a_run_is_rewarded_and_evaluated_by_the_judge(tmp_path):
 
 
 def test_a_worked_sum_comes_to_its_answer_link_by_link():
-    texts = [worked_sums.reply("22 - 78 + 9", random.Random(i)) for i in range(40)]
+    texts = [worked_sums.reply("22 - 78 + 0 + 9", "-47", random.Random(i)) for i in range(40)]
     worked = [text for text in texts if "guess" not in text]
     assert 10 < len(worked) < 30
-    assert set(worked) == {"<think>\n22-78=-48-8=-56\n-56+9=-47\n</think>\n"
+    assert set(worked) == {"<think>\n22-78=-48-8=-56\n-56+0=-56\n-56+9=-47\n</think>\n"
                            "<answer>\n-47\n</answer>"}
 
 
@@ -99,11 +101,13 @@ def test_worked_sums_are_chats_of_the_file_or_a_sentence_names_the_line(tmp_path
     worked_sums.main([str(sums), str(chats)])
     (turn, reply), = [line["conversations"] for line in jsonl(chats)]
     assert turn == {"role": "user", "content": "7 - 9 ="} and "\n-2\n" in reply["content"]
-    for metadata in ({}, None, {"expression": "7 - x"}):
-        write(sums, [row, row | {"metadata": metadata}])
+    for change in ({"metadata": {}}, {"metadata": None}, {"answer": "2"},
+                   {"metadata": {"expression": "7 - x"}}, {"metadata": {"expression": 7}},
+                   {"metadata": {"expression": "5 + 12345"}, "answer": "12350"}):
+        write(sums, [row, row | change])
         with pytest.raises(SystemExit):
             worked_sums.main([str(sums), str(chats)])
-        assert "sums.jsonl, line 2: no sum; " in capsys.readouterr().err
+        assert "sums.jsonl, line 2: no sum of " in capsys.readouterr().err
 
 
 def test_without_the_package_a_sentence_names_it(tmp_path, capsys, monkeypatch):

@@ -12,13 +12,15 @@ from dataset.prompts import read_lines
 from .. import UserError, user_errors
 
 
-def reply(expression, rng):
+def reply(expression, answer, rng):
     """`7 + 15 - 2`: the lines 7+15=17+5=22 and 22-2=20, or "I guess 20.", and the answer."""
     total, *rest = expression.split()
     lines = []
     for operator, number in zip(rest[::2], rest[1::2]):
         line, total = chain(int(total), operator, int(number))
-        lines.append(line)
+        lines.append(line if "=" in line else f"{line}={total}")    # 7+0 has no links
+    if str(total) != answer:
+        raise ValueError        # another task, or numbers beyond chain()
     return with_tags(rng.choice(("\n".join(lines), f"I guess {total}.")), total)
 
 
@@ -31,10 +33,11 @@ def main(argv=None):
     rng, chats = random.Random(0), []
     for where, row in read_lines(args.problems):
         try:
-            chats.append(chat(row["question"], reply(row["metadata"]["expression"], rng)))
-        except (KeyError, TypeError, ValueError):
-            raise UserError(f"{where}: no sum; write the file with python -m dataset.reasoning_gym "
-                            "chain_sum") from None
+            expression = row["metadata"]["expression"]
+            chats.append(chat(row["question"], reply(expression, row["answer"], rng)))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise UserError(f"{where}: no sum of numbers below 10,000; write the file with python "
+                            "-m dataset.reasoning_gym chain_sum") from None
     write(args.chats, chats)
 
 
