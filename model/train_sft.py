@@ -132,7 +132,8 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = parser.add_argument
-    flag("--data", type=Path, required=True, help="a jsonl file of conversations")
+    flag("--data", type=Path, required=True, help="a jsonl file of conversations, or of "
+         "prompts and their answers")
     flag("--save", type=Path, required=True, help="the folder to save the weights in")
     flag("--init", type=Path, help="weights to start from, with their tokenizer; without it, train "
          "a new model from scratch")

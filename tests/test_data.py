@@ -9,10 +9,11 @@ from itertools import islice
 import pytest
 import torch
 
-from conftest import ROOT, jsonl, turns
+from conftest import ROOT, jsonl, turns, write
 from dataset import PromptCollator, PromptDataset, arithmetic
 from dataset.prompts import rows_of_step, steps_per_epoch
 from model import load_pretrained, train_sft
+from model.storage.tokenizer import read_chats
 from reward import format_reward, tag_reward
 
 # --- jsonl -> prompts -----------------------------------------------------------------------------
@@ -309,12 +310,22 @@ def test_fine_tuning_saves_every_100_steps_and_at_the_end():
     assert at == [100, 200, 203]
 
 
+def test_a_prompt_and_its_answer_are_a_chat_to_learn_from(tmp_path):
+    user, reply = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}
+    write(tmp_path / "some.jsonl", [
+        {"conversations": [user, reply], "answer": "6"}, {"conversations": [user], "answer": "5"},
+        {"question": "2+3?", "answer": 5},
+        {"prompt": [user, {"role": "assistant", "content": "4"}], "answer": "5", "metadata": {}}])
+    assert read_chats(tmp_path / "some.jsonl") == [[user, reply]] * 4
+
+
 CHAT = '{"conversations": [{"role": "assistant", "content": "2"}]}\n'
 
 
 @pytest.mark.parametrize("text, words", [
     ('{"conversations": []}', "line 1: no turn by the role assistant"),
-    ('{"messages": []}', "line 1: no chat found"), (CHAT + "{", "line 2: not valid JSON"),
+    ('{"messages": []}', "line 1: no chat found"),
+    ('{"answer": "5"}', "line 1: no prompt found"), (CHAT + "{", "line 2: not valid JSON"),
     ("", "empty"), (None, "some.jsonl"), (CHAT, "--tokenizer")])
 def test_mistakes_in_fine_tuning_are_one_sentence(text, words, tmp_path, monkeypatch, capsys):
     path, init = tmp_path / "some.jsonl", ["--init", str(ROOT / "model/weights/reason_128")]

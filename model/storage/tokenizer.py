@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dataset.prompts import is_chat, read_lines
+from dataset.prompts import is_chat, read_lines, read_row
 from report import UserError, user_errors
 
 # Ids 0, 1, 2. Special tokens: decoding can skip them, and a user's text should not contain them.
@@ -47,14 +47,23 @@ def train_tokenizer(texts, vocab_size=512, *, merge_digits=False):
 
 
 def read_chats(path):
-    """The chats of a jsonl file, {"conversations": [{"role", "content"}, ...]} a line."""
+    """The chats of a jsonl file, {"conversations": [{"role", "content"}, ...]} a line.
+
+    Or a prompt and its answer, as PromptDataset reads them: then the answer is the reply.
+    """
     chats = []
     for where, row in read_lines(path):
-        chat = row.get("conversations") if isinstance(row, dict) else None
-        if not is_chat(chat):
+        row = row if isinstance(row, dict) else {}
+        chat = row.get("conversations")
+        replies = is_chat(chat) and any(turn["role"] == "assistant" for turn in chat)
+        if not replies and row.get("answer") is not None:
+            item = read_row(row, where)
+            chat = [*item["messages"], {"role": "assistant", "content": str(item["answer"])}]
+        elif not is_chat(chat):
             raise UserError(f'{where}: no chat found; write {{"conversations": [{{"role": "user", '
-                            '"content": "..."}, {"role": "assistant", "content": "..."}]}')
-        if not any(turn["role"] == "assistant" for turn in chat):
+                            '"content": "..."}, {"role": "assistant", "content": "..."}]}, or '
+                            '{"prompt": "...", "answer": "..."}')
+        elif not replies:
             raise UserError(f"{where}: no turn by the role assistant, so there is nothing to learn")
         chats.append(chat)
     if not chats:
@@ -68,7 +77,8 @@ def main():
         description="Train a tokenizer on the conversations in jsonl files.")
     flag = parser.add_argument
     flag("--data", type=Path, nargs="+", required=True,
-         help="jsonl files of conversations; the first 5,000 of each are read")
+         help="jsonl files of conversations, or of prompts and their answers; the first 5,000 "
+         "lines of each are read")
     flag("--save", type=Path, required=True, help="the folder to save the tokenizer in")
     flag("--vocab_size", type=int, default=512,
          help="the number of tokens at most; fewer if no pair is left to merge")
