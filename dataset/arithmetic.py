@@ -108,6 +108,8 @@ def chain(a, operator, b, evaluate=evaluate):
     while rest:
         a = evaluate(a, "-" if operator == "-" else "+", rest.pop(0))
         links.append(f"{a}{'-' if operator == '-' else '+'}{sum(rest)}" if rest else f"{a}")
+    if len(links) == 1:         # 7+0, of which nothing is split off
+        links.append(f"{a}")
     return "=".join(links), a
 
 

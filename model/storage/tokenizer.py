@@ -55,15 +55,15 @@ def read_chats(path):
     for where, row in read_lines(path):
         row = row if isinstance(row, dict) else {}
         chat = row.get("conversations")
-        replies = is_chat(chat) and any(turn["role"] == "assistant" for turn in chat)
-        if not replies and row.get("answer") is not None:
+        has_reply = is_chat(chat) and any(turn["role"] == "assistant" for turn in chat)
+        if not has_reply and row.get("answer") is not None:
             item = read_row(row, where)
             chat = [*item["messages"], {"role": "assistant", "content": str(item["answer"])}]
         elif not is_chat(chat):
             raise UserError(f'{where}: no chat found; write {{"conversations": [{{"role": "user", '
                             '"content": "..."}, {"role": "assistant", "content": "..."}]}, or '
                             '{"prompt": "...", "answer": "..."}')
-        elif not replies:
+        elif not has_reply:
             raise UserError(f"{where}: no turn by the role assistant, so there is nothing to learn")
         chats.append(chat)
     if not chats:

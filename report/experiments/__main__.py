@@ -9,10 +9,10 @@ with a thread each (--jobs), and each run becomes a line of report/experiments/r
     {"row", "arm", "seed", "seconds", "steps": [...], "series": {name: [...]}, "eval": {...}}
 
 An arm may also change a line of the code: it runs in a changed copy. A series is averaged over each
-of up to 20 parts of the run. Interrupted, the same command goes on with the runs that are missing;
-to run some again, delete their lines. The picture is images/<name>.png, and the table is printed:
-means over the seeds, and the 95% confidence interval of each (Student's t). arms.py holds what
-each experiment runs and draws.
+of up to 20 parts of the run. Interrupted, the same command makes again what the arms read, and goes
+on with the runs that are missing; to run some again, delete their lines. The picture is
+images/<name>.png, and the table is printed: means over the seeds, and the 95% confidence interval
+of each (Student's t). arms.py holds what each experiment runs and draws.
 """
 import argparse
 import os
