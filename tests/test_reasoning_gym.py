@@ -1,14 +1,12 @@
 """reasoning-gym's problems and judges; skipped where the package is missing."""
 import importlib.util
-import random
 import sys
 
 import pytest
 
 import train_grpo
-from conftest import jsonl, write
+from conftest import jsonl
 from dataset import PromptDataset, reasoning_gym
-from report.experiments import worked_sums
 from reward import load_reward_funcs
 from reward.rules import reasoning_gym_reward
 
@@ -84,30 +82,6 @@ def test_a_run_is_rewarded_and_evaluated_by_the_judge(tmp_path):
     metrics, = jsonl(tmp_path / "run/metrics.jsonl")
     assert 0 <= metrics["rewards/reasoning_gym_reward/mean"] <= 1
     assert "eval/accuracy" in metrics and "rewards/reasoning_gym_reward/failed" not in metrics
-
-
-def test_a_worked_sum_comes_to_its_answer_link_by_link():
-    texts = [worked_sums.reply("22 - 78 + 0 + 9", "-47", random.Random(i)) for i in range(40)]
-    worked = [text for text in texts if "guess" not in text]
-    assert 10 < len(worked) < 30
-    assert set(worked) == {"<think>\n22-78=-48-8=-56\n-56+0=-56\n-56+9=-47\n</think>\n"
-                           "<answer>\n-47\n</answer>"}
-
-
-def test_worked_sums_are_chats_of_the_file_or_a_sentence_names_the_line(tmp_path, capsys):
-    sums, chats = tmp_path / "sums.jsonl", tmp_path / "chats.jsonl"
-    row = {"question": "7 - 9 =", "answer": "-2", "metadata": {"expression": "7 - 9"}}
-    write(sums, [row])
-    worked_sums.main([str(sums), str(chats)])
-    (turn, reply), = [line["conversations"] for line in jsonl(chats)]
-    assert turn == {"role": "user", "content": "7 - 9 ="} and "\n-2\n" in reply["content"]
-    for change in ({"metadata": {}}, {"metadata": None}, {"answer": "2"},
-                   {"metadata": {"expression": "7 - x"}}, {"metadata": {"expression": 7}},
-                   {"metadata": {"expression": "5 + 12345"}, "answer": "12350"}):
-        write(sums, [row, row | change])
-        with pytest.raises(SystemExit):
-            worked_sums.main([str(sums), str(chats)])
-        assert "sums.jsonl, line 2: no sum of " in capsys.readouterr().err
 
 
 def test_without_the_package_a_sentence_names_it(tmp_path, capsys, monkeypatch):

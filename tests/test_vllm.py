@@ -296,7 +296,7 @@ def test_a_model_that_transformers_runs_is_sampled_too(tmp_path):
     tokenizer.save_pretrained(tmp_path / "gpt2")
     process = start(tmp_path, "--model_path", str(tmp_path / "gpt2"), "--max_steps", "2",
                     "--max_gen_len", "16", "--eval_interval", "0", "--run_name", "run",
-                    "--reward_funcs", "report.experiments.arms:any_number")
+                    "--reward_funcs", "docs.experiments.tasks:any_number")
     said = finish(process)
     assert process.returncode == 0, said
     rows = jsonl(tmp_path / "run/metrics.jsonl")
