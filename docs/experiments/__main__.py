@@ -130,13 +130,13 @@ def print_table(results, panels):
     arms = dict.fromkeys((run["row"], run["arm"]) for run in results)
     form = "{begin:.3g} → {end:.3g} ± {half:.2g}"
     for (row, arm), texts in zip(arms, texts_of({"columns": keys, "form": form}, results, panels)):
-        print(f"| {row}: {arm} |".replace("| : ", "| "), *(f"{text} |" for text in texts))
+        print(f"| {f'{row}: {arm}' if row else arm} |", *(f"{text} |" for text in texts))
 
 
 # --- running --------------------------------------------------------------------------------------
 
 def run_all(experiment, results, out, jobs):
-    """Run what is missing; with changes of the code also the tests that should notice them."""
+    """Run what is missing; if a page changes the code, also the tests that should notice it."""
     if not all(results_of(experiment, results).values()):
         for number, line in enumerate(experiment.get("first", ())):
             line = " ".join(line.split()).format(out=quoted(out))
