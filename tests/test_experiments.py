@@ -269,14 +269,14 @@ def test_half_of_the_sums_are_worked_link_by_link(tmp_path, monkeypatch):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What is drawn: [(colour, x, y)] of lines, [(value, colour)] of their ends, bands' tops."""
+    """What is drawn: [(colour, x, y)] of lines, [(value, colour)] of their ends, bands."""
     from matplotlib.axes import Axes
 
     lines, ends, bands, plot = [], [], [], Axes.plot
     monkeypatch.setattr(Axes, "plot", lambda ax, x, y, color, **style: (
         lines.append((color, [*x], [*y])), plot(ax, x, y, color=color, **style))[1])
-    monkeypatch.setattr(Axes, "fill_between", lambda ax, steps, low, high, **_: bands.append(
-        high.tolist()))
+    monkeypatch.setattr(Axes, "fill_between", lambda ax, steps, low, high, **_: bands.extend(
+        [low.tolist(), high.tolist()]))
     monkeypatch.setattr(figures, "finish", lambda ax, found, *_, **__: ends.extend(
         (value, color) for value, _, color in found))
     return lines, ends, bands
@@ -308,9 +308,9 @@ def test_own_cells_have_the_legends_colours(tmp_path, drawn):
 def test_a_line_ends_with_the_tables_number_and_a_band_of_shares_at_all(tmp_path, drawn):
     runs = [result("a", 1, *[0.5] * 8, 0.8, 1.0), result("a", 2, *[0.5] * 8, 0.6, 1.0)]
     figures.draw(runs, SHARE, tmp_path / "a.png")
-    # Of ten parts the last two are the end. At 0.7 ± 1.27 the band is cut off.
+    # Of ten parts the last two are the end. At 0.7 ± 1.27 the band is cut off at 0 and 1.
     assert drawn[1] == [(pytest.approx(0.85), figures.BLUE)]
-    assert drawn[2] == [pytest.approx([0.5] * 8 + [1, 1])]
+    assert drawn[2] == [pytest.approx([0.5] * 8 + [0, 1]), pytest.approx([0.5] * 8 + [1, 1])]
 
 
 def test_where_arms_end_against_another_series_and_the_lowest_values(tmp_path, drawn):
