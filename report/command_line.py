@@ -7,14 +7,7 @@ import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
-from .text import printable
-
-
-class UserError(ValueError):
-    """A user's mistake. Its message is the sentence that the user reads: what, where, what to do.
-
-    All rooms raise it. Any other exception is a mistake in the code, and keeps its traceback.
-    """
+from .text import UserError, printable
 
 
 def needs_no_traceback(error):

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save, save_file
 
 import train_grpo
 from conftest import Canary, edit
-from dataset import PromptCollator, PromptDataset, prompts
+from dataset import PromptCollator, PromptDataset
 from model import chat
 from model.lora import adapter_state, with_adapters
 from model.storage import files
@@ -432,13 +432,6 @@ def test_a_line_of_data_with_bytes_at_random(seed, tmp_path):
         message = refusal(tmp_path, read, file)
         assert message is None or "some.jsonl, line " in message
     refused(tmp_path, read_pairs, [file], words="line 1")
-
-
-@parametrize("read", READERS)
-def test_a_line_that_never_ends(read, tmp_path, monkeypatch):
-    monkeypatch.setattr(prompts, "MAX_LINE", 1000)
-    (tmp_path / "some.jsonl").write_bytes(b'{"prompt": "' + b"a" * 5000)
-    refused(tmp_path, read, tmp_path / "some.jsonl", words="line 1 1,000 bytes")
 
 
 @no_file
