@@ -3,7 +3,8 @@
     f(prompts: list[str], completions: list[str], **columns) -> list[float | None]
 
 `columns` holds the dataset's other fields (`answer`, ...), and always `messages` (the chat before
-each completion) and `completion_ids`. None means that the reward does not apply to a completion.
+each completion) and `completion_ids`. An option of a rule is no argument, which a column of that
+name would set. None means that the reward does not apply to a completion.
 Rewards judge the whole reply: if the chat template itself opens `<think>`, each completion is
 passed in with that tag in front.
 """
@@ -32,6 +33,7 @@ WITHIN_A_NUMBER = re.compile(r"\\?\$|\\[,!; ]|(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))"
 AFTER_A_NUMBER = re.compile(r"(?:\\?%|°|\^\{?\\circ\}?|\\(?:text|mathrm)\{[^{}]*\}|\.|\s)+$")
 TEXT = re.compile(r"\\text(?:bf|rm)?\{([^{}]*)\}")
 PARSE_SECONDS = 5       # that math-verify may take for an answer
+NGRAM = 4               # tokens; of repetition_reward
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
              ast.Div: operator.truediv, ast.UAdd: operator.pos, ast.USub: operator.neg}
 
@@ -214,14 +216,14 @@ def soft_overlong_reward(max_completion_length, cache=None):
     return soft_overlong
 
 
-def repetition_reward(prompts, completions, completion_ids, n=4, **columns):
+def repetition_reward(prompts, completions, completion_ids, **columns):
     """-(1 - distinct n-grams / n-grams) of the token ids: 0 without repetition, near -1 in a loop.
 
     Token ids rather than words, so that it works for Chinese and other text without spaces.
     """
     rewards = []
     for ids in completion_ids:
-        ngrams = [tuple(ids[i:i + n]) for i in range(len(ids) - n + 1)]
+        ngrams = [tuple(ids[i:i + NGRAM]) for i in range(len(ids) - NGRAM + 1)]
         rewards.append(len(set(ngrams)) / len(ngrams) - 1 if ngrams else 0.0)
     return rewards
 

@@ -1,5 +1,6 @@
 import copy
 import importlib
+import inspect
 import math
 import re
 import sys
@@ -18,7 +19,7 @@ from conftest import jsonl, turns
 from model import load_pretrained
 from report import UserError, rollout_metrics
 from reward import combine_rewards, failures, load_reward_funcs
-from reward.combine import LIMIT, Judge
+from reward.combine import LIMIT, RULES, Judge
 from reward.reward_model import reward_model_reward
 from reward.rules import accuracy_reward, format_reward, tag_reward
 
@@ -86,6 +87,17 @@ def test_accuracy_reward_without_gold_answers_judges_nothing_and_an_empty_one_is
     assert accuracy_reward(["", ""], ["1", "2"]) == [None, None]
     with pytest.raises(ValueError, match="answer"):
         accuracy_reward([""], ["<answer></answer>"], answer=[" "])
+
+
+def test_no_column_is_an_option_of_a_rule():
+    """Whatever the columns of a dataset are called, a rule reads those that it is for."""
+    known = {"prompts": ["p"], "completions": ["a"], "completion_ids": [[1, 2, 3, 4] * 3],
+             "answer": [None], "nums": [None], "target": [None], "words": [None]}
+    names = {*RULES, "overlong"} - {"reasoning_gym"}        # a package that may be missing
+    for judge in load_reward_funcs(names, max_completion_length=10):
+        options = inspect.signature(judge.function).parameters
+        named = {name: ["x"] for name in ("n", "cache", *options) if name != "columns"}
+        assert judge.function(**named | known) == judge.function(**known)
 
 
 # --- the reward model's score as a reward ---------------------------------------------------------
