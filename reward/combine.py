@@ -5,7 +5,6 @@ import inspect
 import itertools
 import math
 import os
-import pickle
 import sys
 import threading
 import traceback
@@ -234,11 +233,13 @@ class WrongRewards(ValueError):
 
 
 def copied(arguments):
-    """A deep copy; for 1,024 completions of 2,000 tokens pickle takes 0.1 s, deepcopy 0.4."""
-    try:
-        return pickle.loads(pickle.dumps(arguments))
-    except Exception:                   # pickle knows no lambdas
-        return copy.deepcopy(arguments)
+    """A copy of each value: rows of one prompt share theirs, and so do all functions."""
+    copies = {}
+    for name, values in arguments.items():
+        # deepcopy looks at each of a million ids
+        copy_of = list if name == "completion_ids" else copy.deepcopy
+        copies[name] = [copy_of(value) for value in values]
+    return copies
 
 
 def as_list(values, count):

@@ -290,17 +290,17 @@ def test_each_kind_is_a_warning_once_for_each_function_and_run():
 @pytest.mark.parametrize("timeout", [0, 60])
 def test_exit_is_a_failure_and_ctrl_c_is_not(timeout):
     def judge(prompts, completions, raising, **columns):
-        raise raising
+        raise raising[0]
 
     for leave, says in ((SystemExit(3), "called exit"), (GeneratorExit(), "GeneratorExit")):
         with pytest.raises(UserError, match=f"judge failed in its first call: {says}"):
-            ask(Judge(judge, timeout=timeout), raising=leave)
+            ask(Judge(judge, timeout=timeout), raising=[leave] * 2)
         ours = Judge(judge, timeout=timeout)
         ours.proven = True
-        rewards, (text,) = ask(ours, raising=leave)
+        rewards, (text,) = ask(ours, raising=[leave] * 2)
         assert all(map(math.isnan, rewards)) and ours.failed == {says: 1} and says in text
     with pytest.raises(KeyboardInterrupt):
-        ask(Judge(judge, timeout=timeout), raising=KeyboardInterrupt())
+        ask(Judge(judge, timeout=timeout), raising=[KeyboardInterrupt()] * 2)
 
 
 def test_a_function_that_changes_its_arguments_harms_nobody():
@@ -314,6 +314,18 @@ def test_a_function_that_changes_its_arguments_harms_nobody():
     before = copy.deepcopy(columns)
     assert combined([vandal, lengths], [1.0, 1.0], ["a", "bb"], **columns)[0].tolist() == [2, 3]
     assert columns == before
+
+
+def test_rows_that_share_a_value_do_not_share_what_a_function_makes_of_it():
+    def uses_up(prompts, completions, words, messages, completion_ids, **columns):
+        messages[0][0]["content"] += "!"
+        return [len(of_row) * of_row.pop() for of_row in words]
+
+    words, chat, ids = [1, 2, 3], turns("p"), [7, 8]        # of a prompt, for both of its rows
+    columns = {"words": [words, words], "messages": [chat, chat], "completion_ids": [ids, ids]}
+    _, values = combined([uses_up, uses_up], [1.0, 1.0], ["a", "b"], **columns)
+    assert [of_one.tolist() for of_one in values.values()] == [[9, 9], [9, 9]]
+    assert (words, chat, ids) == ([1, 2, 3], turns("p"), [7, 8])
 
 
 def test_a_flood_is_cut_and_cannot_control_the_terminal(capsys):
