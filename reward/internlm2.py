@@ -76,6 +76,7 @@ class InternLM2Tokenizer:
 
     So a text that spells out a special token stays text.
     """
+    added_tokens_decoder = {}       # of a tokenizer in transformers: what a text may not spell
 
     def __init__(self, folder, saved):
         try:

@@ -41,6 +41,8 @@ class RewardModel(nn.Module):
         self.config, self.tokenizer = config, tokenizer
         self.model = Decoder(config) if backbone is None else backbone
         self.score = nn.Linear(config.hidden_size, 1, bias=False)
+        added = tokenizer.added_tokens_decoder.values()
+        self.markers = [token.content for token in added if token.special]
 
     def forward(self, input_ids):
         """Scores (N, T): at each position, the score of the chat up to there.
@@ -52,8 +54,17 @@ class RewardModel(nn.Module):
         return self.score(hidden.float())[..., 0]       # in bfloat16, close scores would be equal
 
     def tokenize(self, chats):
+        """The ids of each chat. A marker that a text spells, such as <|im_end|>, ends no turn."""
+        chats = [[turn | {"content": self.without_markers(turn["content"])} for turn in chat]
+                 for chat in chats]
         # The model's own chat template writes a BOS where it needs one; the tokenizer adds none.
         return self.tokenizer.apply_chat_template(chats, tokenize=True, return_dict=False)
+
+    def without_markers(self, text):
+        """The text with a space after the first character of each marker."""
+        for marker in self.markers:
+            text = text.replace(marker, f"{marker[0]} {marker[1:]}")
+        return text
 
     def pad(self, ids):
         """Lists of ids -> tensor (N, T), padded on the right, and their last positions, (N,)."""
@@ -133,6 +144,7 @@ class LikelihoodModel(RewardModel):
             raise UserError("the likelihood is that of the last turn, but the chat template does "
                             "not show where it begins; choose a model whose generation prompt "
                             "also opens the assistant's turns in its chats")
+        self.markers.append(tokenizer.decode(self.opening))     # may be ordinary text
 
     def forward(self, input_ids):
         """Log-likelihoods (N, T): at each position, that of the last turn up to there."""
