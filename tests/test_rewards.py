@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from decimal import Decimal
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -18,7 +19,7 @@ import train_grpo
 from conftest import jsonl, turns
 from model import load_pretrained
 from report import UserError, rollout_metrics
-from reward import combine_rewards, failures, load_reward_funcs
+from reward import combine_rewards, failures, load_reward_funcs, rules
 from reward.combine import LIMIT, RULES, Judge
 from reward.reward_model import reward_model_reward
 from reward.rules import accuracy_reward, format_reward, tag_reward
@@ -98,6 +99,27 @@ def test_no_column_is_an_option_of_a_rule():
         options = inspect.signature(judge.function).parameters
         named = {name: ["x"] for name in ("n", "cache", *options) if name != "columns"}
         assert judge.function(**named | known) == judge.function(**known)
+
+
+@pytest.mark.parametrize("timeout", [0, 60])
+def test_what_reads_replies_as_mathematics_or_a_task_has_seconds_in_a_thread_too(
+        timeout, monkeypatch):
+    def endless(*texts, **options):
+        threads.append(threading.current_thread())
+        while True:
+            time.sleep(0.001)
+
+    threads, names = [], ["accuracy", "reasoning_gym"]
+    monkeypatch.setattr(rules, "SECONDS", 0.1)
+    monkeypatch.setitem(sys.modules, "math_verify", SimpleNamespace(parse=endless, verify=None))
+    monkeypatch.setitem(sys.modules, "reasoning_gym",
+                        SimpleNamespace(get_score_answer_fn=lambda name: endless))
+    for judge in load_reward_funcs(names, timeout=timeout):
+        assert judge(prompts=[""], completions=["<answer>x</answer>"], answer=[r"\sqrt{2}"],
+                     metadata=[{"source_dataset": "any"}]) == [0]
+    for thread in threads:
+        thread.join(10)         # what took too long has ended
+        assert not thread.is_alive()
 
 
 # --- the reward model's score as a reward ---------------------------------------------------------
