@@ -331,3 +331,9 @@ def reasoning_gym_reward(prompts, completions, answer, metadata, **columns):
     return [None if row[1] is None else
             max(score(extract_answer(completion), *row), score(completion.strip(), *row) // 1)
             for completion, *row in zip(completions, answer, metadata)]
+
+
+# By the names that --reward_funcs knows.
+RULES = {"format": format_reward, "tag": tag_reward, "accuracy": accuracy_reward,
+         "repetition": repetition_reward, "countdown": countdown_reward,
+         "sentence": sentence_reward, "reasoning_gym": reasoning_gym_reward}
