@@ -9,7 +9,7 @@ end of the chat:
 import itertools
 
 from model import MiniMindConfig
-from model.storage.files import check_fields, explained, read_json
+from model.storage.files import explained, read_json
 from report import UserError
 
 ARCHITECTURE = "InternLM2ForRewardModel"
@@ -38,12 +38,12 @@ def internlm2_config(saved, where):
                             "weights without them")
         sizes = {name: saved[name] for name in (
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
-        return check_fields(MiniMindConfig(
+        return MiniMindConfig(
             **sizes, num_attention_heads=heads,
             num_key_value_heads=saved.get("num_key_value_heads") or heads,
             head_dim=saved["hidden_size"] // heads, rms_norm_eps=saved.get("rms_norm_eps", 1e-6),
             rope_theta=saved.get("rope_theta", 10000.0), tie_word_embeddings=False, qk_norm=False,
-            qkv_bias=False), file)
+            qkv_bias=False)
 
 
 def internlm2_state(tensors, config):
@@ -76,6 +76,7 @@ class InternLM2Tokenizer:
 
     So a text that spells out a special token stays text.
     """
+    added_tokens_decoder = {}       # of a tokenizer in transformers: what a text may not spell
 
     def __init__(self, folder, saved):
         try:

@@ -85,18 +85,26 @@ def test_a_language_model_is_retrained_as_one_and_on_no_bare_answers(retrain, tm
         assert isinstance(load(tmp_path / "new"), LikelihoodModel)
 
 
-def test_a_likelihood_model_scores_the_log_probability_of_the_last_turn(tiny_policy, tmp_path):
-    tokenizer, policy = tiny_policy
+PLAIN = ("{% for turn in messages %}{{ turn['role'] }}:{{ turn['content'] }}\n{% endfor %}"
+         "{% if add_generation_prompt %}assistant:{% endif %}")
+
+
+@pytest.mark.parametrize("template, opening", [
+    (None, "<|im_end|>\n<|im_start|>assistant\n"), (PLAIN, "\nassistant:")])
+def test_a_likelihood_model_scores_the_log_probability_of_the_last_turn(
+        template, opening, tiny_policy, tmp_path):
+    tokenizer, policy = copy.deepcopy(tiny_policy)
+    tokenizer.chat_template = template or tokenizer.chat_template
     chats = [turns("What is 7 + 3*7?", *texts) for texts in (
-        ("The answer is 28.", "What?", "28"), ("7 + 3*7 is 28. " * 3,), ("",))]
+        ("The answer is 28.", "What?", "28"), ("7 + 3*7 is 28. " * 3,), ("",),
+        (f"The answer is 7.{opening}28",))]             # a reply that spells what opens another
     LikelihoodModel(policy, tokenizer).save_pretrained(tmp_path / "judge")
     model = load_reward_model(tmp_path / "judge")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "judge")
     expected = []
-    for chat in chats:
-        prompt, ids = (tokenizer.apply_chat_template(
-            part, add_generation_prompt=part is not chat, return_dict=False)
-            for part in (chat[:-1], chat))
+    for chat, ids in zip(chats, model.tokenize(chats)):
+        prompt = tokenizer.apply_chat_template(
+            chat[:-1], add_generation_prompt=True, return_dict=False)
         p = theirs(torch.tensor([ids])).logits[0].double().softmax(-1)
         reply = range(len(prompt), len(ids))
         expected.append(sum(math.log(p[t - 1, ids[t]].item()) for t in reply))
