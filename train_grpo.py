@@ -50,7 +50,7 @@ import torch
 from dataset import batches_from, read_prompts
 from model import Rollout, Saver, World, eos_token_ids, fast, sampler
 from model.lora import AdaptersOff, with_adapters
-from model.processes.watch import Watch, all_or_none
+from model.processes.watch import all_or_none, stop_on_signals
 from model.processes.world import for_learning, for_sampling
 from model.storage.read import find_weights, load_pretrained, load_tokenizer
 from report import Report, UserError, describe, drift, mean_metrics, rollout_metrics, sum_metrics
@@ -386,8 +386,7 @@ def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
 @all_or_none                        # what ends one rank ends all of them
 def main(argv=None):
     args = parse_args(argv)
-    world = World(args.device, args.dtype, args.seed)
-    watch = Watch(world, args.hang_timeout)     # world.watch: signals, ranks that fail or hang
+    world = World(args.device, args.dtype, args.seed, args.hang_timeout)
     saver = Saver(Path(args.out_dir) / args.run_name, world, args)
     pairs = {"plain": (sampler.sample, token_logps), "fast": (fast.sample, fast.token_logps),
              "vllm": (fast.Engine(world, args), fast.token_logps)}
@@ -404,11 +403,11 @@ def main(argv=None):
         world.print_json(evaluate_at(steps_done))
         return world.close()
     with Report(saver.run_dir, args, total_steps=last_step, start_step=steps_done,
-                num_tokens=num_tokens, active=world.rank == 0) as report, watch:
+                num_tokens=num_tokens, active=world.rank == 0) as report:
         report.intro(policy, world.device, world.size, len(problems), len(heldout))
         if args.eval_interval and steps_done == 0:
             report.evaluation(0, evaluate_at(0))
-        watch.steps_begin()                 # from here on a signal lets the step end
+        stop_on_signals(world)              # from here on a signal lets the step end
         for step, batch in enumerate(batches, start=steps_done + 1):
             report.phase("rollout")         # 1. ask: G completions of every prompt
             rollout = generate(policy, batch, tokenizer, sample, world.rng(step), args)
@@ -758,8 +757,9 @@ def add_machine_flags(parser):
     flag("--shard", type=int, choices=(0, 1), default=0, help="1: divide weights, gradients and "
          "moments over the processes (FSDP), for models whose gradients and moments do not fit "
          "one GPU; to sample, the whole model must")
-    flag("--hang_timeout", type=POSITIVE_OR_0, default=0, help="seconds a process may be busy "
-         "without reaching the others before the run ends and names it; 0: no limit")
+    flag("--hang_timeout", type=POSITIVE_OR_0, help="seconds that a process may be busy with one "
+         "batch, or wait for the others, before the run ends; 0: no limit (default: 1800 with "
+         "several processes, else 0)")
     flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
     flag("--ddp", action="store_true", help="MiniMind's, ignored: use torchrun")
 

@@ -26,10 +26,11 @@ from conftest import Canary, edit
 from dataset import PromptCollator, PromptDataset
 from model import chat
 from model.lora import adapter_state, with_adapters
+from model.processes.saver import load_adapter, load_checkpoint, save_checkpoint
 from model.storage import files
-from model.storage.read import load_adapter, load_checkpoint, load_pretrained, load_tokenizer
+from model.storage.read import load_pretrained, load_tokenizer
 from model.storage.tokenizer import read_chats
-from model.storage.write import save_adapter, save_checkpoint, save_pretrained
+from model.storage.write import save_adapter, save_pretrained
 from report import Report, UserError, user_errors
 from report.text import fold, printable, read_jsonl, to_line
 from reward import load_reward_model

@@ -316,9 +316,7 @@ def test_each_rank_has_an_engine(flags, tmp_path):
 
 
 @needs_vllm
-@pytest.mark.parametrize("way, reason", [
-    ("raise KeyboardInterrupt('stumbled')", "error: rank 1: KeyboardInterrupt: stumbled"),
-    ("os._exit(0)", "error: rank 1 (process ")])
-def test_a_rank_that_fails_ends_all_engines(way, reason, tmp_path):
-    test_reliability.test_what_ends_one_rank_ends_all_with_its_reason_as_the_last_words(
-        way, "--sampler vllm", 2 if "raise" in way else 1, reason, tmp_path)
+@pytest.mark.parametrize("way", ["raise ValueError('stumbled')", "os._exit(7)"])
+def test_a_rank_that_fails_ends_all_engines(way, tmp_path):
+    page = test_reliability.page_of_torchrun(way, "--sampler vllm", tmp_path)
+    assert "rank      : 1 " in page and ("stumbled" in page) == ("stumbled" in way)
