@@ -48,7 +48,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 
 from dataset import batches_from, read_prompts
-from model import Rollout, Saver, World, eos_token_ids, fast, sampler
+from model import MiniMindForCausalLM, Rollout, Saver, World, eos_token_ids, fast, sampler
 from model.lora import AdaptersOff, with_adapters
 from model.processes.watch import all_or_none, stop_on_signals
 from model.processes.world import for_learning, for_sampling
@@ -388,13 +388,11 @@ def main(argv=None):
     args = parse_args(argv)
     world = World(args.device, args.dtype, args.seed, args.hang_timeout)
     saver = Saver(Path(args.out_dir) / args.run_name, world, args)
-    pairs = {"plain": (sampler.sample, token_logps), "fast": (fast.sample, fast.token_logps),
-             "vllm": (fast.Engine(world, args), fast.token_logps)}
-    sample, logps_of = pairs[args.sampler]              # or a pair of your own
-    sample, logps_of = for_sampling(sample, world, args), for_learning(logps_of, world, args)
     tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)   # 0.99: runs are short
+    sample, logps_of = choose_pair(policy, optimizer, world, args)      # or a pair of your own
+    sample, logps_of = for_sampling(sample, world, args), for_learning(logps_of, world, args)
     steps_done, num_tokens = saver.resume(policy, optimizer, reference)
     collate, problems, heldout = read_prompts(args, tokenizer)
     batches, last_step = batches_from(steps_done + 1, problems, collate, world, args)
@@ -551,6 +549,18 @@ def load_models(args, world):
         scale=args.reward_model_scale, answer_share=args.reward_model_answer_share)
     reference, count = reference if args.beta > 0 else None, len(args.reward_funcs)
     return tokenizer, policy, reference, reward_funcs[:count], reward_funcs[count:]
+
+
+def choose_pair(policy, optimizer, world, args):
+    """The two functions that run the policy: `sample`, and what computes log-probabilities."""
+    sample, logps_of = sampler.sample, token_logps
+    if args.sampler != "plain" and isinstance(policy, MiniMindForCausalLM):
+        sample, logps_of = fast.sample, fast.token_logps    # they know our own network alone
+    if args.sampler == "vllm":
+        sample = fast.Engine(world, args)
+        optimizer.register_step_post_hook(sample.outdate)
+        logps_of = sample.asleep(logps_of)
+    return sample, logps_of
 
 
 # --- what one looks up: flags ---------------------------------------------------------------------

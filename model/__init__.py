@@ -16,7 +16,6 @@ On disk, weights are what transformers writes: a folder with config.json, model.
 tokenizer's files. Where a function takes a path to weights, a hub id like Qwen/Qwen3-0.6B will do
 too, as will one of MiniMind's .pth files.
 """
-import gc
 import os
 
 # Before torch is imported: waiting threads go to sleep soon, so that a busy machine stays usable.
@@ -30,9 +29,6 @@ from .sampler import sample
 from .storage.files import eos_token_ids
 from .storage.read import find_weights, load_pretrained, load_tokenizer
 from .storage.write import save_pretrained
-
-# Modules stay: the search for garbage need not look through their 200,000 objects time and again.
-gc.freeze()
 
 __all__ = [
     "MiniMindConfig", "MiniMindForCausalLM", "Rollout", "Saver", "World", "eos_token_ids",
