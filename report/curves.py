@@ -93,7 +93,7 @@ class Run:
         """What the run achieved: "held-out accuracy 25% → 71%, answers 30 → 52 tokens, in ..."."""
         parts = []
         for template, *keys in (
-                ("held-out accuracy {:.0%} → {:.0%}", "eval/accuracy"),
+                ("held-out accuracy {:.1%} → {:.1%}", "eval/accuracy"),
                 ("answers {:.0f} → {:.0f} tokens", "eval/mean_length", "completions/mean_length"),
                 ("reward {:.2f} → {:.2f}", "reward")):
             known = [values for values in map(self.finite, keys) if len(values) > 1]

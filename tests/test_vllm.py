@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import test_reliability
 import torch
 import transformers
 from test_sampler import draw, trained_logps, wide
