@@ -315,7 +315,9 @@ Minibatch = namedtuple("Minibatch", "num_sequences num_tokens micro_batches")
 
 
 def minibatches(rollout, world, args):
-    """Step 4: a Minibatch for each optimizer step of a pass over the rollout."""
+    """Step 4: a Minibatch for each optimizer step of a pass; none if no rank has a reward."""
+    if not world.sum((~rollout.rewards.isnan()).sum()):
+        return []
     # With --mask_truncated_completions a cut-off one adds no tokens, but is one of num_sequences.
     kept = rollout.ended if args.mask_truncated_completions else torch.ones_like(rollout.ended)
     learned = kept                                                                      # (N,)
@@ -345,7 +347,7 @@ def compute_old_logps(policy, updates, logps_of, args):
 
 def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
     """Step 4: an optimizer step on each Minibatch, `num_iterations` times; their mean metrics."""
-    metrics = []
+    metrics, options = [], loss_options(args)
     optimizer.param_groups[0]["lr"] = lr
     for minibatch in updates * args.num_iterations:
         shares = [{"loss": 0.0}]    # a rank may have no part
@@ -362,11 +364,7 @@ def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
             loss, of_loss = grpo_loss(
                 logps, old_logps, weights * advantages, part.mask,
                 num_sequences=minibatch.num_sequences, num_tokens=minibatch.num_tokens,
-                ref_logps=part.ref_logps, beta=0.0 if args.kl_in_reward else args.beta,
-                kl_type=args.kl_type, epsilon_low=args.epsilon_low, epsilon_high=args.epsilon_high,
-                delta=args.delta, loss_type=args.loss_type, max_completion_length=args.max_gen_len,
-                importance_sampling_level=args.importance_sampling_level, entropy=entropy,
-                entropy_coef=args.entropy_coef, use_bias_correction_kl=args.use_bias_correction_kl)
+                ref_logps=part.ref_logps, entropy=entropy, **options)
             loss.backward()
             of_policy = drift(part, logps, old_logps, entropy, weights)     # sums over tokens
             shares.append({"loss": loss.detach()} | of_loss | of_policy)
@@ -406,6 +404,7 @@ def main(argv=None):
         if args.eval_interval and steps_done == 0:
             report.evaluation(0, evaluate_at(0))
         stop_on_signals(world)              # from here on a signal lets the step end
+        unjudged = 0                        # steps in a row that had no reward, on no rank
         for step, batch in enumerate(batches, start=steps_done + 1):
             report.phase("rollout")         # 1. ask: G completions of every prompt
             rollout = generate(policy, batch, tokenizer, sample, world.rng(step), args)
@@ -418,6 +417,7 @@ def main(argv=None):
                 rollout, policy, tokenizer, logps_of, world, args)
             report.phase("old_logps")       # 4. learn: minibatches, then clipped gradient steps
             updates = minibatches(rollout, world, args)
+            unjudged = 0 if updates else unjudged + 1
             compute_old_logps(policy, updates, logps_of, args)
             report.phase("update")
             lr = lr_at(step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
@@ -430,12 +430,11 @@ def main(argv=None):
                 metrics |= report.evaluation(step, evaluate_at(step))
             report.step(step, metrics | of_rollout | {"learning_rate": lr}, records)
             is_due, signal = saver.is_due(step, last_step)
-            if is_due:
+            if is_due or unjudged == 10:
                 report.phase("checkpoint")
                 saver.save(step, report.num_tokens, policy, tokenizer, optimizer, reference)
                 report.draw()
-            if signal:                      # the same on all ranks
-                raise saver.stopped(step, signal)
+            stop_if_asked(step, signal, unjudged, saver)        # the same on all ranks
         saver.save_final(policy, tokenizer)
     world.close()
 
@@ -446,7 +445,26 @@ def main(argv=None):
 def gather_records(rollout, reward_funcs, tokenizer, world, args):
     """A row for each completion of all ranks, and the metrics that follow from these rows."""
     rows = world.gather(describe(rollout, tokenizer if args.log_token_logps else None))
-    return rows, rollout_metrics(rows, args.num_generations, world.gather(failures(reward_funcs)))
+    failed = world.gather(failures(reward_funcs))
+    return rows, rollout_metrics(rows, args.num_generations, failed, warn=world.rank == 0)
+
+
+def stop_if_asked(step, signal, unjudged, saver):
+    """Ends the run after a step that is saved: for a signal, or if no step had a reward of late."""
+    if signal:
+        raise saver.stopped(step, signal)
+    if unjudged == 10:
+        raise UserError("no completion of the last 10 steps has a reward, so nothing was learned "
+                        "from them; check that --reward_funcs fit the data")
+
+
+def loss_options(args):
+    """The keywords of grpo_loss that are flags."""
+    names = ("kl_type", "epsilon_low", "epsilon_high", "delta", "loss_type", "entropy_coef",
+             "importance_sampling_level", "use_bias_correction_kl")
+    options = {name: getattr(args, name) for name in names}
+    options["beta"] = 0.0 if args.kl_in_reward else args.beta
+    return options | {"max_completion_length": args.max_gen_len}
 
 
 def best_rows(rollout, args):
