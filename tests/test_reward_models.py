@@ -19,7 +19,7 @@ from model import MiniMindConfig
 from report import UserError
 from reward import load_reward_model
 from reward.reward_model import RewardModel, with_reply
-from reward.sample_pairs import reply_pairs
+from reward.train_reward_model import sampled_pairs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -259,8 +259,7 @@ def test_what_is_no_reward_model_is_one_sentence(path, says):
 def test_the_shipped_reward_model_orders_heldout_pairs():
     model = load_reward_model(ROOT / "reward/weights/reward_128", device="cpu")
     problems, rng = PromptDataset(ROOT / "dataset/heldout.jsonl")[:100], random.Random(1)
-    pairs = list(reply_pairs(ROOT / "model/weights/reason_128", problems, num_generations=8, most=2,
-                             rng=rng, seed=1))
+    pairs = list(sampled_pairs(ROOT / "model/weights/reason_128", problems, rng, seed=1))
     better, worse = (model.get_scores([with_reply(row["conversations"], row[side])
                                        for row in pairs]) for side in ("chosen", "rejected"))
     assert len(better) > 100
