@@ -240,9 +240,9 @@ def test_what_is_no_reward_model_is_one_sentence(path, says):
 
 def test_the_shipped_reward_model_orders_heldout_pairs():
     model = load_reward_model(ROOT / "reward/weights/reward_128", device="cpu")
-    problems, rng = PromptDataset(ROOT / "dataset/heldout.jsonl")[:100], random.Random(1)
+    problems, rng = PromptDataset(ROOT / "dataset/heldout.jsonl")[:60], random.Random(1)
     pairs = list(sampled_pairs(ROOT / "model/weights/reason_128", problems, rng, seed=1))
     better, worse = (model.get_scores([with_reply(row["conversations"], row[side])
                                        for row in pairs]) for side in ("chosen", "rejected"))
-    assert len(better) > 100
+    assert len(better) > 60
     assert sum(a > b for a, b in zip(better, worse)) >= 0.9 * len(better)
