@@ -18,19 +18,11 @@ GRPO: right completions of a run against wrong ones of the same prompt. A share 
 
 With --likelihood, the reward model is a language model and its score the log-likelihood of the
 reply: see LikelihoodModel. A run that uses it needs --reward_model_clip 0
---reward_model_answer_share 0.
-
-    python -m reward.train_reward_model --save out/reward_likelihood --likelihood \\
-        --init out/grpo_reason_128/final --completions out/grpo_reason_128/completions.jsonl \\
-        --data reward/weights/reward_128/pairs.jsonl --replay 0.1 \\
-        --steps 100 --learning_rate 3e-4 --warmup_steps 10
+--reward_model_answer_share 0. reward/iterate.py has the flags.
 
 With --sample nothing is trained: it writes the pairs for --data, a right reply of a policy against
 a wrong one to the same problem. A reward model learns whatever sets the two sides apart, whether or
 not that is what we mean by better: most right replies are long and worked, most wrong ones guesses.
-
-    python -m reward.train_reward_model --save out/sft/replies_train.jsonl \\
-        --sample model/weights/reason_128 model/weights/full_sft_128 --prompts dataset/train.jsonl
 """
 import argparse
 import json
@@ -50,13 +42,7 @@ from model.storage.read import build, read_weights
 from model.train_sft import optimize
 from report import UserError, user_errors
 
-from .reward_model import (
-    LikelihoodModel,
-    RewardModel,
-    is_likelihood,
-    load_likelihood,
-    with_reply,
-)
+from .reward_model import LikelihoodModel, RewardModel, is_likelihood, load_likelihood, with_reply
 from .rules import accuracy_reward, extract_answer
 
 KEPT = 1000         # pairs saved next to the weights, for a later --replay
