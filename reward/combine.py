@@ -26,21 +26,16 @@ def load_reward_funcs(names, *, reward_model_path=None, device="cpu", max_comple
     A function has failed after `timeout` seconds (0: no limit). The other options are those of
     reward_model_reward. UserError for an unknown name.
     """
-    def find(name):
-        if name == "rm":
-            model = load_reward_model(reward_model_path, device=device)
-            return reward_model_reward(model, **reward_model_options)
-        if name == "overlong":
-            return rules.soft_overlong_reward(max_completion_length)
-        if ":" in name:
-            return import_function(name)
-        if name in rules.RULES:
-            return rules.RULES[name]
-        raise UserError(f"--reward_funcs {name}: no such reward; choose from "
-                        f"{', '.join(rules.RULES)}, rm, overlong, or give module:function")
-
-    # A reward model is loaded once.
-    judges = {name: Judge(find(name), timeout) for name in dict.fromkeys(names)}
+    functions = dict(rules.RULES)
+    if "rm" in names:
+        model = load_reward_model(reward_model_path, device=device)
+        functions["rm"] = reward_model_reward(model, **reward_model_options)
+    if "overlong" in names:
+        functions["overlong"] = rules.soft_overlong_reward(max_completion_length)
+    for name in names:
+        if name not in functions:
+            functions[name] = import_function(name)
+    judges = {name: Judge(functions[name], timeout) for name in names}
     return [judges[name] for name in names]
 
 
@@ -55,7 +50,8 @@ def import_function(name):
     except (Exception, SystemExit) as error:
         if error.__traceback__.tb_next:     # raised by the module's own code
             traceback.print_exception(error)
-        raise UserError(f"--reward_funcs {name}: {reason(error)}; write module:function, with a "
+        raise UserError(f"--reward_funcs {name}: {reason(error)}; choose from "
+                        f"{', '.join(rules.RULES)}, rm, overlong, or write module:function, with a "
                         "module that Python can import from this folder") from error
 
 

@@ -216,7 +216,7 @@ def load_with_head(folder, dtype):
     architectures = str(saved.get("architectures"))
     if ARCHITECTURE in architectures:
         config = internlm2_config(saved, folder)
-        state = internlm2_state(read_weights(folder), config)
+        state = internlm2_state(read_weights(folder), config, folder)
         model = build(RewardModel, config, InternLM2Tokenizer(folder, saved), state=state,
                       path=folder)
         model.model.to(dtype)

@@ -33,23 +33,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ("<think>\n27*6=162\n</think>\n\n<answer>\n162\n</answer>", 0.5, 1.0),
     ("<think>\n27*6=162\n</think>\n\n\n<answer>\n162\n</answer>", 0.0, 1.0),
     ("<think>\n27*6=162\n</think><answer>\n162\n</answer>", 0.0, 1.0),
-    # many lines in a block, or nothing: whether the answer is right is accuracy's business
-    ("<think>\na\n\nb\nc\n</think>\n<answer>\n1\n2\n</answer>", 0.5, 1.0),
-    ("<think>\n\n</think>\n<answer>\n\n</answer>", 0.5, 1.0),
-    # something after the blocks, or before them
+    # many lines in a block; nothing in it
+    ("<think>\na\n\nb\nc\n</think>\n<answer>\n\n</answer>", 0.5, 1.0),
+    # something after the blocks, or before them; tags that share their line with text
     ("<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>\n", 0.0, 1.0),
     ("Well. <think>\n27*6=162\n</think>\n<answer>\n162\n</answer>", 0.0, 1.0),
-    # tags that share their line with text; the wrong order
     ("<think>27*6=162</think>\n<answer>162</answer>", 0.0, 1.0),
-    ("<answer>\n162\n</answer>\n<think>\n27*6=162\n</think>", 0.0, 1.0),
-    # a tag missing, one doubled, all nested
+    # a tag missing, one doubled; cut off; without any
     ("<think>\n27*6=162\n<answer>\n162\n</answer>", 0.0, 0.75),
     ("<think>\n<think>\n27*6\n</think>\n<answer>\n162\n</answer>", 0.5, 0.75),
-    ("<think>\n<think>\na\n</think>\n</think>\n<answer>\n<answer>\n1\n</answer>\n</answer>",
-     0.5, 0.0),
-    # cut off, or without any tags
-    ("<think>\n27*6=162", 0.0, 0.25),
-    ("162", 0.0, 0.0), ("", 0.0, 0.0),
+    ("<think>\n27*6=162", 0.0, 0.25), ("162", 0.0, 0.0),
 ])
 def test_format_and_tag_rewards(completion, form, tags):
     assert format_reward([""], [completion]) == [form]
@@ -373,38 +366,22 @@ def test_failures_of_all_ranks_are_counted_and_give_the_reason():
 
 
 NASTY = """
-import sys
-import threading
+calls = []
 
-let_go, calls = threading.Event(), {}
-
-def exits(completions):
-    sys.exit()
-
-def hangs(completions):
-    let_go.wait()
-
-def is_wild(completions):       # in groups of four: one judged, two, none
+def wild(prompts, completions, **columns):
+    calls.append("wild")
+    if len(calls) <= 2:
+        return [len(completion) / 10 for completion in completions]
+    # in groups of four: one judged, two, none
     some = [1.0, "x", float("nan"), float("inf"), 0.0, 1.0, 1e38, None]
     return some + [10**400] * (len(completions) - 8)
 
-def fails(completions):
-    raise RuntimeError("no luck")
-
-def judge(name, *nasty):
-    def function(completions, **columns):
-        calls[name] = calls.get(name, 0) + 1
-        if calls[name] > 1:
-            return nasty[calls[name] - 2](completions)
-        return [len(completion) / 10 for completion in completions]
-    function.__name__ = name
-    return function
-
-one, two, three = (judge("one", is_wild, exits), judge("two", fails, hangs),
-                   judge("three", exits, is_wild))
+def fails(prompts, completions, **columns):
+    calls.append("fails")
+    return [1 / (len(calls) <= 2)] * len(completions)
 """
-RUN = ("--batch_size 4 --num_generations 4 --max_gen_len 16 --max_steps 3 --eval_interval 0 "
-       "--reward_timeout 2 --reward_funcs my_nasty:one my_nasty:two my_nasty:three")
+RUN = ("--batch_size 4 --num_generations 4 --max_gen_len 16 --max_steps 2 --eval_interval 0 "
+       "--reward_funcs my_nasty:wild my_nasty:fails")
 
 
 @pytest.mark.parametrize("flags", [
@@ -414,13 +391,11 @@ def test_a_run_outlives_its_rewards(flags, own_module, tmp_path):
     own_module("my_nasty", NASTY)
     with warnings.catch_warnings(record=True):
         train_grpo.main([*RUN.split(), *flags.split(), "--out_dir", str(tmp_path)])
-    sys.modules["my_nasty"].let_go.set()
     folder = tmp_path / "grpo_reason_128"
-    first, *lines = jsonl(folder / "metrics.jsonl")
+    first, line = jsonl(folder / "metrics.jsonl")
     assert not any(name.endswith("/failed") for name in first)
-    wild = len(jsonl(folder / "completions.jsonl")) // 3 - 4
-    assert [[line[f"rewards/{name}/failed"] for name in ("one", "two", "three")]
-            for line in lines] == [[wild, 1, 1], [wild + 1, 2, 1 + wild]]
-    assert [line["reward"] for line in lines] == pytest.approx([2 / 3] * 2)
+    N = len(jsonl(folder / "completions.jsonl")) // 2
+    assert (line["rewards/wild/failed"], line["rewards/fails/failed"]) == (N - 4, 1)
+    assert line["reward"] == pytest.approx(2 / 3)
     weights = load_pretrained(folder / "final").parameters()
     assert all(weight.isfinite().all() for weight in weights)

@@ -619,8 +619,7 @@ importlib.import_module(sys.argv[1])
 
 @pytest.mark.parametrize("own, found", [(None, "3000"), ("7", "7")])
 @pytest.mark.parametrize("script", [
-    "train_grpo", "model.chat", "model.train_sft", "reward.train_reward_model",
-    "reward.sample_pairs"])
+    "train_grpo", "model.chat", "model.train_sft", "reward.train_reward_model"])
 def test_waiting_threads_sleep_soon_unless_the_user_says_otherwise(script, own, found):
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     environment |= {"GOMP_SPINCOUNT": own} if own else {}
