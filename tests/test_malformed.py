@@ -327,7 +327,7 @@ def test_a_broken_checkpoint_is_one_sentence(weights, tiny_policy):
 
 
 @cases({"adapter_config.json": [("r 4", {"r": 4}), ("lora_alpha 7", {"lora_alpha": 7}), ("", b"[")],
-        "adapter_model.safetensors": [("NaN", ending(NAN)), ("other than tensors", Canary),
+        "adapter_model.safetensors": [("other than tensors", Canary),
                                       ("other names", save({"a": torch.zeros(1)}))]})
 def test_a_wrong_or_hostile_adapter(name, change, words, tiny_policy, tmp_path):
     policy = with_adapters(copy.deepcopy(tiny_policy[1]), rank=2, alpha=4)

@@ -375,8 +375,10 @@ def start_two(way, flags, folder):
     port, = free_ports(1)
     ranks = [context.Process(target=one_rank, args=(rank, port, folder, flags, way))
              for rank in range(2)]
-    for rank in ranks:
-        rank.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+        for rank in ranks:
+            rank.start()
     while not all((folder / f"reached_{rank}").exists() for rank in range(2)):
         assert any(rank.is_alive() for rank in ranks), (folder / "said_1").read_text()
         time.sleep(0.05)

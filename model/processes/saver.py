@@ -21,7 +21,7 @@ from ..storage.files import explained, read_json, read_tensors
 from ..storage.read import load_pretrained
 from ..storage.write import save_adapter, save_pretrained
 from .shard import load_parts, part_of, part_of_optimizer, whole_state
-from .watch import SIGNALS, Stopped
+from .watch import SIGNALS, Stopped, under_torchrun
 
 LAUNCHER = os.getppid()                     # torchrun, if it is there
 
@@ -135,10 +135,6 @@ def lock(run_dir):
         raise UserError(f"{run_dir}: cannot be written to ({error.strerror}); choose another "
                         "--out_dir") from error
     return unlock
-
-
-def under_torchrun():
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def go_on():

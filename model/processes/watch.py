@@ -59,7 +59,11 @@ def do_nothing(number, frame):
 
 def listen(reader, world):
     signalled_at = 0.0
-    for received in iter(functools.partial(reader.recv, 64), b""):      # until it is closed
+    while True:
+        received = reader.recv(64)
+        if not received:                    # closed
+            reader.close()
+            return
         for number in set(received).intersection(SIGNALS):      # not the alarm of a time limit
             name = signal.Signals(number).name
             if not world.signal:
@@ -70,14 +74,12 @@ def listen(reader, world):
             elif time.monotonic() - signalled_at > 1:
                 say(f"stopped at once by a second signal, {name}{world.advice}", world.rank)
                 os._exit(128 + number)
-    reader.close()
 
 
 def leave_child():
-    """In a forked process, a worker of a reward function's Pool, say.
+    """In a worker of a reward function's Pool: the Pool ends it with SIGTERM.
 
-    The Pool ends it with SIGTERM, which must neither be caught nor reach the thread. But the
-    terminal sends Ctrl-C to it too, and the step that is running still needs it.
+    The terminal sends Ctrl-C to it, too, but the step that is running still needs it.
     """
     for number in SIGNALS:
         if signal.getsignal(number) is do_nothing:
@@ -88,6 +90,10 @@ def leave_child():
 
 if hasattr(os, "register_at_fork"):         # Windows has no fork
     os.register_at_fork(after_in_child=leave_child)
+
+
+def under_torchrun():
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def say(text, rank):
@@ -107,7 +113,9 @@ def all_or_none(main):
         except Stopped as error:
             world = World.current
             say(str(error), world.rank)
-            world.gather([])                # torchrun ends all ranks once the first has left
+            world.gather([])                # torchrun ends all ranks once the first has left:
+            if under_torchrun():            # so they leave together, and at once
+                os._exit(error.code)
             world.close()
             sys.exit(error.code)
         except KeyboardInterrupt:
