@@ -65,7 +65,7 @@ class Run:
     def __init__(self, run_dir):
         self.name = Path(run_dir).resolve().name
         self.steps = read_jsonl(Path(run_dir) / "metrics.jsonl", most=MOST_STEPS)
-        self.evaluations = read_jsonl(Path(run_dir) / "eval.jsonl")
+        self.evaluations = read_jsonl(Path(run_dir) / "eval.jsonl", most=MOST_STEPS)
         if not self.steps:
             raise UserError(f"{run_dir}: no step in metrics.jsonl yet; "
                             "give the folder of a run, such as out/run_a.")
