@@ -114,7 +114,7 @@ class Report:
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             "run by": getattr(policy, "run_by", ""),        # transformers, if it isn't our own
-            "processes": f"{num_processes}, on {device.type}",
+            "device": f"{num_processes} x {device.type}",
             "prompts": f"{num_prompts:,} in {short(args.data_path)}",
             "held out": held_out,
             "rewards": " + ".join(f"{weight:g} {name}" for weight, name in
