@@ -5,6 +5,7 @@ that fails before that, for a mistake in a reward function, say, leaves those re
 """
 import gc
 import importlib.util
+import io
 import json
 import math
 import os
@@ -64,9 +65,6 @@ class Report:
         # A run that was killed after its last step may not have drawn it: its resume does.
         self.drawn_step = start_step if start_step < total_steps else None
         self.next_drawing = -math.inf           # a time
-        # No markup: "[red]" in what a model wrote is text. In a pipe no line is broken.
-        self.console = Console(markup=False, emoji=False, highlight=False, file=sys.stdout,
-                               width=None if sys.stdout.isatty() else 10_000)
 
     def __enter__(self):
         if not self.active:
@@ -255,14 +253,18 @@ class Report:
 
     def _print(self, part):
         """Print a text or a table above the bar, coloured only in a terminal."""
-        with self.console.capture() as capture:
-            self.console.print(part)
-        text = "\n".join(line.rstrip() for line in capture.get().split("\n"))
-        # A model can write any character: print '?' for one that the terminal cannot encode,
-        # rather than stop the run.
+        is_terminal = sys.stdout.isatty()
         encoding = sys.stdout.encoding or "utf-8"
+        # On paper first: rich ends a program whose reader has gone. '?' is what can't be encoded.
+        paper = io.TextIOWrapper(io.BytesIO(), encoding, errors="replace", newline="")
+        # No markup: "[red]" in what a model wrote is text. In a pipe no line is broken.
+        console = Console(file=paper, force_terminal=is_terminal, markup=False, emoji=False,
+                          highlight=False, width=None if is_terminal else 10_000)
+        console.print(part)
+        paper.flush()
+        text = paper.buffer.getvalue().decode(encoding)
         with suppress(OSError):     # nobody reads it: a closed terminal, the end of `| tee log`
-            tqdm.write(text.encode(encoding, errors="replace").decode(encoding), end="")
+            tqdm.write("\n".join(line.rstrip() for line in text.split("\n")), end="")
             sys.stdout.flush()
 
     def _warn_of_failures(self, metrics):
