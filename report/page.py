@@ -170,11 +170,9 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m report.page",
                                      description="Write report.html, a page to look into a run.")
     parser.add_argument("run", help="the folder of a run, such as out/run_a")
-    parser.add_argument("-o", "--output", help="the page to write (default: RUN/report.html)")
-    args = parser.parse_args()
-    output = args.output or str(Path(args.run) / "report.html")
-    write_page(args.run, output)
-    print(f"wrote {output}")
+    path = Path(parser.parse_args().run) / "report.html"
+    write_page(path.parent, path)
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

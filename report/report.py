@@ -107,8 +107,8 @@ class Report:
         prompts = args.batch_size * args.accumulation_steps * num_processes
         held_out = "none"
         if num_heldout:
-            held_out = (f"{num_heldout:,} in {short(args.eval_data_path)}, right from "
-                        f"{args.eval_threshold:g} of {' + '.join(args.eval_reward_funcs)} on")
+            held_out = (f"{num_heldout:,} in {short(args.eval_data_path)}, right if "
+                        f"{' + '.join(args.eval_reward_funcs)} is at least {args.eval_threshold:g}")
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             "run by": getattr(policy, "run_by", ""),        # transformers, if it isn't our own
@@ -193,7 +193,8 @@ class Report:
             os.replace(path, self.run_dir / "completions.1.jsonl")
         self._write("completions", step, *rows)
         # evaluation() has already logged the eval/ metrics.
-        self._log({key: value for key, value in metrics.items() if key[:5] != "eval/"}, step)
+        self._log({key: value for key, value in metrics.items() if not key.startswith("eval/")},
+                  step)
 
         is_end = step in (self.start_step + 1, self.total_steps)
         self.numbers, self.is_slow = self._numbers(step, metrics), took > 1
