@@ -209,6 +209,8 @@ class Report:
 
     def group(self, step, rows):
         """Print one group, whose rows are as describe() returns them, and give it to SwanLab."""
+        if not self.active:
+            return
         self._print(group_table(step, rows, min(shutil.get_terminal_size().columns, 110)))
         if self.swanlab:
             samples = [self.swanlab.Text(printable(f"{row['prompt']}\n\n{row['completion']}"),
@@ -277,7 +279,7 @@ class Report:
         if metrics.get("completions/clipped_ratio", 0.0) > 0.5:
             self.warn(NO_END)
         difference = metrics.get("rollout_probs_diff_mean")
-        if difference is not None:
+        if is_finite(difference):
             if self.first_difference is None:
                 self.first_difference = difference
             # Up to 0.001 it may be rounding, whatever it was at first. Above 0.01 it never is.

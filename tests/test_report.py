@@ -10,9 +10,9 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from conftest import report_args
+from conftest import report_args, write
 from report import Report, UserError, describe, user_errors
-from report.curves import draw_curves, finish, smooth
+from report.curves import Run, draw_curves, finish, smooth
 from report.metrics import mean_metrics, rollout_metrics, sum_metrics, token_texts
 
 
@@ -162,6 +162,7 @@ def test_a_run_writes_its_page_and_outlives_a_page_that_fails(tmp_path, monkeypa
 def test_what_a_run_wrote_is_drawn_once_also_if_it_dies_or_was_killed(tmp_path, monkeypatch):
     def draw(run_dirs, path):
         drawn.append(len(lines(tmp_path / "metrics.jsonl")))
+        time.sleep(0.1)
         path.touch()
 
     drawn = []
@@ -170,8 +171,9 @@ def test_what_a_run_wrote_is_drawn_once_also_if_it_dies_or_was_killed(tmp_path, 
         report.draw()                               # nothing yet
         report.step(1, metrics(1), ROWS)
         report.draw()
-        report.draw()
         report.step(2, metrics(2), ROWS)
+        report.draw()                               # too early, for what a picture costs
+        assert drawn == [1]
         raise KeyboardInterrupt
     assert drawn == [1, 2]
     (tmp_path / "curves.png").rename(tmp_path / "curves.new.png")       # killed while it drew
@@ -197,6 +199,16 @@ def test_the_bar_of_a_slow_run_names_the_phase(seconds, shown, tmp_path, monkeyp
                 assert phase not in line
         report.phase(None)
         assert "update" not in capsys.readouterr().err
+
+
+def test_the_headline_has_the_first_and_the_last_of_what_was_recorded(tmp_path):
+    write(tmp_path / "metrics.jsonl", [{"step": step, "reward": step / 4, "step_time": 1.5}
+                                       for step in (1, 2, 3, 4)])
+    assert Run(tmp_path).headline() == "reward 0.25 → 1.00, 4 steps, 6.0s"
+    write(tmp_path / "eval.jsonl", [{"step": step, "eval/accuracy": accuracy, "eval/mean_length": 9}
+                                    for step, accuracy in ((0, 0.25), (2, 0.75), (4, 0.5))])
+    assert Run(tmp_path).headline() == (
+        "held-out accuracy 25.0% → 50.0%, answers 9 → 9 tokens, 4 steps, 6.0s")
 
 
 def test_several_runs_share_a_picture_and_a_folder_without_a_run_is_named(tmp_path):
