@@ -64,8 +64,9 @@ def number(kind, low, high=10**9, *, above=False):
     def parse(text):
         value = kind(text)
         if not low <= value <= high or (above and value == low):
-            bound = f"{'above' if above else 'at least'} {low:,} and at most {high:,}"
-            raise argparse.ArgumentTypeError(f"{text.strip()}; it must be {bound}")
+            least = "above" if above else "at least"
+            raise argparse.ArgumentTypeError(
+                f"{text.strip()}; it must be {least} {low:,} and at most {high:,}")
         return value
 
     parse.__name__ = kind.__name__
@@ -106,8 +107,6 @@ class HelpFormatter(argparse.HelpFormatter):
         default = action.default
         if isinstance(default, bool) or default in (None, argparse.SUPPRESS):
             return action.help
-        if isinstance(default, tuple):      # as one would type it
-            return f"{action.help} (default: {' '.join(default)})"
         return f"{action.help} (default: %(default)s)"
 
 

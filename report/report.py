@@ -5,6 +5,7 @@ that fails before that, for a mistake in a reward function, say, leaves those re
 """
 import gc
 import importlib.util
+import io
 import json
 import math
 import os
@@ -64,9 +65,6 @@ class Report:
         # A run that was killed after its last step may not have drawn it: its resume does.
         self.drawn_step = start_step if start_step < total_steps else None
         self.next_drawing = -math.inf           # a time
-        # No markup: "[red]" in what a model wrote is text. In a pipe no line is broken.
-        self.console = Console(markup=False, emoji=False, highlight=False, file=sys.stdout,
-                               width=None if sys.stdout.isatty() else 10_000)
 
     def __enter__(self):
         if not self.active:
@@ -109,12 +107,12 @@ class Report:
         prompts = args.batch_size * args.accumulation_steps * num_processes
         held_out = "none"
         if num_heldout:
-            held_out = (f"{num_heldout:,} in {short(args.eval_data_path)}, right from "
-                        f"{args.eval_threshold:g} of {' + '.join(args.eval_reward_funcs)} on")
+            held_out = (f"{num_heldout:,} in {short(args.eval_data_path)}, right if "
+                        f"{' + '.join(args.eval_reward_funcs)} is at least {args.eval_threshold:g}")
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             "run by": getattr(policy, "run_by", ""),        # transformers, if it isn't our own
-            "processes": f"{num_processes}, on {device.type}",
+            "device": f"{num_processes} x {device.type}",
             "prompts": f"{num_prompts:,} in {short(args.data_path)}",
             "held out": held_out,
             "rewards": " + ".join(f"{weight:g} {name}" for weight, name in
@@ -195,7 +193,8 @@ class Report:
             os.replace(path, self.run_dir / "completions.1.jsonl")
         self._write("completions", step, *rows)
         # evaluation() has already logged the eval/ metrics.
-        self._log({key: value for key, value in metrics.items() if key[:5] != "eval/"}, step)
+        self._log({key: value for key, value in metrics.items() if not key.startswith("eval/")},
+                  step)
 
         is_end = step in (self.start_step + 1, self.total_steps)
         self.numbers, self.is_slow = self._numbers(step, metrics), took > 1
@@ -210,6 +209,8 @@ class Report:
 
     def group(self, step, rows):
         """Print one group, whose rows are as describe() returns them, and give it to SwanLab."""
+        if not self.active:
+            return
         self._print(group_table(step, rows, min(shutil.get_terminal_size().columns, 110)))
         if self.swanlab:
             samples = [self.swanlab.Text(printable(f"{row['prompt']}\n\n{row['completion']}"),
@@ -255,14 +256,18 @@ class Report:
 
     def _print(self, part):
         """Print a text or a table above the bar, coloured only in a terminal."""
-        with self.console.capture() as capture:
-            self.console.print(part)
-        text = "\n".join(line.rstrip() for line in capture.get().split("\n"))
-        # A model can write any character: print '?' for one that the terminal cannot encode,
-        # rather than stop the run.
+        is_terminal = sys.stdout.isatty()
         encoding = sys.stdout.encoding or "utf-8"
+        # On paper first: rich ends a program whose reader has gone. '?' is what can't be encoded.
+        paper = io.TextIOWrapper(io.BytesIO(), encoding, errors="replace", newline="")
+        # No markup: "[red]" in what a model wrote is text. In a pipe no line is broken.
+        console = Console(file=paper, force_terminal=is_terminal, markup=False, emoji=False,
+                          highlight=False, width=None if is_terminal else 10_000)
+        console.print(part)
+        paper.flush()
+        text = paper.buffer.getvalue().decode(encoding)
         with suppress(OSError):     # nobody reads it: a closed terminal, the end of `| tee log`
-            tqdm.write(text.encode(encoding, errors="replace").decode(encoding), end="")
+            tqdm.write("\n".join(line.rstrip() for line in text.split("\n")), end="")
             sys.stdout.flush()
 
     def _warn_of_failures(self, metrics):
@@ -274,7 +279,7 @@ class Report:
         if metrics.get("completions/clipped_ratio", 0.0) > 0.5:
             self.warn(NO_END)
         difference = metrics.get("rollout_probs_diff_mean")
-        if difference is not None:
+        if is_finite(difference):
             if self.first_difference is None:
                 self.first_difference = difference
             # Up to 0.001 it may be rounding, whatever it was at first. Above 0.01 it never is.
