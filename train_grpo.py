@@ -48,9 +48,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 
 from dataset import batches_from, read_prompts
-from model import Rollout, Saver, World, eos_token_ids, fast, sampler
+from model import MiniMindForCausalLM, Rollout, Saver, World, eos_token_ids, fast, sampler
 from model.lora import AdaptersOff, with_adapters
-from model.processes.watch import Watch, all_or_none
+from model.processes.watch import all_or_none, stop_on_signals
 from model.processes.world import for_learning, for_sampling
 from model.storage.read import find_weights, load_pretrained, load_tokenizer
 from report import Report, UserError, describe, drift, mean_metrics, rollout_metrics, sum_metrics
@@ -315,7 +315,9 @@ Minibatch = namedtuple("Minibatch", "num_sequences num_tokens micro_batches")
 
 
 def minibatches(rollout, world, args):
-    """Step 4: a Minibatch for each optimizer step of a pass over the rollout."""
+    """Step 4: a Minibatch for each optimizer step of a pass; none if no rank has a reward."""
+    if not world.sum((~rollout.rewards.isnan()).sum()):
+        return []
     # With --mask_truncated_completions a cut-off one adds no tokens, but is one of num_sequences.
     kept = rollout.ended if args.mask_truncated_completions else torch.ones_like(rollout.ended)
     learned = kept                                                                      # (N,)
@@ -345,7 +347,7 @@ def compute_old_logps(policy, updates, logps_of, args):
 
 def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
     """Step 4: an optimizer step on each Minibatch, `num_iterations` times; their mean metrics."""
-    metrics = []
+    metrics, options = [], loss_options(args)
     optimizer.param_groups[0]["lr"] = lr
     for minibatch in updates * args.num_iterations:
         shares = [{"loss": 0.0}]    # a rank may have no part
@@ -362,11 +364,7 @@ def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
             loss, of_loss = grpo_loss(
                 logps, old_logps, weights * advantages, part.mask,
                 num_sequences=minibatch.num_sequences, num_tokens=minibatch.num_tokens,
-                ref_logps=part.ref_logps, beta=0.0 if args.kl_in_reward else args.beta,
-                kl_type=args.kl_type, epsilon_low=args.epsilon_low, epsilon_high=args.epsilon_high,
-                delta=args.delta, loss_type=args.loss_type, max_completion_length=args.max_gen_len,
-                importance_sampling_level=args.importance_sampling_level, entropy=entropy,
-                entropy_coef=args.entropy_coef, use_bias_correction_kl=args.use_bias_correction_kl)
+                ref_logps=part.ref_logps, entropy=entropy, **options)
             loss.backward()
             of_policy = drift(part, logps, old_logps, entropy, weights)     # sums over tokens
             shares.append({"loss": loss.detach()} | of_loss | of_policy)
@@ -386,16 +384,13 @@ def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
 @all_or_none                        # what ends one rank ends all of them
 def main(argv=None):
     args = parse_args(argv)
-    world = World(args.device, args.dtype, args.seed)
-    watch = Watch(world, args.hang_timeout)     # world.watch: signals, ranks that fail or hang
+    world = World(args.device, args.dtype, args.seed, args.hang_timeout)
     saver = Saver(Path(args.out_dir) / args.run_name, world, args)
-    pairs = {"plain": (sampler.sample, token_logps), "fast": (fast.sample, fast.token_logps),
-             "vllm": (fast.Engine(world, args), fast.token_logps)}
-    sample, logps_of = pairs[args.sampler]              # or a pair of your own
-    sample, logps_of = for_sampling(sample, world, args), for_learning(logps_of, world, args)
     tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)   # 0.99: runs are short
+    sample, logps_of = choose_pair(policy, optimizer, world, args)      # or a pair of your own
+    sample, logps_of = for_sampling(sample, world, args), for_learning(logps_of, world, args)
     steps_done, num_tokens = saver.resume(policy, optimizer, reference)
     collate, problems, heldout = read_prompts(args, tokenizer)
     batches, last_step = batches_from(steps_done + 1, problems, collate, world, args)
@@ -404,11 +399,12 @@ def main(argv=None):
         world.print_json(evaluate_at(steps_done))
         return world.close()
     with Report(saver.run_dir, args, total_steps=last_step, start_step=steps_done,
-                num_tokens=num_tokens, active=world.rank == 0) as report, watch:
+                num_tokens=num_tokens, active=world.rank == 0) as report:
         report.intro(policy, world.device, world.size, len(problems), len(heldout))
         if args.eval_interval and steps_done == 0:
             report.evaluation(0, evaluate_at(0))
-        watch.steps_begin()                 # from here on a signal lets the step end
+        stop_on_signals(world)              # from here on a signal lets the step end
+        unjudged = 0                        # steps in a row that had no reward, on no rank
         for step, batch in enumerate(batches, start=steps_done + 1):
             report.phase("rollout")         # 1. ask: G completions of every prompt
             rollout = generate(policy, batch, tokenizer, sample, world.rng(step), args)
@@ -421,6 +417,7 @@ def main(argv=None):
                 rollout, policy, tokenizer, logps_of, world, args)
             report.phase("old_logps")       # 4. learn: minibatches, then clipped gradient steps
             updates = minibatches(rollout, world, args)
+            unjudged = 0 if updates else unjudged + 1
             compute_old_logps(policy, updates, logps_of, args)
             report.phase("update")
             lr = lr_at(step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
@@ -433,12 +430,11 @@ def main(argv=None):
                 metrics |= report.evaluation(step, evaluate_at(step))
             report.step(step, metrics | of_rollout | {"learning_rate": lr}, records)
             is_due, signal = saver.is_due(step, last_step)
-            if is_due:
+            if is_due or unjudged == 10:
                 report.phase("checkpoint")
                 saver.save(step, report.num_tokens, policy, tokenizer, optimizer, reference)
                 report.draw()
-            if signal:                      # the same on all ranks
-                raise saver.stopped(step, signal)
+            stop_if_asked(step, signal, unjudged, saver)        # the same on all ranks
         saver.save_final(policy, tokenizer)
     world.close()
 
@@ -449,7 +445,26 @@ def main(argv=None):
 def gather_records(rollout, reward_funcs, tokenizer, world, args):
     """A row for each completion of all ranks, and the metrics that follow from these rows."""
     rows = world.gather(describe(rollout, tokenizer if args.log_token_logps else None))
-    return rows, rollout_metrics(rows, args.num_generations, world.gather(failures(reward_funcs)))
+    failed = world.gather(failures(reward_funcs))
+    return rows, rollout_metrics(rows, args.num_generations, failed, warn=world.rank == 0)
+
+
+def stop_if_asked(step, signal, unjudged, saver):
+    """Ends the run after a step that is saved: for a signal, or if no step had a reward of late."""
+    if signal:
+        raise saver.stopped(step, signal)
+    if unjudged == 10:
+        raise UserError("no completion of the last 10 steps has a reward, so nothing was learned "
+                        "from them; check that --reward_funcs fit the data")
+
+
+def loss_options(args):
+    """The keywords of grpo_loss that are flags."""
+    names = ("kl_type", "epsilon_low", "epsilon_high", "delta", "loss_type", "entropy_coef",
+             "importance_sampling_level", "use_bias_correction_kl")
+    options = {name: getattr(args, name) for name in names}
+    options["beta"] = 0.0 if args.kl_in_reward else args.beta
+    return options | {"max_completion_length": args.max_gen_len}
 
 
 def best_rows(rollout, args):
@@ -552,6 +567,18 @@ def load_models(args, world):
         scale=args.reward_model_scale, answer_share=args.reward_model_answer_share)
     reference, count = reference if args.beta > 0 else None, len(args.reward_funcs)
     return tokenizer, policy, reference, reward_funcs[:count], reward_funcs[count:]
+
+
+def choose_pair(policy, optimizer, world, args):
+    """The two functions that run the policy: `sample`, and what computes log-probabilities."""
+    sample, logps_of = sampler.sample, token_logps
+    if args.sampler != "plain" and isinstance(policy, MiniMindForCausalLM):
+        sample, logps_of = fast.sample, fast.token_logps    # they know our own network alone
+    if args.sampler == "vllm":
+        sample = fast.Engine(world, args)
+        optimizer.register_step_post_hook(sample.outdate)
+        logps_of = sample.asleep(logps_of)
+    return sample, logps_of
 
 
 # --- what one looks up: flags ---------------------------------------------------------------------
@@ -758,8 +785,9 @@ def add_machine_flags(parser):
     flag("--shard", type=int, choices=(0, 1), default=0, help="1: divide weights, gradients and "
          "moments over the processes (FSDP), for models whose gradients and moments do not fit "
          "one GPU; to sample, the whole model must")
-    flag("--hang_timeout", type=POSITIVE_OR_0, default=0, help="seconds a process may be busy "
-         "without reaching the others before the run ends and names it; 0: no limit")
+    flag("--hang_timeout", type=POSITIVE_OR_0, help="seconds that a process may be busy with one "
+         "batch, or wait for the others, before the run ends; 0: no limit (default: 1800 with "
+         "several processes, else 0)")
     flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
     flag("--ddp", action="store_true", help="MiniMind's, ignored: use torchrun")
 

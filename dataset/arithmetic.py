@@ -17,10 +17,11 @@ writing anything down.
 """
 import argparse
 import itertools
-import json
 import random
 import zlib
 from pathlib import Path
+
+from report.text import write_jsonl
 
 # The shares of the styles in the fine-tuning texts, and of replies with broken tags.
 STYLES = {"steps": 0.27, "operations": 0.23, "guess": 0.25, "empty": 0.25}
@@ -249,11 +250,8 @@ def flaw_pairs(rng, count, *, heldout):
         yield chat(f"What is {expression}?", chosen=chosen, rejected=rejected, kind=kind)
 
 
-def write(path, lines):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        written = [file.write(json.dumps(line, ensure_ascii=False) + "\n") for line in lines]
-    print(f"wrote {len(written)} lines to {path}")
+def write(path, rows):
+    print(f"wrote {write_jsonl(path, rows)} lines to {path}")
 
 
 if __name__ == "__main__":

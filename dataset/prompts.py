@@ -1,21 +1,19 @@
 """From a jsonl file to batches of prompts: the chats to complete, and the columns rewards need."""
-import json
 import re
 import reprlib
 import signal
 import warnings
-from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
 
 from report import UserError
+from report.text import read_lines
 
 PROMPT_FIELDS = ("conversations", "prompt", "question", "problem")
 # Rewards get the file's columns as keyword arguments, next to these. A column can't share a name.
 RESERVED = {"prompts", "completions", "messages", "completion_ids", "reward_funcs",
             "reward_weights", "self"}
-MAX_LINE = 64 * 2**20       # bytes
 # --system_prompt r1: asks for the format that format_reward and tag_reward check.
 R1_SYSTEM_PROMPT = (
     "Think before you answer. Write your reasoning between <think> and </think>, then only the "
@@ -45,42 +43,6 @@ class PromptDataset(list):
         super().__init__(read_row(row, where) for where, row in read_lines(path))
         if not self:
             raise UserError(f"{path}: the file has no prompts; write one JSON object per line")
-
-
-def read_lines(path):
-    """Yields ("<path>, line <number>", the line's JSON) for each line that is not blank."""
-    if not Path(path).is_file():        # nor a folder or a pipe
-        raise UserError(f"{path}: no such file; give a jsonl file")
-    with open(path, "rb") as file:
-        # A file may lack line breaks, and then a single line could fill the memory.
-        lines = iter(lambda: file.readline(MAX_LINE + 1), b"")
-        for number, line in enumerate(lines, start=1):
-            where = f"{path}, line {number}"
-            if len(line) > MAX_LINE:
-                raise UserError(f"{where}: longer than {MAX_LINE:,} bytes; write one JSON object "
-                                "per line")
-            if line.strip():
-                yield where, parse(line, where)
-
-
-def parse(line, where):
-    def refuse(constant):
-        raise ValueError(f"{constant} is no number in JSON")
-
-    try:
-        row = json.loads(line.decode("utf-8-sig"), parse_constant=refuse)
-        json.dumps(row, ensure_ascii=False).encode()    # fails on half of a character, \ud800
-        return row
-    except UnicodeDecodeError:
-        raise UserError(f"{where}: not UTF-8; save the file as UTF-8") from None
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: {ascii(error.object[error.start])} is half of a character; "
-                        "write both halves, or none") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); "
-                        "write one object per line") from None
-    except (ValueError, RecursionError) as error:   # a number of too many digits, nested too deep
-        raise UserError(f"{where}: not valid JSON ({error}); write one object per line") from None
 
 
 def read_row(row, where):

@@ -1,29 +1,26 @@
 """The metrics of a step, named as in TRL and verl, and the rows of completions.jsonl."""
 import math
+import warnings
 from statistics import fmean
 
 import numpy as np
 import torch
 
-from .command_line import UserError
 
-
-def rollout_metrics(rows, num_generations, failures=()):
+def rollout_metrics(rows, num_generations, failures=(), *, warn=True):
     """The metrics that follow from a step's completions and their rewards.
 
     rows: describe()'s rows of the completions of all ranks, the completions of a group adjacent.
     It reads "length", "ended", "reward" and "rewards". A completion that no reward function judged
     has reward NaN and is left out of the reward statistics. Standard deviations are sample
-    standard deviations (n-1). Raises UserError if every reward is NaN.
+    standard deviations (n-1).
 
     failures, of all ranks: (reward function, how often it has failed, what failed now or None).
+    warn: of a step without any reward.
     """
     rewards = [row["reward"] for row in rows]
-    if all(math.isnan(reward) for reward in rewards):
-        reasons = dict.fromkeys(f"{name} {reason}" for name, _, reason in failures if reason)
-        raise UserError("no completion of this step has a reward, because every reward function "
-                        f"returned None or failed{''.join(f'; {text}' for text in reasons)}; "
-                        "check that --reward_funcs fit the data")
+    if warn and all(map(math.isnan, rewards)):
+        warn_of_no_reward(failures)
     groups = [rewards[i:i + num_generations] for i in range(0, len(rewards), num_generations)]
     stds = [mean_and_std(group)[1] for group in groups]
     lengths = [row["length"] for row in rows]
@@ -45,6 +42,14 @@ def rollout_metrics(rows, num_generations, failures=()):
     for name, count, _ in failures:
         metrics[f"rewards/{name}/failed"] = metrics.get(f"rewards/{name}/failed", 0) + count
     return metrics
+
+
+def warn_of_no_reward(failures):
+    reasons = dict.fromkeys(f"; {name} {reason}" for name, _, reason in failures if reason)
+    # Not warn(), which says the same thing only once.
+    warnings.warn_explicit(
+        "no completion of this step has a reward, because every reward function returned None or "
+        f"failed{''.join(reasons)}: nothing is learned from it", UserWarning, __file__, 0)
 
 
 def mean_and_std(values):

@@ -1,14 +1,20 @@
-"""What is written: a run's .jsonl files, and numbers, durations and long texts for a terminal."""
+"""Files of jsonl, read and written; and numbers, durations and long texts for a terminal."""
 import json
 import math
 import re
-import textwrap
 from contextlib import suppress
 from pathlib import Path
 
 # What a terminal would obey instead of showing it: C1 controls, line separators, bidirectional
 # marks; and halves of characters, which UTF-8 cannot write. JSON itself escapes the C0 controls.
 HIDDEN = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+
+
+class UserError(ValueError):
+    """A user's mistake. Its message is the sentence that the user reads: what, where, what to do.
+
+    All rooms raise it. Any other exception is a mistake in the code, and keeps its traceback.
+    """
 
 
 def number(value, spec=".2f"):
@@ -43,11 +49,9 @@ def cut(text, room):
     return f"{text[:half]} … [{len(text) - 2 * half:,} characters left out] … {text[-half:]}"
 
 
-def fold(text, width, max_lines):
-    """The text cut and wrapped into at most `max_lines` lines, its line breaks shown as ⏎."""
-    text = printable(text.strip().replace("\n", "⏎ ").replace("\t", "·"))
-    # One line is spare, since wrapping at spaces wastes room.
-    return textwrap.wrap(cut(text, (max_lines - 1) * width), width) or ["(empty)"]
+def fold(text, room):
+    """The text, cut to `room` characters, in one line: its line breaks shown as ⏎."""
+    return printable(cut(text.strip(), room).replace("\n", "⏎ ").replace("\t", "·")) or "(empty)"
 
 
 def reason(error):
@@ -109,3 +113,50 @@ def read_jsonl(path, *, most=None):
             if wanted is None or number in wanted:
                 rows.append(json.loads(line))
     return rows
+
+
+def read_lines(path):
+    """Yields ("<path>, line <number>", the line's JSON) for each line that is not blank.
+
+    For a user's data, which must be right: UserError names the file and the line at fault.
+    """
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file; give a jsonl file")
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                yield where, parse(line, where)
+
+
+def parse(line, where):
+    """A line of bytes as JSON."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+        json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
+        return row
+    except UnicodeDecodeError:
+        raise UserError(f"{where}: not UTF-8; save the file as UTF-8") from None
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise UserError(f"{where}: {half} is half of a character; write both halves, or none"
+                        ) from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); "
+                        "write one object per line") from None
+    except (ValueError, RecursionError) as error:   # NaN, too many digits; nested too deep
+        raise UserError(f"{where}: not valid JSON ({error}); write one object per line") from None
+
+
+def write_jsonl(path, rows):
+    """Write each row as a line, and make the folder if it is missing; returns the number of rows.
+
+    For data: what JSON lacks is an error, where `to_line` makes do.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    count = 0
+    with open(path, "w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+    return count

@@ -55,17 +55,15 @@ def test_a_text_that_has_the_answer_earns_no_share_and_a_judge_that_fails_none(t
 
 @real
 @pytest.mark.parametrize("name, flags, message", [
-    ("boxnet", [], "without an answer that earns 1"), ("graph_color", [], "earns 1"),
-    ("propositional_logic", [], "earns 1"), ("rubiks_cube", [], "earns 1"),
-    ("rush_hour", [], "earns 1"), ("rearc", [], "earns 1"),
-    ("nothing_of_it", [], "nothing_of_it"), ("chain_sum", ["min_words=2"], "min_words"),
-    ("chain_sum", ["min_terms=two"], "Expecting value"), ("chain_sum", ["min_terms"], "unpack"),
-    ("chain_sum", ["min_terms=9", "max_terms=3"], "max_terms"),
-    ("chain_sum", ["max_terms=2", "max_digits=1", "--size", "500", "--heldout", "300"],
+    ("boxnet", [], "without an answer that earns 1"), ("rearc", [], "earns 1"),
+    ("nothing_of_it", [], "nothing_of_it"),
+    ("chain_sum", ["--config", "min_terms=two"], "Expecting value"),
+    ("chain_sum", ["--config", "min_terms=9", "max_terms=3"], "max_terms"),
+    ("chain_sum", ["--config", "max_terms=2", "max_digits=1", "--size", "500", "--heldout", "300"],
      "problems differ, too few for --heldout 300")])
 def test_what_gives_no_problems_is_refused_in_a_sentence(name, flags, message, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        made(tmp_path, name, *["--config"] * bool(flags), *flags)
+        made(tmp_path, name, *flags)
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
 

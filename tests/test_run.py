@@ -419,6 +419,52 @@ def test_truncated_completions_count_nothing_but_as_sequences(policy, six):
     assert metrics["grad_norm"] == metrics["loss"] == 0
 
 
+# --- steps in which nothing was judged ------------------------------------------------------------
+
+# Judges the completions of its first call, and no others.
+JUDGES_ONCE = """
+calls = []
+def judge(prompts, completions, **columns):
+    calls.append(1)
+    return [float(i) if len(calls) == 1 else None for i in range(len(completions))]
+"""
+
+
+def test_a_step_without_a_judged_completion_moves_nothing_and_ten_in_a_row_end_the_run(
+        tmp_path, own_module, capsys):
+    flags = ["--batch_size", "2", "--num_generations", "2", "--max_gen_len", "4",
+             "--eval_interval", "0", "--reward_funcs", "judges_once:judge",
+             "--out_dir", str(tmp_path)]
+    own_module("judges_once", JUDGES_ONCE)
+    train_grpo.main([*flags, "--run_name", "one", "--max_steps", "1"])
+    own_module("judges_once", JUDGES_ONCE)
+    with pytest.raises(SystemExit, match="2"), pytest.warns(UserWarning, match="None") as warned:
+        train_grpo.main([*flags, "--run_name", "many", "--max_steps", "20"])
+    one, many = (torch.load(tmp_path / name / "checkpoint/optimizer.pt") for name in
+                 ("one", "many"))
+    assert (one["step"], many["step"]) == (1, 11)       # saved, with the weights of step 1
+    for ours, theirs in zip(one["optimizer"]["state"].values(),
+                            many["optimizer"]["state"].values(), strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    before, after = (load_pretrained(tmp_path / name / "checkpoint").state_dict()
+                     for name in ("one", "many"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    lines = jsonl(tmp_path / "many/metrics.jsonl")
+    assert [line["reward"] is None for line in lines] == [False] + [True] * 10
+    assert all("loss" not in line and line["completions/mean_length"] > 0 for line in lines[1:])
+    assert len(warned) == 10            # of every such step
+    error = capsys.readouterr().err
+    assert "error: " in error and "10 steps" in error and "--reward_funcs" in error
+
+
+def test_a_rank_without_a_judged_completion_learns_with_the_others(six):
+    six.rewards = torch.full((6,), NAN)
+    world = World("cpu")
+    assert minibatches(six, world, arguments()) == []
+    world.sum = lambda tensor: tensor + 1               # another rank has a judged one
+    assert len(minibatches(six, world, arguments())) == 1
+
+
 # --- advantages, reference ------------------------------------------------------------------------
 
 
@@ -573,8 +619,7 @@ importlib.import_module(sys.argv[1])
 
 @pytest.mark.parametrize("own, found", [(None, "3000"), ("7", "7")])
 @pytest.mark.parametrize("script", [
-    "train_grpo", "model.chat", "model.train_sft", "reward.train_reward_model",
-    "reward.sample_pairs"])
+    "train_grpo", "model.chat", "model.train_sft", "reward.train_reward_model"])
 def test_waiting_threads_sleep_soon_unless_the_user_says_otherwise(script, own, found):
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     environment |= {"GOMP_SPINCOUNT": own} if own else {}
