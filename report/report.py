@@ -105,6 +105,9 @@ class Report:
         size = sum(parameter.numel() for parameter in policy.parameters())
         copies = 4 if args.ref_model_sync_steps else 3      # weights, two moments, a reference
         prompts = args.batch_size * args.accumulation_steps * num_processes
+        steps = str(self.total_steps)
+        if self.total_steps < (args.max_steps or 0):
+            steps += f" (the end of --epochs {args.epochs})"
         held_out = "none"
         if num_heldout:
             held_out = (f"{num_heldout:,} in {short(args.eval_data_path)}, right if "
@@ -117,8 +120,7 @@ class Report:
             "held out": held_out,
             "rewards": " + ".join(f"{weight:g} {name}" for weight, name in
                                   zip(args.reward_weights, args.reward_funcs)),
-            "steps": f"{self.total_steps}, each with {prompts} prompts x {args.num_generations} "
-                     "completions",
+            "steps": f"{steps}, each with {prompts} prompts x {args.num_generations} completions",
             "files": f"{short(self.run_dir)}/, a checkpoint takes {4e-6 * size * copies:,.0f} MB",
         }
         if self.start_step == 0 and (self.run_dir / "metrics.jsonl").exists():
