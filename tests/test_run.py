@@ -302,7 +302,7 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
                    "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     if world_size > 1:
-        world_module.BUCKET = 10_000    # some gradients are larger, some go together
+        world_module.SMALL = 10_000     # some gradients are larger, the others go together
     world, model = World("cpu"), load_pretrained(POLICY, dtype=torch.float64)
     rows = torch.arange(6).tensor_split(world_size)[rank]
     share, results = rollout_of_six(model, token_logps).select(rows), []

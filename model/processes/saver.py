@@ -51,9 +51,9 @@ class Saver:
 
     def resume(self, policy, optimizer, reference):
         """Restores the run's checkpoint if asked to; returns (steps done, tokens sampled)."""
+        self.world.alive()                  # loading the weights took its time
         if not self.args.resume:
             return 0, 0
-        self.world.alive()
         done, num_tokens = load_checkpoint(self.run_dir / "checkpoint", policy, optimizer,
                                            reference)
         self._advise(done)
