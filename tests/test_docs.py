@@ -210,7 +210,7 @@ def test_the_files_that_a_page_names_exist(page):
     ("python train_grpo.py --delta 1", "undoes the clip"),
     ("python -m model.train_sft --steps 3", "arguments are required: --data"),
     ("python -m reward.iterate -- --reward_funcs", "--reward_funcs: expected at least one"),
-    ("python tests/bench_memory.py --quick", "unrecognized arguments: --quick"),
+    ("python tests/bench.py --quick", "unrecognized arguments: --quick"),
     ("cd out && python -m model.storage.memory", "no such program"),
     ("--beta", None), ("--beta 0", None), ("--betas", "assert"), ("--oversample k", None),
     ("python train_grpo.py @dataset/countdown.txt --reward_funcs ... overlong  # it's", None)])
