@@ -1,16 +1,12 @@
 """The network, the memory of a run, a chat and the tokenizer."""
 import copy
-import functools
 import io
 import itertools
-import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from bench_memory import RUN, SMALL, measure_apart
 from conftest import ROOT, left_padded, turns
 from model import (
     MiniMindConfig,
@@ -22,7 +18,7 @@ from model import (
     train_sft,
 )
 from model.model import KVCache, MixtureOfExperts
-from model.storage.memory import SIZES, num_parameters, peak_bytes
+from model.storage.memory import SIZES, num_parameters, out_of_memory, peak_bytes
 from model.storage.tokenizer import TAGS
 from report import UserError
 
@@ -122,19 +118,23 @@ def test_what_fits_a_gpu():
             assert (peak < 0.92 * gigabytes * 2**30) is fits, name
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"),
-                    reason="reads /proc, and steers glibc's malloc")
-def test_the_memory_of_a_run_is_foretold_within_15_percent():
-    sizes = SMALL | {"num_hidden_layers": 3}
-    config = MiniMindConfig(**sizes)
-    runs = [RUN | {"micro_batch_size": 16},             # learning takes most, then sampling
-            RUN | {"micro_batch_size": 8, "num_prompts": 8, "num_generations": 16,
-                   "prompt_length": 120, "completion_length": 8, "reference": False}]
-    with ThreadPoolExecutor() as pool:                  # each starts a process of its own
-        measured = pool.map(functools.partial(measure_apart, sizes), runs)
-    for run, (peak, _) in zip(runs, measured, strict=True):
-        foretold = peak_bytes(config, num_parameters(config), gpu=False, **run)["peak"]
-        assert peak == pytest.approx(foretold, rel=0.15), run
+@pytest.mark.parametrize("error, is_memory", [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: "
+                  "you tried to allocate 4000000000000 bytes."), True),
+    (MemoryError(), True), (RuntimeError("shapes do not match"), False)])
+def test_an_error_of_too_little_memory_names_the_flags_that_help(error, is_memory):
+    sentence = out_of_memory(error)
+    assert bool(sentence) == is_memory
+    for flag in ("--micro_batch_size", "--rollout_batch_size", "--gradient_checkpointing",
+                 "--lora_rank"):
+        assert not is_memory or flag in sentence and "\n" not in sentence
+
+
+def test_an_allocation_that_the_cpu_refuses_is_noticed():
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2**60)
+    assert out_of_memory(error.value)
 
 
 # --- a chat ---------------------------------------------------------------------------------------

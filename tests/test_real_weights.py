@@ -1,5 +1,6 @@
 """Reads, trains and writes back small checkpoints that transformers' own classes have made."""
 import json
+import shutil
 from unittest.mock import Mock
 
 import pytest
@@ -123,7 +124,6 @@ THETA, LINEAR = {"rope_theta": 5e5}, {"type": "linear", "factor": 2.5}
     ("llama3", ["rope_parameters"], THETA | {"rope_scaling": LLAMA3}),
     ("llama_linear", ["rope_parameters"], THETA | {"rope_scaling": LINEAR}),
     # some fields where 4 writes them, some where 5 does
-    ("llama_linear", ["rope_theta"], {"rope_scaling": LINEAR, "rope_parameters": THETA}),
     ("llama_linear", ["rope_theta"], {
         "rope_scaling": LINEAR | THETA, "rope_parameters": {"rope_type": "default"}}),
     ("llama_linear", ["rope_theta"], {"rope_scaling": None, "rope_parameters": LINEAR | THETA}),
@@ -213,6 +213,27 @@ def test_a_hub_id_is_downloaded_and_a_failure_is_one_sentence(monkeypatch, tmp_p
     with pytest.raises(ValueError, match="Somebody/else.*ConnectionError") as error:
         load_pretrained("Somebody/else")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
+def test_a_policy_on_the_hub_with_bin_files_only_is_downloaded_and_read(
+        shard_size, monkeypatch, tmp_path):
+    theirs, here = reference("llama"), tmp_path / "here"
+    theirs.save_pretrained(tmp_path, max_shard_size=shard_size)
+    for file in tmp_path.glob("*.safetensors"):
+        name = file.stem.replace("model", "pytorch_model", 1)
+        torch.save(load_file(file), tmp_path / f"{name}.bin")
+        file.unlink()
+
+    def download(name, *, allow_patterns, ignore_patterns):
+        here.mkdir(exist_ok=True)
+        for file in tmp_path.iterdir():
+            if file.is_file() and any(file.match(pattern) for pattern in allow_patterns):
+                shutil.copy(file, here)
+        return str(here)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert_same_logits(load_pretrained("Somebody/old"), theirs, *left_padded([4, 2], 61))
 
 
 # --- MiniMind's .pth ------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 import os
 import signal
 import sys
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_loading import peak
+from bench import resident
 from safetensors.torch import load_file
 from test_run import free_ports
 from torch import multiprocessing
@@ -53,6 +55,23 @@ def unequal(prompts, completions, completion_ids, **columns):
     dead = os.environ["RANK"] == "1"
     return [0.0 if dead and i // 4 % 3 else float(sum(ids) % 5)
             for i, ids in enumerate(completion_ids)]
+
+
+@contextmanager
+def peak():
+    """A list that gets the most anonymous memory during the block above that at its start."""
+    anonymous, found, ended = [resident("RssAnon")], [], threading.Event()
+
+    def look():
+        while not ended.wait(0.001):
+            anonymous.append(resident("RssAnon"))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    yield found
+    ended.set()
+    thread.join()
+    found.append(max(anonymous) - anonymous[0])
 
 
 def one_rank(rank, ports, weights, out):

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from ..model import Head
-from .files import check_promises, check_tensors, explained, read_json
+from .files import explained
 
 
 class Cache:
@@ -31,14 +31,15 @@ class Cache:
 
 
 class AnyModel(nn.Module):
-    """A policy that is a model of transformers."""
+    """A policy that is a model of transformers, because model/model.py lacks something for it."""
     new_cache = Cache
 
-    def __init__(self, model):
+    def __init__(self, model, lacking):
         super().__init__()
         self.model, self.lm_head = model, model.get_output_embeddings()
         self.config, self.generation_config = model.config.get_text_config(), {}
-        self.run_by = f"transformers' {type(model).__name__}, without model/fast"
+        self.run_by = (f"transformers' {type(model).__name__}, because of {lacking}: "
+                       "without model/fast")
         self.known = set(inspect.signature(model.forward).parameters)
         for name in ("state_dict", "load_state_dict", "named_modules", "set_submodule"):
             setattr(self, name, getattr(model, name))   # so all names are those of transformers
@@ -67,25 +68,29 @@ class AnyModel(nn.Module):
         return out.logits[:, -logits_to_keep:]          # -0: all of them
 
 
-def load(path, *, dtype=None, matrix_dtype=None, device=None):
-    """The model in a folder, with the options of read.load_pretrained; UserError if refused."""
+def load(path, config, lacking, *, dtype=None, matrix_dtype=None, device=None):
+    """The model in a folder, with the options of read.load_pretrained; UserError if refused.
+
+    config: files.read_hub_config(path); lacking: files.unbuilt(config).
+    """
     logging.disable_progress_bar()
     with explained(path, "transformers can't run it as a policy", "choose other weights"):
-        check_promises(read_json(path / "config.json"), path)
         theirs, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype or "auto", trust_remote_code=False, local_files_only=True,
-            output_loading_info=True)
-        if missing := sorted(info["missing_keys"]):
+            path, config=config, dtype=dtype or "auto", trust_remote_code=False,
+            local_files_only=True, output_loading_info=True)
+        missing = sorted(info["missing_keys"])
+        if missing:
             raise ValueError(f"{missing[0]} is missing, one of {len(missing)} such tensors")
-        check_tensors(dict(theirs.named_parameters()), path)
         theirs.generation_config = GenerationConfig()   # it won't save one that it finds odd
-        if type(head := theirs.get_output_embeddings()) is nn.Linear:
+        head = theirs.get_output_embeddings()
+        if type(head) is nn.Linear:
             head.__class__ = Head                       # computes in float32 under autocast
-        model = AnyModel(theirs.to(device))
+        model = AnyModel(theirs.to(device), lacking)
         check_rows(model)
-    for layer in model.modules() if matrix_dtype else ():
-        if isinstance(layer, nn.Linear) and not isinstance(layer, Head):
-            layer.to(matrix_dtype)
+    if matrix_dtype:
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear) and not isinstance(layer, Head):
+                layer.to(matrix_dtype)
     return model
 
 

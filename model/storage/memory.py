@@ -11,10 +11,10 @@ and logits and no cache. Then come the largest --micro_batch_size that fits on a
 --shard 1, what rank 0 needs of the host's memory when it saves, since it puts all parts together.
 All sizes are in GiB, 2**30 bytes, of which a card that is sold as 80 GB has about 80.
 
-The formula counts live tensors of a run with model/fast. On the CPU, in float32 and bfloat16, it
-came within 2.1% of the peaks measured for models of 0.6B to 4B and within 18% for small ones, where
-freed memory goes back at once (tests/bench_memory.py); glibc's malloc by itself keeps gaps, with
-which earlier versions held up to 27% more. On a GPU nothing was measured.
+The formula counts live tensors of a run with model/fast. On the CPU, in float32 and bfloat16, where
+freed memory goes back at once, it came within 2.1% of the peaks measured for the shapes of Qwen3 of
+0.6B to 4B, 3.2% for SmolLM2's, and 18% for hidden sizes of 512 and 768 with vocabularies of 6,400
+and 64,000 (docs/real_models.md). On a GPU nothing was measured.
 """
 import argparse
 import functools
@@ -22,7 +22,7 @@ import itertools
 
 import torch
 
-from report import user_errors
+from report import reason, user_errors
 
 from ..fast.pair import CHUNK, SMALL
 from ..model import MiniMindConfig, MiniMindForCausalLM
@@ -53,6 +53,16 @@ LEVERS = {      # flags -> what they are to peak_bytes
 GPUS = {        # name -> GiB of each, ranks that share a model
     "8": (8, 1), "24": (24, 1), "80": (80, 1), "8x80, --shard 1": (80, 8)}
 USABLE = 0.92               # the rest goes to CUDA itself and to gaps between tensors
+
+
+def out_of_memory(error):
+    """The sentence for an exception that says that memory is short; None for another one."""
+    is_cpu = "can't allocate memory" in str(error) or "not enough memory" in str(error)
+    if not is_cpu and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return None
+    return (f"not enough memory ({reason(error)}); lower --micro_batch_size or "
+            "--rollout_batch_size, add --gradient_checkpointing, or train adapters, with "
+            "--lora_rank 16 (several GPUs: --shard 1)")
 
 
 def num_parameters(config):
@@ -181,7 +191,7 @@ def main(argv=None):
             ("--rollout_batch_size", 0, "completions sampled at once, 0 for all")):
         parser.add_argument(flag, type=int, default=default, help=f"{unit} (default: {default})")
     args = vars(parser.parse_args(argv))
-    configs = {path: read_config(local_path(path, weights=None))
+    configs = {path: read_config(local_path(path, weights=False))
                for path in args.pop("paths")} or SIZES
     print(f"{args['num_prompts']} prompts x {args['num_generations']} completions, "
           f"{args['prompt_length']} + {args['completion_length']} tokens, bfloat16 products; GiB, "

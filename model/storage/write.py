@@ -66,7 +66,7 @@ def hub_config(model):
         return model.model.config.to_dict() | {"architectures": [type(model.model).__name__]}
     ours = vars(model.config).copy()
     model_type = "qwen3_moe" if model.config.num_experts else next(
-        kind for kind, (_, switches, _) in FAMILIES.items() if switches.items() <= ours.items())
+        kind for kind, (_, switches) in FAMILIES.items() if switches.items() <= ours.items())
     scaling = ours.pop("rope_scaling")
     for name in ("qk_norm", "qkv_bias", *(() if model.config.num_experts else MOE_FIELDS)):
         del ours[name]
