@@ -577,7 +577,7 @@ def choose_pair(policy, optimizer, world, args):
     if args.sampler == "vllm":
         sample = fast.Engine(world, args)
         optimizer.register_step_post_hook(sample.outdate)
-        logps_of = sample.asleep(logps_of)
+        logps_of = sample.while_asleep(logps_of)
     return sample, logps_of
 
 

@@ -182,7 +182,9 @@ class MixtureOfExperts(nn.Module):
     def route(self, logits):
         """Weights and numbers of the k = num_experts_per_tok experts of each token, (..., k)."""
         weights, chosen = logits.float().softmax(-1).topk(self.config.num_experts_per_tok)
-        return weights / (weights.sum(-1)[..., None] if self.config.norm_topk_prob else 1), chosen
+        if self.config.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights, chosen
 
     def forward(self, x):
         weights, chosen = self.route(self.gate(x))                              # (..., k) each
@@ -239,8 +241,10 @@ class Decoder(nn.Module):
         x = self.embed_tokens(tokens)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         for layer in self.layers:
-            run = functools.partial(checkpoint, layer, use_reentrant=False) if recompute else layer
-            x = run(x, rotary, attend)
+            if recompute:
+                x = checkpoint(layer, x, rotary, attend, use_reentrant=False)
+            else:
+                x = layer(x, rotary, attend)
         return self.norm(x)
 
 

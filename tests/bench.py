@@ -1,17 +1,17 @@
-"""Speed and memory of MiniGRPO beside TRL's GRPOTrainer and transformers' generate:
+"""Speed and memory of MiniGRPO beside TRL's GRPOTrainer, transformers' generate and vLLM:
 
+    pip install -r tests/requirements-bench.txt
     python tests/bench.py               ours, fast and plain, beside theirs
     python tests/bench.py --tricks      what each trick of model/fast is worth
-    python tests/bench.py --samplers    a rollout by each --sampler, and by generate
-    python tests/bench.py --device cuda     a page about a GPU, see below
     python tests/bench.py --cases SmolLM2 SmolLM2-bfloat16      a real model
+    python tests/bench.py --device cuda                         on a GPU, Qwen3-0.6B's shape
 
 All sides use the same weights, prompts, rewards, sampling (temperature 1, no top-k, no top-p),
-lengths, micro-batch, learning rate, beta and dtype, float32 unless the case says other. They take
-turns in one process, so that whatever else the machine does slows all of them; the first turn warms
-up and is left out. A step is everything from prompts to updated weights. "fast" is what
-train_grpo.py runs by default, "plain" is --fast 0, and the ratios are medians over the turns of how
-many times faster than theirs.
+lengths, micro-batch, learning rate, beta and dtype: bfloat16 on a GPU, else float32 unless the case
+says other. They take turns in one process, so that whatever else the machine does slows all of
+them; the first turn warms up and is left out. A step is everything from prompts to updated weights.
+"fast" is what train_grpo.py runs by default, "plain" is --fast 0, and the ratios are medians over
+the turns of how many times faster than theirs. Without TRL there are rollouts alone.
 
 The cases: `default` is the task that train_grpo.py learns, from the shipped policy; `trained` the
 same task from a policy after 60 steps, which is what most of a run is (seconds of training come
@@ -25,20 +25,11 @@ token once, to sample; the same under the reference (beta > 0); three times that
 was sampled twice is counted twice, though we learn from it in one pass.
 
 Memory: how far one step, in a process of its own, raises the peak above what was resident before
-(Linux only).
-
-The page about a GPU shows our rollouts beside generate's, and vLLM's if it is installed; our steps,
-beside TRL's if that is; and the largest sum of live tensors in a step, beside what
-model/storage/memory.py says. By default the shape is that of Qwen3-0.6B. All sides multiply in
-bfloat16 (in float32 with --device cpu, where this code can be tried). Samplers take turns; our
-steps come before TRL's, alone. `limit` is there a share of the memory's bandwidth, which a copy
-measures in the same run. A decode step cannot take less time than it takes to read all weights, and
-the keys and values of all tokens so far, once. The rest of what is read or done counts as waste.
+(Linux); on a GPU, the largest sum of live tensors of the steps.
 """
 import argparse
 import copy
-import functools
-import gc
+import importlib.metadata
 import importlib.util
 import logging
 import multiprocessing
@@ -68,16 +59,15 @@ from model import (  # noqa: E402
     load_tokenizer,
     save_pretrained,
 )
-from model import sampler as plain  # noqa: E402
-from model.fast import Engine  # noqa: E402
 from model.fast import pair as fast  # noqa: E402
 from model.processes.world import for_learning, for_sampling  # noqa: E402
-from model.storage.memory import SIZES, num_parameters, peak_bytes  # noqa: E402
+from model.storage.memory import SIZES  # noqa: E402
 from reward import load_reward_funcs  # noqa: E402
 
 SHIPPED = ROOT / "model/weights/reason_128"
 NO_EOS = 1_000_000          # an id that no model here can sample
 LEARNING_RATE = 1e-6        # moves the weights, but too little for the sides to sample differently
+HAS_TRL, HAS_VLLM = (importlib.util.find_spec(name) is not None for name in ("trl", "vllm"))
 
 
 @dataclass
@@ -122,7 +112,7 @@ def dtype_of(case, device):
     return "bfloat16" if device == "cuda" else case.dtype
 
 
-def weights_of(case, folder, tokenizer):
+def weights_of(case, folder):
     """Where the case's weights are; made first if they are not the shipped ones."""
     if case.trained:
         flags = ["--max_steps", "60", "--eval_interval", "0", "--out_dir", folder]
@@ -136,7 +126,8 @@ def weights_of(case, folder, tokenizer):
     if case.config is None:
         return SHIPPED
     torch.manual_seed(0)
-    save_pretrained(MiniMindForCausalLM(MiniMindConfig(**case.config)), tokenizer, folder)
+    save_pretrained(MiniMindForCausalLM(MiniMindConfig(**case.config)),
+                    load_tokenizer(SHIPPED, 10**9), folder)
     return folder
 
 
@@ -155,10 +146,10 @@ def batches_of(case, count, tokenizer):
 
 
 @contextmanager
-def prepared(case, count, tokenizer):
+def prepared(case, count):
     """A folder to write to, where the case's weights are, and batches."""
     with tempfile.TemporaryDirectory() as folder:
-        path = weights_of(case, folder, tokenizer)
+        path = weights_of(case, folder)
         yield folder, path, batches_of(case, count, load_tokenizer(path, 10**9))
 
 
@@ -174,22 +165,19 @@ class Ours:
             "--num_generations", str(case.generations), "--micro_batch_size", str(case.micro_batch),
             "--reward_funcs", "format"])
         self.world, self.generator = train_grpo.World(device, dtype), torch.Generator(device)
-        sample, token_logps = fast.sample, fast.token_logps
-        if sampler == "plain":
-            sample, token_logps = plain.sample, train_grpo.token_logps
-        if sampler == "vllm":
-            sample = Engine(self.world, self.args)
-        self.sample = for_sampling(sample, self.world, self.args)
-        self.logps_of = for_learning(token_logps, self.world, self.args)
         self.tokenizer, self.policy, self.reference, *_ = train_grpo.load_models(
             self.args, self.world)
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LEARNING_RATE,
+                                           betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+        sample, logps_of = train_grpo.choose_pair(
+            self.policy, self.optimizer, self.world, self.args)
+        self.sample = for_sampling(sample, self.world, self.args)
+        self.logps_of = for_learning(logps_of, self.world, self.args)
         if case.config:
             self.tokenizer = copy.deepcopy(self.tokenizer)
             self.policy.config.eos_token_id, self.policy.generation_config = NO_EOS, {}
             self.tokenizer.eos_token = None
         self.rewards = rewards_of(case)
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LEARNING_RATE,
-                                           betas=(0.9, 0.99), weight_decay=0.0, fused=True)
 
     def rollout(self, batch):
         return train_grpo.generate(self.policy, batch, self.tokenizer, self.sample, self.generator,
@@ -229,18 +217,7 @@ def generates(case, path, tokenizer, device):
     return rollout
 
 
-def rollouts(case, path, device="cpu", *, samplers=("fast", "plain")):
-    """Who samples -> a function of a batch; last is transformers' generate."""
-    ours = {name: Ours(case, path, 0.0, sampler=name, device=device) for name in samplers}
-    return {name: side.rollout for name, side in ours.items()} | {
-        "generate": generates(case, path, ours["fast"].tokenizer, device)}
-
-
-def all_samplers():
-    return ("fast", "plain", *["vllm"] * bool(importlib.util.find_spec("vllm")))
-
-
-def trl_trainer(case, path, batches, beta, folder, after_step=None, device="cpu"):
+def trl_trainer(case, path, batches, beta, folder, device, after_step=None):
     """A GRPOTrainer that takes a step on each batch; after_step(step, seconds, its tokens)."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
@@ -256,7 +233,7 @@ def trl_trainer(case, path, batches, beta, folder, after_step=None, device="cpu"
             self.start = now()
 
         def on_step_end(self, args, state, control, **kwargs):
-            if after_step:
+            if after_step is not None:
                 after_step(state.global_step, now() - self.start, tokens[-1])
 
     rows = [{"prompt": text, **{name: column[i] for name, column in batch["columns"].items()
@@ -297,9 +274,9 @@ def seconds(function, *args):
     return now() - start
 
 
-def gemm_rate(dtype, size=1536):
+def gemm_rate(dtype, device, size=1536):
     """FLOP/s of a matrix product, the best of eight."""
-    a, b = torch.randn(2, size, size, dtype=getattr(torch, dtype))
+    a, b = torch.randn(2, size, size, dtype=getattr(torch, dtype), device=device)
     return 2 * size**3 / min(seconds(torch.mm, a, b) for _ in range(8))
 
 
@@ -314,32 +291,45 @@ def necessary_flops(ours):
     def body(n):        # n tokens; the one at position s attends to s + 1
         return 2 * layers * weights * n + 4 * layers * width * n * (n + 1) / 2
 
-    P, R = rollout.prompt_mask.sum(1).double(), rollout.lengths.double()                # (N,)
+    P, R = rollout.prompt_mask.sum(1).double().cpu(), rollout.lengths.double().cpu()    # (N,)
     head = 2 * config.hidden_size * config.vocab_size * R
     completions = (body(P + R - 1) - body(P) + head).view(-1, generations)  # the last is no input
     prompts = body(P[::generations])                                                    # (B,)
-    learned = (rollout.advantages.view(-1, generations) != 0) | (beta > 0)
+    learned = (rollout.advantages.cpu().view(-1, generations) != 0) | (beta > 0)
     forward = completions.sum() + prompts.sum()
     learning = completions[learned].sum() + prompts[learned.any(1)].sum()
     return float(forward * (1 + (beta > 0)) + 3 * learning)
 
 
-def turns(batches, *functions):
-    """For each function its seconds on each batch but the first, which warms up."""
-    return zip(*[[seconds(function, batch) for function in functions] for batch in batches][1:])
+def turns_of_rollouts(case, path, batches, device):
+    """{who samples: the seconds of each turn}; the first turn warms up, and vLLM starts."""
+    names = ["fast", "plain"]
+    if HAS_VLLM:
+        names.append("vllm")
+    ours = {name: Ours(case, path, 0.0, sampler=name, device=device) for name in names}
+    sides = {name: side.rollout for name, side in ours.items()}
+    sides["generate"] = generates(case, path, ours["fast"].tokenizer, device)
+    taken = {name: [] for name in sides}
+    for batch in batches:
+        for name, rollout in sides.items():
+            taken[name].append(seconds(rollout, batch))
+    return taken
 
 
-def turns_of_steps(case, path, batches, beta, folder):
-    """Seconds of ours, fast and plain, and of TRL, tokens of TRL and ours, FLOPs; as above."""
-    ours, found = [Ours(case, path, beta, sampler=name) for name in ("fast", "plain")], []
+def turns_of_steps(case, path, batches, beta, device, folder):
+    """The same of steps; and of each turn the tokens of TRL's and ours, and FLOPs, see above."""
+    ours = {name: Ours(case, path, beta, sampler=name, device=device) for name in ("fast", "plain")}
+    found = {name: [] for name in ("fast", "plain", "TRL", "tokens", "FLOPs")}
 
     def our_turn(step, theirs, their_tokens):
-        taken = [seconds(side.step, batches[step - 1]) for side in ours]
-        tokens, flops = int(ours[0].last.mask.sum()), necessary_flops(ours[0])
-        found.append((*taken, theirs, their_tokens, tokens, flops))
+        for name, side in ours.items():
+            found[name].append(seconds(side.step, batches[step - 1]))
+        found["TRL"].append(theirs)
+        found["tokens"].append((their_tokens, int(ours["fast"].last.mask.sum())))
+        found["FLOPs"].append(necessary_flops(ours["fast"]))
 
-    trl_trainer(case, path, batches, beta, folder, our_turn).train()
-    return zip(*found[1:])
+    trl_trainer(case, path, batches, beta, folder, device, our_turn).train()
+    return found
 
 
 def resident(field):
@@ -348,59 +338,69 @@ def resident(field):
     return int(status.split(field + ":")[1].split()[0]) * 1024
 
 
-def memory(side, case, tokenizer):
+def memory(side, case, device):
     """MiB by which one step of `ours` or `trl` raises this process's peak."""
-    with prepared(case, 1, tokenizer) as (folder, path, batches):
-        if side == "ours":
-            step = functools.partial(Ours(case, path, 0.0).step, batches[0])
+    with prepared(case, 1) as (folder, path, batches):
+        if side == "trl":
+            train = trl_trainer(case, path, batches, 0.0, folder, device).train
         else:
-            step = trl_trainer(case, path, batches, 0.0, folder).train
+            ours = Ours(case, path, 0.0, device=device)
+
+            def train():
+                ours.step(batches[0])
+
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            train()
+            return (torch.cuda.max_memory_allocated() - before) / 2**20
         Path("/proc/self/clear_refs").write_text("5")       # the peak starts again from here
         before = resident("VmRSS")
-        step()
+        train()
         return (resident("VmHWM") - before) / 2**20
 
 
-def report_case(name, case, repetitions, threads, tokenizer):
+def report_memory(case, device, threads):
+    sides = [("ours", case), ("ours", replace(case, prompts=2 * case.prompts))]
+    if HAS_TRL:
+        sides.append(("trl", case))
+    with multiprocessing.get_context("spawn").Pool(
+            1, set_up, (threads,), maxtasksperchild=1) as fresh:        # a process for each
+        mib = [f"{fresh.apply(memory, (side, one, device)):.0f}" for side, one in sides]
+    print(f"Memory of a step at micro-batch {case.micro_batch}, MiB: ours, ours with twice the "
+          f"prompts, TRL: {', '.join(mib)}\n", flush=True)
+
+
+def report_row(what, taken, theirs, more=("", "", "")):
+    """A row of the table, from {side: seconds of each turn}; the first turn does not count."""
+    turns = [taken[name][1:] for name in (theirs, "fast", "plain")]
+    ratios = [median(map(operator.truediv, turns[0], ours)) for ours in turns[1:]]
+    numbers = " | ".join(f"{number:.2f}" for number in (*map(median, turns), *ratios))
+    print(f"| {what} | {numbers} | {' | '.join(more)} |", flush=True)
+
+
+def report_case(name, case, repetitions, device, threads):
     print(f"\n## {name}: {case.prompts} prompts x {case.generations} completions, "
-          f"{case.new_tokens} new tokens at most\n\n"
-          "| what | theirs, s | fast, s | plain, s | fast, x | plain, x | tokens, theirs, ours "
+          f"{case.new_tokens} new tokens at most, {dtype_of(case, device)}\n", flush=True)
+    if not case.trained:        # first, while this process is small
+        report_memory(case, device, threads)
+    print("| what | theirs, s | fast, s | plain, s | fast, x | plain, x | tokens, theirs, ours "
           "| GEMM, GFLOP/s | limit |\n|---|---|---|---|---|---|---|---|---|", flush=True)
-    if not case.trained:    # first, while this process is small
-        twice = replace(case, prompts=2 * case.prompts)
-        with multiprocessing.get_context("spawn").Pool(
-                1, set_up, (threads,), maxtasksperchild=1) as fresh:    # a process for each
-            mib = [fresh.apply(memory, (side, one, tokenizer))
-                   for side, one in (("trl", case), ("ours", case), ("ours", twice))]
-    with prepared(case, repetitions + 1, tokenizer) as (folder, path, batches):
-        for beta in (None, *case.betas):
-            rate, is_step = gemm_rate(case.dtype), beta is not None
-            ours, plain, theirs, *rest = (
-                turns_of_steps(case, path, batches, beta, folder) if is_step
-                else turns(batches, *rollouts(case, path).values()))
-            rate = max(rate, gemm_rate(case.dtype))
-            ratios = [median(map(operator.truediv, theirs, side)) for side in (ours, plain)]
-            ours, plain, theirs, *rest = map(median, (ours, plain, theirs, *rest))
-            what = f"step, TRL's, beta {beta}" if is_step else "rollout, generate's"
-            tokens = f"{rest[0]:.0f}, {rest[1]:.0f}" if is_step else ""
-            limit = f"{rest[2] / rate / ours:.0%}" if is_step else ""
-            print(f"| {what} | {theirs:.2f} | {ours:.2f} | {plain:.2f} | {ratios[0]:.2f} "
-                  f"| {ratios[1]:.2f} | {tokens} | {rate / 1e9:.0f} | {limit} |", flush=True)
-    if not case.trained:
-        print(f"\nMemory of a step at micro-batch {case.micro_batch}, MiB: TRL {mib[0]:.0f}, ours "
-              f"{mib[1]:.0f}; ours with twice the prompts {mib[2]:.0f}", flush=True)
-
-
-def report_samplers(names, repetitions, tokenizer):
-    """A rollout by each sampler, and vLLM's first one, which starts and proves it."""
-    print(f"\n| rollout, s | {' | '.join(all_samplers())} | generate | vllm's first |\n"
-          f"|---|{'---|' * (len(all_samplers()) + 2)}")
-    for name in names:
-        with prepared(CASES[name], repetitions + 1, tokenizer) as (_, path, batches):
-            sides = rollouts(CASES[name], path, samplers=all_samplers())
-            first = seconds(sides["vllm"], batches[0]) if "vllm" in sides else float("nan")
-            taken = [*map(median, turns(batches, *sides.values())), first]
-        print(f"| {name} | {' | '.join(f'{x:.2f}' for x in taken)} |", flush=True)
+    with prepared(case, repetitions + 1) as (folder, path, batches):
+        taken = turns_of_rollouts(case, path, batches, device)
+        report_row("rollout, generate's", taken, "generate")
+        if HAS_VLLM:
+            report_row(f"rollout, vLLM's (its first: {taken['vllm'][0]:.1f} s)", taken, "vllm")
+        if not HAS_TRL:
+            return
+        for beta in case.betas:
+            rate = gemm_rate(dtype_of(case, device), device)
+            taken = turns_of_steps(case, path, batches, beta, device, folder)
+            rate = max(rate, gemm_rate(dtype_of(case, device), device))
+            theirs, ours = zip(*taken["tokens"][1:])
+            limit = median(taken["FLOPs"][1:]) / rate / median(taken["fast"][1:])
+            report_row(f"step, TRL's, beta {beta}", taken, "TRL", (
+                f"{median(theirs):.0f}, {median(ours):.0f}", f"{rate / 1e9:.0f}", f"{limit:.0%}"))
 
 
 # --- what each trick of model/fast is worth -------------------------------------------------------
@@ -423,9 +423,9 @@ TRICKS = {      # name -> (what it speeds up, where it is, its name there, what 
 }
 
 
-def worth_of_tricks(case, repetitions, tokenizer):
+def worth_of_tricks(case, repetitions):
     """How many times as long sampling or learning takes without each trick."""
-    with prepared(case, 1, tokenizer) as (_, path, (batch,)):
+    with prepared(case, 1) as (_, path, (batch,)):
         ours, plain = (Ours(case, path, 0.0, sampler=name) for name in ("fast", "plain"))
     rollout, ratios = ours.rollout(batch), defaultdict(list)
     rollout.rewards = rollout.advantages = torch.randn(len(rollout.mask))
@@ -445,113 +445,11 @@ def worth_of_tricks(case, repetitions, tokenizer):
     return {what: median(turns[1:]) for what, turns in ratios.items()}
 
 
-def report_tricks(names, repetitions, tokenizer):
-    columns = [worth_of_tricks(CASES[name], repetitions, tokenizer) for name in names]
+def report_tricks(names, repetitions):
+    columns = [worth_of_tricks(CASES[name], repetitions) for name in names]
     print(f"\n| without | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
     for what in columns[0]:
         print(f"| {what} | {' | '.join(f'{column[what]:.2f}' for column in columns)} |")
-
-
-# --- growth ---------------------------------------------------------------------------------------
-
-
-def report_growth(tokenizer):
-    base, first = CASES["1.7M"], None
-    deep = replace(base, config=base.config | {"num_hidden_layers": 8})
-    print("\n## How our step grows\n\n| 1.7M with | seconds | times | necessary work, times |\n"
-          "|---|---|---|---|")
-    for what, case in {"nothing changed": base,
-                       "twice the completions": replace(base, generations=16),
-                       "twice the new tokens": replace(base, new_tokens=256),
-                       "twice the layers": deep}.items():
-        with prepared(case, 3, tokenizer) as (_, path, batches):
-            ours = Ours(case, path, beta=0.0)
-        (taken,) = map(median, turns(batches, ours.step))
-        flops = necessary_flops(ours)
-        first = first or (taken, flops)
-        print(f"| {what} | {taken:.2f} | {taken / first[0]:.2f} | {flops / first[1]:.2f} |",
-              flush=True)
-
-
-# --- a page about a GPU ---------------------------------------------------------------------------
-
-
-def bandwidth(device):
-    """Bytes per second that a copy reads and writes, the best of twenty."""
-    source = torch.zeros(2**30 if device == "cuda" else 2**27, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / min(seconds(target.copy_, source) for _ in range(20))
-
-
-def bytes_to_read(case, prompt_length, product):
-    """What the decode steps of a rollout must read: see above. product: bytes of a number."""
-    config = MiniMindConfig(**case.config)
-    D, V = config.hidden_size, config.vocab_size
-    copies = 1 if config.tie_word_embeddings else 2
-    layers = num_parameters(config)[0] - copies * V * D
-    weights = product * layers + 4 * V * D              # the head stays float32
-    rows, steps = case.prompts * case.generations, case.new_tokens - 1      # the prompt gave one
-    a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * product
-    tokens = steps * prompt_length + steps * (steps + 1) // 2
-    return steps * weights + rows * tokens * a_token
-
-
-def gpu_rollouts(case, path, batches, device, tokens):
-    rate, sides = bandwidth(device), rollouts(case, path, device, samplers=all_samplers())
-    needed = bytes_to_read(case, batches[0]["prompt_ids"].shape[1], 2 if device == "cuda" else 4)
-    print(f"\nA copy moves {rate / 1e9:.0f} GB/s.\n\n| rollout | seconds | tokens per second "
-          "| ms per token of each | limit |\n|---|---|---|---|---|", flush=True)
-    for name, taken in zip(sides, map(median, turns(batches, *sides.values()))):
-        print(f"| {name} | {taken:.2f} | {tokens / taken:.0f} "
-              f"| {1e3 * taken / case.new_tokens:.2f} | {needed / rate / taken:.0%} |", flush=True)
-
-
-def gpu_steps(case, path, batches, beta, device, tokens, folder):
-    """A step beside TRL's; ours is alone first, and its memory beside the formula's."""
-    before = torch.cuda.memory_allocated()          # 0 on a CPU, and so is the peak
-    ours = Ours(case, path, beta, device=device)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    sides, config = dict(zip(["ours"], turns(batches, ours.step))), ours.policy.config
-    peak = torch.cuda.max_memory_allocated() - before
-    del ours
-    gc.collect()
-    torch.cuda.empty_cache()
-    if importlib.util.find_spec("trl"):
-        theirs = []
-        trl_trainer(case, path, batches, beta, folder,
-                    lambda step, taken, tokens: theirs.append(taken), device).train()
-        sides["TRL"] = theirs[1:]
-    print(f"\n| step, beta {beta} | seconds | tokens per second |\n|---|---|---|")
-    for name, taken in sides.items():
-        print(f"| {name} | {median(taken):.2f} | {tokens / median(taken):.0f} |")
-    formula = peak_bytes(
-        config, num_parameters(config), num_prompts=case.prompts, num_generations=case.generations,
-        prompt_length=batches[0]["prompt_ids"].shape[1], completion_length=case.new_tokens,
-        micro_batch_size=case.micro_batch, reference=beta > 0, gradient_checkpointing=False,
-        gpu=device == "cuda")["peak"]
-    measured = f"{peak / 2**30:.2f} GiB" if peak else "is only measured on a GPU"
-    print(f"\nMemory of a step: {measured}; by the formula {formula / 2**30:.2f} GiB", flush=True)
-
-
-def report_gpu(device, names, repetitions, tokenizer):
-    if device == "cuda" and not torch.cuda.is_available():
-        sys.exit("tests/bench.py: --device cuda: no GPU that this torch can use; --device cpu "
-                 "tries the code")
-    machine = torch.cuda.get_device_name() if device == "cuda" else "a CPU"
-    print(f"{machine}, torch {torch.__version__}, medians of {repetitions} turns")
-    for name, case in ((name, CASES[name]) for name in names):
-        if case.config is None:
-            sys.exit(f"tests/bench.py: --cases {name}: its completions end when they like, and "
-                     "--device compares equal lengths; choose 1.7M, 26M or 0.6B")
-        print(f"\n## {name}: {case.prompts} prompts x {case.generations} completions, "
-              f"{case.new_tokens} new tokens, micro-batches of {case.micro_batch}, "
-              f"{dtype_of(case, device)}")
-        tokens = case.prompts * case.generations * case.new_tokens
-        with prepared(case, repetitions + 1, tokenizer) as (folder, path, batches):
-            for beta in case.betas:
-                gpu_steps(case, path, batches, beta, device, tokens, folder)
-            gpu_rollouts(case, path, batches, device, tokens)
 
 
 def set_up(threads):
@@ -566,37 +464,28 @@ def set_up(threads):
 
 def main():
     parser = argparse.ArgumentParser(
-        description="MiniGRPO beside TRL's GRPOTrainer and transformers' generate.")
+        description="MiniGRPO beside TRL's GRPOTrainer, transformers' generate and vLLM.")
     parser.add_argument("--cases", nargs="+", choices=CASES,
                         help="(default: default trained 1.7M 26M; with --device cuda 0.6B)")
     parser.add_argument("--repetitions", type=int, default=3, help="turns of each side that count")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tricks", action="store_true",
                         help="what each trick of model/fast is worth, instead of the comparison")
-    parser.add_argument("--samplers", action="store_true",
-                        help="a rollout by each sampler, vLLM's too if it is installed")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="print the page about a GPU, or "
-                        "try its code on a CPU, with --cases 1.7M, say")
     args = parser.parse_args()
     set_up(args.threads)
-    import transformers
-    tokenizer = transformers.AutoTokenizer.from_pretrained(SHIPPED)
-    if args.device:
-        return report_gpu(args.device, args.cases or ["0.6B"], args.repetitions, tokenizer)
-    args.cases = args.cases or [name for name in CASES if name not in ON_DEMAND]
-    if args.samplers:
-        return report_samplers(args.cases, args.repetitions, tokenizer)
+    if args.cases is None:
+        args.cases = ["0.6B"]
+        if args.device == "cpu":
+            args.cases = [name for name in CASES if name not in ON_DEMAND]
     if args.tricks:
-        return report_tricks(args.cases, args.repetitions, tokenizer)
-    if importlib.util.find_spec("trl") is None:
-        sys.exit("tests/bench.py: TRL is not installed; run pip install -r "
-                 "tests/requirements-bench.txt")
-    import trl
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, TRL "
-          f"{trl.__version__}, {args.threads} threads, medians of {args.repetitions} turns")
+        return report_tricks(args.cases, args.repetitions)
+    machine = torch.cuda.get_device_name() if args.device == "cuda" else f"{args.threads} threads"
+    peers = ", ".join(f"{name} {importlib.metadata.version(name)}"
+                      for name in ("transformers", "trl", "vllm") if importlib.util.find_spec(name))
+    print(f"torch {torch.__version__}, {peers}, {machine}, medians of {args.repetitions} turns")
     for name in args.cases:
-        report_case(name, CASES[name], args.repetitions, args.threads, tokenizer)
-    report_growth(tokenizer)
+        report_case(name, CASES[name], args.repetitions, args.device, args.threads)
 
 
 if __name__ == "__main__":

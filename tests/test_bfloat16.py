@@ -98,12 +98,10 @@ SEVERAL = "--num_iterations 2 --num_minibatches 3"
 
 @pytest.mark.parametrize("flags, updates", [
     (f"{SEVERAL} --beta 0 --mask_truncated_completions --loss_type dr_grpo", 6),
-    (f"{SEVERAL} --kl_in_reward --loss_type bnpo", 6),
     (f"{SEVERAL} --fast 0 --supervision process --entropy_coef 0.1 --loss_type dapo", 6),
     (f"{SEVERAL} --lora_rank 4 --gradient_checkpointing --loss_type cispo", 6),
     ("--num_minibatches 4 --importance_sampling_level sequence --rollout_is_threshold 2", 4),
-    ("--num_iterations 2 --fast 0 --beta 0 --gradient_checkpointing --loss_type r1", 2),
-    ("--kl_in_reward --oversample 2", 1),
+    ("--kl_in_reward --oversample 2 --loss_type r1", 1),
 ])
 def test_ratios_are_exactly_1_while_the_policy_has_not_moved(flags, updates, tmp_path, monkeypatch):
     calls, steps, loss, step = [], [], train_grpo.grpo_loss, torch.optim.AdamW.step

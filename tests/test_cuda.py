@@ -1,6 +1,5 @@
 """What only a GPU can show. Skipped without one."""
 import importlib.util
-import os
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ from test_sampler import EOS, FAMILIES, PAD, PROMPTS, TEMPERATURE, batch, padded
 import train_grpo
 from conftest import ROOT, jsonl
 from model import fast, sampler
-from model.lora import with_adapters
+from model.lora import adapters, with_adapters
 from model.storage.memory import num_parameters, peak_bytes
 from train_grpo import completion_mask
 
@@ -39,9 +38,8 @@ def policy(family):
     if family != "adapters":
         return wide(**FAMILIES[family]).to(DEVICE)
     adapted = with_adapters(wide(), rank=4, alpha=32)
-    for name, parameter in adapted.named_parameters():
-        if name.endswith("lora_B"):
-            torch.nn.init.normal_(parameter, std=0.05)
+    for layer in adapters(adapted).values():
+        torch.nn.init.normal_(layer.lora_B, std=0.05)
     return adapted.to(DEVICE)
 
 
@@ -82,14 +80,11 @@ def test_the_learning_passes_agree(family, dtype):
 
 def train(out, *flags, command=(sys.executable,)):
     """The metrics and evaluations of a run of the script."""
-    environment = {name: value for name, value in os.environ.items()
-                   if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     result = subprocess.run(
         [*command, "train_grpo.py", "--device", DEVICE, "--out_dir", str(out), "--run_name", "run",
-         *flags], cwd=ROOT, env=environment, capture_output=True, text=True)
+         *flags], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    files = out / "run/metrics.jsonl", out / "run/eval.jsonl"
-    return [jsonl(file) for file in files if file.exists()]
+    return [jsonl(out / "run" / name) for name in ("metrics.jsonl", "eval.jsonl")]
 
 
 @every_dtype
@@ -101,34 +96,36 @@ def test_accuracy_rises_within_30_steps(dtype, tmp_path):
     assert max(line["rollout_probs_diff_mean"] for line in metrics) < 2e-3
 
 
+def torchrun(ranks):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc_per_node={ranks}"]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 @pytest.mark.parametrize("ranks", range(1, 1 + min(2, torch.cuda.device_count())))
 def test_vllm_samples_with_the_weights_of_each_step(ranks, tmp_path):
-    torchrun = "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"
     metrics, _ = train(tmp_path, "--sampler", "vllm", "--max_steps", "6", "--eval_samples", "16",
-                       command=(sys.executable, *torchrun * (ranks > 1)))
+                       command=torchrun(ranks))
     assert len(metrics) == 6 and metrics[5]["kl"] > 1e-4
     assert max(line["rollout_probs_diff_mean"] for line in metrics) < 5e-3
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_ranks_with_nccl(tmp_path):
-    torchrun = sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
     metrics, evaluations = train(tmp_path, "--max_steps", "10", "--eval_interval", "10",
-                                 "--eval_samples", "400", command=torchrun)
+                                 "--eval_samples", "400", command=torchrun(2))
     before, after = (line["eval/accuracy"] for line in evaluations)
     assert len(metrics) == 10 and after > before
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.02])
-def test_peak_memory_is_that_of_the_formula(beta, tmp_path, tokenizer):
+def test_peak_memory_is_that_of_the_formula(beta):
     case = bench.Case(4, 8, 256, 8, dict(
         vocab_size=32000, hidden_size=1024, num_hidden_layers=12, num_attention_heads=16,
         num_key_value_heads=4, head_dim=64, intermediate_size=3072))
-    path = bench.weights_of(case, tmp_path, tokenizer)
     before = torch.cuda.memory_allocated()
-    ours, batches = bench.Ours(case, path, beta, device=DEVICE, dtype="bfloat16"), bench.batches_of(
-        case, 2, tokenizer)
+    with bench.prepared(case, 2) as (_, path, batches):
+        ours = bench.Ours(case, path, beta, device=DEVICE)
     torch.cuda.reset_peak_memory_stats()
     for one in batches:
         ours.step(one)

@@ -3,7 +3,6 @@
 What needs vLLM is skipped without it: requirements-vllm.txt. CI has it, in an environment of its
 own.
 """
-import copy
 import importlib.util
 import os
 import re
@@ -175,21 +174,6 @@ def test_it_samples_what_the_trainer_computes(made):
                     for one in (sample, pair.sample))
     assert torch.equal(greedy[0], best[0])
     torch.testing.assert_close(*(x[1] for x in (greedy, best)), atol=1e-4, rtol=1e-4)
-
-
-@needs_vllm
-def test_an_update_by_adamw_arrives(made):
-    engine, sample, before = made
-    policy, ids = copy.deepcopy(before), torch.randint(3, 200, (4, 20))
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)
-    optimizer.register_step_post_hook(engine.outdate)
-    pair.token_logps(policy, ids, torch.ones_like(ids), 10).sum().backward()
-    optimizer.step()
-    ids, logps = draw(sample, policy, [[3, 9]], max_new_tokens=20)
-    sequences = [[3, 9]], ids, train_grpo.completion_mask(ids, [13, 21, 38])
-    torch.testing.assert_close(logps, trained_logps(policy, *sequences), atol=1e-3, rtol=1e-3)
-    assert (logps - trained_logps(before, *sequences)).abs().max() > 0.1
-    engine.outdate()
 
 
 def from_the_trainer(made):

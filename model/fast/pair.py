@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..lora import LoRALinear
 from ..model import (
     Head,
     KVCache,
@@ -123,8 +124,9 @@ class Decoding:
         first_child = parents.diff(prepend=parents.new_full((1,), -1)) > 0
         stays = first_child & (parents < self.num_rows)
         if not stays.all():
-            free = torch.ones_like(stays).index_fill_(0, parents[stays], False).nonzero().squeeze(1)
-            moved, parents[~stays] = parents[~stays], free
+            is_free = torch.ones_like(stays).index_fill_(0, parents[stays], False)
+            free, moved = is_free.nonzero().squeeze(1), parents[~stays]
+            parents[~stays] = free
             self.cache[:, :, free, :, :S] = self.cache[:, :, moved, :, :S]
             self.padding[free] = self.padding[moved]
         return parents[child]
@@ -139,7 +141,8 @@ class Decoding:
         bias.masked_fill_((self.places[:self.length] < padding)[:, None], float("-inf"))
         attention = plain_attention
         if self.cache.dtype != torch.float32:
-            attention, bias = fused_attention, bias.expand(-1, K, -1).reshape(n * K, 1, 1, -1)
+            attention = fused_attention
+            bias = bias.expand(-1, K, -1).reshape(n * K, 1, 1, -1)
         cache = self.cache[:, :, :n, :, :self.length].flatten(2, 3)             # (L, 2, n*K, S, d)
         x = self.embedding(tokens)                                              # (n, D)
         for parts, (keys, values) in zip(self.layers, cache):
@@ -184,25 +187,24 @@ def linear(layer):
     An adapter is merged into float32 weights. bfloat16 would round it away, so in bfloat16 it stays
     a product of its own.
     """
-    adapter = layer if hasattr(layer, "lora_A") else None
-    base = layer.base if adapter else layer
-    weight, bias, device = base.weight, base.bias, base.weight.device.type
-    dtype = weight.dtype
-    if torch.is_autocast_enabled(device):
-        dtype = torch.float32 if isinstance(layer, Head) else torch.get_autocast_dtype(device)
-    elif adapter:
+    base, adapter = layer, None
+    if isinstance(layer, LoRALinear):
+        base, adapter = layer.base, layer
+    weight, bias, device, dtype = base.weight, base.bias, base.weight.device, base.weight.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        if isinstance(layer, Head):
+            dtype = torch.float32
+    elif adapter is not None:
         weight, adapter = adapter.merged(), None        # nothing stays beside it
-    weight, bias = weight.to(dtype), bias if bias is None else bias.to(dtype)
-    # The packed product is private to PyTorch: where it is missing, weights stay as they are.
-    packed = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    can_pack = device == "cpu" and packed is not None and (
-        dtype == torch.float32
-        or dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if weight.numel() >= PACK_FROM and can_pack:
+    weight = weight.to(dtype)
+    if bias is not None:
+        bias = bias.to(dtype)
+    if weight.numel() >= PACK_FROM and can_pack(dtype, device):
         weight = torch.ops.mkldnn._reorder_linear_weight(weight)
 
         def product(x):
-            return packed(x.to(dtype), weight, bias, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise(x.to(dtype), weight, bias, "none", [], "")
     elif isinstance(layer, Head):
         product = layer         # it switches autocast off by itself
     else:
@@ -211,6 +213,15 @@ def linear(layer):
         return product
     A, B = adapter.lora_A.to(dtype), (adapter.scale * adapter.lora_B).to(dtype)
     return lambda x: product(x) + F.linear(F.linear(x, A), B)
+
+
+def can_pack(dtype, device):
+    """Whether oneDNN is there to multiply. Its product is private to PyTorch, so it may be gone."""
+    if device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32
 
 
 def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temperature=1.0,
@@ -239,7 +250,9 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     def spread(x):      # no view of another tensor: FSDP warns of those
         return x.new_zeros(N, R).index_put((wanted // R, wanted % R), x)
 
-    return (spread(sampled), spread(entropy[row])) if with_entropy else spread(sampled)
+    if not with_entropy:
+        return spread(sampled)
+    return spread(sampled), spread(entropy[row])
 
 
 @torch.no_grad()
@@ -270,7 +283,8 @@ def prefix_tree(input_ids, attention_mask, P):
     owner = torch.where(new, torch.arange(len(rows))[:, None], 0).cummax(0).values
     node = node.gather(0, owner)                                                        # (U, T)
     groups = []
-    for members in (order[kind[order] == k] for k in kind.unique() if k >= 0):
+    for k in kind[kind >= 0].unique():
+        members = order[kind[order] == k]
         C, S = int(count[members].max()), int((start + count)[members].max())
         query = start[members, None] + column[:C]                                       # (m, C)
         real = (column[:C] < count[members, None]).flatten().nonzero().squeeze(1)
@@ -342,7 +356,10 @@ class InChunks(torch.autograd.Function):
         d log p(token) / d logits = (one_hot(token) - p) / T
         d H            / d logits = -p (log p + H) / T
 
-    All of it is float32, under autocast too, as in model.Head.
+    All of it is float32, under autocast too, as in model.Head. torch.utils.checkpoint over the same
+    chunks gives the same log-probs, but needs 1.15 times the time and 1.4 times the memory (on a
+    CPU, 2,048 rows, V = 49,152, D = 576: 10.2 instead of 8.9 s of one core, 684 instead of 492
+    MiB; in chunks of half the size 10.7 s, 397 MiB).
     """
 
     @staticmethod
@@ -354,10 +371,11 @@ class InChunks(torch.autograd.Function):
         """row is sorted."""
         starts = torch.arange(0, len(hidden) + size, size, device=row.device)
         ends = torch.searchsorted(row, starts).tolist()
-        ctx.temperature, ctx.chunks = temperature, [
-            (slice(i * size, (i + 1) * size), slice(*pair))
-            for i, pair in enumerate(zip(ends, ends[1:]))]
-        logps, entropy = (torch.zeros(len(x), device=x.device) for x in (row, hidden))
+        ctx.temperature, ctx.chunks = temperature, []
+        for i, pair in enumerate(zip(ends, ends[1:])):
+            ctx.chunks.append((slice(i * size, (i + 1) * size), slice(*pair)))
+        logps = torch.zeros(len(row), device=row.device)
+        entropy = torch.zeros(len(hidden), device=row.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for rows, those in ctx.chunks:
                 all_logps = InChunks.all_logps(hidden[rows], weight, temperature)       # (c, V)

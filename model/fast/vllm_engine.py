@@ -36,7 +36,7 @@ class Engine:
         """The policy's weights have changed: a hook of the optimizer, after its step."""
         self.is_outdated = True
 
-    def asleep(self, token_logps):
+    def while_asleep(self, token_logps):
         """`token_logps`, for which the engine goes to sleep until it samples again."""
         @functools.wraps(token_logps)
         def with_room(*args, **options):
@@ -75,14 +75,18 @@ class Engine:
             with logged(log), tempfile.TemporaryDirectory() as folder:
                 from vllm import LLM, SamplingParams
                 write_json(hub_config(model), Path(folder, "config.json"))
-                self.SamplingParams, self.llm = SamplingParams, LLM(
+                self.SamplingParams = SamplingParams
+                self.llm = LLM(
                     folder, load_format="dummy", skip_tokenizer_init=True, dtype=world.matrix_dtype,
                     max_model_len=args.max_seq_len + args.max_gen_len,
                     max_num_seqs=args.rollout_batch_size or 256, enable_sleep_mode=self.may_sleep,
                     gpu_memory_utilization=args.vllm_gpu_memory_utilization,
                     logprobs_mode="processed_logprobs", enforce_eager=not self.may_sleep,
                     distributed_executor_backend="external_launcher" if world.size > 1 else "uni")
-            world.ends.callback(self.llm.llm_engine.engine_core.shutdown)
+                world.ends.callback(self.llm.llm_engine.engine_core.shutdown)
+                # Some models it builds, and says at the first token that it can't run them.
+                self._generate([{"prompt_token_ids": [0]}],
+                               SamplingParams(max_tokens=1, detokenize=False))
         except Exception as error:      # many classes, of vLLM and of what it imports
             raise UserError(f"--sampler vllm: it could not start with {args.model_path} "
                             f"({reason(error)}), {log} says more; {advice}") from error
@@ -97,6 +101,11 @@ class Engine:
         self.llm.reset_prefix_cache()       # it was computed with other weights
         self.is_asleep, self.is_outdated = False, False
 
+    def _generate(self, prompts, options):
+        # Its weights are cast already.
+        with torch.autocast(self.world.device.type, enabled=False):
+            return self.llm.generate(prompts, options, use_tqdm=False)
+
     def _sample(self, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, temperature=1.0,
                 eos_token_id, pad_token_id, generator=None, greedy=False):
         n, device = 1 if greedy else num_generations, prompt_ids.device
@@ -107,8 +116,7 @@ class Engine:
             logprobs=0, detokenize=False) for seed in seeds.tolist()]
         prompts = [{"prompt_token_ids": ids[mask.bool()].tolist()}
                    for ids, mask in zip(prompt_ids, prompt_mask)]
-        with torch.autocast(device.type, enabled=False):        # its weights are cast already
-            answers = self.llm.generate(prompts, options, use_tqdm=False)
+        answers = self._generate(prompts, options)
         answers = [answer for group in answers for answer in group.outputs * (num_generations // n)]
         ids = [prompt_ids.new_tensor(answer.token_ids) for answer in answers]
         logps = [torch.tensor([of[token].logprob for token, of in zip(x.token_ids, x.logprobs)],

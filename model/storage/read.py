@@ -22,7 +22,6 @@ from ..model import MiniMindConfig, MiniMindForCausalLM
 from . import any_model
 from .files import (
     as_ids,
-    check_tensors,
     explained,
     read_config,
     read_hub_config,
