@@ -400,17 +400,3 @@ def test_a_run_killed_at_a_file_operation_goes_on_as_if_nothing_had_happened(tmp
         whole, operations = unbroken.result()
     assert operations > 60                  # or the hook misses some
     assert chaos.result(out) == whole
-
-
-def test_workers_that_read_ahead_survive_ctrl_c(tmp_path):
-    """The terminal sends it to them too, and the step that is running needs their batches."""
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "train_grpo.py", *FLAGS, "--max_steps", "999", "--num_workers", "2",
-         "--out_dir", tmp_path], start_new_session=True, stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "run/metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    said = process.communicate(timeout=600)[1]
-    assert process.returncode == 130 and "Traceback" not in said, said
-    assert f"after step {read_jsonl(metrics)[-1]['step']}, which is saved" in said
