@@ -657,10 +657,9 @@ importlib.import_module(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("own, found", [(None, "3000"), ("7", "7")])
-@pytest.mark.parametrize("script", [
-    "train_grpo", "model.chat", "model.train_sft", "reward.train_reward_model",
-    "reward.sample_pairs"])
+@pytest.mark.parametrize("script, own, found", [
+    ("train_grpo", "7", "7"), ("train_grpo", None, "3000"), ("model.chat", None, "3000"),
+    ("reward.sample_pairs", None, "3000")])
 def test_waiting_threads_sleep_soon_unless_the_user_says_otherwise(script, own, found):
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     environment |= {"GOMP_SPINCOUNT": own} if own else {}
