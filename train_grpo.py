@@ -48,9 +48,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 
 from dataset import batches_from, read_prompts
-from model import Saver, World, eos_token_ids, fast, sampler
+from model import MiniMindForCausalLM, Saver, World, eos_token_ids, fast, sampler
 from model.lora import AdaptersOff, with_adapters
-from model.processes.watch import Watch, all_or_none
+from model.processes.watch import all_or_none, stop_on_signals
 from model.processes.world import for_learning, for_sampling
 from model.rollout import Minibatch, Rollout
 from model.storage.read import find_weights, load_pretrained, load_tokenizer
@@ -385,16 +385,13 @@ def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
 @all_or_none                        # what ends one rank ends all of them
 def main(argv=None):
     args = parse_args(argv)
-    world = World(args.device, args.dtype, args.seed)
-    watch = Watch(world, args.hang_timeout)     # world.watch: signals, ranks that fail or hang
+    world = World(args.device, args.dtype, args.seed, args.hang_timeout)
     saver = Saver(Path(args.out_dir) / args.run_name, world, args)
-    pairs = {"plain": (sampler.sample, token_logps), "fast": (fast.sample, fast.token_logps),
-             "vllm": (fast.Engine(world, args), fast.token_logps)}
-    sample, logps_of = pairs[args.sampler]              # or a pair of your own
-    sample, logps_of = for_sampling(sample, world, args), for_learning(logps_of, world, args)
     tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)   # 0.99: runs are short
+    sample, logps_of = choose_pair(policy, optimizer, world, args)      # or a pair of your own
+    sample, logps_of = for_sampling(sample, world, args), for_learning(logps_of, world, args)
     steps_done, num_tokens = saver.resume(policy, optimizer, reference)
     collate, problems, heldout = read_prompts(args, tokenizer)
     batches, last_step = batches_from(steps_done + 1, problems, collate, world, args)
@@ -403,11 +400,11 @@ def main(argv=None):
         world.print_json(evaluate_at(steps_done))
         return world.close()
     with Report(saver.run_dir, args, total_steps=last_step, start_step=steps_done,
-                num_tokens=num_tokens, active=world.rank == 0) as report, watch:
+                num_tokens=num_tokens, active=world.rank == 0) as report:
         report.intro(policy, world.device, world.size, len(problems), len(heldout))
         if args.eval_interval and steps_done == 0:
             report.evaluation(0, evaluate_at(0))
-        watch.steps_begin()                 # from here on a signal lets the step end
+        stop_on_signals(world)              # from here on a signal lets the step end
         unjudged = 0                        # steps in a row without a reward
         for step, batch in enumerate(batches, start=steps_done + 1):
             report.phase("rollout")         # 1. ask: G completions of every prompt
@@ -560,6 +557,18 @@ def load_models(args, world):
         scale=args.reward_model_scale, answer_share=args.reward_model_answer_share)
     reference, count = reference if args.beta > 0 else None, len(args.reward_funcs)
     return tokenizer, policy, reference, reward_funcs[:count], reward_funcs[count:]
+
+
+def choose_pair(policy, optimizer, world, args):
+    """The two functions that run the policy: `sample`, and what computes log-probabilities."""
+    sample, logps_of = sampler.sample, token_logps
+    if args.sampler != "plain" and isinstance(policy, MiniMindForCausalLM):
+        sample, logps_of = fast.sample, fast.token_logps    # they know our own network alone
+    if args.sampler == "vllm":
+        sample = fast.Engine(world, args)
+        optimizer.register_step_post_hook(sample.outdate)
+        logps_of = sample.asleep(logps_of)
+    return sample, logps_of
 
 
 # --- what one looks up: flags ---------------------------------------------------------------------
@@ -758,8 +767,9 @@ def add_machine_flags(parser):
          "bfloat16 a GPU may multiply that in TF32")
     flag("--shard", type=int, choices=(0, 1), default=0, help="1: divide weights, gradients and "
          "moments over the processes (FSDP); to sample, the whole model must fit one GPU")
-    flag("--hang_timeout", type=POSITIVE_OR_0, default=0, help="seconds a process may be busy "
-         "without reaching the others before the run ends and names it; 0: no limit")
+    flag("--hang_timeout", type=POSITIVE_OR_0, help="seconds that a process may be busy with one "
+         "batch, or wait for the others, before the run ends; 0: no limit (default: 1800 with "
+         "several processes, else 0)")
     flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
     flag("--ddp", action="store_true", help="MiniMind's, ignored: use torchrun")
 

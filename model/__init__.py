@@ -3,34 +3,32 @@
     fast/         pair.py, the sampler and the log-probabilities again, in less time: a run uses
                   these; vllm_engine.py, an engine that samples in their place
     storage/      weights in and out: files.py opens what a stranger wrote, read.py and write.py
-                  (which has the Saver) weights and checkpoints; any_model.py wraps a model of
-                  transformers that model.py does not build; from_gguf.py reads what a package
-                  ships; tokenizer.py trains a tokenizer, memory.py foretells what a run takes
+                  weights; any_model.py wraps a model of transformers that model.py does not build;
+                  from_gguf.py reads what a package ships; tokenizer.py trains a tokenizer,
+                  memory.py foretells what a run takes
     processes/    several processes that train one model: world.py, where their gradients meet, and
                   what --dtype and --shard make of the sampler and the log-probabilities; shard.py
-                  divides weights over them; watch.py ends all if one fails or is stopped
+                  divides weights over them; saver.py writes checkpoints and resumes from them;
+                  watch.py ends a run that is stopped or fails
     lora.py       adapters; chat.py: talk to a policy; train_sft.py: fine-tune one; weights/: ours
 
 On disk, weights are what transformers writes: a folder with config.json, model.safetensors and the
 tokenizer's files. Where a function takes a path to weights, a hub id like Qwen/Qwen3-0.6B will do
 too, as will one of MiniMind's .pth files.
 """
-import gc
 import os
 
 # Before torch is imported: waiting threads go to sleep soon, so that a busy machine stays usable.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 from .model import MiniMindConfig, MiniMindForCausalLM
+from .processes.saver import Saver, load_checkpoint, save_checkpoint
 from .processes.world import World
 from .rollout import Rollout
 from .sampler import sample
 from .storage.files import eos_token_ids
-from .storage.read import find_weights, load_checkpoint, load_pretrained, load_tokenizer
-from .storage.write import Saver, save_checkpoint, save_pretrained
-
-# Modules stay: the search for garbage need not look through their 200,000 objects time and again.
-gc.freeze()
+from .storage.read import find_weights, load_pretrained, load_tokenizer
+from .storage.write import save_pretrained
 
 __all__ = [
     "MiniMindConfig", "MiniMindForCausalLM", "Rollout", "Saver", "World", "eos_token_ids",

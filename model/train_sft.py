@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from report import UserError
 from report.command_line import number, user_errors
 
 from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, load_tokenizer, save_pretrained
@@ -35,22 +36,48 @@ from .storage.tokenizer import read_chats
 
 
 def encode(chats, tokenizer):
-    """For each chat a pair (ids, labels): labels are the ids in assistant turns, -100 elsewhere."""
-    header = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    """For each chat a pair (ids, labels): labels are the ids in assistant turns, -100 elsewhere.
+
+    A reply begins where the chat template's prompt for it ends, and goes on through its EOS token,
+    or to the end of its turn where templates end turns otherwise.
+    """
     with explained("the chats", "the tokenizer's chat template rejects one of them",
                    "leave it out, or give another tokenizer"):
         texts = tokenizer.apply_chat_template(chats, tokenize=False)
+        replies = [find_replies(chat, text, tokenizer) for chat, text in zip(chats, texts)]
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
     examples = []
-    for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
-        labels, speaking = [], False
-        for i, token in enumerate(ids):
-            labels.append(token if speaking else -100)
-            if token == tokenizer.eos_token_id:
-                speaking = False
-            elif ids[max(0, i + 1 - len(header)):i + 1] == header:
-                speaking = True
+    for ids, offsets, spans in zip(encoded["input_ids"], encoded["offset_mapping"], replies):
+        labels = [-100] * len(ids)
+        for start, end in spans:
+            for i, (first, last) in enumerate(offsets):
+                if last > start and first < end:
+                    labels[i] = ids[i]
+                    if ids[i] == tokenizer.eos_token_id:
+                        break
+        if set(labels) == {-100}:
+            raise UserError("the tokenizer's chat template does not show in chat "
+                            f"{len(examples) + 1} where a reply begins; leave the chat out, or "
+                            "give another tokenizer")
         examples.append((ids, labels))
     return examples
+
+
+def find_replies(chat, text, tokenizer):
+    """Where the assistant's turns stand in a chat's text: [(first character, end), ...]."""
+    def written(turns, **options):
+        return tokenizer.apply_chat_template(turns, tokenize=False, **options)
+
+    spans = []
+    for i, turn in enumerate(chat):
+        if turn["role"] == "assistant":
+            before = written(chat[:i], add_generation_prompt=True)
+            through = written(chat[:i + 1])
+            if text.startswith(before):
+                # Some templates write the last turn otherwise: then its EOS token is its end.
+                end = len(through) if text.startswith(through) else len(text)
+                spans.append((len(before), end))
+    return spans
 
 
 def batches(examples, batch_size, rng):

@@ -7,17 +7,37 @@ import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from .text import UserError, printable
+
+NO_MEMORY = ("out of memory; train_grpo.py needs less with a lower --micro_batch_size or "
+             "--rollout_batch_size, with --gradient_checkpointing, or with --lora_rank")
+
+
+def sentence(error):
+    """What the user reads of this error instead of a traceback; None if it needs its traceback.
+
+    MINIGRPO_TRACEBACK=1 asks for every traceback.
+    """
+    if os.environ.get("MINIGRPO_TRACEBACK"):
+        return None
+    # Python, a GPU, and the CPU, which has no class of its own for it.
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+            isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+        return NO_MEMORY
+    if isinstance(error, (UserError, OSError)):
+        return " ".join(printable(str(error)).splitlines())
+    return None
 
 
 def needs_no_traceback(error):
-    """Whether the error's message says it all. MINIGRPO_TRACEBACK=1 asks for every traceback."""
-    return isinstance(error, (UserError, OSError)) and not os.environ.get("MINIGRPO_TRACEBACK")
+    return sentence(error) is not None
 
 
 @contextmanager
 def user_errors(program):
-    """Decorates a main function: a UserError or OSError prints one line and exits with code 2.
+    """Decorates a main function: an error that a sentence explains prints it and exits with code 2.
 
     program: the script's name, which starts that line. Warnings are one line too.
     """
@@ -26,10 +46,10 @@ def user_errors(program):
     try:
         yield
     except Exception as error:
-        if not needs_no_traceback(error):
+        line = sentence(error)
+        if line is None:
             raise
         notes = "".join(getattr(error, "__notes__", []))    # how to go on
-        line = " ".join(printable(str(error)).splitlines())
         print(f"{program}: error: {line}{notes}", file=sys.stderr)
         sys.exit(2)
     finally:
@@ -43,9 +63,10 @@ def number(kind, low, high=10**9, *, above=False):
     """
     def parse(text):
         value = kind(text)
-        if not low <= value <= high or above and value == low:
-            bound = f"{'above' if above else 'at least'} {low:,} and at most {high:,}"
-            raise argparse.ArgumentTypeError(f"{text.strip()}; it must be {bound}")
+        if not low <= value <= high or (above and value == low):
+            least = "above" if above else "at least"
+            raise argparse.ArgumentTypeError(
+                f"{text.strip()}; it must be {least} {low:,} and at most {high:,}")
         return value
 
     parse.__name__ = kind.__name__
@@ -68,26 +89,12 @@ def folder_name(text):
 
 
 def flags_of_file(path):
-    """The flags in a file, each line as a shell reads it; # begins a comment.
-
-    The file can't name another such file.
-    """
-    path, flags = Path(path), []
-    if not path.is_file() or path.stat().st_size > 10**6:
-        raise UserError(f"@{path}: no such file, or too large to be one of flags; check its name")
+    """The flags in a file, as a shell reads them; # begins a comment. It can't name another one."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(f"@{path}: not UTF-8; save the file of flags as UTF-8") from None
-    for number, line in enumerate(map(str.rstrip, text.split("\n")), start=1):
-        where = f"@{path}, line {number}"
-        if printable(line) != line:
-            raise UserError(f"{where}: it has a character that can't be printed; write plain text")
-        try:
-            flags += shlex.split(line, comments=True)
-        except ValueError as error:
-            raise UserError(f"{where}: {error}; close the quotes of that line") from None
-    return flags
+        return shlex.split(Path(path).read_text(encoding="utf-8-sig"), comments=True)
+    except (OSError, ValueError) as error:      # no such file; no UTF-8; quotes that do not close
+        raise UserError(f"@{path}: no file of flags ({error}); check its name and its quotes"
+                        ) from None
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -100,8 +107,6 @@ class HelpFormatter(argparse.HelpFormatter):
         default = action.default
         if isinstance(default, bool) or default in (None, argparse.SUPPRESS):
             return action.help
-        if isinstance(default, tuple):      # as one would type it
-            return f"{action.help} (default: {' '.join(default)})"
         return f"{action.help} (default: %(default)s)"
 
 

@@ -4,6 +4,7 @@
     python -m report.curves out/run_a out/run_b -o picture.png    several runs, a colour each
 """
 import argparse
+import itertools
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,6 +29,7 @@ STYLE = {
     "xtick.color": GREY, "xtick.labelsize": 8, "xtick.major.size": 0,
     "ytick.color": GREY, "ytick.labelsize": 8, "ytick.major.size": 0,
     "lines.solid_capstyle": "round",
+    "figure.subplot.hspace": 0.4,       # between the metrics of a panel
 }
 MOST_STEPS = 500            # about as many as a panel has pixels
 
@@ -65,17 +67,17 @@ class Run:
     def __init__(self, run_dir):
         self.name = Path(run_dir).resolve().name
         self.steps = read_jsonl(Path(run_dir) / "metrics.jsonl", most=MOST_STEPS)
-        self.evaluations = read_jsonl(Path(run_dir) / "eval.jsonl")
+        self.evaluations = read_jsonl(Path(run_dir) / "eval.jsonl", most=MOST_STEPS)
         if not self.steps:
             raise UserError(f"{run_dir}: no step in metrics.jsonl yet; "
                             "give the folder of a run, such as out/run_a.")
         for row in self.steps:
             row["training_time"] = training_time(row)
 
-    def keys(self, start):
-        """The names of the metrics that begin with `start`, in the order they were written."""
-        rows = self.steps + self.evaluations
-        return list(dict.fromkeys(key for row in rows for key in row if key.startswith(start)))
+    def keys(self, start, end=""):
+        """The names of the metrics that begin and end so, in the order they were written."""
+        names = dict.fromkeys(key for row in self.steps + self.evaluations for key in row)
+        return [name for name in names if name.startswith(start) and name.endswith(end)]
 
     def series(self, key):
         """The steps and values of one metric, (2, steps); a value that was not finite is NaN."""
@@ -90,83 +92,120 @@ class Run:
         return values[np.isfinite(values)]
 
     def headline(self):
-        """What the run achieved: "held-out accuracy 25% → 71%, answers 30 → 52 tokens, in ..."."""
+        """What the run achieved: "held-out accuracy 25% → 71%, answers 30 → 52 tokens, ..."."""
         parts = []
-        for template, *keys in (
-                ("held-out accuracy {:.0%} → {:.0%}", "eval/accuracy"),
-                ("answers {:.0f} → {:.0f} tokens", "eval/mean_length", "completions/mean_length"),
-                ("reward {:.2f} → {:.2f}", "reward")):
-            known = [values for values in map(self.finite, keys) if len(values) > 1]
-            parts += [template.format(values[0], values[-1]) for values in known[:1]]
+        for form, key in (("held-out accuracy {:.1%} → {:.1%}", "eval/accuracy"),
+                          ("answers {:.0f} → {:.0f} tokens", "eval/mean_length"),
+                          ("reward {:.2f} → {:.2f}", "reward")):
+            values = self.finite(key)
+            if len(values) > 1 and len(parts) < 2:      # the reward only if one of them is missing
+                parts.append(form.format(values[0], values[-1]))
         count = self.steps[-1]["step"] - self.steps[0]["step"] + 1
+        parts.append(f"{count:,} steps")
         seconds = self.finite("step_time").sum() * count / len(self.steps)
-        # The reward only if one of the better two is missing.
-        parts = [*parts[:2], f"in {count:,} step{'s' * (count != 1)}", duration(seconds)]
-        return ", ".join(parts if seconds else parts[:-1])
+        if seconds:
+            parts.append(duration(seconds))
+        return ", ".join(parts)
 
 
-# --- one run --------------------------------------------------------------------------------------
+# --- the panels -----------------------------------------------------------------------------------
+
+# Of each panel: its title, what to expect, and its metrics from top to bottom.
+ONE_RUN = [
+    ("Reward", "the total should climb; its parts tell what is being learned", "reward"),
+    ("Held-out accuracy", "problems never trained on; sampled should climb towards greedy",
+     "eval/accuracy"),
+    ("Completion length, tokens", "grows where thinking pays; band: shortest to longest",
+     "completions/mean_length", "completions/clipped_ratio"),
+    ("Exploration and drift", "how sure the policy is, and how far it has moved", "kl", "entropy"),
+    ("Health of the updates", "early trouble shows here first", "frac_reward_zero_std",
+     "clip_ratio/region_mean", "grad_norm"),
+    ("Where the time goes", "seconds per step, and each phase's share of the whole run",
+     "step_time"),
+]
+SEVERAL_RUNS = [
+    ("Reward", "the total; comparable where the reward weights are the same", "reward"),
+    ("Held-out accuracy, sampled", "problems never trained on: the number to compare",
+     "eval/accuracy"),
+    ("Completion length, tokens", "grows where thinking pays", "completions/mean_length",
+     "completions/clipped_ratio"),
+    *ONE_RUN[3:5],
+    ("Seconds per step", "without evaluations and checkpoints; lower is faster", "training_time"),
+]
+STRIPS = {      # metric: the format of its values, its colour if there is one run, what it is
+    "kl": ("{:.2g}", PINK, "KL to the reference: a spike is fine, a lasting climb is not"),
+    "entropy": ("{:.2g}", GREEN, "entropy, nats per token: falls as the policy gets sure"),
+    "frac_reward_zero_std":
+        ("{:.0%}", ORANGE, "groups of equal rewards: bad early; late, the task is solved"),
+    "completions/clipped_ratio": ("{:.0%}", PINK, "cut off at the length limit: should be rare"),
+    "clip_ratio/region_mean": ("{:.1%}", BLUE, "tokens clipped: a few percent at most"),
+    "grad_norm": ("{:.2g}", BROWN, "gradient norm: spikes are clipped"),
+    "reward": ("{:.2f}", INK, ""), "eval/accuracy": ("{:.0%}", BLUE, ""),
+    "completions/mean_length": ("{:.0f}", BLUE, ""), "training_time": ("{:.2f}", INK, ""),
+}
+
+
+def panels(fig, runs, layout):
+    """Six panels, two rows of three; returns the axes of each metric.
+
+    A panel leaves out metrics that are 0 throughout or were never recorded, but for its first.
+    """
+    shown = []
+    for _, _, first, *others in layout:
+        others = [key for key in others if any(run.finite(key).any() for run in runs)]
+        shown.append([first, *others])
+    cells = [[[key] for key in keys] for keys in shown]     # in each a mosaic of a single column
+    axes = fig.subplot_mosaic([cells[:3], cells[3:]], gridspec_kw={
+        "left": 0.05, "right": 0.9, "bottom": 0.06, "top": 0.81, "wspace": 0.68, "hspace": 0.5})
+    for (title, subtitle, *_), keys in zip(layout, shown):
+        above(axes[keys[0]], title, -22, 32, fontsize=11.5, fontweight="bold")
+        above(axes[keys[0]], subtitle, -22, 19, fontsize=8.5, color=GREY)
+        for key in keys[:-1]:
+            axes[key].tick_params(labelbottom=False)
+        axes[keys[-1]].set_xlabel("step")
+    return axes
+
 
 def draw_one(fig, run):
-    reward, accuracy, length, drift, health, seconds = title(fig, run.name, run.headline())
-    draw_reward(reward, run)
-    draw_accuracy(accuracy, run)
-    draw_length(length, run)
-    draw_strips(
-        drift, [run], "Exploration and drift", "how sure the policy is, and how far it has moved",
-        ("kl", "{:.2g}", "KL to the reference: a spike is fine, a lasting climb is not", [PINK]),
-        ("entropy", "{:.2g}", "entropy, nats per token: falls as the policy gets sure", [GREEN]))
-    draw_strips(
-        health, [run], "Health of the updates", "early trouble shows here first",
-        ("frac_reward_zero_std", "{:.0%}",
-         "groups of equal rewards: bad early; late, the task is solved", [ORANGE]),
-        ("clip_ratio/region_mean", "{:.1%}", "tokens clipped: a few percent at most", [BLUE]),
-        ("grad_norm", "{:.2g}", "gradient norm: spikes are clipped", [BROWN]))
-    draw_time(seconds, run)
-
-
-def draw_reward(cell, run):
-    ax, = panel(cell, "Reward", "the total should climb; its parts tell what is being learned")
-    keys = [key for key in run.keys("rewards/") if key.endswith("/mean")]
-    ends = []
-    for key, color in zip(keys, COLORS * 9):
+    head(fig, run.name, run.headline())
+    axes = panels(fig, [run], ONE_RUN)
+    lines = []
+    for key, color in zip(run.keys("rewards/", "/mean"), itertools.cycle(COLORS)):
         name = key.removeprefix("rewards/").removesuffix("/mean").removesuffix("_reward")
-        ends += line(ax, run, key, color, name.replace("_", " "), width=1.3)
-    finish(ax, ends + line(ax, run, "reward", INK, "total", width=2.4), "{:.2f}")
-
-
-def draw_accuracy(cell, run):
-    ax, = panel(cell, "Held-out accuracy",
-                "problems never trained on; sampled should climb towards greedy")
-    rows = [(key, GREEN, key.removeprefix("eval/"), 1.2) for key in run.keys("eval/pass@")]
-    ends = []
-    for key, color, name, width in [*rows, ("eval/greedy_accuracy", ORANGE, "greedy", 1.6),
-                                    ("eval/accuracy", BLUE, "sampled", 2.4)]:
-        values = run.finite(key)
-        label = f"{name} {100 * values[0]:.0f} →" if len(values) > 1 else name
-        ends += line(ax, run, key, color, label, width)
-    finish(ax, ends, "{:.0%}", top=1.04)
-
-
-def draw_length(cell, run):
-    clipped = run.finite("completions/clipped_ratio")
-    ax, *below = panel(cell, "Completion length, tokens",
-                       "grows where thinking pays; band: shortest to longest",
-                       heights=[3, 1] if clipped.any() else [1])
+        lines.append((run, key, color, name.replace("_", " "), 1.3))
+    lines.append((run, "reward", INK, "total", 2.4))
+    draw_lines(axes.pop("reward"), lines, "{:.2f}")
+    any_of_k = [(run, key, GREEN, key.removeprefix("eval/"), 1.2)
+                for key in run.keys("eval/pass@")]
+    draw_lines(axes.pop("eval/accuracy"),
+               [*any_of_k, (run, "eval/greedy_accuracy", ORANGE, "greedy", 1.6),
+                (run, "eval/accuracy", BLUE, "sampled", 2.4)], "{:.0%}", top=1.04)
+    ax = axes.pop("completions/mean_length")
     steps, low = run.series("completions/min_length")
     _, high = run.series("completions/max_length")
     if len(low) == len(high) > 0:
         ax.fill_between(steps, smooth(low), smooth(high), color=SKY, alpha=0.22, linewidth=0)
-    ends = line(ax, run, "completions/mean_length", BLUE, "training", width=2.2)
-    finish(ax, ends + line(ax, run, "eval/mean_length", ORANGE, "held-out", width=1.2), "{:.0f}")
-    for ax in below:
-        strip(ax, [run], "completions/clipped_ratio", "{:.0%}",
-              "cut off at the length limit: should be rare", [PINK])
+    draw_lines(ax, [(run, "completions/mean_length", BLUE, "training", 2.2),
+                    (run, "eval/mean_length", ORANGE, "held-out", 1.2)], "{:.0f}")
+    draw_time(axes.pop("step_time"), run)
+    for key, ax in axes.items():
+        draw_strip(ax, [run], key, [STRIPS[key][1]])
 
 
-def draw_time(cell, run):
-    ax, = panel(cell, "Where the time goes",
-                "seconds per step, and each phase's share of the whole run")
+def draw_several(fig, runs):
+    from matplotlib.lines import Line2D
+
+    head(fig, f"{len(runs)} runs", "")
+    colors = list(itertools.islice(itertools.cycle(COLORS), len(runs)))
+    swatches = [Line2D([], [], color=color, linewidth=3) for color in colors]
+    fig.legend(swatches, [run.name for run in runs], frameon=False, loc="center left",
+               bbox_to_anchor=(0.02, 0.915), ncols=min(len(runs), 6), fontsize=10,
+               handlelength=1.2)
+    for key, ax in panels(fig, runs, SEVERAL_RUNS).items():
+        draw_strip(ax, runs, key, colors)
+
+
+def draw_time(ax, run):
     phases = run.keys("timing_s/")      # the columns of the table; its rows are the steps
     table = np.array([[row.get(key) or 0.0 for key in phases] for row in run.steps])
     shares = table.sum(axis=0) / max(table.sum(), 1e-9)
@@ -188,76 +227,32 @@ def draw_time(cell, run):
     finish(ax, [])
 
 
-# --- several runs ---------------------------------------------------------------------------------
+def draw_strip(ax, runs, key, colors):
+    """A metric of each run, in its colour."""
+    form, _, text = STRIPS[key]
+    draw_lines(ax, [(run, key, color, "", 1.8) for run, color in zip(runs, colors)], form,
+               top=1.04 if key == "eval/accuracy" else None)
+    if ax.lines:
+        above(ax, text, 0, 3, fontsize=8, color=GREY)
 
-def draw_several(fig, runs):
-    from matplotlib.lines import Line2D
 
-    colors = (COLORS * len(runs))[:len(runs)]
-    swatches = [Line2D([], [], color=color, linewidth=3) for color in colors]
-    fig.legend(swatches, [run.name for run in runs], frameon=False, loc="center left",
-               bbox_to_anchor=(0.02, 0.915), ncols=min(len(runs), 6), fontsize=10,
-               handlelength=1.2)
-    panels = [
-        ("Reward", "the total; comparable where the reward weights are the same",
-         ("reward", "{:.2f}", "")),
-        ("Held-out accuracy, sampled", "problems never trained on: the number to compare",
-         ("eval/accuracy", "{:.0%}", "")),
-        ("Completion length, tokens", "grows where thinking pays",
-         ("completions/mean_length", "{:.0f}", "")),
-        ("Exploration and drift", "how sure the policies are, and how far they have moved",
-         ("kl", "{:.2g}", "KL to the reference"), ("entropy", "{:.2g}", "entropy, nats per token")),
-        ("Gradient norm", "should stay low and calm", ("grad_norm", "{:.2g}", "")),
-        ("Seconds per step", "without evaluations and checkpoints; lower is faster",
-         ("training_time", "{:.2f}", "")),
-    ]
-    for cell, (name, subtitle, *rows) in zip(title(fig, f"{len(runs)} runs", ""), panels):
-        draw_strips(cell, runs, name, subtitle, *((*row, colors) for row in rows))
+def draw_lines(ax, lines, form, top=None):
+    """Draw each of the lines, as line() takes them, and what finish() adds."""
+    ends = [end for arguments in lines for end in line(ax, *arguments)]
+    finish(ax, ends, form, top)
 
 
 # --- the parts of a panel -------------------------------------------------------------------------
 
-def title(fig, name, sentence):
-    """Write the head of the picture; returns the six cells below it, row by row."""
+def head(fig, name, sentence):
     fig.text(0.027, 0.955, name, fontsize=17, fontweight="bold", va="center")
     fig.text(0.027, 0.913, sentence, fontsize=11.5, color=GREY, va="center")
-    grid = fig.add_gridspec(2, 3, left=0.05, right=0.9, bottom=0.06, top=0.81,
-                            wspace=0.68, hspace=0.5)
-    return [grid[i] for i in range(6)]
-
-
-def panel(cell, name, subtitle, heights=(1,)):
-    """Put axes into one cell, top to bottom, with relative `heights`, under a common title."""
-    rows = cell.subgridspec(len(heights), 1, height_ratios=heights,
-                            hspace=0.25 * (len(heights) - 1))
-    axes = rows.subplots(squeeze=False)[:, 0]
-    above(axes[0], name, -22, 32, fontsize=11.5, fontweight="bold")
-    above(axes[0], subtitle, -22, 19, fontsize=8.5, color=GREY)
-    for ax in axes[:-1]:
-        ax.tick_params(labelbottom=False)
-    axes[-1].set_xlabel("step")
-    return axes
 
 
 def above(ax, text, x, y, **style):
     """Write above the axes, (x, y) points from their upper left corner."""
     ax.annotate(text, (0, 1), xytext=(x, y), xycoords="axes fraction", textcoords="offset points",
                 **style)
-
-
-def draw_strips(cell, runs, name, subtitle, *rows):
-    """Draw a panel of strips, as strip() takes them, but not those that were never recorded."""
-    rows = [row for row in rows if any(len(run.finite(row[0])) for run in runs)] or rows[:1]
-    for ax, row in zip(panel(cell, name, subtitle, heights=[1] * len(rows)), rows):
-        strip(ax, runs, *row)
-
-
-def strip(ax, runs, key, form, text, colors):
-    """Draw a metric of each run, in its color; `text` says what it is and what to expect of it."""
-    ends = [end for run, color in zip(runs, colors)
-            for end in line(ax, run, key, color, "", width=1.8)]
-    finish(ax, ends, form, top=1.04 if key == "eval/accuracy" else None)
-    above(ax, text if ends else "", 0, 3, fontsize=8, color=GREY)
 
 
 def line(ax, run, key, color, label, width):
@@ -269,22 +264,23 @@ def line(ax, run, key, color, label, width):
     seen = np.isfinite(values)
     if not seen.any():
         return []
+    most_markers = 3
     if key.startswith("eval/"):
-        marker = {"marker": "o", "markersize": 3.5} if len(values) < 40 else {}
+        most_markers = 40
         steps, values = steps[seen], values[seen]
     else:
-        marker = {"marker": "o", "markersize": 4} if len(values) <= 3 else {}
         if len(values) > 10:
             ax.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
         values = smooth(values)
-    ax.plot(steps, values, color=color, linewidth=width, **marker)
+    marker = "o" if len(values) <= most_markers else ""
+    ax.plot(steps, values, color=color, linewidth=width, marker=marker, markersize=3.5)
     return [(values[np.isfinite(values)][-1], label, color)]
 
 
 def smooth(values):
     """Centred moving average over a tenth of the series, with a Hann window, ignoring NaNs."""
     # A box window would spread a single spike into a plateau; this one keeps it a bump.
-    kernel = np.hanning((len(values) // 10 | 1) + 2)[1:-1]     # of an odd length: it has a centre
+    kernel = np.hanning(2 * (len(values) // 20) + 3)[1:-1]      # of an odd length: it has a centre
     seen = np.isfinite(values)
     known = np.array([seen, np.where(seen, values, 0.0)])
     sums = np.array([np.convolve(row, kernel, mode="same") for row in known])

@@ -8,10 +8,10 @@ closer together at the start, where most is learned, and the first groups of eac
 shuffled), and says what it leaves out.
 """
 import argparse
+import itertools
 import json
 import math
-import os
-from bisect import bisect_left
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,8 +23,8 @@ TEMPLATE = Path(__file__).with_name("page.html")
 MOST_BYTES = 1_600_000      # of completions, so that a page stays under 2 MB
 MOST_STEPS = 40
 MOST_CHARACTERS = 4000      # of a text: a longer one loses its middle
-SHOWN_ARGS = ["model_path", "data_path", "reward_funcs", "reward_weights", "num_generations",
-              "learning_rate", "beta", "loss_type", "temperature", "max_gen_len", "seed"]
+SHOWN_ARGS = ["reward_funcs", "reward_weights", "num_generations", "learning_rate", "beta",
+              "loss_type", "temperature", "max_gen_len", "seed"]
 OWN_FIELDS = {"step", "messages", "prompt", "completion", "length", "ended", "rewards", "reward",
               "advantage", "tokens", "token_logps", "token_advantages"}
 
@@ -48,89 +48,72 @@ def page_data(run_dir):
     """All that the page shows, as one dict for JSON."""
     run = Run(run_dir)
     args = json.loads((run_dir / "args.json").read_text(encoding="utf-8"))
+    # Of paths only the last part, since pages are passed on.
+    shown_args = {name: Path(args[f"{name}_path"]).name for name in ("model", "data")
+                  if f"{name}_path" in args}
+    shown_args |= {name: args[name] for name in SHOWN_ARGS if name in args}
     steps = sample_steps(run_dir, run.steps[-1]["step"], args)
-    rows = [row for step in steps for group in step["groups"] for row in group["rows"]]
-    return {
-        "name": run.name,
-        "headline": run.headline(),
-        # Of paths only the last part, since pages are passed on.
-        "args": {name.removesuffix("_path"): Path(args[name]).name if name.endswith("_path") else
-                 args[name] for name in SHOWN_ARGS if args.get(name) is not None},
-        "metrics": {name: values for name, values in columns(run.steps).items()
-                    if not name.startswith("timing_s/")},
-        "evaluations": columns(run.evaluations[::math.ceil(len(run.evaluations) / 500) or 1]),
-        "steps": steps,
-        "shortened": sum("left_out" in row for row in rows),
-        "completions": len(rows),
-    }
+    metrics = {name: values for name, values in columns(run.steps).items()
+               if not name.startswith("timing_s/")}
+    return {"name": run.name, "headline": run.headline(), "args": shown_args, "metrics": metrics,
+            "evaluations": columns(run.evaluations), "steps": steps}
 
 
 # --- which completions ----------------------------------------------------------------------------
 
 
 def sample_steps(run_dir, last, args):
-    """Some steps with as many of their first groups as fit; always the first and the last step."""
-    paths = [run_dir / "completions.1.jsonl", run_dir / "completions.jsonl"]
-    paths = [path for path in paths if path.exists() and path.stat().st_size]
-    if not paths:
-        return []
-    with open(paths[0], "rb") as file:
-        first = step_from(file, 0)
-    if first > last:
-        return []
-    found, left = {}, MOST_BYTES
+    """Some steps with as many of their first groups as fit, in one pass over the files.
 
-    def take(step, share, least):
-        """Take the step, if at least this many of its groups can be had; its mean group's bytes."""
-        nonlocal left
-        rows = next(filter(None, (rows_of(step, path) for path in paths)), [])
-        G = args["num_generations"]
-        groups, sizes = [], []
-        for i in range(0, len(rows), G):
-            group = shown_group(rows[i:i + G], args)
-            sizes.append(len(to_script(group).encode()))
-            if sum(sizes) > share and len(groups) >= least:
-                break
-            groups.append(group)
-        if groups:
-            left -= sum(sizes[:len(groups)])
-            found[step] = {"step": step, "groups": groups, "of": math.ceil(len(rows) / G)}
-        return sum(sizes) / max(len(sizes), 1)
-
-    largest = max(take(step, MOST_BYTES // 8, least=1) for step in {first, last})
-    count = max(2, min(MOST_STEPS, last - first + 1, int(left / max(largest, 1))))
-    power = 2 if last - first >= count else 1       # 2: closer together at the start
-    between = {round(first + (last - first) * (i / (count - 1)) ** power) for i in range(count)}
-    between = sorted(between - {first, last})
-    for number, step in enumerate(between):
-        take(step, left / (len(between) - number), least=0)
-    return [found[step] for step in sorted(found)]
+    last: the last step. It is shown, and so is the first that the files have.
+    """
+    found, wanted = [], None
+    for step, lines in itertools.groupby(lines_of(run_dir), key=step_of):
+        wanted = wanted or spread(step, last)
+        if step in wanted:
+            found.append(shown_step(step, list(lines), MOST_BYTES / len(wanted), args))
+    while len(found) > 2 and sum(map(size, found)) > MOST_BYTES:
+        found = [*found[:-1:2], found[-1]]      # every second one, and the last
+    return found
 
 
-def step_from(file, offset):
-    """Go to the first line that begins at this byte or later; its step, infinity at the end."""
-    file.seek(max(offset - 1, 0))
-    if offset:
-        file.readline()
-    start = file.tell()
-    try:
-        return json.loads(file.readline())["step"]
-    except ValueError:      # the end, or half a line there
-        return math.inf
-    finally:
-        file.seek(start)
+def lines_of(run_dir):
+    """The whole lines of the older completions, then of the others; one being written is none."""
+    for name in ("completions.1.jsonl", "completions.jsonl"):
+        if (run_dir / name).exists():
+            with open(run_dir / name, "rb") as file:
+                yield from (line for line in file if line.endswith(b"}\n"))
 
 
-def rows_of(step, path):
-    """The rows of a step, found by halving: in a gigabyte as quickly as in a megabyte."""
-    rows = []
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        start = bisect_left(range(size), step, key=lambda offset: step_from(file, offset))
-        while step_from(file, start) == step:
-            rows.append(json.loads(file.readline()))
-            start = file.tell()
-    return rows
+def step_of(line):
+    """The step of a line of completions, where it comes first: most lines need not be parsed."""
+    return int(re.match(rb'{"step": (\d+)', line)[1])
+
+
+def spread(first, last):
+    """At most MOST_STEPS steps with both ends, closer together at the start."""
+    steps = range(first, last + 1)
+    if len(steps) <= MOST_STEPS:
+        return set(steps)
+    return {round(first + (last - first) * (i / (MOST_STEPS - 1)) ** 2) for i in range(MOST_STEPS)}
+
+
+def size(value):
+    """Its bytes on the page."""
+    return len(to_script(value).encode())
+
+
+def shown_step(step, lines, most_bytes, args):
+    """A step and its first groups: one, and as many more as fit."""
+    G = args["num_generations"]
+    groups = []
+    for i in range(0, len(lines), G):
+        group = shown_group([json.loads(line) for line in lines[i:i + G]], args)
+        most_bytes -= size(group)
+        if groups and most_bytes < 0:
+            break
+        groups.append(group)
+    return {"step": step, "groups": groups, "of": math.ceil(len(lines) / G)}
 
 
 # --- what of them ---------------------------------------------------------------------------------
@@ -156,31 +139,30 @@ def shown_row(row, args):
     room = min(MOST_CHARACTERS, 100_000 // args["num_generations"])
     if "tokens" not in row:
         shown["text"] = cut(row["completion"], room)
-        if shown["text"] != row["completion"]:
-            shown["left_out"] = True
         return shown
     # A long one loses its middle, as a text does; in its place stands a token without numbers.
     half = max(1, room // 8)        # of a quarter as many tokens as a text has characters
     left_out = len(row["tokens"]) - 2 * half
     for name in ("tokens", "token_logps", "token_advantages"):
         if name in row:
-            short = name.removeprefix("token_")
-            shown[short] = [round(x, 2) if isinstance(x, float) else x for x in row[name]]
+            values = [round(x, 2) if isinstance(x, float) else x for x in row[name]]
             if left_out > 0:
                 gap = f" … [{left_out:,} tokens left out] … " if name == "tokens" else None
-                shown[short][half:-half] = [gap]
-                shown["left_out"] = True
+                values[half:-half] = [gap]
+            shown[name.removeprefix("token_")] = values
     return shown
 
 
 def is_right(row, args):
     """Whether the evaluation rewards call it right; None unless they are among the rewards."""
-    names = args.get("reward_funcs", [])
-    rewards = dict(zip(names, row["rewards"].values())) if len(names) == len(row["rewards"]) else {}
-    judged = [rewards.get(name) for name in args.get("eval_reward_funcs") or [None]]
+    names, values = args.get("reward_funcs", []), row["rewards"].values()
+    if len(names) != len(values):
+        return None
+    rewards = dict(zip(names, values))
+    judged = [rewards.get(name) for name in args["eval_reward_funcs"]]
     if None in judged:
         return None
-    return sum(judged) >= args.get("eval_threshold", 1.0)
+    return sum(judged) >= args["eval_threshold"]
 
 
 @user_errors("report.page")
@@ -188,11 +170,9 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m report.page",
                                      description="Write report.html, a page to look into a run.")
     parser.add_argument("run", help="the folder of a run, such as out/run_a")
-    parser.add_argument("-o", "--output", help="the page to write (default: RUN/report.html)")
-    args = parser.parse_args()
-    output = args.output or str(Path(args.run) / "report.html")
-    write_page(args.run, output)
-    print(f"wrote {output}")
+    path = Path(parser.parse_args().run) / "report.html"
+    write_page(path.parent, path)
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

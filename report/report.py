@@ -1,15 +1,11 @@
-"""Everything a run prints and writes, except its weights.
-
-It moves a progress bar, prints warnings, logs to SwanLab if asked to, and writes the files that
-docs/runs.md lists: in metrics.jsonl a line per training step, from step 1; in eval.jsonl a line per
-evaluation, step 0 being before training; in completions.jsonl every completion with its rewards and
-its advantage, and in completions.1.jsonl the older ones (--completions_limit).
+"""Everything a run prints and writes, except its weights; docs/runs.md lists the files.
 
 Once its first step is done, a new run deletes what an earlier run of its name has left there. A run
 that fails before that, for a mistake in a reward function, say, leaves those results alone.
 """
 import gc
 import importlib.util
+import io
 import json
 import math
 import os
@@ -21,11 +17,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
-from .command_line import UserError
 from .metrics import training_time
-from .text import duration, fold, is_finite, number, printable, read_jsonl, to_json, to_line
+from .text import UserError, duration, fold, is_finite, number, printable, reason, to_json, to_line
 
 # The most common ways a run fails, each with its remedy.
 NO_SIGNAL = ("in most groups every completion got the same reward, so the advantages are 0 and "
@@ -36,9 +35,9 @@ NO_END = ("more than half of the completions were cut off at the length limit: r
           "its answers with EOS.")
 NOT_FINITE = ("the gradient is not finite, so this step was skipped: if it happens again, lower "
               "--learning_rate, or train in bfloat16 or float32.")
-OLD_WEIGHTS = ("the sampler's probabilities are ten times as far from the trainer's as in the "
-               "first step (rollout_probs_diff_mean): does it sample with old weights? Compare "
-               "with --sampler fast; --rollout_is_threshold 2 weights what it samples.")
+OLD_WEIGHTS = ("the sampler's probabilities are far from the trainer's (rollout_probs_diff_mean): "
+               "does it sample with old weights, or with others? Compare with --sampler fast; "
+               "--rollout_is_threshold 2 weights what it samples.")
 
 
 class Report:
@@ -55,20 +54,23 @@ class Report:
         self.total_steps, self.start_step, self.num_tokens = total_steps, start_step, num_tokens
         self.current_step = start_step
         self.dead_groups = []                   # frac_reward_zero_std of the last 10 steps
-        self.first_difference = None            # rollout_probs_diff_mean of the first step
+        self.first_difference = None            # rollout_probs_diff_mean, when it was first known
         self.timings = Counter()                # timing_s/<phase> -> seconds since the last step
         self.running = None, 0.0                # the phase that is being timed, and since when
         self.numbers = ""                       # what the bar shows of the last step
         self.is_slow = True                     # whether that took more than a second
         self.warned_at = {}                     # text of a warning -> step that last printed it
-        self.held_back = []                     # rows until the first step is done, then None
-        self.drawn_step, self.next_drawing = None, -math.inf    # the step, and the time
+        self.has_begun = False                  # whether the first step is done
+        self.held_back = []                     # evaluations until then
+        # A run that was killed after its last step may not have drawn it: its resume does.
+        self.drawn_step = start_step if start_step < total_steps else None
+        self.next_drawing = -math.inf           # a time
 
     def __enter__(self):
         if not self.active:
             return self
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.swanlab = self._start_swanlab()
+        self.swanlab = start_swanlab(self.run_dir, self.args)
         self.bar = tqdm(total=self.total_steps, initial=self.start_step, dynamic_ncols=True,
                         desc="eval",            # a run that evaluates begins with that
                         bar_format="{n_fmt:>4}/{total_fmt} |{bar:12}|{desc}",
@@ -84,13 +86,14 @@ class Report:
         self.bar.close()
         self.next_drawing = -math.inf
         self.draw()
-        if error is None:
+        if error is None and self.current_step:
             self._print_summary()
         # SwanLab's own Ctrl-C handler may already have finished its run.
         if self.swanlab and self.swanlab.has_run():
-            state = "aborted" if isinstance(error, KeyboardInterrupt) else "crashed"
-            end = {"state": state, "error": f"{error_type.__name__}: {error}"} if error_type else {}
-            self.swanlab.finish(**end)
+            if error is None:
+                self.swanlab.finish()
+            else:
+                self.swanlab.finish("crashed", f"{error_type.__name__}: {error}")
 
     # --- called by the training loop --------------------------------------------------------------
 
@@ -98,42 +101,34 @@ class Report:
         """Print what is about to be trained, on what, and where the files go."""
         if not self.active:
             return
-        args, note = self.args, ""
+        args = self.args
+        size = sum(parameter.numel() for parameter in policy.parameters())
+        copies = 4 if args.ref_model_sync_steps else 3      # weights, two moments, a reference
+        prompts = args.batch_size * args.accumulation_steps * num_processes
+        held_out = "none"
+        if num_heldout:
+            held_out = (f"{num_heldout:,} in {short(args.eval_data_path)}, right if "
+                        f"{' + '.join(args.eval_reward_funcs)} is at least {args.eval_threshold:g}")
+        facts = {
+            "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
+            "run by": getattr(policy, "run_by", ""),        # transformers, if it isn't our own
+            "device": f"{num_processes} x {device.type}",
+            "prompts": f"{num_prompts:,} in {short(args.data_path)}",
+            "held out": held_out,
+            "rewards": " + ".join(f"{weight:g} {name}" for weight, name in
+                                  zip(args.reward_weights, args.reward_funcs)),
+            "steps": f"{self.total_steps}, each with {prompts} prompts x {args.num_generations} "
+                     "completions",
+            "files": f"{short(self.run_dir)}/, a checkpoint takes {4e-6 * size * copies:,.0f} MB",
+        }
+        if self.start_step == 0 and (self.run_dir / "metrics.jsonl").exists():
+            facts[""] = "the first step replaces the earlier run there"
+        self._print(facts_table(facts))
         updates = args.num_iterations * args.num_minibatches
         if updates == 1 and args.loss_type in ("grpo", "r1") and args.supervision == "outcome":
-            held_out = " and the accuracy on held-out problems" if num_heldout else ""
-            note = ("\nThe loss will read about 0 throughout: the advantages of a group cancel\n"
-                    "out in its value, though not in its gradient. To see whether the policy\n"
-                    f"learns, watch the reward{held_out}.\n")
-        rewards = " + ".join(name if weight == 1 else f"{weight:g} {name}"
-                             for name, weight in zip(args.reward_funcs, args.reward_weights))
-        size = sum(parameter.numel() for parameter in policy.parameters())
-        judges = " + ".join(args.eval_reward_funcs)
-        if args.eval_threshold != 1:
-            judges += f" of at least {args.eval_threshold:g}"
-        prompts = args.batch_size * args.accumulation_steps * num_processes
-        ends = f" (the end of --epochs {args.epochs})" * (self.total_steps < (args.max_steps or 0))
-        # In float32: weights, AdamW's two moments, and a reference if it moves.
-        checkpoint = 4 * size * (4 if args.ref_model_sync_steps else 3) / 1e6
-        earlier = self.start_step == 0 and (self.run_dir / "metrics.jsonl").exists()
-        self._print_table({
-            "policy": f"{short(Path(args.model_path))}, {size / 1e6:,.2f} M parameters",
-            "run by": getattr(policy, "run_by", ""),        # transformers, if it isn't our own
-            "device": f"{device.type}, {num_processes} process{'es' * (num_processes > 1)}",
-            "prompts": f"{num_prompts:,} in {short(Path(args.data_path))}",
-            "held out": num_heldout and f"{num_heldout:,} in {short(Path(args.eval_data_path))}, "
-                                        f"right by {judges}",
-            "rewards": rewards,
-            "steps": f"{self.total_steps}{ends}, each with {prompts} prompts x "
-                     f"{args.num_generations} completions",
-            "files": f"{short(self.run_dir)}/, a checkpoint takes {checkpoint:,.0f} MB",
-            "": "the first step replaces the earlier run there" * earlier,
-        })
-        self._print(note)
-        free = shutil.disk_usage(self.run_dir).free / 1e6
-        if free < 3 * checkpoint:       # the last one, the next one, and final/
-            self.warn(f"{short(self.run_dir)} has {free:,.0f} MB free, and a run needs three times "
-                      "the size of a checkpoint: make room, or choose another --out_dir.")
+            self._print("\nThe loss will read about 0 throughout: the advantages of a group\n"
+                        "cancel out in its value, though not in its gradient. To see whether\n"
+                        "the policy learns, watch the reward and the accuracy.\n")
 
     def phase(self, name):
         """From here to the next phase, or to step() or draw(), time goes to timing_s/<name>.
@@ -142,7 +137,8 @@ class Report:
         """
         if torch.cuda.is_available():
             torch.cuda.synchronize()    # a GPU is still working when a call returns
-        now, (before, since) = time.perf_counter(), self.running
+        now = time.perf_counter()
+        before, since = self.running
         if before:
             self.timings[f"timing_s/{before}"] += now - since
         self.running = name, now
@@ -158,16 +154,16 @@ class Report:
         if step == self.start_step:
             # The first evaluation is not part of a step: keep it out of the time left.
             self.training_started = time.perf_counter()
-        names = {"eval/accuracy": "{:.1%} sampled", "eval/greedy_accuracy": "{:.1%} greedy",
-                 **{key: f"{key.removeprefix('eval/')} {{:.1%}}" for key in metrics
-                    if key.startswith("eval/pass@")},
-                 "eval/reward": "reward {:.2f}", "eval/mean_length": "{:.0f} tokens"}
-        known = {key: metrics[key] for key in names if is_finite(metrics.get(key))}
-        if abs(known.get("eval/reward", 0.0) - known.get("eval/accuracy", 0.0)) < 1e-9:
-            known.pop("eval/reward", None)
-        parts = ", ".join(names[key].format(value) for key, value in known.items())
-        self._print(f"step {step:>3}  held-out accuracy "
-                    f"{parts or 'not known: the evaluation rewards judged nothing'}")
+        forms = {"accuracy": "{:.1%} sampled", "greedy_accuracy": "{:.1%} greedy",
+                 "reward": "reward {:.2f}", "mean_length": "{:.0f} tokens"}
+        parts = []
+        for key, value in metrics.items():
+            name = key.removeprefix("eval/")
+            says_the_same = name == "reward" and value == metrics.get("eval/accuracy")
+            if is_finite(value) and not says_the_same:
+                parts.append(forms.get(name, f"{name} {{:.1%}}").format(value))
+        known = ", ".join(parts) or "not known: the evaluation rewards judged nothing"
+        self._print(Text(f"step {step:>3}  held-out accuracy {known}", style="bold"))
         return metrics
 
     def step(self, step, metrics, rows):
@@ -183,7 +179,7 @@ class Report:
             return
         self.phase(None)
         self.current_step = step
-        if self.held_back is not None:
+        if not self.has_begun:
             self._begin()
         self.num_tokens += metrics["tokens"]
         took = training_time(self.timings)
@@ -197,54 +193,25 @@ class Report:
             os.replace(path, self.run_dir / "completions.1.jsonl")
         self._write("completions", step, *rows)
         # evaluation() has already logged the eval/ metrics.
-        self._log({key: value for key, value in metrics.items() if key[:5] != "eval/"}, step)
+        self._log({key: value for key, value in metrics.items() if not key.startswith("eval/")},
+                  step)
 
+        is_end = step in (self.start_step + 1, self.total_steps)
         self.numbers, self.is_slow = self._numbers(step, metrics), took > 1
         if not self.bar.disable:
             self.bar.set_description_str(self.numbers, refresh=False)
             self.bar.update(step - self.bar.n)
-        elif step in (self.start_step + 1, self.total_steps) or step % self.args.log_interval == 0:
+        elif is_end or step % self.args.log_interval == 0:
             self._print(f"step {step:>3}/{self.total_steps}  {self.numbers}")
-        # A policy that has learned its task has many such groups; that is no accident yet.
-        last = self.dead_groups = self.dead_groups[-9:] + [metrics.get("frac_reward_zero_std", 0.0)]
-        if last[-3:] == [1] * 3 or len(last) == 10 and sum(last) / 10 > 0.9:
-            self.warn(NO_SIGNAL)
-        if metrics.get("completions/clipped_ratio", 0.0) > 0.5:
-            self.warn(NO_END)
-        difference = metrics.get("rollout_probs_diff_mean", 0.0)
-        self.first_difference = self.first_difference or difference
-        if difference > max(10 * self.first_difference, 1e-3):      # less may be rounding
-            self.warn(OLD_WEIGHTS)
-        if not is_finite(metrics.get("grad_norm", 0.0)):
-            self.warn(NOT_FINITE)
-        if rows and step in (self.start_step + 1, self.total_steps):
+        self._warn_of_failures(metrics)
+        if rows and is_end:
             self.group(step, rows[:self.args.num_generations])
 
     def group(self, step, rows):
-        """Print one group: a prompt and at most 8 completions, best to worst, with their numbers.
-
-        rows: the group's rows, as describe() returns them. Copies are printed once, and counted.
-        """
+        """Print one group, whose rows are as describe() returns them, and give it to SwanLab."""
         if not self.active:
             return
-        width = min(shutil.get_terminal_size().columns, 110)
-        answer = f", the answer is {rows[0]['answer']}" if rows[0].get("answer") else ""
-        title = f"── step {step}, one group of {len(rows)}{printable(answer)} "
-        columns = [name.removesuffix("_reward").rjust(5)
-                   for name in ("advantage", "reward", *rows[0]["rewards"])]
-        lines = ["", title.ljust(width, "─"), *fold(rows[0]["prompt"], width, max_lines=6),
-                 "  " + "  ".join(columns)]
-        copies = Counter()
-        for row in sorted(rows[:8], key=lambda row: -row["reward"] if is_finite(row["reward"]) else
-                          math.inf):
-            values = [row["advantage"], row["reward"], *row["rewards"].values()]
-            cells = [number(value, "+.2f" if column == columns[0] else ".2f").rjust(len(column))
-                     for column, value in zip(columns, values)]
-            copies["  " + "  ".join(cells), row["completion"]] += 1
-        for (cells, completion), count in copies.items():
-            lines.append(cells + f"   {count} times" * (count > 1))
-            lines += [f"    │ {line}" for line in fold(completion, width - 6, max_lines=5)]
-        self._print("\n".join([*lines, "─" * width]))
+        self._print(group_table(step, rows, min(shutil.get_terminal_size().columns, 110)))
         if self.swanlab:
             samples = [self.swanlab.Text(printable(f"{row['prompt']}\n\n{row['completion']}"),
                                          caption=f"reward {number(row['reward'])}")
@@ -255,7 +222,7 @@ class Report:
         """Print a warning above the bar, the same text at most once in 20 steps."""
         if self.active and self.current_step - self.warned_at.get(text, -math.inf) >= 20:
             self.warned_at[text] = self.current_step
-            self._print(f"warning: {text}")
+            self._print(Text.assemble(("warning: ", "bold magenta"), printable(text)))
 
     def draw(self):
         """Draw curves.png and report.html from the lines written so far; a failure only warns.
@@ -265,9 +232,7 @@ class Report:
         """
         self.phase(None)
         start = time.perf_counter()
-        # A run that was killed after its last step may not have drawn it: its resume does.
-        is_ours = self.held_back is None or self.start_step >= self.total_steps
-        has_news = is_ours and self.current_step != self.drawn_step
+        has_news = self.current_step != self.drawn_step
         if not self.active or not has_news or start < self.next_drawing:
             return
         # Imported here: `python -m report.page` would warn of a module that it runs a second time.
@@ -289,37 +254,58 @@ class Report:
 
     # --- helpers ----------------------------------------------------------------------------------
 
-    def _print(self, text):
-        # A model can write any character: print '?' for one that the terminal cannot encode,
-        # rather than stop the run.
+    def _print(self, part):
+        """Print a text or a table above the bar, coloured only in a terminal."""
+        is_terminal = sys.stdout.isatty()
         encoding = sys.stdout.encoding or "utf-8"
+        # On paper first: rich ends a program whose reader has gone. '?' is what can't be encoded.
+        paper = io.TextIOWrapper(io.BytesIO(), encoding, errors="replace", newline="")
+        # No markup: "[red]" in what a model wrote is text. In a pipe no line is broken.
+        console = Console(file=paper, force_terminal=is_terminal, markup=False, emoji=False,
+                          highlight=False, width=None if is_terminal else 10_000)
+        console.print(part)
+        paper.flush()
+        text = paper.buffer.getvalue().decode(encoding)
         with suppress(OSError):     # nobody reads it: a closed terminal, the end of `| tee log`
-            tqdm.write(text.encode(encoding, errors="replace").decode(encoding))
+            tqdm.write("\n".join(line.rstrip() for line in text.split("\n")), end="")
             sys.stdout.flush()
+
+    def _warn_of_failures(self, metrics):
+        self.dead_groups = [*self.dead_groups[-9:], metrics.get("frac_reward_zero_std", 0.0)]
+        three, ten = self.dead_groups[-3:], self.dead_groups
+        # A policy that has learned its task has many such groups; that is no accident yet.
+        if sum(three) == 3 or (len(ten) == 10 and sum(ten) > 9):
+            self.warn(NO_SIGNAL)
+        if metrics.get("completions/clipped_ratio", 0.0) > 0.5:
+            self.warn(NO_END)
+        difference = metrics.get("rollout_probs_diff_mean")
+        if is_finite(difference):
+            if self.first_difference is None:
+                self.first_difference = difference
+            # Up to 0.001 it may be rounding, whatever it was at first. Above 0.01 it never is.
+            if difference > min(max(10 * self.first_difference, 0.001), 0.01):
+                self.warn(OLD_WEIGHTS)
+        if not is_finite(metrics.get("grad_norm", 0.0)):
+            self.warn(NOT_FINITE)
 
     def _begin(self):
         """A first step is done: from here on the folder is this run's."""
+        for name in ("metrics", "eval", "completions", "completions.1"):
+            drop_lines_after(self.start_step, self.run_dir / f"{name}.jsonl")
         if self.start_step == 0:        # these belong to an earlier run
             for name in ("checkpoint", "checkpoint.old", "final", "adapter"):
                 shutil.rmtree(self.run_dir / name, ignore_errors=True)
         arguments = json.dumps(to_json(vars(self.args)), indent=2, sort_keys=True,
                                ensure_ascii=False)
         (self.run_dir / "args.json").write_text(arguments + "\n", encoding="utf-8")
-        older = self.run_dir / "completions.1.jsonl"
-        drop_lines_after(self.start_step, older)
-        if older.exists() and older.stat().st_size == 0:
-            older.unlink()
-        held_back, self.held_back = self.held_back, None
-        for name in ("metrics", "eval", "completions"):
-            drop_lines_after(self.start_step, self.run_dir / f"{name}.jsonl")
-            self._write(name, 0)        # no row, but the file
-        for row in held_back:
-            self._write(*row)
+        self.has_begun = True
+        for step, metrics in self.held_back:
+            self._write("eval", step, metrics)
 
     def _write(self, name, step, *rows):
-        """Append rows of a step to a file; before the first step is done, hold them back."""
-        if self.held_back is not None:
-            self.held_back.append((name, step, *rows))
+        """Append rows of a step to a file."""
+        if not self.has_begun:
+            self.held_back += [(step, row) for row in rows]
             return
         path = self.run_dir / f"{name}.jsonl"
         try:
@@ -338,69 +324,89 @@ class Report:
         """The line shown at every step: time left, and the few numbers that show progress."""
         seconds_per_step = (time.perf_counter() - self.training_started) / (step - self.start_step)
         parts = [f"{duration(seconds_per_step * (self.total_steps - step)):>7} left"]
-        for key, name, spec, width in (("reward", "reward", ".2f", 5),
-                                       ("rewards/accuracy_reward/mean", "accuracy", ".0%", 4),
-                                       ("completions/mean_length", "length", ".0f", 3),
-                                       ("kl", "kl", ".4f", 1)):
+        for key, form in (("reward", "reward {:5.2f}"),
+                          ("rewards/accuracy_reward/mean", "accuracy {:4.0%}"),
+                          ("completions/mean_length", "length {:3.0f}"), ("kl", "kl {:.4f}")):
             if key in metrics:
-                parts.append(f"{name} {number(metrics[key], spec):>{width}}")
+                parts.append(form.format(metrics[key]))
         return "  ".join(parts)
 
-    def _print_table(self, values):
-        """Print a line for each value that there is, after its name."""
-        width = max(map(len, values))
-        self._print("\n".join(f"{name:<{width}}  {value}" for name, value in values.items()
-                              if value))
-
     def _print_summary(self):
-        evaluations = read_jsonl(self.run_dir / "eval.jsonl")
-
-        def change(key, spec, name):
-            """The first and the last value, "25.1% → 71.3% greedy"; one value alone; or ""."""
-            values = [row[key] for row in evaluations if is_finite(row.get(key))]
-            ends = " → ".join(format(value, spec) for value in values[:1] + values[1:][-1:])
-            return ends and f"{ends} {name}"
-
-        accuracies = [change("eval/accuracy", ".1%", "sampled"),
-                      change("eval/greedy_accuracy", ".1%", "greedy")]
-        files = [("curves", "curves.png"), ("a look inside", "report.html"),
-                 ("completions", "completions.jsonl"), ("the trained model", "final")]
+        from .curves import Run
+        facts = {"result": Run(self.run_dir).headline(),
+                 "time": duration(time.perf_counter() - self.started)}
+        for label, name in (("curves", "curves.png"), ("a look inside", "report.html"),
+                            ("completions", "completions.jsonl"), ("the trained model", "final")):
+            if (self.run_dir / name).exists():
+                facts[label] = short(self.run_dir / name)
         self._print("")
-        self._print_table({
-            "held-out accuracy": ", ".join(filter(None, accuracies)),
-            "answer length": change("eval/mean_length", ".0f", "tokens"),
-            "time": duration(time.perf_counter() - self.started),
-            **{label: short(self.run_dir / name)
-               for label, name in files if (self.run_dir / name).exists()}})
+        self._print(facts_table(facts))
 
-    def _start_swanlab(self):
-        """Open a SwanLab run; returns the swanlab module, or None with --swanlab disabled."""
-        mode = self.args.swanlab
-        if mode == "disabled":
-            return None
-        # Without its dashboard, SwanLab itself would only log an error and record nothing.
-        needed = ["swanlab"] + ["swanboard"] * (mode == "local")
-        if not all(map(importlib.util.find_spec, needed)):
-            raise UserError(f"--swanlab {mode} needs a package: pip install 'swanlab[dashboard]'.")
+
+def start_swanlab(run_dir, args):
+    """Open a SwanLab run; returns the swanlab module, or None with --swanlab disabled."""
+    if args.swanlab == "disabled":
+        return None
+    # Without its dashboard, SwanLab itself would only log an error and record nothing.
+    if args.swanlab == "local" and not importlib.util.find_spec("swanboard"):
+        raise UserError("--swanlab local needs a package: pip install 'swanlab[dashboard]'")
+    # Only flags that have a value: the dashboard shows a None as "[object Object]".
+    flags = {name: value for name, value in to_json(vars(args)).items() if value is not None}
+    try:
         import swanlab
         # Ask no questions, since a run may have no keyboard, and leave stdout and stderr alone,
         # since the bar is drawn there.
         settings = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
-        # Only flags that have a value: the dashboard shows a None as "[object Object]".
-        flags = {name: x for name, x in to_json(vars(self.args)).items() if x is not None}
-        try:
-            swanlab.init(mode=mode, project=self.args.wandb_project, name=self.run_dir.name,
-                         settings=settings, log_dir=str(self.run_dir / "swanlab"), config=flags)
-        except Exception as error:
-            advice = ("run `swanlab login` first, or choose --swanlab offline" if mode == "online"
-                      else "check --wandb_project, or choose --swanlab disabled")
-            reason = " ".join(str(error).split()).rstrip(".")
-            raise UserError(f"--swanlab {mode} could not start ({reason}): {advice}.") from error
-        return swanlab
+        swanlab.init(mode=args.swanlab, project=args.wandb_project, name=run_dir.name,
+                     settings=settings, log_dir=str(run_dir / "swanlab"), config=flags)
+    except Exception as error:
+        raise UserError(f"--swanlab {args.swanlab} could not start ({reason(error)}): check "
+                        "--wandb_project, `swanlab login` first, or choose --swanlab disabled"
+                        ) from error
+    return swanlab
+
+
+def facts_table(facts):
+    """A line for each fact that there is, after its name."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    for name, fact in facts.items():
+        if fact:
+            table.add_row(name, str(fact))
+    return table
+
+
+def group_table(step, rows, width):
+    """A prompt and at most 8 completions, best to worst; copies share a row, and are counted."""
+    title = Text(f"\nstep {step}, one group of {len(rows)}", style="bold")
+    if rows[0].get("answer"):
+        title.append(f", the answer is {fold(str(rows[0]['answer']), 200)}")
+    title.append("\n" + fold(rows[0]["prompt"], 500), style="not bold")
+    table = Table(title=title, title_justify="left", title_style="", header_style="dim",
+                  box=box.HORIZONTALS, padding=(0, 1, 0, 0), width=width)
+    parts = [name.removesuffix("_reward").replace("_", "\n") for name in rows[0]["rewards"]]
+    taken = 20 + sum(2 + max(5, *map(len, part.split("\n"))) for part in parts)
+    if taken + 24 > width:      # no room for the completion: completions.jsonl has these numbers
+        parts = []
+    for head in ("advantage", "reward", *parts):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("completion", ratio=1, overflow="fold")
+    copies = Counter()
+    for row in sorted(rows[:8], key=lambda row: (
+            -row["reward"] if is_finite(row["reward"]) else math.inf)):
+        values = [row["reward"], *row["rewards"].values()]
+        numbers = [number(row["advantage"], "+.2f"), *map(number, values)]
+        copies[*numbers[:2 + len(parts)], fold(row["completion"], 400)] += 1
+    for (*numbers, completion), count in copies.items():
+        if count > 1:
+            completion = f"{count} times: {completion}"
+        table.add_row(*numbers, completion)
+    return table
 
 
 def short(path):
     """The path relative to the current folder, if it lies inside it."""
+    path = Path(path)
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
@@ -411,11 +417,11 @@ def drop_lines_after(step, path):
     """
     if not path.exists():
         return
+    kept = 0
     with open(path, "r+b") as file:
-        kept = 0
         with suppress(ValueError, LookupError, TypeError):
-            for line in file if step else ():
-                if json.loads(line)["step"] > step or not line.endswith(b"\n"):
+            for line in file:
+                if step == 0 or json.loads(line)["step"] > step or not line.endswith(b"\n"):
                     break
                 kept += len(line)
         file.truncate(kept)

@@ -2,7 +2,6 @@
 import json
 import math
 import re
-import textwrap
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,11 +49,9 @@ def cut(text, room):
     return f"{text[:half]} … [{len(text) - 2 * half:,} characters left out] … {text[-half:]}"
 
 
-def fold(text, width, max_lines):
-    """The text cut and wrapped into at most `max_lines` lines, its line breaks shown as ⏎."""
-    text = printable(text.strip().replace("\n", "⏎ ").replace("\t", "·"))
-    # One line is spare, since wrapping at spaces wastes room.
-    return textwrap.wrap(cut(text, (max_lines - 1) * width), width) or ["(empty)"]
+def fold(text, room):
+    """The text, cut to `room` characters, in one line: its line breaks shown as ⏎."""
+    return printable(cut(text.strip(), room).replace("\n", "⏎ ").replace("\t", "·")) or "(empty)"
 
 
 def reason(error):

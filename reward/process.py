@@ -56,10 +56,13 @@ def judge_steps(completions, completion_ids, tokenizer, outcomes):
     """
     rewards, ends = [], []
     for completion, ids, outcome in zip(completions, completion_ids, outcomes):
-        judged = not math.isnan(outcome)
-        lines = judge_lines(completion) if judged else []
-        rewards.append([float(right) for _, right in lines] + [outcome] * judged)
-        ends.append([token_at(end, ids, tokenizer) for end, _ in lines] + [len(ids) - 1] * judged)
+        if math.isnan(outcome):
+            rewards.append([])
+            ends.append([])
+            continue
+        lines = judge_lines(completion)
+        rewards.append([*(float(right) for _, right in lines), outcome])
+        ends.append([*(token_at(end, ids, tokenizer) for end, _ in lines), len(ids) - 1])
     return rewards, ends
 
 

@@ -1,6 +1,7 @@
 """Reward models: a network reads a chat and rates the assistant's last turn with one number."""
+import json
 import math
-import reprlib
+import re
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from transformers.utils import logging
 
 from model import load_pretrained, load_tokenizer, save_pretrained
 from model.model import Decoder
-from model.storage.files import check_promises, check_tensors, explained, read_json
+from model.storage.files import explained, read_json
 from model.storage.read import build, local_path, read_weights
 from model.storage.write import hub_config, save_tensors, save_tokenizer, write_json
 from report import UserError
@@ -41,6 +42,8 @@ class RewardModel(nn.Module):
         self.config, self.tokenizer = config, tokenizer
         self.model = Decoder(config) if backbone is None else backbone
         self.score = nn.Linear(config.hidden_size, 1, bias=False)
+        added = tokenizer.added_tokens_decoder.values()
+        self.markers = [token.content for token in added if token.special]
 
     def forward(self, input_ids):
         """Scores (N, T): at each position, the score of the chat up to there.
@@ -52,8 +55,17 @@ class RewardModel(nn.Module):
         return self.score(hidden.float())[..., 0]       # in bfloat16, close scores would be equal
 
     def tokenize(self, chats):
+        """The ids of each chat. A marker that a text spells, such as <|im_end|>, ends no turn."""
+        chats = [[turn | {"content": self.without_markers(turn["content"])} for turn in chat]
+                 for chat in chats]
         # The model's own chat template writes a BOS where it needs one; the tokenizer adds none.
         return self.tokenizer.apply_chat_template(chats, tokenize=True, return_dict=False)
+
+    def without_markers(self, text):
+        """The text with a space after the first character of each marker."""
+        for marker in self.markers:
+            text = text.replace(marker, f"{marker[0]} {marker[1:]}")
+        return text
 
     def pad(self, ids):
         """Lists of ids -> tensor (N, T), padded on the right, and their last positions, (N,)."""
@@ -72,9 +84,8 @@ class RewardModel(nn.Module):
         """A score for each chat, a list of {"role", "content"}.
 
         Scores are unbounded; only the difference between two replies to one prompt means something.
-        Equal chats are scored once, since the replies of a group often agree. A batch holds chats
-        of similar length, with their padding `max_tokens` at most; by default few on a CPU, to fit
-        into its cache.
+        Equal chats are scored once. A batch holds chats of similar length, `max_tokens` with their
+        padding; by default few on a CPU, to fit into its cache.
         """
         on_cpu = self.score.weight.device.type == "cpu"
         max_tokens = max_tokens or (2048 if on_cpu else self.gpu_tokens)
@@ -133,6 +144,7 @@ class LikelihoodModel(RewardModel):
             raise UserError("the likelihood is that of the last turn, but the chat template does "
                             "not show where it begins; choose a model whose generation prompt "
                             "also opens the assistant's turns in its chats")
+        self.markers.append(tokenizer.decode(self.opening))     # may be ordinary text
 
     def forward(self, input_ids):
         """Log-likelihoods (N, T): at each position, that of the last turn up to there."""
@@ -167,72 +179,65 @@ def load_reward_model(path, *, device="cpu"):
     one, whose score is the mean per token. The dtype is bfloat16 on CUDA and float32 elsewhere; a
     LikelihoodModel is always float32. Code that comes with the weights never runs.
     """
-    try:
+    with explained(f"--reward_model_device {device}", "torch has no such device here",
+                   "choose cpu, or a GPU such as cuda:1"):
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--reward_model_device {device}: {str(error).splitlines()[0]}; choose "
-                        "cpu, or a GPU such as cuda:1") from None
-    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    per_token, on_gpu = str(path).startswith(LIKELIHOOD), torch.device(device).type == "cuda"
     try:
-        per_token = str(path).startswith(LIKELIHOOD)
         folder = find_folder(str(path).removeprefix(LIKELIHOOD))
-        model = read_reward_model(folder, dtype, per_token)
-    except ValueError as error:
+        if per_token or is_likelihood(folder):
+            model = load_likelihood(folder, ANOTHER, per_token)
+        else:
+            model = load_with_head(folder, torch.bfloat16 if on_gpu else torch.float32)
+    except UserError as error:
         raise UserError(f"--reward_model_path {error}") from error
     return model.to(device).eval()
-
-
-def read_reward_model(folder, dtype, per_token):
-    saved = read_json(folder / "config.json")
-    if per_token or is_likelihood(folder):
-        policy = load_pretrained(folder, dtype=torch.float32)   # small differences of long sums
-        tokenizer = load_tokenizer(folder, policy.config.vocab_size, ANOTHER)
-        return LikelihoodModel(policy, tokenizer, per_token)
-    if ARCHITECTURE in str(saved.get("architectures")):
-        config = internlm2_config(saved, folder)
-        state = internlm2_state(read_weights(folder), config)
-        tokenizer = InternLM2Tokenizer(folder, saved)
-        model = build(RewardModel, config, tokenizer, state=state, path=folder)
-    else:
-        model = load_classifier(folder, saved, dtype)
-    model.model.to(dtype)
-    model.score.float()
-    return model
 
 
 def find_folder(path):
     """The folder at `path`, downloaded first if `path` is a name on the hub."""
     folder = local_path(path)
-    if folder != Path(path) and not list(folder.glob("*.safetensors")):
-        folder = local_path(path, weights="pytorch_model*")
     if not (folder / "config.json").is_file():
         raise UserError(f"{path}: no config.json there; give a folder with a reward model, or "
                         "leave rm out of --reward_funcs")
     return folder
 
 
-def load_classifier(folder, saved, dtype):
-    """A ...ForSequenceClassification from transformers as a RewardModel: its backbone and head."""
-    architectures = saved.get("architectures")
-    if "ForSequenceClassification" not in str(architectures):
-        raise UserError(f"{folder}: it holds {reprlib.repr(architectures)}; give a reward model, "
-                        "either a ...ForSequenceClassification from transformers or an "
-                        f"{ARCHITECTURE}, not a language model")
+def load_likelihood(folder, advice, per_token=False):
+    """A language model as a LikelihoodModel. advice: what to do if its tokenizer can't be used."""
+    policy = load_pretrained(folder, dtype=torch.float32)   # small differences of long sums
+    tokenizer = load_tokenizer(folder, policy.config.vocab_size, advice)
+    return LikelihoodModel(policy, tokenizer, per_token)
+
+
+def load_with_head(folder, dtype):
+    """A RewardModel, whose head is float32: InternLM2's, or a classifier of transformers."""
+    saved = read_json(folder / "config.json")
+    architectures = str(saved.get("architectures"))
+    if ARCHITECTURE in architectures:
+        config = internlm2_config(saved, folder)
+        state = internlm2_state(read_weights(folder), config, folder)
+        model = build(RewardModel, config, InternLM2Tokenizer(folder, saved), state=state,
+                      path=folder)
+        model.model.to(dtype)
+        return model
+    if "ForSequenceClassification" not in architectures:
+        raise UserError(f"{folder}: it holds {architectures[:100]}; give a reward model, either a "
+                        f"...ForSequenceClassification from transformers or an {ARCHITECTURE}, "
+                        "not a language model")
+    # transformers would download and run an implementation of attention that has a hub id.
+    if re.search(r'_implementation": ("[^"]*|\{[^}]*)/', json.dumps(saved)):
+        raise UserError(f"{folder}: its config.json names code from elsewhere; {ANOTHER}")
     logging.disable_progress_bar()
     with explained(folder, "transformers can't load it", ANOTHER):
-        check_promises(saved, folder)
         classifier, info = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=dtype, trust_remote_code=False, output_loading_info=True)
-    missing, labels = info["missing_keys"], classifier.config.num_labels
-    if missing or labels != 1 or not hasattr(classifier, "score"):
-        raise UserError(f"{folder}: its weights are not a {type(classifier).__name__} with one "
-                        f"label and a head named score (missing: {sorted(missing)}, labels: "
-                        f"{labels}); {ANOTHER}")
-    check_tensors(classifier.state_dict(), folder)
+        if info["missing_keys"] or classifier.score.weight.shape[0] != 1:
+            raise TypeError("it is not one head named score, with one label, and its backbone")
     tokenizer = load_tokenizer(folder, classifier.config.vocab_size, ANOTHER)
     classifier.config.use_cache = False     # one forward per chat: no need to keep keys and values
     model = RewardModel(classifier.config, tokenizer, backbone=classifier.base_model)
-    model.score = classifier.score
+    model.score = classifier.score.float()
     return model
 
 

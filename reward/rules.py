@@ -3,17 +3,21 @@
     f(prompts: list[str], completions: list[str], **columns) -> list[float | None]
 
 `columns` holds the dataset's other fields (`answer`, ...), and always `messages` (the chat before
-each completion) and `completion_ids`. None means that the reward does not apply to a completion.
+each completion) and `completion_ids`. An option of a rule is no argument, which a column of that
+name would set. None means that the reward does not apply to a completion.
 Rewards judge the whole reply: if the chat template itself opens `<think>`, each completion is
 passed in with that tag in front.
 """
 import ast
+import ctypes
 import functools
+import logging
 import operator
 import re
 import threading
 import warnings
 from collections import Counter
+from concurrent.futures import Future
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
@@ -31,7 +35,8 @@ WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*\.?")
 WITHIN_A_NUMBER = re.compile(r"\\?\$|\\[,!; ]|(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
 AFTER_A_NUMBER = re.compile(r"(?:\\?%|°|\^\{?\\circ\}?|\\(?:text|mathrm)\{[^{}]*\}|\.|\s)+$")
 TEXT = re.compile(r"\\text(?:bf|rm)?\{([^{}]*)\}")
-PARSE_SECONDS = 5       # that math-verify may take for an answer
+SECONDS = 5             # that math-verify, or a judge of reasoning-gym, may take for an answer
+NGRAM = 4               # tokens; of repetition_reward
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
              ast.Div: operator.truediv, ast.UAdd: operator.pos, ast.USub: operator.neg}
 
@@ -168,11 +173,47 @@ def same_mathematics(given, gold):
                       "answer only counts as right if it is spelled the same; run pip install "
                       "'math-verify[antlr4_13_2]'", stacklevel=2)
         return re.sub(r"[\s$]", "", given) == re.sub(r"[\s$]", "", gold)
-    # math-verify's time limit is an alarm signal, which only the main thread can receive.
-    seconds = PARSE_SECONDS if threading.current_thread() is threading.main_thread() else None
-    gold, given = (parse(f"${text.replace('$', '')}$", parsing_timeout=seconds)
-                   for text in (gold, given))
-    return verify(gold, given, timeout_seconds=seconds)
+    logging.getLogger("math_verify").setLevel("ERROR")      # it warns of having no limit of its own
+
+    def are_equal():
+        sides = [parse(f"${text.replace('$', '')}$", parsing_timeout=None)
+                 for text in (gold, given)]
+        return verify(*sides, timeout_seconds=None)
+
+    try:
+        return within(SECONDS, are_equal)
+    except TimeoutError:
+        return False
+
+
+def within(seconds, function, *arguments):
+    """What the function returns. TimeoutError after so many seconds, and then the call is ended.
+
+    An alarm would do that too, but only in the main thread.
+    """
+    thread, result = begin(function, *arguments)
+    try:
+        return result.result(seconds)
+    finally:
+        if not result.done():
+            # Python raises it in that thread, between two of its instructions.
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+
+
+def begin(function, *arguments, **keywords):
+    """Calls the function in a thread of its own; returns the thread and the result, a Future."""
+    result = Future()
+
+    def call():
+        try:
+            result.set_result(function(*arguments, **keywords))
+        except BaseException as error:      # SystemExit, too
+            result.set_exception(error)
+
+    thread = threading.Thread(target=call, daemon=True)     # it must not keep the program alive
+    thread.start()
+    return thread, result
 
 
 def countdown_reward(prompts, completions, nums=None, target=None, **columns):
@@ -214,14 +255,14 @@ def soft_overlong_reward(max_completion_length, cache=None):
     return soft_overlong
 
 
-def repetition_reward(prompts, completions, completion_ids, n=4, **columns):
+def repetition_reward(prompts, completions, completion_ids, **columns):
     """-(1 - distinct n-grams / n-grams) of the token ids: 0 without repetition, near -1 in a loop.
 
     Token ids rather than words, so that it works for Chinese and other text without spaces.
     """
     rewards = []
     for ids in completion_ids:
-        ngrams = [tuple(ids[i:i + n]) for i in range(len(ids) - n + 1)]
+        ngrams = [tuple(ids[i:i + NGRAM]) for i in range(len(ids) - NGRAM + 1)]
         rewards.append(len(set(ngrams)) / len(ngrams) - 1 if ngrams else 0.0)
     return rewards
 
@@ -283,9 +324,16 @@ def reasoning_gym_reward(prompts, completions, answer, metadata, **columns):
 
     def score(text, gold, task):        # many a judge pays a share for any text with the answer
         with suppress(Exception):       # or fails, in its own way, on one that it can't read
-            return judge_of(task["source_dataset"])(text, {"answer": gold, "metadata": task})
+            judge = judge_of(task["source_dataset"])
+            return within(SECONDS, judge, text, {"answer": gold, "metadata": task})
         return 0.0
 
     return [None if row[1] is None else
             max(score(extract_answer(completion), *row), score(completion.strip(), *row) // 1)
             for completion, *row in zip(completions, answer, metadata)]
+
+
+# By the names that --reward_funcs knows.
+RULES = {"format": format_reward, "tag": tag_reward, "accuracy": accuracy_reward,
+         "repetition": repetition_reward, "countdown": countdown_reward,
+         "sentence": sentence_reward, "reasoning_gym": reasoning_gym_reward}

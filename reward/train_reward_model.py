@@ -18,12 +18,11 @@ GRPO: right completions of a run against wrong ones of the same prompt. A share 
 
 With --likelihood, the reward model is a language model and its score the log-likelihood of the
 reply: see LikelihoodModel. A run that uses it needs --reward_model_clip 0
---reward_model_answer_share 0.
+--reward_model_answer_share 0. reward/iterate.py has the flags.
 
-    python -m reward.train_reward_model --save out/reward_likelihood --likelihood \\
-        --init out/grpo_reason_128/final --completions out/grpo_reason_128/completions.jsonl \\
-        --data reward/weights/reward_128/pairs.jsonl --replay 0.1 \\
-        --steps 100 --learning_rate 3e-4 --warmup_steps 10
+With --sample nothing is trained: it writes the pairs for --data, a right reply of a policy against
+a wrong one to the same problem. A reward model learns whatever sets the two sides apart, whether or
+not that is what we mean by better: most right replies are long and worked, most wrong ones guesses.
 """
 import argparse
 import json
@@ -34,20 +33,21 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from dataset import PromptCollator, PromptDataset
 from dataset.arithmetic import write
 from dataset.prompts import read_lines
-from model import load_pretrained, load_tokenizer
+from model import load_pretrained, load_tokenizer, sample
 from model.storage.files import explained, read_config
 from model.storage.read import build, read_weights
 from model.train_sft import optimize
 from report import UserError, user_errors
 
-from .reward_model import LikelihoodModel, RewardModel, is_likelihood, with_reply
-from .rules import extract_answer
-from .sample_pairs import pairs_of
+from .reward_model import LikelihoodModel, RewardModel, is_likelihood, load_likelihood, with_reply
+from .rules import accuracy_reward, extract_answer
 
 KEPT = 1000         # pairs saved next to the weights, for a later --replay
 ANOTHER = "choose another --init"
+REPLIES, MOST = 8, 2        # of --sample: replies to a problem, and pairs of them at most
 
 
 def read_pairs(paths):
@@ -60,6 +60,37 @@ def read_pairs(paths):
                               with_reply(row["conversations"], row["rejected"]),
                               row.get("kind", "all")))
     return pairs
+
+
+def pairs_of(replies, answers, rng):
+    """Pairs (right reply, wrong reply) of the replies to one prompt; no reply is used twice."""
+    scores = accuracy_reward(None, replies, answers)
+    right = [text for text, score in zip(replies, scores) if score == 1.0]
+    wrong = [text for text, score in zip(replies, scores) if score == 0.0]
+    rng.shuffle(right)
+    rng.shuffle(wrong)
+    return list(zip(right, wrong))
+
+
+def sampled_pairs(path, problems, rng, seed):
+    """Pairs of what the policy in `path` replies to the problems, as rows for read_pairs."""
+    model = load_pretrained(path, dtype=torch.float32)
+    tokenizer = load_tokenizer(path, model.config.vocab_size, "choose another to --sample")
+    collate = PromptCollator(tokenizer, max_seq_len=66)
+    generator = torch.Generator().manual_seed(seed)
+    for start in range(0, len(problems), 64):
+        chunk = problems[start:start + 64]
+        batch = collate(chunk)
+        ids, _ = sample(model, batch["prompt_ids"], batch["prompt_mask"], num_generations=REPLIES,
+                        max_new_tokens=96, eos_token_id=tokenizer.eos_token_id,
+                        pad_token_id=tokenizer.pad_token_id, generator=generator)
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        for i, problem in enumerate(chunk):
+            group = texts[i * REPLIES:(i + 1) * REPLIES]
+            answers = [problem.get("answer")] * REPLIES
+            for chosen, rejected in pairs_of(group, answers, rng)[:MOST]:
+                yield {"conversations": problem["messages"], "chosen": chosen,
+                       "rejected": rejected, "kind": "reply"}
 
 
 def held_out(messages):
@@ -94,8 +125,7 @@ def pairs_of_runs(paths, rng):
 def load_init(path, *, likelihood=False):
     """A reward model, or a language model: with a new head, or by its `likelihood`."""
     if likelihood or is_likelihood(path):
-        policy = load_pretrained(path, dtype=torch.float32)
-        return LikelihoodModel(policy, load_tokenizer(path, policy.config.vocab_size, ANOTHER))
+        return load_likelihood(path, ANOTHER)
     config, weights = read_config(path), read_weights(path)
     tokenizer = load_tokenizer(path, config.vocab_size, ANOTHER)
     if "score.weight" in weights:
@@ -162,12 +192,15 @@ def arguments():
     flag("--completions", **files, help="the completions.jsonl of runs, to retrain on")
     flag("--replay", type=float, default=0.1,
          help="with --completions, the share of each batch that comes from --data")
-    flag("--init", type=Path, required=True,
+    flag("--init", type=Path,
          help="the weights to start from: a reward model or a language model")
     flag("--likelihood", action="store_true",
          help="score a reply by its log-likelihood under --init, a language model, instead of "
               "training a new head")
-    flag("--save", type=Path, required=True, help="the folder for the weights")
+    flag("--save", type=Path, required=True, help="the folder for the weights, or the file of "
+         "--sample")
+    flag("--sample", **files, help="folders of policies: only write pairs of their replies")
+    flag("--prompts", type=Path, help="with --sample, a jsonl file of problems with answers")
     flag("--steps", type=int, default=1200)
     flag("--batch_size", type=int, default=32, help="pairs per step")
     flag("--learning_rate", type=float, default=2e-3)
@@ -176,8 +209,10 @@ def arguments():
     args = parser.parse_args()
     if not 0 <= args.replay < 1:
         parser.error(f"--replay is {args.replay}; it is a share and must be at least 0 and below 1")
-    if not (args.data or args.completions):
-        parser.error("nothing to learn from; give --data or --completions")
+    if args.sample and not args.prompts:
+        parser.error("--sample needs problems; give --prompts")
+    if not args.sample and not (args.init and (args.data or args.completions)):
+        parser.error("nothing to learn from; give --init, and --data or --completions")
     return args
 
 
@@ -186,6 +221,11 @@ def main():
     args = arguments()
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
+    if args.sample:
+        problems = PromptDataset(args.prompts)
+        rows = [row for path in args.sample
+                for row in sampled_pairs(path, problems, rng, args.seed)]
+        return write(args.save, rows)
     model = load_init(args.init, likelihood=args.likelihood)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     earlier = read_pairs(args.data or [args.init / "pairs.jsonl"])

@@ -10,7 +10,7 @@ rate at each step. Only the random numbers of sampling differ. TRL's weights are
 evaluation on the same problems, outside of its time. Both run in float32 on the CPU, one after the
 other.
 
-It writes report/experiments/results/trl.jsonl and images/trl.png, as report/experiments does.
+It writes docs/experiments/results/trl.jsonl and images/trl.png, as docs/experiments does.
 """
 import argparse
 import itertools
@@ -29,12 +29,12 @@ import train_grpo  # noqa: E402, I001 - before torch: it sets how OpenMP's threa
 import torch  # noqa: E402
 from dataset import batches_from, read_prompts  # noqa: E402
 from model import fast, load_pretrained  # noqa: E402
-from report.experiments.figures import draw_experiment, print_table  # noqa: E402
-from report.experiments.__main__ import in_parts  # noqa: E402
+from docs.experiments.figures import draw  # noqa: E402
+from docs.experiments.__main__ import in_parts, print_table  # noqa: E402
 from report.text import columns, read_jsonl, to_line  # noqa: E402
 from report.metrics import training_time  # noqa: E402
 
-RESULTS, PICTURE = ROOT / "report/experiments/results/trl.jsonl", ROOT / "images/trl.png"
+RESULTS, PICTURE = ROOT / "docs/experiments/results/trl.jsonl", ROOT / "images/trl.png"
 PANELS = {
     "eval/accuracy": ("Held-out accuracy, sampled", "1,000 problems never trained on", "{:.0%}"),
     "eval/greedy_accuracy": ("Held-out accuracy, greedy", "", "{:.0%}"),
@@ -154,7 +154,7 @@ def main():
             if (arm, seed) not in done:
                 save(arm, seed, *train(args))
     rows = read_jsonl(RESULTS)
-    draw_experiment(rows, PANELS, PICTURE)
+    draw(rows, PANELS, PICTURE)
     print_table(rows, PANELS)
 
 

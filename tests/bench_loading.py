@@ -22,7 +22,6 @@ import torch
 
 import train_grpo
 from model import MiniMindConfig, MiniMindForCausalLM, Saver, World, load_tokenizer, save_pretrained
-from model.processes.watch import Watch
 from model.storage.memory import num_parameters, peak_bytes
 
 SMOLLM2 = MiniMindConfig(
@@ -55,7 +54,6 @@ def measure(folder, flags):
                                   "--reward_funcs", "format", "--out_dir", folder,
                                   "--run_name", "run", *flags])
     world = World(args.device, args.dtype)
-    watch = Watch(world)
     world.gather([])                        # connects the ranks
     with peak() as loading:
         tokenizer, policy, reference, *_ = train_grpo.load_models(args, world)
@@ -68,7 +66,6 @@ def measure(folder, flags):
     with peak() as saving:
         saver.save(1, 0, policy, tokenizer, optimizer, reference)
         saver.save_final(policy, tokenizer)
-    watch.close()
     world.close()
     return *loading, *saving
 

@@ -47,13 +47,13 @@ def report_args(**changed):
 
 
 def interrupt(number):
-    """Send this process a signal; returns once the watch has seen it."""
-    from model.processes.watch import Watch
+    """Send this process a signal; returns once the run has seen it."""
+    from model import World
 
     os.kill(os.getpid(), number)
     until = time.monotonic() + 60
-    while Watch.current.signal is None:
-        assert time.monotonic() < until, "the watch has not seen the signal"
+    while not World.current.signal:
+        assert time.monotonic() < until, "the run has not seen the signal"
         time.sleep(0.001)
 
 

@@ -1,7 +1,7 @@
 """Models that transformers' own classes run: exact in a batch, trained, saved, or refused."""
+import copy
 import json
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,8 +11,7 @@ from test_run import measured
 
 import train_grpo
 from conftest import edit, left_padded
-from model import chat, load_pretrained
-from model.fast import pair as fast
+from model import World, chat, fast, load_pretrained, sampler
 from model.lora import adapter_state, adapters, merged_state, with_adapters
 from model.processes.shard import shard
 from model.storage.any_model import AnyModel, Cache
@@ -92,15 +91,15 @@ def test_rows_of_a_batch_are_sampled_and_scored_as_each_alone(family, saved, tok
     folder, theirs = saved(family)
     policy, lengths = load_pretrained(folder), (11, 6, 2)
     ids, mask = left_padded(lengths, len(tokenizer))
-    completions, logps = fast.sample(       # four ends: rows leave at many steps
+    completions, logps = sampler.sample(        # four ends: rows leave at many steps
         policy, ids, mask, num_generations=3, max_new_tokens=10, temperature=0.7,
         eos_token_id=[*range(80)], pad_token_id=0, generator=torch.Generator().manual_seed(0))
     kept = train_grpo.completion_mask(completions, [*range(80)])
     assert len(set(kept.sum(1).tolist())) > 3
     prompts, prompt_mask = ids.repeat_interleave(3, 0), mask.repeat_interleave(3, 0)
     sequences = torch.cat((prompts, completions), 1), torch.cat((prompt_mask, kept), 1)
-    scored, entropy = fast.token_logps(policy, *sequences, completions.shape[1], temperature=0.7,
-                                       with_entropy=True)
+    scored, entropy = train_grpo.token_logps(
+        policy, *sequences, completions.shape[1], temperature=0.7, with_entropy=True)
     for i, length in enumerate(n for n in lengths for _ in range(3)):
         count = int(kept[i].sum())
         alone = torch.cat((prompts[i, -length:], completions[i, :count]))
@@ -292,12 +291,16 @@ def test_a_folder_that_does_not_hold_such_a_model_is_refused(change, message, sa
         load_pretrained(tmp_path)
 
 
-def test_our_own_network_keeps_the_fast_pair(tiny_policy, monkeypatch):
-    monkeypatch.setattr(fast, "Decoding", Mock(side_effect=RuntimeError("fast")))
-    monkeypatch.setattr(fast, "prefix_tree", Mock(side_effect=RuntimeError("fast")))
-    policy, (ids, mask) = tiny_policy[1], left_padded((5, 3), 99)
-    with pytest.raises(RuntimeError, match="fast"):
-        fast.sample(policy, ids, mask, num_generations=2, max_new_tokens=2, eos_token_id=2,
-                    pad_token_id=0)
-    with pytest.raises(RuntimeError, match="fast"):
-        fast.token_logps(policy, ids, mask, 2)
+def test_the_pair_is_chosen_by_the_flag_and_by_whose_network_the_policy_is(tiny_policy, saved):
+    plain, quick = (sampler.sample, train_grpo.token_logps), (fast.sample, fast.token_logps)
+    ours, other = tiny_policy[1], load_pretrained(saved("GPT2LMHeadModel")[0])
+    adapted = with_adapters(copy.deepcopy(ours), rank=2, alpha=4)
+    for policy, name, expected in ((ours, "fast", quick), (adapted, "fast", quick),
+                                   (ours, "plain", plain), (other, "fast", plain)):
+        args = train_grpo.parse_args(["--sampler", name])
+        assert train_grpo.choose_pair(policy, None, World("cpu"), args) == expected
+    args = train_grpo.parse_args(["--sampler", "vllm"])
+    for policy, (_, logps_of) in ((ours, quick), (other, plain)):
+        optimizer = torch.optim.AdamW(policy.parameters())
+        engine, chosen = train_grpo.choose_pair(policy, optimizer, World("cpu"), args)
+        assert isinstance(engine, fast.Engine) and chosen.__wrapped__ is logps_of

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from conftest import ROOT, jsonl, write
 from dataset import PromptDataset, countdown
-from report.experiments.__main__ import behaviour
+from docs.experiments.__main__ import behaviour
 from reward import countdown_reward
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import jsonl, turns, write
+from conftest import edit, jsonl, turns, write
 from dataset.arithmetic import flaw_pairs
+from report import UserError
 from reward import iterate, load_reward_model, train_reward_model
 from reward.reward_model import LikelihoodModel, reward_model_reward
 from reward.train_reward_model import accuracy_by_kind, loss_of, pairs_of_runs
@@ -39,7 +40,7 @@ def test_pairs_are_right_against_wrong_within_a_group_and_hold_out_whole_prompts
         assert end in chosen[1]["content"] and end not in rejected[1]["content"]
     train, heldout = ({chosen[0]["content"] for chosen, _, _ in pairs} for pairs in sides)
     assert not train & heldout
-    with pytest.raises(ValueError, match="longer run"):
+    with pytest.raises(UserError, match="longer run"):
         pairs_of_runs([write(tmp_path / "short.jsonl", rows[:1])], random.Random(0))
 
 
@@ -66,16 +67,16 @@ def retrain(tmp_path, monkeypatch):
     return run
 
 
-def test_retraining_starts_from_the_reward_model_and_replays_its_pairs(retrain, tmp_path, capsys):
+def test_retraining_starts_from_the_reward_model_and_replays_its_pairs(retrain, tmp_path):
     own = retrain("--init", SHIPPED, "--replay", "0.25", "--batch_size", "8")
     assert len(own) == 2 * 6        # of 8 pairs
-    before, after = (load_reward_model(path).get_scores([turns("What is 7 + 3*7?", "28")])
-                     for path in (SHIPPED, tmp_path / "new"))
+    chat = turns("What is 7 + 3*7?", "28")
+    before, after = (load_reward_model(path).get_score(chat) for path in (
+        SHIPPED, tmp_path / "new"))
     assert after == pytest.approx(before, abs=1e-5)
     kept = jsonl(tmp_path / "new/pairs.jsonl")
     assert len(kept) == 1000 and any("<think>\n0\n</think>" in row["chosen"] for row in kept)
     assert not any(train_reward_model.held_out(row["conversations"]) for row in kept)
-    assert "before training" in capsys.readouterr().out
 
 
 def test_a_language_model_is_retrained_as_one_and_on_no_bare_answers(retrain, tmp_path):
@@ -85,18 +86,26 @@ def test_a_language_model_is_retrained_as_one_and_on_no_bare_answers(retrain, tm
         assert isinstance(load(tmp_path / "new"), LikelihoodModel)
 
 
-def test_a_likelihood_model_scores_the_log_probability_of_the_last_turn(tiny_policy, tmp_path):
-    tokenizer, policy = tiny_policy
+PLAIN = ("{% for turn in messages %}{{ turn['role'] }}:{{ turn['content'] }}\n{% endfor %}"
+         "{% if add_generation_prompt %}assistant:{% endif %}")
+
+
+@pytest.mark.parametrize("template, opening", [
+    (None, "<|im_end|>\n<|im_start|>assistant\n"), (PLAIN, "\nassistant:")])
+def test_a_likelihood_model_scores_the_log_probability_of_the_last_turn(
+        template, opening, tiny_policy, tmp_path):
+    tokenizer, policy = copy.deepcopy(tiny_policy)
+    tokenizer.chat_template = template or tokenizer.chat_template
     chats = [turns("What is 7 + 3*7?", *texts) for texts in (
-        ("The answer is 28.", "What?", "28"), ("7 + 3*7 is 28. " * 3,), ("",))]
+        ("The answer is 28.", "What?", "28"), ("7 + 3*7 is 28. " * 3,), ("",),
+        (f"The answer is 7.{opening}28",))]             # a reply that spells what opens another
     LikelihoodModel(policy, tokenizer).save_pretrained(tmp_path / "judge")
     model = load_reward_model(tmp_path / "judge")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "judge")
     expected = []
-    for chat in chats:
-        prompt, ids = (tokenizer.apply_chat_template(
-            part, add_generation_prompt=part is not chat, return_dict=False)
-            for part in (chat[:-1], chat))
+    for chat, ids in zip(chats, model.tokenize(chats)):
+        prompt = tokenizer.apply_chat_template(
+            chat[:-1], add_generation_prompt=True, return_dict=False)
         p = theirs(torch.tensor([ids])).logits[0].double().softmax(-1)
         reply = range(len(prompt), len(ids))
         expected.append(sum(math.log(p[t - 1, ids[t]].item()) for t in reply))
@@ -109,15 +118,12 @@ def test_a_likelihood_is_not_clipped_and_needs_a_template_that_shows_where_a_rep
     tokenizer, policy = copy.deepcopy(tiny_policy)
     model = LikelihoodModel(policy, tokenizer)
     for wrong in ({"answer_share": 0}, {"clip": 0}):
-        with pytest.raises(ValueError, match="--reward_model_clip 0 --reward_model_answer_share 0"):
+        with pytest.raises(UserError, match="--reward_model_clip 0 --reward_model_answer_share 0"):
             reward_model_reward(model, **wrong)
     assert reward_model_reward(model, clip=0, answer_share=0)
-    opening = "{% if add_generation_prompt %}"
-    for template in ("{% for turn in messages %}{{ turn['content'] }}{% endfor %}",
-                     tokenizer.chat_template.replace(opening, opening + "hm ")):
-        assert template != tokenizer.chat_template
+    for template in (PLAIN.partition("{% if")[0], PLAIN.replace("assistant:", "hm assistant:")):
         tokenizer.chat_template = template
-        with pytest.raises(ValueError, match="where it begins"):
+        with pytest.raises(UserError, match="where it begins"):
             LikelihoodModel(policy, tokenizer)
 
 
@@ -141,51 +147,44 @@ def test_a_language_model_sees_slips_that_the_shipped_classifier_does_not(tmp_pa
     assert len(pairs) > 100 and blind < 0.75 and seeing > 0.85
 
 
-def test_the_chain_passes_on_its_models_and_continues_where_it_stopped(
-        tmp_path, monkeypatch, capsys):
+def test_the_chain_passes_on_its_models_and_continues_where_it_stopped(tmp_path, monkeypatch):
     calls = []      # the program, and its arguments, each as a flag of the next
 
     def call(*command):
         command = list(map(str, command))
         value = dict(zip(command, [*command[1:], ""]))
-        calls.append((command[0], value))
+        calls.append(value)
         if command[0] == "train_grpo.py":
             shutil.copytree(POLICY, tmp_path / value["--run_name"] / "final")
             write(tmp_path / value["--run_name"] / "completions.jsonl", completion_rows(60))
+        elif len(calls) == 2:                                   # interrupt the first retraining
+            raise KeyboardInterrupt
         else:
-            if len(calls) == 2:                                 # interrupt the first retraining
-                raise KeyboardInterrupt
-            model = train_reward_model.load_init(Path(value["--init"]), likelihood=True)
-            model.save_pretrained(value["--save"])
-            (tmp_path / value["--save"] / "pairs.jsonl").touch()
+            shutil.copytree(POLICY, value["--save"])
+            edit(Path(value["--save"]) / "config.json", score="likelihood")
+            (Path(value["--save"]) / "pairs.jsonl").touch()
 
-    def chain(*flags):
+    def chain():
         monkeypatch.setattr(sys, "argv", ["iterate.py", "--run_name", "t", "--out_dir",
-                                          str(tmp_path), *flags, "--", "--max_steps", "1"])
+                                          str(tmp_path), "--", "--max_steps", "1"])
         iterate.main()
 
     monkeypatch.setattr(iterate, "call", call)
-    with pytest.raises(SystemExit):
-        chain("--reward_model_path", "nowhere")
-    assert "nowhere: no config.json there" in capsys.readouterr().err
     with pytest.raises(KeyboardInterrupt):
         chain()
     chain()
-    programs, (first, _, retrained, second, retrained_again) = zip(*calls)
-    assert programs == ("train_grpo.py", "-m", "-m", "train_grpo.py", "-m")
+    first, _, retrained, second, retrained_again = calls
     assert "--model_path" not in first and first["--max_steps"] == "1"
     assert first["--reward_model_path"].endswith(SHIPPED) and first["--reward_model_clip"] == "3"
     assert retrained["--init"] == second["--model_path"] == str(tmp_path / "t_1/final")
-    assert retrained["--data"].endswith(f"{SHIPPED}/pairs.jsonl")
+    assert retrained["--data"].endswith(f"{SHIPPED}/pairs.jsonl") and "--likelihood" in retrained
     assert retrained["--save"] == second["--reward_model_path"] == str(tmp_path / "reward_t_1")
     assert second["--reward_model_clip"] == second["--reward_model_answer_share"] == "0"
     assert retrained_again["--init"] == str(tmp_path / "reward_t_1")
     assert retrained_again["--data"] == str(tmp_path / "reward_t_1/pairs.jsonl")
-    assert "--likelihood" in retrained and "--likelihood" in retrained_again
-    assert "--resume" not in second
     (tmp_path / "t_2/checkpoint").mkdir()
     shutil.rmtree(tmp_path / "t_2/final")
     calls.clear()
     chain()
-    (_, resumed), = calls
-    assert "--resume" in resumed
+    resumed, = calls
+    assert "--resume" in resumed and "--resume" not in second

@@ -1,6 +1,8 @@
 """The network, the memory of a run, a chat and the tokenizer."""
+import copy
 import functools
 import io
+import itertools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from bench_memory import RUN, SMALL, measure_apart
-from conftest import ROOT, left_padded
+from conftest import ROOT, left_padded, turns
 from model import (
     MiniMindConfig,
     MiniMindForCausalLM,
@@ -17,10 +19,12 @@ from model import (
     load_pretrained,
     sample,
     save_pretrained,
+    train_sft,
 )
 from model.model import KVCache, MixtureOfExperts
 from model.storage.memory import SIZES, num_parameters, peak_bytes
 from model.storage.tokenizer import TAGS
+from report import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -176,6 +180,47 @@ def test_a_chat_with_nothing_there_is_one_sentence(capsys):
         chat.main(["nowhere"])
     assert exit.value.code == 2
     assert capsys.readouterr().err.startswith("model.chat: error: nowhere: no config.json")
+
+
+# --- fine-tuning ----------------------------------------------------------------------------------
+
+OURS = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+@pytest.mark.parametrize("template, learnt", [
+    (OURS, ["is 28<|im_end|>", "<think>sure<|im_end|>"]),
+    # another header; no EOS at the end of a turn
+    ("{% for m in messages %}[{{ m.role }}]\n{{ m.content }}<|im_end|>\n{% endfor %}"
+     "{% if add_generation_prompt %}[assistant]\n{% endif %}",
+     ["is 28<|im_end|>", "<think>sure<|im_end|>"]),
+    ("{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}"
+     "{% if add_generation_prompt %}assistant:\n{% endif %}", ["is 28\n", "<think>sure\n"]),
+    # like Qwen3's: only the last reply keeps its thought
+    ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+     "{% if loop.last %}{{ m.content }}{% else %}{{ m.content.replace('<think>', '') }}{% endif %}"
+     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+     ["is 28<|im_end|>", "<think>sure<|im_end|>"]),
+])
+def test_what_the_assistant_says_is_learnt_in_any_chat_template(template, learnt, tokenizer):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = template
+    chats = [turns("7 + 3*7?", "is 28", "sure? 小明", "<think>sure"), turns("7?", "7")]
+    for chat_, wanted in zip(chats, (learnt, [learnt[0].replace("is 28", "7")])):
+        (ids, labels), = train_sft.encode([chat_], other)
+        assert ids == other(other.apply_chat_template(chat_, tokenize=False),
+                            add_special_tokens=False)["input_ids"]
+        assert {label for label, i in zip(labels, ids) if label != i} == {-100}
+        found = itertools.groupby(labels, key=lambda label: label == -100)
+        assert [other.decode([*group]) for is_other, group in found if not is_other] == wanted
+
+
+def test_a_chat_in_which_no_reply_is_found_is_refused_in_a_sentence(tokenizer):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{{ messages | length }}" + OURS
+    with pytest.raises(UserError, match="in chat 1 where a reply begins"):
+        train_sft.encode([turns("7?", "7")], other)
 
 
 # --- the tokenizer --------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """The page about changes and a task of one's own: each applies and runs as printed."""
+import importlib.util
 import re
+import runpy
+import shlex
 import shutil
-import subprocess
 import sys
 from collections import defaultdict
 
-import pytest
 from test_docs import ENGLISH, blocks
 
+import train_grpo
 from conftest import ROOT
 
 BLOCKS = defaultdict(list)      # of the page, by language
@@ -24,23 +26,10 @@ def apply(name, lines, folder):
     file.write_text(text.replace(before, after) if text else after, encoding="utf-8")
 
 
-@pytest.fixture
-def python(tmp_path):
-    """Runs Python with these arguments in a copy of the code, at tmp_path; returns its output."""
-    for name in ("dataset", "model", "report", "reward"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    shutil.copy(ROOT / "train_grpo.py", tmp_path)
-
-    def run(arguments):
-        process = subprocess.run([sys.executable, *arguments.split()], cwd=tmp_path,
-                                 capture_output=True, text=True)
-        assert process.returncode == 0, process.stderr
-        return process.stdout
-
-    return run
-
-
-def test_the_changes_are_short_apply_and_train(python, tmp_path):
+def test_the_changes_are_short_apply_and_train(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = shutil.copy(ROOT / "train_grpo.py", tmp_path)
     assert len(BLOCKS["diff"]) == 4
     for diff in BLOCKS["diff"]:
         hunks = re.split(r"^--- ", diff, flags=re.MULTILINE)[1:]
@@ -48,19 +37,33 @@ def test_the_changes_are_short_apply_and_train(python, tmp_path):
         for hunk in hunks:
             name, *lines = hunk.splitlines()
             apply(name, lines, tmp_path)
-    printed = python("train_grpo.py --max_steps 2 --batch_size 4 --num_generations 4 "
-                     "--max_gen_len 64 --eval_interval 0 --loss_type sqrt "
-                     "--advantage_estimator median --reward_funcs accuracy brevity:brevity")
-    assert "brevity" in printed and (tmp_path / "out/grpo_reason_128/final").is_dir()
+    spec = importlib.util.spec_from_file_location("changed_grpo", script)
+    changed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed)
+    changed.main(f"--model_path {ROOT}/model/weights/reason_128 --max_steps 2 --batch_size 4 "
+                 f"--data_path {ROOT}/dataset/train.jsonl --num_generations 4 --max_gen_len 64 "
+                 "--loss_type sqrt --advantage_estimator median "
+                 "--reward_funcs accuracy brevity:brevity".split())
+    assert "brevity" in capsys.readouterr().out
+    assert (tmp_path / "out/grpo_reason_128/final").is_dir()
 
 
-def test_the_task_of_ones_own_runs(python, tmp_path):
+def test_the_task_of_ones_own_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     (module,), (flags,), (_, script) = (BLOCKS[name] for name in ("python", "text", "bash"))
     (tmp_path / "sorting.py").write_text(module)
     (tmp_path / "sorting.txt").write_text(flags)
     # The same commands, of fewer steps.
-    script = script.replace("--steps 400", "--steps 2")
-    script = script.replace("@sorting.txt", "@sorting.txt --max_steps 2 --eval_samples 8")
-    for command in script.replace("\\\n", "").splitlines():
-        printed = python(command.removeprefix("python "))
-    assert "held-out accuracy" in printed and (tmp_path / "out/sorting/final").is_dir()
+    script = script.replace("--steps 400", "--steps 2").replace("\\\n", "")
+    for command in script.splitlines():
+        program, *arguments = shlex.split(command)[1:]
+        if program == "train_grpo.py":
+            train_grpo.main([*arguments, "--max_steps", "2", "--eval_samples", "8"])
+        elif program == "-m":
+            monkeypatch.setattr(sys, "argv", arguments)
+            runpy.run_module(arguments[0], run_name="__main__")
+        else:
+            runpy.run_path(program, run_name="__main__")
+    assert "held-out accuracy" in capsys.readouterr().out
+    assert (tmp_path / "out/sorting/final").is_dir()

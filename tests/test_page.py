@@ -62,17 +62,13 @@ def test_the_page_holds_what_the_run_wrote(tmp_path):
         "answer": "2"}
 
 
-@pytest.mark.parametrize("text, group, steps, most", [
-    ("x" * 100, G, 300, 40), ("x" * 20_000, G, 200, 40), ("x" * 1_000_000, G, 5, 3),
-    ("<" * 3000, 64, 5, 2), ("果" * 3000, 64, 5, 2)])       # these two with their tokens
-def test_a_page_is_small_whatever_the_run_and_shows_its_first_and_last_step(
-        tmp_path, text, group, steps, most):
-    tokens = {"tokens": [*text[1:], "end"], "token_advantages": [-1.2] * 3000,
-              "token_logps": [-i / 100 for i in range(3000)]}
-    rows = [row(step, f"{i} {text} {step}", **tokens if group == 64 else {})
-            for step in range(3, steps + 1) for i in range(2 * group)]
-    older = 2 * group * (steps // 3)        # rows in a file of their own (--completions_limit)
-    run = write_run(tmp_path / "run", rows[older:], steps, num_generations=group)
+@pytest.mark.parametrize("text, steps, least", [("x" * 100, 300, 36), ("x" * 20_000, 100, 36),
+                                                ("x" * 300_000, 5, 3)],
+                         ids=["short", "long", "huge"])
+def test_a_page_is_small_and_has_more_of_the_early_steps(text, steps, least, tmp_path):
+    rows = [row(step, f"{i} {text} {step}") for step in range(3, steps + 1) for i in range(2 * G)]
+    older = 2 * G * (steps // 3)            # rows in a file of their own (--completions_limit)
+    run = write_run(tmp_path / "run", rows[older:], steps)
     (run / "completions.1.jsonl").write_text("".join(map(to_line, rows[:older])), encoding="utf-8")
     with open(run / "completions.jsonl", "a") as file:
         file.write('{"step": ')             # half a line: the run was killed
@@ -80,16 +76,25 @@ def test_a_page_is_small_whatever_the_run_and_shows_its_first_and_last_step(
     assert (tmp_path / "page.html").stat().st_size < MOST_BYTES + 200_000
     shown = embedded(tmp_path / "page.html")["steps"]
     numbers = [step["step"] for step in shown]
-    assert numbers[0] == 3 and numbers[-1] == steps and numbers == sorted(set(numbers))
-    assert 0.9 * most <= len(numbers) <= most
-    assert len(shown[-1]["groups"][0]["rows"]) == group
+    assert numbers[0] == 3 and numbers[-1] == steps and least <= len(numbers) <= 40
+    assert sorted(set(numbers)) == numbers
+    assert steps == 5 or numbers[5] - numbers[0] < numbers[-1] - numbers[-6]
+    last = shown[-1]["groups"][0]["rows"]
+    assert len(last) == G and re.fullmatch(f"2 x.*x {steps}", last[2]["text"])
+
+
+def test_long_tokens_lose_their_middle_and_steps_go_until_the_rest_fits(tmp_path):
+    tokens = {"tokens": [*"<" * 999, "end"], "token_advantages": [-1.2] * 1000,
+              "token_logps": [-i / 100 for i in range(1000)]}
+    rows = [row(step, **tokens) for step in range(1, 6) for i in range(32)]
+    write_page(write_run(tmp_path / "run", rows, 5, num_generations=32), tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size < MOST_BYTES + 200_000
+    shown = embedded(tmp_path / "page.html")["steps"]
+    assert shown[0]["step"] == 1 and shown[-1]["step"] == 5 and 2 <= len(shown) < 5
     last = shown[-1]["groups"][0]["rows"][2]
-    if group == G:
-        assert re.fullmatch(f"2 x.*x {steps}", last["text"])
-    else:       # the middle is left out of both lists
-        assert len(last["tokens"]) == len(last["logps"]) == 391 and last["left_out"]
-        assert "2,610 tokens" in last["tokens"][195] and last["logps"][195] is None
-        assert last["tokens"][-1] == "end" and last["logps"][-1] == -29.99
+    assert len(last["tokens"]) == len(last["logps"]) == len(last["advantages"]) == 781
+    assert "220 tokens" in last["tokens"][390] and last["logps"][390] is None
+    assert last["tokens"][-1] == "end" and last["logps"][-1] == -9.99
 
 
 # --- in a browser ---------------------------------------------------------------------------------

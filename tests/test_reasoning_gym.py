@@ -1,14 +1,12 @@
 """reasoning-gym's problems and judges; skipped where the package is missing."""
 import importlib.util
-import random
 import sys
 
 import pytest
 
 import train_grpo
-from conftest import jsonl, write
+from conftest import jsonl
 from dataset import PromptDataset, reasoning_gym
-from report.experiments import worked_sums
 from reward import load_reward_funcs
 from reward.rules import reasoning_gym_reward
 
@@ -57,17 +55,15 @@ def test_a_text_that_has_the_answer_earns_no_share_and_a_judge_that_fails_none(t
 
 @real
 @pytest.mark.parametrize("name, flags, message", [
-    ("boxnet", [], "without an answer that earns 1"), ("graph_color", [], "earns 1"),
-    ("propositional_logic", [], "earns 1"), ("rubiks_cube", [], "earns 1"),
-    ("rush_hour", [], "earns 1"), ("rearc", [], "earns 1"),
-    ("nothing_of_it", [], "nothing_of_it"), ("chain_sum", ["min_words=2"], "min_words"),
-    ("chain_sum", ["min_terms=two"], "Expecting value"), ("chain_sum", ["min_terms"], "unpack"),
-    ("chain_sum", ["min_terms=9", "max_terms=3"], "max_terms"),
-    ("chain_sum", ["max_terms=2", "max_digits=1", "--size", "500", "--heldout", "300"],
+    ("boxnet", [], "without an answer that earns 1"), ("rearc", [], "earns 1"),
+    ("nothing_of_it", [], "nothing_of_it"),
+    ("chain_sum", ["--config", "min_terms=two"], "Expecting value"),
+    ("chain_sum", ["--config", "min_terms=9", "max_terms=3"], "max_terms"),
+    ("chain_sum", ["--config", "max_terms=2", "max_digits=1", "--size", "500", "--heldout", "300"],
      "problems differ, too few for --heldout 300")])
 def test_what_gives_no_problems_is_refused_in_a_sentence(name, flags, message, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        made(tmp_path, name, *["--config"] * bool(flags), *flags)
+        made(tmp_path, name, *flags)
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
 
@@ -84,30 +80,6 @@ def test_a_run_is_rewarded_and_evaluated_by_the_judge(tmp_path):
     metrics, = jsonl(tmp_path / "run/metrics.jsonl")
     assert 0 <= metrics["rewards/reasoning_gym_reward/mean"] <= 1
     assert "eval/accuracy" in metrics and "rewards/reasoning_gym_reward/failed" not in metrics
-
-
-def test_a_worked_sum_comes_to_its_answer_link_by_link():
-    texts = [worked_sums.reply("22 - 78 + 0 + 9", "-47", random.Random(i)) for i in range(40)]
-    worked = [text for text in texts if "guess" not in text]
-    assert 10 < len(worked) < 30
-    assert set(worked) == {"<think>\n22-78=-48-8=-56\n-56+0=-56\n-56+9=-47\n</think>\n"
-                           "<answer>\n-47\n</answer>"}
-
-
-def test_worked_sums_are_chats_of_the_file_or_a_sentence_names_the_line(tmp_path, capsys):
-    sums, chats = tmp_path / "sums.jsonl", tmp_path / "chats.jsonl"
-    row = {"question": "7 - 9 =", "answer": "-2", "metadata": {"expression": "7 - 9"}}
-    write(sums, [row])
-    worked_sums.main([str(sums), str(chats)])
-    (turn, reply), = [line["conversations"] for line in jsonl(chats)]
-    assert turn == {"role": "user", "content": "7 - 9 ="} and "\n-2\n" in reply["content"]
-    for change in ({"metadata": {}}, {"metadata": None}, {"answer": "2"},
-                   {"metadata": {"expression": "7 - x"}}, {"metadata": {"expression": 7}},
-                   {"metadata": {"expression": "5 + 12345"}, "answer": "12350"}):
-        write(sums, [row, row | change])
-        with pytest.raises(SystemExit):
-            worked_sums.main([str(sums), str(chats)])
-        assert "sums.jsonl, line 2: no sum of " in capsys.readouterr().err
 
 
 def test_without_the_package_a_sentence_names_it(tmp_path, capsys, monkeypatch):

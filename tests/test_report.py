@@ -1,4 +1,6 @@
+import io
 import json
+import sys
 import time
 from types import SimpleNamespace
 
@@ -10,7 +12,7 @@ from matplotlib.image import imread
 
 from conftest import report_args, write
 from report import Report, UserError, describe, user_errors
-from report.curves import draw_curves, finish, smooth
+from report.curves import Run, draw_curves, finish, smooth
 from report.metrics import mean_metrics, rollout_metrics, sum_metrics, token_texts
 
 
@@ -32,6 +34,9 @@ ROWS = [
     {"prompt": "What is 1+1?", "completion": "three", "reward": 0.25,
      "rewards": {"tag_reward": 0.25, "accuracy_reward": None}, "advantage": -0.71},
 ]
+
+
+MEMORY_FLAGS = "--micro_batch_size --rollout_batch_size --gradient_checkpointing --lora_rank"
 
 
 def lines(path):
@@ -79,12 +84,39 @@ def test_a_group_is_printed_with_its_numbers_and_copies_counted_and_given_to_swa
     args = report_args(swanlab="offline", delta=None, beta=0.0)
     with Report(tmp_path / "run", args, total_steps=1) as report:
         report.group(1, [ROWS[1]] + [ROWS[0]] * 8)
-    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert printed[2:8] == [
-        "What is 1+1?", "advantage reward tag accuracy", "+0.71 1.50 1.00 0.50 7 times", "│ two",
-        "-0.71 0.25 0.25 -", "│ three"]
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["What", "is", "1+1?"] in printed
+    table = [line for line in printed if line and line[-1] in ("completion", "two", "three")]
+    assert table == ["advantage reward tag accuracy completion".split(),     # the best first
+                     "+0.71 1.50 1.00 0.50 7 times: two".split(),
+                     "-0.71 0.25 0.25 - three".split()]
     assert logged == [{"samples": ["reward 0.25"] + ["reward 1.50"] * 7}]
     assert given["config"]["beta"] == 0.0 and "delta" not in given["config"]
+
+
+class Stream(io.StringIO):
+    """A stdout that knows only ASCII, or that nobody reads any more."""
+    encoding = "ascii"
+    is_closed = False
+
+    def write(self, text):
+        if self.is_closed:
+            raise BrokenPipeError
+        text.encode(self.encoding)
+        return super().write(text)
+
+
+def test_no_text_of_a_model_ends_a_run_or_is_taken_for_markup(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", Stream())
+    monkeypatch.setenv("COLUMNS", "80")
+    with Report(tmp_path, report_args(), total_steps=1) as report:
+        report.group(1, [ROWS[0] | {"completion": "[red]苹果[/nothing] :smile:\x1b[2J",
+                                    "rewards": {f"rule_{i}": 0.125 for i in range(9)}}])
+        printed = sys.stdout.getvalue()
+        sys.stdout.is_closed = True
+        report.warn("nobody hears it")
+    assert "[red]??[/nothing] :smile:?[2J" in printed
+    assert "0.12" not in printed and max(map(len, printed.splitlines())) <= 80     # no room
 
 
 @pytest.mark.parametrize("steps, half_line, start_step, then, found", [
@@ -124,37 +156,31 @@ def test_a_run_writes_its_page_and_outlives_a_page_that_fails(tmp_path, monkeypa
     out = capsys.readouterr().out
     assert "report.html could not be drawn (ZeroDivisionError" in out and "report.page" in out
     assert {path.name for path in (tmp_path / "bad").iterdir()} == {
-        "args.json", "metrics.jsonl", "eval.jsonl", "completions.jsonl", "curves.png"}
+        "args.json", "metrics.jsonl", "completions.jsonl", "curves.png"}
 
 
-def test_a_run_killed_before_its_last_picture_gets_it_from_its_resume(tmp_path):
-    write(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 1.0}])
-    (tmp_path / "curves.new.png").touch()           # half of it was written
-    with Report(tmp_path, report_args(), total_steps=1, start_step=1):
-        pass
-    assert (tmp_path / "curves.png").exists() and not (tmp_path / "curves.new.png").exists()
-
-
-def test_a_run_that_dies_leaves_its_picture_and_does_not_draw_the_same_lines_twice(
-        tmp_path, monkeypatch):
+def test_what_a_run_wrote_is_drawn_once_also_if_it_dies_or_was_killed(tmp_path, monkeypatch):
     def draw(run_dirs, path):
         drawn.append(len(lines(tmp_path / "metrics.jsonl")))
-        draw_curves(run_dirs, path)
+        time.sleep(0.1)
+        path.touch()
 
     drawn = []
     monkeypatch.setattr("report.curves.draw_curves", draw)
-    for last in (1, 2):
-        with pytest.raises(KeyboardInterrupt), Report(
-                tmp_path, report_args(), total_steps=9) as report:
-            report.evaluation(0, {"eval/accuracy": 0.2, "eval/pass@4": 0.6})
-            report.step(1, metrics(1, kl=float("nan")), ROWS)
-            report.draw()
-            if last == 2:
-                report.step(2, metrics(2), ROWS)
-            raise KeyboardInterrupt
-    assert drawn == [1, 1, 2]
-    height, width, _ = imread(tmp_path / "curves.png").shape
-    assert 1000 <= width <= 3000 and 600 <= height <= 2000
+    with pytest.raises(KeyboardInterrupt), Report(tmp_path, report_args(), total_steps=2) as report:
+        report.draw()                               # nothing yet
+        report.step(1, metrics(1), ROWS)
+        report.draw()
+        report.step(2, metrics(2), ROWS)
+        report.draw()                               # too early, for what a picture costs
+        assert drawn == [1]
+        raise KeyboardInterrupt
+    assert drawn == [1, 2]
+    (tmp_path / "curves.png").rename(tmp_path / "curves.new.png")       # killed while it drew
+    with Report(tmp_path, report_args(), total_steps=2, start_step=2):
+        pass
+    assert drawn == [1, 2, 2] and (tmp_path / "curves.png").exists()
+    assert not (tmp_path / "curves.new.png").exists()
 
 
 @pytest.mark.parametrize("seconds, shown", [(2.0, True), (0.1, False)])
@@ -175,13 +201,25 @@ def test_the_bar_of_a_slow_run_names_the_phase(seconds, shown, tmp_path, monkeyp
         assert "update" not in capsys.readouterr().err
 
 
+def test_the_headline_has_the_first_and_the_last_of_what_was_recorded(tmp_path):
+    write(tmp_path / "metrics.jsonl", [{"step": step, "reward": step / 4, "step_time": 1.5}
+                                       for step in (1, 2, 3, 4)])
+    assert Run(tmp_path).headline() == "reward 0.25 → 1.00, 4 steps, 6.0s"
+    write(tmp_path / "eval.jsonl", [{"step": step, "eval/accuracy": accuracy, "eval/mean_length": 9}
+                                    for step, accuracy in ((0, 0.25), (2, 0.75), (4, 0.5))])
+    assert Run(tmp_path).headline() == (
+        "held-out accuracy 25.0% → 50.0%, answers 9 → 9 tokens, 4 steps, 6.0s")
+
+
 def test_several_runs_share_a_picture_and_a_folder_without_a_run_is_named(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text(
             '{"step": 1, "reward": 0.5}\n{"step": 2, "reward": null}\n')
-    draw_curves([tmp_path / "a", tmp_path / "b"], tmp_path / "both.png")
-    assert min(imread(tmp_path / "both.png").shape[:2]) > 600
+    for names in (["a"], ["a", "b"]):
+        draw_curves([tmp_path / name for name in names], tmp_path / "picture.png")
+        height, width, _ = imread(tmp_path / "picture.png").shape
+        assert 1000 <= width <= 3000 and 600 <= height <= 2000
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty"):
         draw_curves([tmp_path / "empty"], tmp_path / "none.png")
@@ -210,9 +248,11 @@ def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, first,
     assert said == [(step, True) for step in range(first, 46, 20)]
 
 
-def test_a_sampler_that_is_as_coarse_as_in_the_first_step_is_no_news(tmp_path, capsys):
-    run(tmp_path, [1, 2, 3], rollout_probs_diff_mean=5e-3)
-    assert "old weights" not in capsys.readouterr().out
+@pytest.mark.parametrize("difference, warned", [(5e-3, False), (0.02, True)])
+def test_a_sampler_may_be_coarse_but_not_wrong_from_the_start(
+        difference, warned, tmp_path, capsys):
+    run(tmp_path, [1, 2, 3], rollout_probs_diff_mean=difference)
+    assert ("rollout_probs_diff_mean" in capsys.readouterr().out) == warned
 
 
 def test_a_smooth_curve_begins_where_the_run_began_and_leaves_a_straight_line_straight():
@@ -293,8 +333,13 @@ def test_tokens_together_are_the_completion():
     assert token_texts(ids[:3], Bytes()) == ["a", "", "\ufffd"]     # cut off within a character
 
 
-@pytest.mark.parametrize("error", [UserError("no such folder"), OSError("disk full")])
-def test_a_users_mistake_is_one_line_unless_a_traceback_is_wanted(error, monkeypatch, capsys):
+@pytest.mark.parametrize("error, words", [
+    (UserError("no such folder"), "no such folder"), (OSError("disk full"), "disk full"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), MEMORY_FLAGS),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ..."), MEMORY_FLAGS),
+    (MemoryError(), MEMORY_FLAGS)], ids=["ours", "disk", "gpu", "cpu", "python"])
+def test_a_users_mistake_is_one_line_unless_a_traceback_is_wanted(
+        error, words, monkeypatch, capsys):
     @user_errors("train.py")
     def main(error=None):
         if error:
@@ -305,9 +350,12 @@ def test_a_users_mistake_is_one_line_unless_a_traceback_is_wanted(error, monkeyp
     assert main() == "done"
     with pytest.raises(SystemExit) as exit:
         main(error)
-    assert exit.value.code == 2 and capsys.readouterr().err == f"train.py: error: {error}\n"
-    with pytest.raises(ValueError, match="to unpack"):
-        main(ValueError("not enough values to unpack: a bug, not a user's mistake"))
+    line, = capsys.readouterr().err.splitlines()
+    assert exit.value.code == 2 and line.startswith("train.py: error: ")
+    assert all(word in line for word in words.split())
+    for bug in (ValueError("not enough values to unpack"), RuntimeError("shapes do not match")):
+        with pytest.raises(type(bug), match=str(bug)):
+            main(bug)
     monkeypatch.setenv("MINIGRPO_TRACEBACK", "1")
     with pytest.raises(type(error)):
         main(error)

@@ -10,15 +10,16 @@ from collections import defaultdict
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 
 from conftest import ROOT, edit, turns
 from dataset import PromptDataset
 from model import MiniMindConfig
+from report import UserError
 from reward import load_reward_model
 from reward.reward_model import RewardModel, with_reply
-from reward.sample_pairs import reply_pairs
+from reward.train_reward_model import sampled_pairs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -126,24 +127,6 @@ def test_a_special_token_written_into_a_text_stays_text(internlm2):
     assert pieces.decode(ids[2:-3]) == "user\n<|reward|><s>"
 
 
-def test_internlm2_weights_in_pytorch_shards_give_the_same_scores(internlm2, tmp_path):
-    _, _, folder = internlm2
-    expected = load_reward_model(folder).get_scores(CHATS)
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    edit(tmp_path / "config.json", rope_scaling=None)
-    tensors = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    weight_map = {name: f"pytorch_model-0000{i % 2 + 1}-of-00002.bin"
-                  for i, name in enumerate(tensors)}
-    for file in set(weight_map.values()):
-        torch.save({name: tensors[name] for name in tensors if weight_map[name] == file},
-                   tmp_path / file)
-    with pytest.raises(ValueError, match="pytorch_model.bin"):
-        load_reward_model(tmp_path)
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert load_reward_model(tmp_path).get_scores(CHATS) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("change, says", [
     ({"bias": True}, "biases"), ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling"),
     ({"vocab_size": 99}, "<|im_end|>"), ({"num_key_value_heads": 3}, "shape"),
@@ -216,13 +199,32 @@ def test_a_classifier_scores_as_in_transformers(kind, options, tokenizer, tmp_pa
         assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id     # unless told not to
 
 
+def test_a_reply_that_spells_special_tokens_stays_text(tiny_policy):
+    tokenizer, policy = tiny_policy
+    plain, spelled = RewardModel(policy.config, tokenizer).tokenize([
+        turns("7?", "no\nassistant\n<think>28"),
+        turns("<|im_end|>7?", "no<|im_end|>\n<|im_start|>assistant\n<think>28<|endoftext|>")])
+    for index in tokenizer.added_tokens_decoder:        # <think> is one of them, but not special
+        assert spelled.count(index) == plain.count(index)
+
+
 @pytest.mark.parametrize("options, says", [
     (dict(num_labels=2), "one label"), (dict(template=None), "chat template"),
-    (dict(head=False), "score.weight"),
+    (dict(head=False), "head named score"),
 ])
 def test_a_classifier_that_cannot_score_chats_is_refused(options, says, tokenizer, tmp_path):
     save_classifier(tmp_path, tokenizer, "Qwen3", **options)
     with pytest.raises(ValueError, match=f"--reward_model_path .*{says}"):
+        load_reward_model(tmp_path)
+
+
+@pytest.mark.parametrize("fields", [
+    {"_attn_implementation": "someone/kernel"}, {"attn_implementation": {"": "someone/kernel"}},
+    {"text_config": {"_attn_implementation": {"": "sdpa", "text_config": "someone/kernel"}}}])
+def test_a_classifier_that_names_code_is_refused(fields, tokenizer, tmp_path):
+    save_classifier(tmp_path, tokenizer, "Qwen3")
+    edit(tmp_path / "config.json", **fields)
+    with pytest.raises(UserError, match="names code from elsewhere"):
         load_reward_model(tmp_path)
 
 
@@ -238,10 +240,9 @@ def test_what_is_no_reward_model_is_one_sentence(path, says):
 
 def test_the_shipped_reward_model_orders_heldout_pairs():
     model = load_reward_model(ROOT / "reward/weights/reward_128", device="cpu")
-    problems, rng = PromptDataset(ROOT / "dataset/heldout.jsonl")[:100], random.Random(1)
-    pairs = list(reply_pairs(ROOT / "model/weights/reason_128", problems, num_generations=8, most=2,
-                             rng=rng, seed=1))
+    problems, rng = PromptDataset(ROOT / "dataset/heldout.jsonl")[:60], random.Random(1)
+    pairs = list(sampled_pairs(ROOT / "model/weights/reason_128", problems, rng, seed=1))
     better, worse = (model.get_scores([with_reply(row["conversations"], row[side])
                                        for row in pairs]) for side in ("chosen", "rejected"))
-    assert len(better) > 100
+    assert len(better) > 60
     assert sum(a > b for a, b in zip(better, worse)) >= 0.9 * len(better)

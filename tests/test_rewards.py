@@ -1,24 +1,24 @@
 import copy
 import importlib
+import inspect
 import math
-import re
 import sys
 import threading
 import time
 import warnings
 from decimal import Decimal
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
-from tqdm import tqdm
 
 import train_grpo
 from conftest import jsonl, turns
 from model import load_pretrained
 from report import UserError, rollout_metrics
-from reward import combine_rewards, failures, load_reward_funcs
-from reward.combine import LIMIT, Judge
+from reward import combine_rewards, failures, load_reward_funcs, rules
+from reward.combine import Judge
 from reward.reward_model import reward_model_reward
 from reward.rules import accuracy_reward, format_reward, tag_reward
 
@@ -33,23 +33,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ("<think>\n27*6=162\n</think>\n\n<answer>\n162\n</answer>", 0.5, 1.0),
     ("<think>\n27*6=162\n</think>\n\n\n<answer>\n162\n</answer>", 0.0, 1.0),
     ("<think>\n27*6=162\n</think><answer>\n162\n</answer>", 0.0, 1.0),
-    # many lines in a block, or nothing: whether the answer is right is accuracy's business
-    ("<think>\na\n\nb\nc\n</think>\n<answer>\n1\n2\n</answer>", 0.5, 1.0),
-    ("<think>\n\n</think>\n<answer>\n\n</answer>", 0.5, 1.0),
-    # something after the blocks, or before them
+    # many lines in a block; nothing in it
+    ("<think>\na\n\nb\nc\n</think>\n<answer>\n\n</answer>", 0.5, 1.0),
+    # something after the blocks, or before them; tags that share their line with text
     ("<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>\n", 0.0, 1.0),
     ("Well. <think>\n27*6=162\n</think>\n<answer>\n162\n</answer>", 0.0, 1.0),
-    # tags that share their line with text; the wrong order
     ("<think>27*6=162</think>\n<answer>162</answer>", 0.0, 1.0),
-    ("<answer>\n162\n</answer>\n<think>\n27*6=162\n</think>", 0.0, 1.0),
-    # a tag missing, one doubled, all nested
+    # a tag missing, one doubled; cut off; without any
     ("<think>\n27*6=162\n<answer>\n162\n</answer>", 0.0, 0.75),
     ("<think>\n<think>\n27*6\n</think>\n<answer>\n162\n</answer>", 0.5, 0.75),
-    ("<think>\n<think>\na\n</think>\n</think>\n<answer>\n<answer>\n1\n</answer>\n</answer>",
-     0.5, 0.0),
-    # cut off, or without any tags
-    ("<think>\n27*6=162", 0.0, 0.25),
-    ("162", 0.0, 0.0), ("", 0.0, 0.0),
+    ("<think>\n27*6=162", 0.0, 0.25), ("162", 0.0, 0.0),
 ])
 def test_format_and_tag_rewards(completion, form, tags):
     assert format_reward([""], [completion]) == [form]
@@ -86,6 +79,38 @@ def test_accuracy_reward_without_gold_answers_judges_nothing_and_an_empty_one_is
     assert accuracy_reward(["", ""], ["1", "2"]) == [None, None]
     with pytest.raises(ValueError, match="answer"):
         accuracy_reward([""], ["<answer></answer>"], answer=[" "])
+
+
+def test_no_column_is_an_option_of_a_rule():
+    """Whatever the columns of a dataset are called, a rule reads those that it is for."""
+    known = {"prompts": ["p"], "completions": ["a"], "completion_ids": [[1, 2, 3, 4] * 3],
+             "answer": [None], "nums": [None], "target": [None], "words": [None]}
+    names = {*rules.RULES, "overlong"} - {"reasoning_gym"}        # a package that may be missing
+    for judge in load_reward_funcs(names, max_completion_length=10):
+        options = inspect.signature(judge.function).parameters
+        named = {name: ["x"] for name in ("n", "cache", *options) if name != "columns"}
+        assert judge.function(**named | known) == judge.function(**known)
+
+
+@pytest.mark.parametrize("timeout", [0, 60])
+def test_what_reads_replies_as_mathematics_or_a_task_has_seconds_in_a_thread_too(
+        timeout, monkeypatch):
+    def endless(*texts, **options):
+        threads.append(threading.current_thread())
+        while True:
+            time.sleep(0.001)
+
+    threads, names = [], ["accuracy", "reasoning_gym"]
+    monkeypatch.setattr(rules, "SECONDS", 0.1)
+    monkeypatch.setitem(sys.modules, "math_verify", SimpleNamespace(parse=endless, verify=None))
+    monkeypatch.setitem(sys.modules, "reasoning_gym",
+                        SimpleNamespace(get_score_answer_fn=lambda name: endless))
+    for judge in load_reward_funcs(names, timeout=timeout):
+        assert judge(prompts=[""], completions=["<answer>x</answer>"], answer=[r"\sqrt{2}"],
+                     metadata=[{"source_dataset": "any"}]) == [0]
+    for thread in threads:
+        thread.join(10)         # what took too long has ended
+        assert not thread.is_alive()
 
 
 # --- the reward model's score as a reward ---------------------------------------------------------
@@ -136,6 +161,12 @@ def gold(prompts, completions, answer, **columns):
     return answer
 
 
+def judge_of(returned):
+    def judge(**arguments):
+        return returned
+    return judge
+
+
 def combined(functions, weights, completions, **columns):
     return combine_rewards(["p"] * len(completions), completions, functions, weights, **columns)
 
@@ -169,19 +200,23 @@ def test_reward_functions_are_found_by_name_and_in_the_current_folder(tmp_path, 
     assert judges[3](completions=[""]) == [1]
 
 
-@pytest.mark.parametrize("text, line", [
-    ("x = 1\ndef short(:\n", 2), ("import math\n\nmath.nothing()\n", 3),
-    ("import sys\nsys.exit()\n", 2)])
-def test_a_module_that_cannot_be_imported_is_named_with_its_line(text, line, own_module):
+@pytest.mark.parametrize("text, shown", [
+    ("x = 1\ndef short(:\n", "my_mistake.py, line 2"),
+    ("import math\n\nmath.nothing()\n", 'my_mistake.py", line 3'),
+    ("import sys\nsys.exit()\n", 'my_mistake.py", line 2')])
+def test_a_module_with_a_mistake_ends_in_a_sentence_and_shows_where(
+        text, shown, own_module, capsys):
     own_module("my_mistake", text)
-    with pytest.raises(ValueError, match=rf"my_mistake:short: .*my_mistake\.py, line {line}\b"):
+    with pytest.raises(UserError, match="--reward_funcs my_mistake:short: ") as error:
         load_reward_funcs(["my_mistake:short"])
+    assert shown in capsys.readouterr().err + str(error.value)
 
 
 @pytest.mark.parametrize("name", ["formatt", "no_such_module_here:f", "math:no_such_function"])
-def test_an_unknown_reward_is_named(name):
-    with pytest.raises(ValueError, match=name):
+def test_an_unknown_reward_is_named_without_a_traceback(name, capsys):
+    with pytest.raises(UserError, match=name):
         load_reward_funcs(["format", name])
+    assert capsys.readouterr().err == ""
 
 
 # --- a reward function must never harm a run ------------------------------------------------------
@@ -196,247 +231,171 @@ def ask(judge, completions=("a", "b"), **columns):
 
 
 @pytest.mark.parametrize("timeout", [0, 60])
-def test_a_function_that_fails_at_first_stops_the_run_and_later_is_a_warning(timeout, own_module):
+def test_a_function_that_fails_at_first_stops_the_run_and_later_is_a_warning(
+        timeout, own_module, capsys):
     own_module("my_service",
                "import json\n\ntext = '{'\n\n\n"
                "def judge(prompts, completions, **columns):\n"
                "    return [json.loads(text)] * len(completions)\n")
     judge, = load_reward_funcs(["my_service:judge"], timeout=timeout)
-    where = r"my_service\.py, line 7\b"       # not json's own line
-    with pytest.raises(UserError, match=f"judge failed in its first call: .*{where}"):
+    with pytest.raises(UserError, match="judge failed in its first call: JSONDecodeError: Expect"):
         ask(judge)
+    shown = capsys.readouterr().err
+    assert 'my_service.py", line 7, in judge\n    return [json.loads(text)]' in shown
     my_service = sys.modules["my_service"]
     my_service.text = "1"
     assert ask(judge) == ([1, 1], [])
     my_service.text = "{"
-    rewards, (text,) = ask(judge)
-    assert all(map(math.isnan, rewards))
-    assert re.search(f"judge failed and judged nothing in this step: .*{where}", text)
+    for count in (1, 0):
+        rewards, texts = ask(judge)
+        assert all(map(math.isnan, rewards)) and len(texts) == count
+        assert "judge judged nothing in this step: JSONDecodeError: " in "".join(texts) or not count
+    assert judge.failed == {"JSONDecodeError": 2} and capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("body, says", [
-    ("return [1]", "1 rewards for 2"), ("return []", "0 rewards"), ("pass", "returned a NoneType"),
-    ("return {1.0, 2.0}", "returned a set"), ("return '12'", "returned a str"),
-    ("return dict(a=1, b=2)", "returned a dict"),
-    ("yield from iter(int, 1)", "more than 2 rewards"),     # an endless generator
-    ("return 1 / 0", "ZeroDivisionError: division by zero"),
-    ("return judge(extra=1)", r"extra.*end its arguments with \*\*columns"),
-])
-def test_what_fails_or_is_no_list_of_rewards_is_named_with_its_place(body, says, own_module):
-    own_module("my_count", f"\ndef judge(prompts, completions): {body}\n")
-    with pytest.raises(UserError, match=rf"judge failed .*{says}.*my_count\.py, line 2\b"):
-        ask(*load_reward_funcs(["my_count:judge"]))
+@pytest.mark.parametrize("returned, says", [
+    ([1], r"\[1\] instead of a list of 2"), (None, "None instead"), ({1.0, 2.0}, "{1.0, 2.0}"),
+    ("12", "'12' instead"), (torch.ones(2, 1)[0], r"\[1.0\] instead")])
+def test_what_is_no_list_of_rewards_is_an_error(returned, says):
+    with pytest.raises(UserError, match=f"judge failed in its first call: .*{says}"):
+        ask(Judge(judge_of(returned)))
 
 
 @pytest.mark.parametrize("value, kind", [
-    (math.nan, "NaN"), (math.inf, "infinite"), (-math.inf, "infinite"), (1e38, "too large"),
+    (math.nan, "not a number"), (math.inf, "too large"), (-math.inf, "too large"),
     (-2e12, "too large"), (10**400, "too large"), (torch.tensor(1e38), "too large"),
     ("1", "not a number"), (b"1", "not a number"), (1j, "not a number"), ([1.0], "not a number"),
-    ({}, "not a number"), (object(), "not a number"), (torch.ones(2), "not a number"),
+    (object(), "not a number"), (torch.ones(2), "not a number"),
     # numbers of all kinds, and None, which is no failure
-    (1, None), (True, None), (-1e12, None), (Decimal("0.5"), None), (numpy.float32(0.5), None),
-    (numpy.int64(3), None), (numpy.bool_(True), None), (torch.tensor(0.5), None),
-    (torch.tensor(True), None), (None, None),
+    (True, None), (-1e12, None), (Decimal("0.5"), None), (numpy.float32(0.5), None),
+    (numpy.int64(3), None), (torch.tensor(0.5), None), (None, None),
 ])
 def test_a_value_that_is_of_no_use_is_counted_and_treated_as_none(value, kind):
-    def judge(prompts, completions, **columns):
-        return [value, 1]
-
-    judge = Judge(judge)
+    judge = Judge(judge_of([value, 1]))
     (reward, one), texts = ask(judge)
-    assert one == 1 and judge.failed == ({kind: 1} if kind else {})
+    assert one == 1
     if kind or value is None:
         assert math.isnan(reward)
     else:
         assert reward == pytest.approx(float(value))
-    assert [text.startswith("reward function judge returned ") and f"({kind}), treated as" in text
-            for text in texts] == [True] * bool(kind)
+    if kind:
+        assert judge.failed == {kind: 1} and f"({kind}), treated as None" in texts[0]
+    else:
+        assert not judge.failed and not texts
+
+
+def test_rewards_may_come_as_a_tensor_or_an_array():
+    for values in (torch.tensor([0.5, math.nan]), numpy.array([0.5, math.inf])):
+        rewards, _ = ask(Judge(judge_of(values)))
+        assert rewards[0] == 0.5 and math.isnan(rewards[1])
 
 
 def test_each_kind_is_a_warning_once_for_each_function_and_run():
-    def judge(prompts, completions, answer, **columns):
-        if answer == ["raise"] * 2:
-            raise RuntimeError("no\x1b[31m such\nluck" + "!" * 5000)
-        return answer
-
-    ours = Judge(judge)
-    texts = [ask(ours, answer=answer)[1] for answer in (
-        [math.inf, -math.inf], [-math.inf, 1], ["x\x1b" * 5000, 1], ["raise"] * 2, ["raise"] * 2,
-        [math.inf, "y"])]
-    assert [len(of_call) for of_call in texts] == [1, 0, 1, 1, 0, 0]
-    assert "returned inf (infinite)" in texts[0][0]
-    assert "judged nothing in this step: RuntimeError: no·[31m such luck!" in texts[3][0]
-    assert all(text.isprintable() and len(text) < 700 for (text,) in filter(None, texts))
-    assert ours.failed == {"infinite": 4, "not a number": 2, "RuntimeError": 2}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for _ in range(2):      # two runs in one process
-            Judge(judge)(completions=["a"], prompts=[""], answer=[math.inf])
-    assert len(caught) == 2
+    for _ in range(2):          # two runs in one process
+        judge = Judge(lambda answer, **columns: answer)
+        texts = [ask(judge, answer=answer)[1] for answer in (
+            [math.inf, -math.inf], [1e13, 1], ["x" * 5000, 1], [math.inf, "y"])]
+        assert [len(of_call) for of_call in texts] == [1, 0, 1, 0]
+        assert all(len(text) < 300 for (text,) in filter(None, texts))
+        assert judge.failed == {"too large": 4, "not a number": 2}
 
 
 @pytest.mark.parametrize("timeout", [0, 60])
 def test_exit_is_a_failure_and_ctrl_c_is_not(timeout):
     def judge(prompts, completions, raising, **columns):
-        raise raising
+        raise raising[0]
 
-    for leave, says in ((SystemExit(3), "called exit"), (GeneratorExit(), "GeneratorExit")):
-        with pytest.raises(UserError, match=f"judge failed in its first call: {says}"):
-            ask(Judge(judge, timeout=timeout), raising=leave)
-        ours = Judge(judge, timeout=timeout)
-        ours.proven = True
-        rewards, (text,) = ask(ours, raising=leave)
-        assert all(map(math.isnan, rewards)) and ours.failed == {says: 1} and says in text
+    with pytest.raises(UserError, match="judge failed in its first call: SystemExit: 3"):
+        ask(Judge(judge, timeout), raising=[SystemExit(3)] * 2)
     with pytest.raises(KeyboardInterrupt):
-        ask(Judge(judge, timeout=timeout), raising=KeyboardInterrupt())
+        ask(Judge(judge, timeout), raising=[KeyboardInterrupt()] * 2)
 
 
-def test_a_function_that_changes_its_arguments_harms_nobody():
-    def vandal(prompts, completions, messages, **columns):
-        messages[0].append("mine")
-        for values in (prompts, completions, messages, *columns.values()):
+def test_a_function_that_changes_its_arguments_harms_no_other_and_no_sibling():
+    def uses_up(prompts, completions, words, messages, completion_ids, **columns):
+        rewards = [len(of_row) * of_row.pop() for of_row in words]
+        messages[0][0]["content"] += "!"
+        completion_ids[0].clear()
+        for values in (prompts, completions, words, messages, *columns.values()):
             values.clear()
-        return [1.0, 1.0]
+        return rewards
 
-    columns = {"messages": [["hello"], ["hello"]], "self": [1, 2], "name": ["x", None]}
+    words, chat, ids = [1, 2, 3], turns("p"), [7, 8]        # of a prompt, for both of its rows
+    columns = {"words": [words, words], "messages": [chat, chat], "completion_ids": [ids, ids],
+               "self": [1, 2], "name": ["x", None]}
     before = copy.deepcopy(columns)
-    assert combined([vandal, lengths], [1.0, 1.0], ["a", "bb"], **columns)[0].tolist() == [2, 3]
+    _, values = combined([uses_up, uses_up], [1.0, 1.0], ["a", "b"], **columns)
+    assert [of_one.tolist() for of_one in values.values()] == [[9, 9], [9, 9]]
     assert columns == before
 
 
-def test_a_flood_is_cut_and_cannot_control_the_terminal(capsys):
-    def judge(prompts, completions, **columns):
-        print("begin\tof\x1b[2J\r")
-        print("an error", file=sys.stderr)
-        for _ in range(3000):
-            print("flood")
-        sys.stdout.writelines(["flood"] * 9)
-        sys.stdout.close()
-        return [1.0, 1.0]
-
-    ours, before = Judge(judge), (sys.stdout, sys.stderr)
-    texts = [ask(ours) for _ in range(2)]
-    assert (sys.stdout, sys.stderr) == before
-    assert [len(warned) for _, warned in texts] == [1, 0] and "4,000 characters" in texts[0][1][0]
-    assert all(rewards == [1, 1] for rewards, _ in texts) and ours.failed == {"printed too much": 2}
-    out, err = capsys.readouterr()
-    assert len(out) == 2 * LIMIT and err == "an error\n" * 2
-    assert out.startswith("begin\tof·[2J·\nflood\n")
-
-
-def test_while_a_call_hangs_it_is_not_called_again_and_what_it_prints_is_dropped(capsys, request):
-    calls, shouts, bar, let_go = [], [], tqdm(total=1), threading.Event()
-    before = sys.stdout, sys.stderr
+def test_while_a_call_is_late_the_function_is_not_called_again(request):
+    calls, let_go = [], threading.Event()
     request.addfinalizer(let_go.set)
-
-    def shout():
-        while not let_go.wait(0.001):
-            print("late " * 1000)
-            shouts.append(threading.current_thread())
 
     def judge(prompts, completions, **columns):
         calls.append(threading.current_thread())
-        threading.Thread(target=shout, daemon=True).start()     # a helper, as pools have
-        shout()
+        let_go.wait()
         return [1.0, 1.0]
 
-    def talker(prompts, completions, **columns):
-        print("talk")
-        return [1.0, 1.0]
-
-    ours, other = Judge(judge, timeout=2), Judge(talker, timeout=60)
-    rewards, texts = ask(ours)          # returns, though nobody has let go
-    assert all(map(math.isnan, rewards)) and len(texts) == 2 and "TimeoutError" in texts[0]
-    assert len(capsys.readouterr().out) <= LIMIT
-    threads = threading.active_count()
-    for expected in (1, 0, 0):
+    ours = Judge(judge, timeout=0.2)
+    for count in (1, 0, 0):         # too late at first: no reason to stop
         rewards, texts = ask(ours)
-        assert all(map(math.isnan, rewards)) and len(texts) == expected
-        shouts.clear()
-        while len(set(shouts)) < 2:         # both threads go on
-            time.sleep(0.001)
-        assert ask(other) == ([1, 1], [])
-        print("\rour own")
-    assert len(calls) == 1 and threading.active_count() == threads
-    assert ours.failed == {"TimeoutError": 1, "printed too much": 1, "still running": 3}
-    assert capsys.readouterr().out == "talk\n\rour own\n" * 3
-    assert bar.fp == sys.stderr     # tqdm.write clears the bar's line if this is so
+        assert all(map(math.isnan, rewards)) and len(texts) == count
+    assert len(calls) == 1 and ours.failed == {"TimeoutError": 3}
+    assert "still runs" in ours.reason
     let_go.set()
-    for thread in {*calls, *shouts}:
-        thread.join(60)
+    calls[0].join(60)
+    ours.timeout = 60
     assert ask(ours) == ([1, 1], []) and len(calls) == 2
-    assert (sys.stdout, sys.stderr) == before
 
 
 def test_failures_of_all_ranks_are_counted_and_give_the_reason():
-    def judge(prompts, completions, answer, **columns):
-        return answer
-
-    ranks = [[Judge(judge), Judge(judge), Judge(lengths)] for _ in range(2)]
+    ranks = [[Judge(gold), Judge(gold), Judge(lengths)] for _ in range(2)]
     ask(ranks[0][1], answer=[math.inf, math.inf])
     ask(ranks[1][1], answer=[1.0, "x"])
     told = [row for judges in ranks for row in failures(judges)]
-    assert [row[:2] for row in told] == [("judge_1", 2), ("judge_1", 1)]
-    row = {"length": 1, "ended": True, "rewards": {"judge": 0.5, "judge_1": math.nan}}
+    assert [row[:2] for row in told] == [("gold_1", 2), ("gold_1", 1)]
+    row = {"length": 1, "ended": True, "rewards": {"gold": 0.5, "gold_1": math.nan}}
     metrics = rollout_metrics([row | {"reward": 0.5}, row | {"reward": math.nan}], 2, told)
-    assert metrics["rewards/judge_1/failed"] == 3 and "rewards/judge/failed" not in metrics
-    with pytest.warns(UserWarning, match=r"judge_1 returned inf .*; judge_1 returned 'x' "):
+    assert metrics["rewards/gold_1/failed"] == 3 and "rewards/gold/failed" not in metrics
+    with pytest.warns(UserWarning, match=r"gold_1 returned inf .*; gold_1 returned 'x' "):
         rollout_metrics([row | {"reward": math.nan}] * 2, 2, told)
     ask(ranks[0][1], answer=[1.0, 1.0])         # no failure any more: no reason
     assert failures(ranks[0])[0][1:] == (2, None)
 
 
 NASTY = """
-import sys
-import threading
+calls = []
 
-let_go, calls = threading.Event(), {}
-
-def exits(completions):
-    sys.exit()
-
-def hangs(completions):
-    let_go.wait()
-
-def is_wild(completions):       # in groups of four: one judged, two, none
+def wild(prompts, completions, **columns):
+    calls.append("wild")
+    if len(calls) <= 2:
+        return [len(completion) / 10 for completion in completions]
+    # in groups of four: one judged, two, none
     some = [1.0, "x", float("nan"), float("inf"), 0.0, 1.0, 1e38, None]
     return some + [10**400] * (len(completions) - 8)
 
-def floods(completions):
-    print("flood " * 10000)
-    raise RuntimeError("flood " * 10000)
-
-def judge(name, *nasty):
-    def function(completions, **columns):
-        calls[name] = calls.get(name, 0) + 1
-        if calls[name] > 1:
-            return nasty[calls[name] - 2](completions)
-        return [len(completion) / 10 for completion in completions]
-    function.__name__ = name
-    return function
-
-one, two, three = (judge("one", is_wild, exits), judge("two", floods, hangs),
-                   judge("three", exits, is_wild))
+def fails(prompts, completions, **columns):
+    calls.append("fails")
+    return [1 / (len(calls) <= 2)] * len(completions)
 """
-RUN = ("--batch_size 4 --num_generations 4 --max_gen_len 16 --max_steps 3 --eval_interval 0 "
-       "--reward_timeout 4 --reward_funcs my_nasty:one my_nasty:two my_nasty:three")
+RUN = ("--batch_size 4 --num_generations 4 --max_gen_len 16 --max_steps 2 --eval_interval 0 "
+       "--reward_funcs my_nasty:wild my_nasty:fails")
 
 
 @pytest.mark.parametrize("flags", [
-    "", "--supervision process",
+    "--supervision process",
     "--kl_in_reward --oversample 2 --scale_rewards batch --advantage_estimator rloo"])
-def test_a_run_outlives_its_rewards(flags, own_module, tmp_path, capsys):
+def test_a_run_outlives_its_rewards(flags, own_module, tmp_path):
     own_module("my_nasty", NASTY)
     with warnings.catch_warnings(record=True):
         train_grpo.main([*RUN.split(), *flags.split(), "--out_dir", str(tmp_path)])
-    sys.modules["my_nasty"].let_go.set()
-    assert 0 < capsys.readouterr().out.count("flood") < LIMIT
     folder = tmp_path / "grpo_reason_128"
-    first, *lines = jsonl(folder / "metrics.jsonl")
+    first, line = jsonl(folder / "metrics.jsonl")
     assert not any(name.endswith("/failed") for name in first)
-    wild = len(jsonl(folder / "completions.jsonl")) // 3 - 4
-    assert [[line[f"rewards/{name}/failed"] for name in ("one", "two", "three")]
-            for line in lines] == [[wild, 2, 1], [wild + 1, 3, 1 + wild]]
-    assert [line["reward"] for line in lines] == pytest.approx([2 / 3] * 2)
+    N = len(jsonl(folder / "completions.jsonl")) // 2
+    assert (line["rewards/wild/failed"], line["rewards/fails/failed"]) == (N - 4, 1)
+    assert line["reward"] == pytest.approx(2 / 3)
     weights = load_pretrained(folder / "final").parameters()
     assert all(weight.isfinite().all() for weight in weights)

@@ -13,8 +13,8 @@ on a CPU without each trick (python tests/bench.py --tricks; differences below 0
 No row was measured again since matrices with the same input are no longer joined, which gained at
 most 5% of the sampling.
 
-The tricks know our own network. A model of another architecture (storage/any_model.py) runs the
-plain pair, whatever --fast says.
+The tricks know our own network. The policy chooses the pair once, as it is loaded
+(train_grpo.choose_pair): one of another architecture (storage/any_model.py) runs the plain one.
 
 On a GPU nobody has measured any of it. It runs there as on a CPU, one small operation after the
 other; what samples fast on a GPU is an inference engine.
@@ -35,23 +35,11 @@ from ..model import (
     rotate,
 )
 from ..sampler import next_token
-from ..sampler import sample as plain_sample
-from ..storage.any_model import AnyModel
 
 PACK_FROM = 95_000          # weights of a matrix; packing a smaller one does not pay
 CHUNK, SMALL = 1024, 2**24  # of log_probs: tokens; logits (a small vocabulary: longer chunks)
 
 
-def for_our_network(plain, fast):
-    """`fast`, which gives any other model to `plain` instead."""
-    @functools.wraps(fast)
-    def choose(model, *args, **options):
-        return (plain if isinstance(model, AnyModel) else fast)(model, *args, **options)
-
-    return choose
-
-
-@functools.partial(for_our_network, plain_sample)
 def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, temperature=1.0,
            eos_token_id, pad_token_id, generator=None, greedy=False):
     """The `sample` of model/sampler.py, where completions that agree so far are one row.
@@ -225,17 +213,6 @@ def linear(layer):
     return lambda x: product(x) + F.linear(F.linear(x, A), B)
 
 
-def plain_token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temperature=1.0,
-                      with_entropy=False):
-    """The `token_logps` of train_grpo.py itself, which this room can't import."""
-    tokens, mask = (x[:, -num_completion_tokens:] for x in (input_ids, attention_mask))     # (N, R)
-    logits = model(input_ids, attention_mask, logits_to_keep=num_completion_tokens + 1)[:, :-1]
-    all_logps = (logits.float() / temperature).log_softmax(-1)                          # (N, R, V)
-    logps = all_logps.gather(-1, tokens[..., None]).squeeze(-1) * mask
-    return (logps, -(all_logps.exp() * all_logps).sum(-1) * mask) if with_entropy else logps
-
-
-@functools.partial(for_our_network, plain_token_logps)
 def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temperature=1.0,
                 with_entropy=False):
     """The `token_logps` of train_grpo.py, where each prefix that sequences share is read once.

@@ -1,9 +1,10 @@
 """vLLM in place of the sampler, --sampler vllm. requirements-vllm.txt says what to install.
 
-Each rank has an engine, made in its own process at the first call. Every call hands over all
-weights, since nothing tells for sure that one has changed: AdamW's fused step leaves a tensor's
-version as it was. proof.py tests that they arrive.
+Each rank has an engine, made in its own process at the first call. The optimizer tells it when
+weights have changed (train_grpo.choose_pair), and the next call hands all of them over. Tensors
+would not tell: AdamW's fused step leaves a tensor's version as it was.
 """
+import functools
 import importlib.util
 import logging
 import os
@@ -18,29 +19,48 @@ from torch.nn.utils.rnn import pad_sequence
 from report import UserError, reason
 
 from ..lora import merged_state
-from .proof import prove
 
 
 class Engine:
     """`sample` of model/sampler.py, but greedy log-probs are those at temperature 1. UserError if
-    vLLM is missing, can't start, or does not take all weights."""
+    vLLM is missing or can't start. On a GPU it sleeps, which frees its memory, while others compute
+    log-probabilities.
+    """
 
     def __init__(self, world, args):
         self.world, self.args, self.llm = world, args, None
-        self.sleeps = world.device.type == "cuda"       # while the policy learns
+        self.may_sleep = world.device.type == "cuda"
+        self.is_asleep, self.is_outdated = False, True
+
+    def outdate(self, *_):
+        """The policy's weights have changed: a hook of the optimizer, after its step."""
+        self.is_outdated = True
+
+    def asleep(self, token_logps):
+        """`token_logps`, for which the engine goes to sleep until it samples again."""
+        @functools.wraps(token_logps)
+        def with_room(*args, **options):
+            if self.may_sleep and self.llm is not None and not self.is_asleep:
+                self.llm.sleep(level=2)         # frees weights and cache
+                self.is_asleep, self.is_outdated = True, True
+            return token_logps(*args, **options)
+
+        return with_room
 
     @torch.no_grad()
-    def __call__(self, model, prompt_ids, prompt_mask, *, temperature=1.0, **options):
+    def __call__(self, model, prompt_ids, prompt_mask, **options):
         threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
         try:
             if self.llm is None:
-                self._start(model, prompt_ids[:1, prompt_mask[0].bool()], temperature)
-            return self._sample(model, prompt_ids, prompt_mask, temperature=temperature, **options)
+                self._start(model)
+            if self.is_outdated:
+                self._hand_over(model)
+            return self._sample(prompt_ids, prompt_mask, **options)
         finally:        # vLLM leaves torch one thread, and a set_num_threads that does nothing
             torch.set_num_threads = set_num_threads
             set_num_threads(threads)
 
-    def _start(self, model, prompt_ids, temperature):
+    def _start(self, model):
         from ..storage.write import hub_config, write_json
         advice, world, args = "see requirements-vllm.txt", self.world, self.args
         if importlib.util.find_spec("vllm") is None:
@@ -48,8 +68,9 @@ class Engine:
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CONFIGURE_LOGGING": "0",
                        "VLLM_NO_USAGE_STATS": "1",      # it would tell its makers; and GiB:
                        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
-        log = Path(*(os.devnull,) if args.eval_only else
-                   (args.out_dir, args.run_name, f"vllm_{world.rank}.log"))
+        log = Path(args.out_dir, args.run_name, f"vllm_{world.rank}.log")
+        if args.eval_only:
+            log = Path(os.devnull)
         try:
             with logged(log), tempfile.TemporaryDirectory() as folder:
                 from vllm import LLM, SamplingParams
@@ -57,30 +78,27 @@ class Engine:
                 self.SamplingParams, self.llm = SamplingParams, LLM(
                     folder, load_format="dummy", skip_tokenizer_init=True, dtype=world.matrix_dtype,
                     max_model_len=args.max_seq_len + args.max_gen_len,
-                    max_num_seqs=args.rollout_batch_size or 256, enable_sleep_mode=self.sleeps,
+                    max_num_seqs=args.rollout_batch_size or 256, enable_sleep_mode=self.may_sleep,
                     gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-                    logprobs_mode="processed_logprobs", enforce_eager=not self.sleeps,
+                    logprobs_mode="processed_logprobs", enforce_eager=not self.may_sleep,
                     distributed_executor_backend="external_launcher" if world.size > 1 else "uni")
             world.ends.callback(self.llm.llm_engine.engine_core.shutdown)
-            prove(self._sample, model, prompt_ids, world.matrix_dtype, temperature)
-        except UserError:
-            raise
         except Exception as error:      # many classes, of vLLM and of what it imports
             raise UserError(f"--sampler vllm: it could not start with {args.model_path} "
                             f"({reason(error)}), {log} says more; {advice}") from error
 
     def _hand_over(self, model):
+        if self.is_asleep:
+            self.llm.wake_up()
         # With the head's own name where it is the embedding, which a checkpoint would leave out: a
         # CPU's product reads a packed copy of the head, and else that would stay as it was.
         weights = list(merged_state(model).items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.reset_prefix_cache()       # it was computed with other weights
+        self.is_asleep, self.is_outdated = False, False
 
-    def _sample(self, model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens,
-                temperature, eos_token_id, pad_token_id, generator=None, greedy=False):
-        if self.sleeps:
-            self.llm.wake_up()
-        self._hand_over(model)
+    def _sample(self, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, temperature=1.0,
+                eos_token_id, pad_token_id, generator=None, greedy=False):
         n, device = 1 if greedy else num_generations, prompt_ids.device
         seeds = torch.randint(2**31, (len(prompt_ids),), generator=generator, device=device)
         options = [self.SamplingParams(
@@ -91,8 +109,6 @@ class Engine:
                    for ids, mask in zip(prompt_ids, prompt_mask)]
         with torch.autocast(device.type, enabled=False):        # its weights are cast already
             answers = self.llm.generate(prompts, options, use_tqdm=False)
-        if self.sleeps:
-            self.llm.sleep(level=2)         # frees weights and cache: the next call brings new ones
         answers = [answer for group in answers for answer in group.outputs * (num_generations // n)]
         ids = [prompt_ids.new_tensor(answer.token_ids) for answer in answers]
         logps = [torch.tensor([of[token].logprob for token, of in zip(x.token_ids, x.logprobs)],

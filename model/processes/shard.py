@@ -108,15 +108,13 @@ def gather(model, blank, world, *, dtype=None, device=None, keep=True):
 
 def whole_state(optimizer, keep):
     """The optimizer's state dict with whole tensors, on the CPU where they were sharded."""
-    def saved(tensor):
+    def saved(index, tensor):
         if not is_sharded(tensor):
             return tensor
         tensor = whole(tensor)
         return tensor.cpu() if keep else None
 
-    state = optimizer.state_dict()
-    return state | {"state": {index: {name: saved(value) for name, value in of_weight.items()}
-                              for index, of_weight in state["state"].items()}}
+    return with_tensors(optimizer.state_dict(), saved)
 
 
 def load_parts(model, state):
@@ -133,9 +131,15 @@ def part_of_optimizer(state, optimizer):
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
 
-    def ours(tensor, weight):
-        return part_of(tensor, weight if tensor.shape == weight.shape else tensor).clone()
+    def ours(index, tensor):
+        is_whole = tensor.shape == weights[index].shape     # the count of steps is a single number
+        return (part_of(tensor, weights[index]) if is_whole else tensor).clone()
 
-    return state | {"state": {
-        index: {name: ours(tensor, weights[index]) for name, tensor in of_weight.items()}
-        for index, of_weight in state["state"].items()}}
+    return with_tensors(state, ours)
+
+
+def with_tensors(state, function):
+    """An optimizer's state dict with function(index of the weight, tensor) for each tensor."""
+    changed = {index: {name: function(index, tensor) for name, tensor in of_weight.items()}
+               for index, of_weight in state["state"].items()}
+    return state | {"state": changed}

@@ -4,6 +4,7 @@ Below them stands what --dtype, --shard and --rollout_batch_size make of the two
 the policy. main passes the sampler through `for_sampling` and token_logps through `for_learning`.
 Neither function knows of any of this, so one of your own needs nothing of it either.
 """
+import faulthandler
 import functools
 import json
 import os
@@ -15,11 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from report import UserError, reason
+from report import UserError
 
 from .shard import is_sharded, shard, whole
 
-BUCKET = 2**24                              # gradients summed in one call: 64 MB in float32
+SMALL = 2**18                               # gradients with fewer numbers are summed in one call
+HALF_AN_HOUR, NO_LIMIT = 1800, timedelta(days=365)
 
 
 class World:
@@ -28,14 +30,20 @@ class World:
     device: cuda, mps or cpu, by default the first of these that is there. dtype: of matrix
     products, float32 or bfloat16; auto is bfloat16 on a GPU that has it. On CUDA, what is left in
     float32 beside bfloat16 may be multiplied in TF32, with 10 bits after the point instead of 23.
+    hang_timeout: seconds that a rank may be busy between two calls of `alive`, or wait in a
+    collective; 0: no limit, None: half an hour if there are several ranks.
     """
-    watch = None                            # watch.py, if there is one
+    current = None                          # the World of the main function that is running
 
-    def __init__(self, device=None, dtype="auto", seed=0):
+    def __init__(self, device=None, dtype="auto", seed=0, hang_timeout=None):
         self.rank = int(os.environ.get("RANK") or 0)
         self.size = int(os.environ.get("WORLD_SIZE") or 1)
         self.device, self.seed = choose_device(device, self.size), seed
-        self.ends = ExitStack()     # ends.callback(f) calls f before the processes part
+        self.signal = 0             # the number of the signal that asked the run to stop (watch.py)
+        self.advice = ""            # after a failure: how to go on, once there is a checkpoint
+        self.ends = ExitStack()     # ends.callback(f) calls f when the run ends, well or not
+        self.ends.callback(faulthandler.cancel_dump_traceback_later)
+        World.current = self
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.set_device(self.device)      # what "cuda" means from now on
@@ -46,28 +54,27 @@ class World:
             has_bfloat16 = on_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
             dtype = "bfloat16" if has_bfloat16 else "float32"
         self.matrix_dtype = getattr(torch, dtype)
+        self.hang_timeout = hang_timeout
+        if hang_timeout is None:
+            self.hang_timeout = HALF_AN_HOUR if self.size > 1 else 0
+        self.alive()
         if self.size > 1:
-            # torch's own time limit would end a run whose rank 0 takes long to save.
-            dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(days=1),
+            limit = timedelta(seconds=self.hang_timeout) if self.hang_timeout else NO_LIMIT
+            dist.init_process_group("nccl" if on_cuda else "gloo", timeout=limit,
                                     device_id=self.device if on_cuda else None)
+
+    def alive(self):
+        """What this rank does next may take --hang_timeout; else it ends, with its traceback."""
+        if self.hang_timeout:
+            faulthandler.dump_traceback_later(self.hang_timeout, exit=True)
 
     @contextmanager
     def collective(self):
-        """Around each collective: here a rank waits for the others, and may wait in vain."""
-        if self.watch:
-            self.watch.enter_collective()
-        try:
-            yield
-            if self.size > 1 and self.device.type == "cuda":
-                torch.cuda.synchronize()    # NCCL only queues its work; the wait is to be in here
-        except RuntimeError as error:
-            if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
-                raise               # what a sharded forward pass runs into by itself
-            # The watch knows which rank is gone, and is about to say so and end this process.
-            time.sleep(5 if self.watch else 0)
-            raise ConnectionError(f"lost contact with the other ranks ({reason(error)})") from error
-        if self.watch:
-            self.watch.leave_collective()
+        """Around each collective: a rank that waits for another is not the one that hangs."""
+        if self.hang_timeout:
+            faulthandler.cancel_dump_traceback_later()      # the group has a time limit of its own
+        yield
+        self.alive()
 
     def sum(self, tensor):
         """The sum of this tensor over all ranks."""
@@ -90,8 +97,8 @@ class World:
                     # AdamW, to which 0 is a gradient too, moves the same with shards as without.
                     parameter.grad = torch.zeros_like(parameter)
             if self.size > 1:       # of sharded parameters FSDP has added up the gradients
-                sum_in_buckets([parameter.grad for parameter in parameters
-                                if not is_sharded(parameter)])
+                sum_together([parameter.grad for parameter in parameters
+                              if not is_sharded(parameter)])
 
     def clip_gradients(self, model, max_norm):
         """Scale the gradient down to `max_norm`, if it is longer; its norm before, on all ranks."""
@@ -170,29 +177,24 @@ def choose_device(name, size):
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK') or 0}" if name == "cuda" else name)
 
 
-def sum_in_buckets(tensors):
-    """all_reduce of each tensor, in place, in few calls: for small tensors the call is what costs.
-
-    A tensor as large as a bucket goes alone, without a copy.
-    """
-    buckets, size = [], 0
+def sum_together(tensors):
+    """all_reduce of each tensor, in place; of the small ones in one call, which is what costs."""
+    small = [tensor for tensor in tensors if tensor.numel() < SMALL]
     for tensor in tensors:
-        size += tensor.numel()
-        if not buckets or size > BUCKET:
-            buckets.append([])
-            size = tensor.numel()
-        buckets[-1].append(tensor)
-    for bucket in buckets:
-        flat = torch.cat([x.flatten() for x in bucket]) if len(bucket) > 1 else bucket[0].view(-1)
+        if tensor.numel() >= SMALL:
+            dist.all_reduce(tensor)         # without a copy
+    if small:
+        flat = torch.cat([tensor.flatten() for tensor in small])
         dist.all_reduce(flat)
-        for tensor, summed in zip(bucket, flat.split([x.numel() for x in bucket])):
+        for tensor, summed in zip(small, flat.split([tensor.numel() for tensor in small])):
             tensor.copy_(summed.view_as(tensor))
 
 
 def for_sampling(sample, world, args):
     """`sample` for this run: in slices, in the precision of matrix products, of a whole model."""
     # An engine slices by itself.
-    sample = in_slices(sample, args.rollout_batch_size if args.sampler != "vllm" else 0)
+    sample = in_slices(on_time(sample, world),
+                       args.rollout_batch_size if args.sampler != "vllm" else 0)
 
     # FSDP would gather every layer for every token: a copy of the whole lives as long as this runs.
     def sample_whole(model, *prompts, **options):
@@ -207,7 +209,18 @@ def for_learning(token_logps, world, args):
         with world.collective():
             return model.run(token_logps, *sequences, **options)
 
-    return precision(world)(within_shards if args.shard else token_logps)
+    return precision(world)(on_time(within_shards if args.shard else token_logps, world))
+
+
+def on_time(function, world):
+    """The function, each call of which, and what follows it, may take --hang_timeout."""
+    def called(*inputs, **options):
+        world.alive()
+        result = function(*inputs, **options)
+        world.alive()
+        return result
+
+    return called
 
 
 def precision(world):

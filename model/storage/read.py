@@ -1,4 +1,4 @@
-"""Reads weights, tokenizers, adapters and checkpoints, whoever wrote them.
+"""Reads weights and tokenizers, whoever wrote them.
 
 MiniMind's own .pth files hold half-precision tensors and no configuration, which follows from the
 tensors' names and shapes. The names are those of transformers' Llama and Qwen3. Two generations:
@@ -19,9 +19,7 @@ from transformers import AutoTokenizer
 
 from report import UserError, printable
 
-from ..lora import adapter_state, adapters
 from ..model import MiniMindConfig, MiniMindForCausalLM
-from ..processes.shard import load_parts, part_of, part_of_optimizer
 from . import any_model
 from .files import (
     FAMILIES,
@@ -182,53 +180,6 @@ def read_weights(path):
         check_tensors(tensors, file)
         state |= tensors
     return state
-
-
-@torch.no_grad()
-def load_adapter(model, path):
-    """Copy an adapter into the model, in place; UserError if its rank, scale or targets differ."""
-    path = Path(path)
-    config = read_json(path / "adapter_config.json")
-    for name in ("r", "lora_alpha", "target_modules"):
-        if config.get(name) != model.lora[name]:
-            raise UserError(f"{path}: its {name} is {config.get(name)!r}, and this run's "
-                            f"{model.lora[name]!r}; give the flags of the run")
-    file, ours = path / "adapter_model.safetensors", adapter_state(model)
-    state = read_tensors(file)
-    check_tensors(state, file)
-    if shapes(state) != shapes(ours):
-        raise UserError(f"{file}: not the adapter of this model, it has other names or shapes; "
-                        "give the run's own --model_path")
-    for name, tensor in ours.items():
-        tensor.copy_(part_of(state[name], tensor))
-
-
-def load_checkpoint(folder, model, optimizer, reference=None):
-    """Restore weights, optimizer and reference in place; returns (steps done, tokens sampled).
-
-    What is saved is whole, and of sharded models each rank takes its part.
-    """
-    # A crash between the two renames in written_whole leaves only the previous checkpoint.
-    found = next((path for path in (folder, folder.with_suffix(".old"))
-                  if (path / "optimizer.pt").is_file()), None)
-    if found is None:
-        raise UserError(f"--resume: no checkpoint in {folder}; start without --resume, "
-                        "or name the run to resume with --run_name")
-    saved_with = (found / "adapter_config.json").is_file()
-    if saved_with != bool(adapters(model)):
-        raise UserError(f"--resume: {found} was saved {'with' if saved_with else 'without'} "
-                        "--lora_rank; resume it the same way")
-    with explained(found, "its checkpoint is broken, or of another model",
-                   "start without --resume"):
-        if adapters(model):
-            load_adapter(model, found)
-        else:
-            load_parts(model, load_pretrained(found, device="meta").state_dict(keep_vars=True))
-        saved = read_tensors(found / "optimizer.pt")
-        optimizer.load_state_dict(part_of_optimizer(saved["optimizer"], optimizer))
-        if "reference" in saved and reference is not None:
-            load_parts(reference, saved["reference"])
-        return int(saved["step"]), int(saved["num_tokens"])
 
 
 def find_weights(name, *folders):

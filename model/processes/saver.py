@@ -1,0 +1,261 @@
+"""The Saver decides when a run is saved, and resumes it; it keeps other runs out of its folder.
+
+A crash or a full disk, at any moment, leaves a whole checkpoint behind.
+"""
+import os
+import shlex
+import shutil
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+
+from report import UserError, reason
+
+from ..lora import adapter_state, adapters
+from ..storage.files import explained, read_json, read_tensors
+from ..storage.read import load_pretrained
+from ..storage.write import save_adapter, save_pretrained
+from .shard import load_parts, part_of, part_of_optimizer, whole_state
+from .watch import SIGNALS, Stopped, under_torchrun
+
+LAUNCHER = os.getppid()                     # torchrun, if it is there
+
+
+class Saver:
+    """Writes the checkpoints and the final weights of a run into run_dir; rank 0 does.
+
+    The folder is locked until the run ends, or its process does, whatever ends it. UserError if
+    another run has it, or if the weights to start from are in it. args are those of the script;
+    with eval_only nothing is written, and nothing locked.
+    """
+
+    def __init__(self, run_dir, world, args):
+        self.run_dir, self.world, self.args = Path(run_dir), world, args
+        self.writes, self.saved_at = world.rank == 0, time.monotonic()
+        if not self.writes or args.eval_only:
+            return
+        weights = Path(args.model_path).resolve()
+        if not args.resume and self.run_dir.resolve() in (weights, *weights.parents):
+            raise UserError(f"--model_path {args.model_path} is in {run_dir}, where the new run "
+                            "would replace it; choose another --run_name")
+        world.ends.callback(lock(self.run_dir))
+        for name in ("checkpoint", "final", "adapter"):     # of a run that was killed as it saved
+            shutil.rmtree(self.run_dir / f"{name}.new", ignore_errors=True)
+            if (self.run_dir / name).exists():              # whole, so nobody needs the one before
+                shutil.rmtree(self.run_dir / f"{name}.old", ignore_errors=True)
+
+    def resume(self, policy, optimizer, reference):
+        """Restores the run's checkpoint if asked to; returns (steps done, tokens sampled)."""
+        if not self.args.resume:
+            return 0, 0
+        self.world.alive()
+        done, num_tokens = load_checkpoint(self.run_dir / "checkpoint", policy, optimizer,
+                                           reference)
+        self._advise(done)
+        return done, num_tokens
+
+    def is_due(self, step, last_step):
+        """Is it time to save? And has a signal asked to stop? The same answers on every rank.
+
+        It is time at each interval, at the end, and if the run is to stop. The second answer is the
+        number of the signal, or 0.
+        """
+        every, minutes = self.args.save_interval, (time.monotonic() - self.saved_at) / 60
+        due = minutes >= float(every[:-1]) if every.endswith("m") else step % int(every) == 0
+        signal = self.world.signal
+        if under_torchrun() and os.getppid() != LAUNCHER:       # it was killed
+            signal = SIGNALS[-1]
+        wishes = self.world.gather([(due, signal)])
+        signal = max(number for _, number in wishes) if step < last_step else 0
+        return wishes[0][0] or step == last_step or signal > 0, signal      # by rank 0's clock
+
+    def save(self, step, num_tokens, policy, tokenizer, optimizer, reference):
+        """Write a checkpoint; all ranks wait until it is whole."""
+        policy, optimizer_state = self._whole(policy), whole_state(optimizer, self.writes)
+        reference = self._whole(reference) if self.args.ref_model_sync_steps else None
+        if self.writes:
+            save_checkpoint(
+                self.run_dir / "checkpoint", policy, tokenizer, optimizer_state, reference,
+                step=step, num_tokens=num_tokens)
+        self.world.gather([step])           # the others wait until rank 0 has saved
+        self.saved_at = time.monotonic()
+        self._advise(step)
+
+    def stopped(self, step, signal):
+        """The exception that ends a run which a signal has asked to stop, on all ranks."""
+        return Stopped(signal, f"after step {step}, which is saved; {go_on()}")
+
+    def save_final(self, policy, tokenizer):
+        """Write final/, which load_pretrained, transformers and inference servers can load."""
+        policy = self._whole(policy)
+        if self.writes:
+            with written_whole(self.run_dir / "final") as folder:
+                save_pretrained(policy, tokenizer, folder)
+            if adapters(policy):
+                with written_whole(self.run_dir / "adapter") as folder:
+                    save_adapter(policy, folder)
+
+    def _whole(self, model):
+        """The model itself or, if it is sharded, a whole copy of it for the rank that writes."""
+        return model.whole(device="cpu", keep=self.writes) if hasattr(model, "whole") else model
+
+    def _advise(self, step):
+        self.world.advice = f"\nThe checkpoint of step {step} is whole; {go_on()}"
+
+
+def lock(run_dir):
+    """Locks a run's folder; returns the function that unlocks it. The end of the process does too.
+
+    If nothing was written into the folder meanwhile, that function also removes the folder.
+    """
+    file = run_dir / ".lock"
+    missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    held = FileLock(file)
+
+    def unlock():
+        with suppress(OSError):
+            if list(run_dir.iterdir()) == [file]:
+                file.unlink()
+                for folder in missing:
+                    folder.rmdir()
+        held.release()
+
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        held.acquire(blocking=False)
+    except Timeout:
+        raise UserError(f"{run_dir}: another run is writing there; wait until it has ended, stop "
+                        "it, or choose another --run_name") from None
+    except OSError as error:
+        raise UserError(f"{run_dir}: cannot be written to ({error.strerror}); choose another "
+                        "--out_dir") from error
+    return unlock
+
+
+def go_on():
+    """A sentence with the command that goes on with this run."""
+    program, *flags = sys.argv
+    if Path(program).name != "train_grpo.py":               # a test, a notebook
+        return "go on with:\n    train_grpo.py with the same flags and --resume"
+    start, ranks = "python", os.environ.get("LOCAL_WORLD_SIZE")
+    if under_torchrun():
+        start = f"torchrun --nproc_per_node={ranks}"
+        if ranks != os.environ.get("WORLD_SIZE"):
+            start = "torchrun (on each node, with its flags)"
+    if "--resume" not in flags:
+        flags = [*flags, "--resume"]
+    return f"go on with:\n    {start} {shlex.join([program, *flags])}"
+
+
+# --- a checkpoint ---------------------------------------------------------------------------------
+
+
+def save_checkpoint(folder, model, tokenizer, optimizer_state, reference=None, **progress):
+    """Write all that a resume needs: weights, tokenizer, optimizer, progress (step, num_tokens).
+
+    Of a model with adapters only these: the base stays as it was loaded. reference: give it only if
+    it changes during training.
+    """
+    moved = {"reference": reference.state_dict()} if reference is not None else {}
+    with written_whole(folder) as new:
+        if adapters(model):
+            save_adapter(model, new)
+        else:
+            save_pretrained(model, tokenizer, new)
+        torch.save({"optimizer": optimizer_state, **moved, **progress}, new / "optimizer.pt")
+
+
+def load_checkpoint(folder, model, optimizer, reference=None):
+    """Restore weights, optimizer and reference in place; returns (steps done, tokens sampled).
+
+    What is saved is whole, and of sharded models each rank takes its part.
+    """
+    # A crash between the two renames in written_whole leaves only the previous checkpoint.
+    folders = [path for path in (folder, folder.with_suffix(".old"))
+               if (path / "optimizer.pt").is_file()]
+    if not folders:
+        raise UserError(f"--resume: no checkpoint in {folder}; start without --resume, "
+                        "or name the run to resume with --run_name")
+    found = folders[0]
+    saved_with = (found / "adapter_config.json").is_file()
+    if saved_with != bool(adapters(model)):
+        raise UserError(f"--resume: {found} was saved {'with' if saved_with else 'without'} "
+                        "--lora_rank; resume it the same way")
+    with explained(found, "its checkpoint is broken, or of another model",
+                   "start without --resume"):
+        if adapters(model):
+            load_adapter(model, found)
+        else:
+            load_parts(model, load_pretrained(found, device="meta").state_dict(keep_vars=True))
+        saved = read_tensors(found / "optimizer.pt")
+        optimizer.load_state_dict(part_of_optimizer(saved["optimizer"], optimizer))
+        if "reference" in saved and reference is not None:
+            load_parts(reference, saved["reference"])
+        return int(saved["step"]), int(saved["num_tokens"])
+
+
+@torch.no_grad()
+def load_adapter(model, path):
+    """Copy an adapter into the model, in place; UserError if its rank, scale or targets differ."""
+    config = read_json(path / "adapter_config.json")
+    for name in ("r", "lora_alpha", "target_modules"):
+        if config.get(name) != model.lora[name]:
+            raise UserError(f"{path}: its {name} is {config.get(name)!r}, and this run's "
+                            f"{model.lora[name]!r}; give the flags of the run")
+    file, ours = path / "adapter_model.safetensors", adapter_state(model)
+    theirs = read_tensors(file)
+    shapes = [{name: tensor.shape for name, tensor in state.items()} for state in (ours, theirs)]
+    if shapes[0] != shapes[1]:
+        raise UserError(f"{file}: not the adapter of this model, it has other names or shapes; "
+                        "give the run's own --model_path")
+    for name, tensor in ours.items():
+        tensor.copy_(part_of(theirs[name], tensor))
+
+
+@contextmanager
+def written_whole(path):
+    """A new folder to write into. It takes the place of `path` once all of it is on the disk.
+
+    A crash or a full disk before that leaves `path` as it was; a crash between the two renames
+    leaves it as `path`.old. UserError if the disk refuses a file.
+    """
+    path = Path(path)
+    new, old = path.with_suffix(".new"), path.with_suffix(".old")
+    try:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        yield new
+        for name in (*new.iterdir(), new):      # the folder last: it holds the files' names
+            sync(name)
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)
+        new.rename(path)
+        sync(path.parent)
+    except BaseException as error:
+        shutil.rmtree(new, ignore_errors=True)
+        if old.exists() and not path.exists():
+            old.rename(path)
+        # For a full disk torch.save raises RuntimeError, and no reason is in its message.
+        if not isinstance(error, (OSError, SafetensorError, RuntimeError)):
+            raise
+        free = shutil.disk_usage(path.parent).free / 1e6
+        raise UserError(f"{path} could not be written ({reason(error)}); {free:,.0f} MB are free "
+                        "without it: make room, or choose another --out_dir") from error
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(path):
+    """Wait until a file or a folder's list of names is on the disk, not only in memory."""
+    if os.name == "nt" and path.is_dir():
+        return                              # Windows has no such thing for folders
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,141 @@
+"""Do two versions of the code compute the same, to the last bit?
+
+    python tests/golden.py HEAD~3               that commit, and the working tree
+    python tests/golden.py HEAD~3 --only lora   only the runs with "lora" in their names
+
+Makes a few steps of each run below with both versions, on this machine, with a thread each, and
+compares metrics (clocks removed), evaluations, completions and weights. A metric that only the
+working tree has is named, and is no difference. Exit code 1 where anything differs. Takes about
+five minutes on two cores.
+"""
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ("--device cpu --dtype float32 --batch_size 4 --num_generations 4 --micro_batch_size 8 "
+         "--eval_interval 2 --eval_samples 16")
+CLOCKS = ("timing_s/", "step_time", "perf/")
+OBJECTIVES = {
+    "default": "",
+    "passes": "--num_iterations 2 --num_minibatches 2",
+    "lora": "--lora_rank 4 --learning_rate 3e-3",
+    "process": "--supervision process",
+}
+OPTIONS = {
+    "oversample": "--oversample 2",
+    "truncated": "--mask_truncated_completions --max_gen_len 40",
+    "kl_in_reward": "--kl_in_reward",
+    "gdpo": "--multi_objective_aggregation normalize_then_sum",
+    "reference": "--ref_model_sync_steps 1",
+    "beta_0": "--beta 0",
+    "r1": "--loss_type r1 --num_iterations 2",
+    "sequence": "--importance_sampling_level sequence --epsilon_low 3e-4 --num_iterations 2",
+    "is_threshold": "--rollout_is_threshold 2 --num_iterations 2",
+    "off_policy_mask": "--off_policy_mask_threshold 0.01 --num_iterations 2",
+}
+
+
+def all_runs():
+    """{name: [the flags of each call]}; a second call resumes the first."""
+    runs = {}
+    for ranks in (1, 2):
+        for sampler in ("plain", "fast"):
+            for name, flags in OBJECTIVES.items():
+                runs[f"{name}, {sampler}, {ranks}"] = [f"--sampler {sampler} --max_steps 3 {flags}"]
+    for name, flags in OPTIONS.items():
+        runs[f"{name}, fast, 1"] = [f"--max_steps 2 {flags}"]
+    runs["shard, fast, 2"] = ["--shard 1 --max_steps 3"]
+    runs["resume, fast, 1"] = ["--max_steps 2", "--max_steps 4 --resume"]
+    return runs
+
+
+def train(version, name, calls, out):
+    """The folder of the run, made by the code in `version`; exits if a call fails."""
+    ranks = name.rpartition(" ")[2]
+    start = [sys.executable, "train_grpo.py"]
+    if ranks != "1":
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                 f"--nproc_per_node={ranks}", "train_grpo.py"]
+    folder = name.replace(", ", "_")
+    for flags in calls:
+        done = subprocess.run(
+            [*start, *shlex.split(f"{SMALL} {flags}"), "--out_dir", out, "--run_name", folder],
+            cwd=version, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        if done.returncode:
+            sys.exit(f"{name}: {version} fails with {flags}:\n{done.stdout}")
+    return Path(out) / folder
+
+
+def rows_of(path):
+    """The lines of a file, without clocks."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [{key: value for key, value in json.loads(line).items() if not key.startswith(CLOCKS)}
+            for line in lines]
+
+
+def differences(base, head):
+    """(what differs between two runs, the names that only the second one has)."""
+    found, new = [], set()
+    for name in ("metrics.jsonl", "eval.jsonl", "completions.jsonl"):
+        ours, theirs = rows_of(head / name), rows_of(base / name)
+        if len(ours) != len(theirs):
+            found.append(f"{name}: {len(theirs)} and {len(ours)} lines")
+        for row, other in zip(theirs, ours):
+            new |= other.keys() - row.keys()
+            for key, value in row.items():
+                if key not in other or other[key] != value:
+                    found.append(f"{name}, step {row['step']}, {key}: {value!r} and "
+                                 f"{other.get(key)!r}")
+    for path in sorted(base.rglob("*.safetensors")):
+        name = path.relative_to(base)
+        ours, theirs = load_file(head / name), load_file(path)
+        moved = [key for key, tensor in theirs.items()
+                 if key not in ours or not ours[key].equal(tensor)]
+        if moved or ours.keys() != theirs.keys():
+            found.append(f"{name}: {len(moved)} of {len(theirs)} tensors, {moved[:1]}")
+    return found, new
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("base", help="a commit")
+    parser.add_argument("--only", default="", help="a part of the names of the runs")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2)")
+    args = parser.parse_args()
+    runs = {name: calls for name, calls in all_runs().items() if args.only in name}
+    different = 0
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder, "code")
+        base.mkdir()
+        archive = subprocess.run(["git", "archive", args.base], cwd=ROOT, check=True,
+                                 stdout=subprocess.PIPE).stdout
+        subprocess.run(["tar", "-x", "-C", base], input=archive, check=True)
+
+        def both(name):
+            return [train(version, name, runs[name], str(Path(folder, side)))
+                    for side, version in (("base", base), ("head", ROOT))]
+
+        with ThreadPoolExecutor(args.jobs) as pool:
+            for name, pair in zip(runs, pool.map(both, runs)):
+                found, new = differences(*pair)
+                different += bool(found)
+                names = f"; only here: {', '.join(sorted(new))}" if new else ""
+                print(f"{name}: {'DIFFERENT' if found else 'the same'}{names}", flush=True)
+                for line in found[:5]:
+                    print(f"    {line[:300]}")
+    print(f"{different} of {len(runs)} runs differ")
+    sys.exit(different > 0)
+
+
+if __name__ == "__main__":
+    main()
