@@ -413,7 +413,7 @@ def test_what_has_no_gradient_is_not_computed_but_counts(policy, six, logps_of):
 
 
 def test_an_update_that_reads_no_row_clips_nothing_and_counts(policy, six):
-    six.ref_logps, six.advantages = None, torch.tensor([1.0, -1.0, 1.0, 0.0, 0.0, 0.0])
+    six.ref_logps, six.advantages = None, torch.tensor([-1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
     both = gradient(policy, six, token_logps, num_minibatches=2)[1]
     alone = gradient(policy, six.select(torch.arange(3)), token_logps)[1]
     six.advantages = torch.zeros(6)
