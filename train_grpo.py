@@ -38,7 +38,7 @@ Where we differ from the papers and from other code, on purpose:
 """
 import math
 import os
-from collections import defaultdict, namedtuple
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -48,16 +48,16 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 
 from dataset import batches_from, read_prompts
-from model import MiniMindForCausalLM, Rollout, Saver, World, eos_token_ids, fast, sampler
+from model import MiniMindForCausalLM, Saver, World, eos_token_ids, fast, sampler
 from model.lora import AdaptersOff, with_adapters
 from model.processes.watch import all_or_none, stop_on_signals
 from model.processes.world import for_learning, for_sampling
+from model.rollout import Minibatch, Rollout
 from model.storage.read import find_weights, load_pretrained, load_tokenizer
-from report import Report, UserError, describe, drift, mean_metrics, rollout_metrics, sum_metrics
+from report import Report, UserError, describe
 from report.command_line import Parser, folder_name, number, steps_or_minutes, user_errors
+from report.metrics import drift, mean_metrics, no_part, rollout_metrics, sum_metrics
 from reward import combine_rewards, failures, load_reward_funcs, process, relatives
-
-HERE = Path(__file__).parent
 
 # --- the objective --------------------------------------------------------------------------------
 # First the advantages, and the mask of a completion's own tokens. Then the loss: three independent
@@ -197,13 +197,14 @@ def as_one_action(mask, *logps):
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, kl_type="k3",
               epsilon_low=0.2, epsilon_high=0.2, delta=None, loss_type="grpo",
               importance_sampling_level="token", max_completion_length=None, entropy=None,
-              entropy_coef=0.0, use_bias_correction_kl=False, num_sequences=None, num_tokens=None):
+              entropy_coef=0.0, use_bias_correction_kl=False, num_sequences=None, num_tokens=None,
+              num_kept=None):
     """The loss of GRPO and its family, and metrics as detached scalars.
 
-    logps, old_logps, mask, ref_logps, entropy (N, R); advantages (N,) or (N, R). num_sequences and
-    num_tokens are totals of the whole optimizer step, over all micro-batches and ranks (None: this
-    call is the step): the parts' losses and metrics then add up to the step's. Masked-out rows
-    count in num_sequences. entropy_coef times the mean entropy of all tokens is a bonus.
+    logps, old_logps, mask, ref_logps, entropy (N, R); advantages (N,) or (N, R). num_sequences,
+    num_tokens and num_kept are totals of the whole optimizer step, over all micro-batches and ranks
+    (None: this call is the step): the parts' losses and metrics then add up to the step's. num_kept
+    lacks masked-out rows, for metrics. entropy_coef times the mean entropy of tokens is a bonus.
     use_bias_correction_kl multiplies the KL's term by the ratio (DeepSeek-V3.2, arXiv 2512.02556).
     """
     if loss_type not in LOSS_TYPES:
@@ -213,21 +214,25 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
     bound, divisor = LOSS_TYPES[loss_type]
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]         # (N, 1 or R)
     num_sequences, num_tokens = num_sequences or len(mask), num_tokens or mask.sum().clamp(min=1)
+    num_kept = num_kept or mask.any(1).sum().clamp(min=1)
     bonus = entropy_coef * (entropy * mask).sum() / num_tokens if entropy_coef else 0.0
     if loss_type == "r1":               # from here on a completion is its only token: R = 1
         if advantages.shape[1] > 1:
             raise ValueError("loss_type r1 has one ratio per completion; give advantages (N,)")
         mask, logps, old_logps, ref_logps = as_one_action(mask, logps, old_logps, ref_logps)
-        num_tokens = num_sequences      # its "tokens" are completions
+        num_tokens = num_kept           # its "tokens" are completions
     ratio = importance_ratio(logps, old_logps, mask, level=importance_sampling_level)
     loss, low, high = bound(ratio, advantages, logps, mask, epsilon_low=epsilon_low,
                             epsilon_high=epsilon_high, delta=delta)                   # (N, 1 or R)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                    # (N, 1)
     # Ratios of tokens are counted by token, those of completions by completion.
     by_token = importance_sampling_level == "token"
-    weight = mask / num_tokens if by_token else mask / lengths / num_sequences          # (N, R)
+    weight = mask / num_tokens if by_token else mask / lengths / num_kept               # (N, R)
     metrics = {f"clip_ratio/{name}_mean": (where * weight).sum() for name, where in
                {"low": low, "high": high, "region": low | high}.items()}
+    if delta is not None:
+        capped = (ratio > delta) & (advantages < 0)
+        metrics["clip_ratio/delta_mean"] = (capped * weight).sum()
     if beta or ref_logps is not None:
         kl = kl_penalty(logps, ref_logps, kl_type=kl_type)                              # (N, R)
         loss = loss + beta * (ratio * kl if use_bias_correction_kl else kl)
@@ -310,10 +315,6 @@ def compute_advantages(rollout, policy, tokenizer, logps_of, world, args):
     return advantages.to(rollout.mask.device)
 
 
-# What an optimizer step learns from: two totals over all ranks, and this rank's parts, as Rollouts.
-Minibatch = namedtuple("Minibatch", "num_sequences num_tokens micro_batches")
-
-
 def minibatches(rollout, world, args):
     """Step 4: a Minibatch for each optimizer step of a pass; none if no rank has a reward."""
     if not world.sum((~rollout.rewards.isnan()).sum()):
@@ -324,10 +325,10 @@ def minibatches(rollout, world, args):
     # Without a KL or a bonus a row of advantage 0 has no gradient: it counts, but is not read.
     if rollout.ref_logps is None and not args.entropy_coef:
         learned = kept & rollout.advantages.view(len(kept), -1).any(1)
-    best, updates = best_rows(rollout, args), []            # all rows, unless --oversample
+    best, updates = relatives.best_rows(rollout, nanstd, args), []   # all, or --oversample
     for rows in best.tensor_split(min(args.num_minibatches, len(best))):
-        num_tokens = (rollout.lengths * kept)[rows].sum().item()
-        totals = world.sum(torch.tensor([len(rows), num_tokens])).tolist()
+        counts = torch.stack([kept, rollout.lengths * kept])[:, rows].sum(1).tolist()
+        totals = world.sum(torch.tensor([len(rows), *counts])).tolist()
         parts = [part for part in rows[learned[rows]].split(args.micro_batch_size) if len(part)]
         parts = world.keep_pace([rollout.select(part) for part in parts], rollout, args.shard)
         updates.append(Minibatch(*totals, parts))
@@ -350,7 +351,7 @@ def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
     metrics, options = [], loss_options(args)
     optimizer.param_groups[0]["lr"] = lr
     for minibatch in updates * args.num_iterations:
-        shares = [{"loss": 0.0}]    # a rank may have no part
+        shares = [no_part(args.delta)]      # a rank may have none
         for part in minibatch.micro_batches:
             logps, entropy = logps_of(policy, *part.sequences(), temperature=args.temperature,
                                       with_entropy=True)                                # (n, R)
@@ -364,7 +365,7 @@ def update_policy(policy, optimizer, lr, updates, world, logps_of, args):
             loss, of_loss = grpo_loss(
                 logps, old_logps, weights * advantages, part.mask,
                 num_sequences=minibatch.num_sequences, num_tokens=minibatch.num_tokens,
-                ref_logps=part.ref_logps, entropy=entropy, **options)
+                num_kept=minibatch.num_kept, ref_logps=part.ref_logps, entropy=entropy, **options)
             loss.backward()
             of_policy = drift(part, logps, old_logps, entropy, weights)     # sums over tokens
             shares.append({"loss": loss.detach()} | of_loss | of_policy)
@@ -404,7 +405,7 @@ def main(argv=None):
         if args.eval_interval and steps_done == 0:
             report.evaluation(0, evaluate_at(0))
         stop_on_signals(world)              # from here on a signal lets the step end
-        unjudged = 0                        # steps in a row that had no reward, on no rank
+        unjudged = 0                        # steps in a row without a reward
         for step, batch in enumerate(batches, start=steps_done + 1):
             report.phase("rollout")         # 1. ask: G completions of every prompt
             rollout = generate(policy, batch, tokenizer, sample, world.rng(step), args)
@@ -454,30 +455,17 @@ def stop_if_asked(step, signal, unjudged, saver):
     if signal:
         raise saver.stopped(step, signal)
     if unjudged == 10:
-        raise UserError("no completion of the last 10 steps has a reward, so nothing was learned "
-                        "from them; check that --reward_funcs fit the data")
+        raise UserError("no completion of the last 10 steps has a reward; check that "
+                        "--reward_funcs fit the data")
 
 
 def loss_options(args):
     """The keywords of grpo_loss that are flags."""
     names = ("kl_type", "epsilon_low", "epsilon_high", "delta", "loss_type", "entropy_coef",
              "importance_sampling_level", "use_bias_correction_kl")
-    options = {name: getattr(args, name) for name in names}
-    options["beta"] = 0.0 if args.kl_in_reward else args.beta
-    return options | {"max_completion_length": args.max_gen_len}
-
-
-def best_rows(rollout, args):
-    """The rows to learn from: all; with --oversample, the groups with the largest std of rewards.
-
-    One round of DAPO's dynamic sampling, by rank: DAPO drops only the groups without a spread.
-    """
-    if args.oversample == 1:
-        return torch.arange(len(rollout.mask), device=rollout.mask.device)
-    spread = nanstd(rollout.rewards.view(-1, args.num_generations))[:, 0]               # (B,)
-    groups = spread.topk(math.ceil(len(spread) / args.oversample)).indices.sort().values
-    rows = groups[:, None] * args.num_generations + torch.arange(args.num_generations)
-    return rows.flatten().to(rollout.mask.device)
+    beta = 0.0 if args.kl_in_reward else args.beta
+    return {"beta": beta, "max_completion_length": args.max_gen_len} | {
+        name: getattr(args, name) for name in names}
 
 
 def lr_at(step, last_step, *, peak, warmup_steps):
@@ -524,8 +512,9 @@ def evaluate(policy, problems, eval_funcs, collate, world, sample, args, step):
             "mean_length": rollouts[1].lengths.cpu().float().view(-1, k).mean(1),
         }.items():
             found[name] += numbers[judged].tolist()
-    names = ["accuracy", "greedy_accuracy", "reward", "mean_length", *[f"pass@{k}"] * (k > 1)]
-    found = {f"eval/{name}": world.gather(found[name]) for name in names}
+    if k == 1:
+        del found["pass@1"]         # it would be the accuracy again
+    found = {f"eval/{name}": world.gather(numbers) for name, numbers in found.items()}
     return {name: sum(all_of) / len(all_of) if all_of else math.nan
             for name, all_of in found.items()}
 
@@ -558,8 +547,9 @@ def load_models(args, world):
     elif args.beta > 0:
         reference = load(matrix_dtype=None if args.ref_model_sync_steps else products)
         reference.requires_grad_(False)
-    for model in (policy, reference) if args.shard else ():
-        world.shard(model, products)
+    if args.shard:
+        for model in (policy, reference):
+            world.shard(model, products)
     reward_funcs = load_reward_funcs(
         args.reward_funcs + args.eval_reward_funcs, reward_model_path=args.reward_model_path,
         device=args.reward_model_device or world.device, max_completion_length=args.max_gen_len,
@@ -584,6 +574,7 @@ def choose_pair(policy, optimizer, world, args):
 # --- what one looks up: flags ---------------------------------------------------------------------
 
 
+HERE = Path(__file__).parent
 BASELINES |= relatives.BASELINES        # the tables of the objective get the rows of the relatives
 SCALES |= relatives.SCALES
 LOSS_TYPES |= relatives.loss_types(ppo_clip)
@@ -596,10 +587,9 @@ FINITE = number(float, -10**6, 10**6)
 
 def parse_args(argv=None):
     parser = Parser(description=(
-        "Group Relative Policy Optimization. Without flags a small model learns, in minutes, on a "
-        "laptop, that thinking before it answers pays. Policy: the model that learns. Reference: "
-        "the weights it started from. Group: the completions of one prompt. Rollout: the "
-        "completions of a step."))
+        "Group Relative Policy Optimization. Without flags a small model learns, in minutes, that "
+        "thinking before it answers pays. Policy: the model that learns. Reference: the weights it "
+        "started from. Group: the completions of one prompt. Rollout: those of a step."))
     for add_flags in (add_ask_flags, add_judge_flags, add_objective_flags, add_optimizer_flags,
                       add_report_flags, add_machine_flags):
         add_flags(parser)
@@ -627,26 +617,24 @@ def add_ask_flags(parser):
          "the policy near the reference; 0: no penalty, and no reference in memory")
 
     flag = parser.add_argument_group("1. ask (weights, prompts, sampling)").add_argument
-    flag("--model_path", help="the policy: Qwen3, Qwen2.5, Llama or Qwen3-MoE weights, or of any "
-         "other causal model of transformers, which is slower, a folder or hub id; or MiniMind's "
-         ".pth (default: reason_<hidden_size> or full_sft_<hidden_size>, from out_dir or else "
-         "from model/weights)")
+    flag("--model_path", help="the policy: Qwen3, Qwen2.5, Llama or Qwen3-MoE weights, or (slower) "
+         "of any other causal model of transformers, a folder or hub id; or MiniMind's .pth "
+         "(default: reason_ or full_sft_<hidden_size>, from out_dir or else from model/weights)")
     flag("--tokenizer_path", help="a folder or hub id, if the tokenizer is not with the weights")
     flag("--hidden_size", type=COUNT, default=128, help="picks the default weights by their name")
     flag("--num_hidden_layers", type=COUNT, help="refuse weights with another number of layers")
     flag("--use_moe", type=int, choices=(0, 1), default=0, help="1: default weights named ..._moe")
     flag("--data_path", help="training prompts, a jsonl file (default: dataset/train.jsonl)")
     flag("--max_seq_len", type=COUNT, default=66, help="tokens that a prompt may have")
-    flag("--overlong_prompts", choices=("cut", "drop"), default="cut",
-         help="keep the last tokens of longer prompts, or leave those out and say how many")
+    flag("--overlong_prompts", choices=("refuse", "cut", "drop"), default="refuse",
+         help="refuse longer prompts, keep their last tokens, or leave them out")
     flag("--system_prompt", help="for chats without one; r1: a text that asks for the tags")
-    flag("--num_workers", type=number(int, 0, 256), default=0, help="processes that read ahead")
+    flag("--num_workers", type=number(int, 0, 256), default=0, help="MiniMind's, ignored")
     flag("--temperature", type=POSITIVE, default=1.0, help="of sampling, in evaluation too")
     flag("--rollout_batch_size", type=COUNT_OR_0, default=0, help="completions sampled at once, in "
          "training and evaluation: fewer need less memory and more time; 0: all of them")
     flag("--oversample", type=COUNT, default=1, help="sample this many times the prompts, learn "
-         "from the groups with the largest spread of rewards (DAPO's dynamic sampling): where "
-         "most groups are all right or all wrong")
+         "from the groups with the largest spread of rewards (DAPO's dynamic sampling)")
 
     flag = parser.add_argument_group("2. remember (the reference)").add_argument
     flag("--ref_model_sync_steps", type=COUNT_OR_0, default=0, help="steps between moves of the "
@@ -659,8 +647,7 @@ def add_judge_flags(parser):
     flag = parser.add_argument_group("3. judge (rewards, advantages)").add_argument
     flag("--reward_funcs", nargs="+", metavar="NAME", help="format, tag, rm, accuracy, overlong, "
          "repetition, countdown, sentence, reasoning_gym, or your own as module:function (default: "
-         "format tag rm accuracy with --reasoning 1, rm accuracy with 0; rm only for our data or "
-         "your reward model)")
+         "format tag rm accuracy; no tags with --reasoning 0, rm only for our data or your model)")
     flag("--reward_weights", nargs="+", type=FINITE, metavar="W", help="a factor for each of them; "
          "with 0 it is recorded, but teaches nothing (default: 1)")
     flag("--reward_model_path", help="what rm is, a folder or hub id: a "
@@ -677,8 +664,7 @@ def add_judge_flags(parser):
          help="seconds per step after which a reward function has failed; 0: no limit")
     flag("--scale_rewards", choices=("group", *SCALES), help="divide advantages by the std of the "
          "group, of the step, or by nothing: then groups that hardly differ count less; mean: by "
-         "the group's mean (MaxRL, for rewards from 0 to 1) (default: group; none with another "
-         "--advantage_estimator than grpo)")
+         "its mean (MaxRL) (default: group; none with another --advantage_estimator than grpo)")
     flag("--advantage_estimator", choices=("grpo", *BASELINES), default="grpo",
          help="compare a reward with the mean of its group, or of the other completions in it; "
          "grpo_passk: only the best of a group, with the second best")
@@ -701,17 +687,14 @@ def add_objective_flags(parser):
     flag("--epsilon_high", type=POSITIVE_OR_0, help="and at 1 + it (default: 0.2; DAPO 0.28); "
          "with cispo the cap itself (default: 5); gmpo has both in log space: 0.4, say")
     flag("--delta", type=FINITE, help="dual clip: cap on the ratio of bad tokens (default: none)")
-    flag("--kl_type", choices=tuple(KL_TYPES), help="estimate of the KL: k2 has its "
-         "gradient, k3 is GRPO's, k3+ its value with k2's gradient (default: k3; k1 with "
-         "--kl_in_reward)")
+    flag("--kl_type", choices=tuple(KL_TYPES), help="estimate of the KL: k2 has its gradient, k3 "
+         "is GRPO's, k3+ its value with k2's gradient (default: k3; k1 with --kl_in_reward)")
     flag("--use_bias_correction_kl", action="store_true",
          help="multiply the KL by the ratio: with one per token k3 has the KL's gradient, too")
     flag("--rollout_is_threshold", type=POSITIVE_OR_0, default=0.0, help="where the sampler is not "
-         "quite the policy: weight advantages by pi_old / pi_sampler, at most this (truncated "
-         "importance weights, on the level of the ratio): 2, say; 0: no weights")
+         "the policy: weight advantages by pi_old / pi_sampler, at most this: 2, say; 0: don't")
     flag("--off_policy_mask_threshold", type=POSITIVE_OR_0, default=0.0, help="learn nothing from "
-         "bad completions that the policy has left: whose mean of log pi_sampler - log pi is "
-         "above this: 0.5, say; 0: from all")
+         "bad completions whose mean of log pi_sampler - log pi is above this: 0.5, say; 0: all")
     flag("--entropy_coef", type=POSITIVE_OR_0, default=0.0, help="weight of an entropy bonus: "
          "raise it if the policy soon tries nothing new")
     flag("--mask_truncated_completions", action="store_true",
@@ -783,8 +766,7 @@ def add_machine_flags(parser):
          "products; auto: bfloat16 on a GPU that has it. The rest is float32; with auto or "
          "bfloat16 a GPU may multiply that in TF32")
     flag("--shard", type=int, choices=(0, 1), default=0, help="1: divide weights, gradients and "
-         "moments over the processes (FSDP), for models whose gradients and moments do not fit "
-         "one GPU; to sample, the whole model must")
+         "moments over the processes (FSDP); to sample, the whole model must fit one GPU")
     flag("--hang_timeout", type=POSITIVE_OR_0, help="seconds that a process may be busy with one "
          "batch, or wait for the others, before the run ends; 0: no limit (default: 1800 with "
          "several processes, else 0)")
@@ -812,16 +794,16 @@ def fill_in_defaults(args):
     args.swanlab = "online" if args.use_wandb else args.swanlab
     args.shard = int(args.shard and int(os.environ.get("WORLD_SIZE") or 1) > 1)
     suffix = f"{args.hidden_size}{'_moe' if args.use_moe else ''}"
-    for flag, name, folder in (
-        ("model_path", f"reason_{suffix}" if args.reasoning else f"full_sft_{suffix}", "model"),
-        ("reward_model_path", f"reward_{suffix}", "reward"),
-    ):
-        found = find_weights(name, args.out_dir, HERE / folder / "weights")
-        setattr(args, flag, getattr(args, flag) or str(found))
-    rm = ["rm"]
-    if own_data and Path(args.reward_model_path).parent == HERE / "reward/weights":
-        rm = []                         # ours knows nothing but arithmetic
-    args.reward_funcs = args.reward_funcs or [*["format", "tag"] * args.reasoning, *rm, "accuracy"]
+    ours = f"reason_{suffix}" if args.reasoning else f"full_sft_{suffix}"
+    ours = find_weights(ours, args.out_dir, HERE / "model/weights")
+    args.model_path = args.model_path or str(ours)
+    ours = find_weights(f"reward_{suffix}", args.out_dir, HERE / "reward/weights")
+    args.reward_model_path = args.reward_model_path or str(ours)
+    funcs = ["format", "tag"] if args.reasoning else []
+    # Our reward model knows nothing but arithmetic.
+    if not own_data or Path(args.reward_model_path).parent != HERE / "reward/weights":
+        funcs.append("rm")
+    args.reward_funcs = args.reward_funcs or [*funcs, "accuracy"]
     args.eval_reward_funcs = args.eval_reward_funcs or ["accuracy"]
     args.reward_weights = args.reward_weights or [1.0] * len(args.reward_funcs)
     args.run_name = args.run_name or f"grpo_{Path(args.model_path).name.removesuffix('.pth')}"
@@ -859,8 +841,8 @@ def impossible_objectives(args):
         (args.use_bias_correction_kl and (args.kl_in_reward or not args.beta),
          "--use_bias_correction_kl weights the KL in the loss, and there is none; give a --beta "
          "above 0 and leave --kl_in_reward out"),
-        (args.kl_in_reward and not args.beta, "--kl_in_reward subtracts beta * KL, and --beta is "
-         "0; give a --beta above 0"),
+        (args.kl_in_reward and not args.beta,
+         "--kl_in_reward subtracts beta * KL, and --beta is 0; give a --beta above 0"),
     ]
 
 

@@ -1,14 +1,13 @@
 """From a jsonl file to batches of prompts: the chats to complete, and the columns rewards need."""
 import re
 import reprlib
-import signal
 import warnings
+from functools import partial
 
 import torch
-from torch.utils.data import DataLoader
 
 from report import UserError
-from report.text import read_lines
+from report.text import parse, read_lines
 
 PROMPT_FIELDS = ("conversations", "prompt", "question", "problem")
 # Rewards get the file's columns as keyword arguments, next to these. A column can't share a name.
@@ -35,12 +34,15 @@ class PromptDataset(list):
         {"nums": [9, 8, 6], "target": 57}                     Countdown; the prompt is made of them
 
     A last turn by the assistant is dropped. The answer is optional: without one, only the rewards
-    that don't need it apply. An item is {"messages": [...], **the line's other fields}. UserError
-    names the file, the line and the field at fault.
+    that don't need it apply. An item is {"messages": [...], **the line's other fields}; `places`
+    has "<path>, line <number>" of each. UserError names the file, the line and the field at fault.
     """
 
     def __init__(self, path):
-        super().__init__(read_row(row, where) for where, row in read_lines(path))
+        self.places = []
+        for where, row in read_lines(path):
+            self.append(read_row(row, where))
+            self.places.append(where)
         if not self:
             raise UserError(f"{path}: the file has no prompts; write one JSON object per line")
 
@@ -67,6 +69,7 @@ def read_row(row, where):
     messages = row.pop(field)
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
+    check_tools(messages, f"{where}: {field}")
     if not is_chat(messages):
         raise UserError(f"{where}: {field} must be a string or a list of turns, each with a role "
                         "and a content")
@@ -82,6 +85,30 @@ def is_chat(turns):
     return isinstance(turns, list) and all(
         isinstance(turn, dict) and isinstance(turn.get("role"), str)
         and isinstance(turn.get("content"), str) for turn in turns)
+
+
+def check_tools(messages, where):
+    """Makes the `tools` of a system turn a list, if they are the text of one.
+
+    UserError for other tools, and for a chat in which tools are called: we render no such turn.
+    """
+    if not isinstance(messages, list):
+        return                          # is_chat says so
+    for turn in messages:
+        if isinstance(turn, dict) and (turn.get("tool_calls") or turn.get("role") == "tool"):
+            raise UserError(f"{where} has a turn with tool_calls or of the role tool, and such "
+                            "chats can't be trained on; leave the line out")
+        if isinstance(turn, dict) and turn.get("role") == "system" and turn.get("tools"):
+            turn["tools"] = as_tools(turn["tools"], where)
+
+
+def as_tools(tools, where):
+    if isinstance(tools, str):
+        tools = parse(tools.encode(), f"{where}: tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{where}: tools must be a list of objects, or the text of one; write them "
+                        "as apply_chat_template takes them")
+    return tools
 
 
 class PromptCollator:
@@ -104,37 +131,44 @@ class PromptCollator:
         """
         if self.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        tools = messages[0].get("tools")
+        render = partial(self.tokenizer.apply_chat_template, messages, tokenize=False,
+                         add_generation_prompt=True, enable_thinking=self.thinking,
+                         open_thinking=self.thinking)
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True,
-                enable_thinking=self.thinking, open_thinking=self.thinking)
+            text = render(tools=tools)
             text.encode()       # fails on half of a character, which no tokenizer takes
+            shown = not tools or text != render()
         except Exception as error:      # a template is a program, and can raise anything
             roles = reprlib.repr([turn["role"] for turn in messages])
             raise UserError(f"the tokenizer's chat template rejects the roles {roles}: {error}; "
                             "leave out --system_prompt, or write the prompts without that role"
                             ) from None
+        if not shown:
+            raise UserError("the tokenizer's chat template does not show the tools of a system "
+                            "turn; leave the field tools out, or give another --tokenizer_path")
         if not text.strip():
             raise UserError("the tokenizer's chat template writes nothing for a prompt; give "
                             "another one with --tokenizer_path")
         return text
 
-    def encode(self, texts):
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    def encode(self, items):
+        """The prompts of these items, as texts and as ids."""
+        texts = [self.render(item["messages"]) for item in items]
+        return texts, self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     def __call__(self, items):
         """prompt_ids and prompt_mask are (B, P), padded on the left.
 
-        A prompt longer than max_seq_len keeps its last max_seq_len tokens. "prefills" are what
-        the template has already written of each reply: `<think>\\n`, or "" with most templates.
+        A prompt longer than max_seq_len keeps its last max_seq_len tokens, and its text is what
+        these say. "prefills" are what the template has already written of each reply: `<think>\\n`,
+        or "" with most templates.
         """
-        texts = [self.render(item["messages"]) for item in items]
-        ids = self.encode(texts)
-        if max(map(len, ids)) > self.max_seq_len:
-            warnings.warn(f"prompts longer than --max_seq_len {self.max_seq_len} tokens lose their "
-                          "beginning, the system prompt first; raise --max_seq_len, or use "
-                          "--overlong_prompts drop", stacklevel=2)
-        ids = [row[-self.max_seq_len:] for row in ids]
+        texts, ids = self.encode(items)
+        for i, row in enumerate(ids):
+            if len(row) > self.max_seq_len:
+                ids[i] = row[-self.max_seq_len:]
+                texts[i] = self.tokenizer.decode(ids[i])
         P = max(map(len, ids))
         pad = self.tokenizer.pad_token_id or 0
         names = {name for item in items for name in item}
@@ -146,17 +180,30 @@ class PromptCollator:
             "columns": {name: [item.get(name) for item in items] for name in sorted(names)},
         }
 
-    def without_overlong(self, rows, path):
-        """The rows whose prompts fit into max_seq_len tokens; warns about those it drops."""
-        fitting = [row for row in rows
-                   if len(self.encode([self.render(row["messages"])])[0]) <= self.max_seq_len]
-        dropped = (f"{path}: {len(rows) - len(fitting)} of {len(rows)} prompts are longer than "
-                   f"--max_seq_len {self.max_seq_len} tokens")
-        if rows and not fitting:
-            raise UserError(f"{dropped}; raise it, or use --overlong_prompts cut")
-        if len(fitting) < len(rows):
-            warnings.warn(f"{dropped} and were dropped", stacklevel=2)
-        return fitting
+
+def without_overlong(rows, places, collate, overlong):
+    """The rows whose prompts fit into max_seq_len tokens; with `overlong` "cut" all of them.
+
+    With "refuse" a longer one is a UserError, with "drop" those that are left out are a warning.
+    """
+    limit = f"--max_seq_len {collate.max_seq_len}"
+    lengths = [len(ids) for ids in collate.encode(rows)[1]]
+    fitting = [row for row, length in zip(rows, lengths) if length <= collate.max_seq_len]
+    overlong_of_all = f"{len(rows) - len(fitting)} of {len(rows)} prompts"
+    if len(fitting) == len(rows):
+        return rows
+    if overlong == "cut":
+        warnings.warn(f"{overlong_of_all} are longer than {limit} tokens and lose their beginning, "
+                      "the system prompt first", stacklevel=2)
+        return rows
+    longest, place = max(zip(lengths, places), key=lambda pair: pair[0])
+    if overlong == "refuse" or not fitting:
+        raise UserError(f"{place}: the prompt has {longest} tokens with its chat template, more "
+                        f"than {limit}, as {overlong_of_all} have; raise --max_seq_len to "
+                        f"{longest}, or choose --overlong_prompts cut or drop")
+    warnings.warn(f"{place.rpartition(', line')[0]}: {overlong_of_all} are longer than {limit} "
+                  "tokens and were dropped", stacklevel=2)
+    return fitting
 
 
 def rows_of_step(step, num_rows, prompts_per_rank, *, rank=0, world_size=1, seed=0):
@@ -181,30 +228,21 @@ def steps_per_epoch(num_rows, prompts_per_rank, world_size=1):
     return full + (rest >= world_size)
 
 
-def ignore_signals(worker):
-    """Ctrl-C reaches the workers too, but the step that is running may still need their batches.
-
-    They end when the training does.
-    """
-    for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(signal.Signals.__members__):
-        signal.signal(signal.Signals[name], signal.SIG_IGN)
-
-
 def read_prompts(args, tokenizer):
     """The collator, the training prompts, and the held-out problems if any are evaluated."""
     collate = PromptCollator(tokenizer, args.max_seq_len, args.system_prompt, bool(args.reasoning))
     problems, heldout = PromptDataset(args.data_path), []
+    problems = without_overlong(problems, problems.places, collate, args.overlong_prompts)
     if args.eval_interval or args.eval_only:
-        heldout = [row for row in PromptDataset(args.eval_data_path)
-                   if args.eval_reward_funcs != ["accuracy"] or row.get("answer") is not None]
-        if not heldout:
+        data = PromptDataset(args.eval_data_path)
+        pairs = [(row, place) for row, place in zip(data, data.places)
+                 if args.eval_reward_funcs != ["accuracy"] or row.get("answer") is not None]
+        if not pairs:
             raise UserError(f"--eval_data_path {args.eval_data_path}: no line has an answer to "
                             "compare with; add the field answer, name your own reward with "
                             "--eval_reward_funcs, or train with --eval_interval 0")
-        heldout = heldout[:args.eval_samples]
-    if args.overlong_prompts == "drop":
-        problems = collate.without_overlong(problems, args.data_path)
-        heldout = collate.without_overlong(heldout, args.eval_data_path)
+        heldout, places = zip(*pairs[:args.eval_samples])
+        heldout = without_overlong(list(heldout), places, collate, args.overlong_prompts)
     return collate, problems, heldout
 
 
@@ -214,7 +252,10 @@ def batches_from(first_step, problems, collate, world, args):
     last_step = args.epochs * steps_per_epoch(len(problems), num_prompts, world.size)
     last_step = min(last_step, args.max_steps or last_step)
     world.agree(first_step=first_step, last_step=last_step, prompts=len(problems))
-    rows = (rows_of_step(step, len(problems), num_prompts, rank=world.rank, world_size=world.size,
-                         seed=args.seed) for step in range(first_step, last_step + 1))
-    return DataLoader(problems, batch_sampler=rows, collate_fn=collate,
-                      num_workers=args.num_workers, worker_init_fn=ignore_signals), last_step
+
+    def batch(step):
+        rows = rows_of_step(step, len(problems), num_prompts, rank=world.rank,
+                            world_size=world.size, seed=args.seed)
+        return collate([problems[row] for row in rows])
+
+    return map(batch, range(first_step, last_step + 1)), last_step

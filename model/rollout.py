@@ -1,10 +1,15 @@
 """A rollout: what one rank sampled in one step, and what the later phases find out about it."""
+from collections import namedtuple
 from dataclasses import dataclass
 
 import torch
 
+from report import UserError
+
 # The two tensors that are padded on the left; all others with two dimensions, on the right.
 LEFT_PADDED = ("prompt_ids", "prompt_mask")
+# What an optimizer step learns from: totals over all ranks, and this rank's parts, as Rollouts.
+Minibatch = namedtuple("Minibatch", "num_sequences num_kept num_tokens micro_batches")
 
 
 @dataclass
@@ -31,7 +36,13 @@ class Rollout:
 
     @classmethod
     def of(cls, batch, completion_ids, mask, sampling_logps, eos_ids, tokenizer):
-        """What a sampler returned, (N, R) each, for the prompts of a batch (dataset/prompts.py)."""
+        """What a sampler returned, (N, R) each, for the prompts of a batch (dataset/prompts.py).
+
+        UserError if no completion begins with a probability: then the weights are broken.
+        """
+        if not sampling_logps[:, 0].isfinite().any():
+            raise UserError("the policy's log-probabilities are not finite: its weights are "
+                            "broken; give others with --model_path")
         G, device = len(completion_ids) // len(batch["prompts"]), completion_ids.device
 
         def repeat(items):

@@ -39,6 +39,9 @@ def rollout_metrics(rows, num_generations, failures=(), *, warn=True):
     for name in rows[0]["rewards"]:
         mean, std = mean_and_std([row["rewards"][name] for row in rows])
         metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
+    peak = torch.cuda.max_memory_allocated()    # 0 without CUDA
+    if peak:
+        metrics["perf/peak_memory"] = peak / 2**30      # in GiB, on rank 0's device
     for name, count, _ in failures:
         metrics[f"rewards/{name}/failed"] = metrics.get(f"rewards/{name}/failed", 0) + count
     return metrics
@@ -65,6 +68,14 @@ def training_time(row):
                and name not in ("timing_s/eval", "timing_s/checkpoint"))
 
 
+def no_part(delta):
+    """The share of a rank, or of a step, that reads no completion: nothing is clipped."""
+    names = ["low", "high", "region"]
+    if delta is not None:
+        names.append("delta")
+    return {"loss": 0.0} | {f"clip_ratio/{name}_mean": 0.0 for name in names}
+
+
 def sum_metrics(shares, world):
     """The metrics of an optimizer step from those of its micro-batches, of all ranks.
 
@@ -73,6 +84,10 @@ def sum_metrics(shares, world):
     """
     total = combine(world.gather([combine(shares, sum)]), sum)
     num_tokens = max(total.pop("tokens", 0), 1)
+    squares = total.pop("rollout_probs_diff_squares", None)
+    if squares is not None:             # the sample std; rounding may bring the variance below 0
+        variance = squares - total["rollout_probs_diff_mean"]**2 / num_tokens
+        total["rollout_probs_diff_std"] = math.sqrt(max(variance, 0.0) / max(num_tokens - 1, 1))
     return {name: value / num_tokens if name in PER_TOKEN else value
             for name, value in total.items()}
 
@@ -80,7 +95,8 @@ def sum_metrics(shares, world):
 def mean_metrics(updates):
     """The mean of each metric over a step's updates; of a maximum (*_max), the largest.
 
-    An update whose advantages are all 0 lacks most metrics: average over the updates that have it.
+    An update whose advantages are all 0 has no token, hence no entropy, say: average over the
+    updates that have one.
     """
     return combine(updates, fmean)
 
@@ -160,10 +176,12 @@ def drift(part, logps, old_logps, entropy, weights):
 
     Sums over its tokens, which sum_metrics divides by the number of "tokens": entropy, in nats;
     ppo_kl, log pi_old - log pi; rollout_probs_diff, between the probabilities of sampler and
-    trainer: 0 up to rounding, or one of the two is wrong; rollout_is, the importance weight between
-    the two. Completions without a gradient are in no micro-batch, and so not in these means.
+    trainer, and its square: 0 up to rounding, or one of the two is wrong; rollout_is, the
+    importance weight between the two. Completions without a gradient are in no micro-batch, and so
+    not in these means.
     """
     difference = (old_logps.exp() - part.sampling_logps.exp()).abs() * part.mask
     sums = {name: (value * part.mask).sum()
             for name, value in zip(PER_TOKEN, (entropy, old_logps - logps, difference, weights))}
-    return sums | {"tokens": part.mask.sum(), "rollout_probs_diff_max": difference.max()}
+    return sums | {"tokens": part.mask.sum(), "rollout_probs_diff_max": difference.max(),
+                   "rollout_probs_diff_squares": difference.square().sum()}

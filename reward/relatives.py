@@ -65,6 +65,19 @@ def normalize_then_sum(rollout, normalize, world, args):
     return advantages.to(rollout.mask.device)
 
 
+def best_rows(rollout, nanstd, args):
+    """The rows to learn from: all; with --oversample, the groups with the largest std of rewards.
+
+    One round of DAPO's dynamic sampling, by rank: DAPO drops only the groups without a spread.
+    """
+    if args.oversample == 1:
+        return torch.arange(len(rollout.mask), device=rollout.mask.device)
+    spread = nanstd(rollout.rewards.view(-1, args.num_generations))[:, 0]               # (B,)
+    groups = spread.topk(math.ceil(len(spread) / args.oversample)).indices.sort().values
+    rows = groups[:, None] * args.num_generations + torch.arange(args.num_generations)
+    return rows.flatten().to(rollout.mask.device)
+
+
 # --- advantages on their way into the loss --------------------------------------------------------
 
 

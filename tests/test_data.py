@@ -68,6 +68,37 @@ def test_a_file_without_prompts_is_named(tmp_path):
         dataset_of(tmp_path, "", "  ")
 
 
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("tools", [[WEATHER], json.dumps([WEATHER])], ids=["list", "text"])
+def test_tools_of_a_system_turn_reach_the_template(tools, tokenizer, tmp_path):
+    data = dataset_of(tmp_path, {"conversations": [SYSTEM | {"tools": tools}, USER, REPLY]})
+    template = tokenizer.chat_template
+    with pytest.raises(ValueError, match="chat template.*tools"):       # ours knows none
+        PromptCollator(tokenizer, 999).render(data[0]["messages"])
+    tokenizer.chat_template = "{{ tools[0]['function']['name'] if tools }}" + template
+    try:
+        text = PromptCollator(tokenizer, 999).render(data[0]["messages"])
+        plain = PromptCollator(tokenizer, 999).render([USER])
+    finally:
+        tokenizer.chat_template = template
+    assert text.startswith("weather") and not plain.startswith("weather")
+
+
+@pytest.mark.parametrize("chat, words", [
+    ([USER, {"role": "assistant", "content": "", "tool_calls": [{}]}, USER], "tool_calls"),
+    ([USER, {"role": "assistant", "tool_calls": [{}]}], "tool_calls"),
+    ([USER, {"role": "tool", "content": "5"}, USER], "role tool"),
+    *(([SYSTEM | {"tools": tools}, USER], words) for tools, words in (
+        ("x", "tools: not valid JSON"), (5, "tools must be a list"), ("[1]", "tools must be"))),
+])
+def test_calls_of_tools_are_refused_by_name(chat, words, tmp_path):
+    with pytest.raises(ValueError, match=f"some.jsonl, line 1: conversations.*{words}"):
+        dataset_of(tmp_path, {"conversations": chat})
+
+
 def test_prompts_are_padded_on_the_left_and_a_long_one_keeps_its_end(tokenizer):
     items = [{"messages": turns(content), "answer": "1", **extra}
              for content, extra in [("7", {}), ("What is 12 + 34*5?", {"level": 2})]]
@@ -75,13 +106,13 @@ def test_prompts_are_padded_on_the_left_and_a_long_one_keeps_its_end(tokenizer):
                "<|im_start|>assistant\n" for item in items]
     short, long = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     limit = len(short) + 2
-    with pytest.warns(UserWarning, match="--max_seq_len"):
-        batch = PromptCollator(tokenizer, limit)(items)
+    batch = PromptCollator(tokenizer, limit)(items)
     assert batch["prompt_ids"].tolist() == [[tokenizer.pad_token_id] * 2 + short, long[-limit:]]
     assert batch["prompt_mask"].tolist() == [[0] * 2 + [1] * len(short), [1] * limit]
     assert batch["columns"]["answer"] == ["1", "1"] and batch["columns"]["level"] == [None, 2]
     assert batch["columns"]["messages"] == [item["messages"] for item in items]
-    assert batch["prompts"][0] == "<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n"
+    # What is shown and judged is what the policy reads.
+    assert batch["prompts"] == [prompts[0], tokenizer.decode(long[-limit:])]
 
 
 # --- which rank reads which row at which step -----------------------------------------------------
@@ -121,12 +152,6 @@ def canonical(expression):
     """A name that does not depend on the order of terms, of factors, or of operands in brackets."""
     terms = re.findall(r"(-?) ?([\d*]+)", expression)      # (7 + 3)*5 has the terms 7, 3 and *5
     return tuple(sorted((sign, *sorted(term.split("*"))) for sign, term in terms))
-
-
-def test_canonical_names_are_equal_exactly_for_commuted_operands():
-    assert canonical("7 + 3*5") == canonical("5*3 + 7") != canonical("3 + 7*5")
-    assert canonical("(7 + 3)*5") == canonical("5*(3 + 7)") != canonical("7 + 3*5")
-    assert canonical("1 + 2 - 3 + 4") == canonical("4 + 1 + 2 - 3") != canonical("1 + 3 - 2 + 4")
 
 
 def expression_of(row):
@@ -212,12 +237,6 @@ def test_wrong_thoughts_never_arrive_at_the_right_answer(style):
 
 OPERATIONS = [(27, "*", 6), (arithmetic.FIRST, "+", 34)]
 WORKED = "27*6=120+42=160+2=162\n162+34=192+4=196"
-
-
-def test_a_mistake_is_near_the_number_or_one_digit_off_and_never_below_1():
-    rng, by = random.Random(12), {1, 2, 3, 9, 10, 20, 100}
-    assert {arithmetic.wrong(500, rng) - 500 for _ in range(500)} == by | {-d for d in by}
-    assert {arithmetic.wrong(4, rng) - 4 for _ in range(500)} == by | {-1, -2, -3}
 
 
 def test_each_style_says_what_it_should():

@@ -280,17 +280,26 @@ def test_a_clipped_token_has_no_gradient_and_is_counted():
     assert loss.item() == pytest.approx((-1.2 - 0.5 + 1.5 + 0.8 - 3) / 5, rel=1e-6)
     assert logps.grad[:, 0].tolist() == pytest.approx([0, -0.5 / 5, 1.5 / 5, 0, -3 / 5])
     assert metrics == pytest.approx(clip_ratios(0.2, 0.2))
+    # A cap at 1.4 ends the gradient of the third, and nothing else.
+    logps.grad = None
+    loss, metrics = grpo_loss(logps, torch.zeros(5, 1), torch.tensor([1.0, 1.0, -1.0, -1.0, 3.0]),
+                              torch.ones(5, 1), delta=1.4)
+    loss.backward()
+    assert loss.item() == pytest.approx((-1.2 - 0.5 + 1.4 + 0.8 - 3) / 5, rel=1e-6)
+    assert logps.grad[:, 0].tolist() == pytest.approx([0, -0.5 / 5, 0, 0, -3 / 5])
+    assert metrics == pytest.approx(clip_ratios(0.2, 0.2) | {"clip_ratio/delta_mean": 0.2})
 
 
 @pytest.mark.parametrize("options, low, high", [
     ({}, 3 / 6, 2 / 6),
-    (SEQUENCE, 1 / 4, 1 / 4),
-    ({"loss_type": "r1"}, 1 / 4, 1 / 4),
+    (SEQUENCE, 1 / 3, 1 / 3),                   # of the completions that are not left out
+    ({"loss_type": "r1"}, 1 / 3, 1 / 3),
+    (SEQUENCE | {"num_sequences": 8, "num_kept": 6}, 1 / 6, 1 / 6),
     ({"loss_type": "cispo", "epsilon_high": 1.2}, 0, 2 / 6),            # a cap from above only
     ({"loss_type": "sapo"}, 0, 0),
     ({"loss_type": "gmpo", "epsilon_high": 0.41, "epsilon_low": 0.69}, 3 / 6, 0),   # in log space
     ({"num_sequences": 8, "num_tokens": 12}, 3 / 12, 2 / 12),           # of a step with more parts
-], ids=["token", "sequence", "one action", "cispo", "sapo", "gmpo", "part"])
+], ids=["token", "sequence", "one action", "part by completion", "cispo", "sapo", "gmpo", "part"])
 def test_clipped_tokens_count_by_token_and_clipped_completions_by_completion(options, low, high):
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])   # the last one is left out
     logps = torch.tensor([0.5, 1.0, 1.5, 1.5]).log()[:, None].expand(4, 3) * mask
@@ -331,7 +340,7 @@ def test_r1_estimates_the_kl_of_a_whole_completion_and_masked_rows_only_count():
     loss, metrics = grpo_loss(logps, logps.detach(), torch.tensor([2.0, 9.0, -1.0]), mask,
                               ref_logps=ref_logps, beta=0.5, loss_type="r1")
     kl = (math.exp(0.4) - 1.4 + math.exp(20) - 21) / 3
-    assert metrics["kl"].item() == pytest.approx(kl, rel=1e-6)
+    assert metrics["kl"].item() == pytest.approx(kl * 3 / 2, rel=1e-6)      # of two that count
     assert loss.item() == pytest.approx((-2 + 1) / 3 + 0.5 * kl, rel=1e-6)
     loss.backward()                                     # each token gets the completion's gradient
     slopes = [(-2 + 0.5 * (1 - math.exp(0.4))) / 3, 0, 1 / 3]

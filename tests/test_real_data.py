@@ -215,14 +215,31 @@ def test_where_the_template_opens_the_thinking_rewards_see_the_whole_reply(openi
     assert results["eval/accuracy"] == results["eval/greedy_accuracy"] == 0.5
 
 
-def test_overlong_prompts_are_counted_and_dropped_or_refused(tokenizer):
-    text = PromptCollator(tokenizer, 99).render(ITEMS[0]["messages"])
-    collate = PromptCollator(tokenizer, len(tokenizer(text)["input_ids"]))
-    with pytest.warns(UserWarning, match="some.jsonl: 1 of 2 prompts .*dropped"):
-        assert collate.without_overlong(ITEMS, "some.jsonl") == ITEMS[:1]
-    assert collate.without_overlong(ITEMS[:1], "some.jsonl") == ITEMS[:1]
-    with pytest.raises(ValueError, match="some.jsonl: 1 of 1 prompts .*--max_seq_len"):
-        collate.without_overlong(ITEMS[1:], "some.jsonl")
+def test_overlong_prompts_are_refused_with_the_length_that_they_need(tokenizer, tmp_path):
+    rows = [{"prompt": "1+1?", "answer": "2"}, {"prompt": "1+1? " * 40, "answer": "2"},
+            {"prompt": "1+1? " * 30, "answer": "2"}]
+    short, long = (write(tmp_path / name, rows[:count])
+                   for name, count in (("short.jsonl", 1), ("long.jsonl", 3)))
+
+    def read(train, heldout, *flags):
+        return read_prompts(train_grpo.parse_args([
+            "--data_path", str(train), "--eval_data_path", str(heldout), *flags]), tokenizer)
+
+    collate = read(short, short)[0]
+    needed = len(collate.encode(PromptDataset(long))[1][1])
+    assert needed > 66
+    for files in ((short, long), (long, short)):
+        with pytest.raises(ValueError, match=rf"long.jsonl, line 2: .*--max_seq_len to {needed}"):
+            read(*files)
+        assert [len(rows) for rows in read(*files, "--max_seq_len", str(needed))[1:]] == [
+            len(PromptDataset(file)) for file in files]
+    with pytest.warns(UserWarning, match="2 of 3 prompts .*lose their beginning"):
+        assert len(read(long, short, "--overlong_prompts", "cut")[1]) == 3
+    with pytest.warns(UserWarning, match="long.jsonl: 2 of 3 prompts .*dropped"):
+        assert read(long, short, "--overlong_prompts", "drop")[1] == PromptDataset(short)
+    write(long, rows[1:])
+    with pytest.raises(ValueError, match="long.jsonl, line 1: .* 2 of 2 prompts"):
+        read(long, short, "--overlong_prompts", "drop")
 
 
 @pytest.mark.parametrize("first", ["user", "assistant", "system"])

@@ -21,10 +21,12 @@ import torch.multiprocessing as multiprocessing
 from transformers import AutoTokenizer
 
 import train_grpo
-from conftest import ROOT, jsonl, write
+from conftest import ROOT, jsonl, turns, write
 from dataset import PromptCollator
 from model import fast, load_pretrained, sampler
 from model.processes import world as world_module
+from report import UserError
+from reward import relatives
 from train_grpo import Rollout, World, completion_mask, minibatches, token_logps, update_policy
 
 POLICY = ROOT / "model/weights/reason_128"
@@ -171,6 +173,23 @@ def test_the_eos_is_learned_with_the_rest_and_padding_is_not():
         assert (mask == 0).any() and not ids[mask == 0].any()
 
 
+def test_weights_that_give_no_probabilities_are_refused(policy):
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    batch = PromptCollator(tokenizer, 99)([{"messages": turns("2+3?")}])
+    policy.model.layers[1].mlp.up_proj.weight.data[0, 0] = NAN
+    with pytest.raises(UserError, match="not finite.*--model_path"):
+        train_grpo.generate(policy, batch, tokenizer, fast.sample,
+                            torch.Generator().manual_seed(0), arguments())
+
+
+def test_a_gpu_tells_how_much_memory_it_took(six, monkeypatch):
+    world = Mock(gather=lambda rows: rows, rank=0)
+    for taken, peak in ((3 * 2**29, 1.5), (0, None)):
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda taken=taken: taken)
+        metrics = train_grpo.gather_records(six, [], None, world, arguments())[1]
+        assert metrics.get("perf/peak_memory") == peak
+
+
 def test_a_run_that_ends_with_its_data_says_so(tmp_path, capsys):
     write(tmp_path / "short.jsonl", [{"prompt": "What is 2 + 3?", "answer": "5"}] * 8)
     train_grpo.main([*SMALL, "--data_path", str(tmp_path / "short.jsonl"), "--batch_size", "4",
@@ -260,8 +279,8 @@ def test_the_groups_with_the_largest_spread_are_selected_whole_and_in_order(six)
     for oversample, groups in ((6, [2]), (3, [2, 4]), (2, [0, 2, 4])):
         args = arguments("--num_generations", "3", "--oversample", str(oversample))
         rows = [3 * group + i for group in groups for i in range(3)]
-        assert train_grpo.best_rows(six, args).tolist() == rows
-    assert train_grpo.best_rows(six, arguments()).tolist() == [0, 1, 2, 3, 4, 5]
+        assert relatives.best_rows(six, train_grpo.nanstd, args).tolist() == rows
+    assert relatives.best_rows(six, train_grpo.nanstd, arguments()).tolist() == [0, 1, 2, 3, 4, 5]
     six = six.select(torch.arange(6).roll(3))           # now the second group has the larger spread
     args = arguments("--num_generations", "3", "--oversample", "2")
     (update,) = minibatches(six, World("cpu"), args)
@@ -381,6 +400,7 @@ def test_what_has_no_gradient_is_not_computed_but_counts(policy, six, logps_of):
     assert metrics["ppo_kl"] == pytest.approx(moved.mean().item(), abs=1e-5)
     assert metrics["rollout_probs_diff_mean"] == pytest.approx(difference.mean().item(), rel=1e-5)
     assert metrics["rollout_probs_diff_max"] == pytest.approx(difference.max().item(), rel=1e-5)
+    assert metrics["rollout_probs_diff_std"] == pytest.approx(difference.std().item(), rel=1e-4)
 
     spy.reset_mock()
     six.ref_logps, six.advantages = None, torch.tensor([1.0, -1.0, 1.0, 0.0, 0.0, 0.0])
@@ -390,6 +410,18 @@ def test_what_has_no_gradient_is_not_computed_but_counts(policy, six, logps_of):
     assert gradient(policy, six, spy)[1]["grad_norm"] == 0 and seen() == [3]
     # The entropy's bonus has one.
     assert gradient(policy, six, spy, entropy_coef=0.1)[1]["grad_norm"] > 0 and seen() == [3, 6]
+
+
+def test_an_update_that_reads_no_row_clips_nothing_and_counts(policy, six):
+    six.ref_logps, six.advantages = None, torch.tensor([-1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+    both = gradient(policy, six, token_logps, num_minibatches=2)[1]
+    alone = gradient(policy, six.select(torch.arange(3)), token_logps)[1]
+    six.advantages = torch.zeros(6)
+    for name in ("low", "high", "region"):
+        name = f"clip_ratio/{name}_mean"
+        assert both[name] == pytest.approx(alone[name] / 2)
+        assert gradient(policy, six, token_logps)[1][name] == 0
+    assert alone["clip_ratio/region_mean"] > 0
 
 
 def test_every_update_is_compared_with_the_policy_before_the_first(policy, six, monkeypatch):
@@ -414,6 +446,14 @@ def test_truncated_completions_count_nothing_but_as_sequences(policy, six):
     masked, _ = gradient(policy, six, token_logps, mask_truncated_completions=True)
     kept, _ = gradient(policy, six.select(torch.tensor([0, 2, 3, 4])), token_logps)
     assert torch.allclose(masked, kept * 4 / 6, atol=1e-6 * kept.abs().max())
+    six.advantages = torch.tensor([-1.0, 5.0, -0.3, -1.2, -0.9, -7.0])
+    for flags in ({"importance_sampling_level": "sequence", "epsilon_low": 0.01}, {"delta": 1.21}):
+        (_, of_all), (_, of_kept) = (
+            gradient(policy, rows, token_logps, mask_truncated_completions=True, **flags)
+            for rows in (six, six.select(torch.tensor([0, 2, 3, 4]))))
+        for name in of_all:
+            if name.startswith("clip_ratio/") and "high" not in name:
+                assert of_all[name] == pytest.approx(of_kept[name]) and of_all[name] > 0
     six.ended[:], six.advantages = False, torch.ones(6, 12)         # alone they teach nothing
     metrics = gradient(policy, six, token_logps, mask_truncated_completions=True)[1]
     assert metrics["grad_norm"] == metrics["loss"] == 0
@@ -617,9 +657,9 @@ importlib.import_module(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("own, found", [(None, "3000"), ("7", "7")])
-@pytest.mark.parametrize("script", [
-    "train_grpo", "model.chat", "model.train_sft", "reward.train_reward_model"])
+@pytest.mark.parametrize("script, own, found", [
+    ("train_grpo", "7", "7"), ("train_grpo", None, "3000"),
+    ("model.chat", None, "3000"), ("reward.train_reward_model", None, "3000")])
 def test_waiting_threads_sleep_soon_unless_the_user_says_otherwise(script, own, found):
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     environment |= {"GOMP_SPINCOUNT": own} if own else {}

@@ -89,16 +89,16 @@ class World:
 
         A sum rather than a mean, because each rank's loss is already its share of the step's loss.
         """
-        # Of sharded parameters FSDP has added up the gradients.
-        parameters = [parameter for parameter in model.parameters()
-                      if parameter.requires_grad and not is_sharded(parameter)]
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with self.collective():
             for parameter in parameters:
                 if parameter.grad is None:
-                    # This rank had nothing to learn from, but the all_reduce needs every rank.
+                    # This rank had nothing to learn from, but the all_reduce needs every rank; and
+                    # AdamW, to which 0 is a gradient too, moves the same with shards as without.
                     parameter.grad = torch.zeros_like(parameter)
-            if self.size > 1:
-                sum_together([parameter.grad for parameter in parameters])
+            if self.size > 1:       # of sharded parameters FSDP has added up the gradients
+                sum_together([parameter.grad for parameter in parameters
+                              if not is_sharded(parameter)])
 
     def clip_gradients(self, model, max_norm):
         """Scale the gradient down to `max_norm`, if it is longer; its norm before, on all ranks."""
