@@ -514,7 +514,6 @@ def test_the_reference_moves_towards_the_policy():
     ("--supervision process --reward_weights 0 0 0 0", "--reward_weights --supervision"),
     ("--kl_in_reward --kl_type k3", "--kl_type --kl_in_reward"),
     ("--ref_model_sync_steps 5 --beta 0", "--ref_model_sync_steps --beta"),
-    ("--batch_size 2 --num_minibatches 17", "--num_minibatches 16"),
     ("--eval_only --data_path my.jsonl", "--eval_only --eval_data_path"),
 ])
 def test_flags_that_cannot_be_are_one_sentence(flags, words):
