@@ -9,8 +9,6 @@ import math
 import os
 import random
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -21,7 +19,7 @@ import torch.multiprocessing as multiprocessing
 from transformers import AutoTokenizer
 
 import train_grpo
-from conftest import ROOT, jsonl, turns, write
+from conftest import ROOT, jsonl, turns
 from dataset import PromptCollator
 from model import fast, load_pretrained, sampler
 from model.processes import world as world_module
@@ -42,9 +40,6 @@ def arguments(*flags, **changes):
     args = train_grpo.parse_args(list(flags))
     vars(args).update({"beta": 0.0, "grad_clip": 1e9, "max_gen_len": 12} | changes)
     return args
-
-
-# --- what a run leaves ----------------------------------------------------------------------------
 
 
 def test_a_run_leaves_all_its_files(tmp_path, capsys, pictures):
@@ -115,9 +110,6 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
     assert_same_weights(tmp_path / "unbroken/final", tmp_path / "broken/final")
     assert measured(tmp_path / "unbroken") == measured(tmp_path / "broken")
     assert len(jsonl(tmp_path / "broken/completions.jsonl")) == 4 * 32      # oversampled prompts
-
-
-# --- evaluation, generation -----------------------------------------------------------------------
 
 
 def test_only_evaluating_prints_the_results(tmp_path, monkeypatch, capsys):
@@ -231,16 +223,12 @@ def test_selecting_rows_drops_columns_of_padding_only(six):
     assert part.token_ids() == [six.token_ids()[4], six.token_ids()[3]]
     assert [len(ids) for ids in six.token_ids()] == six.lengths.tolist() == [3, 12, 5, 1, 7, 12]
     assert part.columns == {"answer": ["2", "2"], "number": [4, 3]}
-    assert torch.equal(part.prompt_ids, six.prompt_ids[[4, 3], 4:]) and part.prompt_mask.all()
-    assert torch.equal(part.completion_ids, six.completion_ids[[4, 3], :7])
-    assert part.mask.tolist() == [[1] * 7, [1] + [0] * 6]
-    assert part.rewards.tolist() == [1.0, 0.0]
+    assert part.mask.tolist() == [[1] * 7, [1] + [0] * 6] and part.rewards.tolist() == [1.0, 0.0]
     assert part.rewards_per_func["half"].tolist() == [0.5, 0.0]
     input_ids, attention_mask, R = part.sequences()
     assert attention_mask.tolist() == [[1] * (5 + 7), [1] * 6 + [0] * 6] and R == 7
-    assert torch.equal(input_ids, torch.cat((part.prompt_ids, part.completion_ids), 1))
-    six.old_logps = None
-    assert six.select(torch.tensor([0, 1])).old_logps is None
+    ids = torch.cat((six.prompt_ids[[4, 3], 4:], six.completion_ids[[4, 3], :7]), 1)
+    assert torch.equal(input_ids, ids)
 
 
 def test_the_groups_with_the_largest_spread_are_selected_whole_and_in_order(six):
@@ -424,8 +412,6 @@ def test_truncated_completions_count_nothing_but_as_sequences(policy, six):
     assert metrics["grad_norm"] == metrics["loss"] == 0
 
 
-# --- steps in which nothing was judged ------------------------------------------------------------
-
 # Judges the completions of its first call, and no others.
 # Judges the completions of its first call, and no others.
 JUDGES_ONCE = """
@@ -468,9 +454,6 @@ def test_a_rank_without_a_judged_completion_learns_with_the_others(six):
     assert len(minibatches(six, world, arguments())) == 1
 
 
-# --- advantages, reference ------------------------------------------------------------------------
-
-
 def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1_and_not_in_the_loss(policy, six):
     without, in_reward = (gradient(policy, six, token_logps, beta=beta, kl_in_reward=True)[0]
                           for beta in (0.0, 0.5))
@@ -500,17 +483,9 @@ def test_the_flags_of_the_advantages_arrive(six):
     std = math.sqrt((1 + 0.25 + 1 + 0 + 0.25) / 4) + 1e-4
     assert advantages("--scale_rewards", "none") == pytest.approx(deviations)
     assert advantages("--scale_rewards", "batch") == pytest.approx([d / std for d in deviations])
-    # By default these two do not divide.
+    # By default rloo does not divide.
     to_others = advantages("--advantage_estimator", "rloo")
     assert to_others == pytest.approx([1.5, -1.5, 0, -1.25, 0.25, 1.0], abs=1e-6)
-    best = advantages("--advantage_estimator", "grpo_passk")
-    assert best == pytest.approx([1.5, 0, 0, 0, 0, 0.5])
-    # Two functions that say the same say it twice: the std of six.rewards in its group.
-    by_function = advantages("--multi_objective_aggregation", "normalize_then_sum",
-                             "--reward_funcs", "format", "tag")
-    in_group = train_grpo.group_advantages(six.rewards * 2, 3)
-    in_step = train_grpo.group_advantages(in_group.where(~six.rewards.isnan(), six.rewards), 6)
-    assert by_function == pytest.approx(in_step.tolist(), abs=1e-3)
 
 
 def test_the_reference_moves_towards_the_policy():
@@ -523,12 +498,8 @@ def test_the_reference_moves_towards_the_policy():
     assert torch.equal(policy.weight, ours)
 
 
-# --- mistakes -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("flags, words", [
     ("--num_generations 1", "--num_generations 2"),
-    ("--temperature 0", "--temperature above"),
     ("--learning_rate nan", "--learning_rate nan"),
     ("--max_steps two", "--max_steps two"),
     ("--reward_weights 1", "--reward_weights"),
@@ -536,18 +507,13 @@ def test_the_reference_moves_towards_the_policy():
     ("--loss_type cispo --delta 3", "--delta cispo"),
     ("--delta 1.1", "--delta epsilon_high"),
     ("--loss_type gmpo --importance_sampling_level sequence", "gmpo --importance_sampling_level"),
-    ("--loss_type luspo", "luspo --importance_sampling_level"),
     ("--use_bias_correction_kl --beta 0", "--use_bias_correction_kl --beta"),
     ("--multi_objective_aggregation normalize_then_sum --scale_rewards none", "--scale_rewards"),
     ("--rollout_is_threshold 0.5", "--rollout_is_threshold 1"),
     ("--supervision process --loss_type r1", "--supervision r1"),
-    ("--supervision process --scale_rewards none", "--scale_rewards --supervision"),
     ("--supervision process --reward_weights 0 0 0 0", "--reward_weights --supervision"),
-    ("--kl_in_reward --beta 0", "--kl_in_reward --beta"),
     ("--kl_in_reward --kl_type k3", "--kl_type --kl_in_reward"),
     ("--ref_model_sync_steps 5 --beta 0", "--ref_model_sync_steps --beta"),
-    ("--ref_model_sync_steps 5 --lora_rank 4", "--ref_model_sync_steps --lora_rank"),
-    ("--batch_size 2 --num_minibatches 17", "--num_minibatches 16"),
     ("--eval_only --data_path my.jsonl", "--eval_only --eval_data_path"),
 ])
 def test_flags_that_cannot_be_are_one_sentence(flags, words):
@@ -567,10 +533,9 @@ def test_flags_that_cannot_be_are_one_sentence(flags, words):
     ("--scale_rewards mean --eval_interval 0", "--scale_rewards 1"),
 ])
 def test_a_users_mistake_is_one_sentence_and_exit_code_2(flags, words, capsys, tmp_path):
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit, match="2"):
         train_grpo.main([*SMALL, "--out_dir", str(tmp_path), *flags.split()])
     message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert exit.value.code == 2
     assert all(word in message for word in ("error: ", *words.split())), message
 
 
