@@ -742,8 +742,6 @@ def add_report_flags(parser):
     flag("--log_interval", type=COUNT, default=1, help="steps per line, where no bar can be drawn")
     flag("--save_interval", type=steps_or_minutes, default="30",
          help="steps between checkpoints and pictures, or minutes, as in 10m")
-    flag("--completions_limit", type=COUNT_OR_0, default=1000, help="megabytes after which "
-         "completions.jsonl becomes completions.1.jsonl, in place of an older one; 0: no limit")
     flag("--log_token_logps", action="store_true", help="completions.jsonl also gets each token "
          "and its log-probability, by which report.html shades it")
     flag("--resume", action="store_true", help="continue exactly from the run's checkpoint")

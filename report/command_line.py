@@ -88,15 +88,6 @@ def folder_name(text):
     return text
 
 
-def flags_of_file(path):
-    """The flags in a file, as a shell reads them; # begins a comment. It can't name another one."""
-    try:
-        return shlex.split(Path(path).read_text(encoding="utf-8-sig"), comments=True)
-    except (OSError, ValueError) as error:      # no such file; no UTF-8; quotes that do not close
-        raise UserError(f"@{path}: no file of flags ({error}); check its name and its quotes"
-                        ) from None
-
-
 class HelpFormatter(argparse.HelpFormatter):
     """Shows each default, and INT, FLOAT or TEXT for a value instead of the flag's name again."""
 
@@ -111,21 +102,20 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of flags, and of files of flags, named as @file.
+    """A parser of flags, and of files of flags, named as @file, in which # begins a comment.
 
     A wrong flag raises UserError, so that all of a user's mistakes end in the same way.
     """
 
     def __init__(self, **options):
-        super().__init__(usage="%(prog)s [flags] [@file of flags]",
+        super().__init__(usage="%(prog)s [flags] [@file of flags]", fromfile_prefix_chars="@",
                          formatter_class=HelpFormatter, **options)
 
-    def parse_args(self, arguments=None):
-        """arguments: None for those of the command line."""
-        flags = []
-        for argument in sys.argv[1:] if arguments is None else arguments:
-            flags += flags_of_file(argument[1:]) if argument.startswith("@") else [argument]
-        return super().parse_args(flags)
+    def convert_arg_line_to_args(self, arg_line):
+        try:
+            return shlex.split(arg_line, comments=True)
+        except ValueError as error:
+            self.error(f"{error} in {arg_line}")
 
     def error(self, message):
         raise UserError(message)
