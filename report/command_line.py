@@ -73,14 +73,6 @@ def number(kind, low, high=10**9, *, above=False):
     return parse
 
 
-def steps_or_minutes(text):
-    """An argparse type: "30", a number of steps, or "10m", minutes; it stays a text."""
-    value = float(text[:-1]) if text.endswith("m") else int(text)
-    if not 0 < value <= 10**9:
-        raise argparse.ArgumentTypeError(f"{text}; it must be above 0 and at most {10**9}")
-    return text
-
-
 def folder_name(text):
     """An argparse type: the name of a folder, which can't lead out of the folder it is made in."""
     if Path(text).name != text or text in ("", "..") or not text.isprintable():
