@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench import resident
 from safetensors.torch import load_file
 from test_run import free_ports
 from torch import multiprocessing
@@ -17,7 +16,7 @@ from torch.distributed import destroy_process_group, init_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train_grpo
-from conftest import interrupt, jsonl
+from conftest import interrupt, jsonl, resident
 from model import (
     MiniMindConfig,
     MiniMindForCausalLM,
