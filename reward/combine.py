@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections import Counter
 from concurrent.futures import wait
+from contextlib import suppress
 
 import torch
 
@@ -23,8 +24,7 @@ def load_reward_funcs(names, *, reward_model_path=None, device="cpu", max_comple
                       timeout=0, **reward_model_options):
     """A Judge for each of these names, where `module:function` names a function of your own.
 
-    A function has failed after `timeout` seconds (0: no limit). The other options are those of
-    reward_model_reward. UserError for an unknown name.
+    A function has failed after `timeout` seconds (0: no limit).
     """
     functions = dict(rules.RULES)
     if "rm" in names:
@@ -126,7 +126,7 @@ class Judge:
             return self.function(**arguments)
         if self.result and not self.result.done():
             raise TimeoutError("it was not called, since its earlier call still runs")
-        _, self.result = rules.begin(self.function, **arguments)
+        self.result = rules.begin(self.function, **arguments)
         if wait([self.result], self.timeout).not_done:
             raise TimeoutError(f"it took more than {self.timeout:g} seconds (--reward_timeout)")
         return self.result.result()
@@ -135,16 +135,11 @@ class Judge:
         """The value as a float; NaN for None, and for what is of no use."""
         if value is None:
             return math.nan
-        try:
-            number = math.nan if isinstance(value, (str, bytes)) else float(value)
-        except OverflowError:           # an int of hundreds of digits
-            number = math.inf
-        except Exception:
-            number = math.nan
-        if abs(number) <= LARGEST:
-            return number
-        kind = "not a number" if math.isnan(number) else "too large"
-        self.fail(kind, f"returned {reprlib.repr(value)} ({kind}), treated as None")
+        with suppress(Exception):
+            if abs(float(value)) <= LARGEST:
+                return float(value)
+        self.fail("no number", f"returned {reprlib.repr(value)} (no number up to {LARGEST:g}), "
+                               "treated as None")
         return math.nan
 
     def fail(self, kind, what):
