@@ -23,7 +23,7 @@ from pathlib import Path
 from report import user_errors
 
 from .reward_model import is_likelihood, load_reward_model
-from .train_reward_model import accuracy_by_kind, pairs_of_runs
+from .train_reward_model import accuracy_by_kind, pairs_of_run
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,16 +40,14 @@ def call(*command):
         sys.exit(code if code > 0 else 128 - code)
 
 
-def train_policy(run, model, reward_model, flags):
+def train_policy(run, reward_model, flags):
     # Without accuracy among the rewards, there is nothing that the classifier's score might outbid.
-    bounds, start = ["--reward_model_clip", 3], []
+    bounds = ["--reward_model_clip", 3]
     if is_likelihood(reward_model):         # a clip would make log-likelihoods all the same
         bounds = ["--reward_model_clip", 0, "--reward_model_answer_share", 0]
-    if model:
-        start = ["--model_path", model]
-    if (run / "checkpoint").is_dir() or (run / "checkpoint.old").is_dir():
-        start.append("--resume")
-    call("train_grpo.py", *bounds, *flags, *start, "--reward_model_path", reward_model,
+    if (run / "checkpoint").is_dir():
+        flags = [*flags, "--resume"]
+    call("train_grpo.py", *bounds, *flags, "--reward_model_path", reward_model,
          "--out_dir", run.parent, "--run_name", run.name)
 
 
@@ -67,8 +65,7 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = parser.add_argument
     flag("--iterations", type=int, default=2)
-    flag("--run_name", default="turns",
-         help="names the folders: <run_name>_1, reward_<run_name>_1, ...")
+    flag("--run_name", default="turns")
     flag("--out_dir", type=Path, default=ROOT / "out")
     flag("--reward_model_path", type=Path, default=ROOT / "reward/weights/reward_128",
          help="the first reward model, a folder that also holds pairs.jsonl")
@@ -77,19 +74,20 @@ def main():
     flag("--reward_learning_rate", type=float, default=3e-4)
     flag("flags", nargs="*", help="flags of train_grpo.py, after --")
     args = parser.parse_args()
-    reward_models, runs = [args.reward_model_path.resolve()], []
+    reward_models, runs, flags = [args.reward_model_path.resolve()], [], args.flags
     for i in range(1, args.iterations + 1):
-        run, folder = (args.out_dir.resolve() / f"{prefix}{args.run_name}_{i}"
-                       for prefix in ("", "reward_"))
+        run = args.out_dir.resolve() / f"{args.run_name}_{i}"
+        folder = run.with_name(f"reward_{run.name}")
         if not (run / "final/config.json").is_file():
-            train_policy(run, runs[-1] / "final" if runs else None, reward_models[-1], args.flags)
+            train_policy(run, reward_models[-1], flags)
         if not (folder / "pairs.jsonl").is_file():      # written last: the folder is complete
             retrain_reward_model(folder, run, reward_models[-1], args)
         runs.append(run)
         reward_models.append(folder)
+        flags = [*args.flags, "--model_path", run / "final"]
     print("\nshare of pairs ordered right, on prompts that no retraining saw:")
     for run in runs:
-        pairs = pairs_of_runs([run / "completions.jsonl"], random.Random(0))[1]
+        pairs = pairs_of_run(run / "completions.jsonl", random.Random(0))[1]
         for folder in reward_models:
             share = accuracy_by_kind(load_reward_model(folder), pairs)["all"]
             print(f"  {run.name}, {len(pairs)} pairs, by {folder.name}: {share:.1%}")

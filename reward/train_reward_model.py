@@ -14,7 +14,7 @@ not thirty tokens later.
 
 With --completions, the model is retrained on what a policy has learnt to write, as in iterative
 GRPO: right completions of a run against wrong ones of the same prompt. A share of each batch,
---replay, comes from what the model was trained on before, so that it does not forget.
+--replay, comes from --data, what the model was trained on before, so that it does not forget.
 
 With --likelihood, the score is the reply's log-likelihood: see LikelihoodModel. A run that uses it
 needs --reward_model_clip 0 --reward_model_answer_share 0.
@@ -96,18 +96,16 @@ def held_out(messages):
     return random.Random(json.dumps(messages)).random() < 0.1
 
 
-def pairs_of_runs(paths, rng):
-    """(training pairs, held-out pairs) from the completions.jsonl of runs.
+def pairs_of_run(path, rng):
+    """(training pairs, held-out pairs) from the completions.jsonl of a run.
 
     A pair is a right and a wrong completion of the same group; held_out splits by prompt.
     """
-    groups = defaultdict(list)
-    for path in paths:
-        for where, row in read_lines(path):
-            with explained(where, "not a completion", "give the completions.jsonl of a run"):
-                if row.get("answer") is not None:
-                    groups[path, row["step"], row["prompt"]].append(row)
-    pairs = {False: [], True: []}
+    groups, pairs = defaultdict(list), {False: [], True: []}
+    for where, row in read_lines(path):
+        with explained(where, "not a completion", "give the completions.jsonl of a run"):
+            if row.get("answer") is not None:
+                groups[row["step"], row["prompt"]].append(row)
     for rows in groups.values():
         replies, answers = ([row[name] for row in rows] for name in ("completion", "answer"))
         messages = rows[0]["messages"]
@@ -115,8 +113,8 @@ def pairs_of_runs(paths, rng):
             (with_reply(messages, better), with_reply(messages, worse), "reply")
             for better, worse in pairs_of(replies, answers, rng)]
     if not (pairs[False] and pairs[True]):
-        raise UserError(f"{' '.join(map(str, paths))}: too few groups have both a right and a "
-                        "wrong completion; give a longer run, on data with answers")
+        raise UserError(f"{path}: too few groups have both a right and a wrong completion; give a "
+                        "longer run, on data with answers")
     return pairs[False], pairs[True]
 
 
@@ -185,15 +183,12 @@ def arguments():
     flag, files = parser.add_argument, dict(type=Path, nargs="+", default=[])
     flag("--data", **files, help='jsonl files of {"conversations", "chosen", "rejected"}')
     flag("--heldout", **files, help="files of the same form, to evaluate on")
-    flag("--completions", **files, help="the completions.jsonl of runs, to retrain on")
+    flag("--completions", type=Path, help="the completions.jsonl of a run, to retrain on")
     flag("--replay", type=number(float, 0, 1), default=0.1,
          help="with --completions, the share of each batch that comes from --data")
-    flag("--init", type=Path,
-         help="the weights to start from: a reward model or a language model")
-    flag("--likelihood", action="store_true", help="score a reply by its log-likelihood under "
-         "--init, a language model, instead of training a new head")
-    flag("--save", type=Path, required=True, help="the folder for the weights, or the file of "
-         "--sample")
+    flag("--init", type=Path, help="where to start: a reward model or a language model")
+    flag("--likelihood", action="store_true", help="score by the log-likelihood under --init")
+    flag("--save", type=Path, required=True, help="a folder, or with --sample a file")
     flag("--sample", **files, help="folders of policies: only write pairs of their replies")
     flag("--prompts", type=Path, help="with --sample, a jsonl file of problems with answers")
     flag("--steps", type=int, default=1200)
@@ -221,7 +216,7 @@ def main():
     own, heldout = [], []
     if args.completions:
         earlier = [pair for pair in earlier if not held_out(pair[0][:-1])]
-        own, heldout = pairs_of_runs(args.completions, rng)
+        own, heldout = pairs_of_run(args.completions, rng)
     heldout = heldout + read_pairs(args.heldout)
     if not isinstance(model, LikelihoodModel):      # to which bare answers are merely unlikely
         earlier, heldout, own = (with_bare_answers(pairs, rng) for pairs in (earlier, heldout, own))

@@ -14,7 +14,7 @@ from conftest import edit, jsonl, turns, write
 from report import UserError
 from reward import iterate, load_reward_model, train_reward_model
 from reward.reward_model import LikelihoodModel, RewardModel, reward_model_reward
-from reward.train_reward_model import loss_of, pairs_of_runs
+from reward.train_reward_model import loss_of, pairs_of_run
 
 SHIPPED, POLICY = "reward/weights/reward_128", Path("model/weights/reason_128")
 
@@ -31,7 +31,7 @@ def completion_rows(num_prompts, step=1):
 def test_pairs_are_right_against_wrong_within_a_group_and_hold_out_whole_prompts(tmp_path):
     rows = [*completion_rows(60), *completion_rows(60, step=2)]
     path = write(tmp_path / "completions.jsonl", rows)
-    sides = pairs_of_runs([path], random.Random(0))
+    sides = pairs_of_run(path, random.Random(0))
     assert sum(map(len, sides)) == 2 * 60 * 2 and 4 <= len(sides[1]) <= 60
     for chosen, rejected, kind in sides[0] + sides[1]:
         assert chosen[0] == rejected[0] and kind == "reply"
@@ -40,7 +40,7 @@ def test_pairs_are_right_against_wrong_within_a_group_and_hold_out_whole_prompts
     train, heldout = ({chosen[0]["content"] for chosen, _, _ in pairs} for pairs in sides)
     assert not train & heldout
     with pytest.raises(UserError, match="longer run"):
-        pairs_of_runs([write(tmp_path / "short.jsonl", rows[:1])], random.Random(0))
+        pairs_of_run(write(tmp_path / "short.jsonl", rows[:1]), random.Random(0))
 
 
 @pytest.mark.parametrize("flags, kind, own", [
