@@ -61,29 +61,23 @@ def combine_rewards(prompts, completions, reward_funcs, reward_weights, **column
     What a function, or a Judge, has not judged is NaN in its values and adds nothing to the sum. A
     completion that none judged has a NaN reward.
     """
-    judges = named(f if isinstance(f, Judge) else Judge(f) for f in reward_funcs)
-    per_function = {name: torch.tensor(judge(prompts=prompts, completions=completions, **columns))
-                    for name, judge in judges.items()}
+    per_function = {}
+    for judge in reward_funcs:
+        judge = judge if isinstance(judge, Judge) else Judge(judge)
+        if judge.__name__ in per_function:
+            raise UserError(f"two of --reward_funcs are called {judge.__name__}; rename one, or "
+                            "leave it out")
+        values = judge(prompts=prompts, completions=completions, **columns)
+        per_function[judge.__name__] = torch.tensor(values)
     values = torch.stack(list(per_function.values()))                           # (functions, N)
     rewards = (values * torch.tensor(reward_weights)[:, None]).nansum(0)        # (N,)
     rewards[values.isnan().all(0) | ~rewards.isfinite()] = math.nan
     return rewards, per_function
 
 
-def named(judges):
-    """{name: Judge}; if a name is taken, a number is added to it."""
-    found = {}
-    for judge in judges:
-        name = judge.__name__
-        while name in found:
-            name = f"{name}_{len(found)}"
-        found[name] = judge
-    return found
-
-
 def failures(judges):
     """(name, failures so far, why its last call failed or None) of each Judge that has failed."""
-    return [(name, judge.failed.total(), judge.reason) for name, judge in named(judges).items()
+    return [(judge.__name__, judge.failed.total(), judge.reason) for judge in judges
             if judge.failed]
 
 
