@@ -55,7 +55,7 @@ from model.processes.world import for_learning, for_sampling
 from model.rollout import Minibatch, Rollout
 from model.storage.read import find_weights, load_pretrained, load_tokenizer
 from report import Report, UserError, describe
-from report.command_line import Parser, folder_name, number, steps_or_minutes, user_errors
+from report.command_line import Parser, folder_name, number, user_errors
 from report.metrics import drift, mean_metrics, no_part, rollout_metrics, sum_metrics
 from reward import combine_rewards, failures, load_reward_funcs, process, relatives
 
@@ -529,7 +529,8 @@ def load_models(args, world):
     load = partial(load_pretrained, args.model_path, dtype=torch.float32,
                    device="meta" if args.shard else world.device)
     policy = load(matrix_dtype=products if args.lora_rank else None)
-    if args.num_hidden_layers not in (None, layers := policy.config.num_hidden_layers):
+    layers = policy.config.num_hidden_layers
+    if args.num_hidden_layers not in (None, layers):
         raise UserError(f"--num_hidden_layers {args.num_hidden_layers}: {args.model_path} has "
                         f"{layers} layers; leave the flag out")
     policy.model.gradient_checkpointing = args.gradient_checkpointing
@@ -604,9 +605,8 @@ def parse_args(argv=None):
 def add_ask_flags(parser):
     flag = parser.add_argument_group("the six that matter first").add_argument
     flag("--reasoning", type=int, choices=(0, 1), default=1,
-         help="1: start from weights that think between tags (reason_*), reward the tags, score "
-              "the answer by itself too, tell a chat template that knows the switch to think; 0: "
-              "start from weights without tags (full_sft_*), do not think")
+         help="1: start from weights that think between tags (reason_*), reward the tags, let a "
+         "chat template think that has the switch; 0: weights without tags (full_sft_*)")
     flag("--num_generations", type=number(int, 2), default=8, help="G, completions per prompt: "
          "with more of them a group's mean is less noisy, at a cost in proportion")
     flag("--batch_size", type=COUNT, default=16, help="prompts per step, for each process")
@@ -651,9 +651,9 @@ def add_judge_flags(parser):
     flag("--reward_weights", nargs="+", type=FINITE, metavar="W", help="a factor for each of them; "
          "with 0 it is recorded, but teaches nothing (default: 1)")
     flag("--reward_model_path", help="what rm is, a folder or hub id: a "
-         "...ForSequenceClassification with one label, InternLM2's, or a likelihood: the sum from "
-         "reward.train_reward_model, or likelihood:PATH, the mean per token under any language "
-         "model (default: reward_<hidden_size>, from out_dir or else from reward/weights)")
+         "...ForSequenceClassification with one label, InternLM2's, one of "
+         "reward.train_reward_model, or likelihood:PATH, the mean log-prob under a language model "
+         "(default: reward_<hidden_size>, from out_dir or else from reward/weights)")
     flag("--reward_model_device", help="cpu or cuda:1, say (default: the policy's)")
     flag("--reward_model_scale", type=POSITIVE, default=1.0, help="multiplies the score of rm")
     flag("--reward_model_clip", type=POSITIVE_OR_0, default=1.0,
@@ -695,10 +695,8 @@ def add_objective_flags(parser):
          "the policy: weight advantages by pi_old / pi_sampler, at most this: 2, say; 0: don't")
     flag("--off_policy_mask_threshold", type=POSITIVE_OR_0, default=0.0, help="learn nothing from "
          "bad completions whose mean of log pi_sampler - log pi is above this: 0.5, say; 0: all")
-    flag("--entropy_coef", type=POSITIVE_OR_0, default=0.0, help="weight of an entropy bonus: "
-         "raise it if the policy soon tries nothing new")
-    flag("--mask_truncated_completions", action="store_true",
-         help="learn nothing from completions that were cut off")
+    flag("--entropy_coef", type=POSITIVE_OR_0, default=0.0, help="weight of an entropy bonus")
+    flag("--mask_truncated_completions", action="store_true", help="ignore those that were cut off")
     flag("--num_iterations", type=COUNT, default=1, help="passes over each rollout: more save "
          "sampling, but the policy moves away from the one that sampled")
     flag("--num_minibatches", type=COUNT, default=1,
@@ -710,12 +708,10 @@ def add_optimizer_flags(parser):
     flag("--lora_rank", type=COUNT_OR_0, default=0,
          help="train adapters of this rank (LoRA) instead of the weights; 0: the weights")
     flag("--lora_alpha", type=POSITIVE, default=32, help="alpha / rank scales the adapters")
-    flag("--accumulation_steps", type=COUNT, default=1, help="multiplies batch_size: a step has "
-         "more prompts, sampled at once; to save memory lower micro_batch_size")
+    flag("--accumulation_steps", type=COUNT, default=1, help="multiplies batch_size")
     flag("--micro_batch_size", type=COUNT, default=64, help="completions per forward pass: lower "
          "it if memory runs out; the result stays the same")
-    flag("--gradient_checkpointing", action="store_true",
-         help="recompute activations instead of storing them: less memory, more time")
+    flag("--gradient_checkpointing", action="store_true", help="less memory, more time")
     flag("--epochs", type=COUNT, default=1, help="passes over the prompts, within max_steps")
     flag("--max_steps", type=COUNT_OR_0, default=300, help="at most; 0: until the epochs are done")
     flag("--warmup_steps", type=COUNT_OR_0, default=3, help="the rate rises, then falls to a tenth")
@@ -740,10 +736,7 @@ def add_report_flags(parser):
     flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
     flag("--run_name", type=folder_name, help="(default: grpo_<name of the weights>)")
     flag("--log_interval", type=COUNT, default=1, help="steps per line, where no bar can be drawn")
-    flag("--save_interval", type=steps_or_minutes, default="30",
-         help="steps between checkpoints and pictures, or minutes, as in 10m")
-    flag("--completions_limit", type=COUNT_OR_0, default=1000, help="megabytes after which "
-         "completions.jsonl becomes completions.1.jsonl, in place of an older one; 0: no limit")
+    flag("--save_interval", type=COUNT, default=30, help="steps between checkpoints")
     flag("--log_token_logps", action="store_true", help="completions.jsonl also gets each token "
          "and its log-probability, by which report.html shades it")
     flag("--resume", action="store_true", help="continue exactly from the run's checkpoint")
@@ -763,13 +756,11 @@ def add_machine_flags(parser):
     flag("--fast", type=int, choices=(0, 1), help="0: --sampler plain")
     flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
-         "products; auto: bfloat16 on a GPU that has it. The rest is float32; with auto or "
-         "bfloat16 a GPU may multiply that in TF32")
+         "products; auto: bfloat16 on a GPU that has it, with TF32 for the rest; else float32")
     flag("--shard", type=int, choices=(0, 1), default=0, help="1: divide weights, gradients and "
          "moments over the processes (FSDP); to sample, the whole model must fit one GPU")
-    flag("--hang_timeout", type=POSITIVE_OR_0, help="seconds that a process may be busy with one "
-         "batch, or wait for the others, before the run ends; 0: no limit (default: 1800 with "
-         "several processes, else 0)")
+    flag("--hang_timeout", type=POSITIVE_OR_0, help="seconds that one batch, or a wait for other "
+         "processes, may take; 0: no limit (default: 1800 with several processes, else 0)")
     flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
     flag("--ddp", action="store_true", help="MiniMind's, ignored: use torchrun")
 
@@ -849,7 +840,6 @@ def impossible_objectives(args):
 def impossible_combinations(args):
     """[(is it there?, what to say)] of everything else."""
     functions, weights = " ".join(args.reward_funcs), len(args.reward_weights)
-    completions = args.batch_size * args.accumulation_steps * args.num_generations
     return [
         (weights != len(args.reward_funcs),
          f"--reward_weights has {weights} numbers for {functions}; give one for each"),
@@ -864,11 +854,8 @@ def impossible_combinations(args):
         (args.eval_only and args.data_path != str(HERE / "dataset/train.jsonl")
          and args.eval_data_path == str(HERE / "dataset/heldout.jsonl"), "--eval_only would ask "
          "our arithmetic problems, not those of your task; give yours with --eval_data_path"),
-        (Path(args.out_dir).is_file(), f"--out_dir {args.out_dir} is a file; name a folder"),
         (args.ref_model_sync_steps and args.lora_rank, "--ref_model_sync_steps moves the "
          "reference, and with --lora_rank that is the frozen base; leave one of the two out"),
-        (args.num_minibatches > completions, f"--num_minibatches {args.num_minibatches} is more "
-         f"than the {completions} completions of a rank's step; choose fewer"),
     ]
 
 

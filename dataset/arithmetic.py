@@ -2,7 +2,7 @@
 
 `python -m dataset.arithmetic` writes the two files that we ship, dataset/train.jsonl and
 dataset/heldout.jsonl. With `--sft FOLDER` it also writes the (much larger) texts that the shipped
-weights were trained on. The same seed gives the same files.
+weights were trained on. Every time they are the same.
 
 A problem reads `What is 34 + 27*6?` and follows one of five templates. Worked on paper, it takes
 one line per operation. Each line is a chain of equal expressions, and every link is easy because a
@@ -19,6 +19,7 @@ import argparse
 import itertools
 import random
 import zlib
+from operator import add, mul, sub, truediv
 from pathlib import Path
 
 from report.text import write_jsonl
@@ -64,8 +65,7 @@ def draw_problem(rng):
 
 
 def evaluate(a, operator, b):
-    return (a + b if operator == "+" else a - b if operator == "-" else
-            a * b if operator == "*" else a / b)
+    return {"+": add, "-": sub, "*": mul, "/": truediv}[operator](a, b)
 
 
 def is_heldout(key):
@@ -92,7 +92,8 @@ def problems(rng, *, heldout):
 
 def parts(number):
     """162 -> [100, 60, 2], of a number below 10,000; zeros are skipped."""
-    return [part for place in (1000, 100, 10, 1) if (part := number // place % 10 * place)]
+    all_parts = [number // place % 10 * place for place in (1000, 100, 10, 1)]
+    return [part for part in all_parts if part]
 
 
 def chain(a, operator, b, evaluate=evaluate):
@@ -103,14 +104,12 @@ def chain(a, operator, b, evaluate=evaluate):
     links = [f"{a}{operator}{b}"]
     if operator == "*":
         a, *rest = [evaluate(part, "*", b) for part in parts(a)]
-        b = sum(rest)
+        b, operator = sum(rest), "+"
         links.append(f"{a}+{b}" if b else f"{a}")
     rest = parts(b)
     while rest:
-        a = evaluate(a, "-" if operator == "-" else "+", rest.pop(0))
-        links.append(f"{a}{'-' if operator == '-' else '+'}{sum(rest)}" if rest else f"{a}")
-    if len(links) == 1:         # 7+0, of which nothing is split off
-        links.append(f"{a}")
+        a = evaluate(a, operator, rest.pop(0))
+        links.append(f"{a}{operator}{sum(rest)}" if rest else f"{a}")
     return "=".join(links), a
 
 
@@ -148,7 +147,8 @@ def with_tags(thought, answer):
 
 
 def plain(thought, answer):
-    return f"{thought}\n" * bool(thought) + f"The answer is {answer}."
+    end = f"The answer is {answer}."
+    return f"{thought}\n{end}" if thought else end
 
 
 def malform(text, rng):
@@ -159,8 +159,9 @@ def malform(text, rng):
 
 def wrong(number, rng):
     """A plausible mistake for this number: close to it, or one digit off."""
-    while (other := number + rng.choice((-1, 1)) * rng.choice((1, 2, 3, 9, 10, 20, 100))) < 1:
-        pass
+    other = 0
+    while other < 1:
+        other = number + rng.choice((-1, 1)) * rng.choice((1, 2, 3, 9, 10, 20, 100))
     return other
 
 
@@ -189,8 +190,10 @@ def drill(rng):
     if kind < 0.35:
         return chain(rng.randint(11, 98), "*", rng.randint(2, 9))[0]
     if kind < 0.7:
-        return chain(a := rng.randint(5, 950), "+", rng.randint(2, min(360, 999 - a)))[0]
-    return chain(a := rng.randint(6, 400), "-", rng.randint(5, min(a, 49)))[0]
+        a = rng.randint(5, 950)
+        return chain(a, "+", rng.randint(2, min(360, 999 - a)))[0]
+    a = rng.randint(6, 400)
+    return chain(a, "-", rng.randint(5, min(a, 49)))[0]
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -231,9 +234,11 @@ def finetuning_chats(rng, count, *, tags, styles=STYLES, malformed_share=MALFORM
     """Replies in all styles; with `tags` in the reasoning format, some of them malformed."""
     for expression, operations, *_ in itertools.islice(problems(rng, heldout=False), count):
         style = rng.choices(list(styles), styles.values())[0]
-        reply = (with_tags if tags else plain)(*think(style, operations))
-        malformed = tags and rng.random() < malformed_share
-        yield chat(f"What is {expression}?", malform(reply, rng) if malformed else reply)
+        dress = with_tags if tags else plain
+        reply = dress(*think(style, operations))
+        if tags and rng.random() < malformed_share:
+            reply = malform(reply, rng)
+        yield chat(f"What is {expression}?", reply)
 
 
 def flaw_pairs(rng, count, *, heldout):
@@ -245,8 +250,10 @@ def flaw_pairs(rng, count, *, heldout):
     for expression, operations, *_ in itertools.islice(problems(rng, heldout=heldout), count):
         kind, dress = rng.choice((("form", with_tags), ("slip", with_tags), ("slip", plain)))
         chosen = dress(*think("steps", operations))
-        rejected = (malform(chosen, rng) if kind == "form" else
-                    dress(*think_wrongly("steps", operations, rng)))
+        if kind == "form":
+            rejected = malform(chosen, rng)
+        else:
+            rejected = dress(*think_wrongly("steps", operations, rng))
         yield chat(f"What is {expression}?", chosen=chosen, rejected=rejected, kind=kind)
 
 
@@ -260,22 +267,20 @@ if __name__ == "__main__":
                     "shipped weights were trained on.")
     parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent,
                         help="the folder for train.jsonl and heldout.jsonl")
-    parser.add_argument("--sft", type=Path,
-                        help="also write the texts that the shipped weights were trained on, "
-                             "to this folder")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sft", type=Path, help="also write the training texts to this folder")
     args = parser.parse_args()
 
-    def rng(offset):
-        return random.Random(args.seed + offset)
-
-    write(args.out_dir / "train.jsonl", prompts(rng(0), 6000, heldout=False))
-    write(args.out_dir / "heldout.jsonl", prompts(rng(1), 1000, heldout=True))
+    files = {args.out_dir / "train.jsonl": prompts(random.Random(0), 6000, heldout=False),
+             args.out_dir / "heldout.jsonl": prompts(random.Random(1), 1000, heldout=True)}
     if args.sft:
-        write(args.sft / "pretrain.jsonl", pretraining_chats(rng(2), 200_000))
-        write(args.sft / "full_sft.jsonl", finetuning_chats(rng(3), 60_000, tags=False))
-        write(args.sft / "reason.jsonl", finetuning_chats(rng(4), 60_000, tags=True))
-        write(args.sft / "flaws_train.jsonl", flaw_pairs(rng(5), 10_000, heldout=False))
-        write(args.sft / "flaws_heldout.jsonl", flaw_pairs(rng(6), 1_000, heldout=True))
-        write(args.sft / "redundant.jsonl", finetuning_chats(
-            rng(7), 20_000, tags=True, styles=REDUNDANT_STYLES, malformed_share=0.0))
+        files |= {
+            args.sft / "pretrain.jsonl": pretraining_chats(random.Random(2), 200_000),
+            args.sft / "full_sft.jsonl": finetuning_chats(random.Random(3), 60_000, tags=False),
+            args.sft / "reason.jsonl": finetuning_chats(random.Random(4), 60_000, tags=True),
+            args.sft / "flaws_train.jsonl": flaw_pairs(random.Random(5), 10_000, heldout=False),
+            args.sft / "flaws_heldout.jsonl": flaw_pairs(random.Random(6), 1_000, heldout=True),
+            args.sft / "redundant.jsonl": finetuning_chats(
+                random.Random(7), 20_000, tags=True, styles=REDUNDANT_STYLES, malformed_share=0.0),
+        }
+    for path, rows in files.items():
+        write(path, rows)

@@ -4,7 +4,7 @@
 set, {"nums": [9, 8, 6], "target": 57}: countdown_train.jsonl and countdown_heldout.jsonl have three
 numbers and + - *, countdown_hard.jsonl four numbers and + - * /. With `--sft FOLDER` it also writes
 the texts that the shipped weights were trained on, and `--hard FOLDER` writes problems with four
-numbers to train on. The same seed gives the same files.
+numbers to train on. Every time they are the same.
 
 A thought is a list of tries, one a line: an expression worked from left to right, its result, the
 target, and the verdict. The comparison is the hard part for a small model, so both numbers stand
@@ -155,39 +155,37 @@ def pretraining_chats(rng, count, order):
     short, long = (searches(rng, order=order, most=most) for most in (3, 18))
     for _ in range(count):
         kind = rng.random()
-        yield (chat("Compare.", drill(rng)) if kind < 0.25 else next(short) if kind < 0.5
-               else next(long))
+        if kind < 0.25:
+            yield chat("Compare.", drill(rng))
+        else:
+            yield next(short if kind < 0.5 else long)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description="Write the problems of Countdown and, with --sft, the texts that the shipped "
                     "weights were trained on.")
-    parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent,
-                        help="the folder for countdown_train.jsonl, countdown_heldout.jsonl and "
-                             "countdown_hard.jsonl")
-    parser.add_argument("--sft", type=Path, help="also write the training texts to this folder")
-    parser.add_argument("--hard", type=Path, help="write nothing but 5,000 hard problems to train "
-                                                  "on, countdown_hard_train.jsonl, to this folder")
-    parser.add_argument("--order", choices=("methodical", "random"), default="methodical",
-                        help="of the tries in these texts (default: %(default)s)")
-    parser.add_argument("--give_up", type=float, default=0.4,
-                        help="probability of giving up after a miss (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    flag = parser.add_argument
+    flag("--out_dir", type=Path, default=Path(__file__).parent,
+         help="the folder for countdown_train.jsonl, countdown_heldout.jsonl, countdown_hard.jsonl")
+    flag("--sft", type=Path, help="also write the training texts to this folder")
+    flag("--hard", type=Path, help="write nothing but 5,000 hard problems to train on, "
+                                   "countdown_hard_train.jsonl, to this folder")
+    flag("--order", choices=("methodical", "random"), default="methodical",
+         help="of the tries in these texts (default: %(default)s)")
+    flag("--give_up", type=float, default=0.4,
+         help="probability of giving up after a miss (default: %(default)s)")
     args = parser.parse_args()
 
-    def rng(offset):
-        return random.Random(args.seed + offset)
-
     easy, hard = KINDS["easy"], KINDS["hard"]
-    files = (("train", problems(*easy, heldout=False)), ("heldout", problems(*easy, heldout=True)),
-             ("hard", rng(0).sample(problems(*hard, heldout=True), 500)))
+    files = {"train": problems(*easy, heldout=False), "heldout": problems(*easy, heldout=True),
+             "hard": random.Random(0).sample(problems(*hard, heldout=True), 500)}
     if args.hard:
-        files = (("hard_train", rng(3).sample(problems(*hard, heldout=False), 5000)),)
-    for name, rows in files:
+        files = {"hard_train": random.Random(3).sample(problems(*hard, heldout=False), 5000)}
+    for name, rows in files.items():
         write((args.hard or args.out_dir) / f"countdown_{name}.jsonl",
-              ({"nums": nums, "target": target} for nums, target in rows))
+              [{"nums": nums, "target": target} for nums, target in rows])
     if args.sft:
-        write(args.sft / "pretrain.jsonl", pretraining_chats(rng(1), 100_000, args.order))
-        early = searches(rng(2), order=args.order, most=18, give_up=args.give_up)
+        write(args.sft / "pretrain.jsonl", pretraining_chats(random.Random(1), 100_000, args.order))
+        early = searches(random.Random(2), order=args.order, most=18, give_up=args.give_up)
         write(args.sft / "give_up.jsonl", itertools.islice(early, 20_000))

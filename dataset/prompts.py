@@ -10,9 +10,6 @@ from report import UserError
 from report.text import parse, read_lines
 
 PROMPT_FIELDS = ("conversations", "prompt", "question", "problem")
-# Rewards get the file's columns as keyword arguments, next to these. A column can't share a name.
-RESERVED = {"prompts", "completions", "messages", "completion_ids", "reward_funcs",
-            "reward_weights", "self"}
 # --system_prompt r1: asks for the format that format_reward and tag_reward check.
 R1_SYSTEM_PROMPT = (
     "Think before you answer. Write your reasoning between <think> and </think>, then only the "
@@ -55,30 +52,28 @@ def read_row(row, where):
     if not field:
         raise UserError(f"{where}: no prompt found; put it in one of the fields "
                         f"{', '.join(PROMPT_FIELDS)}")
-    if taken := sorted(RESERVED & row.keys()):
-        raise UserError(f"{where}: the field name {taken[0]} is reserved, since rewards already "
-                        "have an argument of that name; rename the field")
     if row.get("answer") is None and "\\boxed" in str(row.get("solution")):
         row["answer"] = row["solution"]
-    if isinstance(row.get("answer"), (list, dict)):
-        raise UserError(f"{where}: the field answer must be text or a number; give a list for a "
-                        "reward of your own in a field of another name")
-    if row.get("answer") is not None and not str(row["answer"]).rpartition("####")[2].strip():
-        raise UserError(f"{where}: the field answer is empty; give the gold answer, or leave the "
-                        "field out")
+    answer = row.get("answer")
+    if isinstance(answer, (list, dict)) or (
+            answer is not None and not str(answer).rpartition("####")[2].strip()):
+        raise UserError(f"{where}: the field answer must be text or a number, and not empty; leave "
+                        "it out where there is none")
     messages = row.pop(field)
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    check_tools(messages, f"{where}: {field}")
-    if not is_chat(messages):
+    if not is_chat(messages) or any(
+            turn["role"] == "tool" or turn.get("tool_calls") for turn in messages):
         raise UserError(f"{where}: {field} must be a string or a list of turns, each with a role "
-                        "and a content")
+                        "and a content, and none with tool_calls or of the role tool")
     if messages and messages[-1]["role"] == "assistant":    # the policy samples its own reply
         messages = messages[:-1]
     if not messages or not messages[-1]["content"].strip():
         raise UserError(f"{where}: {field} has nothing to reply to; end it with a user turn that "
                         "is not empty")
-    return {"messages": messages, **row}
+    if messages[0].get("tools"):
+        messages[0]["tools"] = as_tools(messages[0]["tools"], where)
+    return {**row, "messages": messages}
 
 
 def is_chat(turns):
@@ -87,27 +82,12 @@ def is_chat(turns):
         and isinstance(turn.get("content"), str) for turn in turns)
 
 
-def check_tools(messages, where):
-    """Makes the `tools` of a system turn a list, if they are the text of one.
-
-    UserError for other tools, and for a chat in which tools are called: we render no such turn.
-    """
-    if not isinstance(messages, list):
-        return                          # is_chat says so
-    for turn in messages:
-        if isinstance(turn, dict) and (turn.get("tool_calls") or turn.get("role") == "tool"):
-            raise UserError(f"{where} has a turn with tool_calls or of the role tool, and such "
-                            "chats can't be trained on; leave the line out")
-        if isinstance(turn, dict) and turn.get("role") == "system" and turn.get("tools"):
-            turn["tools"] = as_tools(turn["tools"], where)
-
-
 def as_tools(tools, where):
+    """The tools of a system turn as a list; MiniMind's files have the text of one."""
     if isinstance(tools, str):
         tools = parse(tools.encode(), f"{where}: tools")
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"{where}: tools must be a list of objects, or the text of one; write them "
-                        "as apply_chat_template takes them")
+    if not isinstance(tools, list):
+        raise UserError(f"{where}: tools must be a list, as apply_chat_template takes it")
     return tools
 
 
@@ -137,7 +117,6 @@ class PromptCollator:
                          open_thinking=self.thinking)
         try:
             text = render(tools=tools)
-            text.encode()       # fails on half of a character, which no tokenizer takes
             shown = not tools or text != render()
         except Exception as error:      # a template is a program, and can raise anything
             roles = reprlib.repr([turn["role"] for turn in messages])
@@ -147,9 +126,6 @@ class PromptCollator:
         if not shown:
             raise UserError("the tokenizer's chat template does not show the tools of a system "
                             "turn; leave the field tools out, or give another --tokenizer_path")
-        if not text.strip():
-            raise UserError("the tokenizer's chat template writes nothing for a prompt; give "
-                            "another one with --tokenizer_path")
         return text
 
     def encode(self, items):
@@ -189,20 +165,18 @@ def without_overlong(rows, places, collate, overlong):
     limit = f"--max_seq_len {collate.max_seq_len}"
     lengths = [len(ids) for ids in collate.encode(rows)[1]]
     fitting = [row for row, length in zip(rows, lengths) if length <= collate.max_seq_len]
-    overlong_of_all = f"{len(rows) - len(fitting)} of {len(rows)} prompts"
     if len(fitting) == len(rows):
         return rows
-    if overlong == "cut":
-        warnings.warn(f"{overlong_of_all} are longer than {limit} tokens and lose their beginning, "
-                      "the system prompt first", stacklevel=2)
-        return rows
     longest, place = max(zip(lengths, places), key=lambda pair: pair[0])
+    found = f"{len(rows) - len(fitting)} of {len(rows)} prompts are longer than {limit} tokens"
     if overlong == "refuse" or not fitting:
-        raise UserError(f"{place}: the prompt has {longest} tokens with its chat template, more "
-                        f"than {limit}, as {overlong_of_all} have; raise --max_seq_len to "
-                        f"{longest}, or choose --overlong_prompts cut or drop")
-    warnings.warn(f"{place.rpartition(', line')[0]}: {overlong_of_all} are longer than {limit} "
-                  "tokens and were dropped", stacklevel=2)
+        raise UserError(f"{place}: the prompt has {longest} tokens with its chat template, and "
+                        f"{found}; raise --max_seq_len to {longest}, or choose --overlong_prompts "
+                        "cut or drop")
+    if overlong == "cut":
+        warnings.warn(f"{found} and lose their beginning, the system prompt first", stacklevel=2)
+        return rows
+    warnings.warn(f"{found} and were dropped", stacklevel=2)
     return fitting
 
 

@@ -6,7 +6,6 @@ import argparse
 import copy
 import sys
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -23,9 +22,6 @@ SMALL = ["--batch_size", "4", "--num_generations", "4", "--max_gen_len", "64",
          "--max_steps", "2", "--epochs", "2"]
 
 
-# --- answers --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("completion, gold, expected", [
     # GSM8K: the gold answer follows ####
     ("<answer>\n1234\n</answer>", "He has 30+1204=<<30+1204=1234>>1234.\n#### 1,234", 1),
@@ -39,8 +35,7 @@ SMALL = ["--batch_size", "4", "--num_generations", "4", "--max_gen_len", "64",
     (r"<think>\boxed{42}</think> So 41.", "42", 0), (r"<think>It is \boxed{42}", "42", 0),
     # never closed: no box, so the last number counts
     (r"It is \boxed{42", "42", 1),
-    (r"\boxed{\$1,234.50}", 1234.5, 1), (r"\boxed{1{,}234}", "1234", 1),
-    (r"\boxed{42\%}", "42%", 1), ("<answer>42 %</answer>", "42", 1),
+    (r"\boxed{\$1,234.50}", 1234.5, 1), (r"\boxed{42\%}", "42%", 1),
     ("<answer>0.42</answer>", "42%", 0), (r"\boxed{90^\circ}", "90", 1),
     (r"\boxed{42\text{ dollars}}", "42", 1), (r"\boxed{7\text{ or }8}", "78", 0),
     ("<answer>1,2</answer>", "12", 0),                  # a list, not a number
@@ -48,7 +43,7 @@ SMALL = ["--batch_size", "4", "--num_generations", "4", "--max_gen_len", "64",
     # MATH: the gold answer is in a box, and may be an expression or a word
     (r"\boxed{\frac{1}{2}}", r"Half of it, so $\boxed{\frac{1}{2}}$.", 1),
     (r"<answer>\frac{1}{2}</answer>", r"\boxed{ \frac{1}{2} }", 1), ("", r"\frac{1}{2}", 0),
-    (r"\boxed{\text{Evelyn}}", "Evelyn", 1), (r"<answer>Evelyn</answer>", r"\text{Evelyn}", 1),
+    (r"<answer>Evelyn</answer>", r"\text{Evelyn}", 1),
     (r"<answer>Angela</answer>", r"\text{Evelyn}", 0),
 ])
 def test_answers_are_found_and_compared(completion, gold, expected, monkeypatch):
@@ -58,30 +53,21 @@ def test_answers_are_found_and_compared(completion, gold, expected, monkeypatch)
 
 
 @pytest.mark.parametrize("text, inside", [
-    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
     (r"\boxed{\boxed{3}} and \boxed {\{1, \sqrt{2}\}}.", r"\{1, \sqrt{2}\}"),
-    (r"\boxed{1} and \boxed{2", "1"), (r"\boxed{}", ""), ("1", None), (r"\boxed 5", None),
+    (r"\boxed{1} and \boxed{2", "1"), (r"\boxed{}", ""), (r"\boxed 5", None),
 ])
 def test_a_box_is_read_up_to_its_own_brace(text, inside):
     assert rules.boxed(text) == inside
 
 
 @pytest.mark.parametrize("gold, given, expected", [
-    (r"\frac{1}{2}", "0.5", 1), (r"\frac{1}{2}", r"\frac{2}{4}", 1),
-    ("x^2+2x+1", "(x+1)^2", 1), (r"3\sqrt{13}", r"\sqrt{117}", 1),
-    (r"\left(3, \frac{\pi}{2}\right)", r"(3,\pi/2)", 1),
-    (r"\frac{1}{2}", r"\frac{1}{3}", 0), ("x^2", "2x", 0), (r"\frac{1}{2}", r"\frac{", 0),
+    (r"\frac{1}{2}", "0.5", 1), ("x^2+2x+1", "(x+1)^2", 1), (r"\frac{1}{2}", r"\frac{1}{3}", 0),
+    (r"\left(3, \frac{\pi}{2}\right)", r"(3,\pi/2)", 1), (r"\frac{1}{2}", r"\frac{", 0),
 ])
 def test_expressions_are_compared_as_mathematics(gold, given, expected):
     pytest.importorskip("math_verify")
     gold = f"so $\\boxed{{{gold}}}$"
     assert accuracy_reward([""], [f"<answer>{given}</answer>"], answer=[gold]) == [expected]
-
-
-def test_mathematics_runs_in_a_thread_too_where_there_are_no_alarms():
-    pytest.importorskip("math_verify")
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(rules.same_answer, "0.5", r"\frac{1}{2}").result()
 
 
 def test_without_the_library_expressions_are_compared_as_written_with_a_warning(monkeypatch):
@@ -92,15 +78,11 @@ def test_without_the_library_expressions_are_compared_as_written_with_a_warning(
         assert not rules.same_answer("0.5+x", gold)
 
 
-# --- files ----------------------------------------------------------------------------------------
-
-
 def test_a_math_file_has_its_answers_in_boxes(tmp_path):
     data = PromptDataset(write(tmp_path / "math.jsonl", [
         {"problem": "1/2?", "solution": r"so $\boxed{\frac{1}{2}}$", "level": "1"},
         {"problem": "1/2?", "solution": "...", "answer": "0.5"}]))
-    assert data[0]["messages"] == [{"role": "user", "content": "1/2?"}]
-    assert data[1]["answer"] == "0.5"
+    assert data[0]["messages"] == turns("1/2?") and data[1]["answer"] == "0.5"
     assert accuracy_reward([""], [r"\boxed{\frac{1}{2}}"], answer=[data[0]["answer"]]) == [1]
 
 
@@ -108,18 +90,13 @@ def test_a_gsm8k_file_trains_and_its_test_file_measures(tmp_path):
     problems = [{"question": row["messages"][0]["content"],
                  "answer": f"1+2=<<1+2=3>>3.\n#### {row['answer']}"}
                 for row in PromptDataset(ROOT / "dataset/heldout.jsonl")[:24]]
-    problems[3]["question"] += " Think well." * 99
-    with pytest.warns(UserWarning, match="1 of 8 prompts .*dropped"):
-        train_grpo.main([
-            *SMALL, "--out_dir", str(tmp_path), "--run_name", "gsm8k",
-            "--overlong_prompts", "drop",
-            "--data_path", str(write(tmp_path / "train.jsonl", problems[:8])),
-            "--eval_data_path", str(write(tmp_path / "test.jsonl", problems[8:]))])
+    train_grpo.main([
+        *SMALL, "--out_dir", str(tmp_path), "--run_name", "gsm8k",
+        "--data_path", str(write(tmp_path / "train.jsonl", problems[:8])),
+        "--eval_data_path", str(write(tmp_path / "test.jsonl", problems[8:]))])
     before = jsonl(tmp_path / "gsm8k/eval.jsonl")[0]
     assert before["eval/greedy_accuracy"] > 0.4         # these weights have 0.75
     rows = jsonl(tmp_path / "gsm8k/completions.jsonl")
-    prompts = {row["prompt"] for row in rows}
-    assert len(prompts) == 7 and not any("Think well" in prompt for prompt in prompts)
     assert {row["rewards"]["accuracy_reward"] for row in rows} == {0.0, 1.0}
 
 
@@ -135,7 +112,7 @@ def test_an_rlaif_file_without_answers_trains_on_the_reward_model_alone(tmp_path
     metrics = jsonl(tmp_path / "rlaif/metrics.jsonl")
     assert [line["rewards/accuracy_reward/mean"] for line in metrics] == [None, None]
     assert all(line["grad_norm"] > 0 for line in metrics)
-    assert not jsonl(tmp_path / "rlaif/eval.jsonl")     # nothing has an answer to compare with
+    assert not (tmp_path / "rlaif/eval.jsonl").exists()     # nothing has an answer to compare with
     done = jsonl(tmp_path / "rlaif/completions.jsonl")
     scores = load_reward_model(ROOT / "reward/weights/reward_128").get_scores(
         [[*row["messages"], {"role": "assistant", "content": row["completion"]}] for row in done])
@@ -156,8 +133,6 @@ def test_where_accuracy_evaluates_only_problems_with_answers_count(tokenizer, tm
         read_prompts(args, tokenizer)
 
 
-# --- prompts --------------------------------------------------------------------------------------
-
 HYBRID = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking %}<think>\n"
@@ -177,10 +152,9 @@ def opening(tokenizer):
 @pytest.mark.parametrize("switch", ["enable_thinking", "open_thinking"])
 def test_thinking_is_switched_on_and_what_the_template_opens_is_told(opening, tokenizer, switch):
     opening.chat_template = HYBRID.replace("enable_thinking", switch)
-    assert PromptCollator(opening, 99)(ITEMS)["prefills"] == ["<think>\n", "<think>\n"]
-    for reasoning, opened in ((1, True), (0, False)):
-        args = train_grpo.parse_args(["--reasoning", str(reasoning), "--max_seq_len", "99"])
-        assert read_prompts(args, opening)[0](ITEMS)["prefills"] == ["<think>\n" * opened] * 2
+    for reasoning, opened in (("1", "<think>\n"), ("0", "")):
+        args = train_grpo.parse_args(["--reasoning", reasoning, "--max_seq_len", "99"])
+        assert read_prompts(args, opening)[0](ITEMS)["prefills"] == [opened] * 2
     items = [{"messages": turns("What does <think>\n")}]
     assert PromptCollator(tokenizer, 99)(items)["prefills"] == [""]
 
@@ -231,39 +205,11 @@ def test_overlong_prompts_are_refused_with_the_length_that_they_need(tokenizer, 
     for files in ((short, long), (long, short)):
         with pytest.raises(ValueError, match=rf"long.jsonl, line 2: .*--max_seq_len to {needed}"):
             read(*files)
-        assert [len(rows) for rows in read(*files, "--max_seq_len", str(needed))[1:]] == [
-            len(PromptDataset(file)) for file in files]
+    assert len(read(long, short, "--max_seq_len", str(needed))[1]) == 3
     with pytest.warns(UserWarning, match="2 of 3 prompts .*lose their beginning"):
         assert len(read(long, short, "--overlong_prompts", "cut")[1]) == 3
-    with pytest.warns(UserWarning, match="long.jsonl: 2 of 3 prompts .*dropped"):
+    with pytest.warns(UserWarning, match="2 of 3 prompts .*dropped"):
         assert read(long, short, "--overlong_prompts", "drop")[1] == PromptDataset(short)
     write(long, rows[1:])
     with pytest.raises(ValueError, match="long.jsonl, line 1: .* 2 of 2 prompts"):
         read(long, short, "--overlong_prompts", "drop")
-
-
-@pytest.mark.parametrize("first", ["user", "assistant", "system"])
-def test_a_chat_without_a_system_prompt_gets_one(opening, first):
-    opening.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
-    text = PromptCollator(opening, 99, "Be brief.").render([{"role": first, "content": "Hello."}])
-    assert text == ("" if first == "system" else "system: Be brief. ") + f"{first}: Hello. "
-
-
-def test_a_template_that_refuses_a_system_prompt_is_a_users_mistake(opening):
-    opening.chat_template = ("{% if messages[0]['role'] == 'system' %}"
-                             "{{ raise_exception('no system role') }}{% endif %}" + HYBRID)
-    assert PromptCollator(opening, 99)(ITEMS)["prompts"]
-    with pytest.raises(ValueError, match="no system role.*--system_prompt"):
-        PromptCollator(opening, 99, "Be brief.")(ITEMS)
-
-
-@pytest.mark.parametrize("flag, value", [("clip", -1), ("scale", 0), ("answer_share", 1.5)])
-def test_reward_model_flags_out_of_range_are_named(flag, value):
-    with pytest.raises(ValueError, match=f"--reward_model_{flag}: {value}; it must be"):
-        train_grpo.parse_args([f"--reward_model_{flag}", str(value)])
-
-
-def test_the_reward_model_goes_where_it_is_asked_to(capsys, tmp_path):
-    with pytest.raises(SystemExit, match="2"):
-        train_grpo.main([*SMALL, "--out_dir", str(tmp_path), "--reward_model_device", "abacus"])
-    assert "--reward_model_device abacus" in capsys.readouterr().err.splitlines()[-1]
