@@ -81,7 +81,12 @@ def test_the_texts_compute_and_compare_rightly_and_their_answers_are_right(order
         nums = [int(number) for number in numbers.split(", ")]
         right, = countdown_reward([prompt], [reply], nums=[nums], target=[int(target)])
         row = behaviour({"completion": reply, "reward": right, "length": 0, "ended": True})
-        assert row["checks_right"] == 1 and row["slips"] == 0 and row["gave_up"] == 1 - right
+        assert row["gave_up"] == 1 - right
+        for left, value, goal, verdict in re.findall(r"(.*)=(\d+) (\d+) (yes|no)\n", reply):
+            assert (value == goal) == (verdict == "yes") and goal == target
+            parts = f"{left}={value}".split("=")        # 8*6, 48+9, 57
+            for part, following in zip(parts, parts[1:]):
+                assert eval(part) == int(re.match(r"\d+", following)[0])
         assert order == "random" or row["repeats"] == 0
         assert not countdown.is_heldout(nums, int(target))
         gave_up += 1 - right
@@ -131,10 +136,9 @@ def test_what_a_reply_does_is_read_off_it():
     lines = ["9+8=17+6=23 57 no", "9*6=54+8=61 57 no", "9+8=17+6=23 57 no", "8*6=48+9=57 57 no"]
     row = of(lines, "none")
     assert row["tries"] == 4 and row["repeats"] == 1 / 4 and row["gave_up"] == 1
-    assert row["slips"] == 1 / 4 and row["checks_right"] == 3 / 4       # 54+8; 57 57 no
     assert row["length/wrong"] == 50 and row["length/right"] is None
     row = of(["8/2=4*9=36 36 yes"], "8/2*9", reward=1.0)
-    assert row["gave_up"] == row["slips"] == 0 and row["length/right"] == 50
+    assert row["gave_up"] == 0 and row["length/right"] == 50
     assert of(["27*6=120+42=162"], "162")["tries"] is None
     assert behaviour({"completion": "<think>\n1+1=2+1=3 9 no\n1+", "length": 9, "ended": False,
                       "reward": None})["cut_off"] == 1
