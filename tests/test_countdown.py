@@ -62,7 +62,12 @@ def test_the_texts_compute_and_compare_rightly_and_their_answers_are_right(order
         nums = [int(number) for number in numbers.split(", ")]
         right, = countdown_reward([prompt], [reply], nums=[nums], target=[int(target)])
         row = behaviour({"completion": reply, "reward": right, "length": 0, "ended": True})
-        assert row["checks_right"] == 1 and row["slips"] == 0 and row["gave_up"] == 1 - right
+        assert row["gave_up"] == 1 - right
+        for left, value, goal, verdict in re.findall(r"(.*)=(\d+) (\d+) (yes|no)\n", reply):
+            assert (value == goal) == (verdict == "yes") and goal == target
+            parts = f"{left}={value}".split("=")        # 8*6, 48+9, 57
+            for part, following in zip(parts, parts[1:]):
+                assert eval(part) == int(re.match(r"\d+", following)[0])
         assert order == "random" or row["repeats"] == 0
         assert not countdown.is_heldout(nums, int(target))
         gave_up += 1 - right
@@ -104,7 +109,6 @@ def test_what_a_reply_does_is_read_off_it():
     reply = "<think>\n" + "\n".join(lines) + "\n</think>\n<answer>\nnone\n</answer>"
     row = behaviour({"completion": reply, "length": 50, "ended": True, "reward": 0.0})
     assert row["tries"] == 4 and row["repeats"] == 1 / 4 and row["gave_up"] == 1
-    assert row["slips"] == 1 / 4 and row["checks_right"] == 3 / 4       # 54+8; 57 57 no
     assert row["length/wrong"] == 50 and row["length/right"] is None
 
 
