@@ -115,9 +115,9 @@ class LikelihoodModel(RewardModel):
     or with `per_token` their mean, so that a reply is not better for being short.
 
     To see that a digit is wrong, a network must compute the right one and compare the two. A
-    language model's layers and head already do that. A new head would have to learn the comparison,
-    probably from many more pairs than a run produces. Trained on pairs, the score is the implicit
-    reward of DPO (Rafailov et al. 2023, arXiv 2305.18290) without the reference.
+    language model already does that; a new head would have to learn it, probably from many more
+    pairs than a run produces. Trained on pairs, the score is the implicit reward of DPO (Rafailov
+    et al. 2023, arXiv 2305.18290) without the reference.
     """
     centering = 0.0         # a log-likelihood has its own zero: certainty
     gpu_tokens = 2048       # fewer, since each token has logits for the whole vocabulary
@@ -170,14 +170,14 @@ def load_reward_model(path, *, device="cpu"):
 
     It can be a classifier that transformers knows, with one label; one of InternLM2's reward
     models; or a LikelihoodModel. `likelihood:` in front of the path of any language model makes it
-    one, whose score is the mean per token. The dtype is bfloat16 on CUDA and float32 elsewhere; a
-    LikelihoodModel is always float32. Code that comes with the weights never runs.
+    one, whose score is the mean per token. A LikelihoodModel is float32, the others on CUDA
+    bfloat16. Code that comes with the weights never runs.
     """
     with explained(f"--reward_model_device {device}", "torch has no such device here",
                    "choose cpu, or a GPU such as cuda:1"):
         torch.empty(0, device=device)
-    per_token, on_gpu = str(path).startswith(LIKELIHOOD), torch.device(device).type == "cuda"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    per_token = str(path).startswith(LIKELIHOOD)
     try:
         folder = local_path(str(path).removeprefix(LIKELIHOOD))
         saved = read_json(folder / "config.json")

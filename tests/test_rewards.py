@@ -48,20 +48,18 @@ def test_format_and_tag_rewards(completion, form, tags):
 
 
 @pytest.mark.parametrize("completion, gold, expected", [
-    ("<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>", "162", 1),
     ("<think>\n27*6=162\n</think>\n<answer>\n163\n</answer>", "162", 0),
     ("<think>\nx\n</think>\n<answer>\n7\n</answer>\n<answer>\n162\n</answer>", "162", 1),
     # an answer block inside the thinking does not count
     ("<think>\n<answer>162</answer>\n</think>\n<answer>\n7\n</answer>", "162", 0),
     ("<think>\n<answer>7</answer>\n</think>\n<answer>\n162\n</answer>", "162", 1),
-    ("<think>\n<answer>162</answer>\n</think>\n", "162", 0),
     ("<think>\n<answer>162</answer>", "162", 0),
     # a block that is empty, or never closed
     ("<think>\n162\n</think>\n<answer>\n\n</answer>", "162", 0),
     ("<think>\n162\n</think>\n<answer>\n162", "162", 0),
     # numbers in different notations; hedging is not a number
     ("<answer>\n1,234.50\n</answer>", "1234.5", 1),
-    ("<answer>\n1234.5\n</answer>", "1,234.50", 1), ("<answer> $-7. </answer>", -7, 1),
+    ("<answer> $-7. </answer>", -7, 1),
     ("<answer>7 or 8</answer>", "8", 0), ("<answer>nan</answer>", "5", 0),
     ("<answer>Paris</answer>", "Paris", 1), ("<answer>London</answer>", "Paris", 0),
     # no tags: the last number
