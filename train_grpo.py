@@ -55,7 +55,7 @@ from model.processes.world import for_learning, for_sampling
 from model.rollout import Minibatch, Rollout
 from model.storage.read import find_weights, load_pretrained, load_tokenizer
 from report import Report, UserError, describe
-from report.command_line import Parser, folder_name, number, steps_or_minutes, user_errors
+from report.command_line import Parser, folder_name, number, user_errors
 from report.metrics import drift, mean_metrics, no_part, rollout_metrics, sum_metrics
 from reward import combine_rewards, failures, load_reward_funcs, process, relatives
 
@@ -736,10 +736,7 @@ def add_report_flags(parser):
     flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
     flag("--run_name", type=folder_name, help="(default: grpo_<name of the weights>)")
     flag("--log_interval", type=COUNT, default=1, help="steps per line, where no bar can be drawn")
-    flag("--save_interval", type=steps_or_minutes, default="30",
-         help="steps between checkpoints and pictures, or minutes, as in 10m")
-    flag("--completions_limit", type=COUNT_OR_0, default=1000, help="megabytes after which "
-         "completions.jsonl becomes completions.1.jsonl, in place of an older one; 0: no limit")
+    flag("--save_interval", type=COUNT, default=30, help="steps between checkpoints")
     flag("--log_token_logps", action="store_true", help="completions.jsonl also gets each token "
          "and its log-probability, by which report.html shades it")
     flag("--resume", action="store_true", help="continue exactly from the run's checkpoint")

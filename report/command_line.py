@@ -73,28 +73,11 @@ def number(kind, low, high=10**9, *, above=False):
     return parse
 
 
-def steps_or_minutes(text):
-    """An argparse type: "30", a number of steps, or "10m", minutes; it stays a text."""
-    value = float(text[:-1]) if text.endswith("m") else int(text)
-    if not 0 < value <= 10**9:
-        raise argparse.ArgumentTypeError(f"{text}; it must be above 0 and at most {10**9}")
-    return text
-
-
 def folder_name(text):
     """An argparse type: the name of a folder, which can't lead out of the folder it is made in."""
     if Path(text).name != text or text in ("", "..") or not text.isprintable():
         raise argparse.ArgumentTypeError(f"{text!r}; it must be the name of a folder, without /")
     return text
-
-
-def flags_of_file(path):
-    """The flags in a file, as a shell reads them; # begins a comment. It can't name another one."""
-    try:
-        return shlex.split(Path(path).read_text(encoding="utf-8-sig"), comments=True)
-    except (OSError, ValueError) as error:      # no such file; no UTF-8; quotes that do not close
-        raise UserError(f"@{path}: no file of flags ({error}); check its name and its quotes"
-                        ) from None
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -111,21 +94,20 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of flags, and of files of flags, named as @file.
+    """A parser of flags, and of files of flags, named as @file, in which # begins a comment.
 
     A wrong flag raises UserError, so that all of a user's mistakes end in the same way.
     """
 
     def __init__(self, **options):
-        super().__init__(usage="%(prog)s [flags] [@file of flags]",
+        super().__init__(usage="%(prog)s [flags] [@file of flags]", fromfile_prefix_chars="@",
                          formatter_class=HelpFormatter, **options)
 
-    def parse_args(self, arguments=None):
-        """arguments: None for those of the command line."""
-        flags = []
-        for argument in sys.argv[1:] if arguments is None else arguments:
-            flags += flags_of_file(argument[1:]) if argument.startswith("@") else [argument]
-        return super().parse_args(flags)
+    def convert_arg_line_to_args(self, arg_line):
+        try:
+            return shlex.split(arg_line, comments=True)
+        except ValueError as error:
+            self.error(f"{error} in {arg_line}")
 
     def error(self, message):
         raise UserError(message)

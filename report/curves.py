@@ -101,11 +101,8 @@ class Run:
             if len(values) > 1 and len(parts) < 2:      # the reward only if one of them is missing
                 parts.append(form.format(values[0], values[-1]))
         count = self.steps[-1]["step"] - self.steps[0]["step"] + 1
-        parts.append(f"{count:,} steps")
         seconds = self.finite("step_time").sum() * count / len(self.steps)
-        if seconds:
-            parts.append(duration(seconds))
-        return ", ".join(parts)
+        return ", ".join([*parts, f"{count:,} steps", duration(seconds)])
 
 
 # --- the panels -----------------------------------------------------------------------------------
@@ -196,7 +193,7 @@ def draw_several(fig, runs):
     from matplotlib.lines import Line2D
 
     head(fig, f"{len(runs)} runs", "")
-    colors = list(itertools.islice(itertools.cycle(COLORS), len(runs)))
+    colors = [COLORS[i % len(COLORS)] for i in range(len(runs))]
     swatches = [Line2D([], [], color=color, linewidth=3) for color in colors]
     fig.legend(swatches, [run.name for run in runs], frameon=False, loc="center left",
                bbox_to_anchor=(0.02, 0.915), ncols=min(len(runs), 6), fontsize=10,
@@ -209,8 +206,7 @@ def draw_time(ax, run):
     phases = run.keys("timing_s/")      # the columns of the table; its rows are the steps
     table = np.array([[row.get(key) or 0.0 for key in phases] for row in run.steps])
     shares = table.sum(axis=0) / max(table.sum(), 1e-9)
-    # Average over at most 60 bins: a long run stays readable, and since these are means, each
-    # phase's area is still the time it took.
+    # Means over at most 60 bins: a phase's area is still the time it took.
     bins = np.array_split(np.arange(len(table)), min(len(table), 60))
     steps = [row["step"] for row in run.steps]
     edges = [steps[part[0]] - 0.5 for part in bins] + [steps[-1] + 0.5]
@@ -222,8 +218,7 @@ def draw_time(ax, run):
                   alpha=0.85, label=f"{name} {shares[i]:.0%}")
     if base.any():
         ax.legend(loc="center left", bbox_to_anchor=(0.99, 0.5), frameon=False, fontsize=8.5,
-                  reverse=True, handlelength=0.8, handleheight=0.8, handletextpad=0.5,
-                  labelspacing=0.7)
+                  reverse=True, handlelength=0.8, handleheight=0.8, handletextpad=0.5)
     finish(ax, [])
 
 
@@ -264,15 +259,14 @@ def line(ax, run, key, color, label, width):
     seen = np.isfinite(values)
     if not seen.any():
         return []
-    most_markers = 3
+    marker = ""
     if key.startswith("eval/"):
-        most_markers = 40
-        steps, values = steps[seen], values[seen]
+        marker, steps, values = "o", steps[seen], values[seen]
     else:
-        if len(values) > 10:
-            ax.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
+        ax.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
         values = smooth(values)
-    marker = "o" if len(values) <= most_markers else ""
+    if len(values) == 1:        # which makes no line
+        marker = "o"
     ax.plot(steps, values, color=color, linewidth=width, marker=marker, markersize=3.5)
     return [(values[np.isfinite(values)][-1], label, color)]
 
@@ -280,16 +274,17 @@ def line(ax, run, key, color, label, width):
 def smooth(values):
     """Centred moving average over a tenth of the series, with a Hann window, ignoring NaNs."""
     # A box window would spread a single spike into a plateau; this one keeps it a bump.
-    kernel = np.hanning(2 * (len(values) // 20) + 3)[1:-1]      # of an odd length: it has a centre
-    seen = np.isfinite(values)
-    known = np.array([seen, np.where(seen, values, 0.0)])
-    sums = np.array([np.convolve(row, kernel, mode="same") for row in known])
-    # Most is learned in the first steps, and a window cut in half there would hide where the run
-    # began: so it grows from a single value, and stays centred.
-    for i in range(len(kernel) // 2):
-        sums[:, i] = known[:, :2 * i + 1] @ np.hanning(2 * i + 3)[1:-1]
-    weight, total = sums
-    return np.where(weight > 0, total / np.maximum(weight, 1e-9), np.nan)
+    means = np.full(len(values), np.nan)
+    for i in range(len(values)):
+        # Most is learned in the first steps: there the window grows from a single value, and stays
+        # centred, so that the curve begins where the run began.
+        reach = min(len(values) // 20, i)
+        window = values[i - reach:i + reach + 1]
+        weights = np.hanning(2 * reach + 3)[1:-1][:len(window)]
+        seen = np.isfinite(window)
+        if seen.any():
+            means[i] = np.average(window[seen], weights=weights[seen])
+    return means
 
 
 def finish(ax, ends, form="", top=None):

@@ -5,13 +5,12 @@
 The page is page.html with the data of the run in it. It needs no network, and what a model wrote is
 only ever text in it. A long run has more completions than a page can hold: it shows some steps,
 closer together at the start, where most is learned, and the first groups of each (batches are
-shuffled), and says what it leaves out.
+shuffled).
 """
 import argparse
 import itertools
 import json
 import math
-import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,8 +19,8 @@ from .curves import Run
 from .text import columns, cut, rounded, to_line
 
 TEMPLATE = Path(__file__).with_name("page.html")
-MOST_BYTES = 1_600_000      # of completions, so that a page stays under 2 MB
 MOST_STEPS = 40
+MOST_BYTES = 40_000         # of a step: then a page has less than 2 MB
 MOST_CHARACTERS = 4000      # of a text: a longer one loses its middle
 SHOWN_ARGS = ["reward_funcs", "reward_weights", "num_generations", "learning_rate", "beta",
               "loss_type", "temperature", "max_gen_len", "seed"]
@@ -63,53 +62,27 @@ def page_data(run_dir):
 
 
 def sample_steps(run_dir, last, args):
-    """Some steps with as many of their first groups as fit, in one pass over the files.
+    """Some steps with their first groups, in one pass over the file; the last step is shown.
 
-    last: the last step. It is shown, and so is the first that the files have.
+    A line begins with its step, so that most need not be parsed: {"step": 7, ...
     """
-    found, wanted = [], None
-    for step, lines in itertools.groupby(lines_of(run_dir), key=step_of):
-        wanted = wanted or spread(step, last)
-        if step in wanted:
-            found.append(shown_step(step, list(lines), MOST_BYTES / len(wanted), args))
-    while len(found) > 2 and sum(map(size, found)) > MOST_BYTES:
-        found = [*found[:-1:2], found[-1]]      # every second one, and the last
-    return found
+    shown = {round(1 + (last - 1) * (i / (MOST_STEPS - 1)) ** 2) for i in range(MOST_STEPS)}
+    steps = []
+    with open(run_dir / "completions.jsonl", encoding="utf-8") as file:
+        whole = (line for line in file if line.endswith("}\n"))     # one is being written
+        for step, lines in itertools.groupby(whole, key=lambda line: line[9:line.index(",")]):
+            if last <= MOST_STEPS or int(step) in shown:
+                steps.append(shown_step(int(step), list(lines), args))
+    return steps
 
 
-def lines_of(run_dir):
-    """The whole lines of the older completions, then of the others; one being written is none."""
-    for name in ("completions.1.jsonl", "completions.jsonl"):
-        if (run_dir / name).exists():
-            with open(run_dir / name, "rb") as file:
-                yield from (line for line in file if line.endswith(b"}\n"))
-
-
-def step_of(line):
-    """The step of a line of completions, where it comes first: most lines need not be parsed."""
-    return int(re.match(rb'{"step": (\d+)', line)[1])
-
-
-def spread(first, last):
-    """At most MOST_STEPS steps with both ends, closer together at the start."""
-    steps = range(first, last + 1)
-    if len(steps) <= MOST_STEPS:
-        return set(steps)
-    return {round(first + (last - first) * (i / (MOST_STEPS - 1)) ** 2) for i in range(MOST_STEPS)}
-
-
-def size(value):
-    """Its bytes on the page."""
-    return len(to_script(value).encode())
-
-
-def shown_step(step, lines, most_bytes, args):
+def shown_step(step, lines, args):
     """A step and its first groups: one, and as many more as fit."""
-    G = args["num_generations"]
+    G, most_bytes = args["num_generations"], MOST_BYTES
     groups = []
     for i in range(0, len(lines), G):
         group = shown_group([json.loads(line) for line in lines[i:i + G]], args)
-        most_bytes -= size(group)
+        most_bytes -= len(to_script(group).encode())
         if groups and most_bytes < 0:
             break
         groups.append(group)
@@ -136,7 +109,7 @@ def shown_row(row, args):
              "rewards": {name: rounded(value) for name, value in row["rewards"].items()},
              "length": row.get("length"), "ended": row.get("ended", True),
              "right": is_right(row, args)}
-    room = min(MOST_CHARACTERS, 100_000 // args["num_generations"])
+    room = min(MOST_CHARACTERS, MOST_BYTES // args["num_generations"])
     if "tokens" not in row:
         shown["text"] = cut(row["completion"], room)
         return shown

@@ -8,7 +8,6 @@ import importlib.util
 import io
 import json
 import math
-import os
 import shutil
 import sys
 import time
@@ -17,14 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from rich import box
-from rich.console import Console
+from rich.console import Console, Group
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
 from .metrics import training_time
-from .text import UserError, duration, fold, is_finite, number, printable, reason, to_json, to_line
+from .text import UserError, cut, duration, is_finite, number, printable, reason, to_json, to_line
 
 # The most common ways a run fails, each with its remedy.
 NO_SIGNAL = ("in most groups every completion got the same reward, so the advantages are 0 and "
@@ -57,14 +56,10 @@ class Report:
         self.first_difference = None            # rollout_probs_diff_mean, when it was first known
         self.timings = Counter()                # timing_s/<phase> -> seconds since the last step
         self.running = None, 0.0                # the phase that is being timed, and since when
-        self.numbers = ""                       # what the bar shows of the last step
-        self.is_slow = True                     # whether that took more than a second
         self.warned_at = {}                     # text of a warning -> step that last printed it
         self.has_begun = False                  # whether the first step is done
         self.held_back = []                     # evaluations until then
-        # A run that was killed after its last step may not have drawn it: its resume does.
-        self.drawn_step = start_step if start_step < total_steps else None
-        self.next_drawing = -math.inf           # a time
+        self.drawn_at = -math.inf               # a time
 
     def __enter__(self):
         if not self.active:
@@ -72,7 +67,6 @@ class Report:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.swanlab = start_swanlab(self.run_dir, self.args)
         self.bar = tqdm(total=self.total_steps, initial=self.start_step, dynamic_ncols=True,
-                        desc="eval",            # a run that evaluates begins with that
                         bar_format="{n_fmt:>4}/{total_fmt} |{bar:12}|{desc}",
                         # None draws the bar only if stderr is a terminal; without a bar,
                         # step() prints plain lines.
@@ -84,16 +78,12 @@ class Report:
         if not self.active:
             return
         self.bar.close()
-        self.next_drawing = -math.inf
-        self.draw()
+        if self.has_begun:
+            self._draw()
         if error is None and self.current_step:
             self._print_summary()
-        # SwanLab's own Ctrl-C handler may already have finished its run.
-        if self.swanlab and self.swanlab.has_run():
-            if error is None:
-                self.swanlab.finish()
-            else:
-                self.swanlab.finish("crashed", f"{error_type.__name__}: {error}")
+        if self.swanlab and self.swanlab.has_run():     # it ends its run itself after Ctrl-C
+            self.swanlab.finish()
 
     # --- called by the training loop --------------------------------------------------------------
 
@@ -133,9 +123,9 @@ class Report:
                         "the policy learns, watch the reward and the accuracy.\n")
 
     def phase(self, name):
-        """From here to the next phase, or to step() or draw(), time goes to timing_s/<name>.
+        """From here to the next phase, or to step(), time goes to timing_s/<name>.
 
-        What runs after step() counts towards the next step. If steps are slow, the bar names it.
+        What runs after step() counts towards the next step.
         """
         if torch.cuda.is_available():
             torch.cuda.synchronize()    # a GPU is still working when a call returns
@@ -144,28 +134,20 @@ class Report:
         if before:
             self.timings[f"timing_s/{before}"] += now - since
         self.running = name, now
-        if self.active and self.is_slow and not self.bar.disable:
-            self.bar.set_description_str(f"{self.numbers}  {name or ''}".rstrip())
 
     def evaluation(self, step, metrics):
         """Record, print and return one held-out evaluation; step 0 is before training."""
         if not self.active:
             return metrics
         self._write("eval", step, metrics)
-        self._log(metrics, step)
-        if step == self.start_step:
-            # The first evaluation is not part of a step: keep it out of the time left.
-            self.training_started = time.perf_counter()
-        forms = {"accuracy": "{:.1%} sampled", "greedy_accuracy": "{:.1%} greedy",
-                 "reward": "reward {:.2f}", "mean_length": "{:.0f} tokens"}
-        parts = []
-        for key, value in metrics.items():
-            name = key.removeprefix("eval/")
-            says_the_same = name == "reward" and value == metrics.get("eval/accuracy")
-            if is_finite(value) and not says_the_same:
-                parts.append(forms.get(name, f"{name} {{:.1%}}").format(value))
-        known = ", ".join(parts) or "not known: the evaluation rewards judged nothing"
-        self._print(Text(f"step {step:>3}  held-out accuracy {known}", style="bold"))
+        if step == self.start_step:         # the metrics of no step have it
+            self._log(metrics, step)
+            self.training_started = time.perf_counter()     # keep it out of the time left
+        sampled, greedy, length = (
+            number(metrics.get(f"eval/{name}"), spec) for name, spec in
+            (("accuracy", ".1%"), ("greedy_accuracy", ".1%"), ("mean_length", ".0f")))
+        self._print(Text(f"step {step:>3}  held-out accuracy {sampled} sampled, {greedy} greedy, "
+                         f"{length} tokens", style="bold"))
         return metrics
 
     def step(self, step, metrics, rows):
@@ -190,35 +172,20 @@ class Report:
                    "perf/throughput": metrics["tokens"] / max(took, 1e-9)}
         self.timings.clear()
         self._write("metrics", step, metrics)
-        path, limit = self.run_dir / "completions.jsonl", self.args.completions_limit * 1e6
-        if limit and path.exists() and path.stat().st_size > limit:
-            os.replace(path, self.run_dir / "completions.1.jsonl")
         self._write("completions", step, *rows)
-        # evaluation() has already logged the eval/ metrics.
-        self._log({key: value for key, value in metrics.items() if not key.startswith("eval/")},
-                  step)
+        self._log(metrics, step)
 
         is_end = step in (self.start_step + 1, self.total_steps)
-        self.numbers, self.is_slow = self._numbers(step, metrics), took > 1
+        numbers = self._numbers(step, metrics)
         if not self.bar.disable:
-            self.bar.set_description_str(self.numbers, refresh=False)
+            self.bar.set_description_str(numbers, refresh=False)
             self.bar.update(step - self.bar.n)
         elif is_end or step % self.args.log_interval == 0:
-            self._print(f"step {step:>3}/{self.total_steps}  {self.numbers}")
+            self._print(f"step {step:>3}/{self.total_steps}  {numbers}")
         self._warn_of_failures(metrics)
         if rows and is_end:
-            self.group(step, rows[:self.args.num_generations])
-
-    def group(self, step, rows):
-        """Print one group, whose rows are as describe() returns them, and give it to SwanLab."""
-        if not self.active:
-            return
-        self._print(group_table(step, rows, min(shutil.get_terminal_size().columns, 110)))
-        if self.swanlab:
-            samples = [self.swanlab.Text(printable(f"{row['prompt']}\n\n{row['completion']}"),
-                                         caption=f"reward {number(row['reward'])}")
-                       for row in rows[:8]]
-            self.swanlab.log({"samples": samples}, step=step)
+            width = min(shutil.get_terminal_size().columns, 110)
+            self._print(one_group(step, rows[:self.args.num_generations]), width)
 
     def warn(self, text):
         """Print a warning above the bar, the same text at most once in 20 steps."""
@@ -227,47 +194,36 @@ class Report:
             self._print(Text.assemble(("warning: ", "bold magenta"), printable(text)))
 
     def draw(self):
-        """Draw curves.png and report.html from the lines written so far; a failure only warns.
-
-        Skipped if the last ones show them all, or are so young that drawing would take 5% of the
-        run's time.
-        """
-        self.phase(None)
-        start = time.perf_counter()
-        has_news = self.current_step != self.drawn_step
-        if not self.active or not has_news or start < self.next_drawing:
-            return
-        # Imported here: `python -m report.page` would warn of a module that it runs a second time.
-        from . import curves, page
-        for name, module, write, source in (
-                ("curves.png", "curves", curves.draw_curves, [self.run_dir]),
-                ("report.html", "page", page.write_page, self.run_dir)):
-            path = self.run_dir / name
-            new = path.with_stem(f"{path.stem}.new")
-            try:
-                write(source, new)
-                os.replace(new, path)
-            except Exception as error:      # no picture is worth losing a run for
-                self.warn(f"{name} could not be drawn ({type(error).__name__}: {error}); try "
-                          f"`python -m report.{module} {short(self.run_dir)}` later.")
-        gc.collect()    # a picture is megabytes of objects that refer to each other
-        now = time.perf_counter()
-        self.drawn_step, self.next_drawing = self.current_step, now + 20 * (now - start)
+        """Draw curves.png and report.html, at most once a minute; the end of the run does too."""
+        if self.active and time.perf_counter() - self.drawn_at > 60:
+            self._draw()
+            self.drawn_at = time.perf_counter()
 
     # --- helpers ----------------------------------------------------------------------------------
 
-    def _print(self, part):
+    def _draw(self):
+        # Imported here: `python -m report.page` would warn of a module that it runs a second time.
+        from . import curves, page
+        try:
+            curves.draw_curves([self.run_dir], self.run_dir / "curves.png")
+            page.write_page(self.run_dir, self.run_dir / "report.html")
+        except Exception as error:      # no picture is worth losing a run for
+            self.warn(f"curves.png and report.html could not be drawn ({reason(error)}); "
+                      f"`python -m report.page {short(self.run_dir)}` tries again")
+        gc.collect()    # a picture is megabytes of objects that refer to each other
+
+    def _print(self, part, width=None):
         """Print a text or a table above the bar, coloured only in a terminal."""
         is_terminal = sys.stdout.isatty()
+        if width is None and not is_terminal:
+            width = 10_000                      # in a pipe no line is broken
+        # On paper first: rich ends a program whose reader has gone.
+        paper = io.StringIO()
+        # No markup: "[red]" in what a model wrote is text.
+        Console(file=paper, force_terminal=is_terminal, width=width, markup=False, emoji=False,
+                highlight=False).print(part)
         encoding = sys.stdout.encoding or "utf-8"
-        # On paper first: rich ends a program whose reader has gone. '?' is what can't be encoded.
-        paper = io.TextIOWrapper(io.BytesIO(), encoding, errors="replace", newline="")
-        # No markup: "[red]" in what a model wrote is text. In a pipe no line is broken.
-        console = Console(file=paper, force_terminal=is_terminal, markup=False, emoji=False,
-                          highlight=False, width=None if is_terminal else 10_000)
-        console.print(part)
-        paper.flush()
-        text = paper.buffer.getvalue().decode(encoding)
+        text = paper.getvalue().encode(encoding, errors="replace").decode(encoding)
         with suppress(OSError):     # nobody reads it: a closed terminal, the end of `| tee log`
             tqdm.write("\n".join(line.rstrip() for line in text.split("\n")), end="")
             sys.stdout.flush()
@@ -292,7 +248,7 @@ class Report:
 
     def _begin(self):
         """A first step is done: from here on the folder is this run's."""
-        for name in ("metrics", "eval", "completions", "completions.1"):
+        for name in ("metrics", "eval", "completions"):
             drop_lines_after(self.start_step, self.run_dir / f"{name}.jsonl")
         if self.start_step == 0:        # these belong to an earlier run
             for name in ("checkpoint", "checkpoint.old", "final", "adapter"):
@@ -309,13 +265,8 @@ class Report:
         if not self.has_begun:
             self.held_back += [(step, row) for row in rows]
             return
-        path = self.run_dir / f"{name}.jsonl"
-        try:
-            with open(path, "a", encoding="utf-8") as file:
-                file.writelines(to_line({"step": step, **row}) for row in rows)
-        except OSError as error:
-            raise UserError(f"{path} could not be written ({error.strerror}); make room, "
-                            "then go on with --resume") from error
+        with open(self.run_dir / f"{name}.jsonl", "a", encoding="utf-8") as file:
+            file.writelines(to_line({"step": step, **row}) for row in rows)
 
     def _log(self, metrics, step):
         if self.swanlab:
@@ -341,7 +292,6 @@ class Report:
                             ("completions", "completions.jsonl"), ("the trained model", "final")):
             if (self.run_dir / name).exists():
                 facts[label] = short(self.run_dir / name)
-        self._print("")
         self._print(facts_table(facts))
 
 
@@ -378,32 +328,33 @@ def facts_table(facts):
     return table
 
 
-def group_table(step, rows, width):
-    """A prompt and at most 8 completions, best to worst; copies share a row, and are counted."""
-    title = Text(f"\nstep {step}, one group of {len(rows)}", style="bold")
+def one_group(step, rows):
+    """A prompt and at most 8 completions, best to worst; copies are shown once, and counted."""
+    title = f"\nstep {step}, one group of {len(rows)}"
     if rows[0].get("answer"):
-        title.append(f", the answer is {fold(str(rows[0]['answer']), 200)}")
-    title.append("\n" + fold(rows[0]["prompt"], 500), style="not bold")
-    table = Table(title=title, title_justify="left", title_style="", header_style="dim",
-                  box=box.HORIZONTALS, padding=(0, 1, 0, 0), width=width)
-    parts = [name.removesuffix("_reward").replace("_", "\n") for name in rows[0]["rewards"]]
-    taken = 20 + sum(2 + max(5, *map(len, part.split("\n"))) for part in parts)
-    if taken + 24 > width:      # no room for the completion: completions.jsonl has these numbers
-        parts = []
-    for head in ("advantage", "reward", *parts):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("completion", ratio=1, overflow="fold")
+        title += f", the answer is {one_line(str(rows[0]['answer']))}"
+    names = ["reward", *(name.removesuffix("_reward") for name in rows[0]["rewards"])]
+    widths = [max(len(name), 5) for name in names]
+    head = "".join(f"  {name:>{width}}" for name, width in zip(names, widths))
     copies = Counter()
     for row in sorted(rows[:8], key=lambda row: (
             -row["reward"] if is_finite(row["reward"]) else math.inf)):
-        values = [row["reward"], *row["rewards"].values()]
-        numbers = [number(row["advantage"], "+.2f"), *map(number, values)]
-        copies[*numbers[:2 + len(parts)], fold(row["completion"], 400)] += 1
-    for (*numbers, completion), count in copies.items():
+        numbers = f"  {number(row['advantage'], '+.2f'):>9}"
+        for value, width in zip([row["reward"], *row["rewards"].values()], widths):
+            numbers += f"  {number(value):>{width}}"
+        copies[numbers, one_line(row["completion"])] += 1
+    parts = [Text(title, "bold"), one_line(rows[0]["prompt"]), Text(f"\n  advantage{head}", "dim")]
+    for (numbers, completion), count in copies.items():
         if count > 1:
-            completion = f"{count} times: {completion}"
-        table.add_row(*numbers, completion)
-    return table
+            numbers += f"  {count} times"
+        parts += [Text(numbers, "cyan"), Padding(completion, (0, 0, 1, 2))]
+    return Group(*parts)
+
+
+def one_line(text):
+    """The text, at most 400 characters of it, its line breaks shown as ⏎."""
+    text = cut(text.strip(), 400).replace("\n", "⏎ ").replace("\t", " ")
+    return printable(text) or "(empty)"
 
 
 def short(path):

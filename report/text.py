@@ -1,13 +1,7 @@
 """Files of jsonl, read and written; and numbers, durations and long texts for a terminal."""
 import json
 import math
-import re
-from contextlib import suppress
 from pathlib import Path
-
-# What a terminal would obey instead of showing it: C1 controls, line separators, bidirectional
-# marks; and halves of characters, which UTF-8 cannot write. JSON itself escapes the C0 controls.
-HIDDEN = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
 class UserError(ValueError):
@@ -49,11 +43,6 @@ def cut(text, room):
     return f"{text[:half]} … [{len(text) - 2 * half:,} characters left out] … {text[-half:]}"
 
 
-def fold(text, room):
-    """The text, cut to `room` characters, in one line: its line breaks shown as ⏎."""
-    return printable(cut(text.strip(), room).replace("\n", "⏎ ").replace("\t", "·")) or "(empty)"
-
-
 def reason(error):
     """The class of an exception and the first sentence of its message, in one line.
 
@@ -89,30 +78,23 @@ def to_json(value):
 
 
 def to_line(row):
-    """The row as a line of strict JSON that can be shown: other languages stay, controls don't."""
-    line = json.dumps(to_json(row), ensure_ascii=False, allow_nan=False)
-    return HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", line) + "\n"
+    """The row as a line of strict JSON; other languages stay readable."""
+    return json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_jsonl(path, *, most=None):
-    """The lines of a file as a list of dicts; an empty list if there is no such file.
+    """The lines of a run's file as a list of dicts; an empty list if there is no such file.
 
-    most: read no more lines than that, evenly spaced, with the first and the last.
-    Reading stops at the first line that is not JSON: a run that is still writing, or was killed,
-    may leave half a line at the end.
+    most: parse no more lines than that, evenly spaced, with the first and the last. Half a line at
+    the end is left out: the run is still writing, or was killed.
     """
     if not Path(path).exists():
         return []
-    rows, wanted = [], None
-    with open(path, encoding="utf-8", errors="replace") as file, suppress(ValueError):
-        if most:
-            last = sum(line.endswith("\n") for line in file) - 1
-            wanted = {round(i * last / (most - 1)) for i in range(most)}
-            file.seek(0)
-        for number, line in enumerate(file):
-            if wanted is None or number in wanted:
-                rows.append(json.loads(line))
-    return rows
+    with open(path, encoding="utf-8", errors="replace") as file:
+        lines = [line for line in file if line.endswith("\n")]
+    if most and len(lines) > most:
+        lines = [lines[i * (len(lines) - 1) // (most - 1)] for i in range(most)]
+    return [json.loads(line) for line in lines]
 
 
 def read_lines(path):
@@ -130,22 +112,14 @@ def read_lines(path):
 
 
 def parse(line, where):
-    """A line of bytes as JSON."""
+    """A line of bytes as JSON: in UTF-8, without NaN and without halves of characters."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
         json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
         return row
-    except UnicodeDecodeError:
-        raise UserError(f"{where}: not UTF-8; save the file as UTF-8") from None
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
-        raise UserError(f"{where}: {half} is half of a character; write both halves, or none"
-                        ) from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); "
-                        "write one object per line") from None
-    except (ValueError, RecursionError) as error:   # NaN, too many digits; nested too deep
-        raise UserError(f"{where}: not valid JSON ({error}); write one object per line") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON in UTF-8 ({reason(error)}); write one object per "
+                        "line") from None
 
 
 def write_jsonl(path, rows):

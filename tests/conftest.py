@@ -42,8 +42,7 @@ def turns(*contents):
 def report_args(**changed):
     """The flags that a Report reads."""
     return argparse.Namespace(**{"swanlab": "disabled", "wandb_project": "MiniGRPO",
-                                 "log_interval": 1, "num_generations": 2,
-                                 "completions_limit": 0} | changed)
+                                 "log_interval": 1, "num_generations": 2} | changed)
 
 
 def interrupt(number):

@@ -54,13 +54,9 @@ def left_out(node):
 
 def surveyed_lines(module):
     source = (ROOT / module).read_text(encoding="utf-8")
-    first, last = 1, len(source.splitlines())
-    if module in CONFIG["part"]:
-        first, last = (source[:source.index(text)].count("\n") + 1
-                       for text in CONFIG["part"][module])
     out = {line for node in ast.walk(ast.parse(source)) if left_out(node)
            for line in range(node.lineno, node.end_lineno + 1)}
-    return set(range(first, last + 1)) - out
+    return set(range(1, len(source.splitlines()) + 1)) - out
 
 
 def compiles(item):

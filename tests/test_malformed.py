@@ -2,11 +2,9 @@
 import copy
 import io
 import itertools
-import json
 import pickle
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +20,8 @@ from model.storage import files
 from model.storage.read import load_pretrained, load_tokenizer
 from model.storage.tokenizer import read_chats
 from model.storage.write import save_adapter, save_pretrained
-from report import Report, UserError, user_errors
-from report.text import fold, printable, read_jsonl, to_line
+from report import UserError, user_errors
+from report.text import printable
 from reward import load_reward_model
 from reward.train_reward_model import read_pairs
 
@@ -310,21 +308,14 @@ def test_a_flag_that_is_out_of_bounds(flag, values, capsys, tmp_path):
 
 
 @parametrize("content, words", [
-    (b"\xff", "@self"), (b"--run_name 'a", "@self quotes"), (b"--run_name ../x", "--run_name"),
-    (b"@self", "@self"), (b"--no_such_flag", "--no_such_flag"),
+    (b"--run_name 'a", "quotation"), (b"--run_name ../x", "--run_name"),
+    (b"--no_such_flag", "--no_such_flag"), (None, "No such file or directory: 'flags'"),
 ])
 def test_a_broken_file_of_flags(content, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("self").write_bytes(content)
-    line = fails(capsys, "@self")
-    assert all(word in line for word in words.split()), line
-    assert [path.name for path in tmp_path.iterdir()] == ["self"]
-
-
-@parametrize("make", [lambda path: None, Path.mkdir])
-def test_a_file_of_flags_that_is_none(make, capsys, tmp_path):
-    make(tmp_path / "flags")
-    assert f"@{tmp_path}/flags" in fails(capsys, f"@{tmp_path}/flags")
+    if content:
+        Path("flags").write_bytes(content)
+    assert words in fails(capsys, "@flags")
 
 
 def test_out_dir_that_is_a_file(capsys, tmp_path):
@@ -357,7 +348,6 @@ FRIENDLY = "小明　有3个🙂 naïve\n\té 👨\u200d👩"
 def test_hostile_text_reaches_a_terminal_only_as_dots():
     assert printable(HOSTILE) == "red ·[31m·2J·· ·txt.exe· ·· · end"
     assert printable(FRIENDLY) == FRIENDLY
-    assert fold(HOSTILE, 80) == printable(HOSTILE)
 
 
 def test_a_users_error_is_one_line_that_cannot_spoof(capsys):
@@ -368,23 +358,6 @@ def test_a_users_error_is_one_line_that_cannot_spoof(capsys):
     with pytest.raises(SystemExit):
         main()
     assert capsys.readouterr().err == f"some.py: error: a reward said: {printable(HOSTILE)}\n"
-
-
-def test_lines_of_json_cannot_spoof_either_and_read_back_the_same(tmp_path):
-    row = {"step": 1, "completion": HOSTILE + FRIENDLY, HOSTILE: 1}
-    line = to_line(row)
-    assert printable(line) == line and "小明" in line and "🙂" in line
-    (tmp_path / "some.jsonl").write_text(line, encoding="utf-8")
-    assert read_jsonl(tmp_path / "some.jsonl") == [row] == [json.loads(line)]
-
-
-def test_a_run_writes_and_tracks_hostile_completions_safely(tmp_path):
-    report, texts = Report(tmp_path, None, total_steps=1), []
-    report.swanlab = SimpleNamespace(
-        Text=lambda text, caption: texts.append(text), log=lambda *_, **__: None)
-    row = {"prompt": HOSTILE, "completion": HOSTILE, "reward": 1.0, "advantage": 0.0, "rewards": {}}
-    report.group(1, [row])
-    assert texts == [printable(f"{HOSTILE}\n\n{HOSTILE}")]
 
 
 def test_a_streamed_reply_is_shown_with_dots(monkeypatch, capsys):

@@ -6,13 +6,13 @@ import subprocess
 
 import pytest
 
-from report.page import MOST_BYTES, write_page
+from report.page import write_page
 from report.text import to_line
 
 HOSTILE = [
     "</script><script>document.title = 'owned'</script>",
     "<img src=http://hostile.invalid/x onerror=\"document.title = 'owned'\"> <!-- <script>",
-    "line\u2028break \u202e reversed \ud800 half \x1b[31m red \0",
+    "line\u2028break \u202e reversed \x1b[31m red \0",
     "苹果 👩\u200d👧 {{data}} &lt;b&gt;",
 ]
 G = 4
@@ -62,38 +62,31 @@ def test_the_page_holds_what_the_run_wrote(tmp_path):
         "answer": "2"}
 
 
-@pytest.mark.parametrize("text, steps, least", [("x" * 100, 300, 36), ("x" * 20_000, 100, 36),
-                                                ("x" * 300_000, 5, 3)],
-                         ids=["short", "long", "huge"])
-def test_a_page_is_small_and_has_more_of_the_early_steps(text, steps, least, tmp_path):
-    rows = [row(step, f"{i} {text} {step}") for step in range(3, steps + 1) for i in range(2 * G)]
-    older = 2 * G * (steps // 3)            # rows in a file of their own (--completions_limit)
-    run = write_run(tmp_path / "run", rows[older:], steps)
-    (run / "completions.1.jsonl").write_text("".join(map(to_line, rows[:older])), encoding="utf-8")
+@pytest.mark.parametrize("text, steps, shown", [("x" * 100, 300, 39), ("x" * 300_000, 5, 5)],
+                         ids=["many", "long"])
+def test_a_page_is_small_and_has_more_of_the_early_steps(text, steps, shown, tmp_path):
+    rows = [row(step, f"{i} {text} {step}") for step in range(1, steps + 1) for i in range(2 * G)]
+    run = write_run(tmp_path / "run", rows, steps)
     with open(run / "completions.jsonl", "a") as file:
         file.write('{"step": ')             # half a line: the run was killed
     write_page(run, tmp_path / "page.html")
-    assert (tmp_path / "page.html").stat().st_size < MOST_BYTES + 200_000
-    shown = embedded(tmp_path / "page.html")["steps"]
-    numbers = [step["step"] for step in shown]
-    assert numbers[0] == 3 and numbers[-1] == steps and least <= len(numbers) <= 40
+    assert (tmp_path / "page.html").stat().st_size < 2_000_000
+    data = embedded(tmp_path / "page.html")["steps"]
+    numbers = [step["step"] for step in data]
+    assert numbers[:3] == [1, 2, 3] and numbers[-1] == steps and len(numbers) == shown
     assert sorted(set(numbers)) == numbers
-    assert steps == 5 or numbers[5] - numbers[0] < numbers[-1] - numbers[-6]
-    last = shown[-1]["groups"][0]["rows"]
+    last = data[-1]["groups"][0]["rows"]
     assert len(last) == G and re.fullmatch(f"2 x.*x {steps}", last[2]["text"])
 
 
-def test_long_tokens_lose_their_middle_and_steps_go_until_the_rest_fits(tmp_path):
+def test_long_tokens_lose_their_middle(tmp_path):
     tokens = {"tokens": [*"<" * 999, "end"], "token_advantages": [-1.2] * 1000,
               "token_logps": [-i / 100 for i in range(1000)]}
-    rows = [row(step, **tokens) for step in range(1, 6) for i in range(32)]
-    write_page(write_run(tmp_path / "run", rows, 5, num_generations=32), tmp_path / "page.html")
-    assert (tmp_path / "page.html").stat().st_size < MOST_BYTES + 200_000
-    shown = embedded(tmp_path / "page.html")["steps"]
-    assert shown[0]["step"] == 1 and shown[-1]["step"] == 5 and 2 <= len(shown) < 5
-    last = shown[-1]["groups"][0]["rows"][2]
-    assert len(last["tokens"]) == len(last["logps"]) == len(last["advantages"]) == 781
-    assert "220 tokens" in last["tokens"][390] and last["logps"][390] is None
+    run = write_run(tmp_path / "run", [row(1, **tokens)] * 32, 1, num_generations=32)
+    write_page(run, tmp_path / "page.html")
+    last = embedded(tmp_path / "page.html")["steps"][0]["groups"][0]["rows"][2]
+    assert len(last["tokens"]) == len(last["logps"]) == len(last["advantages"]) == 313
+    assert "688 tokens" in last["tokens"][156] and last["logps"][156] is None
     assert last["tokens"][-1] == "end" and last["logps"][-1] == -9.99
 
 
@@ -119,23 +112,20 @@ def dom_after(page, fragment=""):
 
 def test_hostile_completions_are_only_text_in_a_browser(tmp_path):
     page, nan = tmp_path / "page.html", float("nan")
-    rows = [row(step, text, reward, prompt="\n".join(HOSTILE), answer=HOSTILE[1], **more)
-            for step in (1, 2) for text, reward, more in zip(HOSTILE, (1.0, nan, None, 0.0), (
+    rows = [row(1, text, reward, prompt="\n".join(HOSTILE), answer=HOSTILE[1], **more)
+            for text, reward, more in zip(HOSTILE, (1.0, nan, None, 0.0), (
                 {}, {}, {"advantage": nan}, {"ended": False}))]
-    write_page(write_run(tmp_path / "run", rows, 2), page)
-    dom = dom_after(page, "#step=2&group=1")
+    write_page(write_run(tmp_path / "run", rows, 1), page)
+    dom = dom_after(page, "#step=1&group=1")
     assert "hostile.invalid" not in (tmp_path / "net.json").read_text()
     body = dom[:dom.index('<script type="application/json"')]
     assert "<title>run</title>" in dom and "<img" not in body and "<script" not in body
-    cards = re.findall(r"<article[^>]*>(.*?)</article>", body, re.S)
-    assert len(cards) == 3 * G          # the group, and then and now
-    assert [re.search("<b>(.*?)</b>", card)[1] for card in cards[:G]] == [
-        "1.00", "0.00", "–", "–"]
+    cards = re.findall(r"<article[^>]*>(.*?)</article>", body, re.S)[:G]
+    assert [re.search("<b>(.*?)</b>", card)[1] for card in cards] == ["1.00", "0.00", "–", "–"]
     assert "✓ right" in cards[0] and "✗ wrong · cut off" in re.sub("<[^>]+>", "", cards[1])
     assert "&lt;/script&gt;&lt;script&gt;document.title = 'owned'" in cards[0]
     assert "苹果 👩\u200d👧 {{data}} &amp;lt;b&amp;gt;" in cards[1]
-    assert "line·break · reversed" in body and ">step 2</label>" in body
-    assert body.count("<figure>") >= 1 and 'd="M' in body
+    assert "line·break · reversed" in body and 'd="M' in body
 
 
 KEYS = """<script>

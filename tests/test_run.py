@@ -413,7 +413,6 @@ def test_truncated_completions_count_nothing_but_as_sequences(policy, six):
 
 
 # Judges the completions of its first call, and no others.
-# Judges the completions of its first call, and no others.
 JUDGES_ONCE = """
 calls = []
 def judge(prompts, completions, **columns):

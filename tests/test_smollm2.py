@@ -141,8 +141,8 @@ def test_real_weights_give_transformers_logits_and_the_samplers_log_probs(smollm
 def test_a_real_model_takes_two_steps(smollm2, tmp_path):
     train_grpo.main([
         "@dataset/sentences.txt", "--model_path", str(smollm2[0]), "--max_steps", "2",
-        "--batch_size", "2", "--num_generations", "2", "--max_gen_len", "8", "--eval_interval", "0",
-        "--out_dir", str(tmp_path), "--lora_rank", "4",
+        "--batch_size", "2", "--num_generations", "4", "--max_gen_len", "16", "--eval_samples", "4",
+        "--out_dir", str(tmp_path), "--dtype", "bfloat16", "--lora_rank", "4",
         "--learning_rate", "1e-4"])
     first, second = jsonl(tmp_path / "sentences" / "metrics.jsonl")
     assert first["rollout_probs_diff_mean"] < 3e-3 and second["kl"] > first["kl"]

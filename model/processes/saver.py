@@ -3,11 +3,8 @@
 A crash or a full disk, at any moment, leaves a whole checkpoint behind.
 """
 import os
-import shlex
 import shutil
-import sys
-import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,12 +15,13 @@ from report import UserError, reason
 
 from ..lora import adapter_state, adapters
 from ..storage.files import explained, read_json, read_tensors
-from ..storage.read import load_pretrained
+from ..storage.read import load_pretrained, shapes
 from ..storage.write import save_adapter, save_pretrained
 from .shard import load_parts, part_of, part_of_optimizer, whole_state
 from .watch import SIGNALS, Stopped, under_torchrun
 
 LAUNCHER = os.getppid()                     # torchrun, if it is there
+GO_ON = "go on with the same command and --resume"
 
 
 class Saver:
@@ -36,7 +34,7 @@ class Saver:
 
     def __init__(self, run_dir, world, args):
         self.run_dir, self.world, self.args = Path(run_dir), world, args
-        self.writes, self.saved_at = world.rank == 0, time.monotonic()
+        self.writes = world.rank == 0
         if not self.writes or args.eval_only:
             return
         weights = Path(args.model_path).resolve()
@@ -60,19 +58,14 @@ class Saver:
         return done, num_tokens
 
     def is_due(self, step, last_step):
-        """Is it time to save? And has a signal asked to stop? The same answers on every rank.
-
-        It is time at each interval, at the end, and if the run is to stop. The second answer is the
-        number of the signal, or 0.
-        """
-        every, minutes = self.args.save_interval, (time.monotonic() - self.saved_at) / 60
-        due = minutes >= float(every[:-1]) if every.endswith("m") else step % int(every) == 0
+        """Is it time to save? And which signal asks to stop (0: none)? The same on every rank."""
+        if step == last_step:
+            return True, 0
         signal = self.world.signal
         if under_torchrun() and os.getppid() != LAUNCHER:       # it was killed
             signal = SIGNALS[-1]
-        wishes = self.world.gather([(due, signal)])
-        signal = max(number for _, number in wishes) if step < last_step else 0
-        return wishes[0][0] or step == last_step or signal > 0, signal      # by rank 0's clock
+        signal = max(self.world.gather([signal]))
+        return signal > 0 or step % int(self.args.save_interval) == 0, signal
 
     def save(self, step, num_tokens, policy, tokenizer, optimizer, reference):
         """Write a checkpoint; all ranks wait until it is whole."""
@@ -83,12 +76,11 @@ class Saver:
                 self.run_dir / "checkpoint", policy, tokenizer, optimizer_state, reference,
                 step=step, num_tokens=num_tokens)
         self.world.gather([step])           # the others wait until rank 0 has saved
-        self.saved_at = time.monotonic()
         self._advise(step)
 
     def stopped(self, step, signal):
         """The exception that ends a run which a signal has asked to stop, on all ranks."""
-        return Stopped(signal, f"after step {step}, which is saved; {go_on()}")
+        return Stopped(signal, f"after step {step}, which is saved; {GO_ON}")
 
     def save_final(self, policy, tokenizer):
         """Write final/, which load_pretrained, transformers and inference servers can load."""
@@ -105,24 +97,17 @@ class Saver:
         return model.whole(device="cpu", keep=self.writes) if hasattr(model, "whole") else model
 
     def _advise(self, step):
-        self.world.advice = f"\nThe checkpoint of step {step} is whole; {go_on()}"
+        self.world.advice = f"\nThe checkpoint of step {step} is whole; {GO_ON}"
 
 
 def lock(run_dir):
-    """Locks a run's folder; returns the function that unlocks it. The end of the process does too.
-
-    If nothing was written into the folder meanwhile, that function also removes the folder.
-    """
+    """Locks a run's folder; returns what unlocks it, as the end of the process does, too."""
     file = run_dir / ".lock"
-    missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     held = FileLock(file)
 
     def unlock():
-        with suppress(OSError):
-            if list(run_dir.iterdir()) == [file]:
-                file.unlink()
-                for folder in missing:
-                    folder.rmdir()
+        if list(run_dir.glob("*")) == [file]:       # the run has written nothing
+            shutil.rmtree(run_dir, ignore_errors=True)
         held.release()
 
     try:
@@ -131,25 +116,7 @@ def lock(run_dir):
     except Timeout:
         raise UserError(f"{run_dir}: another run is writing there; wait until it has ended, stop "
                         "it, or choose another --run_name") from None
-    except OSError as error:
-        raise UserError(f"{run_dir}: cannot be written to ({error.strerror}); choose another "
-                        "--out_dir") from error
     return unlock
-
-
-def go_on():
-    """A sentence with the command that goes on with this run."""
-    program, *flags = sys.argv
-    if Path(program).name != "train_grpo.py":               # a test, a notebook
-        return "go on with:\n    train_grpo.py with the same flags and --resume"
-    start, ranks = "python", os.environ.get("LOCAL_WORLD_SIZE")
-    if under_torchrun():
-        start = f"torchrun --nproc_per_node={ranks}"
-        if ranks != os.environ.get("WORLD_SIZE"):
-            start = "torchrun (on each node, with its flags)"
-    if "--resume" not in flags:
-        flags = [*flags, "--resume"]
-    return f"go on with:\n    {start} {shlex.join([program, *flags])}"
 
 
 # --- a checkpoint ---------------------------------------------------------------------------------
@@ -175,24 +142,18 @@ def load_checkpoint(folder, model, optimizer, reference=None):
 
     What is saved is whole, and of sharded models each rank takes its part.
     """
-    # A crash between the two renames in written_whole leaves only the previous checkpoint.
-    folders = [path for path in (folder, folder.with_suffix(".old"))
-               if (path / "optimizer.pt").is_file()]
-    if not folders:
-        raise UserError(f"--resume: no checkpoint in {folder}; start without --resume, "
-                        "or name the run to resume with --run_name")
-    found = folders[0]
-    saved_with = (found / "adapter_config.json").is_file()
-    if saved_with != bool(adapters(model)):
-        raise UserError(f"--resume: {found} was saved {'with' if saved_with else 'without'} "
-                        "--lora_rank; resume it the same way")
-    with explained(found, "its checkpoint is broken, or of another model",
+    if not folder.exists():     # a crash between the two renames in written_whole leaves this one
+        folder = folder.with_suffix(".old")
+    if not (folder / "optimizer.pt").is_file():
+        raise UserError(f"--resume: no checkpoint in {folder.parent}; start without --resume, or "
+                        "name the run to resume with --run_name")
+    with explained(folder, "its checkpoint is broken, or of another model",
                    "start without --resume"):
         if adapters(model):
-            load_adapter(model, found)
+            load_adapter(model, folder)
         else:
-            load_parts(model, load_pretrained(found, device="meta").state_dict(keep_vars=True))
-        saved = read_tensors(found / "optimizer.pt")
+            load_parts(model, load_pretrained(folder, device="meta").state_dict(keep_vars=True))
+        saved = read_tensors(folder / "optimizer.pt")
         optimizer.load_state_dict(part_of_optimizer(saved["optimizer"], optimizer))
         if "reference" in saved and reference is not None:
             load_parts(reference, saved["reference"])
@@ -201,17 +162,15 @@ def load_checkpoint(folder, model, optimizer, reference=None):
 
 @torch.no_grad()
 def load_adapter(model, path):
-    """Copy an adapter into the model, in place; UserError if its rank, scale or targets differ."""
-    config = read_json(path / "adapter_config.json")
+    """Copy an adapter into the model, in place; UserError if it is not one of this model."""
+    config, ours = read_json(path / "adapter_config.json"), adapter_state(model)
+    theirs = read_tensors(path / "adapter_model.safetensors")
     for name in ("r", "lora_alpha", "target_modules"):
         if config.get(name) != model.lora[name]:
             raise UserError(f"{path}: its {name} is {config.get(name)!r}, and this run's "
                             f"{model.lora[name]!r}; give the flags of the run")
-    file, ours = path / "adapter_model.safetensors", adapter_state(model)
-    theirs = read_tensors(file)
-    shapes = [{name: tensor.shape for name, tensor in state.items()} for state in (ours, theirs)]
-    if shapes[0] != shapes[1]:
-        raise UserError(f"{file}: not the adapter of this model, it has other names or shapes; "
+    if shapes(ours) != shapes(theirs):
+        raise UserError(f"{path}: not the adapter of this model, it has other names or shapes; "
                         "give the run's own --model_path")
     for name, tensor in ours.items():
         tensor.copy_(part_of(theirs[name], tensor))
@@ -224,10 +183,9 @@ def written_whole(path):
     A crash or a full disk before that leaves `path` as it was; a crash between the two renames
     leaves it as `path`.old. UserError if the disk refuses a file.
     """
-    path = Path(path)
     new, old = path.with_suffix(".new"), path.with_suffix(".old")
+    shutil.rmtree(new, ignore_errors=True)
     try:
-        shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
         yield new
         for name in (*new.iterdir(), new):      # the folder last: it holds the files' names
@@ -237,13 +195,9 @@ def written_whole(path):
             path.rename(old)
         new.rename(path)
         sync(path.parent)
-    except BaseException as error:
+    # For a full disk torch.save raises RuntimeError, and no reason is in its message.
+    except (OSError, SafetensorError, RuntimeError) as error:
         shutil.rmtree(new, ignore_errors=True)
-        if old.exists() and not path.exists():
-            old.rename(path)
-        # For a full disk torch.save raises RuntimeError, and no reason is in its message.
-        if not isinstance(error, (OSError, SafetensorError, RuntimeError)):
-            raise
         free = shutil.disk_usage(path.parent).free / 1e6
         raise UserError(f"{path} could not be written ({reason(error)}); {free:,.0f} MB are free "
                         "without it: make room, or choose another --out_dir") from error
@@ -252,10 +206,8 @@ def written_whole(path):
 
 def sync(path):
     """Wait until a file or a folder's list of names is on the disk, not only in memory."""
-    if os.name == "nt" and path.is_dir():
+    if path.is_dir() and os.name == "nt":
         return                              # Windows has no such thing for folders
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)

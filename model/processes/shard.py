@@ -35,9 +35,7 @@ def shard(model, world, dtype):
         register_fsdp_forward_method,
     )
     mesh = init_device_mesh(world.device.type, (world.size,))
-    without_data = {id(weight): nn.Parameter(weight.detach().to("meta"), requires_grad=False)
-                    for weight in model.parameters()}
-    blank = copy.deepcopy(model, without_data)
+    blank = copy.deepcopy(model).requires_grad_(False).to("meta")
     mapped = {name: weight.mapped for name, weight in model.named_parameters() if weight.is_meta}
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(

@@ -17,7 +17,7 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from report import needs_no_traceback, reason
+from report import UserError, reason, sentence
 
 from .world import World
 
@@ -61,15 +61,16 @@ def listen(reader, world):
     signalled_at = 0.0
     while True:
         received = reader.recv(64)
-        if not received:                    # closed
-            reader.close()
-            return
+        if not received:                    # the run has closed its end
+            return reader.close()
         for number in set(received).intersection(SIGNALS):      # not the alarm of a time limit
             name = signal.Signals(number).name
             if not world.signal:
                 world.signal, signalled_at = number, time.monotonic()
-                say(f"{name}: the step that is running ends, then the run saves and stops; a "
-                    "second signal stops it at once", world.rank)
+                # With SIGTERM torchrun also ends the ranks that are well, if another has failed.
+                if number != signal.SIGTERM or not under_torchrun():
+                    say(f"{name}: the step that is running ends, then the run saves and stops; a "
+                        "second signal stops it at once", world.rank)
             # A scheduler may signal torchrun and its ranks: within a second that is one wish.
             elif time.monotonic() - signalled_at > 1:
                 say(f"stopped at once by a second signal, {name}{world.advice}", world.rank)
@@ -77,15 +78,11 @@ def listen(reader, world):
 
 
 def leave_child():
-    """In a worker of a reward function's Pool: the Pool ends it with SIGTERM.
-
-    The terminal sends Ctrl-C to it, too, but the step that is running still needs it.
-    """
+    """In a worker of a reward's Pool: SIGTERM ends it, but no Ctrl-C, since the step needs it."""
     for number in SIGNALS:
         if signal.getsignal(number) is do_nothing:
             signal.set_wakeup_fd(-1)
-            ignored = number == signal.SIGINT
-            signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
 
 
 if hasattr(os, "register_at_fork"):         # Windows has no fork
@@ -141,9 +138,13 @@ def tell_torchrun(error):
         world.ends.close()                  # from here on torchrun's SIGTERM ends this process
         time.sleep(3)                       # torchrun is to see first which rank has failed
         raise ConnectionError(f"lost contact with the other ranks ({reason(error)})") from error
-    if world is not None and world.advice:
-        error.add_note(world.advice)
-    if needs_no_traceback(error):           # nor does it on the page
-        error.with_traceback(None)
-        error.__cause__, error.__suppress_context__ = None, True
-    get_error_handler().record_exception(error)
+    advice = world.advice if world is not None else ""
+    if advice:
+        error.add_note(advice)
+    line, page = sentence(error), get_error_handler()
+    if line is None:
+        return page.record_exception(error)
+    try:
+        raise UserError(line + advice) from None
+    except UserError as told:               # the page needs no traceback either
+        page.record_exception(told.with_traceback(None))

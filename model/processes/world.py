@@ -5,7 +5,6 @@ the policy. main passes the sampler through `for_sampling` and token_logps throu
 Neither function knows of any of this, so one of your own needs nothing of it either.
 """
 import faulthandler
-import functools
 import json
 import os
 import time
@@ -21,7 +20,7 @@ from report import UserError
 from .shard import is_sharded, shard, whole
 
 SMALL = 2**18                               # gradients with fewer numbers are summed in one call
-HALF_AN_HOUR, NO_LIMIT = 1800, timedelta(days=365)
+HALF_AN_HOUR, A_YEAR = 1800, 365 * 86400    # in seconds
 
 
 class World:
@@ -59,7 +58,7 @@ class World:
             self.hang_timeout = HALF_AN_HOUR if self.size > 1 else 0
         self.alive()
         if self.size > 1:
-            limit = timedelta(seconds=self.hang_timeout) if self.hang_timeout else NO_LIMIT
+            limit = timedelta(seconds=self.hang_timeout or A_YEAR)
             dist.init_process_group("nccl" if on_cuda else "gloo", timeout=limit,
                                     device_id=self.device if on_cuda else None)
 
@@ -125,7 +124,7 @@ class World:
         if not is_sharded:
             return micro_batches
         missing = max(self.gather([len(micro_batches)])) - len(micro_batches)
-        nothing = rollout.select(torch.zeros(1, dtype=torch.long, device=rollout.mask.device))
+        nothing = rollout.select(torch.tensor([0], device=rollout.mask.device))
         nothing.mask = torch.zeros_like(nothing.mask)
         return micro_batches + [nothing] * missing
 
@@ -134,8 +133,9 @@ class World:
 
         Those of an evaluation are others.
         """
-        seed = functools.reduce(lambda seed, number: (seed * 1_000_003 + number) % 2**62,
-                                [self.seed, int(evaluating), step, self.rank], 0)
+        seed = self.seed
+        for number in (int(evaluating), step, self.rank):
+            seed = (seed * 1_000_003 + number) % 2**62
         return torch.Generator(self.device).manual_seed(seed)
 
     def print_json(self, values):
@@ -164,16 +164,12 @@ class World:
 
 def choose_device(name, size):
     """The device of this process, one of `size`; UserError if it can't have the one it names."""
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)           # processes on this machine
-    gpus = torch.cuda.device_count()
+    gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     has_mps = torch.backends.mps.is_available() and size == 1   # Gloo cannot sum MPS tensors
     name = name or ("cuda" if gpus else "mps" if has_mps else "cpu")
-    if name == "cuda" and 0 < gpus < local_size:
-        raise UserError(f"{local_size} processes on a machine with {gpus} GPU(s), and NCCL needs "
-                        f"one for each; choose --nproc_per_node={gpus}, or add --device cpu")
-    if name == "cuda" and not gpus or name == "mps" and not has_mps:
-        raise UserError(f"--device {name}: not available to {local_size} process(es) on this "
-                        "machine; choose another")
+    if name == "cuda" and gpus < here or name == "mps" and not has_mps:
+        raise UserError(f"--device {name} is not there for {here} processes on a machine with "
+                        f"{gpus} GPU(s); choose another, cpu say, or --nproc_per_node")
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK') or 0}" if name == "cuda" else name)
 
 
@@ -192,15 +188,14 @@ def sum_together(tensors):
 
 def for_sampling(sample, world, args):
     """`sample` for this run: in slices, in the precision of matrix products, of a whole model."""
-    # An engine slices by itself.
-    sample = in_slices(on_time(sample, world),
-                       args.rollout_batch_size if args.sampler != "vllm" else 0)
+    most = 0 if args.sampler == "vllm" else args.rollout_batch_size     # an engine slices by itself
+    sample = in_slices(on_time(sample, world), most)
 
     # FSDP would gather every layer for every token: a copy of the whole lives as long as this runs.
     def sample_whole(model, *prompts, **options):
         return sample(model.whole(dtype=world.matrix_dtype), *prompts, **options)
 
-    return precision(world)(sample_whole if args.shard else sample)
+    return sample_whole if args.shard else sample
 
 
 def for_learning(token_logps, world, args):
@@ -209,14 +204,15 @@ def for_learning(token_logps, world, args):
         with world.collective():
             return model.run(token_logps, *sequences, **options)
 
-    return precision(world)(on_time(within_shards if args.shard else token_logps, world))
+    return on_time(within_shards if args.shard else token_logps, world)
 
 
 def on_time(function, world):
-    """The function, each call of which, and what follows it, may take --hang_timeout."""
+    """The function in that precision; each call, and what follows it, may take --hang_timeout."""
     def called(*inputs, **options):
         world.alive()
-        result = function(*inputs, **options)
+        with precision(world):
+            result = function(*inputs, **options)
         world.alive()
         return result
 
@@ -224,10 +220,7 @@ def on_time(function, world):
 
 
 def precision(world):
-    """Matrix products in bfloat16 where --dtype says so; weights and log-softmax stay float32.
-
-    A context, or a decorator of functions.
-    """
+    """A context: matrix products in --dtype, while weights and log-softmax stay float32."""
     # No cache: it would keep a copy of every weight, and a forward pass reads a weight once.
     return torch.autocast(world.device.type, torch.bfloat16, cache_enabled=False,
                           enabled=world.matrix_dtype == torch.bfloat16)
