@@ -2,7 +2,7 @@
 
     python -m model.chat out/grpo_reason_128/final
 
-An empty line, "exit" or Ctrl-D ends it. A prompt can also come from a pipe:
+An empty line or Ctrl-D ends it. A prompt can also come from a pipe:
 
     echo "What is 7 + 3*7?" | python -m model.chat model/weights/reason_128
 """
@@ -16,15 +16,13 @@ from report import printable, user_errors
 from . import eos_token_ids, load_pretrained, load_tokenizer
 from .processes.world import choose_device
 from .sampler import next_token
-from .storage.files import explained
 
 
 @torch.no_grad()
 def stream(model, tokenizer, messages, *, max_new_tokens, temperature):
     """Yields the assistant's next turn piece by piece, as it is sampled; temperature 0: greedy."""
-    with explained("this chat", "the chat template rejects it", "begin another one"):
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ids = torch.tensor([prompt_ids], device=model.lm_head.weight.device)                # (1, P)
     cache, eos_ids = model.new_cache(), eos_token_ids(model, tokenizer)
     reply, text, shown = [], "", 0
@@ -46,11 +44,8 @@ def chat(model, tokenizer, **sampling):
     """Reads the user's turns and prints the replies, each of which sees all the turns before."""
     messages, prompt = [], "> " if sys.stdin.isatty() else ""
     while True:
-        try:
-            text = input(prompt).strip()
-        except EOFError:
-            break
-        if text in ("", "exit"):
+        text = input(prompt).strip()
+        if not text:
             break
         messages.append({"role": "user", "content": text})
         reply = ""
@@ -78,7 +73,7 @@ def main(argv=None):
     tokenizer = load_tokenizer(args.tokenizer_path or args.path, model.config.vocab_size)
     try:
         chat(model, tokenizer, temperature=args.temperature, max_new_tokens=args.max_new_tokens)
-    except KeyboardInterrupt:
+    except (EOFError, KeyboardInterrupt):
         print()
 
 

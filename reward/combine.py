@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections import Counter
 from concurrent.futures import wait
+from contextlib import suppress
 
 import torch
 
@@ -23,8 +24,7 @@ def load_reward_funcs(names, *, reward_model_path=None, device="cpu", max_comple
                       timeout=0, **reward_model_options):
     """A Judge for each of these names, where `module:function` names a function of your own.
 
-    A function has failed after `timeout` seconds (0: no limit). The other options are those of
-    reward_model_reward. UserError for an unknown name.
+    A function has failed after `timeout` seconds (0: no limit).
     """
     functions = dict(rules.RULES)
     if "rm" in names:
@@ -61,29 +61,23 @@ def combine_rewards(prompts, completions, reward_funcs, reward_weights, **column
     What a function, or a Judge, has not judged is NaN in its values and adds nothing to the sum. A
     completion that none judged has a NaN reward.
     """
-    judges = named(f if isinstance(f, Judge) else Judge(f) for f in reward_funcs)
-    per_function = {name: torch.tensor(judge(prompts=prompts, completions=completions, **columns))
-                    for name, judge in judges.items()}
+    per_function = {}
+    for judge in reward_funcs:
+        judge = judge if isinstance(judge, Judge) else Judge(judge)
+        if judge.__name__ in per_function:
+            raise UserError(f"two of --reward_funcs are called {judge.__name__}; rename one, or "
+                            "leave it out")
+        values = judge(prompts=prompts, completions=completions, **columns)
+        per_function[judge.__name__] = torch.tensor(values)
     values = torch.stack(list(per_function.values()))                           # (functions, N)
     rewards = (values * torch.tensor(reward_weights)[:, None]).nansum(0)        # (N,)
     rewards[values.isnan().all(0) | ~rewards.isfinite()] = math.nan
     return rewards, per_function
 
 
-def named(judges):
-    """{name: Judge}; if a name is taken, a number is added to it."""
-    found = {}
-    for judge in judges:
-        name = judge.__name__
-        while name in found:
-            name = f"{name}_{len(found)}"
-        found[name] = judge
-    return found
-
-
 def failures(judges):
     """(name, failures so far, why its last call failed or None) of each Judge that has failed."""
-    return [(name, judge.failed.total(), judge.reason) for name, judge in named(judges).items()
+    return [(judge.__name__, judge.failed.total(), judge.reason) for judge in judges
             if judge.failed]
 
 
@@ -126,7 +120,7 @@ class Judge:
             return self.function(**arguments)
         if self.result and not self.result.done():
             raise TimeoutError("it was not called, since its earlier call still runs")
-        _, self.result = rules.begin(self.function, **arguments)
+        self.result = rules.begin(self.function, **arguments)
         if wait([self.result], self.timeout).not_done:
             raise TimeoutError(f"it took more than {self.timeout:g} seconds (--reward_timeout)")
         return self.result.result()
@@ -135,16 +129,11 @@ class Judge:
         """The value as a float; NaN for None, and for what is of no use."""
         if value is None:
             return math.nan
-        try:
-            number = math.nan if isinstance(value, (str, bytes)) else float(value)
-        except OverflowError:           # an int of hundreds of digits
-            number = math.inf
-        except Exception:
-            number = math.nan
-        if abs(number) <= LARGEST:
-            return number
-        kind = "not a number" if math.isnan(number) else "too large"
-        self.fail(kind, f"returned {reprlib.repr(value)} ({kind}), treated as None")
+        with suppress(Exception):
+            if abs(float(value)) <= LARGEST:
+                return float(value)
+        self.fail("no number", f"returned {reprlib.repr(value)} (no number up to {LARGEST:g}), "
+                               "treated as None")
         return math.nan
 
     def fail(self, kind, what):

@@ -9,7 +9,7 @@ end of the chat:
 import itertools
 
 from model import MiniMindConfig
-from model.storage.files import explained, read_json
+from model.storage.files import read_json
 
 ARCHITECTURE = "InternLM2ForRewardModel"
 # Their names -> those of the policy's backbone. The fused wqkv is also split: see internlm2_state.
@@ -23,26 +23,25 @@ RENAMED = {
 SPECIAL = {"<s>": 1, "<|im_end|>": 92542, "<|im_start|>": 92543, "<|reward|>": 92527}
 
 
-def internlm2_config(saved, where):
-    """Their config.json, parsed, as a MiniMindConfig. UserError for what our Decoder lacks."""
-    with explained(where / "config.json", "this InternLM2 is not built", "choose other weights"):
-        rope, heads = saved.get("rope_scaling") or {}, saved["num_attention_heads"]
-        # Dynamic scaling changes nothing within the length that the model was trained on.
-        if rope.get("type", rope.get("rope_type", "dynamic")) not in ("dynamic", "default"):
-            raise ValueError(f"rope scaling {rope}")
-        if saved.get("bias"):
-            raise ValueError("it has biases")
-        return MiniMindConfig(
-            vocab_size=saved["vocab_size"], hidden_size=saved["hidden_size"],
-            intermediate_size=saved["intermediate_size"],
-            num_hidden_layers=saved["num_hidden_layers"], num_attention_heads=heads,
-            num_key_value_heads=saved.get("num_key_value_heads") or heads,
-            head_dim=saved["hidden_size"] // heads, rms_norm_eps=saved.get("rms_norm_eps", 1e-6),
-            rope_theta=saved.get("rope_theta", 10000.0), tie_word_embeddings=False, qk_norm=False,
-            qkv_bias=False)
+def internlm2_config(saved):
+    """Their config.json, parsed, as a MiniMindConfig. ValueError for what our Decoder lacks."""
+    rope, heads = saved.get("rope_scaling") or {}, saved["num_attention_heads"]
+    # Dynamic scaling changes nothing within the length that the model was trained on.
+    if rope.get("type", rope.get("rope_type", "dynamic")) not in ("dynamic", "default"):
+        raise ValueError(f"rope scaling {rope}")
+    if saved.get("bias"):
+        raise ValueError("it has biases")
+    return MiniMindConfig(
+        vocab_size=saved["vocab_size"], hidden_size=saved["hidden_size"],
+        intermediate_size=saved["intermediate_size"],
+        num_hidden_layers=saved["num_hidden_layers"], num_attention_heads=heads,
+        num_key_value_heads=saved.get("num_key_value_heads") or heads,
+        head_dim=saved["hidden_size"] // heads, rms_norm_eps=saved.get("rms_norm_eps", 1e-6),
+        rope_theta=saved.get("rope_theta", 10000.0), tie_word_embeddings=False, qk_norm=False,
+        qkv_bias=False)
 
 
-def internlm2_state(tensors, config, where):
+def internlm2_state(tensors, config):
     """Their tensors under our names.
 
     wqkv holds each group's query heads, then its key head and its value head: q q k v, q q k v, ...
@@ -51,15 +50,14 @@ def internlm2_state(tensors, config, where):
     for name, tensor in tensors.items():
         for theirs, ours in RENAMED.items():
             name = name.replace(theirs, ours)
-        if "attention.wqkv" in name:
-            with explained(where, f"{name} does not fit config.json", "download both again"):
-                groups = tensor.view(kv_heads, -1, config.head_dim, D)      # (K, H/K + 2, d, D)
-            parts = {"q": groups[:, :-2], "k": groups[:, -2], "v": groups[:, -1]}
-            for part, rows in parts.items():
-                ours = name.replace("attention.wqkv", f"self_attn.{part}_proj")
-                state[ours] = rows.reshape(-1, D)
-        elif "rotary_emb" not in name:      # old checkpoints store these tables; we compute them
+        if "attention.wqkv" not in name:
             state[name] = tensor
+            continue
+        groups = tensor.view(kv_heads, -1, config.head_dim, D)              # (K, H/K + 2, d, D)
+        parts = {"q": groups[:, :-2], "k": groups[:, -2], "v": groups[:, -1]}
+        for part, rows in parts.items():
+            ours = name.replace("attention.wqkv", f"self_attn.{part}_proj")
+            state[ours] = rows.reshape(-1, D)
     return state
 
 
@@ -71,24 +69,21 @@ class InternLM2Tokenizer:
     added_tokens_decoder = {}       # of a tokenizer in transformers: what a text may not spell
 
     def __init__(self, folder, saved):
-        with explained(folder, "no tokenizer could be read there",
-                       "run pip install sentencepiece, and copy tokenizer.model and "
-                       "tokenizer_config.json next to config.json"):
-            from sentencepiece import SentencePieceProcessor
-            self.pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-            ids = {token: self.pieces.piece_to_id(token) for token in SPECIAL}
-            self.special = SPECIAL | {token: index for token, index in ids.items()
-                                      if index != self.pieces.unk_id()}
-            file = folder / "tokenizer_config.json"
-            if file.is_file():
-                added = read_json(file).get("added_tokens_decoder", {})
-                self.special |= {token["content"]: int(index) for index, token in added.items()}
-            for token, name in (("<s>", "bos_token_id"), ("<|reward|>", "reward_token_id")):
-                if saved.get(name) is not None:
-                    self.special[token] = saved[name]
-            for token in SPECIAL:
-                if not 0 <= self.special[token] < saved["vocab_size"]:
-                    raise ValueError(f"no id is known for {token}")
+        from sentencepiece import SentencePieceProcessor
+        self.pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+        ids = {token: self.pieces.piece_to_id(token) for token in SPECIAL}
+        self.special = SPECIAL | {token: index for token, index in ids.items()
+                                  if index != self.pieces.unk_id()}
+        file = folder / "tokenizer_config.json"
+        if file.is_file():
+            added = read_json(file).get("added_tokens_decoder", {})
+            self.special |= {token["content"]: int(index) for index, token in added.items()}
+        for token, name in (("<s>", "bos_token_id"), ("<|reward|>", "reward_token_id")):
+            if saved.get(name) is not None:
+                self.special[token] = saved[name]
+        for token in SPECIAL:
+            if not 0 <= self.special[token] < saved["vocab_size"]:
+                raise ValueError(f"no id is known for {token}")
 
     def apply_chat_template(self, chats, **options):
         """The ids of each chat, each ending in the reward token."""

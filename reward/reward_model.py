@@ -1,7 +1,5 @@
 """Reward models: a network reads a chat and rates the assistant's last turn with one number."""
-import json
 import math
-import re
 from pathlib import Path
 
 import torch
@@ -12,7 +10,7 @@ from transformers.utils import logging
 
 from model import load_pretrained, load_tokenizer, save_pretrained
 from model.model import Decoder
-from model.storage.files import explained, read_json
+from model.storage.files import explained, read_json, refuse_code
 from model.storage.read import build, local_path, read_weights
 from model.storage.write import hub_config, save_tensors, save_tokenizer, write_json
 from report import UserError
@@ -20,7 +18,7 @@ from report import UserError
 from .internlm2 import ARCHITECTURE, InternLM2Tokenizer, internlm2_config, internlm2_state
 from .rules import answer_block
 
-ANOTHER = "choose another reward model"
+ANOTHER = "choose another model"
 LIKELIHOOD = "likelihood:"          # in front of the path of a language model
 
 
@@ -83,9 +81,9 @@ class RewardModel(nn.Module):
     def get_scores(self, chats, max_tokens=None):
         """A score for each chat, a list of {"role", "content"}.
 
-        Scores are unbounded; only the difference between two replies to one prompt means something.
-        Equal chats are scored once. A batch holds chats of similar length, `max_tokens` with their
-        padding; by default few on a CPU, to fit into its cache.
+        Only the difference between two replies to one prompt means something. Equal chats are
+        scored once. A batch holds chats of similar length, `max_tokens` with their padding; by
+        default few on a CPU, to fit into its cache.
         """
         on_cpu = self.score.weight.device.type == "cpu"
         max_tokens = max_tokens or (2048 if on_cpu else self.gpu_tokens)
@@ -97,9 +95,6 @@ class RewardModel(nn.Module):
             input_ids, last = self.pad(batch)
             scores |= zip(batch, self(input_ids).gather(1, last[:, None])[:, 0].tolist())
         return [scores[chat] for chat in ids]
-
-    def get_score(self, chat):
-        return self.get_scores([chat])[0]
 
     def save_pretrained(self, path):
         """Saves a folder for load_reward_model and AutoModelForSequenceClassification."""
@@ -136,14 +131,13 @@ class LikelihoodModel(RewardModel):
             return tokenizer.apply_chat_template(chat, return_dict=False, **options)
 
         question = [{"role": "user", "content": ""}]
-        with explained(tokenizer.name_or_path, "its chat template fails on a short chat", ANOTHER):
+        with explained(tokenizer.name_or_path, "no chat template that shows where a reply begins",
+                       ANOTHER):
             without, opened = ids_of(question), ids_of(question, add_generation_prompt=True)
-            answered = ids_of([*question, {"role": "assistant", "content": "a"}])
-        self.opening = opened[len(without):]                # <|im_start|>assistant\n
-        if not self.opening or answered[:len(opened)] != opened:
-            raise UserError("the likelihood is that of the last turn, but the chat template does "
-                            "not show where it begins; choose a model whose generation prompt "
-                            "also opens the assistant's turns in its chats")
+            self.opening = opened[len(without):]            # <|im_start|>assistant\n
+            answered = ids_of(with_reply(question, "a"))
+            if not self.opening or answered[:len(opened)] != opened:
+                raise ValueError("a reply in a chat does not begin as a prompt ends")
         self.markers.append(tokenizer.decode(self.opening))     # may be ordinary text
 
     def forward(self, input_ids):
@@ -183,57 +177,46 @@ def load_reward_model(path, *, device="cpu"):
                    "choose cpu, or a GPU such as cuda:1"):
         torch.empty(0, device=device)
     per_token, on_gpu = str(path).startswith(LIKELIHOOD), torch.device(device).type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     try:
-        folder = find_folder(str(path).removeprefix(LIKELIHOOD))
+        folder = local_path(str(path).removeprefix(LIKELIHOOD))
+        saved = read_json(folder / "config.json")
         if per_token or is_likelihood(folder):
-            model = load_likelihood(folder, ANOTHER, per_token)
+            model = load_likelihood(folder, per_token)
+        elif ARCHITECTURE in str(saved.get("architectures")):
+            model = load_internlm2(folder, saved, dtype)
         else:
-            model = load_with_head(folder, torch.bfloat16 if on_gpu else torch.float32)
+            model = load_classifier(folder, saved, dtype)
     except UserError as error:
         raise UserError(f"--reward_model_path {error}") from error
     return model.to(device).eval()
 
 
-def find_folder(path):
-    """The folder at `path`, downloaded first if `path` is a name on the hub."""
-    folder = local_path(path)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{path}: no config.json there; give a folder with a reward model, or "
-                        "leave rm out of --reward_funcs")
-    return folder
-
-
-def load_likelihood(folder, advice, per_token=False):
-    """A language model as a LikelihoodModel. advice: what to do if its tokenizer can't be used."""
+def load_likelihood(folder, per_token=False):
     policy = load_pretrained(folder, dtype=torch.float32)   # small differences of long sums
-    tokenizer = load_tokenizer(folder, policy.config.vocab_size, advice)
+    tokenizer = load_tokenizer(folder, policy.config.vocab_size, ANOTHER)
     return LikelihoodModel(policy, tokenizer, per_token)
 
 
-def load_with_head(folder, dtype):
-    """A RewardModel, whose head is float32: InternLM2's, or a classifier of transformers."""
-    saved = read_json(folder / "config.json")
-    architectures = str(saved.get("architectures"))
-    if ARCHITECTURE in architectures:
-        config = internlm2_config(saved, folder)
-        state = internlm2_state(read_weights(folder), config, folder)
-        model = build(RewardModel, config, InternLM2Tokenizer(folder, saved), state=state,
-                      path=folder)
-        model.model.to(dtype)
-        return model
-    if "ForSequenceClassification" not in architectures:
-        raise UserError(f"{folder}: it holds {architectures[:100]}; give a reward model, either a "
-                        f"...ForSequenceClassification from transformers or an {ARCHITECTURE}, "
-                        "not a language model")
-    # transformers would download and run an implementation of attention that has a hub id.
-    if re.search(r'_implementation": ("[^"]*|\{[^}]*)/', json.dumps(saved)):
-        raise UserError(f"{folder}: its config.json names code from elsewhere; {ANOTHER}")
+def load_internlm2(folder, saved, dtype):
+    with explained(folder, "not a reward model of InternLM2 that is built here",
+                   "run pip install sentencepiece, or download all files of the model again"):
+        config = internlm2_config(saved)
+        state = internlm2_state(read_weights(folder), config)
+        tokenizer = InternLM2Tokenizer(folder, saved)
+    model = build(RewardModel, config, tokenizer, state=state, path=folder)
+    model.model.to(dtype)           # the head stays in float32
+    return model
+
+
+def load_classifier(folder, saved, dtype):
+    refuse_code(saved, folder / "config.json")
     logging.disable_progress_bar()
-    with explained(folder, "transformers can't load it", ANOTHER):
+    with explained(folder, "transformers finds no reward model there", ANOTHER):
         classifier, info = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=dtype, trust_remote_code=False, output_loading_info=True)
         if info["missing_keys"] or classifier.score.weight.shape[0] != 1:
-            raise TypeError("it is not one head named score, with one label, and its backbone")
+            raise TypeError("it needs a head named score, with one label, and a backbone")
     tokenizer = load_tokenizer(folder, classifier.config.vocab_size, ANOTHER)
     classifier.config.use_cache = False     # one forward per chat: no need to keep keys and values
     model = RewardModel(classifier.config, tokenizer, backbone=classifier.base_model)

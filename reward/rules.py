@@ -2,14 +2,11 @@
 
     f(prompts: list[str], completions: list[str], **columns) -> list[float | None]
 
-`columns` holds the dataset's other fields (`answer`, ...), and always `messages` (the chat before
-each completion) and `completion_ids`. An option of a rule is no argument, which a column of that
-name would set. None means that the reward does not apply to a completion.
-Rewards judge the whole reply: if the chat template itself opens `<think>`, each completion is
-passed in with that tag in front.
+`columns` holds the dataset's other fields (`answer`, ...), `messages` (the chat before each
+completion) and `completion_ids`. A rule has no options: a column of that name would set them.
+None: the reward does not apply. If the chat template opens `<think>`, completions begin with it.
 """
 import ast
-import ctypes
 import functools
 import logging
 import operator
@@ -119,9 +116,8 @@ def boxed(text):
 def same_answer(given, gold):
     """Compares as numbers if the gold answer is one, as text if it is words, else as mathematics.
 
-    The gold answer may be a worked solution: GSM8K's answer follows ####, MATH's is boxed. If it is
-    a number, the given answer must be one too, not an expression; else repeating the question would
-    be a right answer. UserError if the gold answer is empty.
+    The gold answer may be a worked solution: GSM8K's answer follows ####, MATH's is boxed. An
+    expression never equals a number: else repeating the question would be a right answer.
     """
     gold = str(gold).rpartition("####")[2].strip()
     gold = gold if boxed(gold) is None else boxed(gold)
@@ -156,22 +152,17 @@ def value_of(expression):
 
     try:
         return evaluate(ast.parse(expression.strip().rstrip("."), mode="eval").body)
-    except (SyntaxError, ValueError, KeyError, AttributeError, ZeroDivisionError, RecursionError,
-            MemoryError):
-        return None     # not arithmetic, or nested too deep: a policy may write anything
+    except Exception:
+        return None     # a policy may write anything: no arithmetic, or nested too deep
 
 
 def same_mathematics(given, gold):
-    """Whether two LaTeX expressions are equal, according to the library math-verify.
-
-    Without the library: whether they are spelled the same, up to spaces and dollar signs.
-    """
+    """Whether two LaTeX expressions are equal, says math-verify; without it, spelled the same."""
     try:
         from math_verify import parse, verify
     except ImportError:
-        warnings.warn("some gold answers are expressions, but math-verify is not installed, so an "
-                      "answer only counts as right if it is spelled the same; run pip install "
-                      "'math-verify[antlr4_13_2]'", stacklevel=2)
+        warnings.warn("some gold answers are expressions, which only count if spelled the same; "
+                      "run pip install 'math-verify[antlr4_13_2]'", stacklevel=2)
         return re.sub(r"[\s$]", "", given) == re.sub(r"[\s$]", "", gold)
     logging.getLogger("math_verify").setLevel("ERROR")      # it warns of having no limit of its own
 
@@ -181,28 +172,16 @@ def same_mathematics(given, gold):
         return verify(*sides, timeout_seconds=None)
 
     try:
-        return within(SECONDS, are_equal)
+        return begin(are_equal).result(SECONDS)
     except TimeoutError:
         return False
 
 
-def within(seconds, function, *arguments):
-    """What the function returns. TimeoutError after so many seconds, and then the call is ended.
-
-    An alarm would do that too, but only in the main thread.
-    """
-    thread, result = begin(function, *arguments)
-    try:
-        return result.result(seconds)
-    finally:
-        if not result.done():
-            # Python raises it in that thread, between two of its instructions.
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-
-
 def begin(function, *arguments, **keywords):
-    """Calls the function in a thread of its own; returns the thread and the result, a Future."""
+    """Calls the function in a thread of its own; returns its result, a Future.
+
+    Alarms only work in the main thread. Nothing ends a thread that is late, but nobody waits.
+    """
     result = Future()
 
     def call():
@@ -211,17 +190,15 @@ def begin(function, *arguments, **keywords):
         except BaseException as error:      # SystemExit, too
             result.set_exception(error)
 
-    thread = threading.Thread(target=call, daemon=True)     # it must not keep the program alive
-    thread.start()
-    return thread, result
+    threading.Thread(target=call, daemon=True).start()      # it must not keep the program alive
+    return result
 
 
 def countdown_reward(prompts, completions, nums=None, target=None, **columns):
     """1 if the answer is an expression in `nums`, each used once, that equals `target`, else 0.
 
-    None for rows without these two columns. The expression may have whole numbers, + - * / and
-    brackets, and is evaluated in fractions. It may end in `= 57`, which is ignored. For the usual
-    0.1 for the format alone: `--reward_funcs countdown format --reward_weights 0.9 0.2`.
+    None for rows without these two columns. An `= 57` at its end is ignored. For the usual 0.1 for
+    the format alone: `--reward_funcs countdown format --reward_weights 0.9 0.2`.
     """
     missing = [None] * len(completions)
     return [None if numbers is None or goal is None else
@@ -231,22 +208,20 @@ def countdown_reward(prompts, completions, nums=None, target=None, **columns):
 
 def is_solution(text, numbers, target):
     text = text.partition("=")[0].strip()
-    # A model writes this text: a short one, of these characters only, before Python parses it.
-    # A sign in front of a number is no operator.
+    # A model wrote it: a short text of these characters, in which a sign is always an operator.
     if not re.fullmatch(r"[\d+\-*/() ]{1,100}", text) or re.search(r"(^|[-+*/(]) *[-+]", text):
         return False
     used = [int(number) for number in re.findall(r"\d+", text)]
     return value_of(text) == target and sorted(used) == sorted(numbers)
 
 
-def soft_overlong_reward(max_completion_length, cache=None):
+def soft_overlong_reward(max_completion_length):
     """A reward function: DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
 
-    0 up to L - cache tokens (L = max_completion_length), from there down to -1 at L, and -1 beyond.
-    With a hard limit, a single token too many costs everything, without warning. Here the policy
-    feels the limit coming. `cache` defaults to a fifth of L.
+    Over the last fifth of max_completion_length it falls from 0 to -1. With a hard limit, a single
+    token too many costs everything, without warning. Here the policy feels the limit coming.
     """
-    cache = max(1, max_completion_length // 5) if cache is None else cache
+    cache = max(1, max_completion_length // 5)
 
     def soft_overlong(prompts, completions, completion_ids, **columns):
         return [max(-1.0, min(0.0, (max_completion_length - cache - len(ids)) / cache))
@@ -325,7 +300,7 @@ def reasoning_gym_reward(prompts, completions, answer, metadata, **columns):
     def score(text, gold, task):        # many a judge pays a share for any text with the answer
         with suppress(Exception):       # or fails, in its own way, on one that it can't read
             judge = judge_of(task["source_dataset"])
-            return within(SECONDS, judge, text, {"answer": gold, "metadata": task})
+            return begin(judge, text, {"answer": gold, "metadata": task}).result(SECONDS)
         return 0.0
 
     return [None if row[1] is None else

@@ -14,11 +14,10 @@ not thirty tokens later.
 
 With --completions, the model is retrained on what a policy has learnt to write, as in iterative
 GRPO: right completions of a run against wrong ones of the same prompt. A share of each batch,
---replay, comes from what the model was trained on before, so that it does not forget.
+--replay, comes from --data, what the model was trained on before, so that it does not forget.
 
-With --likelihood, the reward model is a language model and its score the log-likelihood of the
-reply: see LikelihoodModel. A run that uses it needs --reward_model_clip 0
---reward_model_answer_share 0. reward/iterate.py has the flags.
+With --likelihood, the score is the reply's log-likelihood: see LikelihoodModel. A run that uses it
+needs --reward_model_clip 0 --reward_model_answer_share 0.
 
 With --sample nothing is trained: it writes the pairs for --data, a right reply of a policy against
 a wrong one to the same problem. A reward model learns whatever sets the two sides apart, whether or
@@ -34,19 +33,18 @@ import torch
 import torch.nn.functional as F
 
 from dataset import PromptCollator, PromptDataset
-from dataset.arithmetic import write
-from dataset.prompts import read_lines
 from model import load_pretrained, load_tokenizer, sample
 from model.storage.files import explained, read_config
 from model.storage.read import build, read_weights
 from model.train_sft import optimize
-from report import UserError, user_errors
+from report import UserError
+from report.command_line import number, user_errors
+from report.text import read_lines, write_jsonl
 
-from .reward_model import LikelihoodModel, RewardModel, is_likelihood, load_likelihood, with_reply
+from .reward_model import ANOTHER, LikelihoodModel, RewardModel, load_likelihood, with_reply
 from .rules import accuracy_reward, extract_answer
 
 KEPT = 1000         # pairs saved next to the weights, for a later --replay
-ANOTHER = "choose another --init"
 REPLIES, MOST = 8, 2        # of --sample: replies to a problem, and pairs of them at most
 
 
@@ -72,12 +70,12 @@ def pairs_of(replies, answers, rng):
     return list(zip(right, wrong))
 
 
-def sampled_pairs(path, problems, rng, seed):
+def sampled_pairs(path, problems, rng):
     """Pairs of what the policy in `path` replies to the problems, as rows for read_pairs."""
     model = load_pretrained(path, dtype=torch.float32)
-    tokenizer = load_tokenizer(path, model.config.vocab_size, "choose another to --sample")
+    tokenizer = load_tokenizer(path, model.config.vocab_size, ANOTHER)
     collate = PromptCollator(tokenizer, max_seq_len=66)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for start in range(0, len(problems), 64):
         chunk = problems[start:start + 64]
         batch = collate(chunk)
@@ -98,18 +96,16 @@ def held_out(messages):
     return random.Random(json.dumps(messages)).random() < 0.1
 
 
-def pairs_of_runs(paths, rng):
-    """(training pairs, held-out pairs) from the completions.jsonl of runs.
+def pairs_of_run(path, rng):
+    """(training pairs, held-out pairs) from the completions.jsonl of a run.
 
     A pair is a right and a wrong completion of the same group; held_out splits by prompt.
     """
-    groups = defaultdict(list)
-    for path in paths:
-        for where, row in read_lines(path):
-            with explained(where, "not a completion", "give the completions.jsonl of a run"):
-                if row.get("answer") is not None:
-                    groups[path, row["step"], row["prompt"]].append(row)
-    pairs = {False: [], True: []}
+    groups, pairs = defaultdict(list), {False: [], True: []}
+    for where, row in read_lines(path):
+        with explained(where, "not a completion", "give the completions.jsonl of a run"):
+            if row.get("answer") is not None:
+                groups[row["step"], row["prompt"]].append(row)
     for rows in groups.values():
         replies, answers = ([row[name] for row in rows] for name in ("completion", "answer"))
         messages = rows[0]["messages"]
@@ -117,15 +113,15 @@ def pairs_of_runs(paths, rng):
             (with_reply(messages, better), with_reply(messages, worse), "reply")
             for better, worse in pairs_of(replies, answers, rng)]
     if not (pairs[False] and pairs[True]):
-        raise UserError(f"{' '.join(map(str, paths))}: too few groups have both a right and a "
-                        "wrong completion; give a longer run, on data with answers")
+        raise UserError(f"{path}: too few groups have both a right and a wrong completion; give a "
+                        "longer run, on data with answers")
     return pairs[False], pairs[True]
 
 
 def load_init(path, *, likelihood=False):
     """A reward model, or a language model: with a new head, or by its `likelihood`."""
-    if likelihood or is_likelihood(path):
-        return load_likelihood(path, ANOTHER)
+    if likelihood:
+        return load_likelihood(path)
     config, weights = read_config(path), read_weights(path)
     tokenizer = load_tokenizer(path, config.vocab_size, ANOTHER)
     if "score.weight" in weights:
@@ -185,54 +181,42 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     flag, files = parser.add_argument, dict(type=Path, nargs="+", default=[])
-    flag("--data", **files,
-         help='jsonl files of {"conversations", "chosen", "rejected"} (default: pairs.jsonl in the '
-              'folder of --init, if that is a reward model)')
+    flag("--data", **files, help='jsonl files of {"conversations", "chosen", "rejected"}')
     flag("--heldout", **files, help="files of the same form, to evaluate on")
-    flag("--completions", **files, help="the completions.jsonl of runs, to retrain on")
-    flag("--replay", type=float, default=0.1,
+    flag("--completions", type=Path, help="the completions.jsonl of a run, to retrain on")
+    flag("--replay", type=number(float, 0, 1), default=0.1,
          help="with --completions, the share of each batch that comes from --data")
-    flag("--init", type=Path,
-         help="the weights to start from: a reward model or a language model")
-    flag("--likelihood", action="store_true",
-         help="score a reply by its log-likelihood under --init, a language model, instead of "
-              "training a new head")
-    flag("--save", type=Path, required=True, help="the folder for the weights, or the file of "
-         "--sample")
+    flag("--init", type=Path, help="where to start: a reward model or a language model")
+    flag("--likelihood", action="store_true", help="score by the log-likelihood under --init")
+    flag("--save", type=Path, required=True, help="a folder, or with --sample a file")
     flag("--sample", **files, help="folders of policies: only write pairs of their replies")
     flag("--prompts", type=Path, help="with --sample, a jsonl file of problems with answers")
     flag("--steps", type=int, default=1200)
     flag("--batch_size", type=int, default=32, help="pairs per step")
     flag("--learning_rate", type=float, default=2e-3)
-    flag("--warmup_steps", type=int, default=100)
-    flag("--seed", type=int, default=0)
     args = parser.parse_args()
-    if not 0 <= args.replay < 1:
-        parser.error(f"--replay is {args.replay}; it is a share and must be at least 0 and below 1")
-    if args.sample and not args.prompts:
-        parser.error("--sample needs problems; give --prompts")
-    if not args.sample and not (args.init and (args.data or args.completions)):
-        parser.error("nothing to learn from; give --init, and --data or --completions")
+    if not (args.sample and args.prompts or args.init and args.data):
+        parser.error("nothing to learn from; give --init and --data, or --sample and --prompts")
     return args
 
 
 @user_errors("reward.train_reward_model")
 def main():
     args = arguments()
-    torch.manual_seed(args.seed)
-    rng = random.Random(args.seed)
+    torch.manual_seed(0)
+    rng = random.Random(0)
     if args.sample:
         problems = PromptDataset(args.prompts)
-        rows = [row for path in args.sample
-                for row in sampled_pairs(path, problems, rng, args.seed)]
-        return write(args.save, rows)
+        count = write_jsonl(args.save, (row for path in args.sample
+                                        for row in sampled_pairs(path, problems, rng)))
+        return print(f"wrote {count} pairs to {args.save}")
     model = load_init(args.init, likelihood=args.likelihood)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    earlier = read_pairs(args.data or [args.init / "pairs.jsonl"])
+    earlier = read_pairs(args.data)
     own, heldout = [], []
     if args.completions:
         earlier = [pair for pair in earlier if not held_out(pair[0][:-1])]
-        own, heldout = pairs_of_runs(args.completions, rng)
+        own, heldout = pairs_of_run(args.completions, rng)
     heldout = heldout + read_pairs(args.heldout)
     if not isinstance(model, LikelihoodModel):      # to which bare answers are merely unlikely
         earlier, heldout, own = (with_bare_answers(pairs, rng) for pairs in (earlier, heldout, own))
@@ -250,11 +234,11 @@ def main():
         return loss_of(model, *model.encode([pair[side] for side in (0, 1) for pair in batch]))
 
     optimize(model, next_loss, steps=args.steps, learning_rate=args.learning_rate,
-             warmup_steps=args.warmup_steps)
+             warmup_steps=min(100, args.steps // 10))
     print(f"held-out pairs ordered right: {percentages()}")
     model.to(torch.bfloat16).save_pretrained(args.save)
     kept = rng.sample(own + earlier, min(KEPT, len(own + earlier)))
-    write(args.save / "pairs.jsonl", (
+    write_jsonl(args.save / "pairs.jsonl", (
         {"conversations": chosen[:-1], "kind": kind, "chosen": chosen[-1]["content"],
          "rejected": rejected[-1]["content"]} for chosen, rejected, kind in kept))
     print(f"saved {args.save}")

@@ -1,4 +1,4 @@
-"""Speed and memory of MiniGRPO beside TRL's GRPOTrainer, transformers' generate and vLLM:
+"""Speed of MiniGRPO beside TRL's GRPOTrainer, transformers' generate and vLLM:
 
     pip install -r tests/requirements-bench.txt
     python tests/bench.py               ours, fast and plain, beside theirs
@@ -17,22 +17,12 @@ The cases: `default` is the task that train_grpo.py learns, from the shipped pol
 same task from a policy after 60 steps, which is what most of a run is (seconds of training come
 first). `SmolLM2` is the task of dataset/sentences.txt, with the weights that a package ships. In
 the others weights and rewards are arbitrary, and no completion can end early.
-
-`limit` is the share of the machine's rate of matrix products, measured beside, that our fast step
-reaches, counting only necessary work: each prompt once for all its completions, and each completion
-token once, to sample; the same under the reference (beta > 0); three times that under the policy
-(forward, and twice it for backward), or nothing where advantage and beta are 0. A completion that
-was sampled twice is counted twice, though we learn from it in one pass.
-
-Memory: how far one step, in a process of its own, raises the peak above what was resident before
-(Linux); on a GPU, the largest sum of live tensors of the steps.
 """
 import argparse
 import copy
 import importlib.metadata
 import importlib.util
 import logging
-import multiprocessing
 import operator
 import os
 import random
@@ -43,7 +33,7 @@ import time
 import warnings
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -156,8 +146,8 @@ def prepared(case, count):
 class Ours:
     """train_grpo.py's step, as its main() takes it."""
 
-    def __init__(self, case, path, beta, *, sampler="fast", device="cpu", dtype=None):
-        dtype = dtype or dtype_of(case, device)
+    def __init__(self, case, path, beta, *, sampler="fast", device="cpu"):
+        dtype = dtype_of(case, device)
         self.args = train_grpo.parse_args([
             "--model_path", str(path), "--device", device, "--dtype", dtype, "--sampler", sampler,
             "--max_seq_len", "256", "--out_dir", tempfile.gettempdir(), "--run_name", "bench",
@@ -184,7 +174,7 @@ class Ours:
                                    self.args)
 
     def step(self, batch):
-        self.last = rollout = self.rollout(batch)       # kept to count what was done
+        rollout = self.rollout(batch)
         rollout.ref_logps = train_grpo.compute_logps(
             self.reference, rollout, self.logps_of, self.args)
         rollout.rewards, _ = train_grpo.compute_rewards(
@@ -217,24 +207,18 @@ def generates(case, path, tokenizer, device):
     return rollout
 
 
-def trl_trainer(case, path, batches, beta, folder, device, after_step=None):
-    """A GRPOTrainer that takes a step on each batch; after_step(step, seconds, its tokens)."""
+def trl_trainer(case, path, batches, beta, folder, device, after_step):
+    """A GRPOTrainer that takes a step on each batch; after_step(step, seconds)."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
-    tokens = []
-
-    def count(prompts, completions, completion_ids, **columns):     # a reward of 0, to see them
-        tokens.append(sum(map(len, completion_ids)))
-        return [0.0] * len(completions)
 
     class Turns(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             self.start = now()
 
         def on_step_end(self, args, state, control, **kwargs):
-            if after_step is not None:
-                after_step(state.global_step, now() - self.start, tokens[-1])
+            after_step(state.global_step, now() - self.start)
 
     rows = [{"prompt": text, **{name: column[i] for name, column in batch["columns"].items()
                                 if name != "messages"}}
@@ -251,7 +235,7 @@ def trl_trainer(case, path, batches, beta, folder, device, after_step=None):
         adam_beta2=0.99, weight_decay=0.0)
     trainer = GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
-        [*rewards_of(case), count], args=config, train_dataset=Dataset.from_list(rows),
+        rewards_of(case), args=config, train_dataset=Dataset.from_list(rows),
         callbacks=[Turns()], processing_class=AutoTokenizer.from_pretrained(path))
     trainer.remove_callback(PrinterCallback)
     if case.config:
@@ -274,33 +258,6 @@ def seconds(function, *args):
     return now() - start
 
 
-def gemm_rate(dtype, device, size=1536):
-    """FLOP/s of a matrix product, the best of eight."""
-    a, b = torch.randn(2, size, size, dtype=getattr(torch, dtype), device=device)
-    return 2 * size**3 / min(seconds(torch.mm, a, b) for _ in range(8))
-
-
-def necessary_flops(ours):
-    """Of the matrix products of our last step; see the top of this file."""
-    config, rollout = ours.policy.config, ours.last
-    generations, beta = ours.args.num_generations, ours.args.beta
-    layers, width = config.num_hidden_layers, config.num_attention_heads * config.head_dim
-    kv_width = config.num_key_value_heads * config.head_dim
-    weights = config.hidden_size * (2 * width + 2 * kv_width + 3 * config.intermediate_size)
-
-    def body(n):        # n tokens; the one at position s attends to s + 1
-        return 2 * layers * weights * n + 4 * layers * width * n * (n + 1) / 2
-
-    P, R = rollout.prompt_mask.sum(1).double().cpu(), rollout.lengths.double().cpu()    # (N,)
-    head = 2 * config.hidden_size * config.vocab_size * R
-    completions = (body(P + R - 1) - body(P) + head).view(-1, generations)  # the last is no input
-    prompts = body(P[::generations])                                                    # (B,)
-    learned = (rollout.advantages.cpu().view(-1, generations) != 0) | (beta > 0)
-    forward = completions.sum() + prompts.sum()
-    learning = completions[learned].sum() + prompts[learned.any(1)].sum()
-    return float(forward * (1 + (beta > 0)) + 3 * learning)
-
-
 def turns_of_rollouts(case, path, batches, device):
     """{who samples: the seconds of each turn}; the first turn warms up, and vLLM starts."""
     names = ["fast", "plain"]
@@ -317,75 +274,32 @@ def turns_of_rollouts(case, path, batches, device):
 
 
 def turns_of_steps(case, path, batches, beta, device, folder):
-    """The same of steps; and of each turn the tokens of TRL's and ours, and FLOPs, see above."""
+    """The same of steps."""
     ours = {name: Ours(case, path, beta, sampler=name, device=device) for name in ("fast", "plain")}
-    found = {name: [] for name in ("fast", "plain", "TRL", "tokens", "FLOPs")}
+    taken = {"fast": [], "plain": [], "TRL": []}
 
-    def our_turn(step, theirs, their_tokens):
+    def our_turn(step, theirs):
+        taken["TRL"].append(theirs)
         for name, side in ours.items():
-            found[name].append(seconds(side.step, batches[step - 1]))
-        found["TRL"].append(theirs)
-        found["tokens"].append((their_tokens, int(ours["fast"].last.mask.sum())))
-        found["FLOPs"].append(necessary_flops(ours["fast"]))
+            taken[name].append(seconds(side.step, batches[step - 1]))
 
     trl_trainer(case, path, batches, beta, folder, device, our_turn).train()
-    return found
+    return taken
 
 
-def resident(field):
-    """Bytes of this process that are in memory: VmRSS now, VmHWM at the peak (Linux)."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(field + ":")[1].split()[0]) * 1024
-
-
-def memory(side, case, device):
-    """MiB by which one step of `ours` or `trl` raises this process's peak."""
-    with prepared(case, 1) as (folder, path, batches):
-        if side == "trl":
-            train = trl_trainer(case, path, batches, 0.0, folder, device).train
-        else:
-            ours = Ours(case, path, 0.0, device=device)
-
-            def train():
-                ours.step(batches[0])
-
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            train()
-            return (torch.cuda.max_memory_allocated() - before) / 2**20
-        Path("/proc/self/clear_refs").write_text("5")       # the peak starts again from here
-        before = resident("VmRSS")
-        train()
-        return (resident("VmHWM") - before) / 2**20
-
-
-def report_memory(case, device, threads):
-    sides = [("ours", case), ("ours", replace(case, prompts=2 * case.prompts))]
-    if HAS_TRL:
-        sides.append(("trl", case))
-    with multiprocessing.get_context("spawn").Pool(
-            1, set_up, (threads,), maxtasksperchild=1) as fresh:        # a process for each
-        mib = [f"{fresh.apply(memory, (side, one, device)):.0f}" for side, one in sides]
-    print(f"Memory of a step at micro-batch {case.micro_batch}, MiB: ours, ours with twice the "
-          f"prompts, TRL: {', '.join(mib)}\n", flush=True)
-
-
-def report_row(what, taken, theirs, more=("", "", "")):
+def report_row(what, taken, theirs):
     """A row of the table, from {side: seconds of each turn}; the first turn does not count."""
     turns = [taken[name][1:] for name in (theirs, "fast", "plain")]
     ratios = [median(map(operator.truediv, turns[0], ours)) for ours in turns[1:]]
     numbers = " | ".join(f"{number:.2f}" for number in (*map(median, turns), *ratios))
-    print(f"| {what} | {numbers} | {' | '.join(more)} |", flush=True)
+    print(f"| {what} | {numbers} |", flush=True)
 
 
-def report_case(name, case, repetitions, device, threads):
+def report_case(name, case, repetitions, device):
     print(f"\n## {name}: {case.prompts} prompts x {case.generations} completions, "
           f"{case.new_tokens} new tokens at most, {dtype_of(case, device)}\n", flush=True)
-    if not case.trained:        # first, while this process is small
-        report_memory(case, device, threads)
-    print("| what | theirs, s | fast, s | plain, s | fast, x | plain, x | tokens, theirs, ours "
-          "| GEMM, GFLOP/s | limit |\n|---|---|---|---|---|---|---|---|---|", flush=True)
+    print("| what | theirs, s | fast, s | plain, s | fast, x | plain, x |\n"
+          "|---|---|---|---|---|---|", flush=True)
     with prepared(case, repetitions + 1) as (folder, path, batches):
         taken = turns_of_rollouts(case, path, batches, device)
         report_row("rollout, generate's", taken, "generate")
@@ -394,13 +308,8 @@ def report_case(name, case, repetitions, device, threads):
         if not HAS_TRL:
             return
         for beta in case.betas:
-            rate = gemm_rate(dtype_of(case, device), device)
             taken = turns_of_steps(case, path, batches, beta, device, folder)
-            rate = max(rate, gemm_rate(dtype_of(case, device), device))
-            theirs, ours = zip(*taken["tokens"][1:])
-            limit = median(taken["FLOPs"][1:]) / rate / median(taken["fast"][1:])
-            report_row(f"step, TRL's, beta {beta}", taken, "TRL", (
-                f"{median(theirs):.0f}, {median(ours):.0f}", f"{rate / 1e9:.0f}", f"{limit:.0%}"))
+            report_row(f"step, TRL's, beta {beta}", taken, "TRL")
 
 
 # --- what each trick of model/fast is worth -------------------------------------------------------
@@ -452,14 +361,13 @@ def report_tricks(names, repetitions):
         print(f"| {what} | {' | '.join(f'{column[what]:.2f}' for column in columns)} |")
 
 
-def set_up(threads):
-    """This process, or one that measures memory: without the network, and quiet."""
+def set_up():
+    """Without the network, and quiet."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     import transformers
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(threads)
 
 
 def main():
@@ -468,24 +376,25 @@ def main():
     parser.add_argument("--cases", nargs="+", choices=CASES,
                         help="(default: default trained 1.7M 26M; with --device cuda 0.6B)")
     parser.add_argument("--repetitions", type=int, default=3, help="turns of each side that count")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tricks", action="store_true",
                         help="what each trick of model/fast is worth, instead of the comparison")
     args = parser.parse_args()
-    set_up(args.threads)
+    set_up()
     if args.cases is None:
         args.cases = ["0.6B"]
         if args.device == "cpu":
             args.cases = [name for name in CASES if name not in ON_DEMAND]
     if args.tricks:
         return report_tricks(args.cases, args.repetitions)
-    machine = torch.cuda.get_device_name() if args.device == "cuda" else f"{args.threads} threads"
+    machine = f"{torch.get_num_threads()} threads"
+    if args.device == "cuda":
+        machine = torch.cuda.get_device_name()
     peers = ", ".join(f"{name} {importlib.metadata.version(name)}"
                       for name in ("transformers", "trl", "vllm") if importlib.util.find_spec(name))
     print(f"torch {torch.__version__}, {peers}, {machine}, medians of {args.repetitions} turns")
     for name in args.cases:
-        report_case(name, CASES[name], args.repetitions, args.device, args.threads)
+        report_case(name, CASES[name], args.repetitions, args.device)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """What stays exact where matrix products are in bfloat16, and weights for a sampler that is not."""
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -48,9 +47,6 @@ def test_logits_are_products_in_float32_under_autocast_too(stored):
             F.linear(hidden.float(), model.lm_head.weight.float()) for hidden in read)
     assert torch.equal(plain, of_plain) and torch.equal(sampled, of_sampled)
     assert torch.isin(fast_logps, of_nodes.log_softmax(-1)).all()
-    # No copy of so small a matrix, and no change where nothing is cast.
-    assert decoding.head.weight is model.lm_head.weight
-    assert model.to(torch.bfloat16)(ids, mask).dtype == torch.bfloat16
 
 
 def test_the_head_in_chunks_is_float32_with_its_gradients_too(monkeypatch):
@@ -70,22 +66,6 @@ def test_the_head_in_chunks_is_float32_with_its_gradients_too(monkeypatch):
         assert (whole - in_chunks).abs().max() <= 1e-5 * whole.abs().max() > 0
 
 
-def test_what_is_packed_and_in_which_dtype(monkeypatch):
-    packed = Mock(side_effect=lambda weight: weight)
-    monkeypatch.setattr(fast, "PACK_FROM", 1)
-    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", packed)
-    for supported in (False, True):
-        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported",
-                            lambda supported=supported: supported)
-        for dtype in (torch.float32, torch.bfloat16, torch.float64):
-            fast.linear(torch.nn.Linear(3, 3, dtype=dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        for layer in (Head, torch.nn.Linear):       # supported: the head stays float32
-            fast.linear(layer(3, 3))
-    assert [call.args[0].dtype for call in packed.mock_calls] == [
-        torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
-
-
 def test_autocast_keeps_no_copies_of_weights():
     with precision(World("cpu", "bfloat16")):
         assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
@@ -93,34 +73,26 @@ def test_autocast_keeps_no_copies_of_weights():
 
 # --- the first ratio ------------------------------------------------------------------------------
 
-SEVERAL = "--num_iterations 2 --num_minibatches 3"
 
-
-@pytest.mark.parametrize("flags, updates", [
-    (f"{SEVERAL} --beta 0 --mask_truncated_completions --loss_type dr_grpo", 6),
-    (f"{SEVERAL} --fast 0 --supervision process --entropy_coef 0.1 --loss_type dapo", 6),
-    (f"{SEVERAL} --lora_rank 4 --gradient_checkpointing --loss_type cispo", 6),
-    ("--num_minibatches 4 --importance_sampling_level sequence --rollout_is_threshold 2", 4),
-    ("--kl_in_reward --oversample 2 --loss_type r1", 1),
+@pytest.mark.parametrize("flags", [
+    "--fast 0 --supervision process --entropy_coef 0.1 --loss_type dapo",
+    "--lora_rank 4 --gradient_checkpointing --mask_truncated_completions --beta 0",
+    "--importance_sampling_level sequence --rollout_is_threshold 2 --kl_in_reward",
 ])
-def test_ratios_are_exactly_1_while_the_policy_has_not_moved(flags, updates, tmp_path, monkeypatch):
-    calls, steps, loss, step = [], [], train_grpo.grpo_loss, torch.optim.AdamW.step
+def test_ratios_are_exactly_1_while_the_policy_has_not_moved(flags, tmp_path, monkeypatch):
+    calls, loss = [], train_grpo.grpo_loss
 
     def spy(logps, old_logps, advantages, mask, **options):
         calls.append((logps - old_logps)[mask.bool()].abs().max().item())
         return loss(logps, old_logps, advantages, mask, **options)
 
     monkeypatch.setattr(train_grpo, "grpo_loss", spy)
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *x: steps.append(0) or step(*x))
     monkeypatch.setattr(train_grpo, "lr_at", lambda *args, **options: 0.0)
-    for name in ("save", "save_final"):
-        monkeypatch.setattr(train_grpo.Saver, name, lambda *args: None)
-    monkeypatch.setattr(train_grpo.Report, "draw", lambda report: None)
     train_grpo.main([*SMALL, *flags.split(), "--dtype", "bfloat16", "--micro_batch_size", "5",
-                     "--max_steps", "1", "--eval_interval", "0", "--reward_funcs", "format", "tag",
-                     "accuracy", "--out_dir", str(tmp_path), "--run_name", "still"])
-    assert len(steps) == updates and len(calls) >= updates
-    assert calls == [0.0] * len(calls)
+                     "--num_iterations", "2", "--num_minibatches", "3", "--max_steps", "1",
+                     "--eval_interval", "0", "--reward_funcs", "format", "tag", "accuracy",
+                     "--out_dir", str(tmp_path), "--run_name", "still"])
+    assert len(calls) >= 6 and calls == [0.0] * len(calls)
     (metrics,) = jsonl(tmp_path / "still/metrics.jsonl")
     assert metrics["ppo_kl"] == 0 and metrics["timing_s/old_logps"] > 0
 
@@ -148,12 +120,9 @@ def test_the_parts_of_a_step_by_hand(six):
     (["--loss_type", "gmpo"], [0.25 ** (1 / 3)]), (["--loss_type", "r1"], [0.25]),
 ])
 def test_importance_weights_by_hand(six, flags, expected):
-    six = six.select(torch.tensor([0]))                         # three tokens
-    six.sampling_logps = torch.tensor([[0.1, 0.4, 0.8]]).log()
-    old_logps = torch.tensor([[0.2, 0.2, 0.2]]).log()           # ratios 2, 1/2 and 1/4
-    padding = torch.zeros(1, 1)
-    six.mask, old_logps, six.sampling_logps = (
-        torch.cat((x, padding.to(x.dtype)), 1) for x in (six.mask, old_logps, six.sampling_logps))
+    six.mask = torch.tensor([[1, 1, 1, 0]])
+    six.sampling_logps = torch.tensor([[0.1, 0.4, 0.8, 1.0]]).log()
+    old_logps = torch.tensor([[0.2, 0.2, 0.2, 1.0]]).log()      # ratios 2, 1/2 and 1/4
     weights = sampler_weights(six, old_logps, arguments(*flags, rollout_is_threshold=1.5))
     assert weights[0].tolist() == pytest.approx(expected)
 
@@ -169,18 +138,17 @@ def test_bad_completions_that_the_policy_has_left_teach_nothing(six, policy):
     args = arguments(off_policy_mask_threshold=0.5)
     kept = torch.tensor([1.0, 0, -0.3, 0, 0, 0.1])
     assert near_sampler(six, logps, args)[:, 0].tolist() == kept.tolist()
+    masked, _ = gradient(policy, six, token_logps, off_policy_mask_threshold=0.5)
+    expected, _ = gradient(policy, replace(six, advantages=kept), token_logps)
+    assert (masked - expected).norm() < 1e-6 * expected.norm()
     six.advantages = six.advantages[:, None].repeat(1, 12)
     six.advantages[1, 3] = 2.0                                  # a good token of a bad completion
     assert near_sampler(six, logps, args)[1].tolist() == [0, 0, 0, 2.0, *[0] * 8]
     assert near_sampler(six, logps, arguments()).equal(six.advantages)
-    six.advantages = torch.tensor([1.0, -0.5, -0.3, -1.2, 0.0, 0.1])
-    masked, _ = gradient(policy, six, token_logps, off_policy_mask_threshold=0.5)
-    expected, _ = gradient(policy, replace(six, advantages=kept), token_logps)
-    assert (masked - expected).norm() < 1e-6 * expected.norm()
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "cispo", "sapo"])
-@pytest.mark.parametrize("single", [True, False], ids=["one update", "old policy"])
+@pytest.mark.parametrize("loss_type, single", [
+    ("grpo", True), ("grpo", False), ("cispo", True), ("sapo", False)])
 def test_importance_weights_multiply_the_policy_term_alone(six, policy, loss_type, single):
     options = {"loss_type": loss_type, "beta": 0.1, "epsilon_high": 5.0}
     ratios = torch.tensor([0.5, 1.0, 8.0]).repeat(6, 4)

@@ -11,11 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conftest import edit, jsonl, turns, write
-from dataset.arithmetic import flaw_pairs
 from report import UserError
 from reward import iterate, load_reward_model, train_reward_model
-from reward.reward_model import LikelihoodModel, reward_model_reward
-from reward.train_reward_model import accuracy_by_kind, loss_of, pairs_of_runs
+from reward.reward_model import LikelihoodModel, RewardModel, reward_model_reward
+from reward.train_reward_model import loss_of, pairs_of_run
 
 SHIPPED, POLICY = "reward/weights/reward_128", Path("model/weights/reason_128")
 
@@ -32,7 +31,7 @@ def completion_rows(num_prompts, step=1):
 def test_pairs_are_right_against_wrong_within_a_group_and_hold_out_whole_prompts(tmp_path):
     rows = [*completion_rows(60), *completion_rows(60, step=2)]
     path = write(tmp_path / "completions.jsonl", rows)
-    sides = pairs_of_runs([path], random.Random(0))
+    sides = pairs_of_run(path, random.Random(0))
     assert sum(map(len, sides)) == 2 * 60 * 2 and 4 <= len(sides[1]) <= 60
     for chosen, rejected, kind in sides[0] + sides[1]:
         assert chosen[0] == rejected[0] and kind == "reply"
@@ -41,49 +40,40 @@ def test_pairs_are_right_against_wrong_within_a_group_and_hold_out_whole_prompts
     train, heldout = ({chosen[0]["content"] for chosen, _, _ in pairs} for pairs in sides)
     assert not train & heldout
     with pytest.raises(UserError, match="longer run"):
-        pairs_of_runs([write(tmp_path / "short.jsonl", rows[:1])], random.Random(0))
+        pairs_of_run(write(tmp_path / "short.jsonl", rows[:1]), random.Random(0))
 
 
-@pytest.fixture
-def retrain(tmp_path, monkeypatch):
-    """Retrains with these flags, one batch and no update; returns the run's replies in it."""
-    def run(*flags):
-        chats, rows = [], list(completion_rows(60))
+@pytest.mark.parametrize("flags, kind, own", [
+    (["--init", SHIPPED, "--replay", "0.25", "--batch_size", "8"], RewardModel, 6),
+    (["--init", str(POLICY), "--likelihood"], LikelihoodModel, 29)])        # of 32 pairs
+def test_retraining_starts_from_a_model_and_replays_pairs(flags, kind, own, tmp_path, monkeypatch):
+    rows, batches = list(completion_rows(60)), []
 
-        def encode(model, batch):
-            chats.extend(batch)
-            return model.pad(model.tokenize(batch))
+    def encode(model, chats):       # the first batch
+        batches.append(chats)
+        return model.pad(model.tokenize(chats))
 
-        path = write(tmp_path / "completions.jsonl", rows)
-        monkeypatch.setattr(train_reward_model, "optimize", lambda model, loss, **options: loss())
-        monkeypatch.setattr(train_reward_model.RewardModel, "encode", encode)
-        monkeypatch.setattr(sys, "argv", [
-            "train_reward_model.py", "--completions", str(path), "--save", str(tmp_path / "new"),
-            *flags])
-        train_reward_model.main()
-        prompts = {row["prompt"] for row in rows}
-        return [chat[1]["content"] for chat in chats if chat[0]["content"] in prompts]
-
-    return run
-
-
-def test_retraining_starts_from_the_reward_model_and_replays_its_pairs(retrain, tmp_path):
-    own = retrain("--init", SHIPPED, "--replay", "0.25", "--batch_size", "8")
-    assert len(own) == 2 * 6        # of 8 pairs
-    chat = turns("What is 7 + 3*7?", "28")
-    before, after = (load_reward_model(path).get_score(chat) for path in (
-        SHIPPED, tmp_path / "new"))
-    assert after == pytest.approx(before, abs=1e-5)
+    path = write(tmp_path / "completions.jsonl", rows)
+    monkeypatch.setattr(train_reward_model, "optimize", lambda model, loss, **options: loss())
+    monkeypatch.setattr(RewardModel, "encode", encode)
+    monkeypatch.setattr(sys, "argv", [
+        "", "--completions", str(path), "--data", f"{SHIPPED}/pairs.jsonl",
+        "--save", str(tmp_path / "new"), *flags])
+    train_reward_model.main()
+    prompts, (batch,) = {row["prompt"] for row in rows}, batches
+    replies = [chat[1]["content"] for chat in batch if chat[0]["content"] in prompts]
+    assert len(replies) == 2 * own
+    if kind is LikelihoodModel:         # to which bare answers are merely unlikely
+        assert all("<think>" in text for text in replies)
+    else:                               # nothing was learnt
+        chats = [turns("What is 7 + 3*7?", "28")]
+        before, after = (load_reward_model(path).get_scores(chats)
+                         for path in (SHIPPED, tmp_path / "new"))
+        assert after == pytest.approx(before, abs=1e-5)
+    assert type(load_reward_model(tmp_path / "new")) is kind
     kept = jsonl(tmp_path / "new/pairs.jsonl")
     assert len(kept) == 1000 and any("<think>\n0\n</think>" in row["chosen"] for row in kept)
     assert not any(train_reward_model.held_out(row["conversations"]) for row in kept)
-
-
-def test_a_language_model_is_retrained_as_one_and_on_no_bare_answers(retrain, tmp_path):
-    own = retrain("--likelihood", "--init", str(POLICY), "--data", f"{SHIPPED}/pairs.jsonl")
-    assert len(own) == 2 * 29 and all("<think>" in text for text in own)    # of 32 pairs
-    for load in (load_reward_model, train_reward_model.load_init):
-        assert isinstance(load(tmp_path / "new"), LikelihoodModel)
 
 
 PLAIN = ("{% for turn in messages %}{{ turn['role'] }}:{{ turn['content'] }}\n{% endfor %}"
@@ -120,10 +110,9 @@ def test_a_likelihood_is_not_clipped_and_needs_a_template_that_shows_where_a_rep
     for wrong in ({"answer_share": 0}, {"clip": 0}):
         with pytest.raises(UserError, match="--reward_model_clip 0 --reward_model_answer_share 0"):
             reward_model_reward(model, **wrong)
-    assert reward_model_reward(model, clip=0, answer_share=0)
     for template in (PLAIN.partition("{% if")[0], PLAIN.replace("assistant:", "hm assistant:")):
         tokenizer.chat_template = template
-        with pytest.raises(UserError, match="where it begins"):
+        with pytest.raises(UserError, match="where a reply begins"):
             LikelihoodModel(policy, tokenizer)
 
 
@@ -136,15 +125,6 @@ def test_only_differences_of_likelihoods_are_trained(tiny_policy):
     losses = -torch.nn.functional.logsigmoid(better - worse)
     expected = losses[first:end].mean() + losses[end]
     assert loss_of(model, ids, ends).item() == pytest.approx(expected.item(), abs=1e-5)
-
-
-def test_a_language_model_sees_slips_that_the_shipped_classifier_does_not(tmp_path):
-    pairs = train_reward_model.read_pairs([write(tmp_path / "slips.jsonl", [
-        row for row in flaw_pairs(random.Random(0), 400, heldout=True)
-        if row["kind"] == "slip" and "<think>" in row["chosen"]])])
-    blind, seeing = (accuracy_by_kind(model, pairs)["slip"] for model in (
-        load_reward_model(SHIPPED), train_reward_model.load_init(POLICY, likelihood=True)))
-    assert len(pairs) > 100 and blind < 0.75 and seeing > 0.85
 
 
 def test_the_chain_passes_on_its_models_and_continues_where_it_stopped(tmp_path, monkeypatch):

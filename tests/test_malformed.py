@@ -263,7 +263,7 @@ INTERNLM2 = {"architectures": ["InternLM2ForRewardModel"]}
 
 
 @cases({"config.json": [
-    ("", {"hidden_size": "16"}, {"architectures": [5]}, {"num_labels": 3}, DEEP,
+    ("", {"hidden_size": "16"}, {"num_labels": 3}, DEEP,
      {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}, {"score": "likelihood"},
      INTERNLM2, INTERNLM2 | {"num_attention_heads": 0}),
     ("code", {"attn_implementation": KERNEL})],

@@ -18,7 +18,7 @@ from model import (
     train_sft,
 )
 from model.model import KVCache, MixtureOfExperts
-from model.storage.memory import SIZES, num_parameters, out_of_memory, peak_bytes
+from model.storage.memory import SIZES, num_parameters, peak_bytes
 from model.storage.tokenizer import TAGS
 from report import UserError
 
@@ -38,9 +38,8 @@ def tiny(seed, vocab_size=8):
 
 def test_dtype_is_that_of_the_file_unless_asked_for(tokenizer, tmp_path):
     save_pretrained(tiny(seed=0).to(torch.bfloat16), tokenizer, tmp_path)
-    for asked, got in [(None, torch.bfloat16), (torch.float32, torch.float32)]:
-        model = load_pretrained(tmp_path, dtype=asked)
-        assert {parameter.dtype for parameter in model.parameters()} == {got}
+    assert load_pretrained(tmp_path).lm_head.weight.dtype == torch.bfloat16
+    assert load_pretrained(tmp_path, dtype=torch.float32).lm_head.weight.dtype == torch.float32
 
 
 @torch.no_grad()
@@ -64,24 +63,16 @@ def test_gradient_checkpointing_computes_each_layer_twice_and_changes_no_gradien
     model = MiniMindForCausalLM(MiniMindConfig(
         vocab_size=9, hidden_size=16, intermediate_size=24, num_hidden_layers=3, head_dim=4,
         num_experts=experts, moe_intermediate_size=8, initializer_range=0.3))
-    ids, mask = left_padded([6, 3], 9)
-    gradients, calls = {}, []
+    (ids, mask), gradients, calls = left_padded([6, 3], 9), [], []
     model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for model.model.gradient_checkpointing in (False, True):
-        model.zero_grad()
-        calls.clear()
         # What is computed again takes place under the same autocast.
         with torch.autocast("cpu", torch.bfloat16, enabled=experts > 0):
             loss = model(ids, mask)[mask.bool()].float().logsumexp(-1).sum()
-        loss.backward()
-        gradients[model.model.gradient_checkpointing] = [p.grad for p in model.parameters()]
-        assert len(calls) == 1 + model.model.gradient_checkpointing
-    for stored, recomputed in zip(gradients[False], gradients[True], strict=True):
+        gradients.append(torch.autograd.grad(loss, [*model.parameters()]))
+    assert len(calls) == 1 + 2
+    for stored, recomputed in zip(*gradients, strict=True):
         assert stored.abs().max() > 0 and torch.equal(stored, recomputed)
-    calls.clear()
-    with torch.no_grad():
-        model(ids, mask)
-    assert len(calls) == 1                  # without a gradient nothing is computed again
 
 
 def test_the_experts_that_nobody_chooses_have_a_gradient_of_0():
@@ -94,47 +85,22 @@ def test_the_experts_that_nobody_chooses_have_a_gradient_of_0():
 # --- what a run needs in memory -------------------------------------------------------------------
 
 
-def test_the_parameters_of_real_sizes_are_counted_as_the_hub_counts_them():
-    assert {name: num_parameters(config)[0] for name, config in SIZES.items()} == {
-        "MiniMind2 (0.1B)": 104_030_976, "Qwen2.5-0.5B": 494_032_768, "Qwen3-0.6B": 596_049_920,
-        "Qwen3-1.7B": 1_720_574_976, "Qwen3-4B": 4_022_468_096, "Qwen3-8B": 8_190_735_360}
-    # The 0.6B shape has 0.44B without its embedding, of which the norms are 65,536.
-    _, matrices, adapter = num_parameters(SIZES["Qwen3-0.6B"])
-    assert matrices == 596_049_920 - 151_936 * 1024 - 65_536
-    assert adapter == 28 * sum((1024 + 2048, 2 * (1024 + 1024), 2048 + 1024, 3 * (1024 + 3072)))
-
-
-def test_what_fits_a_gpu():
+def test_the_parameters_and_the_peak_of_a_real_size():
+    config = SIZES["Qwen3-0.6B"]
+    counts = num_parameters(config)
+    # 0.44B without its embedding, of which the norms are 65,536; and adapters of rank 1.
+    assert counts == (596_049_920, 596_049_920 - 151_936 * 1024 - 65_536, 28 * sum(
+        (1024 + 2048, 2 * (1024 + 1024), 2048 + 1024, 3 * (1024 + 3072))))
     run = {"num_prompts": 8, "num_generations": 8, "prompt_length": 256, "completion_length": 1024,
-           "gradient_checkpointing": True, "reference": True, "gpu": True}
-    lora = {"lora_rank": 16, "rollout_batch_size": 16}
-    for name, rows, gigabytes, changes in (
-            ("Qwen3-0.6B", 16, 8, lora), ("Qwen3-4B", 16, 24, lora), ("Qwen3-4B", 4, 80, {}),
-            ("Qwen3-8B", 32, 80, {"ranks": 8})):
-        config = SIZES[name]
-        for twice, fits in ((1, True), (2, False)):
-            peak = peak_bytes(config, num_parameters(config), micro_batch_size=rows * twice,
-                              **run | changes)["peak"]
-            assert (peak < 0.92 * gigabytes * 2**30) is fits, name
-
-
-@pytest.mark.parametrize("error, is_memory", [
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
-    (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: "
-                  "you tried to allocate 4000000000000 bytes."), True),
-    (MemoryError(), True), (RuntimeError("shapes do not match"), False)])
-def test_an_error_of_too_little_memory_names_the_flags_that_help(error, is_memory):
-    sentence = out_of_memory(error)
-    assert bool(sentence) == is_memory
-    for flag in ("--micro_batch_size", "--rollout_batch_size", "--gradient_checkpointing",
-                 "--lora_rank"):
-        assert not is_memory or flag in sentence and "\n" not in sentence
-
-
-def test_an_allocation_that_the_cpu_refuses_is_noticed():
-    with pytest.raises(RuntimeError) as error:
-        torch.empty(2**60)
-    assert out_of_memory(error.value)
+           "rollout_batch_size": 16}
+    lora = [peak_bytes(config, counts, micro_batch_size=rows, lora_rank=16, **run)["peak"]
+            for rows in (16, 32)]
+    assert lora[0] < 0.92 * 8 * 2**30 < lora[1]         # 16 rows fit on a GPU of 8 GiB
+    whole = peak_bytes(config, counts, reference=1, **run)
+    # 16 bytes a parameter, and the reference in bfloat16 but for what is no matrix.
+    assert whole["parameters"] == 16 * counts[0] + 2 * counts[1] + 4 * (counts[0] - counts[1])
+    assert whole["cache"] == 2 * 2 * 28 * 1024 * 16 * (256 + 256 + 1024)
+    assert 11.7 < whole["peak"] / 2**30 < 12.9          # 12.2 by counting each tensor
 
 
 # --- a chat ---------------------------------------------------------------------------------------
@@ -175,13 +141,6 @@ def test_a_chat_at_temperature_0_says_what_greedy_sampling_says(tokenizer):
     assert text == tokenizer.decode(sampled[0], skip_special_tokens=True) != ""
 
 
-def test_a_chat_with_nothing_there_is_one_sentence(capsys):
-    with pytest.raises(SystemExit) as exit:
-        chat.main(["nowhere"])
-    assert exit.value.code == 2
-    assert capsys.readouterr().err.startswith("model.chat: error: nowhere: no config.json")
-
-
 # --- fine-tuning ----------------------------------------------------------------------------------
 
 OURS = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -190,10 +149,7 @@ OURS = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_en
 
 @pytest.mark.parametrize("template, learnt", [
     (OURS, ["is 28<|im_end|>", "<think>sure<|im_end|>"]),
-    # another header; no EOS at the end of a turn
-    ("{% for m in messages %}[{{ m.role }}]\n{{ m.content }}<|im_end|>\n{% endfor %}"
-     "{% if add_generation_prompt %}[assistant]\n{% endif %}",
-     ["is 28<|im_end|>", "<think>sure<|im_end|>"]),
+    # another header, and no EOS at the end of a turn
     ("{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}"
      "{% if add_generation_prompt %}assistant:\n{% endif %}", ["is 28\n", "<think>sure\n"]),
     # like Qwen3's: only the last reply keeps its thought
@@ -232,15 +188,13 @@ def any_tokenizer(request, tokenizer):
     return tokenizer if request.param == "trained" else AutoTokenizer.from_pretrained(shipped)
 
 
-@pytest.mark.parametrize("text", [
-    "小明有3个苹果，又买了12个。", "🙂👨‍👩‍👧 naïve é", "a\tb\r\n\n  c ", "nul \0 byte",
-    " leading , and n't . spaces ", "7 + 3*7=28", ""])
-def test_any_text_survives_a_round_trip(text, any_tokenizer):
-    ids = any_tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert any_tokenizer.decode(ids) == text
-
-
-def test_each_tag_is_one_ordinary_token_that_decoding_keeps(any_tokenizer):
+def test_any_text_survives_a_round_trip_and_tags_and_digits_are_tokens(any_tokenizer):
+    for text in ("小明有3个苹果，又买了12个。", "🙂👨‍👩‍👧 naïve é", "a\tb\r\n\n  c ",
+                 " leading , and n't . spaces ", "7 + 3*7=28", ""):
+        ids = any_tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert any_tokenizer.decode(ids) == text
+    ids = any_tokenizer("1234+56*78=90", add_special_tokens=False)["input_ids"]
+    assert [any_tokenizer.decode([i]) for i in ids] == list("1234+56*78=90")
     ids_of_tags = any_tokenizer(list(TAGS), add_special_tokens=False)["input_ids"]
     assert [len(ids) for ids in ids_of_tags] == [1, 1, 1, 1]
     text = "<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>"
@@ -249,18 +203,11 @@ def test_each_tag_is_one_ordinary_token_that_decoding_keeps(any_tokenizer):
     assert any_tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-def test_every_digit_and_sign_is_a_token_of_its_own(any_tokenizer):
-    ids = any_tokenizer("1234+56*78=90", add_special_tokens=False)["input_ids"]
-    assert [any_tokenizer.decode([i]) for i in ids] == list("1234+56*78=90")
-
-
 def test_the_chat_template_opens_the_assistants_turn_only_when_asked(any_tokenizer):
     messages = [{"role": "user", "content": "What is 1+1?"}]
     closed = "<|im_start|>user\nWhat is 1+1?<|im_end|>\n"
     assert any_tokenizer.apply_chat_template(messages, tokenize=False) == closed
     opened = any_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert opened == closed + "<|im_start|>assistant\n"
-    ids = any_tokenizer(opened, add_special_tokens=False)["input_ids"]
-    assert ids.count(any_tokenizer.eos_token_id) == 1
     assert any_tokenizer.decode(any_tokenizer.eos_token_id) == "<|im_end|>"
     assert any_tokenizer.pad_token_id not in (None, any_tokenizer.eos_token_id)

@@ -16,7 +16,6 @@ from tokenizers.processors import TemplateProcessing
 from conftest import ROOT, edit, turns
 from dataset import PromptDataset
 from model import MiniMindConfig
-from report import UserError
 from reward import load_reward_model
 from reward.reward_model import RewardModel, with_reply
 from reward.train_reward_model import sampled_pairs
@@ -117,7 +116,6 @@ def test_internlm2_scores_are_those_of_llama_alone_and_in_a_batch(internlm2):
     expected = scores_one_by_one(llama, ids)
     for max_tokens in (None, 1):        # in one batch, and alone
         assert model.get_scores(CHATS, max_tokens) == pytest.approx(expected, abs=1e-4)
-    assert model.get_score(CHATS[0]) == pytest.approx(expected[0], abs=1e-4)
 
 
 def test_a_special_token_written_into_a_text_stays_text(internlm2):
@@ -147,27 +145,24 @@ TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content']
 
 
 def save_classifier(folder, tokenizer, kind, *, bos=False, pad_token_id=None, padding_side="right",
-                    template=TEMPLATE, num_labels=1, head=True):
+                    num_labels=1):
     """Saves a random classifier, made by transformers or by us, and returns its tokenizer.
 
     With `bos`, both its tokenizer and its template add a BOS, as Llama's do.
     """
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template, tokenizer.padding_side = template, padding_side
+    tokenizer.chat_template, tokenizer.padding_side = TEMPLATE, padding_side
     if bos:
         tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
-        tokenizer.chat_template = "{{ bos_token }}" + template
+        tokenizer.chat_template = "{{ bos_token }}" + TEMPLATE
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="<|begin|> $A", special_tokens=[("<|begin|>", tokenizer.bos_token_id)])
     sizes = SIZES | {"vocab_size": len(tokenizer), "pad_token_id": pad_token_id}
     if kind == "ours":
         with_random_weights(RewardModel(MiniMindConfig(**sizes), tokenizer)).save_pretrained(folder)
-        return tokenizer
-    model = random_classifier(kind, num_labels=num_labels, **sizes)
-    if not head:
-        del model.score
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    else:
+        random_classifier(kind, num_labels=num_labels, **sizes).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return tokenizer
 
 
@@ -196,7 +191,6 @@ def test_a_classifier_scores_as_in_transformers(kind, options, tokenizer, tmp_pa
         assert theirs(batch).logits[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
     if options.get("bos"):
         assert all(row.count(tokenizer.bos_token_id) == 1 for row in model.tokenize(CHATS))
-        assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id     # unless told not to
 
 
 def test_a_reply_that_spells_special_tokens_stays_text(tiny_policy):
@@ -208,29 +202,18 @@ def test_a_reply_that_spells_special_tokens_stays_text(tiny_policy):
         assert spelled.count(index) == plain.count(index)
 
 
-@pytest.mark.parametrize("options, says", [
-    (dict(num_labels=2), "one label"), (dict(template=None), "chat template"),
-    (dict(head=False), "head named score"),
-])
-def test_a_classifier_that_cannot_score_chats_is_refused(options, says, tokenizer, tmp_path):
-    save_classifier(tmp_path, tokenizer, "Qwen3", **options)
-    with pytest.raises(ValueError, match=f"--reward_model_path .*{says}"):
-        load_reward_model(tmp_path)
-
-
-@pytest.mark.parametrize("fields", [
-    {"_attn_implementation": "someone/kernel"}, {"attn_implementation": {"": "someone/kernel"}},
-    {"text_config": {"_attn_implementation": {"": "sdpa", "text_config": "someone/kernel"}}}])
-def test_a_classifier_that_names_code_is_refused(fields, tokenizer, tmp_path):
-    save_classifier(tmp_path, tokenizer, "Qwen3")
+@pytest.mark.parametrize("num_labels, fields, says", [
+    (2, {}, "with one label"),
+    (1, {"_attn_implementation": "someone/kernel"}, "code from elsewhere")])
+def test_a_classifier_that_we_do_not_read_is_refused(num_labels, fields, says, tokenizer, tmp_path):
+    save_classifier(tmp_path, tokenizer, "Qwen3", num_labels=num_labels)
     edit(tmp_path / "config.json", **fields)
-    with pytest.raises(UserError, match="names code from elsewhere"):
+    with pytest.raises(ValueError, match=f"--reward_model_path {tmp_path}.*{says}"):
         load_reward_model(tmp_path)
 
 
 @pytest.mark.parametrize("path, says", [
-    ("model/weights/reason_128", ".*not a language model"),
-    ("someone/some-reward", ": .*hub"),
+    ("model/weights/reason_128", ".*head named score"), ("someone/some-reward", ": .*hub"),
 ])
 def test_what_is_no_reward_model_is_one_sentence(path, says):
     with pytest.raises(ValueError, match=f"--reward_model_path {path}{says}") as error:
@@ -241,7 +224,7 @@ def test_what_is_no_reward_model_is_one_sentence(path, says):
 def test_the_shipped_reward_model_orders_heldout_pairs():
     model = load_reward_model(ROOT / "reward/weights/reward_128", device="cpu")
     problems, rng = PromptDataset(ROOT / "dataset/heldout.jsonl")[:60], random.Random(1)
-    pairs = list(sampled_pairs(ROOT / "model/weights/reason_128", problems, rng, seed=1))
+    pairs = list(sampled_pairs(ROOT / "model/weights/reason_128", problems, rng))
     better, worse = (model.get_scores([with_reply(row["conversations"], row[side])
                                        for row in pairs]) for side in ("chosen", "rejected"))
     assert len(better) > 60

@@ -1,10 +1,10 @@
 import copy
 import importlib
 import inspect
+import json
 import math
 import sys
 import threading
-import time
 import warnings
 from decimal import Decimal
 from types import SimpleNamespace
@@ -29,20 +29,18 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("completion, form, tags", [
     ("<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>", 0.5, 1.0),
-    # two, three, no line breaks between the blocks
+    # two, three line breaks between the blocks
     ("<think>\n27*6=162\n</think>\n\n<answer>\n162\n</answer>", 0.5, 1.0),
     ("<think>\n27*6=162\n</think>\n\n\n<answer>\n162\n</answer>", 0.0, 1.0),
-    ("<think>\n27*6=162\n</think><answer>\n162\n</answer>", 0.0, 1.0),
     # many lines in a block; nothing in it
     ("<think>\na\n\nb\nc\n</think>\n<answer>\n\n</answer>", 0.5, 1.0),
     # something after the blocks, or before them; tags that share their line with text
     ("<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>\n", 0.0, 1.0),
     ("Well. <think>\n27*6=162\n</think>\n<answer>\n162\n</answer>", 0.0, 1.0),
     ("<think>27*6=162</think>\n<answer>162</answer>", 0.0, 1.0),
-    # a tag missing, one doubled; cut off; without any
-    ("<think>\n27*6=162\n<answer>\n162\n</answer>", 0.0, 0.75),
+    # a tag doubled; cut off
     ("<think>\n<think>\n27*6\n</think>\n<answer>\n162\n</answer>", 0.5, 0.75),
-    ("<think>\n27*6=162", 0.0, 0.25), ("162", 0.0, 0.0),
+    ("<think>\n27*6=162", 0.0, 0.25),
 ])
 def test_format_and_tag_rewards(completion, form, tags):
     assert format_reward([""], [completion]) == [form]
@@ -58,10 +56,9 @@ def test_format_and_tag_rewards(completion, form, tags):
     ("<think>\n<answer>7</answer>\n</think>\n<answer>\n162\n</answer>", "162", 1),
     ("<think>\n<answer>162</answer>\n</think>\n", "162", 0),
     ("<think>\n<answer>162</answer>", "162", 0),
-    # a block that is empty, never closed, or not there
+    # a block that is empty, or never closed
     ("<think>\n162\n</think>\n<answer>\n\n</answer>", "162", 0),
     ("<think>\n162\n</think>\n<answer>\n162", "162", 0),
-    ("<think>\n162\n</think>", "162", 0),
     # numbers in different notations; hedging is not a number
     ("<answer>\n1,234.50\n</answer>", "1234.5", 1),
     ("<answer>\n1234.5\n</answer>", "1,234.50", 1), ("<answer> $-7. </answer>", -7, 1),
@@ -92,25 +89,21 @@ def test_no_column_is_an_option_of_a_rule():
         assert judge.function(**named | known) == judge.function(**known)
 
 
-@pytest.mark.parametrize("timeout", [0, 60])
 def test_what_reads_replies_as_mathematics_or_a_task_has_seconds_in_a_thread_too(
-        timeout, monkeypatch):
-    def endless(*texts, **options):
-        threads.append(threading.current_thread())
-        while True:
-            time.sleep(0.001)
+        monkeypatch, request):
+    let_go, names = threading.Event(), ["accuracy", "reasoning_gym"]
+    request.addfinalizer(let_go.set)
 
-    threads, names = [], ["accuracy", "reasoning_gym"]
+    def endless(*texts, **options):
+        let_go.wait()
+
     monkeypatch.setattr(rules, "SECONDS", 0.1)
     monkeypatch.setitem(sys.modules, "math_verify", SimpleNamespace(parse=endless, verify=None))
     monkeypatch.setitem(sys.modules, "reasoning_gym",
                         SimpleNamespace(get_score_answer_fn=lambda name: endless))
-    for judge in load_reward_funcs(names, timeout=timeout):
+    for judge in load_reward_funcs(names, timeout=60):
         assert judge(prompts=[""], completions=["<answer>x</answer>"], answer=[r"\sqrt{2}"],
                      metadata=[{"source_dataset": "any"}]) == [0]
-    for thread in threads:
-        thread.join(10)         # what took too long has ended
-        assert not thread.is_alive()
 
 
 # --- the reward model's score as a reward ---------------------------------------------------------
@@ -133,9 +126,8 @@ class KnownScores:
 
 @pytest.mark.parametrize("reply, options, expected", [
     ("long", {}, 3), ("short", {}, -3), ("long", dict(scale=0.5), 2.5),     # scale, then clip
-    ("short", dict(scale=0.5), -3), ("long", dict(clip=0), 5), ("short", dict(clip=0), -20),
-    ("short", dict(clip=math.inf), -20), (THOUGHT, dict(reasoning=False), 2),
-    (THOUGHT, dict(answer_share=0.25), 0.75 * 2 - 0.25 * 1),
+    ("short", dict(scale=0.5), -3), ("short", dict(clip=0), -20),
+    (THOUGHT, dict(reasoning=False), 2), (THOUGHT, dict(answer_share=0.25), 0.75 * 2 - 0.25 * 1),
 ])
 def test_a_score_is_scaled_clipped_and_mixed_with_that_of_the_answer(reply, options, expected):
     reward = reward_model_reward(KnownScores(), **options)
@@ -177,17 +169,12 @@ def test_rewards_are_weighted_and_what_was_not_judged_adds_nothing():
     assert rewards.dtype == torch.float32 and rewards.tolist() == [2 * 1 + 0.5 * 4, 2 * 3, 0.5 * 6]
     assert list(values) == ["lengths", "gold"] and values["lengths"].tolist() == [1, 3, 0]
     assert values["gold"].nan_to_num(-1).tolist() == [4, -1, 6]
-    rewards, _ = combined([gold, gold], [1.0, 1.0], ["a", "b"], answer=[None, 0.0])
+    rewards, _ = combined([gold], [1.0], ["a", "b"], answer=[None, 0.0])
     assert rewards[0].isnan() and rewards[1] == 0
     rewards, _ = combined([lengths], [3e38], ["a", "", "a" * 9])        # the sum is finite or NaN
     assert rewards[0] == torch.tensor(3e38) and rewards[1] == 0 and rewards[2].isnan()
-
-
-def test_functions_of_the_same_name_are_all_counted():
-    judges = [Judge(lengths) for _ in range(3)]
-    judges[0].__name__ = "lengths_2"
-    rewards, values = combined(judges, [1.0] * 3, ["abc"])
-    assert rewards.tolist() == [9.0] and len(values) == 3
+    with pytest.raises(UserError, match="two of --reward_funcs are called gold"):
+        combined([gold, gold], [1.0, 1.0], ["a"], answer=[1])
 
 
 def test_reward_functions_are_found_by_name_and_in_the_current_folder(tmp_path, monkeypatch):
@@ -200,16 +187,11 @@ def test_reward_functions_are_found_by_name_and_in_the_current_folder(tmp_path, 
     assert judges[3](completions=[""]) == [1]
 
 
-@pytest.mark.parametrize("text, shown", [
-    ("x = 1\ndef short(:\n", "my_mistake.py, line 2"),
-    ("import math\n\nmath.nothing()\n", 'my_mistake.py", line 3'),
-    ("import sys\nsys.exit()\n", 'my_mistake.py", line 2')])
-def test_a_module_with_a_mistake_ends_in_a_sentence_and_shows_where(
-        text, shown, own_module, capsys):
-    own_module("my_mistake", text)
-    with pytest.raises(UserError, match="--reward_funcs my_mistake:short: ") as error:
+def test_a_module_with_a_mistake_ends_in_a_sentence_and_shows_where(own_module, capsys):
+    own_module("my_mistake", "import math\n\nmath.nothing()\n")
+    with pytest.raises(UserError, match="--reward_funcs my_mistake:short: "):
         load_reward_funcs(["my_mistake:short"])
-    assert shown in capsys.readouterr().err + str(error.value)
+    assert 'my_mistake.py", line 3' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["formatt", "no_such_module_here:f", "math:no_such_function"])
@@ -231,84 +213,56 @@ def ask(judge, completions=("a", "b"), **columns):
 
 
 @pytest.mark.parametrize("timeout", [0, 60])
-def test_a_function_that_fails_at_first_stops_the_run_and_later_is_a_warning(
-        timeout, own_module, capsys):
-    own_module("my_service",
-               "import json\n\ntext = '{'\n\n\n"
-               "def judge(prompts, completions, **columns):\n"
-               "    return [json.loads(text)] * len(completions)\n")
-    judge, = load_reward_funcs(["my_service:judge"], timeout=timeout)
-    with pytest.raises(UserError, match="judge failed in its first call: JSONDecodeError: Expect"):
+def test_a_function_that_fails_at_first_stops_the_run_and_later_is_a_warning(timeout, capsys):
+    text = "{"
+
+    def service(completions, **columns):
+        return [json.loads(text)] * len(completions)
+
+    judge = Judge(service, timeout)
+    with pytest.raises(UserError, match="service failed in its first call: JSONDecodeError: "):
         ask(judge)
-    shown = capsys.readouterr().err
-    assert 'my_service.py", line 7, in judge\n    return [json.loads(text)]' in shown
-    my_service = sys.modules["my_service"]
-    my_service.text = "1"
+    assert "in service\n    return [json.loads(text)]" in capsys.readouterr().err
+    text = "1"
     assert ask(judge) == ([1, 1], [])
-    my_service.text = "{"
+    text = "{"
     for count in (1, 0):
         rewards, texts = ask(judge)
         assert all(map(math.isnan, rewards)) and len(texts) == count
-        assert "judge judged nothing in this step: JSONDecodeError: " in "".join(texts) or not count
+    assert "judged nothing in this step: JSONDecodeError: " in judge.reason
     assert judge.failed == {"JSONDecodeError": 2} and capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("returned, says", [
-    ([1], r"\[1\] instead of a list of 2"), (None, "None instead"), ({1.0, 2.0}, "{1.0, 2.0}"),
-    ("12", "'12' instead"), (torch.ones(2, 1)[0], r"\[1.0\] instead")])
-def test_what_is_no_list_of_rewards_is_an_error(returned, says):
-    with pytest.raises(UserError, match=f"judge failed in its first call: .*{says}"):
+@pytest.mark.parametrize("returned", [[1], None, "12"])
+def test_what_is_no_list_of_rewards_is_an_error(returned):
+    with pytest.raises(UserError, match="failed in its first call: .* instead of a list of 2"):
         ask(Judge(judge_of(returned)))
 
 
-@pytest.mark.parametrize("value, kind", [
-    (math.nan, "not a number"), (math.inf, "too large"), (-math.inf, "too large"),
-    (-2e12, "too large"), (10**400, "too large"), (torch.tensor(1e38), "too large"),
-    ("1", "not a number"), (b"1", "not a number"), (1j, "not a number"), ([1.0], "not a number"),
-    (object(), "not a number"), (torch.ones(2), "not a number"),
-    # numbers of all kinds, and None, which is no failure
-    (True, None), (-1e12, None), (Decimal("0.5"), None), (numpy.float32(0.5), None),
-    (numpy.int64(3), None), (torch.tensor(0.5), None), (None, None),
-])
-def test_a_value_that_is_of_no_use_is_counted_and_treated_as_none(value, kind):
-    judge = Judge(judge_of([value, 1]))
-    (reward, one), texts = ask(judge)
-    assert one == 1
-    if kind or value is None:
-        assert math.isnan(reward)
-    else:
-        assert reward == pytest.approx(float(value))
-    if kind:
-        assert judge.failed == {kind: 1} and f"({kind}), treated as None" in texts[0]
-    else:
-        assert not judge.failed and not texts
-
-
-def test_rewards_may_come_as_a_tensor_or_an_array():
-    for values in (torch.tensor([0.5, math.nan]), numpy.array([0.5, math.inf])):
-        rewards, _ = ask(Judge(judge_of(values)))
-        assert rewards[0] == 0.5 and math.isnan(rewards[1])
-
-
-def test_each_kind_is_a_warning_once_for_each_function_and_run():
+@pytest.mark.parametrize("value", [
+    math.nan, math.inf, -2e12, 10**400, torch.tensor(1e38), "right", [1.0], torch.ones(2)])
+def test_a_value_that_is_of_no_use_is_a_warning_once_and_treated_as_none(value):
     for _ in range(2):          # two runs in one process
-        judge = Judge(lambda answer, **columns: answer)
-        texts = [ask(judge, answer=answer)[1] for answer in (
-            [math.inf, -math.inf], [1e13, 1], ["x" * 5000, 1], [math.inf, "y"])]
-        assert [len(of_call) for of_call in texts] == [1, 0, 1, 0]
-        assert all(len(text) < 300 for (text,) in filter(None, texts))
-        assert judge.failed == {"too large": 4, "not a number": 2}
+        judge = Judge(judge_of([value, 1]))
+        for count in (1, 0):
+            (reward, one), texts = ask(judge)
+            assert math.isnan(reward) and one == 1 and len(texts) == count
+        assert judge.failed == {"no number": 2} and "treated as None" in judge.reason
 
 
-@pytest.mark.parametrize("timeout", [0, 60])
-def test_exit_is_a_failure_and_ctrl_c_is_not(timeout):
-    def judge(prompts, completions, raising, **columns):
-        raise raising[0]
+def test_numbers_of_all_kinds_are_rewards_in_a_tensor_too_and_none_is_no_failure():
+    values = [True, -1e12, Decimal("0.5"), numpy.float32(0.5), torch.tensor(0.5)]
+    for returned in (values, torch.tensor([float(value) for value in values])):
+        judge = Judge(judge_of(returned))
+        assert ask(judge, "abcde") == (pytest.approx([1, -1e12, 0.5, 0.5, 0.5]), [])
+        judge.function = judge_of([None] * 5)
+        rewards, texts = ask(judge, "abcde")
+        assert all(map(math.isnan, rewards)) and not texts
 
-    with pytest.raises(UserError, match="judge failed in its first call: SystemExit: 3"):
-        ask(Judge(judge, timeout), raising=[SystemExit(3)] * 2)
-    with pytest.raises(KeyboardInterrupt):
-        ask(Judge(judge, timeout), raising=[KeyboardInterrupt()] * 2)
+
+def test_exit_is_a_failure():
+    with pytest.raises(UserError, match="failed in its first call: SystemExit"):
+        ask(Judge(lambda **columns: sys.exit(3), timeout=60))
 
 
 def test_a_function_that_changes_its_arguments_harms_no_other_and_no_sibling():
@@ -324,8 +278,10 @@ def test_a_function_that_changes_its_arguments_harms_no_other_and_no_sibling():
     columns = {"words": [words, words], "messages": [chat, chat], "completion_ids": [ids, ids],
                "self": [1, 2], "name": ["x", None]}
     before = copy.deepcopy(columns)
-    _, values = combined([uses_up, uses_up], [1.0, 1.0], ["a", "b"], **columns)
-    assert [of_one.tolist() for of_one in values.values()] == [[9, 9], [9, 9]]
+    judges = [Judge(uses_up), Judge(uses_up)]
+    judges[1].__name__ = "another"
+    rewards, _ = combined(judges, [1.0, 1.0], ["a", "b"], **columns)
+    assert rewards.tolist() == [18, 18]
     assert columns == before
 
 
@@ -351,17 +307,17 @@ def test_while_a_call_is_late_the_function_is_not_called_again(request):
 
 
 def test_failures_of_all_ranks_are_counted_and_give_the_reason():
-    ranks = [[Judge(gold), Judge(gold), Judge(lengths)] for _ in range(2)]
-    ask(ranks[0][1], answer=[math.inf, math.inf])
-    ask(ranks[1][1], answer=[1.0, "x"])
+    ranks = [[Judge(gold), Judge(lengths)] for _ in range(2)]
+    ask(ranks[0][0], answer=[math.inf, math.inf])
+    ask(ranks[1][0], answer=[1.0, "x"])
     told = [row for judges in ranks for row in failures(judges)]
-    assert [row[:2] for row in told] == [("gold_1", 2), ("gold_1", 1)]
-    row = {"length": 1, "ended": True, "rewards": {"gold": 0.5, "gold_1": math.nan}}
+    assert [row[:2] for row in told] == [("gold", 2), ("gold", 1)]
+    row = {"length": 1, "ended": True, "rewards": {"gold": math.nan, "lengths": 0.5}}
     metrics = rollout_metrics([row | {"reward": 0.5}, row | {"reward": math.nan}], 2, told)
-    assert metrics["rewards/gold_1/failed"] == 3 and "rewards/gold/failed" not in metrics
-    with pytest.warns(UserWarning, match=r"gold_1 returned inf .*; gold_1 returned 'x' "):
+    assert metrics["rewards/gold/failed"] == 3 and "rewards/lengths/failed" not in metrics
+    with pytest.warns(UserWarning, match=r"gold returned inf .*; gold returned 'x' "):
         rollout_metrics([row | {"reward": math.nan}] * 2, 2, told)
-    ask(ranks[0][1], answer=[1.0, 1.0])         # no failure any more: no reason
+    ask(ranks[0][0], answer=[1.0, 1.0])         # no failure any more: no reason
     assert failures(ranks[0])[0][1:] == (2, None)
 
 
@@ -373,8 +329,7 @@ def wild(prompts, completions, **columns):
     if len(calls) <= 2:
         return [len(completion) / 10 for completion in completions]
     # in groups of four: one judged, two, none
-    some = [1.0, "x", float("nan"), float("inf"), 0.0, 1.0, 1e38, None]
-    return some + [10**400] * (len(completions) - 8)
+    return [1.0, "x", float("nan"), 1e38, 0.0, 1.0, 1e38, None] + [10**400] * (len(completions) - 8)
 
 def fails(prompts, completions, **columns):
     calls.append("fails")

@@ -10,14 +10,10 @@ on a CPU without each trick (python tests/bench.py --tricks; differences below 0
     learning: sequences of like size attend together       1.27      1.02    1.05   0.99
     all of it: sampling, learning                     1.8, 3.9  3.9, 7.3  2.4, 1.2  2.8, 1.2
 
-No row was measured again since matrices with the same input are no longer joined, which gained at
-most 5% of the sampling.
+(Measured when matrices with the same input were still joined: at most 5% of the sampling.)
 
-The tricks know our own network. The policy chooses the pair once, as it is loaded
-(train_grpo.choose_pair): one of another architecture (storage/any_model.py) runs the plain one.
-
-On a GPU nobody has measured any of it. It runs there as on a CPU, one small operation after the
-other; what samples fast on a GPU is an inference engine.
+The tricks know our own network; one of another architecture (storage/any_model.py) runs the plain
+pair. On a GPU nobody has measured any of it. What samples fast there is an inference engine.
 """
 import functools
 
@@ -73,10 +69,8 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
 class Decoding:
     """The network for one more token of each row, without gradients.
 
-    Completions of a prompt share a row, and its computation, until they part: see `branch`. The
-    layers are those of model.py in half the operations: queries and keys are normalised and turned
-    as one, and the attention of one query is two plain products, where query heads that share a key
-    head are rows of one matrix; in bfloat16 one fused operation.
+    Completions of a prompt share a row until they part: see `branch`. The layers are those of
+    model.py in half the operations: queries and keys are normalised and turned as one.
     """
 
     def __init__(self, model, prompt_ids, prompt_mask, max_rows, max_new_tokens):
@@ -109,8 +103,10 @@ class Decoding:
             head_norm = RMSNorm(self.d, attention.q_norm.eps)
             head_norm.weight = nn.Parameter(torch.stack(weights))               # (H + K, d)
         qkv = [linear(part) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        if not isinstance(mlp, MixtureOfExperts):
+            mlp = feed_forward(mlp)
         return (layer.input_layernorm, qkv, head_norm, linear(attention.o_proj),
-                layer.post_attention_layernorm, feed_forward(mlp))
+                layer.post_attention_layernorm, mlp)
 
     def branch(self, row, tokens):
         """Splits each row whose completions part: one row for each distinct next token.
@@ -175,8 +171,6 @@ def fused_attention(q, keys, values, bias):
 
 
 def feed_forward(mlp):
-    if isinstance(mlp, MixtureOfExperts):
-        return mlp
     gate, up, down = linear(mlp.gate_proj), linear(mlp.up_proj), linear(mlp.down_proj)
     return lambda x: down(F.silu(gate(x)) * up(x))
 
@@ -216,7 +210,7 @@ def linear(layer):
 
 
 def can_pack(dtype, device):
-    """Whether oneDNN is there to multiply. Its product is private to PyTorch, so it may be gone."""
+    """Whether oneDNN is there to multiply: not in every build of PyTorch."""
     if device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if dtype == torch.bfloat16:
@@ -349,17 +343,14 @@ def log_probs(head, hidden, row, tokens, *, temperature, with_entropy):
 class InChunks(torch.autograd.Function):
     """`log_probs` of many tokens, where the logits of one chunk of rows exist at a time.
 
-    Where the vocabulary is large, logits are a micro-batch's largest tensor: with 152,000 entries
-    those of a token take 0.6 MB, and learning would hold three such tensors. The backward pass
+    Where the vocabulary is large, logits are a micro-batch's largest tensor. The backward pass
     computes them again. With p the softmax, T the temperature and H the entropy, it needs
 
         d log p(token) / d logits = (one_hot(token) - p) / T
         d H            / d logits = -p (log p + H) / T
 
     All of it is float32, under autocast too, as in model.Head. torch.utils.checkpoint over the same
-    chunks gives the same log-probs, but needs 1.15 times the time and 1.4 times the memory (on a
-    CPU, 2,048 rows, V = 49,152, D = 576: 10.2 instead of 8.9 s of one core, 684 instead of 492
-    MiB; in chunks of half the size 10.7 s, 397 MiB).
+    chunks takes 1.15 times the time and 1.4 times the memory (one core, V = 49,152, D = 576).
     """
 
     @staticmethod

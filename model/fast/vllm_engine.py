@@ -6,11 +6,8 @@ would not tell: AdamW's fused step leaves a tensor's version as it was.
 """
 import functools
 import importlib.util
-import logging
 import os
 import tempfile
-import warnings
-from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 import torch
@@ -65,14 +62,12 @@ class Engine:
         advice, world, args = "see requirements-vllm.txt", self.world, self.args
         if importlib.util.find_spec("vllm") is None:
             raise UserError(f"--sampler vllm: vLLM is not installed; {advice}")
-        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CONFIGURE_LOGGING": "0",
-                       "VLLM_NO_USAGE_STATS": "1",      # it would tell its makers; and GiB:
-                       "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
-        log = Path(args.out_dir, args.run_name, f"vllm_{world.rank}.log")
-        if args.eval_only:
-            log = Path(os.devnull)
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                       "VLLM_NO_USAGE_STATS": "1"}              # it would tell its makers
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")    # GiB
         try:
-            with logged(log), tempfile.TemporaryDirectory() as folder:
+            with tempfile.TemporaryDirectory() as folder:
                 from vllm import LLM, SamplingParams
                 write_json(hub_config(model), Path(folder, "config.json"))
                 self.SamplingParams = SamplingParams
@@ -89,7 +84,7 @@ class Engine:
                                SamplingParams(max_tokens=1, detokenize=False))
         except Exception as error:      # many classes, of vLLM and of what it imports
             raise UserError(f"--sampler vllm: it could not start with {args.model_path} "
-                            f"({reason(error)}), {log} says more; {advice}") from error
+                            f"({reason(error)}); {advice}") from error
 
     def _hand_over(self, model):
         if self.is_asleep:
@@ -122,19 +117,3 @@ class Engine:
         logps = [torch.tensor([of[token].logprob for token, of in zip(x.token_ids, x.logprobs)],
                               device=device) for x in answers]
         return pad_sequence(ids, True, pad_token_id), pad_sequence(logps, True)         # (N, R)
-
-
-@contextmanager
-def logged(path):
-    """To a file goes what vLLM says, and what C++ prints: the terminal stays Python's."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    logger, handler = logging.getLogger("vllm"), logging.FileHandler(path, mode="w")
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel(logging.INFO)
-    with (os.fdopen(os.dup(2), "w", buffering=1) as terminal, redirect_stderr(terminal),
-          warnings.catch_warnings(action="ignore")):
-        os.dup2(handler.stream.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(terminal.fileno(), 2)
