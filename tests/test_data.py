@@ -193,7 +193,7 @@ def test_wrong_thoughts_never_arrive_at_the_right_answer(style):
     (arithmetic.flaw_pairs(random.Random(5), 4000, heldout=False), 2902691815),
 ])
 def test_the_same_seed_gives_the_same_texts(chats, checksum, tmp_path):
-    arithmetic.write(tmp_path / "texts.jsonl", chats)
+    write(tmp_path / "texts.jsonl", chats)
     assert zlib.crc32((tmp_path / "texts.jsonl").read_bytes()) == checksum
 
 
