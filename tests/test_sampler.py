@@ -154,21 +154,6 @@ def test_the_same_seed_gives_the_same_completions_from_both_samplers(family):
     torch.testing.assert_close(plain_logps, fast_logps, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("module", [sampler, fast])
-def test_rows_leave_at_once(module, monkeypatch):
-    rows = []
-
-    def counted(logits, *options):
-        rows.append(len(logits))
-        return next_token(logits, *options)
-
-    monkeypatch.setattr(module, "next_token", counted)
-    ids, _ = draw(module.sample, wide(), num_generations=8, max_new_tokens=50)
-    unfinished = completion_mask(ids, EOS).sum(0).tolist()          # before each token
-    assert unfinished[0] == 40 > unfinished[16] > unfinished[32] > 0
-    assert rows == unfinished
-
-
 # --- the distribution ---------------------------------------------------------------------------
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import test_reliability
 import torch
 import transformers
 from test_sampler import draw, trained_logps, wide
@@ -94,9 +93,9 @@ def test_weights_are_handed_over_once_an_update_and_the_engine_sleeps_to_learn(
 
 
 def test_the_flag_fast_is_a_way_to_say_plain():
-    sampler = {flags: train_grpo.parse_args(flags.split()).sampler for flags in (
-        "", "--fast 0", "--fast 1", "--fast 0 --sampler plain", "--fast 1 --sampler vllm")}
-    assert list(sampler.values()) == ["fast", "plain", "fast", "plain", "vllm"]
+    flags = ["", "--fast 0", "--fast 1 --sampler vllm"]
+    samplers = [train_grpo.parse_args(each.split()).sampler for each in flags]
+    assert samplers == ["fast", "plain", "vllm"]
     with pytest.raises(UserError, match="--fast 0 is --sampler plain, and --sampler vllm"):
         train_grpo.parse_args(["--fast", "0", "--sampler", "vllm"])
 
@@ -112,26 +111,13 @@ def test_without_vllm_the_run_ends_in_a_sentence(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("sampler, calls", [("fast", 3), ("vllm", 1)])
-def test_an_engine_slices_by_itself(sampler, calls):
-    args, sizes = train_grpo.parse_args(["--sampler", sampler, "--rollout_batch_size", "4"]), []
-
-    def sample(model, ids, mask, *, num_generations, **options):
-        sizes.append(len(ids))
-        return torch.ones(2 * len(ids), 1), torch.zeros(2 * len(ids), 1)
-
-    ids = torch.ones(5, 2, dtype=torch.long)
-    for_sampling(sample, World("cpu"), args)(None, ids, ids, num_generations=2, pad_token_id=0)
-    assert len(sizes) == calls and sum(sizes) == 5
-
-
 # --- vLLM -----------------------------------------------------------------------------------------
 
 
-def engine(tmp_path, *flags):
+def engine(folder):
     """An engine, and the sampler that a run makes of it."""
-    args = train_grpo.parse_args(["--sampler", "vllm", "--out_dir", str(tmp_path), "--device",
-                                  "cpu", "--max_seq_len", "200", *flags])
+    args = train_grpo.parse_args(["--sampler", "vllm", "--out_dir", str(folder), "--device", "cpu",
+                                  "--max_seq_len", "200"])
     world = World("cpu", args.dtype)
     made = vllm_engine.Engine(world, args)
     return made, for_sampling(made, world, args)
@@ -140,15 +126,11 @@ def engine(tmp_path, *flags):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """An engine with the shipped policy: its sampler, and the policy."""
-    folder = tmp_path_factory.mktemp("vllm")
-    made, sample = engine(folder)
+    made, sample = engine(tmp_path_factory.mktemp("vllm"))
     policy = load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32)
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    set_num_threads(2)
     draw(sample, policy)
-    assert torch.set_num_threads is set_num_threads and torch.get_num_threads() == 2
-    set_num_threads(threads)
-    assert "Initializing" in (folder / "grpo_reason_128/vllm_0.log").read_text()
+    assert torch.set_num_threads is set_num_threads and torch.get_num_threads() == threads
     yield made, sample, policy
     made.world.close()
     assert not torch.distributed.is_initialized()
@@ -166,14 +148,14 @@ def test_it_samples_what_the_trainer_computes(made):
     assert ids[mask == 0].eq(3).all() and logps[mask == 0].eq(0).all()
     trained = trained_logps(policy, prompts, ids, mask, temperature=1.3)
     torch.testing.assert_close(logps, trained, atol=1e-4, rtol=1e-4)
-    again, other = draw(sample, policy, prompts, **options), draw(sample, policy, prompts, seed=1,
-                                                                  **options)
+    again = draw(sample, policy, prompts, **options)
     assert torch.equal(again[0], ids) and torch.equal(again[1], logps)
-    assert other[0].shape != ids.shape or not torch.equal(other[0], ids)
+    other, _ = draw(sample, policy, prompts, seed=1, **options)
+    assert other.shape != ids.shape or not torch.equal(other, ids)
     greedy, best = (draw(one, policy, prompts, num_generations=2, max_new_tokens=12, greedy=True)
                     for one in (sample, pair.sample))
     assert torch.equal(greedy[0], best[0])
-    torch.testing.assert_close(*(x[1] for x in (greedy, best)), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(greedy[1], best[1], atol=1e-4, rtol=1e-4)
 
 
 def from_the_trainer(made):
@@ -214,30 +196,9 @@ def test_each_kind_of_tensor_arrives(made, monkeypatch):
 
 
 @needs_vllm
-@pytest.mark.parametrize("trap", ["the packed head", "the prefix cache"])
-def test_each_trap_is_one(trap, made, monkeypatch):
-    """Once this fails, the engine needs the care of Engine._hand_over no more."""
-    engine, _, policy = made
-    assert from_the_trainer(made) < 1e-5
-    if trap == "the packed head":
-        merged_state = vllm_engine.merged_state
-        monkeypatch.setattr(vllm_engine, "merged_state", lambda model: {
-            name: weight for name, weight in merged_state(model).items() if "lm_head" not in name})
-    else:
-        monkeypatch.setattr(engine.llm, "reset_prefix_cache", lambda: None)
-    scale([policy.model.embed_tokens.weight], 2)
-    try:
-        assert from_the_trainer(made) > 1e-3
-    finally:
-        scale([policy.model.embed_tokens.weight], 0.5)
-    monkeypatch.undo()
-    assert from_the_trainer(made) < 1e-5
-
-
-@needs_vllm
 def test_a_model_that_it_does_not_know_is_one_sentence(tmp_path):
     made, sample = engine(tmp_path)
-    with pytest.raises(UserError, match="it could not start with .*vllm_0.log says more"):
+    with pytest.raises(UserError, match="it could not start with .*see requirements-vllm.txt"):
         draw(sample, wide(head_dim=20))
     assert made.llm is None or made.world.close() is None
 
@@ -252,10 +213,10 @@ def start(folder, *flags, ranks=0):
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return subprocess.Popen(
         [*command, "train_grpo.py", "--sampler", "vllm", "--out_dir", str(folder), "--batch_size",
-         "4", "--num_generations", "4", "--eval_samples", "4", "--save_interval", "1", *flags],
+         "4", "--num_generations", "4", "--eval_samples", "4", "--save_interval", "1",
+         "--max_steps", "3", *flags],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
-        start_new_session=True)
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
 
 
 def finish(process):
@@ -268,22 +229,20 @@ def finish(process):
 
 @needs_vllm
 def test_a_run_that_is_stopped_and_resumed_ends_as_one_that_was_not(tmp_path):
-    runs = [start(tmp_path, "--max_steps", "3", "--run_name", name) for name in ("whole", "parts")]
+    whole, parts = (start(tmp_path, "--run_name", name) for name in ("whole", "parts"))
     metrics = tmp_path / "parts/metrics.jsonl"
     while not metrics.exists() or not metrics.read_text():
-        assert runs[1].poll() is None
+        assert parts.poll() is None
         time.sleep(0.1)
-    runs[1].send_signal(signal.SIGINT)
-    said = finish(runs[0])
-    assert runs[0].returncode == 0 and "Traceback" not in said and "WARNING" not in said
-    finish(runs[1])
+    parts.send_signal(signal.SIGINT)
+    said = finish(whole)
+    assert whole.returncode == 0 and "Traceback" not in said and "WARNING" not in said
     rows = jsonl(tmp_path / "whole/metrics.jsonl")
     assert len(rows) == 3 and max(row["rollout_probs_diff_mean"] for row in rows) < 1e-6
     assert rows[2]["kl"] > 1e-5
-    assert runs[1].returncode in (0, 130)   # 0: the signal came in its last step
-    if runs[1].returncode:
-        again = start(tmp_path, "--max_steps", "3", "--run_name", "parts", "--resume")
-        assert again.returncode == 0 or finish(again)
+    finish(parts)
+    if parts.returncode:                    # 0: the signal came in its last step
+        finish(start(tmp_path, "--run_name", "parts", "--resume"))
     texts = [Path(tmp_path, name, "completions.jsonl").read_text() for name in ("whole", "parts")]
     assert texts[0] == texts[1]
 
@@ -295,32 +254,20 @@ def test_a_model_that_transformers_runs_is_sampled_too(tmp_path):
                                      bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
-    (tmp_path / "odd.py").write_text(       # a reward that random weights earn half of the time
-        "def odd(prompts, completions, completion_ids, **columns):\n"
-        "    return [ids[0] % 2 for ids in completion_ids]\n")
-    process = start(tmp_path, "--model_path", str(tmp_path / "gpt2"), "--max_steps", "2",
-                    "--max_gen_len", "16", "--eval_interval", "0", "--run_name", "run",
-                    "--reward_funcs", "odd:odd")
+    process = start(tmp_path, "--model_path", str(tmp_path / "gpt2"), "--max_gen_len", "16",
+                    "--eval_interval", "0", "--run_name", "run", "--reward_funcs", "repetition")
     said = finish(process)
     assert process.returncode == 0, said
     rows = jsonl(tmp_path / "run/metrics.jsonl")
-    assert max(row["rollout_probs_diff_mean"] for row in rows) < 1e-6 and rows[1]["kl"] > 0
+    assert max(row["rollout_probs_diff_mean"] for row in rows) < 1e-6
 
 
 @needs_vllm
 @pytest.mark.parametrize("flags", [[], ["--lora_rank", "4", "--shard", "1", "--dtype", "bfloat16"]])
 def test_each_rank_has_an_engine(flags, tmp_path):
-    process = start(tmp_path, "--max_steps", "3", "--run_name", "run", *flags, ranks=2)
+    process = start(tmp_path, "--run_name", "run", *flags, ranks=2)
     said = finish(process)
     assert process.returncode == 0 and "Error" not in said and "Traceback" not in said, said
     rows = jsonl(tmp_path / "run/metrics.jsonl")
     assert len(rows) == 3
     assert max(row["rollout_probs_diff_mean"] for row in rows) < (2e-2 if flags else 1e-6)
-    assert {path.name for path in tmp_path.glob("run/vllm*")} == {"vllm_0.log", "vllm_1.log"}
-
-
-@needs_vllm
-@pytest.mark.parametrize("way", ["raise ValueError('stumbled')", "os._exit(7)"])
-def test_a_rank_that_fails_ends_all_engines(way, tmp_path):
-    page = test_reliability.page_of_torchrun(way, "--sampler vllm", tmp_path)
-    assert "rank      : 1 " in page and ("stumbled" in page) == ("stumbled" in way)
