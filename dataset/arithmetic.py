@@ -257,10 +257,6 @@ def flaw_pairs(rng, count, *, heldout):
         yield chat(f"What is {expression}?", chosen=chosen, rejected=rejected, kind=kind)
 
 
-def write(path, rows):
-    print(f"wrote {write_jsonl(path, rows)} lines to {path}")
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description="Write the prompts of the default task and, with --sft, the texts that the "
@@ -283,4 +279,4 @@ if __name__ == "__main__":
                 random.Random(7), 20_000, tags=True, styles=REDUNDANT_STYLES, malformed_share=0.0),
         }
     for path, rows in files.items():
-        write(path, rows)
+        print(f"wrote {write_jsonl(path, rows)} lines to {path}")

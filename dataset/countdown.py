@@ -29,7 +29,9 @@ import random
 import zlib
 from pathlib import Path
 
-from .arithmetic import chat, evaluate, with_tags, write
+from report.text import write_jsonl
+
+from .arithmetic import chat, evaluate, with_tags
 from .prompts import countdown_prompt
 
 LARGEST = 100           # no result, intermediate ones too, is larger, or below 0
@@ -178,14 +180,17 @@ if __name__ == "__main__":
     args = parser.parse_args()
 
     easy, hard = KINDS["easy"], KINDS["hard"]
-    files = {"train": problems(*easy, heldout=False), "heldout": problems(*easy, heldout=True),
+    found = {"train": problems(*easy, heldout=False), "heldout": problems(*easy, heldout=True),
              "hard": random.Random(0).sample(problems(*hard, heldout=True), 500)}
     if args.hard:
-        files = {"hard_train": random.Random(3).sample(problems(*hard, heldout=False), 5000)}
-    for name, rows in files.items():
-        write((args.hard or args.out_dir) / f"countdown_{name}.jsonl",
-              [{"nums": nums, "target": target} for nums, target in rows])
+        found = {"hard_train": random.Random(3).sample(problems(*hard, heldout=False), 5000)}
+    files = {(args.hard or args.out_dir) / f"countdown_{name}.jsonl":
+             [{"nums": nums, "target": target} for nums, target in found[name]] for name in found}
     if args.sft:
-        write(args.sft / "pretrain.jsonl", pretraining_chats(random.Random(1), 100_000, args.order))
         early = searches(random.Random(2), order=args.order, most=18, give_up=args.give_up)
-        write(args.sft / "give_up.jsonl", itertools.islice(early, 20_000))
+        files |= {
+            args.sft / "pretrain.jsonl": pretraining_chats(random.Random(1), 100_000, args.order),
+            args.sft / "give_up.jsonl": itertools.islice(early, 20_000),
+        }
+    for path, rows in files.items():
+        print(f"wrote {write_jsonl(path, rows)} lines to {path}")

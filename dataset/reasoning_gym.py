@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 
 from report import UserError, reason, user_errors
-
-from .arithmetic import write
+from report.text import write_jsonl
 
 
 @user_errors("dataset.reasoning_gym")
@@ -38,8 +37,9 @@ def main(argv=None):
     if len(rows) <= args.heldout:
         raise UserError(f"{args.name}: only {len(rows)} problems differ, too few for --heldout "
                         f"{args.heldout}; give a smaller one, or another --config")
-    write(args.save, rows[args.heldout:])
-    write(args.save.with_stem(f"{args.save.stem}_heldout"), rows[:args.heldout])
+    heldout = args.save.with_stem(f"{args.save.stem}_heldout")
+    for path, part in ((args.save, rows[args.heldout:]), (heldout, rows[:args.heldout])):
+        print(f"wrote {write_jsonl(path, part)} lines to {path}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import argparse
 import random
 from pathlib import Path
 
-from .arithmetic import write
+from report.text import write_jsonl
 
 # Every third of a list is held out.
 NOUNS = """
@@ -61,8 +61,9 @@ def main():
     args = parser.parse_args()
     for name, count in (("train", 2000), ("heldout", 300)):
         rng = random.Random(f"{args.seed} {name}")
-        write(args.out_dir / f"sentences_{name}.jsonl",
-              prompts(rng, count, heldout=name == "heldout"))
+        path = args.out_dir / f"sentences_{name}.jsonl"
+        rows = prompts(rng, count, heldout=name == "heldout")
+        print(f"wrote {write_jsonl(path, rows)} lines to {path}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 GSM8K, MATH, RLAIF; templates that open the thinking.
 """
-import argparse
 import copy
 import sys
 import warnings
@@ -13,7 +12,7 @@ import torch
 import train_grpo
 from conftest import ROOT, jsonl, turns, write
 from dataset import PromptCollator, PromptDataset, read_prompts
-from model import Rollout, World
+from model import Rollout
 from reward import accuracy_reward, format_reward, load_reward_model, rules, tag_reward
 from train_grpo import completion_mask, compute_rewards
 
@@ -86,20 +85,6 @@ def test_a_math_file_has_its_answers_in_boxes(tmp_path):
     assert accuracy_reward([""], [r"\boxed{\frac{1}{2}}"], answer=[data[0]["answer"]]) == [1]
 
 
-def test_a_gsm8k_file_trains_and_its_test_file_measures(tmp_path):
-    problems = [{"question": row["messages"][0]["content"],
-                 "answer": f"1+2=<<1+2=3>>3.\n#### {row['answer']}"}
-                for row in PromptDataset(ROOT / "dataset/heldout.jsonl")[:24]]
-    train_grpo.main([
-        *SMALL, "--out_dir", str(tmp_path), "--run_name", "gsm8k",
-        "--data_path", str(write(tmp_path / "train.jsonl", problems[:8])),
-        "--eval_data_path", str(write(tmp_path / "test.jsonl", problems[8:]))])
-    before = jsonl(tmp_path / "gsm8k/eval.jsonl")[0]
-    assert before["eval/greedy_accuracy"] > 0.4         # these weights have 0.75
-    rows = jsonl(tmp_path / "gsm8k/completions.jsonl")
-    assert {row["rewards"]["accuracy_reward"] for row in rows} == {0.0, 1.0}
-
-
 def test_an_rlaif_file_without_answers_trains_on_the_reward_model_alone(tmp_path):
     chat = turns("请用一句话介绍北京。", "")
     chats = [chat, [{"role": "system", "content": "Be brief."}, *chat], chat * 2]
@@ -159,9 +144,8 @@ def test_thinking_is_switched_on_and_what_the_template_opens_is_told(opening, to
     assert PromptCollator(tokenizer, 99)(items)["prefills"] == [""]
 
 
-def test_where_the_template_opens_the_thinking_rewards_see_the_whole_reply(opening, monkeypatch):
-    collate = PromptCollator(opening, 99)
-    batch, seen = collate(ITEMS), []
+def test_where_the_template_opens_the_thinking_rewards_see_the_whole_reply(opening):
+    batch, seen = PromptCollator(opening, 99)(ITEMS), []
 
     def spy(prompts, completions, completion_ids, answer, **columns):
         assert prompts == batch["prompts"] and answer == ["162", "162"]
@@ -180,13 +164,6 @@ def test_where_the_template_opens_the_thinking_rewards_see_the_whole_reply(openi
     assert rollout.completions == texts and seen == ["<think>\n" + text for text in texts]
     values = [values.tolist() for values in per_function.values()]
     assert values[:3] == [[0.5, 0.0], [1.0, 0.25], [1.0, 0.0]] and rewards.tolist() == [3.5, 0.5]
-
-    # Evaluation sees the whole reply too.
-    monkeypatch.setattr(train_grpo, "generate", lambda *others, **options: rollout)
-    args = argparse.Namespace(seed=0, num_generations_eval=1, eval_batch_size=2, eval_threshold=1)
-    results = train_grpo.evaluate(
-        None, ITEMS, [accuracy_reward], collate, World("cpu"), None, args, 0)
-    assert results["eval/accuracy"] == results["eval/greedy_accuracy"] == 0.5
 
 
 def test_overlong_prompts_are_refused_with_the_length_that_they_need(tokenizer, tmp_path):

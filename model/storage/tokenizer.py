@@ -10,8 +10,9 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dataset.prompts import is_chat, read_lines, read_row
+from dataset.prompts import is_chat, read_row
 from report import UserError, user_errors
+from report.text import read_lines
 
 # Ids 0, 1, 2. Special tokens: decoding can skip them, and a user's text should not contain them.
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
