@@ -71,12 +71,6 @@ def edit(path, remove=(), **changes):
     path.write_text(json.dumps({key: content[key] for key in content if key not in remove}))
 
 
-def resident(field):
-    """Bytes of this process that are in memory: VmRSS now, VmHWM at the peak (Linux)."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(field + ":")[1].split()[0]) * 1024
-
-
 class Canary:
     """As a pickle: a command that leaves a file, a canary, in the folder."""
 
