@@ -103,12 +103,11 @@ def test_it_runs_what_is_missing_with_its_flags_seed_and_change(tiny, tmp_path, 
 
 def test_the_flags_of_every_arm_go_together(monkeypatch):
     monkeypatch.chdir(ROOT)
-    for name, experiment in EXPERIMENTS.items():
+    for experiment in EXPERIMENTS.values():
         for flags in command.commands_of(experiment).values():
             flags = shlex.split(flags.format(out="out"))
             train_grpo.parse_args(flags[flags.index("train_grpo.py") + 1:] if "-m" in flags
                                   else flags)
-        assert len(experiment.get("seeds", ())) <= len(figures.T_95) - 1, name
 
 
 def test_an_arm_has_the_flags_of_its_row_the_common_ones_and_its_own():

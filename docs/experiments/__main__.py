@@ -205,8 +205,8 @@ def summary(run_dir, names):
     """These series of a run, metrics or behaviour, in at most PARTS parts, and its evaluations."""
     replies = {}        # {step: the behaviour of each, as far as it applies}
     for row in read_jsonl(run_dir / "completions.jsonl"):
-        known = {name: value for name, value in behaviour(row).items() if value is not None}
-        replies.setdefault(row["step"], []).append(known)
+        applies = {name: value for name, value in behaviour(row).items() if value is not None}
+        replies.setdefault(row["step"], []).append(applies)
     rows = [row | mean_metrics(replies[row["step"]]) for row in read_jsonl(
         run_dir / "metrics.jsonl")]
     for row in rows:        # kl, k3, is on average log pi - log pi_ref, so this is log pi_ref
