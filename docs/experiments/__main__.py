@@ -92,7 +92,6 @@ def known(name):
 
 
 def table_of(name):
-    """What stands in the last cells of the table of an experiment on the pages, row by row."""
     return texts_of(EXPERIMENTS[name], known(name), PANELS)
 
 
@@ -124,28 +123,25 @@ def run_all(name, jobs):
     for number, line in enumerate(experiment.get("first", ())):
         if missing:
             print(f"python {line}", flush=True)
-            # With one thread, weights that are made again are the same.
-            python(line.format(out=quoted(OUT / name)), OUT / name / f"first_{number}.log",
-                   OMP_NUM_THREADS="1")
+            python(line.format(out=quoted(OUT / name)), OUT / name / f"first_{number}.log")
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda key: run(name, *key, jobs=jobs), missing))
+        list(pool.map(lambda key: run(name, *key), missing))
     if "page" in experiment:
         prove(experiment["page"])
 
 
-def run(name, row, arm, seed, *, jobs):
+def run(name, row, arm, seed):
     """Run an arm with a seed, and append its summary to the results."""
     experiment, out = EXPERIMENTS[name], OUT / name
     run_name = re.sub(r"\W", "_", f"{row} {arm} {seed}".strip())
     command = commands_of(experiment)[row, arm].format(out=quoted(out))
     if "train_grpo.py" not in command:          # with it, it also says how many processes
         command = f"train_grpo.py {command}"
-    threads = {"OMP_NUM_THREADS": "1"} if jobs > 1 else {}
     diff = diff_of(experiment, row, arm)
     with tempfile.TemporaryDirectory() as folder:
         where = copy(diff, experiment["page"], folder) if diff else ROOT
         python(f"{command} --seed {seed} --out_dir {quoted(out)} --run_name {run_name}",
-               out / f"{run_name}.log", folder=where, **threads)
+               out / f"{run_name}.log", folder=where)
     line = {"row": row, "arm": arm, "seed": seed,
             **summary(out / run_name, experiment["panels"])}
     RESULTS.mkdir(exist_ok=True)
@@ -155,12 +151,14 @@ def run(name, row, arm, seed, *, jobs):
     print(f"{row} {arm}, seed {seed}: done".strip(), flush=True)
 
 
-def python(arguments, log, folder=ROOT, **environment):
+def python(arguments, log, folder=ROOT):
     """Run python with these arguments in a folder; UserError if it fails."""
+    # With one thread, weights that are made again are the same, and runs do not wait.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w", encoding="utf-8") as file:
         done = subprocess.run([sys.executable, *shlex.split(arguments)], cwd=folder, stdout=file,
-                              stderr=subprocess.STDOUT, env=os.environ | environment)
+                              stderr=subprocess.STDOUT, env=environment)
     if done.returncode:
         raise UserError(f"python {arguments} failed; its output is in {log}")
 
@@ -207,8 +205,8 @@ def summary(run_dir, names):
     """These series of a run, metrics or behaviour, in at most PARTS parts, and its evaluations."""
     replies = {}        # {step: the behaviour of each, as far as it applies}
     for row in read_jsonl(run_dir / "completions.jsonl"):
-        known = {name: value for name, value in behaviour(row).items() if value is not None}
-        replies.setdefault(row["step"], []).append(known)
+        applies = {name: value for name, value in behaviour(row).items() if value is not None}
+        replies.setdefault(row["step"], []).append(applies)
     rows = [row | mean_metrics(replies[row["step"]]) for row in read_jsonl(
         run_dir / "metrics.jsonl")]
     for row in rows:        # kl, k3, is on average log pi - log pi_ref, so this is log pi_ref
