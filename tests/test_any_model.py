@@ -313,10 +313,10 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 
     ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
      "rope_type dynamic"),
     ("Llama", {"mlp_bias": True}, "mlp_bias True"), ("Qwen3", {"hidden_act": "gelu"}, "gelu"),
-    ("Qwen3", WINDOW, "layer_types sliding_attention"), ("Qwen2", WINDOW, "layer_types sliding"),
+    ("Qwen3", WINDOW, "sliding_window 8"), ("Qwen2", WINDOW, "sliding_window 8"),
     ("Qwen3Moe", WINDOW | {"moe_intermediate_size": 8, "num_experts": 2, "num_experts_per_tok": 1},
      "sliding_window 8"),
-    ("Qwen3", {"use_sliding_window": True, "max_window_layers": 2}, ""),
+    ("Qwen3", {"use_sliding_window": False, "sliding_window": 8}, ""),
 ])
 def test_an_option_that_our_network_lacks_leaves_a_model_to_transformers(
         family, options, lacking, tmp_path):

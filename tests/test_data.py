@@ -343,7 +343,7 @@ CHAT = '{"conversations": [{"role": "assistant", "content": "2"}]}\n'
 
 @pytest.mark.parametrize("text, words", [
     ('{"conversations": []}', "line 1: no turn by the role assistant"),
-    ('{"messages": []}', "line 1: no chat found"),
+    ('{"messages": []}', "line 1: no turn by the role"),
     ('{"answer": "5"}', "line 1: no prompt found"), (CHAT + "{", "line 2: not valid JSON"),
     ("", "empty"), (None, "some.jsonl"), (CHAT, "--tokenizer")])
 def test_mistakes_in_fine_tuning_are_one_sentence(text, words, tmp_path, monkeypatch, capsys):
