@@ -18,6 +18,7 @@ that never learns to end its turn never stops.
 """
 import argparse
 import copy
+import functools
 import math
 import random
 import time
@@ -41,38 +42,33 @@ def encode(chats, tokenizer):
     A reply begins where the chat template's prompt for it ends, and goes on through its EOS token,
     or to the end of its turn where templates end turns otherwise.
     """
+    render, examples = functools.partial(tokenizer.apply_chat_template, tokenize=False), []
     with explained("the chats", "the tokenizer's chat template rejects one of them",
                    "leave it out, or give another tokenizer"):
-        texts = tokenizer.apply_chat_template(chats, tokenize=False)
-        replies = [find_replies(chat, text, tokenizer) for chat, text in zip(chats, texts)]
+        texts = render(chats)
+        replies = [find_replies(chat, text, render) for chat, text in zip(chats, texts)]
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-    examples = []
     for ids, offsets, spans in zip(encoded["input_ids"], encoded["offset_mapping"], replies):
         labels = [-100] * len(ids)
         for start, end in spans:
-            for i, (first, last) in enumerate(offsets):
-                if last > start and first < end:
-                    labels[i] = ids[i]
-                    if ids[i] == tokenizer.eos_token_id:
-                        break
+            inside = [i for i, (first, last) in enumerate(offsets) if last > start and first < end]
+            for i in inside:
+                labels[i] = ids[i]
+                if ids[i] == tokenizer.eos_token_id:
+                    break
         if set(labels) == {-100}:
             raise UserError("the tokenizer's chat template does not show in chat "
-                            f"{len(examples) + 1} where a reply begins; leave the chat out, or "
-                            "give another tokenizer")
+                            f"{len(examples) + 1} where a reply begins; give another tokenizer")
         examples.append((ids, labels))
     return examples
 
 
-def find_replies(chat, text, tokenizer):
+def find_replies(chat, text, render):
     """Where the assistant's turns stand in a chat's text: [(first character, end), ...]."""
-    def written(turns, **options):
-        return tokenizer.apply_chat_template(turns, tokenize=False, **options)
-
     spans = []
     for i, turn in enumerate(chat):
         if turn["role"] == "assistant":
-            before = written(chat[:i], add_generation_prompt=True)
-            through = written(chat[:i + 1])
+            before, through = render(chat[:i], add_generation_prompt=True), render(chat[:i + 1])
             if text.startswith(before):
                 # Some templates write the last turn otherwise: then its EOS token is its end.
                 end = len(through) if text.startswith(through) else len(text)
@@ -83,8 +79,8 @@ def find_replies(chat, text, tokenizer):
 def batches(examples, batch_size, rng):
     """Yield batches without end, each epoch in a new order; every example once an epoch.
 
-    A batch holds examples of similar length, so that little of it is padding: it is cut from up to
-    32 batches' worth of random examples, sorted by length. The last one of these may be smaller.
+    Examples of similar length share a batch: little of it is padding. It is cut from 32 batches'
+    worth of random examples, sorted by length.
     """
     while True:
         order = list(range(len(examples)))
@@ -129,8 +125,7 @@ def optimize(model, next_loss, *, steps, learning_rate, warmup_steps, progress=N
     """Take `steps` AdamW steps, each on the loss that next_loss() returns.
 
     The learning rate rises linearly over warmup_steps, and follows a cosine down to 1% of its peak.
-    Every 100 steps and after the last one it prints the average loss since it last did, and what
-    progress() returns.
+    Every 100 steps and at the end it prints the mean loss since it last did, and progress().
     """
     def factor(step):
         warmup = min(1, (step + 1) / warmup_steps) if warmup_steps else 1
@@ -159,16 +154,14 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = parser.add_argument
-    flag("--data", type=Path, required=True, help="a jsonl file of conversations, or of "
-         "prompts and their answers")
+    flag("--data", type=Path, required=True, help="jsonl of chats, or of prompts and answers")
     flag("--save", type=Path, required=True, help="the folder to save the weights in")
-    flag("--init", type=Path, help="weights to start from, with their tokenizer; without it, train "
-         "a new model from scratch")
+    flag("--init", type=Path, help="weights to start from, with their tokenizer")
     flag("--tokenizer", type=Path, help="the tokenizer for a new model")
     flag("--learning_rate", type=float, default=3e-3)
     flag("--warmup_steps", type=int, default=100)
-    flag("--heldout", type=int, default=200, help="chats at the end of the file, at most a tenth "
-         "of it, that are not trained on; their loss is printed (default: %(default)s)")
+    flag("--heldout", type=int, default=200, help="chats at the end of the file that only measure "
+         "the loss, at most a tenth of it (default: %(default)s)")
     flag("--seed", type=int, default=0)
     for name, default in (("--hidden_size", 128), ("--num_hidden_layers", 4), ("--steps", 3000),
                           ("--batch_size", 32)):

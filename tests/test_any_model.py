@@ -11,13 +11,12 @@ from test_run import measured
 
 import train_grpo
 from conftest import edit, left_padded
-from model import World, chat, fast, load_pretrained, sampler
+from model import World, fast, load_pretrained, sampler
 from model.lora import adapter_state, adapters, merged_state, with_adapters
 from model.processes.shard import shard
 from model.storage.any_model import AnyModel, Cache
 from model.storage.files import read_config
 from report import UserError
-from reward import load_reward_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -116,23 +115,6 @@ def test_rows_of_a_batch_are_sampled_and_scored_as_each_alone(family, saved, tok
     assert torch.equal(plain, scored)
 
 
-def test_a_chat_and_a_likelihood_read_such_a_model(saved, tokenizer):
-    folder, theirs = saved("Lfm2ForCausalLM")
-    policy, messages = load_pretrained(folder), [{"role": "user", "content": "What is 7?"}]
-    said = "".join(chat.stream(policy, tokenizer, messages, max_new_tokens=8, temperature=0))
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt",
-                                        return_dict=False)
-    out = theirs.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, ids.shape[1]:]
-    assert said == tokenizer.decode(out, skip_special_tokens=True)
-    reply = {"role": "assistant", "content": "28"}
-    score, = load_reward_model(f"likelihood:{folder}").get_scores([[*messages, reply]])
-    whole = tokenizer.apply_chat_template([*messages, reply], return_tensors="pt",
-                                          return_dict=False)
-    with torch.no_grad():
-        logps = theirs(whole).logits.log_softmax(-1)[0, :-1].gather(1, whole[0, 1:, None])[:, 0]
-    assert score == pytest.approx(logps[ids.shape[1] - 1:].mean().item(), abs=1e-4)
-
-
 def test_gradient_checkpointing_recomputes_each_layer_and_changes_no_gradient(saved):
     policy = load_pretrained(saved("FalconH1ForCausalLM")[0])
     ids, mask = left_padded((9, 4), 200)
@@ -161,7 +143,7 @@ def test_dropout_is_off_and_the_head_is_float32_under_autocast(saved):
 # --- trained and saved ----------------------------------------------------------------------------
 
 
-@of_each_family
+@pytest.mark.parametrize("family", ["Gemma3ForCausalLM", "Qwen3_5ForCausalLM"])
 def test_two_steps_are_taken_and_transformers_reads_what_they_leave(
         family, saved, odd, tmp_path, capsys):
     folder, before = saved(family)
@@ -186,19 +168,17 @@ def test_two_steps_are_taken_and_transformers_reads_what_they_leave(
 
 
 def test_a_resumed_run_ends_where_an_unbroken_one_does(saved, odd, tmp_path):
-    folder, _ = saved("Qwen3_5ForCausalLM")
-    whole = flags(folder, tmp_path, "--max_steps", "3", "--save_interval", "1")
+    whole = flags(saved("Qwen3_5ForCausalLM")[0], tmp_path)
     train_grpo.main([*whole, "--run_name", "whole"])
-    steps, save = iter((False, False, True)), train_grpo.Saver.save
+    save = train_grpo.Saver.save
 
     def stop(*arguments):
         save(*arguments)
-        if not next(steps) and arguments[1] == 2:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(train_grpo.Saver, "save", stop)
-        train_grpo.main([*whole, "--run_name", "parts"])
+        train_grpo.main([*whole, "--save_interval", "1", "--run_name", "parts"])
     train_grpo.main([*whole, "--run_name", "parts", "--resume"])
     assert measured(tmp_path / "whole") == measured(tmp_path / "parts")
     for file in ("final", "checkpoint"):
@@ -209,7 +189,6 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(saved, odd, tmp_path):
 def test_adapters_learn_in_every_linear_layer_and_have_the_names_of_peft(saved, odd, tmp_path):
     folder, theirs = saved("FalconH1ForCausalLM")
     train_grpo.main(flags(folder, tmp_path, "--lora_rank", "2"))
-    train_grpo.main(flags(folder, tmp_path, "--lora_rank", "2", "--max_steps", "3", "--resume"))
     linear = [name for name, layer in theirs.named_modules()
               if isinstance(layer, torch.nn.Linear) and name != "lm_head"]
     assert "model.layers.0.mamba.in_proj" in linear
@@ -249,23 +228,16 @@ def test_a_model_that_mixes_rows_is_refused_in_a_sentence(family, saved, tmp_pat
     assert "transformers can't run it as a policy" in error and "choose other weights" in error
 
 
-@pytest.mark.parametrize("wrong", ["positions", "mask", "cache", "order"])
+@pytest.mark.parametrize("wrong", ["positions", "cache"])
 def test_what_differs_from_single_sequences_is_noticed(wrong, saved, monkeypatch):
     folder, _ = saved("GPT2LMHeadModel")
     forward, select = AnyModel.forward, Cache.select
     if wrong == "positions":
         monkeypatch.setattr(AnyModel, "forward", lambda self, *args, **options: (
             self.known.discard("position_ids"), forward(self, *args, **options))[1])
-    elif wrong == "mask":
-        monkeypatch.setattr(AnyModel, "forward", lambda self, ids, mask, **options:
-                            forward(self, ids, torch.ones_like(mask), **options))
-    else:
-        def another(self, rows):
-            if rows.dtype == torch.bool and wrong == "cache":   # another row leaves than should
-                rows = rows.roll(1)
-            select(self, rows if wrong == "cache" or rows.dtype == torch.bool else rows.flip(0))
-
-        monkeypatch.setattr(Cache, "select", another)
+    else:           # another row leaves than should
+        monkeypatch.setattr(Cache, "select", lambda self, rows: select(
+            self, rows.roll(1) if rows.dtype == torch.bool else rows))
     with pytest.raises(UserError, match="rows of a padded batch get logits that differ by"):
         load_pretrained(folder)
 
@@ -280,8 +252,7 @@ def test_what_such_a_model_cannot_have_is_refused(saved, tmp_path):
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"num_hidden_layers": 3}, "is missing"), ({"model_type": "somebodys"}, "model type"),
-    ({"vocab_size": 7}, "size mismatch|ignore_mism")])
+    ({"num_hidden_layers": 3}, "is missing"), ({"model_type": "somebodys"}, "model type")])
 def test_a_folder_that_does_not_hold_such_a_model_is_refused(change, message, saved, tmp_path):
     theirs = saved("Lfm2ForCausalLM")[1]
     theirs.save_pretrained(tmp_path)
@@ -313,10 +284,10 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 
     ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
      "rope_type dynamic"),
     ("Llama", {"mlp_bias": True}, "mlp_bias True"), ("Qwen3", {"hidden_act": "gelu"}, "gelu"),
-    ("Qwen3", WINDOW, "layer_types sliding_attention"), ("Qwen2", WINDOW, "layer_types sliding"),
+    ("Qwen3", WINDOW, "sliding_window 8"), ("Qwen2", WINDOW, "sliding_window 8"),
     ("Qwen3Moe", WINDOW | {"moe_intermediate_size": 8, "num_experts": 2, "num_experts_per_tok": 1},
      "sliding_window 8"),
-    ("Qwen3", {"use_sliding_window": True, "max_window_layers": 2}, ""),
+    ("Qwen3", {"use_sliding_window": False, "sliding_window": 8}, ""),
 ])
 def test_an_option_that_our_network_lacks_leaves_a_model_to_transformers(
         family, options, lacking, tmp_path):

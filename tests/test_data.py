@@ -250,7 +250,8 @@ CHAT = '{"conversations": [{"role": "assistant", "content": "2"}]}\n'
 
 @pytest.mark.parametrize("text, words", [
     ('{"conversations": []}', "line 1: no turn by the role assistant"),
-    ('{"messages": []}', "line 1: no chat found"), (CHAT + "{", "line 2: not valid JSON"),
+    ('{"messages": []}', "line 1: no turn by the role"),
+    ('{"answer": "5"}', "line 1: no prompt found"), (CHAT + "{", "line 2: not valid JSON"),
     ("", "empty"), (CHAT, "--tokenizer")])
 def test_mistakes_in_fine_tuning_are_one_sentence(text, words, tmp_path, monkeypatch, capsys):
     path, init = tmp_path / "some.jsonl", ["--init", str(ROOT / "model/weights/reason_128")]

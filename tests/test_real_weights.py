@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
 
 import train_grpo
@@ -123,11 +123,6 @@ THETA, LINEAR = {"rope_theta": 5e5}, {"type": "linear", "factor": 2.5}
     ("qwen3_tied", ["rope_parameters"], THETA | {"rope_scaling": None}),
     ("llama3", ["rope_parameters"], THETA | {"rope_scaling": LLAMA3}),
     ("llama_linear", ["rope_parameters"], THETA | {"rope_scaling": LINEAR}),
-    # some fields where 4 writes them, some where 5 does
-    ("llama_linear", ["rope_theta"], {
-        "rope_scaling": LINEAR | THETA, "rope_parameters": {"rope_type": "default"}}),
-    ("llama_linear", ["rope_theta"], {"rope_scaling": None, "rope_parameters": LINEAR | THETA}),
-    ("llama_linear", [], THETA | {"rope_scaling": LINEAR, "rope_parameters": LINEAR}),
     # What is missing has the default of transformers.
     ("llama", ["tie_word_embeddings", "head_dim"], {}),
     ("llama_linear", ["num_key_value_heads"], {}),
@@ -141,20 +136,11 @@ def test_another_form_of_config_json_is_read_the_same(family, remove, changes, t
     assert_same_logits(load_pretrained(tmp_path), theirs, *left_padded([40, 7], 61))
 
 
-@pytest.mark.parametrize("family", ["qwen3_biased", "qwen2_tied", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3_moe"])
 def test_sharded_weights_are_read_like_a_single_file(family, tmp_path):
     theirs = reference(family)
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
     assert not (tmp_path / "model.safetensors").exists()
-    assert_same_logits(load_pretrained(tmp_path), theirs, *left_padded([4, 2], 61))
-
-
-def test_the_rope_frequencies_in_llama_2_files_are_ignored(tmp_path):
-    theirs = reference("llama")
-    theirs.save_pretrained(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    save_file(state, tmp_path / "model.safetensors")
     assert_same_logits(load_pretrained(tmp_path), theirs, *left_padded([4, 2], 61))
 
 
@@ -222,7 +208,9 @@ def test_a_policy_on_the_hub_with_bin_files_only_is_downloaded_and_read(
     theirs.save_pretrained(tmp_path, max_shard_size=shard_size)
     for file in tmp_path.glob("*.safetensors"):
         name = file.stem.replace("model", "pytorch_model", 1)
-        torch.save(load_file(file), tmp_path / f"{name}.bin")
+        # Llama 2's files also hold the RoPE frequencies.
+        frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+        torch.save(load_file(file) | frequencies, tmp_path / f"{name}.bin")
         file.unlink()
 
     def download(name, *, allow_patterns, ignore_patterns):
@@ -267,9 +255,7 @@ def test_a_minimind_pth_is_read_and_then_saved_for_transformers(generation, toke
 
 
 @pytest.mark.parametrize("names, words", [
-    (["model.layers.0.mlp.shared_experts.0.up_proj.weight"], "shared experts"),
-    (["tok_embeddings.weight"], "before April 2025"),
-    (["weight"], "model.embed_tokens.weight"),
+    (["tok_embeddings.weight"], "since April 2025 .*model.embed_tokens.weight"),
     ([f"model.{name}.weight" for name in (
         "embed_tokens", "layers.0.self_attn.q_proj", "layers.0.mlp.gate")],
      "experts without q/k-norm"),
@@ -299,7 +285,7 @@ def train(path, out, *flags):
     return AutoModelForCausalLM.from_pretrained(out / "run/final", dtype=torch.float32)
 
 
-@pytest.mark.parametrize("family", ["qwen3_biased", "qwen2_tied", "llama3", "qwen3_moe_some_dense"])
+@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3_moe_some_dense"])
 def test_a_few_steps_of_grpo_train_each_architecture(family, tmp_path):
     theirs = reference(family, vocab_size=300)
     theirs.save_pretrained(tmp_path / "weights")
@@ -311,9 +297,8 @@ def test_a_few_steps_of_grpo_train_each_architecture(family, tmp_path):
     assert moved == set(before) or "moe" in family      # an expert that no token chose stays put
 
 
-@pytest.mark.parametrize("generation", ["minimind2", "minimind3_moe"])
-def test_a_few_steps_of_grpo_train_a_minimind(generation, tmp_path):
-    theirs, path = minimind(generation, tmp_path, vocab_size=300)
+def test_a_few_steps_of_grpo_train_a_minimind(tmp_path):
+    theirs, path = minimind("minimind2", tmp_path, vocab_size=300)
     assert type(train(path, tmp_path)) is type(theirs)
     # Without --model_path, a .pth in the output folder is found by its name.
     (tmp_path / "reason_64.pth").write_bytes(path.read_bytes())

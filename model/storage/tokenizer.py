@@ -33,8 +33,10 @@ def train_tokenizer(texts, vocab_size=512, *, merge_digits=False):
     # Letters merge into words. Signs, line breaks and, unless asked for, digits never merge, so
     # that the model reads arithmetic one symbol at a time.
     piece = r" ?\p{L}+| |\n|[^\s\p{L}]"
+    if merge_digits:
+        piece = r"\d+|" + piece
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r"\d+|" * merge_digits + piece), behavior="isolated"),
+        pre_tokenizers.Split(Regex(piece), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])
     tokenizer.decoder = decoders.ByteLevel()
@@ -57,15 +59,12 @@ def read_chats(path):
         row = row if isinstance(row, dict) else {}
         chat = row.get("conversations")
         has_reply = is_chat(chat) and any(turn["role"] == "assistant" for turn in chat)
-        if not has_reply and row.get("answer") is not None:
+        if not has_reply:
+            if row.get("answer") is None:
+                raise UserError(f"{where}: no turn by the role assistant, and no answer, so there "
+                                "is nothing to learn; leave the line out")
             item = read_row(row, where)
             chat = [*item["messages"], {"role": "assistant", "content": str(item["answer"])}]
-        elif not is_chat(chat):
-            raise UserError(f'{where}: no chat found; write {{"conversations": [{{"role": "user", '
-                            '"content": "..."}, {"role": "assistant", "content": "..."}]}, or '
-                            '{"prompt": "...", "answer": "..."}')
-        elif not has_reply:
-            raise UserError(f"{where}: no turn by the role assistant, so there is nothing to learn")
         chats.append(chat)
     if not chats:
         raise UserError(f"{path}: the file is empty; write one chat per line")
@@ -74,15 +73,12 @@ def read_chats(path):
 
 @user_errors("model.storage.tokenizer")
 def main():
-    parser = argparse.ArgumentParser(
-        description="Train a tokenizer on the conversations in jsonl files.")
+    parser = argparse.ArgumentParser(description="Train a tokenizer on chats in jsonl files.")
     flag = parser.add_argument
     flag("--data", type=Path, nargs="+", required=True,
-         help="jsonl files of conversations, or of prompts and their answers; the first 5,000 "
-         "lines of each are read")
+         help="jsonl files, of which the first 5,000 lines are read")
     flag("--save", type=Path, required=True, help="the folder to save the tokenizer in")
-    flag("--vocab_size", type=int, default=512,
-         help="the number of tokens at most; fewer if no pair is left to merge")
+    flag("--vocab_size", type=int, default=512, help="tokens at most")
     flag("--merge_digits", action="store_true", help="let frequent numbers become one token each")
     args = parser.parse_args()
     chats = [chat for path in args.data for chat in read_chats(path)[:5000]]
