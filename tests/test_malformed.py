@@ -230,8 +230,7 @@ def test_a_template_that_fails_is_one_sentence(template, words, tokenizer):
 
 @parametrize("line", [
     b"{", b"5", DEEP, b'{"prompt": "\xff"}', b'{"prompt": "a", "level": NaN}',
-    b'{"prompt": "\\ud800"}', b'{"prompt": "a", "self": 1}', b'{"prompt": "a", "messages": []}',
-    b'{"prompt": "a", "answer": ["5"]}', b'{"prompt": {"role": "user"}}',
+    b'{"prompt": "\\ud800"}', b'{"prompt": "a", "answer": ["5"]}', b'{"prompt": {"role": "user"}}',
     b'{"prompt": [{"role": ["user"], "content": "a"}]}',
 ])
 def test_a_line_of_data_that_is_refused_by_its_number(line, tmp_path):
@@ -320,7 +319,7 @@ def test_a_broken_file_of_flags(content, words, capsys, tmp_path, monkeypatch):
 
 def test_out_dir_that_is_a_file(capsys, tmp_path):
     (tmp_path / "out").write_text("precious")
-    assert "--out_dir" in fails(capsys, "--out_dir", str(tmp_path / "out"))
+    assert str(tmp_path / "out") in fails(capsys, "--out_dir", str(tmp_path / "out"))
     assert (tmp_path / "out").read_text() == "precious"
 
 
