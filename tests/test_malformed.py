@@ -187,6 +187,7 @@ def test_a_template_that_fails_is_one_sentence(template, tokenizer):
 @pytest.mark.parametrize("line", [
     b"{", DEEP, b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"prompt": "a", "level": NaN}',
     b'{"prompt": "a", "answer": ["5"]}', b'{"prompt": [{"role": ["user"], "content": "a"}]}',
+    b'{"prompt": "a", "messages": []}', b'{"prompt": "a", "completions": ["b"]}',
 ], ids=itertools.count())
 def test_a_line_of_data_that_is_refused_by_its_number(line, tmp_path):
     file = tmp_path / "some.jsonl"
