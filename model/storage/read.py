@@ -128,8 +128,7 @@ def build(model_class, config, *more, state, path, dtype=torch.float32, matrix_d
     with explained(path, "no model has this configuration and these tensors", "download it again"):
         with torch.device("meta"):
             model = model_class(config, *more)
-        expected, found = ({name: tuple(tensor.shape) for name, tensor in tensors.items()}
-                           for tensors in (model.state_dict(), state))
+        expected, found = shapes(model.state_dict()), shapes(state)
     for name in sorted(expected | found):
         if expected.get(name) != found.get(name):
             raise UserError(f"{path}: {printable(name)} should have shape {expected.get(name)} "
@@ -142,6 +141,10 @@ def build(model_class, config, *more, state, path, dtype=torch.float32, matrix_d
         copies[name] = tensor.to(device, kept, copy=True)
     model.load_state_dict(copies, assign=True)
     return model
+
+
+def shapes(state):
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def read_weights(path):
