@@ -240,7 +240,7 @@ def test_a_run_on_a_broken_file_ends_in_a_sentence_and_writes_nothing(
             "cpu", "--reward_funcs", "format", "--out_dir", str(tmp_path / "out")])
     printed = capsys.readouterr().err
     assert exit.value.code == 2 and "Traceback" not in printed
-    assert words in printed.splitlines()[-1] and not (tmp_path / "out").exists()
+    assert words in printed.splitlines()[-1] and not list((tmp_path / "out").glob("*"))
 
 
 # --- what is shown --------------------------------------------------------------------------------
