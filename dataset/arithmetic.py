@@ -110,6 +110,8 @@ def chain(a, operator, b, evaluate=evaluate):
     while rest:
         a = evaluate(a, operator, rest.pop(0))
         links.append(f"{a}{operator}{sum(rest)}" if rest else f"{a}")
+    if len(links) == 1:         # 7+0, of which nothing is split off
+        links.append(f"{a}")
     return "=".join(links), a
 
 
