@@ -31,10 +31,6 @@ def sentence(error):
     return None
 
 
-def needs_no_traceback(error):
-    return sentence(error) is not None
-
-
 @contextmanager
 def user_errors(program):
     """Decorates a main function: an error that a sentence explains prints it and exits with code 2.

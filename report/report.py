@@ -337,8 +337,9 @@ def one_group(step, rows):
     widths = [max(len(name), 5) for name in names]
     head = "".join(f"  {name:>{width}}" for name, width in zip(names, widths))
     copies = Counter()
-    for row in sorted(rows[:8], key=lambda row: (
-            -row["reward"] if is_finite(row["reward"]) else math.inf)):
+    judged = [row for row in rows[:8] if is_finite(row["reward"])]
+    unjudged = [row for row in rows[:8] if not is_finite(row["reward"])]
+    for row in sorted(judged, key=lambda row: -row["reward"]) + unjudged:
         numbers = f"  {number(row['advantage'], '+.2f'):>9}"
         for value, width in zip([row["reward"], *row["rewards"].values()], widths):
             numbers += f"  {number(value):>{width}}"

@@ -78,7 +78,10 @@ def listen(reader, world):
 
 
 def leave_child():
-    """In a worker of a reward's Pool: SIGTERM ends it, but no Ctrl-C, since the step needs it."""
+    """In a process that a reward function forks: a Pool ends its workers with SIGTERM.
+
+    Ctrl-C reaches them, too, but the step that is running still needs them.
+    """
     for number in SIGNALS:
         if signal.getsignal(number) is do_nothing:
             signal.set_wakeup_fd(-1)

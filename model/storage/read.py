@@ -151,11 +151,13 @@ def read_weights(path):
     """All tensors in a folder, by name: safetensors or else PyTorch's .bin, whole or in shards."""
     patterns = ("model.safetensors", "model-*-of-*.safetensors",
                 "pytorch_model.bin", "pytorch_model-*-of-*.bin")
-    files = next((found for found in (sorted(path.glob(name)) for name in patterns) if found), [])
-    if not files:
+    parts = []
+    for name in patterns:
+        parts = parts or sorted(path.glob(name))
+    if not parts:
         raise UserError(f"{path}: model.safetensors is missing; copy it next to config.json")
     state = {}
-    for file in files:
+    for file in parts:
         # Llama 2's files also hold the RoPE frequencies, which the model computes from its config.
         state |= {name: tensor for name, tensor in read_tensors(file).items()
                   if not name.endswith("rotary_emb.inv_freq")}

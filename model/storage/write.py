@@ -33,7 +33,7 @@ def save_pretrained(model, tokenizer, path):
 
 
 def save_tensors(state, path):
-    """Write a safetensors file. The library would let only its owner read it, and no server."""
+    """Write a safetensors file that other users, such as a server's, can read too."""
     path.touch()
     mode = path.stat().st_mode
     save_file({name: tensor.detach().contiguous().cpu() for name, tensor in state.items()}, path,
@@ -65,21 +65,26 @@ def hub_config(model):
     if isinstance(model, AnyModel):
         return model.model.config.to_dict() | {"architectures": [type(model.model).__name__]}
     ours = vars(model.config).copy()
-    model_type = "qwen3_moe" if model.config.num_experts else next(
-        kind for kind, (_, switches) in FAMILIES.items() if switches.items() <= ours.items())
+    model_type = "qwen3_moe"
+    if not model.config.num_experts:        # the first family that has these switches
+        model_type = next(kind for kind, (_, switches) in FAMILIES.items()
+                          if switches.items() <= ours.items())
+        for name in MOE_FIELDS:
+            del ours[name]
     scaling = ours.pop("rope_scaling")
-    for name in ("qk_norm", "qkv_bias", *(() if model.config.num_experts else MOE_FIELDS)):
-        del ours[name]
-    merged = [layer.weight.dtype for layer in adapters(model).values()]
-    dtype = str((merged or [next(model.parameters()).dtype])[0]).removeprefix("torch.")
-    return {
+    del ours["qk_norm"], ours["qkv_bias"]
+    weights = [layer.weight for layer in adapters(model).values()] or [*model.parameters()]
+    dtype = str(weights[0].dtype).removeprefix("torch.")
+    saved = {
         "architectures": [FAMILIES[model_type][0]], "model_type": model_type, **ours,
         "hidden_act": "silu", "attention_dropout": 0.0,
-        **({"rope_scaling": scaling} if scaling else {}),                       # transformers 4
         "rope_parameters": {**(scaling or {"rope_type": "default"}),            # transformers 5
                             "rope_theta": model.config.rope_theta},
         "dtype": dtype, "torch_dtype": dtype,                           # transformers 5, and 4
     }
+    if scaling:
+        saved["rope_scaling"] = scaling                                         # transformers 4
+    return saved
 
 
 def save_adapter(model, path):
