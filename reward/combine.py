@@ -130,7 +130,7 @@ class Judge:
         if value is None:
             return math.nan
         with suppress(Exception):
-            if abs(float(value)) <= LARGEST:
+            if not isinstance(value, str) and abs(float(value)) <= LARGEST:     # float reads "1"
                 return float(value)
         self.fail("no number", f"returned {reprlib.repr(value)} (no number up to {LARGEST:g}), "
                                "treated as None")

@@ -96,6 +96,9 @@ class RewardModel(nn.Module):
             scores |= zip(batch, self(input_ids).gather(1, last[:, None])[:, 0].tolist())
         return [scores[chat] for chat in ids]
 
+    def get_score(self, chat):
+        return self.get_scores([chat])[0]
+
     def save_pretrained(self, path):
         """Saves a folder for load_reward_model and AutoModelForSequenceClassification."""
         path, config = Path(path), hub_config(self)

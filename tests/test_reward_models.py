@@ -116,6 +116,7 @@ def test_internlm2_scores_are_those_of_llama_alone_and_in_a_batch(internlm2):
     expected = scores_one_by_one(llama, ids)
     for max_tokens in (None, 1):        # in one batch, and alone
         assert model.get_scores(CHATS, max_tokens) == pytest.approx(expected, abs=1e-4)
+    assert model.get_score(CHATS[1]) == pytest.approx(expected[1], abs=1e-4)
 
 
 def test_a_special_token_written_into_a_text_stays_text(internlm2):

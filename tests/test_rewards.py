@@ -307,13 +307,13 @@ def test_while_a_call_is_late_the_function_is_not_called_again(request):
 def test_failures_of_all_ranks_are_counted_and_give_the_reason():
     ranks = [[Judge(gold), Judge(lengths)] for _ in range(2)]
     ask(ranks[0][0], answer=[math.inf, math.inf])
-    ask(ranks[1][0], answer=[1.0, "x"])
+    ask(ranks[1][0], answer=[1.0, "1"])
     told = [row for judges in ranks for row in failures(judges)]
     assert [row[:2] for row in told] == [("gold", 2), ("gold", 1)]
     row = {"length": 1, "ended": True, "rewards": {"gold": math.nan, "lengths": 0.5}}
     metrics = rollout_metrics([row | {"reward": 0.5}, row | {"reward": math.nan}], 2, told)
     assert metrics["rewards/gold/failed"] == 3 and "rewards/lengths/failed" not in metrics
-    with pytest.warns(UserWarning, match=r"gold returned inf .*; gold returned 'x' "):
+    with pytest.warns(UserWarning, match=r"gold returned inf .*; gold returned '1' "):
         rollout_metrics([row | {"reward": math.nan}] * 2, 2, told)
     ask(ranks[0][0], answer=[1.0, 1.0])         # no failure any more: no reason
     assert failures(ranks[0])[0][1:] == (2, None)
