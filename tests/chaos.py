@@ -8,19 +8,16 @@ ways below, once or twice, and resumes it. In the end its metrics, evaluations, 
 final weights must be those of a run that nobody touched, bit for bit, and nothing half-written may
 be left.
 
-    moment      SIGKILL for all its processes, at a random moment
-    operation   SIGKILL before a random one of its file operations. If that is fsync, the file also
-                loses its second half: after a crash only what was synced is sure to be there
+    operation   SIGKILL before a random one of its file operations
     signal      SIGINT, SIGTERM or SIGHUP at a random moment
-    rank        SIGKILL for one of two ranks
-    launcher    SIGKILL for torchrun alone: its orphans save, and hold the folder until then
+    all, rank, launcher     SIGKILL at a random moment for all its processes, for one of two ranks,
+                for torchrun alone: its orphans save, and hold the folder until then
 """
 import argparse
 import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -37,8 +34,8 @@ FLAGS = f"""--batch_size 2 --num_generations 4 --max_gen_len 24 --max_steps {STE
 SHARDED = ("--shard", "1")
 LORA = (*SHARDED, "--lora_rank", "2", "--ref_model_sync_steps", "0")    # its reference is the base
 RUNS = [(1, ()), (2, ()), (1, ()), (2, SHARDED), (1, ()), (2, LORA)]    # (processes, more flags)
-WAYS = {1: ["moment", "operation", "operation", "signal"],
-        2: ["moment", "operation", "signal", "rank", "launcher"]}
+WAYS = {1: ["all", "operation", "operation", "signal"],
+        2: ["all", "operation", "signal", "rank", "launcher"]}
 
 
 def start(out, ranks, *flags, die_at=0, log=subprocess.DEVNULL):
@@ -46,10 +43,10 @@ def start(out, ranks, *flags, die_at=0, log=subprocess.DEVNULL):
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
-    script = [__file__, "--child", str(die_at)] if die_at else [str(ROOT / "train_grpo.py")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen([*command, *script, *FLAGS, "--out_dir", str(out), *flags], cwd=ROOT,
-                            env=environment, stdout=log, stderr=log, start_new_session=True)
+    script = [__file__, "--child", str(die_at)] if die_at else ["train_grpo.py"]
+    return subprocess.Popen(
+        [*command, *script, *FLAGS, "--out_dir", str(out), *flags], cwd=ROOT, stdout=log,
+        stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
 
 def complete(out, ranks, *flags, die_at=0):
@@ -65,28 +62,19 @@ def child(die_at, flags):
     sys.path.insert(0, str(ROOT))
     import train_grpo
 
-    folder, fsync, count = flags[flags.index("--out_dir") + 1], os.fsync, 0
-
-    def operation(descriptor=None):
-        nonlocal count
-        count += os.environ.get("RANK", "0") == "0"
-        if count == die_at:
-            if descriptor and not os.path.isdir(f"/proc/self/fd/{descriptor}"):
-                os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
-            os.kill(os.getpid(), signal.SIGKILL)
+    folder, count = flags[flags.index("--out_dir") + 1], 0
 
     def hook(event, arguments):
-        name = str(arguments[0]) if arguments else ""
-        writes = event == "open" and name.startswith(folder) and arguments[1] not in ("r", "rb")
-        if writes or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
-            operation()
-
-    def counted_fsync(descriptor):
-        operation(descriptor)
-        fsync(descriptor)
+        nonlocal count
+        writes = event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
+        if event == "open" and str(arguments[0]).startswith(folder):
+            writes = arguments[1] not in ("r", "rb")
+        if writes and os.environ.get("RANK", "0") == "0":
+            count += 1
+            if count == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    os.fsync = counted_fsync
     train_grpo.main(flags)
     print(f"{count} file operations")
 
@@ -112,21 +100,17 @@ def disaster(way, rng, out, ranks, operations, flags):
     while process.poll() is None and steps_done(out) < step:
         time.sleep(0.01)
     time.sleep(rng.uniform(0, 0.5))
-    if way == "moment":
-        for one in (process.pid, *ranks_of(process)):       # torchrun's have sessions of their own
-            with suppress(ProcessLookupError):
-                os.killpg(one, signal.SIGKILL)
-    elif way == "signal":
+    number = signal.SIGKILL
+    children = ranks_of(process)
+    rng.shuffle(children)
+    victims = {"all": [process.pid, *children], "rank": children[:1]}.get(way, [process.pid])
+    if way == "signal":
         number = rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-        process.send_signal(number)
-        way = number.name
-    elif way == "rank":
-        if victims := ranks_of(process):
-            os.kill(rng.choice(victims), signal.SIGKILL)
-    else:
-        process.kill()
+    for victim in victims:
+        with suppress(ProcessLookupError):
+            os.kill(victim, number)
     process.wait(timeout=600)
-    return f"{way} in step {step + 1}"
+    return f"{number.name} for {way} in step {step + 1}"
 
 
 def resume(out):
@@ -148,15 +132,15 @@ def finish(out, ranks, *flags):
 def result(out):
     """All that a run leaves, but for what a clock has measured."""
     run, clocks = out / "run", ("timing_s", "perf", "step_time")
-    lines = {name: [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
-             for name in ("metrics", "eval", "completions")}
-    lines["metrics"] = [{key: value for key, value in line.items() if not key.startswith(clocks)}
-                        for line in lines["metrics"]]
+    lines = [json.loads(line) for name in ("metrics", "eval", "completions")
+             for line in (run / f"{name}.jsonl").read_text().splitlines()]
+    lines = [{key: value for key, value in line.items() if not key.startswith(clocks)}
+             for line in lines]
     names = sorted(str(path.relative_to(run)) for path in run.rglob("*"))
     return lines, (run / "final/model.safetensors").read_bytes(), names
 
 
-def trial(number, ranks, rng, whole, operations, out, *flags):
+def trial(ranks, rng, whole, operations, out, *flags):
     """One run, ended once or twice; returns what has happened. AssertionError if it shows."""
     happened = []
     for _ in range(rng.choice([1, 1, 2])):
@@ -164,7 +148,7 @@ def trial(number, ranks, rng, whole, operations, out, *flags):
         happened.append(disaster(way, rng, out, ranks, operations, [*flags, *resume(out)]))
     finish(out, ranks, *flags)
     for name, ours, theirs in zip(("lines", "weights", "files"), result(out), whole):
-        assert ours == theirs, f"trial {number}, {happened}: the {name} differ"
+        assert ours == theirs, f"after {happened} the {name} differ"
     return " then ".join(happened)
 
 
@@ -177,8 +161,7 @@ def unbroken(ranks, out, *flags):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -186,17 +169,15 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.trials):
             rng, out = random.Random(f"{args.seed} {number}"), Path(folder) / str(number)
-            run = RUNS[number % len(RUNS)]
-            ranks, flags = run
-            if run not in wholes:
-                wholes[run] = unbroken(ranks, Path(folder) / f"whole{number}", *flags)
+            ranks, flags = RUNS[number % len(RUNS)]
+            if (ranks, flags) not in wholes:
+                wholes[ranks, flags] = unbroken(ranks, Path(folder) / f"whole{number}", *flags)
             try:
-                happened = trial(number, ranks, rng, *wholes[run], out, *flags)
+                happened = trial(ranks, rng, *wholes[ranks, flags], out, *flags)
                 survived += 1
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 happened = f"FAILED: {error}"
             print(f"{number + 1:>3}  {ranks} ranks {' '.join(flags)}: {happened}", flush=True)
-            shutil.rmtree(out, ignore_errors=True)
     print(f"{survived} of {args.trials} runs ended as if nothing had happened")
     sys.exit(survived < args.trials)
 

@@ -45,9 +45,9 @@ def shard(model, world, dtype):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     for name, tensor in mapped.items():         # one by one, since each takes some room for a while
-        (owner, _, last), weight = name.rpartition("."), model.get_parameter(name)
-        part = {last: part_of(tensor, weight).to(weight.dtype)}
-        model.get_submodule(owner).load_state_dict(part, assign=True, strict=False)
+        weight = model.get_parameter(name)
+        part = part_of(tensor, weight).to(weight.dtype)
+        model.load_state_dict({name: part}, assign=True, strict=False)
     model.tie_weights()
     model.whole = functools.partial(gather, model, blank, world)
     model.run = lambda function, *args, **options: function(Inside(model), *args, **options)
