@@ -696,7 +696,8 @@ def add_objective_flags(parser):
     flag("--off_policy_mask_threshold", type=POSITIVE_OR_0, default=0.0, help="learn nothing from "
          "bad completions whose mean of log pi_sampler - log pi is above this: 0.5, say; 0: all")
     flag("--entropy_coef", type=POSITIVE_OR_0, default=0.0, help="weight of an entropy bonus")
-    flag("--mask_truncated_completions", action="store_true", help="ignore those that were cut off")
+    flag("--mask_truncated_completions", action="store_true",
+         help="learn nothing from completions that were cut off")
     flag("--num_iterations", type=COUNT, default=1, help="passes over each rollout: more save "
          "sampling, but the policy moves away from the one that sampled")
     flag("--num_minibatches", type=COUNT, default=1,
@@ -785,11 +786,11 @@ def fill_in_defaults(args):
     args.swanlab = "online" if args.use_wandb else args.swanlab
     args.shard = int(args.shard and int(os.environ.get("WORLD_SIZE") or 1) > 1)
     suffix = f"{args.hidden_size}{'_moe' if args.use_moe else ''}"
-    ours = f"reason_{suffix}" if args.reasoning else f"full_sft_{suffix}"
-    ours = find_weights(ours, args.out_dir, HERE / "model/weights")
-    args.model_path = args.model_path or str(ours)
-    ours = find_weights(f"reward_{suffix}", args.out_dir, HERE / "reward/weights")
-    args.reward_model_path = args.reward_model_path or str(ours)
+    name = f"reason_{suffix}" if args.reasoning else f"full_sft_{suffix}"
+    policy = find_weights(name, args.out_dir, HERE / "model/weights")
+    args.model_path = args.model_path or str(policy)
+    judge = find_weights(f"reward_{suffix}", args.out_dir, HERE / "reward/weights")
+    args.reward_model_path = args.reward_model_path or str(judge)
     funcs = ["format", "tag"] if args.reasoning else []
     # Our reward model knows nothing but arithmetic.
     if not own_data or Path(args.reward_model_path).parent != HERE / "reward/weights":
