@@ -153,11 +153,9 @@ def complaint(words):
         if program.endswith(".py") and flags and "--help" not in flags:
             flags = ["clip" if flag == "NAME" else flag for flag in flags
                      if flag.removeprefix("@") not in MADE_BY_THE_READER]
-            args = parser_of(program).parse_args(flags)
+            parser_of(program).parse_args(flags)
             if program == "train_grpo.py":
                 train_grpo.parse_args(flags)                # also refuses impossible combinations
-            if program == "reward/iterate.py":
-                train_grpo.parse_args(args.flags)
     except ValueError as error:
         return f"{shlex.join(words)}: {error}"
     return ""
