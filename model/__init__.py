@@ -25,12 +25,12 @@ from .model import MiniMindConfig, MiniMindForCausalLM
 from .processes.saver import Saver, load_checkpoint, save_checkpoint
 from .processes.world import World
 from .rollout import Rollout
-from .sampler import sample
+from .sampler import rng_of, sample
 from .storage.files import eos_token_ids
 from .storage.read import find_weights, load_pretrained, load_tokenizer
 from .storage.write import save_pretrained
 
 __all__ = [
     "MiniMindConfig", "MiniMindForCausalLM", "Rollout", "Saver", "World", "eos_token_ids",
-    "find_weights", "load_checkpoint", "load_pretrained", "load_tokenizer", "sample",
+    "find_weights", "load_checkpoint", "load_pretrained", "load_tokenizer", "rng_of", "sample",
     "save_checkpoint", "save_pretrained"]

@@ -6,18 +6,38 @@ import torch
 
 from report import UserError
 
-# The two tensors that are padded on the left; all others with two dimensions, on the right.
-LEFT_PADDED = ("prompt_ids", "prompt_mask")
-# What an optimizer step learns from: totals over all ranks, and this rank's parts, as Rollouts.
-Minibatch = namedtuple("Minibatch", "num_sequences num_kept num_tokens micro_batches")
+# What an optimizer step learns from: {total: its number over all ranks}, by the names that they have
+# in grpo_loss, and this rank's parts, a MicroBatch each.
+Minibatch = namedtuple("Minibatch", "totals micro_batches")
+TOTALS = ("num_sequences", "num_kept", "num_tokens")
+
+
+class Sequences:
+    """Prompts and completions, side by side."""
+
+    def sequences(self):
+        """input_ids and attention_mask (N, T), and R: what `token_logps` reads."""
+        input_ids = torch.cat((self.prompt_ids, self.completion_ids), dim=1)
+        return input_ids, torch.cat((self.prompt_mask, self.mask), dim=1), self.mask.shape[1]
 
 
 @dataclass
-class Rollout:
-    """All that one rank knows of the completions of one step, a row each; groups are adjacent.
+class MicroBatch(Sequences):
+    """What learning needs of n completions of a rollout."""
+    prompt_ids: torch.Tensor                    # (n, P) padded on the left
+    prompt_mask: torch.Tensor                   # (n, P)
+    completion_ids: torch.Tensor                # (n, R) padded on the right
+    mask: torch.Tensor                          # (n, R) 1 through the EOS; 0 if the row is not kept
+    sampling_logps: torch.Tensor                # (n, R)
+    ref_logps: torch.Tensor                     # (n, R); None: no reference model
+    advantages: torch.Tensor                    # (n,) or (n, R); None: not known yet
+    old_logps: torch.Tensor = None              # (n, R); None: pi moves once
+    sampler_weights: torch.Tensor = None        # (n, 1 or R); None: advantages are not weighted
 
-    A micro-batch is a Rollout too: `select` of some rows.
-    """
+
+@dataclass
+class Rollout(Sequences):
+    """All that one rank knows of the completions of one step, a row each; groups are adjacent."""
     prompts: list                               # N texts, each prompt G times
     columns: dict                               # name -> N values: the data's other fields
     prefills: list                              # N texts: what the template wrote of the reply
@@ -28,7 +48,7 @@ class Rollout:
     mask: torch.Tensor                          # (N, R) 1 through the EOS
     ended: torch.Tensor                         # (N,) False: cut off at the length limit
     sampling_logps: torch.Tensor                # (N, R) as the sampler computed them
-    old_logps: torch.Tensor = None              # (n, R) of a micro-batch; None: pi moves once
+    old_logps: torch.Tensor = None              # (N, R); with --kl_in_reward
     ref_logps: torch.Tensor = None              # (N, R); None: no reference model
     rewards: torch.Tensor = None                # (N,) on the CPU; NaN: not judged
     rewards_per_func: dict = None               # name -> (N,)
@@ -51,7 +71,8 @@ class Rollout:
             return [item for item in items for _ in range(G)]                   # a a b b
 
         columns = {name: repeat(values) for name, values in batch["columns"].items()}
-        prompts = {name: repeat(batch[name]) for name in ("prompts", "prefills", *LEFT_PADDED)}
+        prompts = {name: repeat(batch[name])
+                   for name in ("prompts", "prefills", "prompt_ids", "prompt_mask")}
         rollout = cls(
             **prompts, columns=columns, completions=[], completion_ids=completion_ids, mask=mask,
             ended=torch.isin(completion_ids, torch.tensor(eos_ids, device=device)).any(1),
@@ -69,31 +90,40 @@ class Rollout:
         """The completions with what the chat template had already written of them."""
         return [prefill + text for prefill, text in zip(self.prefills, self.completions)]
 
-    def sequences(self):
-        """input_ids and attention_mask (N, T), and R: what `token_logps` reads."""
-        input_ids = torch.cat((self.prompt_ids, self.completion_ids), dim=1)
-        return input_ids, torch.cat((self.prompt_mask, self.mask), dim=1), self.mask.shape[1]
-
     def token_ids(self):
         """The completions as N lists of ids, through their EOS."""
         pairs = zip(self.completion_ids.tolist(), self.lengths.tolist())
         return [ids[:length] for ids, length in pairs]
 
-    def select(self, rows):
-        """These rows only, (n,), without the positions that are then padding in all of them."""
-        masks = (self.prompt_mask, self.mask)
-        P, R = torch.stack([mask[rows].sum(1).max() for mask in masks]).tolist()
-        on_cpu = rows.cpu()             # once, not for each list
+    def select(self, rows, kept=None):
+        """A MicroBatch of these rows, (n,), without positions that are padding in all of them.
 
-        def pick(name, x):
-            if isinstance(x, dict):
-                return {key: pick(key, values) for key, values in x.items()}
-            if isinstance(x, list):
-                return [x[i] for i in on_cpu.tolist()]
-            if x is None:
-                return None
-            if x.dim() == 1:
-                return x[on_cpu if x.device.type == "cpu" else rows]
-            return x[rows, -P:] if name in LEFT_PADDED else x[rows, :R]
+        kept (N,): a row that is not has no token that counts.
+        """
+        P, R = torch.stack([mask[rows].sum(1).max() for mask in (self.prompt_mask, self.mask)]
+                           ).tolist()
 
-        return Rollout(**{name: pick(name, x) for name, x in vars(self).items()})
+        def of_tokens(x):
+            return None if x is None else x[rows, :R]
+
+        mask, advantages = self.mask[rows, :R], self.advantages
+        if kept is not None:
+            mask = mask * kept[rows, None]
+        if advantages is not None:
+            advantages = advantages[rows] if advantages.dim() == 1 else advantages[rows, :R]
+        return MicroBatch(
+            self.prompt_ids[rows, -P:], self.prompt_mask[rows, -P:], self.completion_ids[rows, :R],
+            mask, of_tokens(self.sampling_logps), of_tokens(self.ref_logps), advantages)
+
+
+def rows_with_gradient(rollout, kept, args):
+    """Which rows must be read, (N,): those that are kept, and whose advantage is not 0.
+
+    A KL or a bonus also has a gradient where it is 0. With --shard all rows are read, so that all
+    ranks make equally many passes: a rank that has done would leave others waiting for its part.
+    """
+    if args.shard:
+        return torch.ones_like(kept)
+    if rollout.ref_logps is None and not args.entropy_coef:
+        return kept & rollout.advantages.view(len(kept), -1).any(1)
+    return kept

@@ -55,3 +55,10 @@ def next_token(logits, temperature, generator, greedy):
         # Only NaN logits draw V, which is no token; the step that learns from them is skipped.
         tokens = tokens.clamp(max=logps.shape[1] - 1)
     return tokens, logps.gather(-1, tokens[:, None]).squeeze(1)
+
+
+def rng_of(seed, *numbers, device="cpu"):
+    """Random numbers that follow from these alone: whoever resumes a run needs no state of it."""
+    for number in numbers:
+        seed = (seed * 1_000_003 + number) % 2**62
+    return torch.Generator(device).manual_seed(seed)

@@ -171,7 +171,7 @@ PER_TOKEN = ("entropy", "ppo_kl", "rollout_probs_diff_mean", "rollout_is_mean")
 
 
 @torch.no_grad()
-def drift(part, logps, old_logps, entropy, weights):
+def drift(part, logps, old_logps, entropy):
     """A micro-batch's share of the metrics that tell how far the distributions have moved.
 
     Sums over its tokens, which sum_metrics divides by the number of "tokens": entropy, in nats;
@@ -181,7 +181,10 @@ def drift(part, logps, old_logps, entropy, weights):
     not in these means.
     """
     difference = (old_logps.exp() - part.sampling_logps.exp()).abs() * part.mask
-    sums = {name: (value * part.mask).sum()
-            for name, value in zip(PER_TOKEN, (entropy, old_logps - logps, difference, weights))}
+    values = {"entropy": entropy, "ppo_kl": old_logps - logps,
+              "rollout_probs_diff_mean": difference}
+    if part.sampler_weights is not None:
+        values["rollout_is_mean"] = part.sampler_weights
+    sums = {name: (value * part.mask).sum() for name, value in values.items()}
     return sums | {"tokens": part.mask.sum(), "rollout_probs_diff_max": difference.max(),
                    "rollout_probs_diff_squares": difference.square().sum()}

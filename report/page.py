@@ -135,7 +135,7 @@ def is_right(row, args):
     judged = [rewards.get(name) for name in args["eval_reward_funcs"]]
     if None in judged:
         return None
-    return sum(judged) >= args["eval_threshold"]
+    return sum(judged) >= 1
 
 
 @user_errors("report.page")

@@ -15,7 +15,6 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
@@ -54,8 +53,6 @@ class Report:
         self.current_step = start_step
         self.dead_groups = []                   # frac_reward_zero_std of the last 10 steps
         self.first_difference = None            # rollout_probs_diff_mean, when it was first known
-        self.timings = Counter()                # timing_s/<phase> -> seconds since the last step
-        self.running = None, 0.0                # the phase that is being timed, and since when
         self.warned_at = {}                     # text of a warning -> step that last printed it
         self.has_begun = False                  # whether the first step is done
         self.held_back = []                     # evaluations until then
@@ -101,7 +98,7 @@ class Report:
         held_out = "none"
         if num_heldout:
             held_out = (f"{num_heldout:,} in {short(args.eval_data_path)}, right if "
-                        f"{' + '.join(args.eval_reward_funcs)} is at least {args.eval_threshold:g}")
+                        f"{' + '.join(args.eval_reward_funcs)} is at least 1")
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             "run by": getattr(policy, "run_by", ""),        # transformers, if it isn't our own
@@ -122,19 +119,6 @@ class Report:
                         "cancel out in its value, though not in its gradient. To see whether\n"
                         "the policy learns, watch the reward and the accuracy.\n")
 
-    def phase(self, name):
-        """From here to the next phase, or to step(), time goes to timing_s/<name>.
-
-        What runs after step() counts towards the next step.
-        """
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()    # a GPU is still working when a call returns
-        now = time.perf_counter()
-        before, since = self.running
-        if before:
-            self.timings[f"timing_s/{before}"] += now - since
-        self.running = name, now
-
     def evaluation(self, step, metrics):
         """Record, print and return one held-out evaluation; step 0 is before training."""
         if not self.active:
@@ -150,27 +134,25 @@ class Report:
                          f"{length} tokens", style="bold"))
         return metrics
 
-    def step(self, step, metrics, rows):
+    def step(self, step, metrics, rows, timings):
         """Record one training step and its completions, move the bar, warn of common failures.
 
         The first and the last step also print one whole group.
 
-        Adds timing_s/<phase> (seconds) to the metrics, their sum step_time, and perf/throughput,
-        the sampled tokens per second, not counting the phases eval and checkpoint.
+        Adds the timings, timing_s/<phase> in seconds, to the metrics, their sum step_time, and
+        perf/throughput, the sampled tokens per second, not counting the phases eval and checkpoint.
         rows: a dict for each completion, as describe() returns them.
         """
         if not self.active:
             return
-        self.phase(None)
         self.current_step = step
         if not self.has_begun:
             self._begin()
         self.num_tokens += metrics["tokens"]
-        took = training_time(self.timings)
-        metrics = {**metrics, **self.timings, "num_tokens": self.num_tokens,
-                   "step_time": sum(self.timings.values()),
+        took = training_time(timings)
+        metrics = {**metrics, **timings, "num_tokens": self.num_tokens,
+                   "step_time": sum(timings.values()),
                    "perf/throughput": metrics["tokens"] / max(took, 1e-9)}
-        self.timings.clear()
         self._write("metrics", step, metrics)
         self._write("completions", step, *rows)
         self._log(metrics, step)
@@ -180,7 +162,7 @@ class Report:
         if not self.bar.disable:
             self.bar.set_description_str(numbers, refresh=False)
             self.bar.update(step - self.bar.n)
-        elif is_end or step % self.args.log_interval == 0:
+        else:
             self._print(f"step {step:>3}/{self.total_steps}  {numbers}")
         self._warn_of_failures(metrics)
         if rows and is_end:

@@ -3,8 +3,7 @@ import os
 # Before torch is imported: waiting threads go to sleep soon, so that a busy machine stays usable.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
-from .combine import combine_rewards, failures, load_reward_funcs
-from .process import judge_steps, process_advantages
+from .combine import combine_rewards, load_reward_funcs
 from .reward_model import load_reward_model
 from .rules import (
     accuracy_reward,
@@ -15,7 +14,8 @@ from .rules import (
     soft_overlong_reward,
     tag_reward,
 )
+from .steps import judge_steps, process_advantages
 
-__all__ = ["accuracy_reward", "combine_rewards", "countdown_reward", "failures", "format_reward",
+__all__ = ["accuracy_reward", "combine_rewards", "countdown_reward", "format_reward",
            "judge_steps", "load_reward_funcs", "load_reward_model", "process_advantages",
            "repetition_reward", "sentence_reward", "soft_overlong_reward", "tag_reward"]

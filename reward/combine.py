@@ -75,12 +75,6 @@ def combine_rewards(prompts, completions, reward_funcs, reward_weights, **column
     return rewards, per_function
 
 
-def failures(judges):
-    """(name, failures so far, why its last call failed or None) of each Judge that has failed."""
-    return [(judge.__name__, judge.failed.total(), judge.reason) for judge in judges
-            if judge.failed]
-
-
 class Judge:
     """Calls a reward function: one float for each completion, NaN where it judged nothing.
 

@@ -227,10 +227,10 @@ def load_classifier(folder, saved, dtype):
     return model
 
 
-def reward_model_reward(model, *, reasoning=True, clip=3.0, scale=1.0, answer_share=0.6):
+def reward_model_reward(model, *, reasoning=True, clip=3.0, answer_share=0.6):
     """A reward function that returns the reward model's scores, bounded by the clip.
 
-        reward = clip(scale * score, -clip, clip)         a clip of 0 means none
+        reward = clip(score, -clip, clip)                 a clip of 0 means none
 
     With `reasoning`, the answer of a reply with an answer block is also scored on its own, as if it
     were the whole reply:
@@ -250,7 +250,7 @@ def reward_model_reward(model, *, reasoning=True, clip=3.0, scale=1.0, answer_sh
         with_answer = [i for i, answer in enumerate(answers) if answer is not None]
         chats = [*map(with_reply, messages, completions),
                  *(with_reply(messages[i], answers[i]) for i in with_answer)]
-        scores = [max(-bound, min(bound, scale * score)) for score in model.get_scores(chats)]
+        scores = [max(-bound, min(bound, score)) for score in model.get_scores(chats)]
         rewards = scores[:len(completions)]
         for i, answer_score in zip(with_answer, scores[len(completions):]):
             rewards[i] = (1 - answer_share) * rewards[i] + answer_share * answer_score

@@ -48,10 +48,8 @@ class Saver:
                 shutil.rmtree(self.run_dir / f"{name}.old", ignore_errors=True)
 
     def resume(self, policy, optimizer, reference):
-        """Restores the run's checkpoint if asked to; returns (steps done, tokens sampled)."""
+        """Restores the run's checkpoint; returns (steps done, tokens sampled)."""
         self.world.alive()                  # loading the weights took its time
-        if not self.args.resume:
-            return 0, 0
         done, num_tokens = load_checkpoint(self.run_dir / "checkpoint", policy, optimizer,
                                            reference)
         self._advise(done)

@@ -8,6 +8,7 @@ import faulthandler
 import json
 import os
 import time
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 
 from report import UserError
 
+from ..sampler import rng_of
 from .shard import is_sharded, shard, whole
 
 SMALL = 2**18                               # gradients with fewer numbers are summed in one call
@@ -38,6 +40,8 @@ class World:
         self.rank = int(os.environ.get("RANK") or 0)
         self.size = int(os.environ.get("WORLD_SIZE") or 1)
         self.device, self.seed = choose_device(device, self.size), seed
+        self.timings = Counter()    # timing_s/<phase> -> seconds, until a run has reported them
+        self.running = None, 0.0    # the phase that is being timed, and since when
         self.signal = 0             # the number of the signal that asked the run to stop (watch.py)
         self.advice = ""            # after a failure: how to go on, once there is a checkpoint
         self.ends = ExitStack()     # ends.callback(f) calls f when the run ends, well or not
@@ -61,6 +65,16 @@ class World:
             limit = timedelta(seconds=self.hang_timeout or A_YEAR)
             dist.init_process_group("nccl" if on_cuda else "gloo", timeout=limit,
                                     device_id=self.device if on_cuda else None)
+
+    def phase(self, name):
+        """From here to the next phase, time goes to timings["timing_s/<name>"]; None: to none."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()        # a GPU is still working when a call returns
+        now = time.perf_counter()
+        before, since = self.running
+        if before:
+            self.timings[f"timing_s/{before}"] += now - since
+        self.running = name, now
 
     def alive(self):
         """What this rank does next may take --hang_timeout; else it ends, with its traceback."""
@@ -115,28 +129,9 @@ class World:
         """Divide the model over the ranks (shard.py); dtype: of the layers as they are gathered."""
         shard(model, self, dtype)
 
-    def keep_pace(self, micro_batches, rollout, is_sharded):
-        """If the policy is sharded, as many micro-batches as the rank with the most has.
-
-        A rank with fewer passes would leave the others waiting for its part of the weights. What
-        is added has no token that counts.
-        """
-        if not is_sharded:
-            return micro_batches
-        missing = max(self.gather([len(micro_batches)])) - len(micro_batches)
-        nothing = rollout.select(torch.tensor([0], device=rollout.mask.device))
-        nothing.mask = torch.zeros_like(nothing.mask)
-        return micro_batches + [nothing] * missing
-
     def rng(self, step, *, evaluating=False):
-        """Random numbers that follow from the seed, the step and the rank: a resume needs no state.
-
-        Those of an evaluation are others.
-        """
-        seed = self.seed
-        for number in (int(evaluating), step, self.rank):
-            seed = (seed * 1_000_003 + number) % 2**62
-        return torch.Generator(self.device).manual_seed(seed)
+        """The random numbers of this rank at a step; those of an evaluation are others."""
+        return rng_of(self.seed, int(evaluating), step, self.rank, device=self.device)
 
     def print_json(self, values):
         """Print on rank 0 only."""

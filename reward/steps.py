@@ -39,7 +39,7 @@ def process_advantages(step_rewards, step_ends, num_generations, mask, *, eps=1e
     return advantages * mask
 
 
-def advantages_of(rollout, rewards, tokenizer, args):
+def process_supervision(rollout, rewards, tokenizer, args):
     """`process_advantages` of a rollout, whose outcomes are `rewards` (N,)."""
     # A step earns 0 or 1. Divided by the sum of the weights, so does the outcome, about.
     outcomes = (rewards / sum(map(abs, args.reward_weights))).tolist()

@@ -1,0 +1,143 @@
+"""The relatives of GRPO's objective, each by the few lines in which it differs from grpo_loss.
+
+Rows for the tables LOSS_TYPES and KL_TYPES of train_grpo.py, which bound the ratio or estimate the
+KL in another way, and corrections for a sampler that is not the policy. docs/losses.md is the map
+of the family; reward/baselines.py has those that differ in the advantages.
+
+use_bias_correction_kl of grpo_loss multiplies the KL's term by the ratio (DeepSeek-V3.2, arXiv
+2512.02556): tokens count as if the policy of now had sampled them, and k3 gets the KL's gradient.
+"""
+import torch
+
+TAU_GOOD, TAU_BAD = 1.0, 1.05       # SAPO's temperatures, by the sign of the advantage
+
+
+def choice(table, name, option):
+    """The row of a table; ValueError, if it has none of this name."""
+    if name not in table:
+        raise ValueError(f"{option} is {name!r}; choose {', '.join(table)}")
+    return table[name]
+
+
+# --- bounds ---------------------------------------------------------------------------------------
+# All are called as ppo_clip is, and return the same: the loss, (N, 1 or R), and where they act.
+
+
+def dual_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, delta):
+    """PPO's clip, where `delta`, above 1 + epsilon_high, also caps the ratio of bad tokens.
+
+    The clip does nothing against a bad token (A < 0) whose ratio is large: there its gradient ends
+    now, too (INTELLECT-2; dual clip, Ye et al. 2020).
+    """
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    loss = -torch.min(ratio.clamp(max=delta) * advantages, clipped * advantages)
+    return loss, {"low": (ratio < 1 - epsilon_low) & (advantages < 0),
+                  "high": (ratio > 1 + epsilon_high) & (advantages > 0),
+                  "delta": (ratio > delta) & (advantages < 0)}
+
+
+def cispo_cap(ratio, advantages, logps, mask, *, epsilon_high, **unused):
+    """CISPO's -sg[min(ratio, epsilon_high)] A log pi, arXiv 2506.13585.
+
+    The ratio is a weight without gradient, sg, and epsilon_high the cap itself: no token ever loses
+    its gradient. There is no lower bound.
+    """
+    weight = ratio.detach().clamp(max=epsilon_high)
+    high = (ratio > epsilon_high) & (advantages > 0)        # as TRL counts
+    return -weight * advantages * logps, {"low": torch.zeros_like(high), "high": high}
+
+
+def soft_gate(ratio, advantages, logps, mask, **unused):
+    """SAPO's -(4 / tau) sigmoid(tau (ratio - 1)) A, arXiv 2511.20347: nothing is clipped.
+
+    While the ratio is 1 the gradient is that of ratio A; the further it moves, either way, the more
+    it fades. A bit sooner where A < 0: pushing a token down pushes up all others.
+    """
+    tau = torch.full_like(advantages, TAU_BAD).masked_fill(advantages > 0, TAU_GOOD)
+    loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+    nowhere = torch.zeros_like(loss, dtype=torch.bool)
+    return loss, {"low": nowhere, "high": nowhere}
+
+
+def geometric_mean(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, **unused):
+    """GMPO's -A exp(mean over tokens of d, bounded), d = log ratio, arXiv 2507.20673; (N, 1).
+
+    d is at most epsilon_high where A > 0, at least -epsilon_low where A < 0. Here ratio, bound and
+    average are one: a completion's ratio is a mean over tokens, each of which was bounded before.
+    """
+    d = ratio.clamp(min=1e-30).log()                                                    # (N, R)
+    bounded = torch.where(advantages > 0, d.clamp(max=epsilon_high), d.clamp(min=-epsilon_low))
+    mean = (bounded * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return -mean.exp() * advantages, {"low": (d < -epsilon_low) & (advantages < 0),
+                                      "high": (d > epsilon_high) & (advantages > 0)}
+
+
+def loss_types(ppo_clip):
+    """Rows of LOSS_TYPES.
+
+    luspo, arXiv 2602.05261, is for GSPO's ratio: a completion counts once for each of its tokens.
+    r1 is DeepSeek-R1's objective: see as_one_action.
+    """
+    return {
+        "cispo": (cispo_cap,      lambda length, completions, tokens, L: tokens),
+        "sapo":  (soft_gate,      lambda length, completions, tokens, L: completions * length),
+        "gmpo":  (geometric_mean, lambda length, completions, tokens, L: completions * length),
+        "luspo": (ppo_clip,       lambda length, completions, tokens, L: completions),
+        "r1":    (ppo_clip,       lambda length, completions, tokens, L: completions),
+    }
+
+
+def as_one_action(advantages, mask, *logps):
+    """r1: a completion is one action, with the sum of its tokens' log-probs; all (N, 1)."""
+    if advantages.shape[1] > 1:
+        raise ValueError("loss_type r1 has one ratio per completion; give advantages (N,)")
+    sums = [None if x is None else (x * mask).sum(1, keepdim=True) for x in logps]
+    return mask.any(1, keepdim=True).int(), *sums
+
+
+def kl_types(k3):
+    """Rows of KL_TYPES. k3+ has the value of k3 and the gradient of k2 (as in verl)."""
+    return {
+        "abs": lambda x: x.abs(),       # biased; its mean gradient is that of |pi - pi_ref|
+        "k3+": lambda x: (k3(x) - x.pow(2) / 2).detach() + x.pow(2) / 2,
+    }
+
+
+# --- a sampler that is not the policy -------------------------------------------------------------
+
+
+def corrected(advantages, part, logps, old_logps, args):
+    """The advantages, (n, 1 or R), as two flags correct them; 1 or R with the loss's ratio."""
+    if args.off_policy_mask_threshold:
+        advantages = near_sampler(advantages, part, logps, args)
+    if args.rollout_is_threshold:
+        part.sampler_weights = sampler_weights(part, old_logps, args)
+        advantages = part.sampler_weights * advantages
+    return advantages
+
+
+def sampler_weights(part, old_logps, args):
+    """Truncated importance weights min(pi_old / pi_sampler, C), (n, R), or (n, 1) by completion.
+
+    For a sampler that rounds differently than the trainer, or more coarsely: --rollout_is_threshold
+    C, verl's rollout_is, TRL's vllm_importance_sampling_correction. Their level is that of the
+    loss's ratio: the product of the two is pi / pi_sampler. They weight the advantage, with which
+    all bounds scale; the KL and the entropy keep weight 1, as in TRL.
+    """
+    log_ratio = (old_logps - part.sampling_logps) * part.mask                           # (n, R)
+    if args.loss_type == "r1":
+        log_ratio = log_ratio.sum(1, keepdim=True)
+    elif args.importance_sampling_level == "sequence" or args.loss_type == "gmpo":
+        log_ratio = log_ratio.sum(1, keepdim=True) / part.mask.sum(1, keepdim=True).clamp(min=1)
+    return log_ratio.exp().clamp(max=args.rollout_is_threshold)
+
+
+def near_sampler(advantages, part, logps, args):
+    """The advantages, (n, 1 or R), with 0 for bad completions that the policy has moved away from.
+
+    The off-policy sequence mask, DeepSeek-V3.2, arXiv 2512.02556, equation 9: where A < 0, and the
+    completion's mean of log pi_sampler - log pi is above --off_policy_mask_threshold.
+    """
+    log_ratio = (part.sampling_logps - logps.detach()) * part.mask                      # (n, R)
+    left = log_ratio.sum(1, keepdim=True) / part.mask.sum(1, keepdim=True).clamp(min=1)  # (n, 1)
+    return advantages * ((advantages >= 0) | (left <= args.off_policy_mask_threshold))

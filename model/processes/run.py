@@ -1,0 +1,74 @@
+"""What stands around the loop of train_grpo.py: reports, evaluations, checkpoints, and the end."""
+import math
+
+from report import Report, UserError, describe
+from report.metrics import rollout_metrics
+
+from .watch import stop_on_signals
+
+MOST_UNJUDGED = 10      # steps in a row without a reward
+
+
+class Run:
+    """A run, as a context manager, so that its files are complete even after an error.
+
+    t is the bundle that train_grpo.prepare returns; evaluate(step) the metrics of an evaluation.
+    """
+
+    def __init__(self, t, saver, evaluate, steps_done, last_step, num_tokens):
+        self.t, self.saver, self.evaluate = t, saver, evaluate
+        self.steps_done, self.last_step = steps_done, last_step
+        self.signal, self.unjudged = 0, 0       # what asks the run to stop
+        self.report = Report(saver.run_dir, t.args, total_steps=last_step, start_step=steps_done,
+                             num_tokens=num_tokens, active=t.world.rank == 0)
+
+    def __enter__(self):
+        self.report.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.report.__exit__(*error)
+
+    def begin(self, num_prompts, num_heldout):
+        """Says what is about to be trained, and how well it does before."""
+        t = self.t
+        self.report.intro(t.policy, t.world.device, t.world.size, num_prompts, num_heldout)
+        if t.args.eval_interval and self.steps_done == 0:
+            self.report.evaluation(0, self.evaluate(0))
+        stop_on_signals(t.world)                # from here on a signal lets the step end
+
+    def record(self, step, rollout, metrics):
+        """Step 5: writes and prints a step; evaluates, draws and saves when that is due."""
+        t, args, world, report = self.t, self.t.args, self.t.world, self.report
+        rows = world.gather(describe(rollout, t.tokenizer if args.log_token_logps else None))
+        failures = world.gather([(judge.__name__, judge.failed.total(), judge.reason)
+                                 for judge in t.reward_funcs if judge.failed])
+        of_rollout = rollout_metrics(rows, args.num_generations, failures, warn=world.rank == 0)
+        if args.eval_interval and (step % args.eval_interval == 0 or step == self.last_step):
+            world.phase("eval")
+            metrics |= report.evaluation(step, self.evaluate(step))
+        world.phase(None)
+        report.step(step, metrics | of_rollout, rows, world.timings)
+        world.timings.clear()
+        self.unjudged = self.unjudged + 1 if math.isnan(of_rollout["reward"]) else 0
+        is_due, self.signal = self.saver.is_due(step, self.last_step)
+        if is_due or self.unjudged == MOST_UNJUDGED:
+            world.phase("checkpoint")           # it counts towards the next step
+            self.saver.save(step, report.num_tokens, t.policy, t.tokenizer, t.optimizer,
+                            t.reference)
+            report.draw()
+
+    def finish(self):
+        """Writes the final weights."""
+        self.saver.save_final(self.t.policy, self.t.tokenizer)
+
+    def asked_to_stop(self):
+        """Whether a signal, or ten steps without a reward, end the run: the same on all ranks."""
+        return bool(self.signal) or self.unjudged == MOST_UNJUDGED
+
+    def stopped(self, step):
+        """The exception that ends the run after this step, which is saved."""
+        if self.signal:
+            return self.saver.stopped(step, self.signal)
+        return UserError(f"no completion of the last {MOST_UNJUDGED} steps has a reward; check "
+                         "that --reward_funcs fit the data")
