@@ -28,10 +28,9 @@ tokens, T = P + R; V vocabulary; n rows of a micro-batch.
     python train_grpo.py                                       two to four minutes on two cores
     python train_grpo.py --sampler plain                       exactly these lines; 3 times as long
     torchrun --nproc_per_node=2 train_grpo.py --reasoning 1    on two processes
-    python train_grpo.py --help                                every flag
 
-docs/grpo_on_one_page.py is the same without options. By default a run takes the sampler and
-token_logps from model/fast, with the same numbers: to experiment with these two, use plain.
+By default a run takes the sampler and token_logps from model/fast, with the same numbers: who
+changes one of the two needs `plain`. docs/grpo_on_one_page.py is all of this without options.
 
 Where we differ from the papers and from other code, on purpose:
   - log-probabilities are float32 and those of the distribution that was sampled: the same
@@ -56,14 +55,12 @@ from dataset import batches_from, read_prompts
 from model import MiniMindForCausalLM, Saver, World, eos_token_ids, objective, sampler
 from model.fast import pair as fast
 from model.fast.vllm_engine import Engine
-from model.lora import AdaptersOff, with_adapters
-from model.objective import choice
+from model.processes.models import load_models, sync_reference
 from model.processes.run import Run
 from model.processes.watch import all_or_none
 from model.processes.world import for_learning, for_sampling
 from model.rollout import TOTALS, Minibatch, Rollout, rows_with_gradient
-from model.storage.read import find_weights, load_pretrained, load_tokenizer
-from report import UserError
+from model.storage.read import find_weights
 from report.command_line import Parser, folder_name, number, user_errors
 from report.metrics import drift, mean_metrics, no_part, sum_metrics
 from reward import baselines, combine_rewards, load_reward_funcs
@@ -83,21 +80,18 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
 
         A = (r - mean(group)) / (std(group) + eps)         DeepSeekMath 4.1.2; n-1 and eps are TRL's
 
-    advantage_estimator is a row of BASELINES, what a reward is compared with; scale_rewards one of
-    SCALES, what the difference is divided by; batch_std the std of all rewards, for "batch" alone.
-
-    rewards (N,), the G completions of one prompt adjacent -> (N,). NaN marks a completion that no
-    reward judged: it is left out of mean and std and gets advantage 0. Four answers to `7 + 3*7`,
-    paid 1 for being right and 0.1 for the format:
+    advantage_estimator names a row of BASELINES, scale_rewards of SCALES; batch_std is the std of
+    all rewards, for "batch". rewards (N,), the G completions of a prompt adjacent -> (N,). NaN: no
+    reward judged it; it is left out of mean and std and gets advantage 0. Four answers to
+    `7 + 3*7`, paid 1 for being right and 0.1 for the format:
 
     >>> group_advantages(torch.tensor([0.1, 1.1, 1.0, 0.1]), 4)
     tensor([-0.8635,  0.9544,  0.7726, -0.8635])
     """
-    baseline_of = choice(BASELINES, advantage_estimator, "advantage_estimator")
-    scale_of = choice(SCALES, scale_rewards, "scale_rewards")
+    baseline_of = objective.choice(BASELINES, advantage_estimator, "advantage_estimator")
+    scale_of = objective.choice(SCALES, scale_rewards, "scale_rewards")
     groups = rewards.view(-1, num_generations)                                          # (B, G)
-    scale = scale_of(groups, batch_std, eps)                                    # (B, 1) or ()
-    groups = from_best(groups)
+    scale, groups = scale_of(groups, batch_std, eps), from_best(groups)
     baseline = baseline_of(groups)                                              # (B, 1 or G)
     return ((groups - baseline).nan_to_num(0.0) / scale).view(-1)
 
@@ -175,7 +169,7 @@ KL_TYPES |= objective.kl_types(KL_TYPES["k3"])
 
 def kl_penalty(logps, ref_logps, *, kl_type="k3"):
     """KL to the reference, estimated at each token, (N, R). GRPO's estimate is k3."""
-    return choice(KL_TYPES, kl_type, "kl_type")(ref_logps - logps)
+    return objective.choice(KL_TYPES, kl_type, "kl_type")(ref_logps - logps)
 
 
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, kl_type="k3",
@@ -191,7 +185,7 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
     lacks masked-out rows, for metrics. entropy_coef times the mean entropy of tokens is a bonus.
     delta, use_bias_correction_kl: model/objective.py.
     """
-    bound, divisor = choice(LOSS_TYPES, loss_type, "loss_type")
+    bound, divisor = objective.choice(LOSS_TYPES, loss_type, "loss_type")
     if loss_type == "dr_grpo" and max_completion_length is None:
         raise ValueError("loss_type dr_grpo divides by max_completion_length; give it")
     if beta and ref_logps is None:
@@ -317,10 +311,7 @@ def minibatches(rollout, world, args):
 
 @torch.no_grad()
 def compute_old_logps(policy, updates, logps_of, args):
-    """Step 4: log pi_old of each micro-batch, (n, R).
-
-    Per micro-batch: another split would round differently in bfloat16, and first ratios not be 1.
-    """
+    """Step 4: log pi_old, (n, R), of each micro-batch: other splits would round differently."""
     for minibatch in updates:
         for part in minibatch.micro_batches:
             part.old_logps = logps_of(policy, *part.sequences(), temperature=args.temperature)
@@ -363,9 +354,6 @@ def optimizer_step(policy, optimizer, minibatch, logps_of, world, args):
         optimizer.step()
     optimizer.zero_grad()           # frees the gradients: the sampler will need the room
     return sum_metrics(metrics, world) | {"grad_norm": grad_norm.item()}
-
-
-# --- a step, and main -----------------------------------------------------------------------------
 
 
 def grpo_step(t, batch, step, lr):
@@ -424,13 +412,19 @@ def main(argv=None):
 
 def prepare(args, world):
     """What a step takes: models, optimizer, rewards, and the two functions that run the policy."""
-    tokenizer, policy, reference, reward_funcs, eval_funcs = load_models(args, world)
+    tokenizer, policy, reference = load_models(args, world)
+    funcs = load_reward_funcs(
+        args.reward_funcs + args.eval_reward_funcs, reward_model_path=args.reward_model_path,
+        device=args.reward_model_device or world.device, max_completion_length=args.max_gen_len,
+        timeout=args.reward_timeout, reasoning=args.reasoning, clip=args.reward_model_clip,
+        answer_share=args.reward_model_answer_share)
+    count = len(args.reward_funcs)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)   # 0.99: runs are short
     sample, logps_of = choose_pair(policy, optimizer, world, args)      # or a pair of your own
     return SimpleNamespace(
         args=args, world=world, tokenizer=tokenizer, policy=policy, reference=reference,
-        optimizer=optimizer, reward_funcs=reward_funcs, eval_funcs=eval_funcs,
+        optimizer=optimizer, reward_funcs=funcs[:count], eval_funcs=funcs[count:],
         sample=for_sampling(sample, world, args), logps_of=for_learning(logps_of, world, args))
 
 
@@ -465,14 +459,6 @@ def lr_at(step, last_step, *, peak, warmup_steps):
         return peak * step / warmup_steps
     progress = (step - warmup_steps) / max(1, last_step - warmup_steps)
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-
-
-@torch.no_grad()
-def sync_reference(reference, policy, step, args):
-    """Now and then reference <- alpha policy + (1 - alpha) reference (TR-DPO, arXiv 2404.09656)."""
-    if args.ref_model_sync_steps and step % args.ref_model_sync_steps == 0:
-        for theirs, ours in zip(reference.parameters(), policy.parameters()):
-            theirs.lerp_(ours, args.ref_model_mixup_alpha)
 
 
 def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step):
@@ -514,47 +500,6 @@ def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step):
             for name, all_of in found.items()}
 
 
-def load_models(args, world):
-    """Tokenizer, policy, reference, and reward functions.
-
-    Weights that learn are float32, so that small updates add up. The matrices of frozen ones have
-    the dtype in which products read them anyway.
-    """
-    products, reference = world.matrix_dtype, None
-    load = partial(load_pretrained, args.model_path, dtype=torch.float32,
-                   device="meta" if args.shard else world.device)
-    policy = load(matrix_dtype=products if args.lora_rank else None)
-    layers = policy.config.num_hidden_layers
-    if args.num_hidden_layers not in (None, layers):
-        raise UserError(f"--num_hidden_layers {args.num_hidden_layers}: {args.model_path} has "
-                        f"{layers} layers; leave the flag out")
-    policy.model.gradient_checkpointing = args.gradient_checkpointing
-    tokenizer_path = args.tokenizer_path or args.model_path
-    tokenizer = load_tokenizer(tokenizer_path, policy.config.vocab_size)
-    if not eos_token_ids(policy, tokenizer):
-        raise UserError(f"{tokenizer_path}: no EOS token to end an answer with; give another "
-                        "--tokenizer_path")
-    if args.lora_rank:
-        reference, policy = policy, with_adapters(
-            policy, rank=args.lora_rank, alpha=args.lora_alpha, name=args.model_path,
-            seed=args.seed)
-        if args.shard:      # the base is let go: it would keep every layer whole on the GPU
-            reference = AdaptersOff(policy)
-    elif args.beta > 0:
-        reference = load(matrix_dtype=None if args.ref_model_sync_steps else products)
-        reference.requires_grad_(False)
-    if args.shard:
-        for model in (policy, reference):
-            world.shard(model, products)
-    reward_funcs = load_reward_funcs(
-        args.reward_funcs + args.eval_reward_funcs, reward_model_path=args.reward_model_path,
-        device=args.reward_model_device or world.device, max_completion_length=args.max_gen_len,
-        timeout=args.reward_timeout, reasoning=args.reasoning, clip=args.reward_model_clip,
-        answer_share=args.reward_model_answer_share)
-    reference, count = reference if args.beta > 0 else None, len(args.reward_funcs)
-    return tokenizer, policy, reference, reward_funcs[:count], reward_funcs[count:]
-
-
 # --- what one looks up: flags ---------------------------------------------------------------------
 
 
@@ -591,9 +536,14 @@ def parse_args(argv=None):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **options)
     args = parser.parse_args(argv)
     fill_in_defaults(args)
-    for is_there, message in mistakes(args):
-        if is_there:
-            parser.error(message)
+    objective.refuse_contradictions(args)
+    if len(args.reward_weights) != len(args.reward_funcs):
+        parser.error(f"--reward_weights has {len(args.reward_weights)} numbers for "
+                     f"{' '.join(args.reward_funcs)}; give one for each")
+    own_data = args.data_path != str(HERE / "dataset/train.jsonl")
+    if args.eval_only and own_data and args.eval_data_path == str(HERE / "dataset/heldout.jsonl"):
+        parser.error("--eval_only would ask our arithmetic problems, not those of your task; give "
+                     "yours with --eval_data_path")
     return args
 
 
@@ -722,8 +672,6 @@ def add_report_flags(parser):
     flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
     flag("--run_name", type=folder_name, help="(default: grpo_<name of the weights>)")
     flag("--save_interval", type=COUNT, default=30, help="steps between checkpoints")
-    flag("--log_token_logps", action="store_true", help="completions.jsonl also gets each token "
-         "and its log-probability, by which report.html shades it")
     flag("--resume", action="store_true", help="continue exactly from the run's checkpoint")
     flag("--swanlab", choices=("disabled", "offline", "local", "online"), default="disabled",
          help="track the run: local for `swanlab watch`, online with an account")
@@ -778,48 +726,6 @@ def fill_in_defaults(args):
     args.reward_funcs = args.reward_funcs or [*funcs, "accuracy"]
     args.reward_weights = args.reward_weights or [1.0] * len(args.reward_funcs)
     args.run_name = args.run_name or f"grpo_{Path(args.model_path).name.removesuffix('.pth')}"
-
-
-def mistakes(args):
-    """[(is it there?, what to say)] of combinations that would learn something else, unnoticed."""
-    loss_type, high, delta = args.loss_type, args.epsilon_high, args.delta
-    one_ratio, by_steps = loss_type in ("r1", "gmpo"), args.supervision == "process"
-    sequence = args.importance_sampling_level == "sequence"
-    by_function = args.multi_objective_aggregation == "normalize_then_sum"
-    other_advantages = (args.scale_rewards, args.advantage_estimator) != ("group", "grpo")
-    return [
-        (loss_type == "cispo" and high <= 1, f"--epsilon_high {high} is the cap itself with "
-         "--loss_type cispo and would scale down every token; give one above 1, or none for 5"),
-        (delta is not None and LOSS_TYPES[loss_type][0] is not ppo_clip, "--delta belongs to PPO's "
-         f"clip, and --loss_type {loss_type} has none; leave it out"),
-        (delta is not None and delta <= 1 + high,
-         f"--delta {delta} undoes the clip at 1 + epsilon_high = {1 + high}; give a larger one"),
-        (one_ratio and sequence, f"--loss_type {loss_type} makes one ratio of a completion's "
-         "tokens itself; leave --importance_sampling_level out"),
-        (loss_type == "luspo" and not sequence, "--loss_type luspo is for one ratio per "
-         "completion; add --importance_sampling_level sequence"),
-        (by_steps and (one_ratio or sequence), "--supervision process gives each token an "
-         "advantage, and this loss has one ratio per completion; change one of the two"),
-        (by_steps and (other_advantages or by_function), "--supervision process normalises all "
-         "steps of a group together; leave --scale_rewards, --advantage_estimator and "
-         "--multi_objective_aggregation out"),
-        (by_function and (other_advantages or args.kl_in_reward), "--multi_objective_aggregation "
-         "normalize_then_sum has its own way to advantages; leave --scale_rewards, "
-         "--advantage_estimator and --kl_in_reward out"),
-        (args.kl_in_reward and not args.beta,
-         "--kl_in_reward subtracts beta * KL, and --beta is 0; give a --beta above 0"),
-        (args.ref_model_sync_steps and (args.lora_rank or not args.beta),
-         "--ref_model_sync_steps moves a reference, and with --beta 0 there is none, with "
-         "--lora_rank it is the frozen base; leave one of the two out"),
-        (0 < args.rollout_is_threshold < 1, f"--rollout_is_threshold {args.rollout_is_threshold} "
-         "would scale down every token; give 1 or more, or 0 for none"),
-        (len(args.reward_weights) != len(args.reward_funcs),
-         f"--reward_weights has {len(args.reward_weights)} numbers for "
-         f"{' '.join(args.reward_funcs)}; give one for each"),
-        (args.eval_only and args.data_path != str(HERE / "dataset/train.jsonl")
-         and args.eval_data_path == str(HERE / "dataset/heldout.jsonl"), "--eval_only would ask "
-         "our arithmetic problems, not those of your task; give yours with --eval_data_path"),
-    ]
 
 
 if __name__ == "__main__":

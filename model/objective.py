@@ -9,6 +9,8 @@ use_bias_correction_kl of grpo_loss multiplies the KL's term by the ratio (DeepS
 """
 import torch
 
+from report import UserError
+
 TAU_GOOD, TAU_BAD = 1.0, 1.05       # SAPO's temperatures, by the sign of the advantage
 
 
@@ -141,3 +143,44 @@ def near_sampler(advantages, part, logps, args):
     log_ratio = (part.sampling_logps - logps.detach()) * part.mask                      # (n, R)
     left = log_ratio.sum(1, keepdim=True) / part.mask.sum(1, keepdim=True).clamp(min=1)  # (n, 1)
     return advantages * ((advantages >= 0) | (left <= args.off_policy_mask_threshold))
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def refuse_contradictions(args):
+    """UserError for flags of a run that would together learn something else, unnoticed."""
+    loss_type, high, delta = args.loss_type, args.epsilon_high, args.delta
+    one_ratio, by_steps = loss_type in ("r1", "gmpo"), args.supervision == "process"
+    sequence = args.importance_sampling_level == "sequence"
+    by_function = args.multi_objective_aggregation == "normalize_then_sum"
+    other_advantages = (args.scale_rewards, args.advantage_estimator) != ("group", "grpo")
+    for is_there, sentence in [
+        (loss_type == "cispo" and high <= 1, f"--epsilon_high {high} is the cap itself with "
+         "--loss_type cispo and would scale down every token; give one above 1, or none for 5"),
+        (delta is not None and loss_type in ("cispo", "sapo", "gmpo"), "--delta belongs to PPO's "
+         f"clip, and --loss_type {loss_type} has none; leave it out"),
+        (delta is not None and delta <= 1 + high,
+         f"--delta {delta} undoes the clip at 1 + epsilon_high = {1 + high}; give a larger one"),
+        (one_ratio and sequence, f"--loss_type {loss_type} makes one ratio of a completion's "
+         "tokens itself; leave --importance_sampling_level out"),
+        (loss_type == "luspo" and not sequence, "--loss_type luspo is for one ratio per "
+         "completion; add --importance_sampling_level sequence"),
+        (by_steps and (one_ratio or sequence), "--supervision process gives each token an "
+         "advantage, and this loss has one ratio per completion; change one of the two"),
+        (by_steps and (other_advantages or by_function), "--supervision process normalises all "
+         "steps of a group together; leave --scale_rewards, --advantage_estimator and "
+         "--multi_objective_aggregation out"),
+        (by_function and (other_advantages or args.kl_in_reward), "--multi_objective_aggregation "
+         "normalize_then_sum has its own way to advantages; leave --scale_rewards, "
+         "--advantage_estimator and --kl_in_reward out"),
+        (args.kl_in_reward and not args.beta,
+         "--kl_in_reward subtracts beta * KL, and --beta is 0; give a --beta above 0"),
+        (args.ref_model_sync_steps and (args.lora_rank or not args.beta),
+         "--ref_model_sync_steps moves a reference, and with --beta 0 there is none, with "
+         "--lora_rank it is the frozen base; leave one of the two out"),
+        (0 < args.rollout_is_threshold < 1, f"--rollout_is_threshold {args.rollout_is_threshold} "
+         "would scale down every token; give 1 or more, or 0 for none"),
+    ]:
+        if is_there:
+            raise UserError(sentence)

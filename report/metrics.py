@@ -117,11 +117,11 @@ def largest(values):
     return torch.stack([torch.as_tensor(value) for value in values]).amax()
 
 
-def describe(rollout, tokenizer=None):
+def describe(rollout, tokenizer, num_generations):
     """A row of completions.jsonl for each of the N completions, with the columns of its data.
 
     "reward" is the total and "rewards" each function's own; "advantage" is the first token's.
-    A column by the name of one of these fields gives way to it. With a tokenizer, also "tokens",
+    A column by the name of one of these fields gives way to it. The first group also has "tokens",
     which together are the completion (the EOS that ends it is an empty text), "token_logps", and
     with process supervision, where each token has its own, "token_advantages".
     """
@@ -138,14 +138,13 @@ def describe(rollout, tokenizer=None):
         "reward": rollout.rewards[i].item(),
         "advantage": advantages[i][0],
     } for i in range(N)]
-    if tokenizer:
-        fields = {"token_logps": rollout.sampling_logps.tolist()}
-        if rollout.advantages.dim() == 2:
-            fields["token_advantages"] = advantages
-        for i, (row, ids) in enumerate(zip(rows, rollout.token_ids())):
-            row["tokens"] = token_texts(ids, tokenizer)
-            row |= {name: [round(value, 4) for value in values[i][:len(ids)]]
-                    for name, values in fields.items()}
+    fields = {"token_logps": rollout.sampling_logps[:num_generations].tolist()}
+    if rollout.advantages.dim() == 2:
+        fields["token_advantages"] = advantages
+    for i, ids in enumerate(rollout.token_ids()[:num_generations]):
+        rows[i]["tokens"] = token_texts(ids, tokenizer)
+        for name, values in fields.items():
+            rows[i][name] = [round(value, 4) for value in values[i][:len(ids)]]
     return rows
 
 

@@ -40,7 +40,7 @@ class Run:
     def record(self, step, rollout, metrics):
         """Step 5: writes and prints a step; evaluates, draws and saves when that is due."""
         t, args, world, report = self.t, self.t.args, self.t.world, self.report
-        rows = world.gather(describe(rollout, t.tokenizer if args.log_token_logps else None))
+        rows = world.gather(describe(rollout, t.tokenizer, args.num_generations))
         failures = world.gather([(judge.__name__, judge.failed.total(), judge.reason)
                                  for judge in t.reward_funcs if judge.failed])
         of_rollout = rollout_metrics(rows, args.num_generations, failures, warn=world.rank == 0)

@@ -1,0 +1,53 @@
+"""The policy and its reference, as the flags of a run want them."""
+from functools import partial
+
+import torch
+
+from report import UserError
+
+from ..lora import AdaptersOff, with_adapters
+from ..storage.files import eos_token_ids
+from ..storage.read import load_pretrained, load_tokenizer
+
+
+def load_models(args, world):
+    """Tokenizer, policy, and reference, which is None with --beta 0.
+
+    Weights that learn are float32, so that small updates add up. The matrices of frozen ones have
+    the dtype in which products read them anyway.
+    """
+    products, reference = world.matrix_dtype, None
+    load = partial(load_pretrained, args.model_path, dtype=torch.float32,
+                   device="meta" if args.shard else world.device)
+    policy = load(matrix_dtype=products if args.lora_rank else None)
+    layers = policy.config.num_hidden_layers
+    if args.num_hidden_layers not in (None, layers):
+        raise UserError(f"--num_hidden_layers {args.num_hidden_layers}: {args.model_path} has "
+                        f"{layers} layers; leave the flag out")
+    policy.model.gradient_checkpointing = args.gradient_checkpointing
+    tokenizer_path = args.tokenizer_path or args.model_path
+    tokenizer = load_tokenizer(tokenizer_path, policy.config.vocab_size)
+    if not eos_token_ids(policy, tokenizer):
+        raise UserError(f"{tokenizer_path}: no EOS token to end an answer with; give another "
+                        "--tokenizer_path")
+    if args.lora_rank:
+        reference, policy = policy, with_adapters(
+            policy, rank=args.lora_rank, alpha=args.lora_alpha, name=args.model_path,
+            seed=args.seed)
+        if args.shard:      # the base is let go: it would keep every layer whole on the GPU
+            reference = AdaptersOff(policy)
+    elif args.beta > 0:
+        reference = load(matrix_dtype=None if args.ref_model_sync_steps else products)
+        reference.requires_grad_(False)
+    if args.shard:
+        for model in (policy, reference):
+            world.shard(model, products)
+    return tokenizer, policy, reference if args.beta > 0 else None
+
+
+@torch.no_grad()
+def sync_reference(reference, policy, step, args):
+    """Now and then reference <- alpha policy + (1 - alpha) reference (TR-DPO, arXiv 2404.09656)."""
+    if args.ref_model_sync_steps and step % args.ref_model_sync_steps == 0:
+        for theirs, ours in zip(reference.parameters(), policy.parameters()):
+            theirs.lerp_(ours, args.ref_model_mixup_alpha)
