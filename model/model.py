@@ -13,7 +13,6 @@ Parameter names and numerics are those of transformers' classes, so a state dict
 without renaming. Shapes: N sequences, T new tokens, S tokens to attend to (cached and new),
 D hidden size, H query heads, K key/value heads, d head size, V vocabulary.
 """
-import functools
 import math
 from dataclasses import dataclass, field
 
@@ -120,9 +119,7 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """What comes before and after attention. Attention itself, in which tokens read others, is an
-    argument: `attend` is the function `attention` below (see Decoder), or that of model/fast.
-    """
+    """Each token's average of the values of the tokens that it sees, in H heads."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -144,19 +141,18 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         return rotate(q, rotary), rotate(k, rotary), v
 
-    def forward(self, x, rotary, attend):
-        return self.o_proj(attend(self.layer, *self.heads(x, rotary)))
-
-
-def attention(layer, q, k, v, *, mask, cache):
-    """Each query's average of the values that it sees: softmax(q k / sqrt(d)) v; (N, T, H*d)."""
-    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))                # (N, H or K, T, d)
-    if cache is not None:
-        k, v = cache.append(layer, k, v)                                    # (N, K, S, d)
-    # Each key head serves H/K query heads.
-    k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-    return out.transpose(1, 2).flatten(2)
+    def forward(self, x, rotary, mask=None, cache=None, attend=None):
+        """x (N, T, D) -> (N, T, D); mask (N, 1, T, S), None: causal."""
+        q, k, v = self.heads(x, rotary)
+        if attend is not None:                  # model/fast reads other tokens in its own way
+            return self.o_proj(attend(q, k, v))
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))                # (N, H or K, T, d)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)                               # (N, K, S, d)
+        # Each key head serves H/K query heads.
+        k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -207,8 +203,8 @@ class DecoderLayer(nn.Module):
                  or layer in config.mlp_only_layers)
         self.mlp = SwiGLU(config, config.intermediate_size) if dense else MixtureOfExperts(config)
 
-    def forward(self, x, rotary, attend):
-        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
+    def forward(self, x, rotary, mask=None, cache=None, attend=None):
+        x = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -234,17 +230,17 @@ class Decoder(nn.Module):
         positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past:]      # padding has none
         rotary = rotary_tables(positions, rotary_frequencies(self.config, input_ids.device))
         mask = None if causal else visible(attention_mask, T)
-        return self.read(input_ids, rotary, functools.partial(attention, mask=mask, cache=cache))
+        return self.read(input_ids, rotary, mask, cache)
 
-    def read(self, tokens, rotary, attend):
+    def read(self, tokens, rotary, mask=None, cache=None, attend=None):
         """The same for tokens of any shape (...), each at its position -> (..., D)."""
         x = self.embed_tokens(tokens)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         for layer in self.layers:
             if recompute:
-                x = checkpoint(layer, x, rotary, attend, use_reentrant=False)
+                x = checkpoint(layer, x, rotary, mask, cache, attend, use_reentrant=False)
             else:
-                x = layer(x, rotary, attend)
+                x = layer(x, rotary, mask, cache, attend)
         return self.norm(x)
 
 

@@ -237,7 +237,7 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     groups = [(C, *(x.to(device) for x in tensors)) for C, *tensors in groups]
     rotary = rotary_tables(positions, rotary_frequencies(model.config, device))
     attend = functools.partial(attention, groups=groups)
-    hidden = model.model.read(tokens, rotary, attend)                                   # (n, D)
+    hidden = model.model.read(tokens, rotary, attend=attend)                            # (n, D)
     sampled, entropy = log_probs(model.lm_head, hidden.index_select(0, predicts), row,
                                  input_ids[:, P:].flatten()[wanted], temperature=temperature,
                                  with_entropy=with_entropy)
@@ -303,7 +303,7 @@ def size_class(count):
     return torch.where(count > 0, count.log2().floor(), -1.0)
 
 
-def attention(layer, q, k, v, *, groups):
+def attention(q, k, v, *, groups):
     """Attention of each node to its prefix: q (n, H, d), k, v (n, K, d) -> (n, H*d)."""
     out = []
     own = q.split([len(real) for _, real, _, _ in groups])
