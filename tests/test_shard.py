@@ -63,7 +63,8 @@ def one_rank(rank, ports, weights, out):
     for port, (name, flags, calls) in zip(ports, RUNS):
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
                        "MASTER_PORT": str(port)}
-        fast.CHUNK, fast.SMALL = (4, 4) if name == "sharded" else (1024, 2**24)
+        size = (4, 4) if name == "sharded" else (1024, 2**24)
+        fast.CHUNK_TOKENS, fast.CHUNK_LOGITS = size
         code, expected = 0, 0 if calls else 128 + signal.SIGTERM
         try:
             train_grpo.main([

@@ -35,7 +35,7 @@ from ..model import (
 from ..sampler import next_token
 
 PACK_FROM = 95_000          # weights of a matrix; packing a smaller one does not pay
-CHUNK, SMALL = 1024, 2**24  # of log_probs: tokens; logits (a small vocabulary: longer chunks)
+CHUNK_TOKENS, CHUNK_LOGITS = 1024, 2**24    # of log_probs: at least so many, or so many logits
 
 
 def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, temperature=1.0,
@@ -328,7 +328,7 @@ def log_probs(head, hidden, row, tokens, *, temperature, with_entropy):
 
     hidden (m, D); row, tokens (p,): which row predicts which token -> float32 (p,) and (m,).
     """
-    size = max(CHUNK, SMALL // head.out_features)
+    size = max(CHUNK_TOKENS, CHUNK_LOGITS // head.out_features)
     if len(hidden) > size:
         row, order = row.sort()
         logps, entropy = InChunks.apply(hidden, head.weight, row, tokens[order], size, temperature,

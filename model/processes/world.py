@@ -19,7 +19,7 @@ from report import UserError
 
 from .shard import is_sharded, shard, whole
 
-SMALL = 2**18                               # gradients with fewer numbers are summed in one call
+JOINED_BELOW = 2**18                        # gradients with fewer numbers are summed in one call
 HALF_AN_HOUR, A_YEAR = 1800, 365 * 86400    # in seconds
 
 
@@ -175,9 +175,9 @@ def choose_device(name, size):
 
 def sum_together(tensors):
     """all_reduce of each tensor, in place; of the small ones in one call, which is what costs."""
-    small = [tensor for tensor in tensors if tensor.numel() < SMALL]
+    small = [tensor for tensor in tensors if tensor.numel() < JOINED_BELOW]
     for tensor in tensors:
-        if tensor.numel() >= SMALL:
+        if tensor.numel() >= JOINED_BELOW:
             dist.all_reduce(tensor)         # without a copy
     if small:
         flat = torch.cat([tensor.flatten() for tensor in small])

@@ -16,7 +16,7 @@ import torch
 
 from report import user_errors
 
-from ..fast.pair import CHUNK, SMALL
+from ..fast.pair import CHUNK_LOGITS, CHUNK_TOKENS
 from ..model import MiniMindConfig, MiniMindForCausalLM
 from .files import read_config
 from .read import local_path
@@ -72,7 +72,8 @@ def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, c
     tokens = micro_batch_size * completion_length + prompts * prompt_length
     activations = tokens * (24 * D + 12 * config.num_attention_heads * config.head_dim
                             + 8 * config.intermediate_size)         # of a layer
-    logits = 12 * V * min(micro_batch_size * completion_length, max(CHUNK, SMALL // V)) + head
+    chunk = max(CHUNK_TOKENS, CHUNK_LOGITS // V)
+    logits = 12 * V * min(micro_batch_size * completion_length, chunk) + head
     if gradient_checkpointing:
         learning = L * tokens * 4 * D + max(logits, activations) + copies / L
     else:
