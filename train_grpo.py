@@ -551,7 +551,7 @@ def load_models(args, world):
         reference.requires_grad_(False)
     if args.shard:
         for model in (policy, reference):
-            world.shard(model, products)
+            world.shard(model, products, args.model_path)
     reward_funcs = load_reward_funcs(
         args.reward_funcs + args.eval_reward_funcs, reward_model_path=args.reward_model_path,
         device=args.reward_model_device or world.device, max_completion_length=args.max_gen_len,

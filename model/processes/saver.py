@@ -14,8 +14,9 @@ from safetensors import SafetensorError
 from report import UserError, reason
 
 from ..lora import adapter_state, adapters
+from ..storage.any_model import AnyModel
 from ..storage.files import explained, read_json, read_tensors
-from ..storage.read import load_pretrained
+from ..storage.read import load_pretrained, read_state
 from ..storage.write import save_adapter, save_pretrained
 from .shard import load_parts, part_of, part_of_optimizer, whole_state
 from .watch import SIGNALS, Stopped, under_torchrun
@@ -151,8 +152,10 @@ def load_checkpoint(folder, model, optimizer, reference=None):
                    "start without --resume"):
         if adapters(model):
             load_adapter(model, folder)
+        elif isinstance(model, AnyModel):
+            model.load_state_dict(load_pretrained(folder).state_dict())
         else:
-            load_parts(model, load_pretrained(folder, device="meta").state_dict(keep_vars=True))
+            load_parts(model, read_state(folder)[1])
         saved = read_tensors(folder / "optimizer.pt")
         optimizer.load_state_dict(part_of_optimizer(saved["optimizer"], optimizer))
         if "reference" in saved and reference is not None:
