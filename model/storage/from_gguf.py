@@ -71,7 +71,6 @@ def main(argv=None):
     # Not their save_pretrained: it refuses a model that was read from a file of rounded weights.
     model = build(MiniMindForCausalLM, read_config(args.save), state=theirs.state_dict(), path=file)
     model.tie_weights()
-    model.generation_config = {}
     save_pretrained(model, tokenizer, args.save)
     load_tokenizer(args.save, model.config.vocab_size, "choose another file")
     print(f"{args.save}: the {count:,} weights of {file.name}, in float32")
