@@ -30,16 +30,13 @@ def shard(model, world, dtype, path):
         raise UserError("--shard 1 divides the layers of model/model.py's own network, and these "
                         "weights are of another; leave the flag out")
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import (
-        MixedPrecisionPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     mesh = init_device_mesh(world.device.type, (world.size,))
     blank = copy.deepcopy(model).requires_grad_(False).to("meta")
-    for module in (*model.model.layers, model):
+    inside = Inside(model)
+    for module in (*model.model.layers, inside):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(
-            param_dtype=None if module is model else dtype, reduce_dtype=torch.float32,
+            param_dtype=None if module is inside else dtype, reduce_dtype=torch.float32,
             cast_forward_inputs=False))
         # A sum: the loss of a rank is its share of the step's. And Gloo cannot average.
         module.set_gradient_divide_factor(1.0)
@@ -51,19 +48,18 @@ def shard(model, world, dtype, path):
             model.load_state_dict({name: part}, assign=True, strict=False)
     model.tie_weights()
     model.whole = functools.partial(whole_model, model, blank, world)
-    model.run = lambda function, *args, **options: function(Inside(model), *args, **options)
-    register_fsdp_forward_method(model, "run")
+    model.run = lambda *args, **options: inside(*args, **options)
 
 
-class Inside:
-    """A sharded model within its own forward pass, where a call must not gather it once more."""
+class Inside(nn.Module):
+    """Calls a function of a model; in it FSDP has gathered what is in no layer."""
 
     def __init__(self, model):
-        self.config, self.model, self.lm_head = model.config, model.model, model.lm_head
-        self.forward = model.forward
+        super().__init__()
+        self.model = model
 
-    def __call__(self, *args, **options):
-        return self.forward(*args, **options)
+    def forward(self, function, *args, **options):
+        return function(self.model, *args, **options)
 
 
 # --- whole tensors and their parts; what isn't sharded is whole already ---------------------------
