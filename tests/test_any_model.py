@@ -250,7 +250,7 @@ def test_what_such_a_model_cannot_have_is_refused(saved, tmp_path):
     with pytest.raises(UserError, match="--lora_rank: some/path has no layer .* nn.Linear"):
         with_adapters(policy, rank=1, alpha=1, name="some/path")
     with pytest.raises(UserError, match="--shard 1 divides the layers of model/model.py"):
-        shard(policy, SimpleNamespace(), torch.float32)
+        shard(policy, SimpleNamespace(), torch.float32, folder)
 
 
 @pytest.mark.parametrize("change, message", [

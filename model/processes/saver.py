@@ -103,21 +103,14 @@ class Saver:
 
 def lock(run_dir):
     """Locks a run's folder; returns what unlocks it, as the end of the process does, too."""
-    file = run_dir / ".lock"
-    held = FileLock(file)
-
-    def unlock():
-        if list(run_dir.glob("*")) == [file]:       # the run has written nothing
-            shutil.rmtree(run_dir, ignore_errors=True)
-        held.release()
-
+    run_dir.mkdir(parents=True, exist_ok=True)
+    held = FileLock(run_dir / ".lock")
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
         held.acquire(blocking=False)
     except Timeout:
         raise UserError(f"{run_dir}: another run is writing there; wait until it has ended, stop "
                         "it, or choose another --run_name") from None
-    return unlock
+    return held.release
 
 
 # --- a checkpoint ---------------------------------------------------------------------------------
