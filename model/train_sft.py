@@ -101,9 +101,8 @@ def loss_of(model, batch, num_tokens, device):
     write short replies more often than its training data does.
     """
     # The padding is on the right, where causal attention hides it from all real tokens: no mask.
-    ids, labels = ([torch.tensor(row) for row in rows] for rows in zip(*batch))
-    ids = pad_sequence(ids, batch_first=True).to(device)                            # (N, T)
-    labels = pad_sequence(labels, batch_first=True, padding_value=-100).to(device)
+    ids = pad_sequence([torch.tensor(ids) for ids, _ in batch], True).to(device)    # (N, T)
+    labels = pad_sequence([torch.tensor(labels) for _, labels in batch], True, -100).to(device)
     logits = model(ids)[:, :-1].float()                                             # (N, T-1, V)
     total = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100,
                             reduction="sum")

@@ -229,12 +229,13 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     P = input_ids.shape[1] - R
     # On the CPU, because a GPU would have to stop for each number that a shape depends on.
     mask = attention_mask.cpu()
-    *tree, node, groups = prefix_tree(input_ids.cpu(), mask, P)
+    tokens, positions, node, groups = prefix_tree(input_ids.cpu(), mask, P)
     wanted = mask[:, P:].flatten().nonzero().squeeze(1)             # (p,) places of N*R
     predicts, row = node.flatten()[wanted].unique(return_inverse=True)          # (m,), (p,)
     tokens, positions, wanted, predicts, row = (
-        x.to(device) for x in (*tree, wanted, predicts, row))
-    groups = [(C, *(x.to(device) for x in tensors)) for C, *tensors in groups]
+        x.to(device) for x in (tokens, positions, wanted, predicts, row))
+    groups = [(C, real.to(device), nodes.to(device), bias.to(device))
+              for C, real, nodes, bias in groups]
     rotary = rotary_tables(positions, rotary_frequencies(model.config, device))
     attend = functools.partial(attention, groups=groups)
     hidden = model.model.read(tokens, rotary, attend)                                   # (n, D)

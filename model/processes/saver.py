@@ -103,14 +103,21 @@ class Saver:
 
 def lock(run_dir):
     """Locks a run's folder; returns what unlocks it, as the end of the process does, too."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    held = FileLock(run_dir / ".lock")
+    file = run_dir / ".lock"
+    held = FileLock(file)
+
+    def unlock():
+        if list(run_dir.glob("*")) == [file]:       # the run has written nothing
+            shutil.rmtree(run_dir, ignore_errors=True)
+        held.release()
+
     try:
+        run_dir.mkdir(parents=True, exist_ok=True)
         held.acquire(blocking=False)
     except Timeout:
         raise UserError(f"{run_dir}: another run is writing there; wait until it has ended, stop "
                         "it, or choose another --run_name") from None
-    return held.release
+    return unlock
 
 
 # --- a checkpoint ---------------------------------------------------------------------------------
