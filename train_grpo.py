@@ -48,7 +48,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 
 from dataset import batches_from, read_prompts
-from model import MiniMindForCausalLM, Saver, World, eos_token_ids, fast, sampler
+from model import MiniMindForCausalLM, Saver, World, eos_token_ids, sampler
+from model.fast import pair, vllm_engine
 from model.lora import AdaptersOff, with_adapters
 from model.processes.watch import all_or_none, stop_on_signals
 from model.processes.world import for_learning, for_sampling
@@ -550,7 +551,7 @@ def load_models(args, world):
         reference.requires_grad_(False)
     if args.shard:
         for model in (policy, reference):
-            world.shard(model, products)
+            world.shard(model, products, args.model_path)
     reward_funcs = load_reward_funcs(
         args.reward_funcs + args.eval_reward_funcs, reward_model_path=args.reward_model_path,
         device=args.reward_model_device or world.device, max_completion_length=args.max_gen_len,
@@ -564,9 +565,9 @@ def choose_pair(policy, optimizer, world, args):
     """The two functions that run the policy: `sample`, and what computes log-probabilities."""
     sample, logps_of = sampler.sample, token_logps
     if args.sampler != "plain" and isinstance(policy, MiniMindForCausalLM):
-        sample, logps_of = fast.sample, fast.token_logps    # they know our own network alone
+        sample, logps_of = pair.sample, pair.token_logps    # they know our own network alone
     if args.sampler == "vllm":
-        sample = fast.Engine(world, args)
+        sample = vllm_engine.Engine(world, args)
         optimizer.register_step_post_hook(sample.outdate)
         logps_of = sample.while_asleep(logps_of)
     return sample, logps_of

@@ -11,7 +11,9 @@ from test_run import measured
 
 import train_grpo
 from conftest import edit, left_padded
-from model import World, fast, load_pretrained, sampler
+from model import World, load_pretrained, sampler
+from model.fast import pair as fast
+from model.fast import vllm_engine
 from model.lora import adapter_state, adapters, merged_state, with_adapters
 from model.processes.shard import shard
 from model.storage.any_model import AnyModel, Cache
@@ -248,7 +250,7 @@ def test_what_such_a_model_cannot_have_is_refused(saved, tmp_path):
     with pytest.raises(UserError, match="--lora_rank: some/path has no layer .* nn.Linear"):
         with_adapters(policy, rank=1, alpha=1, name="some/path")
     with pytest.raises(UserError, match="--shard 1 divides the layers of model/model.py"):
-        shard(policy, SimpleNamespace(), torch.float32)
+        shard(policy, SimpleNamespace(), torch.float32, folder)
 
 
 @pytest.mark.parametrize("change, message", [
@@ -274,7 +276,7 @@ def test_the_pair_is_chosen_by_the_flag_and_by_whose_network_the_policy_is(tiny_
     for policy, (_, logps_of) in ((ours, quick), (other, plain)):
         optimizer = torch.optim.AdamW(policy.parameters())
         engine, chosen = train_grpo.choose_pair(policy, optimizer, World("cpu"), args)
-        assert isinstance(engine, fast.Engine) and chosen.__wrapped__ is logps_of
+        assert isinstance(engine, vllm_engine.Engine) and chosen.__wrapped__ is logps_of
 
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}

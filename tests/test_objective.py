@@ -9,7 +9,8 @@ import torch
 from test_sampler import batch as one_batch
 
 import train_grpo
-from model import MiniMindConfig, MiniMindForCausalLM, fast
+from model import MiniMindConfig, MiniMindForCausalLM
+from model.fast import pair as fast
 from report import UserError
 from reward import relatives
 from train_grpo import World, completion_mask, group_advantages, grpo_loss, kl_penalty

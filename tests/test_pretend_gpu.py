@@ -113,8 +113,8 @@ EVERYTHING = """--save_interval 1 --eval_interval 1 --eval_samples 4 --num_minib
     (None, "bfloat16", ""), ("qwen3_tied", "bfloat16", EVERYTHING),
     ("qwen3_moe_some_dense", "float32", "--lora_rank 2"), ("llama3", "float32", "--fast 0")])
 def test_a_run_and_a_resume_mix_no_devices(gpu, family, dtype, flags, tmp_path, monkeypatch):
-    monkeypatch.setattr(fast, "SMALL", 0)
-    monkeypatch.setattr(fast, "CHUNK", 50)      # of the head's inputs: one chunk, or several
+    monkeypatch.setattr(fast, "CHUNK_LOGITS", 0)
+    monkeypatch.setattr(fast, "CHUNK_TOKENS", 50)      # of the head's inputs: one chunk, or several
     if family:                  # random weights, and a reward that they earn; many tokens are EOS
         sizes = {"vocab_size": 300, "eos_token_id": list(range(20, 50)), "hidden_size": 48,
                  "num_attention_heads": 6}                  # 3 heads share keys

@@ -21,7 +21,8 @@ from transformers import AutoTokenizer
 import train_grpo
 from conftest import ROOT, jsonl, turns
 from dataset import PromptCollator
-from model import fast, load_pretrained, sampler
+from model import load_pretrained, sampler
+from model.fast import pair as fast
 from model.processes import world as world_module
 from report import UserError
 from reward import relatives
@@ -279,7 +280,7 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
                    "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     if world_size > 1:
-        world_module.SMALL = 10_000     # some gradients are larger, the others go together
+        world_module.JOINED_BELOW = 10_000     # some gradients are larger, the others go together
     world, model = World("cpu"), load_pretrained(POLICY, dtype=torch.float64)
     rows = torch.arange(6).tensor_split(world_size)[rank]
     share, results = rollout_of_six(model, token_logps).select(rows), []

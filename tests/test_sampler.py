@@ -246,8 +246,8 @@ def assert_near(got, expected):
     ("qwen3", False, 7), ("qwen2", False, 1)])
 def test_the_fast_learning_pass_has_the_plain_ones_numbers_and_gradients(
         family, recompute, chunk, monkeypatch):
-    monkeypatch.setattr(fast, "CHUNK", chunk)
-    monkeypatch.setattr(fast, "SMALL", 0)
+    monkeypatch.setattr(fast, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(fast, "CHUNK_LOGITS", 0)
     model, sequences = wide(**FAMILIES[family]), batch(pairs())
     mask = sequences[1][:, -sequences[2]:]
     model.model.gradient_checkpointing = recompute
@@ -263,8 +263,8 @@ def test_the_fast_learning_pass_has_the_plain_ones_numbers_and_gradients(
 
 
 def test_the_head_keeps_one_chunk_of_logits_for_the_backward_pass(monkeypatch):
-    monkeypatch.setattr(fast, "SMALL", 0)
-    monkeypatch.setattr(fast, "CHUNK", 64)
+    monkeypatch.setattr(fast, "CHUNK_LOGITS", 0)
+    monkeypatch.setattr(fast, "CHUNK_TOKENS", 64)
     head, tokens, kept = nn.Linear(4, 1000, bias=False), torch.arange(256), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()),
                                                   lambda x: x):

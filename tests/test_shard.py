@@ -63,7 +63,8 @@ def one_rank(rank, ports, weights, out):
     for port, (name, flags, calls) in zip(ports, RUNS):
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
                        "MASTER_PORT": str(port)}
-        fast.CHUNK, fast.SMALL = (4, 4) if name == "sharded" else (1024, 2**24)
+        size = (4, 4) if name == "sharded" else (1024, 2**24)
+        fast.CHUNK_TOKENS, fast.CHUNK_LOGITS = size
         code, expected = 0, 0 if calls else 128 + signal.SIGTERM
         try:
             train_grpo.main([
@@ -101,7 +102,8 @@ def test_a_rank_reads_its_rows(rank, size, adapted, tokenizer, tmp_path, request
         whole, part = (with_adapters(model, rank=3, alpha=1) for model in (whole, part))
     init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     request.addfinalizer(destroy_process_group)
-    shard(part, SimpleNamespace(device=torch.device("cpu"), size=size), torch.bfloat16)
+    shard(part, SimpleNamespace(device=torch.device("cpu"), size=size), torch.bfloat16,
+          tmp_path)
     assert part.lm_head.weight is part.model.embed_tokens.weight
     parts = {name: weight.to_local() for name, weight in part.named_parameters()}
     for name, weight in whole.named_parameters():

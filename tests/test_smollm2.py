@@ -105,7 +105,7 @@ def test_the_likelihood_of_any_language_model_is_a_mean_per_token():
 @real
 def test_real_weights_give_transformers_logits_and_the_samplers_log_probs(smollm2):
     folder, said, theirs, their_tokenizer = smollm2
-    assert "134,515,008 weights in 5.7 bits" in said
+    assert "134,515,008 weights" in said
     ours, tokenizer = load_pretrained(folder), load_tokenizer(folder, 49152)
     chat = [{"role": "user", "content": "Write one sentence with the word cat."}]
     ids = torch.tensor([tokenizer.apply_chat_template(chat, add_generation_prompt=True,
