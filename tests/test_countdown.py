@@ -109,7 +109,7 @@ def test_what_a_reply_does_is_read_off_it():
     reply = "<think>\n" + "\n".join(lines) + "\n</think>\n<answer>\nnone\n</answer>"
     row = behaviour({"completion": reply, "length": 50, "ended": True, "reward": 0.0})
     assert row["tries"] == 4 and row["repeats"] == 1 / 4 and row["gave_up"] == 1
-    assert row["length/wrong"] == 50 and row["length/right"] is None
+    assert row["length/wrong"] == 50 and "length/right" not in row
 
 
 def test_each_number_of_the_shipped_tokenizer_is_one_token():
