@@ -82,9 +82,9 @@ class Run:
     def series(self, key):
         """The steps and values of one metric, (2, steps); a value that was not finite is NaN."""
         rows = self.evaluations if key.startswith("eval/") else self.steps
-        pairs = [(row["step"], row[key] if is_finite(row[key]) else np.nan)
-                 for row in rows if key in row]
-        return np.array(pairs, dtype=float).reshape(-1, 2).T
+        rows = [row for row in rows if key in row]
+        values = [row[key] if is_finite(row[key]) else np.nan for row in rows]
+        return np.array([[row["step"] for row in rows], values], dtype=float)
 
     def finite(self, key):
         """The finite values of one metric."""
@@ -299,18 +299,20 @@ def finish(ax, ends, form="", top=None):
     if "%" in form:
         ax.yaxis.set_major_formatter(
             lambda value, _: f"{value:.3%}".rstrip("0%").rstrip(".") + "%")
-    ends, scale = sorted(ends), ax.yaxis.get_transform().transform
-    (low, high), values = scale(ax.get_ylim()), scale([value for value, _, _ in ends])
-    heights = (values - low) / (high - low)
+    if not ends:
+        return
+    ends = sorted(ends)
+    scale = ax.yaxis.get_transform().transform          # it may be logarithmic
+    low, high = scale(ax.get_ylim())
+    heights = (scale([value for value, _, _ in ends]) - low) / (high - low)
     # A line of text as a fraction of the height of the axes; there are 72 points to an inch.
     gap = 12 / (ax.get_position().height * ax.figure.get_figheight() * 72)
     for _ in range(100):    # labels that overlap push each other apart
         overlap = np.maximum(gap - np.diff(heights), 0) / 2
         heights[:-1] -= overlap
         heights[1:] += overlap
-    if ends:
-        heights -= max(heights[-1] - 1, 0)
-        heights += max(-heights[0], 0)
+    heights -= max(heights[-1] - 1, 0)
+    heights += max(-heights[0], 0)
     for height, (value, label, color) in zip(heights, ends):
         ax.text(1.02, height, f"{label} {form.format(value)}".strip(), transform=ax.transAxes,
                 va="center", color=color, fontsize=8.5)

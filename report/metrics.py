@@ -156,8 +156,8 @@ def token_texts(ids, tokenizer):
     """
     texts, start, end = [], 0, 0        # ids[start:end] is the context of the next token
     for k in range(1, len(ids) + 1):
-        context, text = (tokenizer.decode(part, skip_special_tokens=True)
-                         for part in (ids[start:end], ids[start:k]))
+        context = tokenizer.decode(ids[start:end], skip_special_tokens=True)
+        text = tokenizer.decode(ids[start:k], skip_special_tokens=True)
         if text.endswith("\ufffd") and k < len(ids):
             texts.append("")
         else:

@@ -71,8 +71,9 @@ def cell_of(table, column, row):
     if isinstance(row, str):
         row = {"arm": row}
     cell = {"row": "", "key": "eval/accuracy"} | table | column | row
-    for name in {"arm", "minus"} & cell.keys():
-        cell[name] = cell[name].replace("$", column.get("arm", ""))
+    for name in ("arm", "minus"):
+        if name in cell:
+            cell[name] = cell[name].replace("$", column.get("arm", ""))
     return cell
 
 
