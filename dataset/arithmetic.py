@@ -143,7 +143,9 @@ def think(style, operations, evaluate=evaluate):
         lines = FILLER + lines
     if style == "guess":
         lines = [f"I guess {results[-1]}."]
-    return "" if style == "empty" else "\n".join(lines), results[-1]
+    if style == "empty":
+        lines = []
+    return "\n".join(lines), results[-1]
 
 
 def with_tags(thought, answer):

@@ -57,7 +57,8 @@ def results(numbers, operators):
 
 
 # Two expressions are the same if they agree on numbers that have nothing to do with each other.
-STAND_INS, DIGITS = dict(enumerate((2**0.5, 3**0.5, 5**0.5, 7**0.5, 11**0.5))), 9
+STAND_INS = [2**0.5, 3**0.5, 5**0.5, 7**0.5, 11**0.5]
+DIGITS = 9
 
 
 @functools.cache

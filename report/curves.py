@@ -226,7 +226,9 @@ def draw_strip(ax, runs, key, colors):
 
 def draw_lines(ax, lines, form, top=None):
     """Draw each of the lines, as line() takes them, and what finish() adds."""
-    ends = [end for arguments in lines for end in line(ax, *arguments)]
+    ends = []
+    for arguments in lines:
+        ends += line(ax, *arguments)
     finish(ax, ends, form, top)
 
 

@@ -53,8 +53,8 @@ def texts_of(experiment, results, panels):
         rows = experiment["cells"]
     texts = []
     for row in rows:
-        cells = [cell_of(table, column, row) for column in columns]
-        texts.append([text_of(cell, results, panels) for cell in cells])
+        texts.append([text_of(cell_of(table, column, row), results, panels)
+                      for column in columns])
     return texts
 
 
