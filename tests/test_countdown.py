@@ -52,9 +52,9 @@ def test_the_shipped_problems_are_those_of_the_script_and_apart():
     assert all(countdown.is_heldout(*problem) for problem in hard)
 
 
-@pytest.mark.parametrize("order", ["methodical", "random"])
-def test_the_texts_compute_and_compare_rightly_and_their_answers_are_right(order):
-    chats = countdown.searches(random.Random(1), order=order, most=18, give_up=0.3)
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_texts_compute_and_compare_rightly_and_their_answers_are_right(in_order):
+    chats = countdown.searches(random.Random(1), in_order=in_order, most=18, give_up=0.3)
     gave_up = 0
     for chat in itertools.islice(chats, 300):
         prompt, reply = (turn["content"] for turn in chat["conversations"])
@@ -68,14 +68,14 @@ def test_the_texts_compute_and_compare_rightly_and_their_answers_are_right(order
             parts = f"{left}={value}".split("=")        # 8*6, 48+9, 57
             for part, following in zip(parts, parts[1:]):
                 assert eval(part) == int(re.match(r"\d+", following)[0])
-        assert order == "random" or row["repeats"] == 0
+        assert not in_order or row["repeats"] == 0
         assert not countdown.is_heldout(nums, int(target))
         gave_up += 1 - right
     assert 60 < gave_up < 240
 
 
 def test_the_first_texts_are_comparisons_and_searches_some_of_which_must_hit_soon(tmp_path):
-    chats = list(countdown.pretraining_chats(random.Random(1), 1000, "methodical"))
+    chats = list(countdown.pretraining_chats(random.Random(1), 1000))
     replies = [chat["conversations"][1]["content"] for chat in chats]
     tries = [reply.count(" no\n") + reply.count(" yes\n") for reply in replies if reply[0] == "<"]
     assert min(tries) == 1 and max(tries) == 18 and sum(n <= 3 for n in tries) > len(tries) / 3
@@ -109,7 +109,7 @@ def test_what_a_reply_does_is_read_off_it():
     reply = "<think>\n" + "\n".join(lines) + "\n</think>\n<answer>\nnone\n</answer>"
     row = behaviour({"completion": reply, "length": 50, "ended": True, "reward": 0.0})
     assert row["tries"] == 4 and row["repeats"] == 1 / 4 and row["gave_up"] == 1
-    assert row["length/wrong"] == 50 and row["length/right"] is None
+    assert row["length/wrong"] == 50 and "length/right" not in row
 
 
 def test_each_number_of_the_shipped_tokenizer_is_one_token():

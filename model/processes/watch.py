@@ -120,6 +120,11 @@ def all_or_none(main):
                 os._exit(error.code)
             world.close()
             sys.exit(error.code)
+        except KeyboardInterrupt:
+            if signal.getsignal(signal.SIGINT) is do_nothing:       # then it was not Ctrl-C
+                raise
+            say("stopped by Ctrl-C before the first step", int(os.environ.get("RANK") or 0))
+            sys.exit(128 + signal.SIGINT)
         except Exception as error:
             tell_torchrun(error)
             raise
