@@ -18,6 +18,7 @@ NAN = float("nan")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+
 def test_the_worked_example_of_the_docstring():
     # rewards 0.1 1.1 1.0 0.1: mean 0.575; squared deviations add up to 0.9075; std sqrt(0.9075/3)
     expected = [(r - 0.575) / (0.55 + 1e-4) for r in (0.1, 1.1, 1.0, 0.1)]
@@ -118,9 +119,12 @@ def test_mask_ends_with_the_first_eos_and_keeps_it():
 def loop_loss(logps, old_logps, advantages, mask, ref_logps, entropy, *, beta=0.0, kl_type="k3",
               epsilon_low=0.2, epsilon_high=0.2, delta=math.inf, loss_type="grpo", level="token",
               L=None, entropy_coef=0.0, corrected=False):
-    """The same formulas, a token at a time, with Python's min and max; autograd sees scalars."""
+    """The same formulas, a token at a time, with Python's min and max; autograd sees scalars.
+
+    The loss, and the KL of a token, or of a completion that is one action, in the mean.
+    """
     rows = [[t for t in range(mask.shape[1]) if mask[i, t]] for i in range(len(mask))]
-    N, num_tokens, total = len(rows), sum(map(len, rows)), 0.0
+    N, num_tokens, total, kls = len(rows), sum(map(len, rows)), 0.0, []
     for i, tokens in enumerate(rows):
         if not tokens:                      # a row that is masked counts in N and in nothing else
             continue
@@ -154,7 +158,8 @@ def loop_loss(logps, old_logps, advantages, mask, ref_logps, entropy, *, beta=0.
             kl = {"k1": -x[k], "k2": k2, "k3": k3, "k3+": k3.detach() + k2 - k2.detach(),
                   "abs": abs(x[k])}[kl_type]
             total = total + weight * (policy + beta * (ratio * kl if corrected else kl))
-    return total
+            kls.append(kl.detach())
+    return total, sum(kls) / len(kls)
 
 
 def random_case(seed, N=8, R=9):
@@ -207,40 +212,19 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(options, per_token):
         logps.requires_grad_(), old_logps, advantages, mask,
         ref_logps=ref_logps, entropy=entropy.requires_grad_(), **options)
     loss.backward()
-    assert metrics["kl"] > 0 or options.get("kl_type") == "k1"      # without beta it is only seen
     short = {"importance_sampling_level": "level", "max_completion_length": "L",
              "use_bias_correction_kl": "corrected"}
     inputs = (logps.detach().requires_grad_(), old_logps, advantages, mask, ref_logps,
               entropy.detach().requires_grad_())
-    expected = loop_loss(*inputs, **{short.get(name, name): options[name] for name in options})
+    expected, kl = loop_loss(*inputs, **{short.get(name, name): options[name] for name in options})
     expected.backward()
     exactly = {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(loss, expected, **exactly)
+    torch.testing.assert_close(metrics["kl"], kl, **exactly)        # without beta it is only seen
     torch.testing.assert_close(logps.grad, inputs[0].grad, **exactly)
     assert (entropy.grad is None) == (not options.get("entropy_coef"))
     if entropy.grad is not None:
         torch.testing.assert_close(entropy.grad, inputs[5].grad, **exactly)
-
-
-@pytest.mark.parametrize("options", [{"kl_type": "k3+"}, CORRECTED], ids=str)
-def test_on_policy_the_repaired_k3_has_the_gradient_of_k2_and_reads_as_k3(options):
-    logps, old_logps, advantages, mask, ref_logps, _ = random_case(0)
-
-    def gradient_and_kl(old_logps, **options):
-        leaf = logps.clone().requires_grad_()
-        loss, metrics = grpo_loss(leaf, old_logps, advantages, mask, ref_logps=ref_logps, beta=0.3,
-                                  **options)
-        loss.backward()
-        return leaf.grad, metrics["kl"]
-
-    of_k2, _ = gradient_and_kl(logps, kl_type="k2")
-    of_k3, _ = gradient_and_kl(logps)
-    repaired, kl = gradient_and_kl(logps, **options)
-    torch.testing.assert_close(repaired, of_k2, rtol=1e-12, atol=1e-12)
-    assert (of_k3 - of_k2).abs().max() > 0.1
-    k3 = (kl_penalty(logps, ref_logps) * mask).sum() / mask.sum()
-    found = torch.stack((kl, gradient_and_kl(old_logps, **options)[1]))     # off policy, too
-    torch.testing.assert_close(found, k3.expand(2), rtol=1e-12, atol=1e-12)
 
 
 def clip_ratios(low, high):
@@ -279,14 +263,10 @@ def test_clipped_tokens_count_by_token_and_clipped_completions_by_completion(opt
     advantages = torch.tensor([-1.0, 1.0, 1.0, 1.0])
     _, metrics = grpo_loss(logps, torch.zeros(4, 3), advantages, mask, **options)
     assert metrics == pytest.approx(clip_ratios(low, high))
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "cispo", "gmpo"])
-def test_a_token_without_an_advantage_is_not_clipped(loss_type):
-    logps = torch.tensor([0.1, 9.0]).log()[:, None]
-    _, metrics = grpo_loss(logps, torch.zeros(2, 1), torch.zeros(2), torch.ones(2, 1),
-                           loss_type=loss_type, epsilon_high=1.2)
-    assert metrics == pytest.approx(clip_ratios(0, 0))
+    # What has no advantage is not clipped.
+    for far in (logps - 2, logps + 2):
+        metrics = grpo_loss(far, torch.zeros(4, 3), torch.zeros(4), mask, **options)[1]
+        assert metrics == pytest.approx(clip_ratios(0, 0))
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "gmpo", "r1"])
@@ -304,30 +284,6 @@ def test_k3_overflows_nowhere_and_still_pulls_back_50_nats_away():
     drifted = torch.tensor([0.0], requires_grad=True)
     kl_penalty(drifted, torch.tensor([-50.0])).backward()
     assert drifted.grad.item() == pytest.approx(1.0)
-
-
-def test_r1_estimates_the_kl_of_a_whole_completion_and_masked_rows_only_count():
-    logps = torch.full((3, 4), -1.0, requires_grad=True)
-    ref_logps = torch.tensor([[-0.9], [-9.0], [5.0]]).expand(3, 4)      # x: 0.4, -32, 24 (as 20)
-    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
-    loss, metrics = grpo_loss(logps, logps.detach(), torch.tensor([2.0, 9.0, -1.0]), mask,
-                              ref_logps=ref_logps, beta=0.5, loss_type="r1")
-    kl = (math.exp(0.4) - 1.4 + math.exp(20) - 21) / 3
-    assert metrics["kl"].item() == pytest.approx(kl * 3 / 2, rel=1e-6)      # of two that count
-    assert loss.item() == pytest.approx((-2 + 1) / 3 + 0.5 * kl, rel=1e-6)
-    loss.backward()                                     # each token gets the completion's gradient
-    slopes = [(-2 + 0.5 * (1 - math.exp(0.4))) / 3, 0, 1 / 3]
-    assert torch.allclose(logps.grad, torch.tensor(slopes)[:, None].expand(3, 4))
-
-
-@pytest.mark.parametrize("options", [
-    {"loss_type": "ppo"}, {"loss_type": "dr_grpo"}, {"importance_sampling_level": "word"},
-    {"kl_type": "k4", "beta": 1},
-], ids=str)
-def test_a_choice_that_is_not_there_is_refused(options):
-    logps = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match="choose|give"):
-        grpo_loss(logps, logps, torch.ones(2), torch.ones(2, 3), ref_logps=logps, **options)
 
 
 def test_the_objective_needs_nothing_but_torch():      # so it runs as a cell of a notebook
