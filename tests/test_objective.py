@@ -27,45 +27,25 @@ def test_the_worked_example_of_the_docstring():
     assert repr(advantages) in group_advantages.__doc__
 
 
-def test_advantages_stay_within_their_group_and_leave_out_the_unjudged():
-    rewards = torch.tensor([1.0, 3.0, NAN, 5.0, 5.0, 5.0, NAN, NAN, 7.0])
-    up = 1 / (math.sqrt(2) + 1e-4)
-    expected = [-up, up, 0, 0, 0, 0, 0, 0, 0]
-    assert group_advantages(rewards, 3).tolist() == pytest.approx(expected, abs=1e-6)
+# Groups of three; the second has two rewards, the third one, with nothing to compare it to.
+REWARDS = torch.tensor([1.0, 2, 6, 4, NAN, 1, NAN, NAN, 7, 5, 5, NAN])
 
 
-def test_advantages_divided_by_the_step_or_not_at_all():
-    rewards = torch.tensor([1.0, 3.0, NAN, 5.0, 5.0, 8.0])      # means 2 and 6; of all five 4.4
-    deviations = torch.tensor([-1.0, 1, 0, -1, -1, 2])
-    std = math.sqrt(sum((r - 4.4) ** 2 for r in (1, 3, 5, 5, 8)) / 4)
-    of_step = group_advantages(rewards, 3, scale_rewards="batch")
-    given = group_advantages(rewards, 3, scale_rewards="batch", batch_std=2.0)
-    torch.testing.assert_close(of_step, deviations / (std + 1e-4))
-    torch.testing.assert_close(given, deviations / 2.0001)
-    assert torch.equal(group_advantages(rewards, 3, scale_rewards="none"), deviations)
-
-
-def test_rloo_compares_with_the_mean_of_the_others():
-    # The first group: 1 - (2+6)/2, 2 - (1+6)/2, 6 - (1+2)/2. The second has two rewards, the third
-    # one, with nothing to compare it to.
-    rewards = torch.tensor([1.0, 2.0, 6.0, 4.0, NAN, 1.0, NAN, NAN, 7.0])
-    expected = [-3.0, -1.5, 4.5, 3.0, 0, -3.0, 0, 0, 0]
-    options = {"advantage_estimator": "rloo"}
-    advantages = group_advantages(rewards, 3, scale_rewards="none", **options)
-    assert advantages.tolist() == pytest.approx(expected, abs=1e-6)
-    # Dividing is another question: the std of the first group is sqrt(14/2), of the second 3/sqrt2.
-    stds = torch.tensor([math.sqrt(7)] * 3 + [3 / math.sqrt(2)] * 3 + [1.0] * 3)
-    scaled = group_advantages(rewards, 3, **options)
-    torch.testing.assert_close(scaled, torch.tensor(expected) / (stds + 1e-4))
-
-
-def test_the_best_of_a_group_is_compared_with_the_second_best_and_nobody_else_counts():
-    rewards = torch.tensor([1.0, 4.0, 2.0, 3.0, 3.0, NAN, NAN, 7.0, NAN])
-    options = {"advantage_estimator": "grpo_passk"}
-    advantages = group_advantages(rewards, 3, scale_rewards="none", **options)
-    assert advantages.tolist() == [0, 2, 0, 0, 0, 0, 0, 0, 0]
-    std = math.sqrt(((1 - 7 / 3) ** 2 + (4 - 7 / 3) ** 2 + (2 - 7 / 3) ** 2) / 2)
-    assert group_advantages(rewards, 3, **options)[1].item() == pytest.approx(2 / (std + 1e-4))
+@pytest.mark.parametrize("estimator, deviations", [
+    ("grpo", [-2, -1, 3, 1.5, 0, -1.5, 0, 0, 0, 0, 0, 0]),              # from the group's mean
+    ("rloo", [-3, -1.5, 4.5, 3, 0, -3, 0, 0, 0, 0, 0, 0]),              # from that of the others
+    ("grpo_passk", [0, 0, 4, 3, 0, 0, 0, 0, 0, 0, 0, 0]),               # of the best, from the next
+])
+def test_advantages_stay_within_their_group_and_leave_out_the_unjudged(estimator, deviations):
+    # Squared deviations add up to 14 and 4.5.
+    stds = torch.tensor([math.sqrt(14 / 2)] * 3 + [math.sqrt(4.5)] * 3 + [0.0] * 6)
+    of_all = stdev([1, 2, 6, 4, 1, 7, 5, 5])
+    for scale_rewards, batch_std, divisor in (("group", None, stds + 1e-4), ("none", None, 1.0),
+                                              ("batch", None, of_all + 1e-4),
+                                              ("batch", 2.0, 2.0001)):
+        advantages = group_advantages(REWARDS, 3, scale_rewards=scale_rewards, batch_std=batch_std,
+                                      advantage_estimator=estimator)
+        torch.testing.assert_close(advantages, torch.tensor(deviations) / divisor)
 
 
 def test_maxrl_divides_by_the_mean_of_rewards_from_0_to_1():
