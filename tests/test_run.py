@@ -281,7 +281,8 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
                      micro_batch_size=micro_batch_size)
     update_policy(model, torch.optim.AdamW(model.parameters()), 1e-3,
                   minibatches(share, world, args), world, token_logps, args)
-    share.rewards, share.rewards_per_func["half"] = share.rewards / 2, (share.rewards > 0.6).float()
+    share.rewards = share.rewards / 2           # from 0 to 1
+    share.rewards_per_func["half"] = (share.rewards > 0.3).float()
     advantages = torch.stack([
         train_grpo.compute_advantages(share, None, None, None, world,
                                       arguments(num_generations=3, **options))
@@ -304,7 +305,7 @@ def test_ranks_micro_batches_and_the_pair_change_no_gradient(tmp_path, monkeypat
         monkeypatch.setenv(name, "")            # so that what the call sets is undone
     runs = []
     for pair, world_size, micro_batch_size in (
-            (fast, 1, 6), (train_grpo, 1, 6), (fast, 1, 1), (fast, 1, 3), (fast, 2, 2)):
+            (fast, 1, 6), (train_grpo, 1, 6), (fast, 1, 1), (fast, 2, 2)):
         rest = *free_ports(1), micro_batch_size, pair.token_logps, tmp_path
         if world_size == 1:
             gradients_of_learning(0, 1, *rest)
@@ -323,10 +324,10 @@ def test_ranks_micro_batches_and_the_pair_change_no_gradient(tmp_path, monkeypat
     norms = {round(whole.norm().item(), 6) for whole, _ in first}
     assert len(norms) == len(OBJECTIVES) - 1    # bnpo and dapo are the same here, by design
     # The two ranks agree to the bit, after four updates too.
-    (first, first_weights, _), (second, second_weights, _) = runs[-1], torch.load(
-        tmp_path / "1.pt")
+    first, weights, _ = runs[-1]
+    second, others, _ = torch.load(tmp_path / "1.pt")
     assert all(torch.equal(ours[0], theirs[0]) for ours, theirs in zip(first, second))
-    assert all(torch.equal(first_weights[name], second_weights[name]) for name in first_weights)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def test_what_has_no_gradient_is_not_computed_but_counts(policy, six):
@@ -398,9 +399,6 @@ def test_truncated_completions_count_nothing_but_as_sequences(policy, six):
         for name in of_all:
             if name.startswith("clip_ratio/") and "high" not in name:
                 assert of_all[name] == pytest.approx(of_kept[name]) and of_all[name] > 0
-    six.ended[:], six.advantages = False, torch.ones(6, 12)         # alone they teach nothing
-    metrics = gradient(policy, six, token_logps, mask_truncated_completions=True)[1]
-    assert metrics["grad_norm"] == metrics["loss"] == 0
 
 
 # Judges the completions of its first call, and no others.
