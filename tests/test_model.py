@@ -14,6 +14,7 @@ from model import (
     MiniMindForCausalLM,
     chat,
     load_pretrained,
+    sample,
     save_pretrained,
     train_sft,
 )
