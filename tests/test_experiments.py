@@ -12,7 +12,7 @@ import pytest
 import train_grpo
 from conftest import ROOT, jsonl, write
 from docs.experiments import __main__ as command
-from docs.experiments import figures, pages, tasks
+from docs.experiments import figures, pages
 from docs.experiments.__main__ import EXPERIMENTS
 from report import UserError
 
@@ -163,15 +163,6 @@ def test_the_test_of_an_exhibit_catches_its_error(heading, monkeypatch):
 
 
 # --- own rewards and texts ------------------------------------------------------------------------
-
-def test_judges_err_on_one_answer_in_ten():
-    right, wrong = ["<answer>\n12\n</answer>"] * 5000, ["<answer>\n13\n</answer>"] * 5000
-    paid = {judge: judge([""] * 10000, right + wrong, ["12"] * 10000)
-            for judge in (tasks.misses_some, tasks.passes_some)}
-    assert sum(paid[tasks.misses_some][:5000]) == pytest.approx(4500, abs=100)      # 5 sigma
-    assert sum(paid[tasks.passes_some][5000:]) == pytest.approx(500, abs=100)
-    assert sum(paid[tasks.misses_some][5000:]) == 0
-    assert sum(paid[tasks.passes_some][:5000]) == 5000
 
 
 # --- pictures and tables --------------------------------------------------------------------------

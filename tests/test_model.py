@@ -13,7 +13,6 @@ from model import (
     MiniMindConfig,
     MiniMindForCausalLM,
     chat,
-    load_pretrained,
     sample,
     save_pretrained,
     train_sft,
@@ -35,12 +34,6 @@ def tiny(seed, vocab_size=8):
         vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False,
         initializer_range=0.4))
-
-
-def test_dtype_is_that_of_the_file_unless_asked_for(tokenizer, tmp_path):
-    save_pretrained(tiny(seed=0).to(torch.bfloat16), tokenizer, tmp_path)
-    assert load_pretrained(tmp_path).lm_head.weight.dtype == torch.bfloat16
-    assert load_pretrained(tmp_path, dtype=torch.float32).lm_head.weight.dtype == torch.float32
 
 
 @torch.no_grad()

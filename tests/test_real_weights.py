@@ -262,25 +262,23 @@ def any_score(prompts, completions, *, completion_ids, **_):
     return [sum(ids) / 100 for ids in completion_ids]
 
 
-@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3_moe_some_dense"])
-def test_a_few_steps_of_grpo_train_each_architecture(family, tmp_path):
-    theirs = reference(family, vocab_size=300)
+def test_a_few_steps_of_grpo_train_experts_too(tmp_path):
+    theirs = reference("qwen3_moe_some_dense", vocab_size=300)
     theirs.save_pretrained(tmp_path / "weights")
     train_grpo.main([
         "--model_path", str(tmp_path / "weights"), "--tokenizer_path", SHIPPED, "--out_dir",
         str(tmp_path), "--run_name", "run", "--max_steps", "2", "--batch_size", "2",
         "--num_generations", "3", "--max_gen_len", "6", "--eval_interval", "0", "--device", "cpu",
-        "--gradient_checkpointing", "--reward_funcs", "format", "test_real_weights:any_score"])
+        "--gradient_checkpointing", "--reward_funcs", "test_real_weights:any_score"])
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run/final", dtype=torch.float32)
     assert type(trained) is type(theirs)
     before = theirs.state_dict()
-    moved = {name for name, tensor in trained.state_dict().items()
-             if not torch.equal(tensor, before[name])}
-    assert moved == set(before) or "moe" in family      # an expert that no token chose stays put
+    same = [name for name, tensor in trained.state_dict().items()
+            if torch.equal(tensor, before[name])]
+    assert all(".experts." in name for name in same)        # of those that no token chose
 
 
 def test_the_flag_gradient_checkpointing_reaches_the_model():
-    for flags in ([], ["--gradient_checkpointing"]):
-        args = train_grpo.parse_args(["--model_path", SHIPPED, "--reward_funcs", "format", *flags])
-        _, policy, *_ = train_grpo.load_models(args, World("cpu"))
-        assert policy.model.gradient_checkpointing == bool(flags)
+    args = train_grpo.parse_args(["--model_path", SHIPPED, "--reward_funcs", "format",
+                                  "--gradient_checkpointing"])
+    assert train_grpo.load_models(args, World("cpu"))[1].model.gradient_checkpointing
