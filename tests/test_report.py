@@ -205,7 +205,7 @@ def test_names_stand_at_the_ends_of_their_lines_without_overlap(scale, ends, hei
     ax.plot([0, 1], [1, 90])
     ax.set(yscale=scale, ylim=(1 if scale == "log" else 0, 100))
     finish(ax, [(end, "a", "red") for end in ends], top=100)
-    assert [text.get_position()[1] for text in ax.texts] == pytest.approx(heights, abs=1e-3)
+    assert [text.get_position()[1] for text in ax.texts] == pytest.approx(heights, abs=1e-6)
 
 
 def test_phases_are_stacked_in_bins_with_their_shares_of_the_whole_time(tmp_path):
