@@ -1,8 +1,7 @@
-"""Retraining the reward model on a run, and the chain of runs."""
+"""Retraining the reward model on a run."""
 import copy
 import math
 import random
-import shutil
 import sys
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import edit, jsonl, turns, write
+from conftest import jsonl, turns, write
 from report import UserError
-from reward import iterate, load_reward_model, train_reward_model
+from reward import load_reward_model, train_reward_model
 from reward.reward_model import LikelihoodModel, RewardModel, reward_model_reward
 from reward.train_reward_model import loss_of, pairs_of_run
 
@@ -125,46 +124,3 @@ def test_only_differences_of_likelihoods_are_trained(tiny_policy):
     losses = -torch.nn.functional.logsigmoid(better - worse)
     expected = losses[first:end].mean() + losses[end]
     assert loss_of(model, ids, ends).item() == pytest.approx(expected.item(), abs=1e-5)
-
-
-def test_the_chain_passes_on_its_models_and_continues_where_it_stopped(tmp_path, monkeypatch):
-    calls = []      # the program, and its arguments, each as a flag of the next
-
-    def call(*command):
-        command = list(map(str, command))
-        value = dict(zip(command, [*command[1:], ""]))
-        calls.append(value)
-        if command[0] == "train_grpo.py":
-            shutil.copytree(POLICY, tmp_path / value["--run_name"] / "final")
-            write(tmp_path / value["--run_name"] / "completions.jsonl", completion_rows(60))
-        elif len(calls) == 2:                                   # interrupt the first retraining
-            raise KeyboardInterrupt
-        else:
-            shutil.copytree(POLICY, value["--save"])
-            edit(Path(value["--save"]) / "config.json", score="likelihood")
-            (Path(value["--save"]) / "pairs.jsonl").touch()
-
-    def chain():
-        monkeypatch.setattr(sys, "argv", ["iterate.py", "--run_name", "t", "--out_dir",
-                                          str(tmp_path), "--", "--max_steps", "1"])
-        iterate.main()
-
-    monkeypatch.setattr(iterate, "call", call)
-    with pytest.raises(KeyboardInterrupt):
-        chain()
-    chain()
-    first, _, retrained, second, retrained_again = calls
-    assert "--model_path" not in first and first["--max_steps"] == "1"
-    assert first["--reward_model_path"].endswith(SHIPPED) and first["--reward_model_clip"] == "3"
-    assert retrained["--init"] == second["--model_path"] == str(tmp_path / "t_1/final")
-    assert retrained["--data"].endswith(f"{SHIPPED}/pairs.jsonl") and "--likelihood" in retrained
-    assert retrained["--save"] == second["--reward_model_path"] == str(tmp_path / "reward_t_1")
-    assert second["--reward_model_clip"] == second["--reward_model_answer_share"] == "0"
-    assert retrained_again["--init"] == str(tmp_path / "reward_t_1")
-    assert retrained_again["--data"] == str(tmp_path / "reward_t_1/pairs.jsonl")
-    (tmp_path / "t_2/checkpoint").mkdir()
-    shutil.rmtree(tmp_path / "t_2/final")
-    calls.clear()
-    chain()
-    resumed, = calls
-    assert "--resume" in resumed and "--resume" not in second
