@@ -5,7 +5,6 @@ import re
 import zlib
 
 import pytest
-from transformers import AutoTokenizer
 
 from conftest import ROOT, write
 from dataset import PromptDataset, countdown
@@ -96,12 +95,9 @@ def test_the_first_texts_are_comparisons_and_searches_some_of_which_must_hit_soo
 def test_the_reward_of_countdown(answer, right):
     reply = f"<think>\n8*6=48+9=57 57 yes\n</think>\n<answer>\n{answer}\n</answer>"
     assert countdown_reward([""], [reply], nums=[[9, 8, 6]], target=[57]) == [right]
-
-
-def test_the_reward_of_countdown_divides_exactly_and_leaves_other_rows_alone():
-    replies = ["<answer>6/(1-3/4)</answer>", "<answer>1</answer>"]
-    rewards = countdown_reward(["", ""], replies, nums=[[1, 3, 4, 6], None], target=[24, None])
-    assert rewards == [1.0, None]
+    assert countdown_reward([""], [reply], nums=[None], target=[None]) == [None]
+    division = "<answer>6/(1-3/4)</answer>"         # by floating point it is not 24
+    assert countdown_reward([""], [division], nums=[[1, 3, 4, 6]], target=[24]) == [1]
 
 
 def test_what_a_reply_does_is_read_off_it():
@@ -110,9 +106,3 @@ def test_what_a_reply_does_is_read_off_it():
     row = behaviour({"completion": reply, "length": 50, "ended": True, "reward": 0.0})
     assert row["tries"] == 4 and row["repeats"] == 1 / 4 and row["gave_up"] == 1
     assert row["length/wrong"] == 50 and "length/right" not in row
-
-
-def test_each_number_of_the_shipped_tokenizer_is_one_token():
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "model/weights/countdown_128")
-    assert all(len(tokenizer(str(number))["input_ids"]) == 1 for number in range(101))
-    assert len(tokenizer("8*6=48+9=57 57 yes\n")["input_ids"]) == 13

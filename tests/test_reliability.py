@@ -225,20 +225,6 @@ def test_ranks_that_differ_are_told_instead_of_waiting(monkeypatch):
     world.agree(last_step=5)
 
 
-<<<<<<< HEAD
-def test_gradients_are_joined_into_few_calls_and_large_ones_go_alone(monkeypatch):
-    tensors, calls = [torch.randn(*shape) for shape in ((2, 2), (4,), (3, 3), (1,), (8,))], []
-    doubled = [2 * tensor for tensor in tensors]
-    monkeypatch.setattr(world_module, "JOINED_BELOW", 8)
-    monkeypatch.setattr(dist, "all_reduce", lambda x: (calls.append(x.data_ptr()), x.mul_(2)))
-    world_module.sum_together(tensors)
-    torch.testing.assert_close(tensors, doubled)
-    large = [tensors[2].data_ptr(), tensors[4].data_ptr()]
-    assert len(calls) == 3 and calls[:2] == large               # not copied
-
-
-=======
->>>>>>> testsa
 def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
     began, current = {}, []
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *args, **options: None)

@@ -270,11 +270,7 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
                    "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     if world_size > 1:
-<<<<<<< HEAD
-        world_module.JOINED_BELOW = 10_000     # some gradients are larger, the others go together
-=======
-        world_module.SMALL = 128        # that of a norm goes alone, those of shorter ones together
->>>>>>> testsa
+        world_module.JOINED_BELOW = 128      # that of a norm goes alone, those of shorter ones together
     world, model = World("cpu"), load_pretrained(POLICY, dtype=torch.float64)
     rows = torch.arange(6).tensor_split(world_size)[rank]
     share, results = rollout_of_six(model, token_logps).select(rows), []
