@@ -270,7 +270,8 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
                    "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     if world_size > 1:
-        world_module.JOINED_BELOW = 128      # that of a norm goes alone, those of shorter ones together
+        # The gradient of a norm goes alone, shorter ones together.
+        world_module.JOINED_BELOW = 128
     world, model = World("cpu"), load_pretrained(POLICY, dtype=torch.float64)
     rows = torch.arange(6).tensor_split(world_size)[rank]
     share, results = rollout_of_six(model, token_logps).select(rows), []
