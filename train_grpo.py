@@ -52,8 +52,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 
 from dataset import batches_from, read_prompts
-from model import MiniMindForCausalLM, Saver, World, eos_token_ids, objective, sampler
-from model.fast import pair as fast
+from model import MiniMindForCausalLM, Saver, World, eos_token_ids, fast, objective, sampler
 from model.fast.vllm_engine import Engine
 from model.processes.models import load_models, sync_reference
 from model.processes.run import Run

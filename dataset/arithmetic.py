@@ -42,8 +42,11 @@ def draw_problem(rng):
 
     The key identifies the problem: it is the same for all orders of commuting operands.
     """
-    def addend(): return rng.randint(5, 49)
-    def factors(): return rng.randint(11, 39), rng.randint(2, 9)
+    def addend():
+        return rng.randint(5, 49)
+
+    def factors():
+        return rng.randint(11, 39), rng.randint(2, 9)
 
     template = rng.randrange(5)
     if template == 0:
@@ -125,9 +128,8 @@ def work(operations, line=direct, evaluate=evaluate):
     """Do the operations in order, passing results on: (their lines, their results)."""
     lines, results = [], []
     for a, operator, b in operations:
-        a, b = (results[(FIRST, SECOND).index(operand)] if operand in (FIRST, SECOND) else operand
-                for operand in (a, b))
-        text, result = line(a, operator, b, evaluate)
+        known = dict(zip((FIRST, SECOND), results))
+        text, result = line(known.get(a, a), operator, known.get(b, b), evaluate)
         lines.append(text)
         results.append(result)
     return lines, results
@@ -141,7 +143,9 @@ def think(style, operations, evaluate=evaluate):
         lines = FILLER + lines
     if style == "guess":
         lines = [f"I guess {results[-1]}."]
-    return "" if style == "empty" else "\n".join(lines), results[-1]
+    if style == "empty":
+        lines = []
+    return "\n".join(lines), results[-1]
 
 
 def with_tags(thought, answer):

@@ -3,8 +3,8 @@
 `python -m dataset.countdown` writes the three files that we ship, in the form of the public data
 set, {"nums": [9, 8, 6], "target": 57}: countdown_train.jsonl and countdown_heldout.jsonl have three
 numbers and + - *, countdown_hard.jsonl four numbers and + - * /. With `--sft FOLDER` it also writes
-the texts that the shipped weights were trained on, and `--hard FOLDER` writes problems with four
-numbers to train on. Every time they are the same.
+the texts that the shipped weights were trained on, and what experiments train on besides. Every
+time they are the same.
 
 A thought is a list of tries, one a line: an expression worked from left to right, its result, the
 target, and the verdict. The comparison is the hard part for a small model, so both numbers stand
@@ -20,7 +20,7 @@ side by side.
     </answer>
 
 The texts try the expressions in one fixed order, from a random start and round in a circle, so no
-try is wasted on a repeat. `--order random` draws each try anew.
+try is wasted on a repeat.
 """
 import argparse
 import functools
@@ -57,7 +57,8 @@ def results(numbers, operators):
 
 
 # Two expressions are the same if they agree on numbers that have nothing to do with each other.
-STAND_INS, DIGITS = dict(enumerate((2**0.5, 3**0.5, 5**0.5, 7**0.5, 11**0.5))), 9
+STAND_INS = [2**0.5, 3**0.5, 5**0.5, 7**0.5, 11**0.5]
+DIGITS = 9
 
 
 @functools.cache
@@ -114,16 +115,21 @@ def expression(numbers, operators):
     return text
 
 
-def search(nums, operators, target, rng, *, order, most, give_up=0.0):
-    """A reply that hits within `most` tries, or gives up, with a probability, after each miss."""
-    all_tries, lines, indices = tries(nums, operators), [], []
+def search(nums, operators, target, rng, *, most, give_up=0.0, in_order=True):
+    """A reply that hits within `most` tries, or gives up, with a probability, after each miss.
+
+    in_order: in the order of tries(), and not each of them at random.
+    """
+    all_tries = tries(nums, operators)
     hits = {i for i, one in enumerate(all_tries) if results(*one)[-1] == target}
+    indices = []
     while hits.isdisjoint(indices):
-        if order == "random":
-            indices = [rng.randrange(len(all_tries)) for _ in range(most)]
-        else:
+        if in_order:
             start = rng.randrange(len(all_tries))
             indices = [(start + i) % len(all_tries) for i in range(most)]
+        else:
+            indices = [rng.randrange(len(all_tries)) for _ in range(most)]
+    lines = []
     for i in indices:
         lines.append(line(*all_tries[i], target))
         if i in hits:
@@ -152,9 +158,9 @@ def searches(rng, **options):
         yield chat(countdown_prompt(nums, target), search(nums, kind[1], target, rng, **options))
 
 
-def pretraining_chats(rng, count, order):
+def pretraining_chats(rng, count):
     """Comparisons; searches that hit within three tries; and long ones."""
-    short, long = (searches(rng, order=order, most=most) for most in (3, 18))
+    short, long = searches(rng, most=3), searches(rng, most=18)
     for _ in range(count):
         kind = rng.random()
         if kind < 0.25:
@@ -163,34 +169,38 @@ def pretraining_chats(rng, count, order):
             yield next(short if kind < 0.5 else long)
 
 
+def giving_up(**options):
+    """The last texts: searches that may end after each miss."""
+    return itertools.islice(searches(random.Random(2), most=18, **options), 20_000)
+
+
+def rows(some_problems):
+    return [{"nums": nums, "target": target} for nums, target in some_problems]
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description="Write the problems of Countdown and, with --sft, the texts that the shipped "
                     "weights were trained on.")
-    flag = parser.add_argument
-    flag("--out_dir", type=Path, default=Path(__file__).parent,
-         help="the folder for countdown_train.jsonl, countdown_heldout.jsonl, countdown_hard.jsonl")
-    flag("--sft", type=Path, help="also write the training texts to this folder")
-    flag("--hard", type=Path, help="write nothing but 5,000 hard problems to train on, "
-                                   "countdown_hard_train.jsonl, to this folder")
-    flag("--order", choices=("methodical", "random"), default="methodical",
-         help="of the tries in these texts (default: %(default)s)")
-    flag("--give_up", type=float, default=0.4,
-         help="probability of giving up after a miss (default: %(default)s)")
+    parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent,
+                        help="the folder for the problems that we ship")
+    parser.add_argument("--sft", type=Path, help="also write the training texts to this folder")
     args = parser.parse_args()
 
     easy, hard = KINDS["easy"], KINDS["hard"]
-    found = {"train": problems(*easy, heldout=False), "heldout": problems(*easy, heldout=True),
-             "hard": random.Random(0).sample(problems(*hard, heldout=True), 500)}
-    if args.hard:
-        found = {"hard_train": random.Random(3).sample(problems(*hard, heldout=False), 5000)}
-    files = {(args.hard or args.out_dir) / f"countdown_{name}.jsonl":
-             [{"nums": nums, "target": target} for nums, target in found[name]] for name in found}
+    hard_heldout = random.Random(0).sample(problems(*hard, heldout=True), 500)
+    files = {args.out_dir / "countdown_train.jsonl": rows(problems(*easy, heldout=False)),
+             args.out_dir / "countdown_heldout.jsonl": rows(problems(*easy, heldout=True)),
+             args.out_dir / "countdown_hard.jsonl": rows(hard_heldout)}
     if args.sft:
-        early = searches(random.Random(2), order=args.order, most=18, give_up=args.give_up)
+        hard_train = random.Random(3).sample(problems(*hard, heldout=False), 5000)
         files |= {
-            args.sft / "pretrain.jsonl": pretraining_chats(random.Random(1), 100_000, args.order),
-            args.sft / "give_up.jsonl": itertools.islice(early, 20_000),
+            args.sft / "pretrain.jsonl": pretraining_chats(random.Random(1), 100_000),
+            args.sft / "give_up.jsonl": giving_up(give_up=0.4),
+            # For experiments:
+            args.sft / "give_up_sooner.jsonl": giving_up(give_up=0.7),
+            args.sft / "give_up_random.jsonl": giving_up(give_up=0.4, in_order=False),
+            args.sft / "countdown_hard_train.jsonl": rows(hard_train),
         }
-    for path, rows in files.items():
-        print(f"wrote {write_jsonl(path, rows)} lines to {path}")
+    for path, lines in files.items():
+        print(f"wrote {write_jsonl(path, lines)} lines to {path}")

@@ -42,8 +42,10 @@ ADJECTIVES = """
 
 def prompts(rng, count, *, heldout):
     """`count` lines, no two with the same words."""
-    kinds = [words[2::3] if heldout else [word for i, word in enumerate(words) if i % 3 < 2]
-             for words in (NOUNS, VERBS, ADJECTIVES)]
+    kinds = []
+    for words in (NOUNS, VERBS, ADJECTIVES):
+        held_out = words[2::3]
+        kinds.append(held_out if heldout else [word for word in words if word not in held_out])
     lines = {}
     while len(lines) < count:
         words = [rng.choice(kind) for kind in kinds]
@@ -57,10 +59,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out_dir", type=Path, default=Path("dataset"))
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     for name, count in (("train", 2000), ("heldout", 300)):
-        rng = random.Random(f"{args.seed} {name}")
+        rng = random.Random(f"0 {name}")
         path = args.out_dir / f"sentences_{name}.jsonl"
         rows = prompts(rng, count, heldout=name == "heldout")
         print(f"wrote {write_jsonl(path, rows)} lines to {path}")

@@ -51,11 +51,11 @@ def encode(chats, tokenizer):
     for ids, offsets, spans in zip(encoded["input_ids"], encoded["offset_mapping"], replies):
         labels = [-100] * len(ids)
         for start, end in spans:
-            inside = [i for i, (first, last) in enumerate(offsets) if last > start and first < end]
-            for i in inside:
-                labels[i] = ids[i]
-                if ids[i] == tokenizer.eos_token_id:
-                    break
+            for i, (first, last) in enumerate(offsets):
+                if last > start and first < end:
+                    labels[i] = ids[i]
+                    if ids[i] == tokenizer.eos_token_id:
+                        break
         if set(labels) == {-100}:
             raise UserError("the tokenizer's chat template does not show in chat "
                             f"{len(examples) + 1} where a reply begins; give another tokenizer")
@@ -101,9 +101,8 @@ def loss_of(model, batch, num_tokens, device):
     write short replies more often than its training data does.
     """
     # The padding is on the right, where causal attention hides it from all real tokens: no mask.
-    ids, labels = ([torch.tensor(row) for row in rows] for rows in zip(*batch))
-    ids = pad_sequence(ids, batch_first=True).to(device)                            # (N, T)
-    labels = pad_sequence(labels, batch_first=True, padding_value=-100).to(device)
+    ids = pad_sequence([torch.tensor(ids) for ids, _ in batch], True).to(device)    # (N, T)
+    labels = pad_sequence([torch.tensor(labels) for _, labels in batch], True, -100).to(device)
     logits = model(ids)[:, :-1].float()                                             # (N, T-1, V)
     total = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100,
                             reduction="sum")
@@ -197,10 +196,7 @@ def main():
     examples = encode(chats, tokenizer)
     count = min(args.heldout, len(examples) // 10)
     examples, heldout = examples[:len(examples) - count], examples[len(examples) - count:]
-    mean_length = sum(len(ids) for ids, _ in examples) / len(examples)
-    size = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{len(examples)} chats, {mean_length:.0f} tokens each on average, and {count} held out; "
-          f"{size / 1e6:.2f} M parameters", flush=True)
+    print(f"{len(examples)} chats to learn from, and {count} held out", flush=True)
 
     def progress():
         save_pretrained(copy.deepcopy(model).to(torch.bfloat16), tokenizer, args.save)

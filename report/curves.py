@@ -82,9 +82,9 @@ class Run:
     def series(self, key):
         """The steps and values of one metric, (2, steps); a value that was not finite is NaN."""
         rows = self.evaluations if key.startswith("eval/") else self.steps
-        pairs = [(row["step"], row[key] if is_finite(row[key]) else np.nan)
-                 for row in rows if key in row]
-        return np.array(pairs, dtype=float).reshape(-1, 2).T
+        rows = [row for row in rows if key in row]
+        values = [row[key] if is_finite(row[key]) else np.nan for row in rows]
+        return np.array([[row["step"] for row in rows], values], dtype=float)
 
     def finite(self, key):
         """The finite values of one metric."""
@@ -107,8 +107,8 @@ class Run:
 
 # --- the panels -----------------------------------------------------------------------------------
 
-# Of each panel: its title, what to expect, and its metrics from top to bottom.
-ONE_RUN = [
+# Of each panel: its title, what to expect of one run, and its metrics from top to bottom.
+PANELS = [
     ("Reward", "the total should climb; its parts tell what is being learned", "reward"),
     ("Held-out accuracy", "problems never trained on; sampled should climb towards greedy",
      "eval/accuracy"),
@@ -118,16 +118,7 @@ ONE_RUN = [
     ("Health of the updates", "early trouble shows here first", "frac_reward_zero_std",
      "clip_ratio/region_mean", "grad_norm"),
     ("Where the time goes", "seconds per step, and each phase's share of the whole run",
-     "step_time"),
-]
-SEVERAL_RUNS = [
-    ("Reward", "the total; comparable where the reward weights are the same", "reward"),
-    ("Held-out accuracy, sampled", "problems never trained on: the number to compare",
-     "eval/accuracy"),
-    ("Completion length, tokens", "grows where thinking pays", "completions/mean_length",
-     "completions/clipped_ratio"),
-    *ONE_RUN[3:5],
-    ("Seconds per step", "without evaluations and checkpoints; lower is faster", "training_time"),
+     "training_time"),
 ]
 STRIPS = {      # metric: the format of its values, its colour if there is one run, what it is
     "kl": ("{:.2g}", PINK, "KL to the reference: a spike is fine, a lasting climb is not"),
@@ -137,26 +128,28 @@ STRIPS = {      # metric: the format of its values, its colour if there is one r
     "completions/clipped_ratio": ("{:.0%}", PINK, "cut off at the length limit: should be rare"),
     "clip_ratio/region_mean": ("{:.1%}", BLUE, "tokens clipped: a few percent at most"),
     "grad_norm": ("{:.2g}", BROWN, "gradient norm: spikes are clipped"),
-    "reward": ("{:.2f}", INK, ""), "eval/accuracy": ("{:.0%}", BLUE, ""),
-    "completions/mean_length": ("{:.0f}", BLUE, ""), "training_time": ("{:.2f}", INK, ""),
+    "reward": ("{:.2f}", INK, "the total, weighted"), "eval/accuracy": ("{:.0%}", BLUE, "sampled"),
+    "completions/mean_length": ("{:.0f}", BLUE, "in training"),
+    "training_time": ("{:.2f}", INK, "seconds per step, without evaluations and checkpoints"),
 }
 
 
-def panels(fig, runs, layout):
+def panels(fig, runs):
     """Six panels, two rows of three; returns the axes of each metric.
 
     A panel leaves out metrics that are 0 throughout or were never recorded, but for its first.
     """
     shown = []
-    for _, _, first, *others in layout:
+    for _, _, first, *others in PANELS:
         others = [key for key in others if any(run.finite(key).any() for run in runs)]
         shown.append([first, *others])
     cells = [[[key] for key in keys] for keys in shown]     # in each a mosaic of a single column
     axes = fig.subplot_mosaic([cells[:3], cells[3:]], gridspec_kw={
         "left": 0.05, "right": 0.9, "bottom": 0.06, "top": 0.81, "wspace": 0.68, "hspace": 0.5})
-    for (title, subtitle, *_), keys in zip(layout, shown):
+    for (title, subtitle, *_), keys in zip(PANELS, shown):
         above(axes[keys[0]], title, -22, 32, fontsize=11.5, fontweight="bold")
-        above(axes[keys[0]], subtitle, -22, 19, fontsize=8.5, color=GREY)
+        if len(runs) == 1:
+            above(axes[keys[0]], subtitle, -22, 19, fontsize=8.5, color=GREY)
         for key in keys[:-1]:
             axes[key].tick_params(labelbottom=False)
         axes[keys[-1]].set_xlabel("step")
@@ -165,7 +158,7 @@ def panels(fig, runs, layout):
 
 def draw_one(fig, run):
     head(fig, run.name, run.headline())
-    axes = panels(fig, [run], ONE_RUN)
+    axes = panels(fig, [run])
     lines = []
     for key, color in zip(run.keys("rewards/", "/mean"), itertools.cycle(COLORS)):
         name = key.removeprefix("rewards/").removesuffix("/mean").removesuffix("_reward")
@@ -184,7 +177,7 @@ def draw_one(fig, run):
         ax.fill_between(steps, smooth(low), smooth(high), color=SKY, alpha=0.22, linewidth=0)
     draw_lines(ax, [(run, "completions/mean_length", BLUE, "training", 2.2),
                     (run, "eval/mean_length", ORANGE, "held-out", 1.2)], "{:.0f}")
-    draw_time(axes.pop("step_time"), run)
+    draw_time(axes.pop("training_time"), run)
     for key, ax in axes.items():
         draw_strip(ax, [run], key, [STRIPS[key][1]])
 
@@ -198,7 +191,7 @@ def draw_several(fig, runs):
     fig.legend(swatches, [run.name for run in runs], frameon=False, loc="center left",
                bbox_to_anchor=(0.02, 0.915), ncols=min(len(runs), 6), fontsize=10,
                handlelength=1.2)
-    for key, ax in panels(fig, runs, SEVERAL_RUNS).items():
+    for key, ax in panels(fig, runs).items():
         draw_strip(ax, runs, key, colors)
 
 
@@ -233,7 +226,9 @@ def draw_strip(ax, runs, key, colors):
 
 def draw_lines(ax, lines, form, top=None):
     """Draw each of the lines, as line() takes them, and what finish() adds."""
-    ends = [end for arguments in lines for end in line(ax, *arguments)]
+    ends = []
+    for arguments in lines:
+        ends += line(ax, *arguments)
     finish(ax, ends, form, top)
 
 
@@ -306,18 +301,20 @@ def finish(ax, ends, form="", top=None):
     if "%" in form:
         ax.yaxis.set_major_formatter(
             lambda value, _: f"{value:.3%}".rstrip("0%").rstrip(".") + "%")
-    ends, scale = sorted(ends), ax.yaxis.get_transform().transform
-    (low, high), values = scale(ax.get_ylim()), scale([value for value, _, _ in ends])
-    heights = (values - low) / (high - low)
+    if not ends:
+        return
+    ends = sorted(ends)
+    scale = ax.yaxis.get_transform().transform          # it may be logarithmic
+    low, high = scale(ax.get_ylim())
+    heights = (scale([value for value, _, _ in ends]) - low) / (high - low)
     # A line of text as a fraction of the height of the axes; there are 72 points to an inch.
     gap = 12 / (ax.get_position().height * ax.figure.get_figheight() * 72)
     for _ in range(100):    # labels that overlap push each other apart
         overlap = np.maximum(gap - np.diff(heights), 0) / 2
         heights[:-1] -= overlap
         heights[1:] += overlap
-    if ends:
-        heights -= max(heights[-1] - 1, 0)
-        heights += max(-heights[0], 0)
+    heights -= max(heights[-1] - 1, 0)
+    heights += max(-heights[0], 0)
     for height, (value, label, color) in zip(heights, ends):
         ax.text(1.02, height, f"{label} {form.format(value)}".strip(), transform=ax.transAxes,
                 va="center", color=color, fontsize=8.5)

@@ -20,7 +20,12 @@ def rollout_metrics(rows, num_generations, failures=(), *, warn=True):
     """
     rewards = [row["reward"] for row in rows]
     if warn and all(map(math.isnan, rewards)):
-        warn_of_no_reward(failures)
+        reasons = "".join(dict.fromkeys(
+            f"; {name} {reason}" for name, _, reason in failures if reason))
+        # Not warn(), which says the same thing only once.
+        warnings.warn_explicit(
+            "no completion of this step has a reward, because every reward function returned None "
+            f"or failed{reasons}: nothing is learned from it", UserWarning, __file__, 0)
     groups = [rewards[i:i + num_generations] for i in range(0, len(rewards), num_generations)]
     stds = [mean_and_std(group)[1] for group in groups]
     lengths = [row["length"] for row in rows]
@@ -45,14 +50,6 @@ def rollout_metrics(rows, num_generations, failures=(), *, warn=True):
     for name, count, _ in failures:
         metrics[f"rewards/{name}/failed"] = metrics.get(f"rewards/{name}/failed", 0) + count
     return metrics
-
-
-def warn_of_no_reward(failures):
-    reasons = dict.fromkeys(f"; {name} {reason}" for name, _, reason in failures if reason)
-    # Not warn(), which says the same thing only once.
-    warnings.warn_explicit(
-        "no completion of this step has a reward, because every reward function returned None or "
-        f"failed{''.join(reasons)}: nothing is learned from it", UserWarning, __file__, 0)
 
 
 def mean_and_std(values):
@@ -107,14 +104,16 @@ def combine(parts, how):
     A GPU is still at work on the values of the parts: only the result is waited for.
     """
     values = {}
-    for name, value in (item for part in parts for item in part.items()):
-        values.setdefault(name, []).append(value)
-    return {name: float((largest if name.endswith("_max") else how)(of_name))
-            for name, of_name in values.items()}
-
-
-def largest(values):
-    return torch.stack([torch.as_tensor(value) for value in values]).amax()
+    for part in parts:
+        for name, value in part.items():
+            values.setdefault(name, []).append(value)
+    combined = {}
+    for name, of_name in values.items():
+        if name.endswith("_max"):
+            combined[name] = float(torch.stack([torch.as_tensor(one) for one in of_name]).amax())
+        else:
+            combined[name] = float(how(of_name))
+    return combined
 
 
 def describe(rollout, tokenizer, num_generations):
@@ -156,8 +155,8 @@ def token_texts(ids, tokenizer):
     """
     texts, start, end = [], 0, 0        # ids[start:end] is the context of the next token
     for k in range(1, len(ids) + 1):
-        context, text = (tokenizer.decode(part, skip_special_tokens=True)
-                         for part in (ids[start:end], ids[start:k]))
+        context = tokenizer.decode(ids[start:end], skip_special_tokens=True)
+        text = tokenizer.decode(ids[start:k], skip_special_tokens=True)
         if text.endswith("\ufffd") and k < len(ids):
             texts.append("")
         else:

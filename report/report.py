@@ -11,7 +11,7 @@ import math
 import shutil
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class Report:
         self.run_dir, self.args, self.active = Path(run_dir), args, active
         self.total_steps, self.start_step, self.num_tokens = total_steps, start_step, num_tokens
         self.current_step = start_step
-        self.dead_groups = []                   # frac_reward_zero_std of the last 10 steps
+        self.dead_groups = deque(maxlen=10)     # frac_reward_zero_std of the last steps
         self.first_difference = None            # rollout_probs_diff_mean, when it was first known
         self.warned_at = {}                     # text of a warning -> step that last printed it
         self.has_begun = False                  # whether the first step is done
@@ -113,11 +113,6 @@ class Report:
         if self.start_step == 0 and (self.run_dir / "metrics.jsonl").exists():
             facts[""] = "the first step replaces the earlier run there"
         self._print(facts_table(facts))
-        updates = args.num_iterations * args.num_minibatches
-        if updates == 1 and args.loss_type in ("grpo", "r1") and args.supervision == "outcome":
-            self._print("\nThe loss will read about 0 throughout: the advantages of a group\n"
-                        "cancel out in its value, though not in its gradient. To see whether\n"
-                        "the policy learns, watch the reward and the accuracy.\n")
 
     def evaluation(self, step, metrics):
         """Record, print and return one held-out evaluation; step 0 is before training."""
@@ -127,9 +122,9 @@ class Report:
         if step == self.start_step:         # the metrics of no step have it
             self._log(metrics, step)
             self.training_started = time.perf_counter()     # keep it out of the time left
-        sampled, greedy, length = (
-            number(metrics.get(f"eval/{name}"), spec) for name, spec in
-            (("accuracy", ".1%"), ("greedy_accuracy", ".1%"), ("mean_length", ".0f")))
+        sampled = number(metrics.get("eval/accuracy"), ".1%")
+        greedy = number(metrics.get("eval/greedy_accuracy"), ".1%")
+        length = number(metrics.get("eval/mean_length"), ".0f")
         self._print(Text(f"step {step:>3}  held-out accuracy {sampled} sampled, {greedy} greedy, "
                          f"{length} tokens", style="bold"))
         return metrics
@@ -211,10 +206,9 @@ class Report:
             sys.stdout.flush()
 
     def _warn_of_failures(self, metrics):
-        self.dead_groups = [*self.dead_groups[-9:], metrics.get("frac_reward_zero_std", 0.0)]
-        three, ten = self.dead_groups[-3:], self.dead_groups
+        self.dead_groups.append(metrics.get("frac_reward_zero_std", 0.0))
         # A policy that has learned its task has many such groups; that is no accident yet.
-        if sum(three) == 3 or (len(ten) == 10 and sum(ten) > 9):
+        if sum(list(self.dead_groups)[-3:]) == 3 or sum(self.dead_groups) > 9:
             self.warn(NO_SIGNAL)
         if metrics.get("completions/clipped_ratio", 0.0) > 0.5:
             self.warn(NO_END)
@@ -239,13 +233,13 @@ class Report:
                                ensure_ascii=False)
         (self.run_dir / "args.json").write_text(arguments + "\n", encoding="utf-8")
         self.has_begun = True
-        for step, metrics in self.held_back:
-            self._write("eval", step, metrics)
+        for name, step, rows in self.held_back:
+            self._write(name, step, *rows)
 
     def _write(self, name, step, *rows):
         """Append rows of a step to a file."""
         if not self.has_begun:
-            self.held_back += [(step, row) for row in rows]
+            self.held_back.append((name, step, rows))
             return
         with open(self.run_dir / f"{name}.jsonl", "a", encoding="utf-8") as file:
             file.writelines(to_line({"step": step, **row}) for row in rows)
@@ -315,18 +309,19 @@ def one_group(step, rows):
     title = f"\nstep {step}, one group of {len(rows)}"
     if rows[0].get("answer"):
         title += f", the answer is {one_line(str(rows[0]['answer']))}"
-    names = ["reward", *(name.removesuffix("_reward") for name in rows[0]["rewards"])]
-    widths = [max(len(name), 5) for name in names]
-    head = "".join(f"  {name:>{width}}" for name, width in zip(names, widths))
-    copies = Counter()
+    head = "  advantage  reward"
+    for name in rows[0]["rewards"]:
+        head += f"  {name.removesuffix('_reward'):>5}"
     judged = [row for row in rows[:8] if is_finite(row["reward"])]
     unjudged = [row for row in rows[:8] if not is_finite(row["reward"])]
+    copies = Counter()
     for row in sorted(judged, key=lambda row: -row["reward"]) + unjudged:
-        numbers = f"  {number(row['advantage'], '+.2f'):>9}"
-        for value, width in zip([row["reward"], *row["rewards"].values()], widths):
+        numbers = f"  {number(row['advantage'], '+.2f'):>9}  {number(row['reward']):>6}"
+        for name, value in row["rewards"].items():
+            width = max(len(name.removesuffix("_reward")), 5)
             numbers += f"  {number(value):>{width}}"
         copies[numbers, one_line(row["completion"])] += 1
-    parts = [Text(title, "bold"), one_line(rows[0]["prompt"]), Text(f"\n  advantage{head}", "dim")]
+    parts = [Text(title, "bold"), one_line(rows[0]["prompt"]), Text(f"\n{head}", "dim")]
     for (numbers, completion), count in copies.items():
         if count > 1:
             numbers += f"  {count} times"
@@ -355,7 +350,7 @@ def drop_lines_after(step, path):
         return
     kept = 0
     with open(path, "r+b") as file:
-        with suppress(ValueError, LookupError, TypeError):
+        with suppress(ValueError):
             for line in file:
                 if step == 0 or json.loads(line)["step"] > step or not line.endswith(b"\n"):
                     break

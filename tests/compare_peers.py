@@ -39,8 +39,10 @@ def random_case(seed, scale, per_token=False):
         return torch.randn(*shape, generator=rng, dtype=torch.float64)
 
     logps, mask = -2 + noise(N, R), (torch.arange(R) < LENGTHS[:, None]).float()
-    return (logps, logps + (scale * noise(N, R)).clamp(-12, 12), noise(N, R) if per_token else
-            noise(N), mask, logps + noise(N, R).clamp(-2, 2), noise(N, R).exp())
+    old_logps = logps + (scale * noise(N, R)).clamp(-12, 12)
+    advantages = noise(N, R) if per_token else noise(N)
+    return (logps, old_logps, advantages, mask, logps + noise(N, R).clamp(-2, 2),
+            noise(N, R).exp())
 
 
 def difference(ours, theirs, inputs):

@@ -54,8 +54,8 @@ def test_the_head_in_chunks_is_float32_with_its_gradients_too(monkeypatch):
     hidden, tokens = torch.randn(40, 64, requires_grad=True), torch.randint(500, (80,))
     found = []
     for chunk in (40, 7):
-        monkeypatch.setattr(fast, "SMALL", 0)
-        monkeypatch.setattr(fast, "CHUNK", chunk)
+        monkeypatch.setattr(fast, "CHUNK_LOGITS", 0)
+        monkeypatch.setattr(fast, "CHUNK_TOKENS", chunk)
         with torch.autocast("cpu", torch.bfloat16, enabled=chunk == 7):
             logps, entropy = fast.log_probs(head, hidden, row, tokens, temperature=0.7,
                                             with_entropy=True)

@@ -5,7 +5,6 @@ import re
 import zlib
 
 import pytest
-from transformers import AutoTokenizer
 
 from conftest import ROOT, write
 from dataset import PromptDataset, countdown
@@ -52,9 +51,9 @@ def test_the_shipped_problems_are_those_of_the_script_and_apart():
     assert all(countdown.is_heldout(*problem) for problem in hard)
 
 
-@pytest.mark.parametrize("order", ["methodical", "random"])
-def test_the_texts_compute_and_compare_rightly_and_their_answers_are_right(order):
-    chats = countdown.searches(random.Random(1), order=order, most=18, give_up=0.3)
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_texts_compute_and_compare_rightly_and_their_answers_are_right(in_order):
+    chats = countdown.searches(random.Random(1), in_order=in_order, most=18, give_up=0.3)
     gave_up = 0
     for chat in itertools.islice(chats, 300):
         prompt, reply = (turn["content"] for turn in chat["conversations"])
@@ -68,14 +67,14 @@ def test_the_texts_compute_and_compare_rightly_and_their_answers_are_right(order
             parts = f"{left}={value}".split("=")        # 8*6, 48+9, 57
             for part, following in zip(parts, parts[1:]):
                 assert eval(part) == int(re.match(r"\d+", following)[0])
-        assert order == "random" or row["repeats"] == 0
+        assert not in_order or row["repeats"] == 0
         assert not countdown.is_heldout(nums, int(target))
         gave_up += 1 - right
     assert 60 < gave_up < 240
 
 
 def test_the_first_texts_are_comparisons_and_searches_some_of_which_must_hit_soon(tmp_path):
-    chats = list(countdown.pretraining_chats(random.Random(1), 1000, "methodical"))
+    chats = list(countdown.pretraining_chats(random.Random(1), 1000))
     replies = [chat["conversations"][1]["content"] for chat in chats]
     tries = [reply.count(" no\n") + reply.count(" yes\n") for reply in replies if reply[0] == "<"]
     assert min(tries) == 1 and max(tries) == 18 and sum(n <= 3 for n in tries) > len(tries) / 3
@@ -96,12 +95,9 @@ def test_the_first_texts_are_comparisons_and_searches_some_of_which_must_hit_soo
 def test_the_reward_of_countdown(answer, right):
     reply = f"<think>\n8*6=48+9=57 57 yes\n</think>\n<answer>\n{answer}\n</answer>"
     assert countdown_reward([""], [reply], nums=[[9, 8, 6]], target=[57]) == [right]
-
-
-def test_the_reward_of_countdown_divides_exactly_and_leaves_other_rows_alone():
-    replies = ["<answer>6/(1-3/4)</answer>", "<answer>1</answer>"]
-    rewards = countdown_reward(["", ""], replies, nums=[[1, 3, 4, 6], None], target=[24, None])
-    assert rewards == [1.0, None]
+    assert countdown_reward([""], [reply], nums=[None], target=[None]) == [None]
+    division = "<answer>6/(1-3/4)</answer>"         # by floating point it is not 24
+    assert countdown_reward([""], [division], nums=[[1, 3, 4, 6]], target=[24]) == [1]
 
 
 def test_what_a_reply_does_is_read_off_it():
@@ -109,10 +105,4 @@ def test_what_a_reply_does_is_read_off_it():
     reply = "<think>\n" + "\n".join(lines) + "\n</think>\n<answer>\nnone\n</answer>"
     row = behaviour({"completion": reply, "length": 50, "ended": True, "reward": 0.0})
     assert row["tries"] == 4 and row["repeats"] == 1 / 4 and row["gave_up"] == 1
-    assert row["length/wrong"] == 50 and row["length/right"] is None
-
-
-def test_each_number_of_the_shipped_tokenizer_is_one_token():
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "model/weights/countdown_128")
-    assert all(len(tokenizer(str(number))["input_ids"]) == 1 for number in range(101))
-    assert len(tokenizer("8*6=48+9=57 57 yes\n")["input_ids"]) == 13
+    assert row["length/wrong"] == 50 and "length/right" not in row

@@ -9,7 +9,8 @@ from test_sampler import EOS, FAMILIES, PAD, PROMPTS, TEMPERATURE, batch, padded
 
 import train_grpo
 from conftest import ROOT, jsonl
-from model import fast, sampler
+from model import sampler
+from model.fast import pair as fast
 from model.lora import adapters, with_adapters
 from train_grpo import completion_mask
 
@@ -76,41 +77,29 @@ def test_the_learning_passes_agree(family, dtype):
     assert torch.cosine_similarity(plain_gradient, gradient, dim=0) > 0.99
 
 
-def train(out, *flags, command=(sys.executable,)):
-    """The metrics and evaluations of a run of the script."""
+def train(out, *flags, ranks=1):
+    """The metrics of a run of the script."""
     result = subprocess.run(
-        [*command, "train_grpo.py", "--device", DEVICE, "--out_dir", str(out), "--run_name", "run",
-         *flags], cwd=ROOT, capture_output=True, text=True)
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+         "train_grpo.py", "--device", DEVICE, "--out_dir", str(out), "--run_name", "run", *flags],
+        cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    return [jsonl(out / "run" / name) for name in ("metrics.jsonl", "eval.jsonl")]
+    return jsonl(out / "run/metrics.jsonl")
 
 
 @every_dtype
 def test_accuracy_rises_within_30_steps(dtype, tmp_path):
-    metrics, evaluations = train(tmp_path, "--max_steps", "30", "--eval_samples", "400",
-                                 "--dtype", str(dtype).removeprefix("torch."))
-    before, *_, after = (line["eval/accuracy"] for line in evaluations)
+    metrics = train(tmp_path, "--max_steps", "30", "--eval_samples", "400",
+                    "--dtype", str(dtype).removeprefix("torch."))
+    before, *_, after = (line["eval/accuracy"] for line in jsonl(tmp_path / "run/eval.jsonl"))
     assert len(metrics) == 30 and before < 0.5 and after > before + 0.25
     assert max(line["rollout_probs_diff_mean"] for line in metrics) < 2e-3
-
-
-def torchrun(ranks):
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc_per_node={ranks}"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 @pytest.mark.parametrize("ranks", range(1, 1 + min(2, torch.cuda.device_count())))
 def test_vllm_samples_with_the_weights_of_each_step(ranks, tmp_path):
-    metrics, _ = train(tmp_path, "--sampler", "vllm", "--max_steps", "6", "--eval_samples", "16",
-                       command=torchrun(ranks))
+    metrics = train(tmp_path, "--sampler", "vllm", "--max_steps", "6", "--eval_samples", "16",
+                    ranks=ranks)
     assert len(metrics) == 6 and metrics[5]["kl"] > 1e-4
     assert max(line["rollout_probs_diff_mean"] for line in metrics) < 5e-3
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_ranks_with_nccl(tmp_path):
-    metrics, evaluations = train(tmp_path, "--max_steps", "10", "--eval_interval", "10",
-                                 "--eval_samples", "400", command=torchrun(2))
-    before, after = (line["eval/accuracy"] for line in evaluations)
-    assert len(metrics) == 10 and after > before

@@ -1,5 +1,6 @@
 import copy
 import json
+import math
 import random
 import re
 import runpy
@@ -43,8 +44,7 @@ def test_all_forms_become_messages_without_the_last_reply(line, messages, tmp_pa
     ("just words", "JSON"), ('{"prompt": "2+3?", "answer": "\udcff"}', "UTF-8"),
     ('["a list"]', "conversations"), ({"answer": "5"}, "conversations"),
     ({"conversations": [{"role": "user"}]}, "conversations"), ({"prompt": " "}, "prompt"),
-    ({"conversations": [REPLY]}, "conversations"), ({"question": None}, "question"),
-    ({"prompt": "2+3?", "answer": ["5"]}, "answer"),
+    ({"question": None}, "question"), ({"prompt": "2+3?", "answer": ["5"]}, "answer"),
     ({"question": "1+1?", "answer": "1+1=2\n#### "}, "answer"),
     ({"conversations": [USER, {"role": "tool", "content": "5"}, USER]}, "role tool"),
     ({"conversations": [USER, REPLY | {"tool_calls": [{}]}]}, "tool_calls"),
@@ -53,11 +53,6 @@ def test_all_forms_become_messages_without_the_last_reply(line, messages, tmp_pa
 def test_a_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
     with pytest.raises(ValueError, match=rf"^{tmp_path}/some.jsonl, line 3: .*{named}.*\Z"):
         dataset_of(tmp_path, {"prompt": "2+3?"}, "", line)
-
-
-def test_a_file_without_prompts_is_named(tmp_path):
-    with pytest.raises(ValueError, match="some.jsonl: no such file"):
-        PromptDataset(tmp_path / "some.jsonl")
     with pytest.raises(ValueError, match="some.jsonl: the file has no prompts"):
         dataset_of(tmp_path, "", "  ")
 
@@ -162,20 +157,6 @@ def test_the_shipped_files_are_what_the_generator_writes_byte_for_byte(tmp_path,
         assert (tmp_path / name).read_bytes() == (ROOT / "dataset" / name).read_bytes()
 
 
-def texts(source):
-    return [(expression_of(row), row["conversations"][1]["content"]) for row in source]
-
-
-def test_every_link_of_every_worked_chain_is_right():
-    rng = random.Random(6)
-    chats = [*arithmetic.finetuning_chats(rng, 1500, tags=True),
-             *arithmetic.pretraining_chats(rng, 1000)]
-    lines = [line for _, text in texts(chats) for line in text.splitlines()]
-    chains = [re.split("=| is ", line) for line in lines if re.match(r"\d+[-+*]", line)]
-    assert all(len({eval(link) for link in links}) == 1 for links in chains)
-    assert sum(len(links) > 2 for links in chains) > 2000       # with steps in between
-
-
 @pytest.mark.parametrize("style", arithmetic.STYLES)
 def test_wrong_thoughts_never_arrive_at_the_right_answer(style):
     rng = random.Random(9)
@@ -197,70 +178,68 @@ def test_the_same_seed_gives_the_same_texts(chats, checksum, tmp_path):
     assert zlib.crc32((tmp_path / "texts.jsonl").read_bytes()) == checksum
 
 
+# --- fine-tuning ----------------------------------------------------------------------------------
+
 def test_batches_hold_every_example_once_an_epoch():
     source = train_sft.batches([([i], [i]) for i in range(70)], 2, random.Random(0))
     first, second = ([ids[0] for _ in range(35) for ids, _ in next(source)] for _ in range(2))
     assert sorted(first) == sorted(second) == list(range(70)) and first != second
 
 
-def test_fine_tuning_on_a_handful_of_chats(tmp_path, monkeypatch, capsys):
-    """It holds out a tenth, saves, and prints the mean loss since it last did."""
-    chats = [arithmetic.chat("一加一", "2")] * 19 + [arithmetic.chat("2 + 2", "4 5 6 7 8")]
-    path, save = write(tmp_path / "chats.jsonl", chats), tmp_path / "weights"
-    losses, loss_of = iter([1.0, 2.0, 6.0]), train_sft.loss_of
-
-    def loss(model, batch, num_tokens, device):
-        real = loss_of(model, batch, num_tokens, device)
-        return real if not real.requires_grad else real - real.detach() + next(losses)
-
-    monkeypatch.setattr(train_sft, "loss_of", loss)
+def fine_tune(monkeypatch, tmp_path, *flags):
+    init = ROOT / "model/weights/reason_128"
     monkeypatch.setattr(sys, "argv", [
-        "train_sft", "--data", str(path), "--save", str(save), "--steps", "3",
-        "--init", str(ROOT / "model/weights/reason_128"), "--batch_size", "4"])
+        "train_sft", "--data", str(tmp_path / "chats.jsonl"), "--save", str(tmp_path / "weights"),
+        *(flags or ["--init", str(init), "--steps", "3", "--batch_size", "4"])])
     train_sft.main()
+
+
+def test_fine_tuning_holds_out_a_tenth_and_saves(tmp_path, monkeypatch, capsys):
+    chats = [arithmetic.chat("一加一", "2")] * 19 + [arithmetic.chat("2 + 2", "4 5 6 7 8")]
+    write(tmp_path / "chats.jsonl", chats)
+    fine_tune(monkeypatch, tmp_path)
     printed = capsys.readouterr().out
     assert "18 chats" in printed and "2 held out" in printed
-    assert re.search(r"step 3/3  loss 3\.0000  held-out \d", printed), printed
-    assert load_pretrained(save).config.hidden_size == 128
+    assert re.search(r"step 3/3  loss \d+\.\d+  held-out \d", printed), printed
+    assert load_pretrained(tmp_path / "weights").config.hidden_size == 128
 
 
-def test_fine_tuning_saves_every_100_steps_and_at_the_end():
-    model, taken, at = torch.nn.Linear(1, 1), [], []
+def test_fine_tuning_follows_its_schedule_and_prints_means_since_the_last(monkeypatch, capsys):
+    """The gradient is always 1, so that a step of AdamW is as long as the learning rate."""
+    model, at = torch.nn.Linear(1, 1, bias=False), []
+    model.weight.data.zero_()
 
     def next_loss():
-        taken.append(1)
-        return model(torch.ones(1, 1)).sum()
+        at.append(model.weight.item())
+        return model.weight.sum() - model.weight.item() + len(at)       # 1, 2, 3, ...
 
-    train_sft.optimize(model, next_loss, steps=203, learning_rate=1e-3, warmup_steps=0,
-                       progress=lambda: at.append(len(taken)) or "")
-    assert at == [100, 200, 203]
+    train_sft.optimize(model, next_loss, steps=203, learning_rate=1e-3, warmup_steps=4,
+                       progress=lambda: f" {len(at)}")
+    rates = [1e-3 * min(1, (step + 1) / 4) * (0.505 + 0.495 * math.cos(math.pi * step / 203))
+             for step in range(202)]
+    assert [a - b for a, b in zip(at, at[1:])] == pytest.approx(rates, rel=1e-2, abs=2e-7)
+    lines = [line.rsplit("  ", 1)[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["step 100/203  loss 50.5000 100", "step 200/203  loss 150.5000 200",
+                     "step 203/203  loss 202.0000 203"]
 
 
 def test_a_prompt_and_its_answer_are_a_chat_to_learn_from(tmp_path):
-    user, reply = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}
     write(tmp_path / "some.jsonl", [
-        {"conversations": [user, reply], "answer": "6"}, {"conversations": [user], "answer": "5"},
+        {"conversations": [USER, REPLY], "answer": "6"}, {"conversations": [USER], "answer": "5"},
         {"question": "2+3?", "answer": 5},
-        {"prompt": [user, {"role": "assistant", "content": "4"}], "answer": "5", "metadata": {}}])
-    assert read_chats(tmp_path / "some.jsonl") == [[user, reply]] * 4
+        {"prompt": [USER, REPLY | {"content": "4"}], "answer": "5", "metadata": {}}])
+    assert read_chats(tmp_path / "some.jsonl") == [[USER, REPLY]] * 4
 
 
-CHAT = '{"conversations": [{"role": "assistant", "content": "2"}]}\n'
-
-
-@pytest.mark.parametrize("text, words", [
-    ('{"conversations": []}', "line 1: no turn by the role assistant"),
-    ('{"messages": []}', "line 1: no turn by the role"),
-    ('{"answer": "5"}', "line 1: no prompt found"), (CHAT + "{", "line 2: not valid JSON"),
-    ("", "empty"), (CHAT, "--tokenizer")])
-def test_mistakes_in_fine_tuning_are_one_sentence(text, words, tmp_path, monkeypatch, capsys):
-    path, init = tmp_path / "some.jsonl", ["--init", str(ROOT / "model/weights/reason_128")]
-    path.write_text(text)
-    if words == "--tokenizer":
-        init = []
-    monkeypatch.setattr(sys, "argv", ["train_sft.py", "--data", str(path), "--save", str(tmp_path),
-                                      *init])
+@pytest.mark.parametrize("lines, flags, words", [
+    (['{"messages": []}'], [], "line 1: no turn by the role assistant"),
+    (['{"answer": "5"}'], [], "line 1: no prompt found"), ([], [], "empty"),
+    ([json.dumps({"conversations": [REPLY]}), "{"], [], "line 2: not valid JSON"),
+    ([], ["--steps", "3"], "--tokenizer")])
+def test_mistakes_in_fine_tuning_are_one_sentence(
+        lines, flags, words, tmp_path, monkeypatch, capsys):
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     with pytest.raises(SystemExit, match="2"):
-        train_sft.main()
+        fine_tune(monkeypatch, tmp_path, *flags)
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert "error: " in message and words in message

@@ -12,19 +12,16 @@ import pytest
 import train_grpo
 from conftest import ROOT, jsonl, write
 from docs.experiments import __main__ as command
-from docs.experiments import figures, pages, tasks
+from docs.experiments import figures, pages
 from docs.experiments.__main__ import EXPERIMENTS
 from report import UserError
-
-FLAGS = ("--max_steps 2 --batch_size 2 --num_generations 4 --max_gen_len 24 --eval_interval 2 "
-         "--eval_samples 4 --reward_funcs accuracy --beta 0")
 
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """An experiment of two arms of two steps, and its results; all goes to tmp_path."""
+    """An experiment of two arms, and its results; all goes to tmp_path."""
     experiment = {"arms": {"small, $": "--loss_type $"}, "each": ["grpo", "dapo"],
-                  "common": FLAGS, "seeds": [1], "panels": ["eval/accuracy", "length", "gave_up"]}
+                  "seeds": [1], "panels": ["length", "gave_up"]}
     monkeypatch.setitem(EXPERIMENTS, "tiny", experiment)
     monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(command, "OUT", tmp_path / "the runs")
@@ -43,23 +40,9 @@ SHARE = {"length": ("Length", "", "{:.0%}")}
 
 # --- running --------------------------------------------------------------------------------------
 
-def test_an_experiment_runs_and_is_drawn(tiny, tmp_path, monkeypatch, capsys):
-    experiment, results = tiny
-    experiment["arms"] = {"small": ""}
-    command.run_all("tiny", jobs=2)
-    row, = jsonl(results)
-    assert (row["arm"], row["seed"], row["steps"]) == ("small", 1, [1, 2])
-    assert row["series"].keys() == {"length"} and row["series"]["length"][0] > 0
-    assert row["eval"]["step"] == [0, 2] and 0 <= row["eval"]["eval/accuracy"][0] <= 1
-    assert not [path for path in command.OUT.glob("tiny/*") if path.is_dir()]     # summarised
-    figures.draw([row], experiment, command.PANELS, tmp_path / "tiny.png")
-    assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
-    command.print_table([row], experiment["panels"])
-    *_, line = capsys.readouterr().out.splitlines()
-    assert line.startswith("small | ") and line.endswith("| ")          # nothing of the last
 
-
-def test_it_runs_what_is_missing_with_its_flags_seed_and_change(tiny, tmp_path, monkeypatch):
+def test_it_runs_what_is_missing_with_its_flags_seed_and_change(
+        tiny, tmp_path, monkeypatch, capsys):
     experiment, results = tiny
     line, other = "all_logps = (logits.float() / temperature)", "all_logps = (0)"
     page = tmp_path / "page.md"
@@ -99,6 +82,10 @@ def test_it_runs_what_is_missing_with_its_flags_seed_and_change(tiny, tmp_path, 
     assert [args.seed for args, _ in calls] == [rows[0]["seed"]]
     command.run_all("tiny", jobs=1)
     assert len(calls) == 1 and len(first) == 2          # nothing is missing any more
+    figures.draw(rows, experiment, command.PANELS, tmp_path / "tiny.png")
+    assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
+    command.print_table(rows, experiment["panels"])
+    assert capsys.readouterr().out.endswith("\nsmall, b | 2 → 2 | \n")      # none gave up
 
 
 def test_the_flags_of_every_arm_go_together(monkeypatch):
@@ -149,14 +136,13 @@ SLOW = ("test_a_run_leaves_all_its_files",
 QUICK = [heading for heading, (_, test) in MUSEUM.items() if not test.endswith(SLOW)]
 
 
-def test_every_exhibit_has_a_diff_a_test_and_its_runs():
+def test_every_exhibit_has_its_runs_and_a_change_that_does_not_fit_is_an_error():
     assert {*MUSEUM} == {row.lower() for row in EXPERIMENTS["museum"]["rows"]}
-    for diff, test in MUSEUM.values():
-        file, _, name = test.partition("::")
-        assert diff and f"\ndef {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")
-    assert {arm for arm in EXPERIMENTS["ladder"]["arms"]
-            if command.diff_of(EXPERIMENTS["ladder"], "", arm)} == {
-        arm for arm in EXPERIMENTS["ladder"]["arms"] if arm.startswith("1.")}
+    ladder = EXPERIMENTS["ladder"]
+    changed = {arm for arm in ladder["arms"] if command.diff_of(ladder, "", arm)}
+    assert changed == {arm for arm in ladder["arms"] if arm.startswith("1.")}
+    with pytest.raises(UserError, match="page.md: '40' does not stand in train_grpo.py once"):
+        pages.changed("answer = 42\n", "-40\n+41\n", "page.md")
 
 
 @pytest.mark.parametrize("heading", QUICK)
@@ -176,51 +162,7 @@ def test_the_test_of_an_exhibit_catches_its_error(heading, monkeypatch):
                         f"{ROOT}/tests/{test}"]) == 1
 
 
-def test_a_change_that_no_test_notices_or_that_does_not_fit_is_an_error(tmp_path, monkeypatch):
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "train_grpo.py").write_text("answer = 42\n")
-    (tmp_path / "tests/test_it.py").write_text(
-        "import sys\nsys.path.insert(0, '.')\nfrom train_grpo import answer\n\n\n"
-        "def test_it():\n    assert answer != 41\n")
-    page = tmp_path / "page.md"
-    monkeypatch.setattr(command, "ROOT", tmp_path)
-    text = "## Bug\n\n```diff\n-{}\n+{}\n```\n\n**Caught by** `test_it.py::test_it`.\n"
-    page.write_text(text.format(42, 41))
-    command.prove("page.md")
-    page.write_text(text.format(42, 43))
-    with pytest.raises(UserError, match="page.md: test_it.py::test_it should fail"):
-        command.prove("page.md")
-    page.write_text(text.format(40, 41))
-    with pytest.raises(UserError, match="page.md: '40' does not stand in train_grpo.py once"):
-        command.prove("page.md")
-
-
 # --- own rewards and texts ------------------------------------------------------------------------
-
-def test_judges_err_on_one_answer_in_ten_or_mostly_have_no_opinion():
-    right, wrong = ["<answer>\n12\n</answer>"] * 5000, ["<answer>\n13\n</answer>"] * 5000
-    paid = {judge: judge([""] * 10000, right + wrong, ["12"] * 10000)
-            for judge in (tasks.misses_some, tasks.passes_some)}
-    assert sum(paid[tasks.misses_some][:5000]) == pytest.approx(4500, abs=100)      # 5 sigma
-    assert sum(paid[tasks.passes_some][5000:]) == pytest.approx(500, abs=100)
-    assert sum(paid[tasks.misses_some][5000:]) == 0
-    assert sum(paid[tasks.passes_some][:5000]) == 5000
-    replies = [right[0], wrong[0]] + ["12"] * 998
-    first, second, *others = tasks.strict_judge([""] * 1000, replies, ["12"] * 1000)
-    assert (first, second) == (0, -1) and set(others) == {None, -1}
-    assert 50 < others.count(-1) < 150
-
-
-def test_half_of_the_sums_are_worked_link_by_link(tmp_path, monkeypatch):
-    row = {"question": "22 - 78 + 0 + 9 =", "metadata": {"expression": "22 - 78 + 0 + 9"}}
-    sums, chats = write(tmp_path / "sums.jsonl", [row] * 40), tmp_path / "chats.jsonl"
-    monkeypatch.setattr("sys.argv", ["", str(sums), str(chats)])
-    tasks.main()
-    turns = [line["conversations"] for line in jsonl(chats)]
-    worked = [reply["content"] for _, reply in turns if "guess" not in reply["content"]]
-    assert {turn["content"] for turn, _ in turns} == {row["question"]} and 10 < len(worked) < 30
-    assert set(worked) == {"<think>\n22-78=-48-8=-56\n-56+0=-56\n-56+9=-47\n</think>\n"
-                           "<answer>\n-47\n</answer>"}
 
 
 # --- pictures and tables --------------------------------------------------------------------------
@@ -256,9 +198,6 @@ def test_a_line_ends_with_the_tables_number_and_a_band_of_shares_at_all(tmp_path
     figures.draw([*runs, result("b", 1, 0.5)], {
         "cells": cells, "legend": {"without": "grey", "with": "blue"}}, SHARE, tmp_path / "a.png")
     assert [(color, y[0]) for color, y in lines] == [("blue", 0.5), ("grey", 0.5), ("blue", 0.5)]
-    (blue, line), (blue_too, dashes), (orange, line_too) = figures.styles(
-        ["grpo, group", "grpo, none", "bnpo, group"]).values()
-    assert (blue, line) == (blue_too, line_too) and blue != orange and line != dashes
     _, lowest = figures.series([result("a", 1, 0.1, 0.5, 0.2, 0.4)], "a", "lowest length")
     assert lowest.tolist() == [[0.5, 0.2, 0.2]]
 
@@ -274,15 +213,12 @@ def half(*pair):
 
 @pytest.mark.parametrize("table, texts", [
     ({"columns": ["length"]}, [[f"25.5 ± {half(21, 30):.1f}"], [f"31.5 ± {half(25, 38):.1f}"]]),
-    ({"key": "length", "rows": ["y, $", "x, $"], "columns": [{"arm": ["1", "2"]}],
+    ({"key": "length", "rows": ["y, $", "x, $"], "columns": [{"arm": "1"}, {"arm": "2"}],
       "form": "{begin:.0f} → {end:.1f}"}, [["11 → 31.5", ""], ["11 → 25.5", ""]]),
-    ({"rows": [{"arm": ["x, $", "y, $"]}], "columns": [{"key": "length", "arm": "1"}],
-      "minus": "x, $"}, [["26"], [f"6.0 ± {half(4, 8):.1f}"]]),
-    ({"rows": [{"arm": "x, 1", "seed": [2, 1]}], "columns": [{"key": "length", "at": [7, 8],
-      "form": "{end:.0f}"}]}, [["21"], ["15"]]),
-    ({"rows": ["x, 1"], "columns": ["length"], "seeds_beyond": True}, [["21, 30"]]),
-    ({"rows": ["x, 1"], "columns": [{"key": "length", "form": "{geometric:.2f}"}]},
-     [[f"{math.sqrt(21 * 30):.2f}"]])])
+    ({"rows": [{"arm": "y, $", "minus": "x, $"}], "columns": [{"key": "length", "arm": "1"}]},
+     [[f"6.0 ± {half(4, 8):.1f}"]]),
+    ({"rows": [{"arm": "x, 1", "seed": 2}], "columns": [{"key": "length", "at": [7, 8],
+      "form": "{end:.0f}, {median:.1f}"}]}, [["21, 21.0"]])])
 def test_the_numbers_of_a_table(table, texts):
     assert pages.texts_of({"table": table}, RUNS, SHARE) == texts
 

@@ -4,9 +4,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_run import POLICY, SMALL, measured, rollout_of_six
+from test_run import POLICY, SMALL, rollout_of_six
 
 import train_grpo
+from conftest import jsonl
 from model import MiniMindConfig, MiniMindForCausalLM, load_pretrained, sampler
 from model.fast import pair as fast
 from model.lora import adapters, merged_state, with_adapters
@@ -94,44 +95,27 @@ def test_the_fast_pair_merges_adapters_into_float32_weights_alone(dtype, pair, m
                                atol=1e-4, rtol=1e-4)
 
 
-def test_a_run_saves_adapter_and_merged_weights_and_resumes_exactly(tmp_path, monkeypatch):
-    flags = [*SMALL, "--lora_rank", "2", "--learning_rate", "1e-2", "--eval_interval", "0",
-             "--save_interval", "2", "--out_dir", str(tmp_path), "--max_gen_len", "24",
-             "--max_steps", "4"]
-    train_grpo.main([*flags, "--run_name", "whole"])
-    update, updates = train_grpo.update_policy, []
-
-    def interrupted(*arguments):
-        updates.append(update(*arguments))
-        if len(updates) == 3:
-            raise KeyboardInterrupt
-        return updates[-1]
-
-    monkeypatch.setattr(train_grpo, "update_policy", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train_grpo.main([*flags, "--run_name", "parts"])
-    assert not (tmp_path / "parts/final").exists()
-    train_grpo.main([*flags, "--run_name", "parts", "--resume"])
-    assert measured(tmp_path / "whole") == measured(tmp_path / "parts") and len(updates) == 5
-    for file in ("final/model.safetensors", "adapter/adapter_model.safetensors"):
-        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes()
-    weights = load_file(tmp_path / "whole/adapter/adapter_model.safetensors")
+def test_a_run_saves_adapter_and_merged_weights(tmp_path):
+    train_grpo.main([*SMALL, "--lora_rank", "2", "--learning_rate", "1e-2", "--eval_interval", "0",
+                     "--max_gen_len", "24", "--max_steps", "2", "--out_dir", str(tmp_path),
+                     "--run_name", "run"])
+    weights = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
     assert weights.keys() == {
         f"base_model.model.model.layers.{i}.{name}.lora_{part}.weight" for i in range(4)
         for name in LAYERS for part in "AB"}
-    config = json.loads((tmp_path / "whole/adapter/adapter_config.json").read_text())
+    config = json.loads((tmp_path / "run/adapter/adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 2, 32)
     assert config["target_modules"] == [name.partition(".")[2] for name in LAYERS]
     # The formula once more, from the files alone.
     final, base = (load_file(folder / "model.safetensors")
-                   for folder in (tmp_path / "whole/final", POLICY))
+                   for folder in (tmp_path / "run/final", POLICY))
     for name, tensor in base.items():
         tensor, prefix = tensor.float(), f"base_model.model.{name.removesuffix('.weight')}.lora_"
         if f"{prefix}A.weight" in weights:
             tensor = tensor + 32 / 2 * weights[f"{prefix}B.weight"] @ weights[f"{prefix}A.weight"]
             assert not torch.equal(tensor, base[name].float())
         torch.testing.assert_close(final[name], tensor, rtol=1e-5, atol=1e-6)
-    assert measured(tmp_path / "whole")[0]["kl"] == 0       # the policy is the reference
+    assert jsonl(tmp_path / "run/metrics.jsonl")[0]["kl"] == 0      # the policy is the reference
 
 
 def test_experts_are_left_alone():

@@ -1,5 +1,6 @@
 """The network, the memory of a run, a chat and the tokenizer."""
 import copy
+import functools
 import io
 import itertools
 
@@ -12,14 +13,13 @@ from model import (
     MiniMindConfig,
     MiniMindForCausalLM,
     chat,
-    load_pretrained,
     sample,
     save_pretrained,
     train_sft,
 )
 from model.model import KVCache, MixtureOfExperts
 from model.storage.memory import SIZES, num_parameters, peak_bytes
-from model.storage.tokenizer import TAGS
+from model.storage.tokenizer import CHAT_TEMPLATE, TAGS, train_tokenizer
 from report import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,12 +34,6 @@ def tiny(seed, vocab_size=8):
         vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False,
         initializer_range=0.4))
-
-
-def test_dtype_is_that_of_the_file_unless_asked_for(tokenizer, tmp_path):
-    save_pretrained(tiny(seed=0).to(torch.bfloat16), tokenizer, tmp_path)
-    assert load_pretrained(tmp_path).lm_head.weight.dtype == torch.bfloat16
-    assert load_pretrained(tmp_path, dtype=torch.float32).lm_head.weight.dtype == torch.float32
 
 
 @torch.no_grad()
@@ -143,12 +137,8 @@ def test_a_chat_at_temperature_0_says_what_greedy_sampling_says(tokenizer):
 
 # --- fine-tuning ----------------------------------------------------------------------------------
 
-OURS = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-
-
 @pytest.mark.parametrize("template, learnt", [
-    (OURS, ["is 28<|im_end|>", "<think>sure<|im_end|>"]),
+    (CHAT_TEMPLATE, ["is 28<|im_end|>", "<think>sure<|im_end|>"]),
     # another header, and no EOS at the end of a turn
     ("{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}"
      "{% if add_generation_prompt %}assistant:\n{% endif %}", ["is 28\n", "<think>sure\n"]),
@@ -170,11 +160,7 @@ def test_what_the_assistant_says_is_learnt_in_any_chat_template(template, learnt
         assert {label for label, i in zip(labels, ids) if label != i} == {-100}
         found = itertools.groupby(labels, key=lambda label: label == -100)
         assert [other.decode([*group]) for is_other, group in found if not is_other] == wanted
-
-
-def test_a_chat_in_which_no_reply_is_found_is_refused_in_a_sentence(tokenizer):
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = "{{ messages | length }}" + OURS
+    other.chat_template = "{{ messages | length }}" + template
     with pytest.raises(UserError, match="in chat 1 where a reply begins"):
         train_sft.encode([turns("7?", "7")], other)
 
@@ -182,32 +168,30 @@ def test_a_chat_in_which_no_reply_is_found_is_refused_in_a_sentence(tokenizer):
 # --- the tokenizer --------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["trained", "shipped"])
-def any_tokenizer(request, tokenizer):
-    shipped = ROOT / "model/weights/reason_128"
-    return tokenizer if request.param == "trained" else AutoTokenizer.from_pretrained(shipped)
+def test_a_tokenizer_has_512_tokens_at_most_unless_asked_for_more():
+    texts = ["a" * n + "bcd"[n % 3] * n for n in range(1, 200)]
+    assert [len(train_tokenizer(texts, *size)) for size in ([], [300])] == [512, 300]
 
 
-def test_any_text_survives_a_round_trip_and_tags_and_digits_are_tokens(any_tokenizer):
+@pytest.mark.parametrize("which", ["trained", "shipped"])
+def test_a_tokenizer_keeps_any_text_its_tags_and_digits_and_opens_a_turn_when_asked(
+        which, tokenizer):
+    if which == "shipped":
+        tokenizer = AutoTokenizer.from_pretrained(ROOT / "model/weights/reason_128")
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     for text in ("小明有3个苹果，又买了12个。", "🙂👨‍👩‍👧 naïve é", "a\tb\r\n\n  c ",
                  " leading , and n't . spaces ", "7 + 3*7=28", ""):
-        ids = any_tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert any_tokenizer.decode(ids) == text
-    ids = any_tokenizer("1234+56*78=90", add_special_tokens=False)["input_ids"]
-    assert [any_tokenizer.decode([i]) for i in ids] == list("1234+56*78=90")
-    ids_of_tags = any_tokenizer(list(TAGS), add_special_tokens=False)["input_ids"]
-    assert [len(ids) for ids in ids_of_tags] == [1, 1, 1, 1]
+        assert tokenizer.decode(encode(text)) == text
+    assert [tokenizer.decode([i]) for i in encode("1234+56*78=90")] == list("1234+56*78=90")
+    assert [len(encode(tag)) for tag in TAGS] == [1, 1, 1, 1]
     text = "<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>"
-    ids = any_tokenizer(text, add_special_tokens=False)["input_ids"]
-    ids += [any_tokenizer.eos_token_id, any_tokenizer.pad_token_id]
-    assert any_tokenizer.decode(ids, skip_special_tokens=True) == text
-
-
-def test_the_chat_template_opens_the_assistants_turn_only_when_asked(any_tokenizer):
-    messages = [{"role": "user", "content": "What is 1+1?"}]
-    closed = "<|im_start|>user\nWhat is 1+1?<|im_end|>\n"
-    assert any_tokenizer.apply_chat_template(messages, tokenize=False) == closed
-    opened = any_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert opened == closed + "<|im_start|>assistant\n"
-    assert any_tokenizer.decode(any_tokenizer.eos_token_id) == "<|im_end|>"
-    assert any_tokenizer.pad_token_id not in (None, any_tokenizer.eos_token_id)
+    ids = encode(text) + [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    closed = tokenizer.apply_chat_template(turns("1+1?"), tokenize=False)
+    assert closed == "<|im_start|>user\n1+1?<|im_end|>\n"
+    assert tokenizer.apply_chat_template(turns("1+1?"), tokenize=False,
+                                         add_generation_prompt=True) == (
+        closed + "<|im_start|>assistant\n")
+    assert tokenizer.decode(tokenizer.eos_token_id) == "<|im_end|>"
+    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
+    assert tokenizer.model_max_length == 2048

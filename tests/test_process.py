@@ -1,6 +1,5 @@
 """Process supervision and penalties, against numbers computed by hand."""
 import math
-import time
 
 import pytest
 import torch
@@ -71,9 +70,3 @@ def test_repetition_counts_ngrams_of_ids():
     # The 4-grams of 1 2 1 2 1 2 are 1212, 2121, 1212: two of three are distinct.
     ids = [[1, 2, 1, 2, 1, 2], [1, 2, 3, 4, 5], [1, 2, 3], []]
     assert repetition_reward(None, None, ids) == pytest.approx([-1 / 3, 0, 0, 0])
-
-
-def test_steps_are_found_in_linear_time():
-    start = time.perf_counter()
-    judge_lines("1+" * 20_000)
-    assert time.perf_counter() - start < 2

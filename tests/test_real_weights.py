@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 import train_grpo
 from conftest import ROOT, edit, left_padded
@@ -112,7 +112,6 @@ def test_logits_equal_those_of_transformers_whoever_saved_them(family, tokenizer
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert_same_logits(ours, back, ids, mask)
     assert_same_logits(load_pretrained(tmp_path / "ours"), theirs, ids, mask)
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "ours")) == len(tokenizer)
 
 
 THETA, LINEAR = {"rope_theta": 5e5}, {"type": "linear", "factor": 2.5}
@@ -120,7 +119,6 @@ THETA, LINEAR = {"rope_theta": 5e5}, {"type": "linear", "factor": 2.5}
 
 @pytest.mark.parametrize("family, remove, changes", [
     # as transformers 4 writes it
-    ("qwen3_tied", ["rope_parameters"], THETA | {"rope_scaling": None}),
     ("llama3", ["rope_parameters"], THETA | {"rope_scaling": LLAMA3}),
     ("llama_linear", ["rope_parameters"], THETA | {"rope_scaling": LINEAR}),
     # What is missing has the default of transformers.
@@ -134,14 +132,6 @@ def test_another_form_of_config_json_is_read_the_same(family, remove, changes, t
     theirs.save_pretrained(tmp_path)
     edit(tmp_path / "config.json", remove, **changes)
     assert_same_logits(load_pretrained(tmp_path), theirs, *left_padded([40, 7], 61))
-
-
-@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3_moe"])
-def test_sharded_weights_are_read_like_a_single_file(family, tmp_path):
-    theirs = reference(family)
-    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert not (tmp_path / "model.safetensors").exists()
-    assert_same_logits(load_pretrained(tmp_path), theirs, *left_padded([4, 2], 61))
 
 
 # --- EOS ids, the tokenizer, the hub --------------------------------------------------------------
@@ -169,8 +159,7 @@ def test_a_users_tokenizer_comes_back_the_same_in_a_form_transformers_4_reads(tm
         pad_token="<|endoftext|>", unk_token=None, model_max_length=131072)
     theirs.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|vision|>"]})
     theirs.add_tokens(["<think>", "</think>"])
-    theirs.chat_template = ("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n"
-                            "{% endfor %}")
+    theirs.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
     save_pretrained(load_pretrained(SHIPPED), theirs, tmp_path)
     back = load_tokenizer(tmp_path, 512)
     text = "<|im_start|>ab ab\n<think>a</think><|vision|><|im_end|>"
@@ -187,33 +176,21 @@ def test_a_users_tokenizer_comes_back_the_same_in_a_form_transformers_4_reads(tm
     assert config["tokenizer_class"] == "Qwen2Tokenizer"
 
 
-def test_a_hub_id_is_downloaded_and_a_failure_is_one_sentence(monkeypatch, tmp_path):
-    theirs = reference("qwen2")
-    theirs.save_pretrained(tmp_path)
-    hub = Mock(side_effect=[str(tmp_path), ConnectionError("a page\nof text")])
-    monkeypatch.setattr("huggingface_hub.snapshot_download", hub)
-    assert_same_logits(load_pretrained("Somebody/tiny-Qwen2.5"), theirs, *left_padded([4, 2], 61))
-    with pytest.raises(ValueError, match="no config.json there"):
-        load_pretrained("nowhere")      # not of the form owner/name, so the hub is not asked
-    assert [call.args for call in hub.mock_calls] == [("Somebody/tiny-Qwen2.5",)]
-    with pytest.raises(ValueError, match="Somebody/else.*ConnectionError") as error:
-        load_pretrained("Somebody/else")
-    assert "\n" not in str(error.value)
-
-
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
 @pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
-def test_a_policy_on_the_hub_with_bin_files_only_is_downloaded_and_read(
-        shard_size, monkeypatch, tmp_path):
+def test_a_policy_on_the_hub_is_downloaded_and_read(kind, shard_size, monkeypatch, tmp_path):
     theirs, here = reference("llama"), tmp_path / "here"
     theirs.save_pretrained(tmp_path, max_shard_size=shard_size)
-    for file in tmp_path.glob("*.safetensors"):
-        name = file.stem.replace("model", "pytorch_model", 1)
-        # Llama 2's files also hold the RoPE frequencies.
-        frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-        torch.save(load_file(file) | frequencies, tmp_path / f"{name}.bin")
-        file.unlink()
+    if kind == "bin":
+        for file in tmp_path.glob("*.safetensors"):
+            name = file.stem.replace("model", "pytorch_model", 1)
+            # Llama 2's files also hold the RoPE frequencies.
+            frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+            torch.save(load_file(file) | frequencies, tmp_path / f"{name}.bin")
+            file.unlink()
 
     def download(name, *, allow_patterns, ignore_patterns):
+        assert name == "Somebody/old"
         here.mkdir(exist_ok=True)
         for file in tmp_path.iterdir():
             if file.is_file() and any(file.match(pattern) for pattern in allow_patterns):
@@ -222,6 +199,16 @@ def test_a_policy_on_the_hub_with_bin_files_only_is_downloaded_and_read(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert_same_logits(load_pretrained("Somebody/old"), theirs, *left_padded([4, 2], 61))
+
+
+def test_what_cannot_be_downloaded_is_one_sentence(monkeypatch):
+    hub = Mock(side_effect=ConnectionError("a page\nof text"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub)
+    with pytest.raises(ValueError, match="no config.json there"):
+        load_pretrained("nowhere")      # not of the form owner/name, so the hub is not asked
+    with pytest.raises(ValueError, match="Somebody/else.*ConnectionError") as error:
+        load_pretrained("Somebody/else")
+    assert "\n" not in str(error.value) and hub.call_count == 1
 
 
 # --- MiniMind's .pth ------------------------------------------------------------------------------
@@ -254,18 +241,18 @@ def test_a_minimind_pth_is_read_and_then_saved_for_transformers(generation, toke
         load_tokenizer(path, 512)
 
 
-@pytest.mark.parametrize("names, words", [
-    (["tok_embeddings.weight"], "since April 2025 .*model.embed_tokens.weight"),
-    ([f"model.{name}.weight" for name in (
-        "embed_tokens", "layers.0.self_attn.q_proj", "layers.0.mlp.gate")],
-     "experts without q/k-norm"),
-])
-def test_a_pth_that_is_something_else_is_refused_by_what_it_is(names, words, tmp_path):
+def test_a_pth_that_is_something_else_is_refused_by_what_it_is(tmp_path):
     path = tmp_path / "other.pth"
-    torch.save({name: torch.ones(2, 2) for name in names}, path)
-    with pytest.raises(ValueError, match=words) as error:
+    torch.save({"tok_embeddings.weight": torch.ones(2, 2)}, path)
+    with pytest.raises(ValueError, match="other.pth.* since April 2025 .*embed_tokens.weight"):
         load_pretrained(path)
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_pth_in_the_output_folder_is_found_by_its_name(tmp_path):
+    (tmp_path / "reason_64.pth").touch()
+    args = train_grpo.parse_args(["--hidden_size", "64", "--out_dir", str(tmp_path)])
+    assert args.model_path == str(tmp_path / "reason_64.pth")
+    assert args.run_name == "grpo_reason_64"
 
 
 # --- a few steps of GRPO --------------------------------------------------------------------------
@@ -275,40 +262,23 @@ def any_score(prompts, completions, *, completion_ids, **_):
     return [sum(ids) / 100 for ids in completion_ids]
 
 
-def train(path, out, *flags):
-    train_grpo.main([
-        "--model_path", str(path), "--tokenizer_path", SHIPPED, "--out_dir", str(out),
-        "--run_name", "run", "--max_steps", "2", "--batch_size", "2", "--num_generations", "3",
-        "--max_gen_len", "6", "--eval_interval", "0", "--device", "cpu",
-        "--reward_funcs", "format", "tag", "accuracy", "test_real_weights:any_score", *flags])
-    assert len((out / "run/metrics.jsonl").read_text().splitlines()) == 2
-    return AutoModelForCausalLM.from_pretrained(out / "run/final", dtype=torch.float32)
-
-
-@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3_moe_some_dense"])
-def test_a_few_steps_of_grpo_train_each_architecture(family, tmp_path):
-    theirs = reference(family, vocab_size=300)
+def test_a_few_steps_of_grpo_train_experts_too(tmp_path):
+    theirs = reference("qwen3_moe_some_dense", vocab_size=300)
     theirs.save_pretrained(tmp_path / "weights")
-    trained = train(tmp_path / "weights", tmp_path, "--gradient_checkpointing")
+    train_grpo.main([
+        "--model_path", str(tmp_path / "weights"), "--tokenizer_path", SHIPPED, "--out_dir",
+        str(tmp_path), "--run_name", "run", "--max_steps", "2", "--batch_size", "2",
+        "--num_generations", "3", "--max_gen_len", "6", "--eval_interval", "0", "--device", "cpu",
+        "--gradient_checkpointing", "--reward_funcs", "test_real_weights:any_score"])
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run/final", dtype=torch.float32)
     assert type(trained) is type(theirs)
     before = theirs.state_dict()
-    moved = {name for name, tensor in trained.state_dict().items()
-             if not torch.equal(tensor, before[name])}
-    assert moved == set(before) or "moe" in family      # an expert that no token chose stays put
+    same = [name for name, tensor in trained.state_dict().items()
+            if torch.equal(tensor, before[name])]
+    assert all(".experts." in name for name in same)        # of those that no token chose
 
 
-def test_a_few_steps_of_grpo_train_a_minimind(tmp_path):
-    theirs, path = minimind("minimind2", tmp_path, vocab_size=300)
-    assert type(train(path, tmp_path)) is type(theirs)
-    # Without --model_path, a .pth in the output folder is found by its name.
-    (tmp_path / "reason_64.pth").write_bytes(path.read_bytes())
-    args = train_grpo.parse_args(["--hidden_size", "64", "--out_dir", str(tmp_path)])
-    assert args.model_path == str(tmp_path / "reason_64.pth")
-    assert args.run_name == "grpo_reason_64"
-
-
-@pytest.mark.parametrize("flags", [[], ["--gradient_checkpointing"]])
-def test_the_flag_gradient_checkpointing_reaches_the_model(flags):
-    args = train_grpo.parse_args(["--model_path", SHIPPED, "--reward_funcs", "format", *flags])
-    _, policy, *_ = train_grpo.load_models(args, World("cpu"))
-    assert policy.model.gradient_checkpointing == bool(flags)
+def test_the_flag_gradient_checkpointing_reaches_the_model():
+    args = train_grpo.parse_args(["--model_path", SHIPPED, "--reward_funcs", "format",
+                                  "--gradient_checkpointing"])
+    assert train_grpo.load_models(args, World("cpu"))[1].model.gradient_checkpointing

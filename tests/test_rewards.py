@@ -29,10 +29,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("completion, form, tags", [
     ("<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>", 0.5, 1.0),
-    # two, three line breaks between the blocks
+    # two line breaks between the blocks are fine, three are not
     ("<think>\n27*6=162\n</think>\n\n<answer>\n162\n</answer>", 0.5, 1.0),
     ("<think>\n27*6=162\n</think>\n\n\n<answer>\n162\n</answer>", 0.0, 1.0),
-    # many lines in a block; nothing in it
     ("<think>\na\n\nb\nc\n</think>\n<answer>\n\n</answer>", 0.5, 1.0),
     # something after the blocks, or before them; tags that share their line with text
     ("<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>\n", 0.0, 1.0),
@@ -52,28 +51,20 @@ def test_format_and_tag_rewards(completion, form, tags):
     ("<think>\nx\n</think>\n<answer>\n7\n</answer>\n<answer>\n162\n</answer>", "162", 1),
     # an answer block inside the thinking does not count
     ("<think>\n<answer>162</answer>\n</think>\n<answer>\n7\n</answer>", "162", 0),
-    ("<think>\n<answer>7</answer>\n</think>\n<answer>\n162\n</answer>", "162", 1),
     ("<think>\n<answer>162</answer>", "162", 0),
-    # a block that is empty, or never closed
-    ("<think>\n162\n</think>\n<answer>\n\n</answer>", "162", 0),
-    ("<think>\n162\n</think>\n<answer>\n162", "162", 0),
+    ("<think>\n162\n</think>\n<answer>\n162", "162", 0),          # never closed
     # numbers in different notations; hedging is not a number
     ("<answer>\n1,234.50\n</answer>", "1234.5", 1),
     ("<answer> $-7. </answer>", -7, 1),
     ("<answer>7 or 8</answer>", "8", 0), ("<answer>nan</answer>", "5", 0),
-    ("<answer>Paris</answer>", "Paris", 1), ("<answer>London</answer>", "Paris", 0),
+    ("<answer>Paris</answer>", "Paris", 1),
     # no tags: the last number
     ("27*6=120+42=162\nThe answer is 162.", "162", 1), ("162, or rather 163", "162", 0),
     ("It is 1,234.5.", "1234.5", 1), ("No idea.", "162", 0), ("<answer>162</answer>", None, None),
 ])
 def test_accuracy_reward(completion, gold, expected):
     assert accuracy_reward([""], [completion], answer=[gold]) == [expected]
-
-
-def test_accuracy_reward_without_gold_answers_judges_nothing_and_an_empty_one_is_an_error():
-    assert accuracy_reward(["", ""], ["1", "2"]) == [None, None]
-    with pytest.raises(ValueError, match="answer"):
-        accuracy_reward([""], ["<answer></answer>"], answer=[" "])
+    assert accuracy_reward([""], [completion]) == [None]
 
 
 def test_no_column_is_an_option_of_a_rule():
@@ -106,9 +97,11 @@ def test_what_reads_replies_as_mathematics_or_a_task_has_seconds_in_a_thread_too
 
 # --- the reward model's score as a reward ---------------------------------------------------------
 
+
+# --- the reward model's score as a reward ---------------------------------------------------------
+
 THOUGHT = "<think>\n<answer>1</answer>\n</think>\n<answer>\n28\n</answer>"
-WILD = "<think>\nb\n</think>\n<answer>\n13\n</answer>"
-SCORES = {"long": 5.0, "short": -20.0, THOUGHT: 2.0, "28": -1.0, "1": 3.0, WILD: 7.0, "13": -50.0}
+SCORES = {"long": 5.0, "short": -20.0, THOUGHT: 2.0, "28": -8.0, "1": 3.0}
 
 
 class KnownScores:
@@ -122,23 +115,18 @@ class KnownScores:
         return [SCORES[chat[-1]["content"]] for chat in chats]
 
 
-@pytest.mark.parametrize("reply, options, expected", [
-    ("long", {}, 3), ("short", {}, -3), ("long", dict(scale=0.5), 2.5),     # scale, then clip
-    ("short", dict(scale=0.5), -3), ("short", dict(clip=0), -20),
-    (THOUGHT, dict(reasoning=False), 2), (THOUGHT, dict(answer_share=0.25), 0.75 * 2 - 0.25 * 1),
+@pytest.mark.parametrize("options, expected", [
+    ({}, [3, -3, 0.4 * 2 - 0.6 * 3]), ({"clip": 0}, [5, -20, 0.4 * 2 - 0.6 * 8]),
+    ({"scale": 0.5}, [2.5, -3, 0.4 * 1 - 0.6 * 3]),         # it scales, then clips
+    ({"reasoning": False}, [3, -3, 2]), ({"answer_share": 0.25}, [3, -3, 0.75 * 2 - 0.25 * 3]),
 ])
-def test_a_score_is_scaled_clipped_and_mixed_with_that_of_the_answer(reply, options, expected):
-    reward = reward_model_reward(KnownScores(), **options)
-    assert reward(["p"], [reply], [[]]) == pytest.approx([expected])
-
-
-def test_replies_and_answers_are_scored_in_their_own_chats_all_at_once():
-    model = KnownScores()
-    rewards = reward_model_reward(model)(["p"] * 3, ["short", WILD, THOUGHT],
-                                         [turns("p"), turns("q", "r", "s"), turns("t")])
-    assert rewards == pytest.approx([-3, 0.4 * 3 - 0.6 * 3, 0.4 * 2 - 0.6 * 1])
-    assert model.calls == [[turns("p", "short"), turns("q", "r", "s", WILD), turns("t", THOUGHT),
-                            turns("q", "r", "s", "13"), turns("t", "28")]]
+def test_a_score_is_scaled_clipped_and_mixed_with_that_of_the_answer(options, expected):
+    model, chats = KnownScores(), [turns("p"), turns("q", "r", "s"), turns("t")]
+    rewards = reward_model_reward(model, **options)(["p"] * 3, ["long", "short", THOUGHT], chats)
+    assert rewards == pytest.approx(expected)
+    answers = [turns("t", "28")] if options.get("reasoning", True) else []
+    assert model.calls == [[turns("p", "long"), turns("q", "r", "s", "short"), turns("t", THOUGHT),
+                            *answers]]
 
 
 # --- several rewards, one number ------------------------------------------------------------------
@@ -165,7 +153,7 @@ def test_rewards_are_weighted_and_what_was_not_judged_adds_nothing():
     rewards, values = combined([lengths, gold], [2.0, 0.5], ["a", "bbb", ""],
                                answer=[4.0, None, 6.0])
     assert rewards.dtype == torch.float32 and rewards.tolist() == [2 * 1 + 0.5 * 4, 2 * 3, 0.5 * 6]
-    assert list(values) == ["lengths", "gold"] and values["lengths"].tolist() == [1, 3, 0]
+    assert values["lengths"].tolist() == [1, 3, 0]
     assert values["gold"].nan_to_num(-1).tolist() == [4, -1, 6]
     rewards, _ = combined([gold], [1.0], ["a", "b"], answer=[None, 0.0])
     assert rewards[0].isnan() and rewards[1] == 0
@@ -185,18 +173,16 @@ def test_reward_functions_are_found_by_name_and_in_the_current_folder(tmp_path, 
     assert judges[3](completions=[""]) == [1]
 
 
-def test_a_module_with_a_mistake_ends_in_a_sentence_and_shows_where(own_module, capsys):
+@pytest.mark.parametrize("name, shown", [
+    ("formatt", ""), ("no_such_module_here:f", ""), ("math:no_such_function", ""),
+    ("my_mistake:short", 'my_mistake.py", line 3')])
+def test_an_unknown_or_broken_reward_is_named_and_only_its_own_mistake_shown(
+        name, shown, own_module, capsys):
     own_module("my_mistake", "import math\n\nmath.nothing()\n")
-    with pytest.raises(UserError, match="--reward_funcs my_mistake:short: "):
-        load_reward_funcs(["my_mistake:short"])
-    assert 'my_mistake.py", line 3' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["formatt", "no_such_module_here:f", "math:no_such_function"])
-def test_an_unknown_reward_is_named_without_a_traceback(name, capsys):
     with pytest.raises(UserError, match=name):
         load_reward_funcs(["format", name])
-    assert capsys.readouterr().err == ""
+    error = capsys.readouterr().err
+    assert shown in error and bool(shown) == bool(error)
 
 
 # --- a reward function must never harm a run ------------------------------------------------------
@@ -240,27 +226,18 @@ def test_what_is_no_list_of_rewards_is_an_error(returned):
 @pytest.mark.parametrize("value", [
     math.nan, math.inf, -2e12, 10**400, torch.tensor(1e38), "right", [1.0], torch.ones(2)])
 def test_a_value_that_is_of_no_use_is_a_warning_once_and_treated_as_none(value):
-    for _ in range(2):          # two runs in one process
-        judge = Judge(judge_of([value, 1]))
-        for count in (1, 0):
-            (reward, one), texts = ask(judge)
-            assert math.isnan(reward) and one == 1 and len(texts) == count
-        assert judge.failed == {"no number": 2} and "treated as None" in judge.reason
+    judge = Judge(judge_of([value, 1]))
+    for count in (1, 0):
+        (reward, one), texts = ask(judge)
+        assert math.isnan(reward) and one == 1 and len(texts) == count
+    assert judge.failed == {"no number": 2} and "treated as None" in judge.reason
 
 
-def test_numbers_of_all_kinds_are_rewards_in_a_tensor_too_and_none_is_no_failure():
-    values = [True, -1e12, Decimal("0.5"), numpy.float32(0.5), torch.tensor(0.5)]
-    for returned in (values, torch.tensor([float(value) for value in values])):
-        judge = Judge(judge_of(returned))
-        assert ask(judge, "abcde") == (pytest.approx([1, -1e12, 0.5, 0.5, 0.5]), [])
-        judge.function = judge_of([None] * 5)
-        rewards, texts = ask(judge, "abcde")
-        assert all(map(math.isnan, rewards)) and not texts
-
-
-def test_exit_is_a_failure():
-    with pytest.raises(UserError, match="failed in its first call: SystemExit"):
-        ask(Judge(lambda **columns: sys.exit(3), timeout=60))
+def test_numbers_of_all_kinds_are_rewards_and_none_is_no_failure():
+    values = [True, -1e12, Decimal("0.5"), numpy.float32(0.5), torch.tensor(0.5), None]
+    assert ask(Judge(judge_of(values)), "abcdef") == (
+        pytest.approx([1, -1e12, 0.5, 0.5, 0.5, math.nan], nan_ok=True), [])
+    assert ask(Judge(judge_of(torch.tensor([0.25, 1.0])))) == ([0.25, 1], [])
 
 
 def test_a_function_that_changes_its_arguments_harms_no_other_and_no_sibling():
@@ -309,32 +286,27 @@ def test_failures_of_all_ranks_are_counted_and_give_the_reason():
     ask(ranks[0][0], answer=[math.inf, math.inf])
     ask(ranks[1][0], answer=[1.0, "1"])
     told = [row for judges in ranks for row in failures(judges)]
-    assert [row[:2] for row in told] == [("gold", 2), ("gold", 1)]
     row = {"length": 1, "ended": True, "rewards": {"gold": math.nan, "lengths": 0.5}}
     metrics = rollout_metrics([row | {"reward": 0.5}, row | {"reward": math.nan}], 2, told)
     assert metrics["rewards/gold/failed"] == 3 and "rewards/lengths/failed" not in metrics
     with pytest.warns(UserWarning, match=r"gold returned inf .*; gold returned '1' "):
         rollout_metrics([row | {"reward": math.nan}] * 2, 2, told)
     ask(ranks[0][0], answer=[1.0, 1.0])         # no failure any more: no reason
-    assert failures(ranks[0])[0][1:] == (2, None)
+    assert failures(ranks[0]) == [("gold", 2, None)]
 
 
 NASTY = """
 calls = []
 
 def wild(prompts, completions, **columns):
-    calls.append("wild")
-    if len(calls) <= 2:
+    calls.append(0)
+    if len(calls) == 1:
         return [len(completion) / 10 for completion in completions]
     # in groups of four: one judged, two, none
     return [1.0, "x", float("nan"), 1e38, 0.0, 1.0, 1e38, None] + [10**400] * (len(completions) - 8)
-
-def fails(prompts, completions, **columns):
-    calls.append("fails")
-    return [1 / (len(calls) <= 2)] * len(completions)
 """
 RUN = ("--batch_size 4 --num_generations 4 --max_gen_len 16 --max_steps 2 --eval_interval 0 "
-       "--reward_funcs my_nasty:wild my_nasty:fails")
+       "--reward_funcs my_nasty:wild ")
 
 
 @pytest.mark.parametrize("flags", [
@@ -342,13 +314,10 @@ RUN = ("--batch_size 4 --num_generations 4 --max_gen_len 16 --max_steps 2 --eval
     "--kl_in_reward --oversample 2 --scale_rewards batch --advantage_estimator rloo"])
 def test_a_run_outlives_its_rewards(flags, own_module, tmp_path):
     own_module("my_nasty", NASTY)
-    with warnings.catch_warnings(record=True):
-        train_grpo.main([*RUN.split(), *flags.split(), "--out_dir", str(tmp_path)])
-    folder = tmp_path / "grpo_reason_128"
-    first, line = jsonl(folder / "metrics.jsonl")
-    assert not any(name.endswith("/failed") for name in first)
-    N = len(jsonl(folder / "completions.jsonl")) // 2
-    assert (line["rewards/wild/failed"], line["rewards/fails/failed"]) == (N - 4, 1)
+    with pytest.warns(UserWarning, match="wild"):
+        train_grpo.main([*(RUN + flags).split(), "--out_dir", str(tmp_path), "--run_name", "run"])
+    _, line = jsonl(tmp_path / "run/metrics.jsonl")
+    assert line["rewards/wild/failed"] == len(jsonl(tmp_path / "run/completions.jsonl")) // 2 - 4
     assert line["reward"] == pytest.approx(2 / 3)
-    weights = load_pretrained(folder / "final").parameters()
+    weights = load_pretrained(tmp_path / "run/final").parameters()
     assert all(weight.isfinite().all() for weight in weights)

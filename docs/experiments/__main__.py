@@ -23,6 +23,7 @@ import tempfile
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from report.metrics import mean_metrics
 from report.text import columns, is_finite, read_jsonl, rounded, to_line
 
 from .figures import draw
-from .pages import changed, changes, filled, texts_of
+from .pages import arms_of, changed, changes, filled, texts_of
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -107,11 +108,11 @@ def write_pages():
 
 def print_table(results, keys):
     """Print where each arm ends in each of these series, as a table on the pages would."""
-    arms = dict.fromkeys((run["row"], run["arm"]) for run in results)
-    print("", *(PANELS[key][0] for key in keys), sep=" | ")
+    titles = [PANELS[key][0] for key in keys]
+    print("", *titles, sep=" | ")
     texts = texts_of({"table": {"columns": keys}}, results, PANELS)
-    for (row, arm), cells in zip(arms, texts):
-        print(f"{row} {arm}".strip(), *cells, sep=" | ")
+    for line, cells in zip(arms_of(results), texts):
+        print(f"{line['row']} {line['arm']}".strip(), *cells, sep=" | ")
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -203,51 +204,54 @@ def prove(page):
 
 def summary(run_dir, names):
     """These series of a run, metrics or behaviour, in at most PARTS parts, and its evaluations."""
-    replies = {}        # {step: the behaviour of each, as far as it applies}
+    replies = {}        # {step: the behaviour of each}
     for row in read_jsonl(run_dir / "completions.jsonl"):
-        applies = {name: value for name, value in behaviour(row).items() if value is not None}
-        replies.setdefault(row["step"], []).append(applies)
-    rows = [row | mean_metrics(replies[row["step"]]) for row in read_jsonl(
-        run_dir / "metrics.jsonl")]
-    for row in rows:        # kl, k3, is on average log pi - log pi_ref, so this is log pi_ref
-        if {"entropy", "kl"} <= row.keys():
+        replies.setdefault(row["step"], []).append(behaviour(row))
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    for row in rows:
+        row |= mean_metrics(replies[row["step"]])
+        if "entropy" in row and "kl" in row:
+            # kl, k3, is on average log pi - log pi_ref, so this is log pi_ref.
             row["likelihood"] = -row["entropy"] - row["kl"]
-    parts = np.array_split(np.arange(len(rows)), min(PARTS, len(rows)))
-    series = {name: [rounded(mean(filter(is_finite, (rows[i].get(name) for i in part))))
-                     for part in parts]
-              for name in names if any(name in row for row in rows) and "eval/" not in name}
-    return {"steps": [mean(rows[i]["step"] for i in part) for part in parts], "series": series,
+    parts = np.array_split(rows, min(PARTS, len(rows)))
+    series = {}
+    for name in names:
+        if not name.startswith("eval/") and any(name in row for row in rows):
+            series[name] = [mean_of(name, part) for part in parts]
+    return {"steps": [fmean(row["step"] for row in part) for part in parts], "series": series,
             "eval": columns(read_jsonl(run_dir / "eval.jsonl")),
             "seconds": round(sum(row["step_time"] for row in rows))}
 
 
-def mean(values):
-    """The mean, such as the share of conditions that hold; None of no value."""
-    values = list(values)
-    return sum(values) / len(values) if values else None
+def mean_of(name, rows):
+    """The mean of the finite values that rows have by this name, to four digits, or None."""
+    values = [row[name] for row in rows if is_finite(row.get(name))]
+    return rounded(fmean(values)) if values else None
 
 
 def behaviour(row):
-    """The behaviour of one reply, a row of completions.jsonl: {name: number, or None}.
+    """The behaviour of one reply, a row of completions.jsonl: {name: number}.
 
-    None means that it does not apply, as `length/right` of a wrong reply. A reply is right if its
-    reward is 1 or more.
+    It has what applies to the reply, such as `length/right` if it is right: its reward is 1 or
+    more.
     """
     lines = THOUGHT.match(row["completion"])[1].splitlines()
+    words = row["completion"].lower().split()
     verdicts = [found[1] for found in map(TRY.fullmatch, lines) if found]
     right = row["reward"] is not None and row["reward"] >= 1
-    words = row["completion"].lower().split()
-    return {
-        "right": float(right),
-        "length": row["length"],
-        "length/right": row["length"] if right else None,
-        "length/wrong": None if right else row["length"],
-        "cut_off": float(not row["ended"]),
-        "repeated_words": mean(word in words[:i] for i, word in enumerate(words)),
-        "repeats": mean(line in lines[:i] for i, line in enumerate(lines)),
-        "tries": len(verdicts) or None,
-        "gave_up": float(row["ended"] and "yes" not in verdicts) if verdicts else None,
-    }
+    found = {"right": right, "length": row["length"], "cut_off": not row["ended"]}
+    if right:
+        found["length/right"] = row["length"]
+    else:
+        found["length/wrong"] = row["length"]
+    if words:
+        found["repeated_words"] = fmean(word in words[:i] for i, word in enumerate(words))
+    if lines:
+        found["repeats"] = fmean(line in lines[:i] for i, line in enumerate(lines))
+    if verdicts:
+        found["tries"] = len(verdicts)
+        found["gave_up"] = row["ended"] and "yes" not in verdicts
+    return found
 
 
 if __name__ == "__main__":

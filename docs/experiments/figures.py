@@ -1,5 +1,4 @@
 """Draws the results of an experiment, and says what runs come to."""
-import itertools
 import math
 
 import numpy as np
@@ -20,12 +19,15 @@ def draw(results, experiment, panels, path):
     colour of all arms that begin with `grpo`; what follows the comma picks the dashes. Arms of a
     cell have the colours of the legend, one after the other. The number at a line is its end.
     """
-    rows, arms = (list(dict.fromkeys(run[name] for run in results)) for name in ("row", "arm"))
-    lines = styles(arms)
-    own = experiment.get("cells")
+    arms = list(dict.fromkeys(run["arm"] for run in results))
+    rows = list(dict.fromkeys(run["row"] for run in results))
+    own = "cells" in experiment
     if own:
+        cells = experiment["cells"]
         lines = {name: (color, "-") for name, color in experiment["legend"].items()}
-    cells = own or [{"row": row, "key": key} for key in experiment["panels"] for row in rows]
+    else:
+        cells = [{"row": row, "key": key} for key in experiment["panels"] for row in rows]
+        lines = styles(arms)
     columns = experiment.get("columns", 2)
     height = math.ceil(len(cells) / columns)                # in panels
     width, inches, gap = 10.4, 2.3 * height + 2, 0.85
@@ -38,7 +40,7 @@ def draw(results, experiment, panels, path):
         for i, cell in enumerate(cells):
             ax = fig.add_subplot(grid[i // columns, i % columns])
             row, key = cell.get("row", ""), cell.get("key", "eval/accuracy")
-            title, subtitle, form = panels[key][:3]
+            title, subtitle, form = panels[key]
             if row:
                 title, subtitle = row, title
             elif own:
@@ -47,7 +49,7 @@ def draw(results, experiment, panels, path):
             above(ax, subtitle, -22, 6, fontsize=8, color=GREY)
             runs = [run for run in results if run["row"] == row]
             here = dict(zip(cell.get("arms", arms), lines.values()))
-            draw_panel(ax, runs, key, form, here, whole=bool(own))
+            draw_panel(ax, runs, key, form, here, whole=own)
 
 
 def draw_legend(fig, lines, top):
@@ -55,19 +57,26 @@ def draw_legend(fig, lines, top):
 
     # A legend is filled column by column, and read row by row.
     across = min(len(lines), 4)
-    order = [name for column in range(across) for name in [*lines][column::across]]
-    swatches = [Line2D([], [], color=color, linestyle=dashes, linewidth=2.4)
-                for color, dashes in map(lines.get, order)]
+    order = []
+    for column in range(across):
+        order += list(lines)[column::across]
+    swatches = []
+    for name in order:
+        color, dashes = lines[name]
+        swatches.append(Line2D([], [], color=color, linestyle=dashes, linewidth=2.4))
     fig.legend(swatches, order, frameon=False, loc="upper left", ncols=across, fontsize=10.5,
                bbox_to_anchor=(0.015, top), handlelength=2.2)
 
 
 def styles(arms):
     """{arm: (colour, dashes)}, by what stands before and after the comma."""
-    families, kinds = (dict.fromkeys(arm.partition(", ")[i] for arm in arms) for i in (0, 2))
-    color = dict(zip(families, itertools.cycle(ARM_COLORS)))
-    dashes = dict(zip(kinds, itertools.cycle(DASHES)))
-    return {arm: (color[arm.partition(", ")[0]], dashes[arm.partition(", ")[2]]) for arm in arms}
+    colors, dashes, found = {}, {}, {}
+    for arm in arms:
+        family, _, kind = arm.partition(", ")
+        colors.setdefault(family, ARM_COLORS[len(colors) % len(ARM_COLORS)])
+        dashes.setdefault(kind, DASHES[len(dashes) % len(DASHES)])
+        found[arm] = colors[family], dashes[kind]
+    return found
 
 
 def draw_panel(ax, runs, key, form, lines, *, whole):
@@ -117,29 +126,22 @@ def series(runs, arm, key):
     if key.startswith("lowest "):
         steps, values = series(runs, arm, key.removeprefix("lowest "))
         return steps[1:], np.minimum.accumulate(values[:, 1:], 1)
-    pairs = [(run["eval"]["step"], run["eval"].get(key)) if key.startswith("eval/")
-             else (run["steps"], run["series"].get(key)) for run in runs if run["arm"] == arm]
-    pairs = [(steps, values) for steps, values in pairs if values]
-    return (np.array(pairs[0][0] if pairs else []),
-            np.array([values for _, values in pairs], dtype=float, ndmin=2))     # None is NaN
+    steps, found = [], []
+    for run in runs:
+        if key.startswith("eval/"):
+            own_steps, values = run["eval"].get("step"), run["eval"].get(key)
+        else:
+            own_steps, values = run["steps"], run["series"].get(key)
+        if run["arm"] == arm and values:
+            steps = own_steps
+            found.append(values)
+    return np.array(steps), np.array(found, dtype=float, ndmin=2)       # None is NaN
 
 
 def at_end(key, values):
     """Of the values (..., parts) of a series those of its end: the last fifth, or the last one."""
     last = 1 if "eval/" in key else max(1, values.shape[-1] // 5)
     return values[..., -last:]
-
-
-def ends_of(runs, arm, key, at=None):
-    """({seed: first value}, {seed: mean of the end, or at these steps}), if there are any."""
-    begins, ends = {}, {}
-    for run in runs:
-        steps, values = series([run], arm, key)
-        end = at_end(key, values) if at is None else values[:, np.isin(steps, at)]
-        for found, part in ((begins, values[:, :1]), (ends, end)):
-            if np.isfinite(part).any():
-                found[run["seed"]] = np.nanmean(part)
-    return begins, ends
 
 
 def interval(values):

@@ -4,94 +4,113 @@ A table stands between `<!-- results: NAME -->` and `<!-- end -->`. Its head and
 written by hand, in the language of the page; experiments.toml says what its numbers are. A cell
 that does not begin with a number is text and stays, so a new table begins with zeros.
 """
-import itertools
 import re
 
 import numpy as np
 
 from report import UserError
 
-from .figures import ends_of, interval
+from .figures import at_end, interval, series
 
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n\n)(.*?)(?=\n\n<!-- end -->)", re.DOTALL)
-NUMBER = re.compile(r"(\s*\**)-?\d.*?(\**\s*)")
+NUMBER = re.compile(r"( *\**)-?\d.*?(\** *)")     # 5.0 ± 2.0, perhaps in bold
 
 
 def filled(text, rows_of, page):
     """A page with the numbers of its tables written anew; rows_of(NAME): the rows of texts."""
     def write(block):
         start, name, table = block.groups()
-        head, rule, *lines = table.splitlines()
-        rows = rows_of(name)
-        if len(lines) != len(rows):
+        lines, rows = table.splitlines(), rows_of(name)
+        if len(lines) != 2 + len(rows):
             raise UserError(f"{page}: the table {name} should have {len(rows)} rows, as "
                             "docs/experiments/experiments.toml says")
-        return start + "\n".join([head, rule, *map(fill, lines, rows)])
+        for i, texts in enumerate(rows, start=2):       # after the head and the rule below it
+            lines[i] = fill(lines[i], texts)
+        return start + "\n".join(lines)
 
     return BLOCK.sub(write, text)
 
 
 def fill(line, texts):
     """A row of a table with these texts in place of the numbers in its last cells."""
-    cells = re.split(r"(?<!\\)\|", line)
+    cells = line.split("|")
     for i, text in enumerate(texts, start=len(cells) - 1 - len(texts)):
         number = NUMBER.fullmatch(cells[i])
         if number and not text:
             raise UserError(f"{line}: there are no results for this yet; run the experiment first")
         if number:
-            cells[i] = number[1] + text + number[2]
+            before, after = number.groups()
+            cells[i] = before + text + after
     return "|".join(cells)
 
 
 def texts_of(experiment, results, panels):
     """What stands in the last cells of an experiment's table, row by row."""
     table = experiment.get("table", {})
-    rows = table.get("rows", [{"row": row, "arm": arm} for row, arm in dict.fromkeys(
-        (run["row"], run["arm"]) for run in results)])
+    columns = table.get("columns", ["eval/accuracy", "eval/greedy_accuracy"])
+    rows = table.get("rows", arms_of(results))
     if rows == "cells":
         rows = experiment["cells"]
-    columns = table.get("columns", ["eval/accuracy", "eval/greedy_accuracy"])
-    return [[text_of(table, row, column, results, panels) for column in expanded(columns, "key")]
-            for row in expanded(rows, "arm")]
+    texts = []
+    for row in rows:
+        texts.append([text_of(cell_of(table, column, row), results, panels)
+                      for column in columns])
+    return texts
 
 
-def expanded(parts, name):
-    """Each row or column as a table: a text is one's `name`, a list stands for each in it."""
-    for part in parts:
-        part = {name: part} if isinstance(part, str) else part
-        lists = {key: value for key, value in part.items()
-                 if isinstance(value, list) and key != "at"}
-        for values in itertools.product(*lists.values()):
-            yield part | dict(zip(lists, values))
+def arms_of(results):
+    """Each arm once, with its row."""
+    arms = dict.fromkeys((run["row"], run["arm"]) for run in results)
+    return [{"row": row, "arm": arm} for row, arm in arms]
 
 
-def text_of(table, row, column, results, panels):
+def cell_of(table, column, row):
+    """What stands where these meet; the row has the last word, and its $ is the column's arm."""
+    if isinstance(column, str):
+        column = {"key": column}
+    if isinstance(row, str):
+        row = {"arm": row}
+    cell = {"row": "", "key": "eval/accuracy"} | table | column | row
+    for name in ("arm", "minus"):
+        if name in cell:
+            cell[name] = cell[name].replace("$", column.get("arm", ""))
+    return cell
+
+
+def text_of(cell, results, panels):
     """One cell; "" without results."""
-    spec = {"row": "", "key": "eval/accuracy"} | table | column | row
-    arm, minus = (text.replace("$", column.get("arm", ""))
-                  for text in (row.get("arm", "$"), table.get("minus", "")))
-    runs = [run for run in results if run["row"] == spec["row"]
-            and run["seed"] == spec.get("seed", run["seed"])]
-    begins, ends = ends_of(runs, arm, spec["key"], spec.get("at"))
-    _, _, picture, *form = panels[spec["key"]]
-    share = "%" in picture
-    forms = [column.get("form"), *form, table.get("form"),
-             "{end:.1f} ± {half:.1f}" if share else "{end:.2f} ± {half:.2f}"]
-    if arm == minus:
-        forms = ["{end:.0f}"]
-    elif minus:
-        _, base = ends_of(runs, minus, spec["key"], spec.get("at"))
-        ends = {seed: ends[seed] - base[seed] for seed in ends if seed in base}
+    begins, ends = ends_of(cell, cell["arm"], results)
+    if "minus" in cell:
+        _, others = ends_of(cell, cell["minus"], results)
+        ends = {seed: ends[seed] - others[seed] for seed in ends if seed in others}
     if not ends:
         return ""
-    scale = 100 if share else 1
-    begin, ends = scale * np.mean([*begins.values()]), scale * np.array([*ends.values()])
-    end, half = interval(ends)
-    if spec.get("seeds_beyond") and share and not half <= end <= 100 - half:
-        return ", ".join(f"{value:.0f}" for value in sorted(ends))
-    form = next(filter(None, forms))
-    geometric = np.exp(np.log(ends).mean()) if "{geometric" in form else None
-    return form.format(begin=begin, end=end, half=half, geometric=geometric)
+    _, _, number = panels[cell["key"]]
+    form, scale = "{end:.2f} ± {half:.2f}", 1
+    if "%" in number:
+        form, scale = "{end:.1f} ± {half:.1f}", 100
+    begin, _ = interval(scale * np.array([*begins.values()]))
+    values = scale * np.array([*ends.values()])
+    end, half = interval(values)
+    return cell.get("form", form).format(
+        begin=begin, end=end, half=half, median=np.median(values))
+
+
+def ends_of(cell, arm, results):
+    """({seed: first value}, {seed: mean of the end, or at the steps of the cell}) of an arm."""
+    begins, ends = {}, {}
+    for run in results:
+        seed = run["seed"]
+        if run["row"] != cell["row"] or seed != cell.get("seed", seed):
+            continue
+        steps, values = series([run], arm, cell["key"])
+        end = at_end(cell["key"], values)
+        if "at" in cell:
+            end = values[:, np.isin(steps, cell["at"])]
+        if np.isfinite(end).any():
+            begins[seed] = values[0, 0]
+            ends[seed] = np.nanmean(end)
+    return begins, ends
 
 
 def changes(page):
@@ -108,8 +127,9 @@ def changes(page):
 
 def changed(source, diff, page):
     """The source with the lines of a diff replaced; UserError if they do not stand there once."""
-    before, after = ("\n".join(line[1:] for line in diff.splitlines() if line[0] == sign)
-                     for sign in "-+")
+    lines = diff.splitlines()
+    before = "\n".join(line[1:] for line in lines if line[0] == "-")
+    after = "\n".join(line[1:] for line in lines if line[0] == "+")
     if source.count(before) != 1:
         raise UserError(f"{page}: {before.strip()!r} does not stand in train_grpo.py once; "
                         "adapt the diff to the code")

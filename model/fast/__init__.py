@@ -1,9 +1,4 @@
-"""In place of the plain sampler and token_logps, with the same signatures:
-
-    pair.py           both again, the same numbers in less time: chosen when the policy is loaded
-    vllm_engine.py    vLLM as the sampler (--sampler vllm)
-"""
+"""The sampler and token_logps again, in less time: pair.py. vllm_engine.py: vLLM as the sampler."""
 from .pair import sample, token_logps
-from .vllm_engine import Engine
 
-__all__ = ["Engine", "sample", "token_logps"]
+__all__ = ["sample", "token_logps"]

@@ -35,7 +35,7 @@ from ..model import (
 from ..sampler import next_token
 
 PACK_FROM = 95_000          # weights of a matrix; packing a smaller one does not pay
-CHUNK, SMALL = 1024, 2**24  # of log_probs: tokens; logits (a small vocabulary: longer chunks)
+CHUNK_TOKENS, CHUNK_LOGITS = 1024, 2**24    # of log_probs: at least so many, or so many logits
 
 
 def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, temperature=1.0,
@@ -229,12 +229,13 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     P = input_ids.shape[1] - R
     # On the CPU, because a GPU would have to stop for each number that a shape depends on.
     mask = attention_mask.cpu()
-    *tree, node, groups = prefix_tree(input_ids.cpu(), mask, P)
+    tokens, positions, node, groups = prefix_tree(input_ids.cpu(), mask, P)
     wanted = mask[:, P:].flatten().nonzero().squeeze(1)             # (p,) places of N*R
     predicts, row = node.flatten()[wanted].unique(return_inverse=True)          # (m,), (p,)
     tokens, positions, wanted, predicts, row = (
-        x.to(device) for x in (*tree, wanted, predicts, row))
-    groups = [(C, *(x.to(device) for x in tensors)) for C, *tensors in groups]
+        x.to(device) for x in (tokens, positions, wanted, predicts, row))
+    groups = [(C, real.to(device), nodes.to(device), bias.to(device))
+              for C, real, nodes, bias in groups]
     rotary = rotary_tables(positions, rotary_frequencies(model.config, device))
     attend = functools.partial(attention, groups=groups)
     hidden = model.model.read(tokens, rotary, attend=attend)                            # (n, D)
@@ -328,7 +329,7 @@ def log_probs(head, hidden, row, tokens, *, temperature, with_entropy):
 
     hidden (m, D); row, tokens (p,): which row predicts which token -> float32 (p,) and (m,).
     """
-    size = max(CHUNK, SMALL // head.out_features)
+    size = max(CHUNK_TOKENS, CHUNK_LOGITS // head.out_features)
     if len(hidden) > size:
         row, order = row.sort()
         logps, entropy = InChunks.apply(hidden, head.weight, row, tokens[order], size, temperature,

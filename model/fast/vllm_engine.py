@@ -5,7 +5,6 @@ weights have changed (train_grpo.choose_pair), and the next call hands all of th
 would not tell: AdamW's fused step leaves a tensor's version as it was.
 """
 import functools
-import importlib.util
 import os
 import tempfile
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from report import UserError, reason
 
 from ..lora import merged_state
+from ..storage.write import hub_config, write_json
 
 
 class Engine:
@@ -58,10 +58,7 @@ class Engine:
             set_num_threads(threads)
 
     def _start(self, model):
-        from ..storage.write import hub_config, write_json
-        advice, world, args = "see requirements-vllm.txt", self.world, self.args
-        if importlib.util.find_spec("vllm") is None:
-            raise UserError(f"--sampler vllm: vLLM is not installed; {advice}")
+        world, args = self.world, self.args
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                        "VLLM_NO_USAGE_STATS": "1"}              # it would tell its makers
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -84,7 +81,7 @@ class Engine:
                                SamplingParams(max_tokens=1, detokenize=False))
         except Exception as error:      # many classes, of vLLM and of what it imports
             raise UserError(f"--sampler vllm: it could not start with {args.model_path} "
-                            f"({reason(error)}); {advice}") from error
+                            f"({reason(error)}); see requirements-vllm.txt") from error
 
     def _hand_over(self, model):
         if self.is_asleep:

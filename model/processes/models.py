@@ -41,7 +41,7 @@ def load_models(args, world):
         reference.requires_grad_(False)
     if args.shard:
         for model in (policy, reference):
-            world.shard(model, products)
+            world.shard(model, products, args.model_path)
     return tokenizer, policy, reference if args.beta > 0 else None
 
 

@@ -14,8 +14,9 @@ from safetensors import SafetensorError
 from report import UserError, reason
 
 from ..lora import adapter_state, adapters
+from ..storage.any_model import AnyModel
 from ..storage.files import explained, read_json, read_tensors
-from ..storage.read import load_pretrained
+from ..storage.read import load_pretrained, read_state, shapes
 from ..storage.write import save_adapter, save_pretrained
 from .shard import load_parts, part_of, part_of_optimizer, whole_state
 from .watch import SIGNALS, Stopped, under_torchrun
@@ -149,8 +150,10 @@ def load_checkpoint(folder, model, optimizer, reference=None):
                    "start without --resume"):
         if adapters(model):
             load_adapter(model, folder)
+        elif isinstance(model, AnyModel):
+            model.load_state_dict(load_pretrained(folder).state_dict())
         else:
-            load_parts(model, load_pretrained(folder, device="meta").state_dict(keep_vars=True))
+            load_parts(model, read_state(folder)[1])
         saved = read_tensors(folder / "optimizer.pt")
         optimizer.load_state_dict(part_of_optimizer(saved["optimizer"], optimizer))
         if "reference" in saved and reference is not None:
@@ -167,8 +170,7 @@ def load_adapter(model, path):
         if config.get(name) != model.lora[name]:
             raise UserError(f"{path}: its {name} is {config.get(name)!r}, and this run's "
                             f"{model.lora[name]!r}; give the flags of the run")
-    shapes = [{name: tensor.shape for name, tensor in state.items()} for state in (ours, theirs)]
-    if shapes[0] != shapes[1]:
+    if shapes(ours) != shapes(theirs):
         raise UserError(f"{path}: not the adapter of this model, it has other names or shapes; "
                         "give the run's own --model_path")
     for name, tensor in ours.items():

@@ -15,13 +15,14 @@ from torch import nn
 from report import UserError
 
 from ..storage.any_model import AnyModel
+from ..storage.read import local_path, read_state
 
 
-def shard(model, world, dtype):
+def shard(model, world, dtype, path):
     """Divides the model over the ranks, in place, and moves each part to its rank's device.
 
-    Of a model on the meta device (read.load_pretrained) a rank reads no more than its part. dtype:
-    in which the layers are gathered. Embedding, head and last norm stay as they are.
+    Of weights on the meta device a rank reads no more than its part, from `path`. dtype: in which
+    the layers are gathered. Embedding, head and last norm stay as they are.
     """
     if not isinstance(model, nn.Module):    # there is no reference, or it is lora.AdaptersOff
         return
@@ -29,40 +30,36 @@ def shard(model, world, dtype):
         raise UserError("--shard 1 divides the layers of model/model.py's own network, and these "
                         "weights are of another; leave the flag out")
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import (
-        MixedPrecisionPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     mesh = init_device_mesh(world.device.type, (world.size,))
     blank = copy.deepcopy(model).requires_grad_(False).to("meta")
-    mapped = {name: weight.mapped for name, weight in model.named_parameters() if weight.is_meta}
-    for module in (*model.model.layers, model):
+    inside = Inside(model)
+    for module in (*model.model.layers, inside):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(
-            param_dtype=None if module is model else dtype, reduce_dtype=torch.float32,
+            param_dtype=None if module is inside else dtype, reduce_dtype=torch.float32,
             cast_forward_inputs=False))
         # A sum: the loss of a rank is its share of the step's. And Gloo cannot average.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    for name, tensor in mapped.items():         # one by one, since each takes some room for a while
-        weight = model.get_parameter(name)
-        part = part_of(tensor, weight).to(weight.dtype)
-        model.load_state_dict({name: part}, assign=True, strict=False)
+    _, state = read_state(local_path(path))
+    for name, weight in list(model.named_parameters()):
+        if weight.is_meta:                      # one by one, since each takes some room for a while
+            part = part_of(state[name.replace(".base.", ".")], weight).to(weight.dtype)
+            model.load_state_dict({name: part}, assign=True, strict=False)
     model.tie_weights()
-    model.whole = functools.partial(gather, model, blank, world)
-    model.run = lambda function, *args, **options: function(Inside(model), *args, **options)
-    register_fsdp_forward_method(model, "run")
+    model.whole = functools.partial(whole_model, model, blank, world)
+    model.run = lambda *args, **options: inside(*args, **options)
 
 
-class Inside:
-    """A sharded model within its own forward pass, where a call must not gather it once more."""
+class Inside(nn.Module):
+    """Calls a function of a model; in it FSDP has gathered what is in no layer."""
 
     def __init__(self, model):
-        self.config, self.model, self.lm_head = model.config, model.model, model.lm_head
-        self.forward = model.forward
+        super().__init__()
+        self.model = model
 
-    def __call__(self, *args, **options):
-        return self.forward(*args, **options)
+    def forward(self, function, *args, **options):
+        return function(self.model, *args, **options)
 
 
 # --- whole tensors and their parts; what isn't sharded is whole already ---------------------------
@@ -87,7 +84,7 @@ def part_of(tensor, like):
 
 
 @torch.no_grad()
-def gather(model, blank, world, *, dtype=None, device=None, keep=True):
+def whole_model(model, blank, world, *, dtype=None, device=None, keep=True):
     """A sharded model as a whole one; every rank takes part, and those that `keep` it get it.
 
     dtype: of the layers' weights, None as they are.
@@ -116,10 +113,9 @@ def whole_state(optimizer, keep):
 
 
 def load_parts(model, state):
-    """Copy this rank's part of each tensor of a state dict, or of a mapped one, into the model."""
+    """Copy this rank's part of each tensor of a state dict into the model."""
     ours = model.state_dict()
-    model.load_state_dict({name: part_of(getattr(tensor, "mapped", tensor), ours[name])
-                           for name, tensor in state.items()})
+    model.load_state_dict({name: part_of(state[name], ours[name]) for name in state})
 
 
 def part_of_optimizer(state, optimizer):

@@ -60,21 +60,23 @@ def do_nothing(number, frame):
 def listen(reader, world):
     signalled_at = 0.0
     while True:
-        received = reader.recv(64)
+        received = reader.recv(1)
         if not received:                    # the run has closed its end
             return reader.close()
-        for number in set(received).intersection(SIGNALS):      # not the alarm of a time limit
-            name = signal.Signals(number).name
-            if not world.signal:
-                world.signal, signalled_at = number, time.monotonic()
-                # With SIGTERM torchrun also ends the ranks that are well, if another has failed.
-                if number != signal.SIGTERM or not under_torchrun():
-                    say(f"{name}: the step that is running ends, then the run saves and stops; a "
-                        "second signal stops it at once", world.rank)
-            # A scheduler may signal torchrun and its ranks: within a second that is one wish.
-            elif time.monotonic() - signalled_at > 1:
-                say(f"stopped at once by a second signal, {name}{world.advice}", world.rank)
-                os._exit(128 + number)
+        number = received[0]
+        if number not in SIGNALS:           # the alarm of a time limit
+            continue
+        name = signal.Signals(number).name
+        if not world.signal:
+            world.signal, signalled_at = number, time.monotonic()
+            # With SIGTERM torchrun also ends the ranks that are well, if another has failed.
+            if number != signal.SIGTERM or not under_torchrun():
+                say(f"{name}: the step that is running ends, then the run saves and stops; a "
+                    "second signal stops it at once", world.rank)
+        # A scheduler may signal torchrun and its ranks: within a second that is one wish.
+        elif time.monotonic() - signalled_at > 1:
+            say(f"stopped at once by a second signal, {name}{world.advice}", world.rank)
+            os._exit(128 + number)
 
 
 def leave_child():

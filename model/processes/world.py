@@ -14,14 +14,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from report import UserError
 
 from ..sampler import rng_of
 from .shard import is_sharded, shard, whole
 
-SMALL = 2**18                               # gradients with fewer numbers are summed in one call
+JOINED_BELOW = 2**18                        # gradients with fewer numbers are summed in one call
 HALF_AN_HOUR, A_YEAR = 1800, 365 * 86400    # in seconds
 
 
@@ -125,9 +125,9 @@ class World:
                 dist.all_gather_object(lists, rows)
         return [row for rows in lists for row in rows]
 
-    def shard(self, model, dtype):
-        """Divide the model over the ranks (shard.py); dtype: of the layers as they are gathered."""
-        shard(model, self, dtype)
+    def shard(self, model, dtype, path):
+        """Divide the model over the ranks: see shard.py."""
+        shard(model, self, dtype, path)
 
     def rng(self, step, *, evaluating=False):
         """The random numbers of this rank at a step; those of an evaluation are others."""
@@ -170,9 +170,9 @@ def choose_device(name, size):
 
 def sum_together(tensors):
     """all_reduce of each tensor, in place; of the small ones in one call, which is what costs."""
-    small = [tensor for tensor in tensors if tensor.numel() < SMALL]
+    small = [tensor for tensor in tensors if tensor.numel() < JOINED_BELOW]
     for tensor in tensors:
-        if tensor.numel() >= SMALL:
+        if tensor.numel() >= JOINED_BELOW:
             dist.all_reduce(tensor)         # without a copy
     if small:
         flat = torch.cat([tensor.flatten() for tensor in small])
@@ -228,12 +228,13 @@ def in_slices(sample, most):
     """
     def sliced(model, prompt_ids, prompt_mask, *, num_generations, **options):
         prompts = max(1, most // num_generations)
-        slices = zip(prompt_ids.split(prompts), prompt_mask.split(prompts))
-        parts = [sample(model, ids, mask, num_generations=num_generations, **options)
-                 for ids, mask in slices]
-        longest = max(ids.shape[1] for ids, _ in parts)
-        return tuple(
-            torch.cat([F.pad(part, (0, longest - part.shape[1]), value=padding) for part in column])
-            for column, padding in zip(zip(*parts), (options["pad_token_id"], 0.0)))
+        all_ids, all_logps = [], []
+        for slice_ids, slice_mask in zip(prompt_ids.split(prompts), prompt_mask.split(prompts)):
+            ids, logps = sample(model, slice_ids, slice_mask, num_generations=num_generations,
+                                **options)
+            all_ids += ids
+            all_logps += logps
+        return (pad_sequence(all_ids, True, options["pad_token_id"]),
+                pad_sequence(all_logps, True))
 
     return sliced if most else sample

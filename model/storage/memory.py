@@ -16,7 +16,7 @@ import torch
 
 from report import user_errors
 
-from ..fast.pair import CHUNK, SMALL
+from ..fast.pair import CHUNK_LOGITS, CHUNK_TOKENS
 from ..model import MiniMindConfig, MiniMindForCausalLM
 from .files import read_config
 from .read import local_path
@@ -47,8 +47,7 @@ def num_parameters(config):
 
 
 def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, completion_length,
-               micro_batch_size=1, reference=0, gradient_checkpointing=True, lora_rank=0,
-               rollout_batch_size=0, ranks=1):
+               micro_batch_size=1, reference=0, lora_rank=0, rollout_batch_size=0, ranks=1):
     """Bytes of the "parameters", of the "cache", and at the "peak", of sampling or of learning.
 
     counts: num_parameters(config); reference: 1 or 0; rollout_batch_size: 0 for all; ranks: of a
@@ -72,11 +71,9 @@ def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, c
     tokens = micro_batch_size * completion_length + prompts * prompt_length
     activations = tokens * (24 * D + 12 * config.num_attention_heads * config.head_dim
                             + 8 * config.intermediate_size)         # of a layer
-    logits = 12 * V * min(micro_batch_size * completion_length, max(CHUNK, SMALL // V)) + head
-    if gradient_checkpointing:
-        learning = L * tokens * 4 * D + max(logits, activations) + copies / L
-    else:
-        learning = L * activations + logits + copies
+    chunk = max(CHUNK_TOKENS, CHUNK_LOGITS // V)
+    logits = 12 * V * min(micro_batch_size * completion_length, chunk) + head
+    learning = L * tokens * 4 * D + max(logits, activations) + copies / L
     if ranks > 1:           # this layer and the next, whole
         learning += 4 * matrices / L + 4 * (n - matrices)
     return {"parameters": always + gradients, "cache": cache,

@@ -29,9 +29,9 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
     """Load a model from a folder, a hub id or a MiniMind .pth; an AnyModel, if need be.
 
     dtype: None keeps the dtype that the weights were saved in. matrix_dtype: another one for the
-    matrices in the layers, which are nearly all of a model. device "meta": nothing is copied yet
-    (read_state has the tensors); an AnyModel is loaded. Raises UserError if the weights are
-    missing, broken, or of an architecture that neither model/model.py nor transformers builds.
+    matrices in the layers, which are nearly all of a model. device "meta": the shapes alone, for
+    shard.py; an AnyModel is loaded. Raises UserError if the weights are missing, broken, or of an
+    architecture that neither model/model.py nor transformers builds.
     """
     path, generation = local_path(path), {}
     if not path.is_file():
@@ -47,9 +47,6 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
     model = build(MiniMindForCausalLM, config, state=state, path=path, dtype=dtype,
                   matrix_dtype=matrix_dtype, device=device)
     model.tie_weights()
-    if device == "meta":
-        for name, weight in model.named_parameters():
-            weight.mapped = state[name]
     model.generation_config = generation
     return model
 
@@ -149,19 +146,18 @@ def shapes(state):
 
 def read_weights(path):
     """All tensors in a folder, by name: safetensors or else PyTorch's .bin, whole or in shards."""
-    patterns = ("model.safetensors", "model-*-of-*.safetensors",
-                "pytorch_model.bin", "pytorch_model-*-of-*.bin")
-    parts = []
-    for name in patterns:
-        parts = parts or sorted(path.glob(name))
-    if not parts:
+    for pattern in ("model.safetensors", "model-*-of-*.safetensors",
+                    "pytorch_model.bin", "pytorch_model-*-of-*.bin"):
+        parts = sorted(path.glob(pattern))
+        if parts:
+            break
+    else:
         raise UserError(f"{path}: model.safetensors is missing; copy it next to config.json")
     state = {}
     for file in parts:
-        # Llama 2's files also hold the RoPE frequencies, which the model computes from its config.
-        state |= {name: tensor for name, tensor in read_tensors(file).items()
-                  if not name.endswith("rotary_emb.inv_freq")}
-    return state
+        state |= read_tensors(file)
+    # Llama 2's files also hold the RoPE frequencies, which the model computes from its config.
+    return {name: state[name] for name in state if not name.endswith("rotary_emb.inv_freq")}
 
 
 def find_weights(name, *folders):

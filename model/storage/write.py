@@ -65,10 +65,9 @@ def hub_config(model):
     if isinstance(model, AnyModel):
         return model.model.config.to_dict() | {"architectures": [type(model.model).__name__]}
     ours = vars(model.config).copy()
-    model_type = "qwen3_moe"
-    if not model.config.num_experts:        # the first family that has these switches
-        model_type = next(kind for kind, (_, switches) in FAMILIES.items()
-                          if switches.items() <= ours.items())
+    model_type = next(kind for kind, (_, switches) in FAMILIES.items()
+                      if switches.items() <= ours.items())      # the first with these switches
+    if not model.config.num_experts:
         for name in MOE_FIELDS:
             del ours[name]
     scaling = ours.pop("rope_scaling")
