@@ -11,9 +11,10 @@ than their group's average become more likely, worse ones less.
                   - beta KL_t(pi || pi_ref) ]                      KL_t: an estimate, see KL_TYPES
 
 With one update per rollout, the default, every ratio is 1 and nothing clips: the policy's part of
-the loss then has the gradient of -A log pi. KL_t is k3, whose gradient is that of KL(pi_ref || pi).
+the loss then has the gradient of -A log pi. KL_t is k3: its value estimates KL(pi || pi_ref), its
+gradient is on average that of KL(pi_ref || pi).
 
-One step, for B prompts and G = num_generations answers to each (grpo_step):
+One step, for B prompts and G = num_generations answers to each; 1 to 4 are grpo_step:
     1. ask        generate           sample G completions of every prompt          model/
     2. remember   compute_logps      their log-probabilities under the reference
     3. judge      compute_rewards    one reward per completion                     reward/
@@ -29,12 +30,12 @@ tokens, T = P + R; V vocabulary; n rows of a micro-batch.
     python train_grpo.py --sampler plain                       exactly these lines; 3 times as long
     torchrun --nproc_per_node=2 train_grpo.py --reasoning 1    on two processes
 
-By default a run takes the sampler and token_logps from model/fast, with the same numbers: who
-changes one of the two needs `plain`. docs/grpo_on_one_page.py is all of this without options.
+By default a run takes the sampler and token_logps from model/fast, with the same numbers up to
+rounding: to change one of the two, use `plain`. docs/grpo_on_one_page.py has none of the options.
 
 Where we differ from the papers and from other code, on purpose:
-  - log-probabilities are float32 and those of the distribution that was sampled: the same
-    temperature, no top-k or top-p. pi_old is computed by the trainer: so ratios start at 1.
+  - log-probabilities (float32, from the head on) are those of the distribution that was sampled:
+    the same temperature, no top-k or top-p. The trainer computes pi_old: so ratios start at 1.
   - averages run over the whole optimizer step, all micro-batches and ranks, so that neither
     micro_batch_size nor the number of processes changes the gradient of the same completions.
 """
@@ -54,23 +55,24 @@ import torch
 from dataset import batches_from, read_prompts
 from model import MiniMindForCausalLM, Saver, World, eos_token_ids, fast, objective, sampler
 from model.fast.vllm_engine import Engine
+from model.objective import clip_ratios
 from model.processes.models import load_models, sync_reference
 from model.processes.run import Run
 from model.processes.watch import all_or_none
 from model.processes.world import for_learning, for_sampling
-from model.rollout import TOTALS, Minibatch, Rollout, rows_with_gradient
+from model.rollout import TOTALS, Minibatch, Rollout
 from model.storage.read import find_weights
 from report.command_line import Parser, folder_name, number, user_errors
 from report.metrics import drift, mean_metrics, no_part, sum_metrics
 from reward import baselines, combine_rewards, load_reward_funcs
-from reward.baselines import from_best, nanstd
+from reward.baselines import above_mean, nanstd, rows_to_learn_from
 from reward.steps import process_supervision
 
 # --- the objective --------------------------------------------------------------------------------
-# First the advantages, and the mask of a completion's own tokens. Then the loss: three independent
-# choices, which ratio (importance_ratio), how it is bounded (ppo_clip), how tokens are averaged
-# (LOSS_TYPES, pairs of a bound and an average); and a KL penalty. grpo_loss composes them. Each
-# table ends with rows from another room: relatives of GRPO, which differ from it in that choice.
+# First the advantages, and the mask of a completion's own tokens. Then the loss: which ratio
+# (importance_ratio), how it is bounded (ppo_clip), how tokens are averaged (LOSS_TYPES has pairs of
+# a bound and an average); and a KL penalty. grpo_loss composes them. Each table ends with rows from
+# model/objective.py or reward/baselines.py: relatives of GRPO, which differ in that choice.
 
 
 def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_std=None, eps=1e-4,
@@ -87,24 +89,21 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
     >>> group_advantages(torch.tensor([0.1, 1.1, 1.0, 0.1]), 4)
     tensor([-0.8635,  0.9544,  0.7726, -0.8635])
     """
-    baseline_of = objective.choice(BASELINES, advantage_estimator, "advantage_estimator")
+    above_baseline = objective.choice(BASELINES, advantage_estimator, "advantage_estimator")
     scale_of = objective.choice(SCALES, scale_rewards, "scale_rewards")
     groups = rewards.view(-1, num_generations)                                          # (B, G)
-    scale, groups = scale_of(groups, batch_std, eps), from_best(groups)
-    baseline = baseline_of(groups)                                              # (B, 1 or G)
-    return ((groups - baseline).nan_to_num(0.0) / scale).view(-1)
+    difference, scale = above_baseline(groups), scale_of(groups, batch_std, eps)
+    return (difference.nan_to_num(0.0) / scale).view(-1)
 
 
-BASELINES = {       # from rewards (B, G), with NaNs, to (B, 1 or G)
-    "grpo": lambda groups: groups.nanmean(1, keepdim=True),
-} | baselines.BASELINES
-# "none", Dr. GRPO (arXiv 2503.20783): a group whose rewards hardly differ has small advantages,
-# which division by its std would make as large as those of any other group.
-SCALES = {          # from the same, the std of all rewards, and eps, to (B, 1) or a number
-    "group": lambda groups, std, eps: nanstd(from_best(groups)) + eps,
+# From the rewards of groups, (B, G) with NaNs, to the same minus a baseline.
+BASELINES = {"grpo": above_mean} | baselines.BASELINES
+# From these, the std of all rewards, and eps, to what divides the difference: (B, 1) or ().
+SCALES = {
+    "group": lambda groups, std, eps: nanstd(groups) + eps,
     "batch": lambda groups, std, eps: (nanstd(groups.flatten()) if std is None else std) + eps,
-    "none":  lambda groups, std, eps: 1.0,
-} | baselines.SCALES
+    "none":  lambda groups, std, eps: 1.0,      # Dr. GRPO, arXiv 2503.20783: a small std would
+} | baselines.SCALES                            # blow tiny differences up
 
 
 def completion_mask(completion_ids, eos_token_id):
@@ -147,10 +146,13 @@ def ppo_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high):
 # optimizer step, over all micro-batches and ranks.
 LOSS_TYPES = {
     # name      bound     divisor
+    # a mean over each completion, then over completions
     "grpo":    (ppo_clip, lambda length, completions, tokens, L: completions * length),
-    "bnpo":    (ppo_clip, lambda length, completions, tokens, L: tokens),   # mean of all tokens
+    # a mean over all tokens; DAPO has the same
+    "bnpo":    (ppo_clip, lambda length, completions, tokens, L: tokens),
+    "dapo":    (ppo_clip, lambda length, completions, tokens, L: tokens),
+    # every token weighs the same, however long its completion
     "dr_grpo": (ppo_clip, lambda length, completions, tokens, L: completions * L),
-    "dapo":    (ppo_clip, lambda length, completions, tokens, L: tokens),   # the same as bnpo
 } | objective.loss_types(ppo_clip)      # the flags of each relative: docs/losses.md
 
 
@@ -203,11 +205,8 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
     loss, where = bound(ratio, advantages, logps, mask, epsilon_low=epsilon_low,
                         epsilon_high=epsilon_high)                                    # (N, 1 or R)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                    # (N, 1)
-    # Ratios of tokens are counted by token, those of completions by completion.
     by_token = importance_sampling_level == "token"
-    weight = mask / num_tokens if by_token else mask / lengths / num_kept               # (N, R)
-    where["region"] = where["low"] | where["high"]
-    metrics = {f"clip_ratio/{name}_mean": (acts * weight).sum() for name, acts in where.items()}
+    metrics = clip_ratios(where, mask / num_tokens if by_token else mask / lengths / num_kept)
     if ref_logps is not None:
         kl = kl_penalty(logps, ref_logps, kl_type=kl_type)                              # (N, R)
         metrics["kl"] = (kl.detach() * mask).sum() / num_tokens     # whatever the loss averages
@@ -238,8 +237,8 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 
 
 # --- the functions of a step ----------------------------------------------------------------------
-# `sample` and `logps_of` run the policy: see choose_pair. With --sampler plain they are the sampler
-# of model/sampler.py and token_logps above.
+# `sample` and `logps_of` run the policy (choose_pair). With --sampler plain they are the sampler of
+# model/sampler.py and token_logps above, in the precision of --dtype.
 
 
 def generate(model, batch, tokenizer, sample, rng, args, num_generations=None, greedy=False):
@@ -282,7 +281,9 @@ def compute_advantages(rollout, tokenizer, world, args):
         return process_supervision(rollout, rewards, tokenizer, args)
     if args.multi_objective_aggregation == "normalize_then_sum":
         return baselines.normalize_then_sum(rollout, group_advantages, world, args)
-    batch_std = nanstd(torch.tensor(world.gather(rewards.tolist())))    # for scale_rewards batch
+    batch_std = None
+    if args.scale_rewards == "batch":
+        batch_std = nanstd(torch.tensor(world.gather(rewards.tolist())))
     advantages = group_advantages(rewards, args.num_generations, batch_std=batch_std,
                                   scale_rewards=args.scale_rewards,
                                   advantage_estimator=args.advantage_estimator)
@@ -293,16 +294,14 @@ def minibatches(rollout, world, args):
     """Step 4: a Minibatch for each optimizer step of a pass; none if no rank has a reward."""
     if not world.sum((~rollout.rewards.isnan()).sum()):
         return []
-    kept = torch.ones_like(rollout.ended)                                               # (N,)
-    if args.mask_truncated_completions:
-        kept = rollout.ended
-    read = rows_with_gradient(rollout, kept, args)                                      # (N,)
-    chosen, updates = baselines.best_rows(rollout, args), []            # all, or --oversample
+    # By default all rows are chosen and kept, and all of them have a gradient, from the KL.
+    chosen, kept, has_gradient = rows_to_learn_from(rollout, args)
+    updates = []
     for rows in chosen.tensor_split(min(args.num_minibatches, len(chosen))):
         # The divisors count all rows, and the tokens of those kept, whether they are read or not.
-        counts = torch.stack([kept, rollout.lengths * kept])[:, rows].sum(1).tolist()
-        totals = world.sum(torch.tensor([len(rows), *counts])).tolist()
-        parts = rows[read[rows]].split(args.micro_batch_size)
+        num_kept, num_tokens = kept[rows].sum(), (rollout.lengths * kept)[rows].sum()
+        totals = world.sum(torch.tensor([len(rows), num_kept, num_tokens])).tolist()
+        parts = rows[has_gradient[rows]].split(args.micro_batch_size)
         parts = [rollout.select(part, kept) for part in parts if len(part)]
         updates.append(Minibatch(dict(zip(TOTALS, totals)), parts))
     return updates
@@ -318,10 +317,10 @@ def compute_old_logps(policy, updates, logps_of, args):
 
 def update_policy(policy, optimizer, updates, logps_of, world, args):
     """Step 4: an optimizer step on each Minibatch, `num_iterations` times; their mean metrics."""
-    if len(updates) * args.num_iterations > 1:      # else it is the old one throughout
+    if len(updates) * args.num_iterations > 1:      # else the policy is still pi_old: see below
         world.phase("old_logps")
         compute_old_logps(policy, updates, logps_of, args)
-    world.phase("update")
+        world.phase("update")
     metrics = []
     for _ in range(args.num_iterations):
         for minibatch in updates:
@@ -335,8 +334,8 @@ def optimizer_step(policy, optimizer, minibatch, logps_of, world, args):
     for part in minibatch.micro_batches:
         logps, entropy = logps_of(policy, *part.sequences(), temperature=args.temperature,
                                   with_entropy=True)                                    # (n, R)
-        if not args.entropy_coef:
-            entropy = entropy.detach()      # it is a metric only: autograd may forget it
+        if not args.entropy_coef:           # then it is nothing but a metric
+            entropy = entropy.detach()
         # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
         old_logps = logps.detach() if part.old_logps is None else part.old_logps
         advantages = part.advantages.view(len(logps), -1)                       # (n, 1 or R)
@@ -363,7 +362,7 @@ def grpo_step(t, batch, step, lr):
     world.phase("ref_logps")        # 2. remember: log-probs under the reference
     rollout.ref_logps = compute_logps(t.reference, rollout, t.logps_of, args)
     if args.kl_in_reward:
-        rollout.old_logps = compute_logps(t.policy, rollout, t.logps_of, args)
+        rollout.policy_logps = compute_logps(t.policy, rollout, t.logps_of, args)
     world.phase("reward")           # 3. judge: rewards, then advantages within each group
     rollout.rewards, rollout.rewards_per_func = compute_rewards(
         rollout, t.reward_funcs, args.reward_weights)
@@ -400,8 +399,7 @@ def main(argv=None):
             lr = lr_at(step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
             rollout, metrics = grpo_step(t, batch, step, lr)
             run.record(step, rollout, metrics)  # 5. report: metrics, pictures, weights
-            if run.asked_to_stop():
-                raise run.stopped(step)
+            run.stop_if_asked(step)
         run.finish()
     world.close()
 

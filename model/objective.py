@@ -97,10 +97,23 @@ def as_one_action(advantages, mask, *logps):
     return mask.any(1, keepdim=True).int(), *sums
 
 
+def clip_ratios(where, weight):
+    """Metrics: the share of tokens at which a bound acts, on each side and on both ("region").
+
+    where: {side: (N, 1 or R)}; weight (N, R): of each token, 1 in all. Tokens have the same, or,
+    if a completion has one ratio, completions have.
+    """
+    where = where | {"region": where["low"] | where["high"]}
+    return {f"clip_ratio/{name}_mean": (acts * weight).sum() for name, acts in where.items()}
+
+
 def kl_types(k3):
-    """Rows of KL_TYPES. k3+ has the value of k3 and the gradient of k2 (as in verl)."""
+    """Rows of KL_TYPES. k3+ has the value of k3 and the gradient of k2 (as in verl).
+
+    abs is biased; its mean gradient is that of the sum over tokens of |pi - pi_ref|.
+    """
     return {
-        "abs": lambda x: x.abs(),       # biased; its mean gradient is that of |pi - pi_ref|
+        "abs": lambda x: x.abs(),
         "k3+": lambda x: (k3(x) - x.pow(2) / 2).detach() + x.pow(2) / 2,
     }
 

@@ -48,7 +48,7 @@ class Rollout(Sequences):
     mask: torch.Tensor                          # (N, R) 1 through the EOS
     ended: torch.Tensor                         # (N,) False: cut off at the length limit
     sampling_logps: torch.Tensor                # (N, R) as the sampler computed them
-    old_logps: torch.Tensor = None              # (N, R); with --kl_in_reward
+    policy_logps: torch.Tensor = None           # (N, R), with --kl_in_reward
     ref_logps: torch.Tensor = None              # (N, R); None: no reference model
     rewards: torch.Tensor = None                # (N,) on the CPU; NaN: not judged
     rewards_per_func: dict = None               # name -> (N,)
@@ -114,16 +114,3 @@ class Rollout(Sequences):
         return MicroBatch(
             self.prompt_ids[rows, -P:], self.prompt_mask[rows, -P:], self.completion_ids[rows, :R],
             mask, of_tokens(self.sampling_logps), of_tokens(self.ref_logps), advantages)
-
-
-def rows_with_gradient(rollout, kept, args):
-    """Which rows must be read, (N,): those that are kept, and whose advantage is not 0.
-
-    A KL or a bonus also has a gradient where it is 0. With --shard all rows are read, so that all
-    ranks make equally many passes: a rank that has done would leave others waiting for its part.
-    """
-    if args.shard:
-        return torch.ones_like(kept)
-    if rollout.ref_logps is None and not args.entropy_coef:
-        return kept & rollout.advantages.view(len(kept), -1).any(1)
-    return kept

@@ -10,34 +10,42 @@ import torch
 from report import UserError
 
 
+def above_mean(groups):
+    """Rewards (B, G) minus their group's mean; exactly 0 where all of a group are equal."""
+    groups = from_best(groups)
+    return groups - groups.nanmean(1, keepdim=True)
+
+
 def from_best(groups):
-    """Rewards, minus the best of their group: differences stay, and equal rewards are exactly 0."""
-    return groups - groups.nan_to_num(float("-inf")).amax(1, keepdim=True)
+    """Rewards minus the best of their group: equal ones are then 0, whatever a mean rounds to."""
+    return groups - groups.nan_to_num(-math.inf).amax(-1, keepdim=True)
 
 
 def nanstd(x):
     """Sample std (n-1) over the last dim (kept), ignoring NaNs; 0 for a single value."""
+    x = from_best(x)
     deviation = (x - x.nanmean(-1, keepdim=True)).nan_to_num(0.0)
     count = (~x.isnan()).sum(-1, keepdim=True)
     return (deviation.pow(2).sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
 
 
-def mean_of_others(groups):
-    """Baseline of RLOO, arXiv 2402.14740, (B, G)."""
+def above_others(groups):
+    """Rewards minus the mean of the others in their group: RLOO, arXiv 2402.14740."""
+    groups = from_best(groups)
     others = (~groups.isnan()).sum(1, keepdim=True) - 1
-    return (groups.nansum(1, keepdim=True) - groups) / others.clamp(min=1)
+    return groups - (groups.nansum(1, keepdim=True) - groups) / others.clamp(min=1)
 
 
-def second_best(groups):
-    """Baseline of pass@k training, arXiv 2503.19595, (B, G): a group counts as its best answer.
+def above_second_best(groups):
+    """Pass@k training, arXiv 2503.19595: a group counts as its best answer.
 
     That one is compared with the second best, what the group would have without it. The others,
-    without which it would have the same, are compared with themselves: advantage 0.
+    without which it would have the same, have advantage 0.
     """
     highest = groups.nan_to_num(-math.inf).topk(2, dim=1)
     is_best = torch.arange(groups.shape[1], device=groups.device) == highest.indices[:, :1]
     second = highest.values[:, 1:]              # -inf, if only one was judged
-    return torch.where(is_best & second.isfinite(), second, groups)
+    return torch.where(is_best & second.isfinite(), groups - second, 0.0)
 
 
 def group_mean(groups, batch_std, eps):
@@ -56,7 +64,7 @@ def group_mean(groups, batch_std, eps):
     return mean.where(mean > 0, torch.ones_like(mean))
 
 
-BASELINES = {"rloo": mean_of_others, "grpo_passk": second_best}
+BASELINES = {"rloo": above_others, "grpo_passk": above_second_best}
 SCALES = {"mean": group_mean}
 
 
@@ -65,7 +73,7 @@ def minus_kl(rollout, kl_penalty, args):
 
     It takes k1, whose value is right and whose gradient does not count here.
     """
-    kl = kl_penalty(rollout.old_logps, rollout.ref_logps, kl_type="k1")                 # (N, R)
+    kl = kl_penalty(rollout.policy_logps, rollout.ref_logps, kl_type="k1")                 # (N, R)
     return rollout.rewards - args.beta * (kl * rollout.mask).sum(1).cpu()
 
 
@@ -97,3 +105,21 @@ def best_rows(rollout, args):
     groups = spread.topk(math.ceil(len(spread) / args.oversample)).indices.sort().values
     rows = groups[:, None] * args.num_generations + torch.arange(args.num_generations)
     return rows.flatten().to(rollout.mask.device)
+
+
+def rows_to_learn_from(rollout, args):
+    """Which rows count, as indices; of all N, which are kept, and which have a gradient, as bools.
+
+    Not kept are cut-off ones with --mask_truncated_completions. Kept ones of advantage 0 have no
+    gradient, but from a KL or an entropy bonus. With --shard every row is read: a rank that makes
+    fewer passes would leave the others waiting for its part of the weights.
+    """
+    kept = torch.ones_like(rollout.ended)                                               # (N,)
+    if args.mask_truncated_completions:
+        kept = rollout.ended
+    has_gradient = kept
+    if rollout.ref_logps is None and not args.entropy_coef:
+        has_gradient = kept & rollout.advantages.view(len(kept), -1).any(1)
+    if args.shard:
+        has_gradient = torch.ones_like(kept)
+    return best_rows(rollout, args), kept, has_gradient

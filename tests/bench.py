@@ -10,8 +10,8 @@ All sides use the same weights, prompts, rewards, sampling (temperature 1, no to
 lengths, micro-batch, learning rate, beta and dtype. They take turns in one process, so that
 whatever else the machine does slows all of them; the first turn warms up and is left out. A step is
 everything from prompts to updated weights. "fast" is what train_grpo.py runs by default, "plain" is
---fast 0, and the ratios are medians over the turns of how many times faster than theirs. Without
-TRL there are rollouts alone.
+--sampler plain, and the ratios are medians over the turns of how many times faster than theirs.
+Without TRL there are rollouts alone.
 
 The cases: `default` is the task that train_grpo.py learns, from the shipped policy; `trained` the
 same after 60 steps, which is what most of a run is. `SmolLM2` is the task of dataset/sentences.txt,
@@ -50,7 +50,6 @@ from model import (  # noqa: E402
     save_pretrained,
 )
 from model.fast import pair as fast  # noqa: E402
-from model.processes.world import for_learning, for_sampling  # noqa: E402
 from model.storage.memory import SIZES  # noqa: E402
 from reward import load_reward_funcs  # noqa: E402
 
@@ -141,49 +140,34 @@ def prepared(case, count):
 
 
 class Ours:
-    """train_grpo.py's step, as its main() takes it."""
+    """train_grpo.py's step."""
 
     def __init__(self, case, path, beta, *, sampler="fast", device="cpu"):
-        self.args = train_grpo.parse_args([
+        args = train_grpo.parse_args([
             "--model_path", str(path), "--device", device, "--dtype", case.dtype,
             "--sampler", sampler, "--beta", str(beta), "--max_gen_len", str(case.new_tokens),
             "--num_generations", str(case.generations), "--micro_batch_size", str(case.micro_batch),
             "--reward_funcs", "format"])
-        self.world, self.generator = train_grpo.World(device, case.dtype), torch.Generator(device)
-        self.tokenizer, self.policy, self.reference, *_ = train_grpo.load_models(
-            self.args, self.world)
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LEARNING_RATE,
-                                           betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-        sample, logps_of = train_grpo.choose_pair(
-            self.policy, self.optimizer, self.world, self.args)
-        self.sample = for_sampling(sample, self.world, self.args)
-        self.logps_of = for_learning(logps_of, self.world, self.args)
+        self.t = train_grpo.prepare(args, train_grpo.World(device, case.dtype))
+        self.t.optimizer.param_groups[0]["lr"] = LEARNING_RATE
+        self.t.reward_funcs = rewards_of(case)
+        args.reward_weights = [1.0] * len(self.t.reward_funcs)
         if case.config:
-            self.tokenizer = copy.deepcopy(self.tokenizer)
-            self.policy.config.eos_token_id, self.policy.generation_config = NO_EOS, {}
-            self.tokenizer.eos_token = None
-        self.rewards = rewards_of(case)
+            self.t.tokenizer = copy.deepcopy(self.t.tokenizer)
+            self.t.policy.config.eos_token_id, self.t.policy.generation_config = NO_EOS, {}
+            self.t.tokenizer.eos_token = None
 
     def rollout(self, batch):
-        return train_grpo.generate(self.policy, batch, self.tokenizer, self.sample, self.generator,
-                                   self.args)
+        t = self.t
+        return train_grpo.generate(t.policy, batch, t.tokenizer, t.sample, t.world.rng(1), t.args)
 
     def step(self, batch):
-        rollout = self.rollout(batch)
-        rollout.ref_logps = train_grpo.compute_logps(
-            self.reference, rollout, self.logps_of, self.args)
-        rollout.rewards, _ = train_grpo.compute_rewards(
-            rollout, self.rewards, [1.0] * len(self.rewards))
-        rollout.advantages = train_grpo.compute_advantages(
-            rollout, self.policy, self.tokenizer, self.logps_of, self.world, self.args)
-        self.learn(rollout)
+        train_grpo.grpo_step(self.t, batch, 1, LEARNING_RATE)
 
     def learn(self, rollout):
-        updates = train_grpo.minibatches(rollout, self.world, self.args)
-        train_grpo.compute_old_logps(self.policy, updates, self.logps_of, self.args)
-        train_grpo.update_policy(
-            self.policy, self.optimizer, LEARNING_RATE, updates, self.world, self.logps_of,
-            self.args)
+        t = self.t
+        updates = train_grpo.minibatches(rollout, t.world, t.args)
+        train_grpo.update_policy(t.policy, t.optimizer, updates, t.logps_of, t.world, t.args)
 
 
 def generates(case, path, tokenizer, device):
@@ -260,7 +244,7 @@ def turns_of_rollouts(case, path, batches, device):
         names.append("vllm")
     ours = {name: Ours(case, path, 0.0, sampler=name, device=device) for name in names}
     sides = {name: side.rollout for name, side in ours.items()}
-    sides["generate"] = generates(case, path, ours["fast"].tokenizer, device)
+    sides["generate"] = generates(case, path, ours["fast"].t.tokenizer, device)
     taken = {name: [] for name in sides}
     for batch in batches:
         for name, rollout in sides.items():
@@ -334,7 +318,6 @@ def worth_of_tricks(case, repetitions):
     rollout.rewards = rollout.advantages = torch.randn(len(rollout.mask))
 
     def run(what, side=ours):
-        side.generator.manual_seed(0)
         task = (side.rollout, batch) if what == "sampling" else (side.learn, rollout)
         return seconds(*task)
 

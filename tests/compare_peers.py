@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 import train_grpo  # noqa: E402
-from reward import relatives  # noqa: E402
+from model import objective  # noqa: E402
 
 N, R, L = 6, 8, 20
 LENGTHS = torch.tensor([1, R, 4, 2, R, 5])
@@ -97,17 +97,18 @@ def trl_loss(case, threshold, options):
 
 def our_loss(case, threshold, options):
     logps, old_logps, advantages, mask, ref_logps, entropy = case
-    part = SimpleNamespace(advantages=advantages, mask=mask, sampling_logps=old_logps)
-    kept = relatives.near_sampler(
-        part, logps, SimpleNamespace(off_policy_mask_threshold=threshold))
-    return train_grpo.grpo_loss(logps, old_logps, kept, mask, ref_logps=ref_logps, entropy=entropy,
-                                max_completion_length=L, **options)[0]
+    if threshold:
+        part = SimpleNamespace(mask=mask, sampling_logps=old_logps)
+        args = SimpleNamespace(off_policy_mask_threshold=threshold)
+        advantages = objective.near_sampler(advantages.view(N, -1), part, logps, args)
+    return train_grpo.grpo_loss(logps, old_logps, advantages, mask, ref_logps=ref_logps,
+                                entropy=entropy, max_completion_length=L, **options)[0]
 
 
 def with_trl():
     for case, threshold, options in trl_cases():
         inputs = case[0].requires_grad_(), case[5].requires_grad_()
-        with patch.object(relatives, "TAU_BAD", torch.tensor(1.05).item()):
+        with patch.object(objective, "TAU_BAD", torch.tensor(1.05).item()):
             losses = [loss(case, threshold, options) for loss in (our_loss, trl_loss)]
         yield difference(*losses, inputs)
 

@@ -4,9 +4,9 @@
     python tests/golden.py HEAD~3 --only lora   only the runs with "lora" in their names
 
 Makes a few steps of each run below with both versions, on this machine, with a thread each, and
-compares metrics (clocks removed), evaluations, completions and weights. A metric that only the
-working tree has is named, and is no difference. Exit code 1 where anything differs. Takes about
-five minutes on two cores.
+compares metrics (clocks removed), evaluations, completions and weights. A metric that only one of
+the two has is named, and is no difference. Exit code 1 where anything differs. Takes about five
+minutes on two cores.
 """
 import argparse
 import json
@@ -84,18 +84,19 @@ def rows_of(path):
 
 
 def differences(base, head):
-    """(what differs between two runs, the names that only the second one has)."""
-    found, new = [], set()
+    """(what differs between two runs, the names that only the first has, only the second)."""
+    found, gone, new = [], set(), set()
     for name in ("metrics.jsonl", "eval.jsonl", "completions.jsonl"):
         ours, theirs = rows_of(head / name), rows_of(base / name)
         if len(ours) != len(theirs):
             found.append(f"{name}: {len(theirs)} and {len(ours)} lines")
         for row, other in zip(theirs, ours):
+            gone |= row.keys() - other.keys()
             new |= other.keys() - row.keys()
             for key, value in row.items():
-                if key not in other or other[key] != value:
+                if key in other and other[key] != value:
                     found.append(f"{name}, step {row['step']}, {key}: {value!r} and "
-                                 f"{other.get(key)!r}")
+                                 f"{other[key]!r}")
     for path in sorted(base.rglob("*.safetensors")):
         name = path.relative_to(base)
         ours, theirs = load_file(head / name), load_file(path)
@@ -103,7 +104,7 @@ def differences(base, head):
                  if key not in ours or not ours[key].equal(tensor)]
         if moved or ours.keys() != theirs.keys():
             found.append(f"{name}: {len(moved)} of {len(theirs)} tensors, {moved[:1]}")
-    return found, new
+    return found, gone, new
 
 
 def main():
@@ -127,10 +128,12 @@ def main():
 
         with ThreadPoolExecutor(args.jobs) as pool:
             for name, pair in zip(runs, pool.map(both, runs)):
-                found, new = differences(*pair)
+                found, gone, new = differences(*pair)
                 different += bool(found)
-                names = f"; only here: {', '.join(sorted(new))}" if new else ""
-                print(f"{name}: {'DIFFERENT' if found else 'the same'}{names}", flush=True)
+                print(f"{name}: {'DIFFERENT' if found else 'the same'}", flush=True)
+                for where, names in (("there", gone), ("here", new)):
+                    if names:
+                        print(f"    only {where}: {', '.join(sorted(names))}")
                 for line in found[:5]:
                     print(f"    {line[:300]}")
     print(f"{different} of {len(runs)} runs differ")

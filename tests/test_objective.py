@@ -12,7 +12,7 @@ import train_grpo
 from model import MiniMindConfig, MiniMindForCausalLM
 from model.fast import pair as fast
 from report import UserError
-from reward import relatives
+from reward import baselines
 from train_grpo import World, completion_mask, group_advantages, grpo_loss, kl_penalty
 
 NAN = float("nan")
@@ -79,7 +79,7 @@ def test_gdpo_normalises_each_function_in_its_group_and_then_their_sum_over_the_
         rewards=torch.stack([*per_func.values()]).nanmean(0), rewards_per_func=per_func,
         mask=torch.ones(8, 1))
     args = SimpleNamespace(num_generations=4, reward_weights=weights)
-    found = relatives.normalize_then_sum(rollout, group_advantages, World("cpu"), args)
+    found = baselines.normalize_then_sum(rollout, group_advantages, World("cpu"), args)
     expected = torch.tensor(normalised(total), dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -187,7 +187,8 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(options, per_token):
         advantages = torch.randn(mask.shape, generator=rng, dtype=torch.float64)
         if options.get("loss_type") == "r1":
             with pytest.raises(ValueError, match=r"r1 has one ratio per completion.*\(N,\)"):
-                grpo_loss(logps, old_logps, advantages, mask, entropy=entropy, **options)
+                grpo_loss(logps, old_logps, advantages, mask, ref_logps=ref_logps,
+                          entropy=entropy, **options)
             return
     loss, metrics = grpo_loss(
         logps.requires_grad_(), old_logps, advantages, mask,
@@ -267,11 +268,10 @@ def test_k3_overflows_nowhere_and_still_pulls_back_50_nats_away():
     assert drifted.grad.item() == pytest.approx(1.0)
 
 
-def test_the_objective_needs_nothing_but_torch():      # so it runs as a cell of a notebook
+def test_the_objective_runs_as_a_cell_after_the_imports():
     source = Path(train_grpo.__file__).read_text(encoding="utf-8")
-    start, end = source.index("# --- the objective"), source.index("# --- log-probabilities")
     names, logps = {}, torch.randn(4, 3, requires_grad=True)
-    exec("import torch\n" + source[start:end], names)
+    exec(source[:source.index("# --- log-probabilities")], names)
     advantages = names["group_advantages"](torch.tensor([0.1, 1.1, 1.0, 0.1]), 4)
     mask = names["completion_mask"](torch.tensor([[5, 2, 2]] * 4), 2)
     names["grpo_loss"](logps, logps.detach(), advantages, mask)[0].backward()

@@ -13,15 +13,28 @@ import grpo_on_one_page as page  # noqa: E402
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_page_takes_the_steps_of_the_script(tmp_path, capsys):
-    policy, history = page.train(steps=3, heldout=20)
+def test_the_page_takes_the_steps_of_the_script(tmp_path, capsys, monkeypatch):
+    texts, losses = [], []
+    judge, loss_of = page.combine_rewards, page.grpo_loss
+
+    def spied_judge(prompts, completions, *args, **columns):
+        texts.append(completions)
+        return judge(prompts, completions, *args, **columns)
+
+    def spied_loss(*args):
+        losses.append(loss_of(*args))
+        return losses[-1]
+
+    monkeypatch.setattr(page, "combine_rewards", spied_judge)
+    monkeypatch.setattr(page, "grpo_loss", spied_loss)
+    policy = page.train(steps=3, heldout=20)
     assert "% right" in capsys.readouterr().out
     train_grpo.main(["--sampler", "plain", "--micro_batch_size", "128", "--max_steps", "3",
                      "--eval_interval", "0", "--out_dir", str(tmp_path), "--run_name", "a"])
     rows, metrics = (jsonl(tmp_path / f"a/{name}.jsonl") for name in ("completions", "metrics"))
-    for step, (texts, loss) in enumerate(history, start=1):
-        assert texts == [row["completion"] for row in rows if row["step"] == step]
-        assert loss == pytest.approx(metrics[step - 1]["loss"], abs=1e-5)
+    for i, line in enumerate(metrics):
+        assert texts[i] == [row["completion"] for row in rows if row["step"] == i + 1]
+        assert losses[i].item() == pytest.approx(line["loss"], abs=1e-5)
     for ours, theirs in zip(policy.parameters(), load_pretrained(tmp_path / "a/final").parameters(),
                             strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)

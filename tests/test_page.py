@@ -28,7 +28,7 @@ def write_run(folder, rows, steps, **args):
     """The files of a run, as Report writes them."""
     folder.mkdir(exist_ok=True)
     args = {"num_generations": G, "reward_funcs": ["tag", "accuracy"], "beta": 0.02,
-            "eval_reward_funcs": ["accuracy"], "eval_threshold": 1.0} | args
+            "eval_reward_funcs": ["accuracy"]} | args
     (folder / "args.json").write_text(json.dumps(args))
     metrics = [{"step": step, "reward": 0.1 * step, "step_time": 1.0, "kl": float("nan")}
                for step in range(1, steps + 1)]

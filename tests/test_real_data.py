@@ -75,7 +75,7 @@ def test_an_rlaif_file_without_answers_trains_on_the_reward_model_alone(tmp_path
         *SMALL, "--data_path", str(write(tmp_path / "rlaif.jsonl", chats * 2)),
         "--out_dir", str(tmp_path), "--run_name", "rlaif", "--reasoning", "0",
         "--reward_funcs", "rm", "accuracy", "--reward_model_clip", "0",
-        "--reward_model_scale", "10", "--system_prompt", "r1", "--max_seq_len", "400"])
+        "--reward_weights", "10", "1", "--system_prompt", "r1", "--max_seq_len", "400"])
     metrics = jsonl(tmp_path / "rlaif/metrics.jsonl")
     assert [line["rewards/accuracy_reward/mean"] for line in metrics] == [None, None]
     assert not (tmp_path / "rlaif/eval.jsonl").exists()     # nothing has an answer to compare with

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from conftest import report_args, write
+from model import World
 from report import Report, UserError, describe, user_errors
 from report.curves import Run, draw_curves, draw_time, finish, smooth
 from report.metrics import mean_metrics, rollout_metrics, sum_metrics, token_texts
@@ -25,7 +26,7 @@ def metrics(step, **changed):
 def run(folder, steps, start_step=0, **changed):
     with Report(folder, report_args(), total_steps=steps[-1], start_step=start_step) as report:
         for step in steps:
-            report.step(step, metrics(step, **changed), ROWS)
+            report.step(step, metrics(step, **changed), ROWS, {})
 
 
 ROWS = [
@@ -45,16 +46,17 @@ def lines(path):
 
 def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
     nan, inf = float("nan"), float("inf")
-    text = "苹果\n\"quoted\""
+    text, world = "苹果\n\"quoted\"", World("cpu")
     with Report(tmp_path / "run", report_args(), total_steps=3) as report:
         evaluated = {"eval/accuracy": nan, "eval/greedy_accuracy": 0.5}
         assert report.evaluation(0, evaluated) is evaluated
         for step in (1, 2, 3):
-            for phase in ("rollout", "eval"):
-                report.phase(phase)
+            for phase in ("rollout", "eval", None):
+                world.phase(phase)
                 time.sleep(0.01)
             completions = [ROWS[0] | {"completion": text, "reward": nan}] if step == 3 else []
-            report.step(step, metrics(step, kl=nan, grad_norm=-inf), completions)
+            report.step(step, metrics(step, kl=nan, grad_norm=-inf), completions, world.timings)
+            world.timings.clear()
             # A line is in the file as soon as its step is done, not only when the run ends.
             assert len(lines(tmp_path / "run/metrics.jsonl")) == step
     rows = lines(tmp_path / "run/metrics.jsonl")
@@ -81,7 +83,7 @@ def test_a_run_prints_its_group_and_is_tracked_with_the_flags_that_have_a_value(
     args = report_args(swanlab="offline", delta=None, beta=0.0, num_generations=9)
     with Report(tmp_path / "run", args, total_steps=1) as report:
         report.evaluation(0, {"eval/accuracy": 0.5, "eval/mean_length": float("nan")})
-        report.step(1, metrics(1), [ROWS[1]] + [ROWS[0]] * 8)
+        report.step(1, metrics(1), [ROWS[1]] + [ROWS[0]] * 8, {})
     printed = capsys.readouterr().out.splitlines()
     assert "What is 1+1?" in printed
     assert "step   0  held-out accuracy 50.0% sampled, - greedy, - tokens" in printed
@@ -98,7 +100,7 @@ def test_no_text_of_a_model_ends_a_run_or_is_taken_for_markup(tmp_path, monkeypa
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, "ascii"))
     with Report(tmp_path, report_args(), total_steps=1) as report:
         report.step(1, metrics(1), [
-            ROWS[0] | {"completion": "[red]苹果[/nothing] :smile:\x1b[2J"}])
+            ROWS[0] | {"completion": "[red]苹果[/nothing] :smile:\x1b[2J"}], {})
         sys.stdout.flush()
         assert b"[red]??[/nothing] :smile:?[2J" in output.getvalue()
 
@@ -127,7 +129,7 @@ def test_pictures_are_drawn_once_a_minute_and_whatever_ends_the_run(tmp_path, mo
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     with pytest.raises(KeyboardInterrupt), Report(tmp_path, report_args(), total_steps=9) as report:
         for step, now[0] in enumerate((10, 60, 80, 90), start=1):
-            report.step(step, metrics(step), ROWS)
+            report.step(step, metrics(step), ROWS, {})
             report.draw()
         raise KeyboardInterrupt
     assert drawn == [1, 3, 4] and "three" in (tmp_path / "report.html").read_text()
@@ -171,9 +173,9 @@ HEALTHY = [{"completions/clipped_ratio": 0.5, "rollout_probs_diff_mean": 5e-5,
 ])
 def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, warned, tmp_path, capsys):
     said = []
-    with Report(tmp_path, report_args(log_interval=100), total_steps=45) as report:
+    with Report(tmp_path, report_args(), total_steps=45) as report:
         for step, healthy in enumerate(HEALTHY, start=1):
-            report.step(step, metrics(step, **healthy | (trouble if step >= 3 else {})), [])
+            report.step(step, metrics(step, **healthy | (trouble if step >= 3 else {})), [], {})
             said += [(step, advice in line) for line in capsys.readouterr().out.splitlines()
                      if line.startswith("warning:")]
     assert said == [(step, True) for step in warned]
@@ -268,12 +270,12 @@ def test_a_rollout_is_described_one_row_per_completion():
          "ended": True, "rewards": {"tag_reward": 0.5}, "reward": 1.5, "advantage": 0.5},
         {"prompt": "q", "messages": chats[1], "nums": None, "completion": "11", "length": 2,
          "ended": False, "rewards": {"tag_reward": 0.0}, "reward": 0.0, "advantage": -0.5}]
-    assert describe(rollout) == rows
     rows[0] |= {"tokens": ["1"], "token_logps": [0.0]}
+    assert describe(rollout, Bytes(), 1) == rows        # only the first group has tokens
     rows[1] |= {"tokens": ["1", "1"], "token_logps": [-0.25, -0.375]}
     rollout.advantages = torch.tensor([[0.5, 1.5], [-0.5, 0.5]])        # (N, R)
     rows[0]["token_advantages"], rows[1]["token_advantages"] = [0.5], [-0.5, 0.5]
-    assert describe(rollout, Bytes()) == rows
+    assert describe(rollout, Bytes(), 2) == rows
     ids = [*"a果b".encode(), 0]         # three bytes make one character
     assert token_texts(ids, Bytes()) == ["a", "", "", "果", "b", ""]
     assert token_texts(ids[:3], Bytes()) == ["a", "", "\ufffd"]     # cut off within a character

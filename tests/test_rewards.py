@@ -17,7 +17,7 @@ import train_grpo
 from conftest import jsonl, turns
 from model import load_pretrained
 from report import UserError, rollout_metrics
-from reward import combine_rewards, failures, load_reward_funcs, rules
+from reward import combine_rewards, load_reward_funcs, rules
 from reward.combine import Judge
 from reward.reward_model import reward_model_reward
 from reward.rules import accuracy_reward, format_reward, tag_reward
@@ -117,10 +117,9 @@ class KnownScores:
 
 @pytest.mark.parametrize("options, expected", [
     ({}, [3, -3, 0.4 * 2 - 0.6 * 3]), ({"clip": 0}, [5, -20, 0.4 * 2 - 0.6 * 8]),
-    ({"scale": 0.5}, [2.5, -3, 0.4 * 1 - 0.6 * 3]),         # it scales, then clips
     ({"reasoning": False}, [3, -3, 2]), ({"answer_share": 0.25}, [3, -3, 0.75 * 2 - 0.25 * 3]),
 ])
-def test_a_score_is_scaled_clipped_and_mixed_with_that_of_the_answer(options, expected):
+def test_a_score_is_clipped_and_mixed_with_that_of_the_answer(options, expected):
     model, chats = KnownScores(), [turns("p"), turns("q", "r", "s"), turns("t")]
     rewards = reward_model_reward(model, **options)(["p"] * 3, ["long", "short", THOUGHT], chats)
     assert rewards == pytest.approx(expected)
@@ -285,14 +284,15 @@ def test_failures_of_all_ranks_are_counted_and_give_the_reason():
     ranks = [[Judge(gold), Judge(lengths)] for _ in range(2)]
     ask(ranks[0][0], answer=[math.inf, math.inf])
     ask(ranks[1][0], answer=[1.0, "1"])
-    told = [row for judges in ranks for row in failures(judges)]
+    told = [(judge.__name__, judge.failed.total(), judge.reason)
+            for judge in ranks[0] + ranks[1] if judge.failed]
     row = {"length": 1, "ended": True, "rewards": {"gold": math.nan, "lengths": 0.5}}
     metrics = rollout_metrics([row | {"reward": 0.5}, row | {"reward": math.nan}], 2, told)
     assert metrics["rewards/gold/failed"] == 3 and "rewards/lengths/failed" not in metrics
     with pytest.warns(UserWarning, match=r"gold returned inf .*; gold returned '1' "):
         rollout_metrics([row | {"reward": math.nan}] * 2, 2, told)
     ask(ranks[0][0], answer=[1.0, 1.0])         # no failure any more: no reason
-    assert failures(ranks[0]) == [("gold", 2, None)]
+    assert ranks[0][0].failed.total() == 2 and ranks[0][0].reason is None
 
 
 NASTY = """

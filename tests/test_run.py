@@ -8,7 +8,7 @@ import json
 import os
 import random
 import socket
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -23,8 +23,9 @@ from dataset import PromptCollator
 from model import load_pretrained, sampler
 from model.fast import pair as fast
 from model.processes import world as world_module
+from model.processes.models import sync_reference
 from report import UserError
-from reward import relatives
+from reward import baselines
 from train_grpo import Rollout, World, completion_mask, minibatches, token_logps, update_policy
 
 POLICY = ROOT / "model/weights/reason_128"
@@ -116,24 +117,24 @@ def test_only_evaluating_prints_the_results(tmp_path, capsys):
     assert results["eval/greedy_accuracy"] > 0 and results["eval/mean_length"] > 1
 
 
-def test_evaluation_by_a_reward_and_a_threshold_of_ones_own():
+def test_evaluation_by_a_reward_of_ones_own():
     """Four problems, two samples each; the reward is the sample's number in the batch."""
     def judge(prompts, completions, target, **columns):
         if len(prompts) == 4:                       # greedy
-            return [1.0, 2.0, None, 0.0]
+            return [0.5, 1.0, None, 0.0]
         assert target == [1, 1, 2, 2, 3, 3, 4, 4]
-        return [0.5, 3.0, 2.0, 2.0, 9.0, None, 0.0, 0.5]
+        return [0.5, 3.0, 1.0, 1.0, 9.0, None, 0.0, 0.5]
 
     rows = [{"messages": [{"role": "user", "content": "?"}], "target": i} for i in (1, 2, 3, 4)]
-    args = arguments("--eval_threshold", "2", "--max_gen_len", "2")
+    args = arguments("--max_gen_len", "2")
     policy, tokenizer = load_pretrained(POLICY), AutoTokenizer.from_pretrained(POLICY)
     results = train_grpo.evaluate(policy, rows, [judge], PromptCollator(tokenizer, 99),
-                                  World("cpu"), sampler.sample, args, 0)
+                                  sampler.sample, World("cpu"), args, 0)
     # The third problem was not judged. Sampled right: 1 of 2, 2 of 2, 0 of 2.
     assert results["eval/accuracy"] == pytest.approx(1.5 / 3)
     assert results["eval/pass@2"] == pytest.approx(2 / 3)
     assert results["eval/greedy_accuracy"] == pytest.approx(1 / 3)
-    assert results["eval/reward"] == pytest.approx((1.75 + 2 + 0.25) / 3)
+    assert results["eval/reward"] == pytest.approx((1.75 + 1 + 0.25) / 3)
 
 
 def test_the_eos_is_learned_with_the_rest_and_padding_is_not():
@@ -171,6 +172,30 @@ def test_countdown_runs_from_its_file_of_flags(tmp_path):
 # --- rollouts -------------------------------------------------------------------------------------
 
 
+@dataclass
+class Known(Rollout):
+    """A rollout whose old_logps are given, instead of those of the policy before an update."""
+    old_logps: torch.Tensor = None
+
+    def select(self, rows, kept=None):
+        part = super().select(rows, kept)
+        if self.old_logps is not None:
+            part.old_logps = self.old_logps[rows, :part.mask.shape[1]]
+        return part
+
+
+def some(rollout, rows):
+    """These rows of a rollout, as one of its own."""
+    def pick(values):
+        if isinstance(values, dict):
+            return {name: pick(column) for name, column in values.items()}
+        if isinstance(values, list):
+            return [values[i] for i in rows.tolist()]
+        return None if values is None else values[rows]
+
+    return replace(rollout, **{name: pick(values) for name, values in vars(rollout).items()})
+
+
 def rollout_of_six(model, token_logps=fast.token_logps):
     """Six completions of different lengths for two prompts, the second padded. The old and the
     reference policy are near the model."""
@@ -184,7 +209,7 @@ def rollout_of_six(model, token_logps=fast.token_logps):
     prompt_mask[3:, :4] = 0
     mask = completion_mask(completion_ids, 2)
     rewards = torch.tensor([2.0, 0.5, NAN, 0.0, 1.0, 1.5])
-    rollout = Rollout(
+    rollout = Known(
         prompts=[*"aaabbb"], columns={"answer": [*"111222"], "number": [0, 1, 2, 3, 4, 5]},
         prefills=[""] * 3 + ["<think>\n"] * 3, completions=[*"uvwxyz"], prompt_ids=prompt_ids,
         prompt_mask=prompt_mask, completion_ids=completion_ids, mask=mask,
@@ -210,12 +235,14 @@ def six(policy):
 
 def test_selecting_rows_drops_columns_of_padding_only(six):
     part = six.select(torch.tensor([4, 3]))         # the short prompt, 7 and 1 tokens, turned round
-    assert part.prompts == ["b", "b"] and part.replies == ["<think>\ny", "<think>\nx"]
-    assert part.token_ids() == [six.token_ids()[4], six.token_ids()[3]]
+    assert six.replies[2:4] == ["w", "<think>\nx"]
     assert [len(ids) for ids in six.token_ids()] == six.lengths.tolist() == [3, 12, 5, 1, 7, 12]
-    assert part.columns == {"answer": ["2", "2"], "number": [4, 3]}
-    assert part.mask.tolist() == [[1] * 7, [1] + [0] * 6] and part.rewards.tolist() == [1.0, 0.0]
-    assert part.rewards_per_func["half"].tolist() == [0.5, 0.0]
+    assert part.mask.tolist() == [[1] * 7, [1] + [0] * 6]
+    assert part.advantages.tolist() == six.advantages[[4, 3]].tolist()
+    for name in ("sampling_logps", "ref_logps"):
+        assert torch.equal(getattr(part, name), getattr(six, name)[[4, 3], :7])
+    kept = torch.tensor([True] * 4 + [False] * 2)
+    assert six.select(torch.tensor([4, 3]), kept).mask.sum(1).tolist() == [0, 1]
     input_ids, attention_mask, R = part.sequences()
     assert attention_mask.tolist() == [[1] * (5 + 7), [1] * 6 + [0] * 6] and R == 7
     ids = torch.cat((six.prompt_ids[[4, 3], 4:], six.completion_ids[[4, 3], :7]), 1)
@@ -233,8 +260,8 @@ def test_the_groups_with_the_largest_spread_are_selected_whole_and_in_order(six)
     for oversample, groups in ((6, [2]), (3, [2, 4]), (2, [0, 2, 4])):
         args = arguments("--num_generations", "3", "--oversample", str(oversample))
         rows = [3 * group + i for group in groups for i in range(3)]
-        assert relatives.best_rows(six, train_grpo.nanstd, args).tolist() == rows
-    assert relatives.best_rows(six, train_grpo.nanstd, arguments()).tolist() == [0, 1, 2, 3, 4, 5]
+        assert baselines.best_rows(six, args).tolist() == rows
+    assert baselines.best_rows(six, arguments()).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 # --- the gradient ---------------------------------------------------------------------------------
@@ -257,7 +284,7 @@ def gradient(model, rollout, token_logps, world=None, **changes):
     optimizer.step = lambda: found.append(torch.cat(
         [parameter.grad.flatten() for parameter in model.parameters()]))
     updates = minibatches(rollout, world, args)
-    metrics = update_policy(model, optimizer, 0.0, updates, world, token_logps, args)
+    metrics = update_policy(model, optimizer, updates, token_logps, world, args)
     assert all(parameter.grad is None for parameter in model.parameters())
     return found[-1], metrics
 
@@ -274,19 +301,19 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
         world_module.JOINED_BELOW = 128
     world, model = World("cpu"), load_pretrained(POLICY, dtype=torch.float64)
     rows = torch.arange(6).tensor_split(world_size)[rank]
-    share, results = rollout_of_six(model, token_logps).select(rows), []
+    share, results = some(rollout_of_six(model, token_logps), rows), []
     for objective in OBJECTIVES:
         ref_logps = share.ref_logps if "beta" in objective else None
         results.append(gradient(model, replace(share, ref_logps=ref_logps), token_logps, world,
                                 micro_batch_size=micro_batch_size, **objective))
     args = arguments(num_iterations=2, num_minibatches=2, grad_clip=1.0, beta=0.1,
                      micro_batch_size=micro_batch_size)
-    update_policy(model, torch.optim.AdamW(model.parameters()), 1e-3,
-                  minibatches(share, world, args), world, token_logps, args)
+    update_policy(model, torch.optim.AdamW(model.parameters(), lr=1e-3),
+                  minibatches(share, world, args), token_logps, world, args)
     share.rewards = share.rewards / 2           # from 0 to 1
     share.rewards_per_func["half"] = (share.rewards > 0.3).float()
     advantages = torch.stack([
-        train_grpo.compute_advantages(share, None, None, None, world,
+        train_grpo.compute_advantages(share, None, world,
                                       arguments(num_generations=3, **options))
         for options in ADVANTAGES])
     torch.save((results, model.state_dict(), advantages), Path(folder) / f"{rank}.pt")
@@ -360,10 +387,11 @@ def test_what_has_no_gradient_is_not_computed_but_counts(policy, six):
     assert gradient(policy, six, spy, entropy_coef=0.1)[1]["grad_norm"] > 0 and seen() == [6]
 
 
-def test_an_update_that_reads_no_row_clips_nothing_and_counts(policy, six):
+def test_an_update_that_reads_no_row_clips_nothing_and_counts(policy, six, monkeypatch):
+    monkeypatch.setattr(train_grpo, "compute_old_logps", lambda *unused: None)      # six has them
     six.ref_logps, six.advantages = None, torch.tensor([-1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
     both = gradient(policy, six, token_logps, num_minibatches=2)[1]
-    alone = gradient(policy, six.select(torch.arange(3)), token_logps)[1]
+    alone = gradient(policy, some(six, torch.arange(3)), token_logps)[1]
     for name in ("low", "high", "region"):
         name = f"clip_ratio/{name}_mean"
         assert both[name] == pytest.approx(alone[name] / 2)
@@ -373,14 +401,13 @@ def test_an_update_that_reads_no_row_clips_nothing_and_counts(policy, six):
 def test_every_update_is_compared_with_the_policy_before_the_first(policy, six, monkeypatch):
     spy = Mock(wraps=train_grpo.grpo_loss)
     monkeypatch.setattr(train_grpo, "grpo_loss", spy)
-    six.old_logps, optimizer = None, torch.optim.SGD(policy.parameters())
+    six.old_logps, optimizer = None, torch.optim.SGD(policy.parameters(), lr=0.1)
     for passes in (1, 3):
         args = arguments(num_iterations=passes)
         updates = minibatches(six, World("cpu"), args)
-        train_grpo.compute_old_logps(policy, updates, token_logps, args)
-        assert (updates[0].micro_batches[0].old_logps is None) == (passes == 1)
         spy.reset_mock()
-        update_policy(policy, optimizer, 0.1, updates, World("cpu"), token_logps, args)
+        update_policy(policy, optimizer, updates, token_logps, World("cpu"), args)
+        assert (updates[0].micro_batches[0].old_logps is None) == (passes == 1)
         logps, old_logps = zip(*(call.args[:2] for call in spy.mock_calls))
         assert len(logps) == passes and all(torch.equal(old, logps[0]) for old in old_logps)
         assert all((now - then).abs().max() > 1e-3 for now, then in zip(logps[1:], logps))
@@ -391,13 +418,13 @@ def test_truncated_completions_count_nothing_but_as_sequences(policy, six):
     six.ref_logps, rows = None, torch.tensor([0, 2, 3, 4])
     six.advantages = torch.tensor([1.0, 5.0, 0.3, -1.2, 0.9, -7.0])
     masked, _ = gradient(policy, six, token_logps, mask_truncated_completions=True)
-    kept, _ = gradient(policy, six.select(rows), token_logps)
+    kept, _ = gradient(policy, some(six, rows), token_logps)
     assert torch.allclose(masked, kept * 4 / 6, atol=1e-6 * kept.abs().max())
     six.advantages = torch.tensor([-1.0, 5.0, -0.3, -1.2, -0.9, -7.0])
     for flags in ({"importance_sampling_level": "sequence", "epsilon_low": 0.01}, {"delta": 1.21}):
         (_, of_all), (_, of_kept) = (
             gradient(policy, part, token_logps, mask_truncated_completions=True, **flags)
-            for part in (six, six.select(rows)))
+            for part in (six, some(six, rows)))
         for name in of_all:
             if name.startswith("clip_ratio/") and "high" not in name:
                 assert of_all[name] == pytest.approx(of_kept[name]) and of_all[name] > 0
@@ -451,13 +478,11 @@ def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1_and_not_in_the_loss(po
     ids = torch.tensor([[5, 5, 2], [5, 2, 0], [2, 0, 0], [2, 0, 0], [5, 5, 5], [5, 2, 0]])
     rollout = replace(
         six, mask=completion_mask(ids, 2), rewards=torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 3.0]),
-        sampling_logps=torch.zeros(6, 3), ref_logps=torch.full((6, 3), -3.0))
-    logps = torch.full((6, 3), -1.0)
-    logps[3] = -3.5                         # k1 = -0.5 at its one token; it is 2 elsewhere
+        policy_logps=torch.full((6, 3), -1.0), ref_logps=torch.full((6, 3), -3.0))
+    rollout.policy_logps[3] = -3.5             # k1 = -0.5 at its one token; it is 2 elsewhere
     kl = torch.tensor([2.0 * 3, 2.0 * 2, 2.0 * 1, -0.5 * 1, 2.0 * 3, 2.0 * 2])
     args = arguments(beta=0.1, kl_in_reward=True, num_generations=3, scale_rewards="none")
-    advantages = train_grpo.compute_advantages(
-        rollout, "policy", None, lambda *inputs, **options: logps, World("cpu"), args)
+    advantages = train_grpo.compute_advantages(rollout, None, World("cpu"), args)
     rewards = rollout.rewards - 0.1 * kl
     expected = rewards - rewards.view(2, 3).mean(1).repeat_interleave(3)
     assert advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
@@ -468,7 +493,7 @@ def test_the_reference_moves_towards_the_policy():
     before, ours = reference.weight.clone(), policy.weight.clone()
     args = arguments("--ref_model_sync_steps", "3", "--ref_model_mixup_alpha", "0.6")
     for step, alpha in ((2, 0.0), (3, 0.6)):
-        train_grpo.sync_reference(reference, policy, step, args)
+        sync_reference(reference, policy, step, args)
         assert torch.allclose(reference.weight, alpha * ours + (1 - alpha) * before)
     assert torch.equal(policy.weight, ours)
 
@@ -483,12 +508,10 @@ def test_the_reference_moves_towards_the_policy():
     ("--loss_type cispo --delta 3", "--delta cispo"),
     ("--delta 1.1", "--delta epsilon_high"),
     ("--loss_type gmpo --importance_sampling_level sequence", "gmpo --importance_sampling_level"),
-    ("--use_bias_correction_kl --beta 0", "--use_bias_correction_kl --beta"),
     ("--multi_objective_aggregation normalize_then_sum --scale_rewards none", "--scale_rewards"),
     ("--rollout_is_threshold 0.5", "--rollout_is_threshold 1"),
-    ("--supervision process --loss_type r1", "--supervision r1"),
-    ("--supervision process --reward_weights 0 0 0 0", "--reward_weights --supervision"),
-    ("--kl_in_reward --kl_type k3", "--kl_type --kl_in_reward"),
+    ("--supervision process --loss_type r1", "--supervision ratio"),
+    ("--kl_in_reward --beta 0", "--kl_in_reward --beta"),
     ("--ref_model_sync_steps 5 --beta 0", "--ref_model_sync_steps --beta"),
     ("--eval_only --data_path my.jsonl", "--eval_only --eval_data_path"),
     ("--oversample 0", "--oversample 1"),
@@ -512,8 +535,6 @@ def test_defaults_follow_the_data():
         return getattr(train_grpo.parse_args(flags), name)
 
     own = ["--data_path", "my.jsonl", "--batch_size", "4", "--num_generations", "6"]
-    # An evaluation takes no more room than a rollout.
-    assert of("eval_batch_size") == 256 and of("eval_batch_size", *own) == 12
     assert of("eval_interval") == 30 and of("eval_interval", *own) == 0
     # The shipped reward model judges nothing but our data.
     assert of("reward_funcs") == ["format", "tag", "rm", "accuracy"]

@@ -15,6 +15,7 @@ from conftest import interrupt, jsonl
 from model import MiniMindConfig, MiniMindForCausalLM, load_checkpoint, save_pretrained
 from model.fast import pair as fast
 from model.lora import merged_state
+from report import Report
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="sends itself a signal to stop")
 SHARD = ["--shard", "1"]
@@ -50,7 +51,7 @@ def one_rank(rank, ports, weights, out):
     global calls
     torch.set_num_threads(1)
     sys.path.insert(0, os.path.dirname(__file__))
-    train_grpo.Report.draw = lambda report: None        # takes longer than a run
+    Report.draw = lambda report: None        # takes longer than a run
     for port, (name, flags, calls_before) in zip(ports, RUNS):
         calls = calls_before
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
@@ -63,7 +64,7 @@ def one_rank(rank, ports, weights, out):
                 "--model_path", weights, "--out_dir", out, "--run_name", name,
                 "--reward_funcs", "test_shard:unequal", "--beta", "0", "--batch_size", "3",
                 "--num_generations", "4", "--max_gen_len", "12", "--max_steps", str(STEPS),
-                "--eval_interval", "5", "--eval_samples", "5", "--eval_batch_size", "1",
+                "--eval_interval", "5", "--eval_samples", "5",
                 "--micro_batch_size", "2", "--rollout_batch_size", "8",
                 "--learning_rate", "1e-3", *flags])
         except SystemExit as error:
@@ -119,7 +120,7 @@ def test_another_number_of_ranks_resumes_it(name, flags, out, monkeypatch):
     args = train_grpo.parse_args([*flags, "--beta", "0", "--model_path", str(out / "weights"),
                                   "--reward_funcs", "test_shard:unequal"])
     world = SimpleNamespace(device=torch.device("cpu"), matrix_dtype=torch.float32)
-    _, policy, *_ = train_grpo.load_models(args, world)
+    _, policy, _ = train_grpo.load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
     done, _ = load_checkpoint(out / name / "checkpoint", policy, optimizer)
     assert done == STEPS

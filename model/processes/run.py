@@ -62,13 +62,10 @@ class Run:
         """Writes the final weights."""
         self.saver.save_final(self.t.policy, self.t.tokenizer)
 
-    def asked_to_stop(self):
-        """Whether a signal, or ten steps without a reward, end the run: the same on all ranks."""
-        return bool(self.signal) or self.unjudged == MOST_UNJUDGED
-
-    def stopped(self, step):
-        """The exception that ends the run after this step, which is saved."""
+    def stop_if_asked(self, step):
+        """Ends the run, on all ranks, after a signal or ten steps without a reward; it is saved."""
         if self.signal:
-            return self.saver.stopped(step, self.signal)
-        return UserError(f"no completion of the last {MOST_UNJUDGED} steps has a reward; check "
-                         "that --reward_funcs fit the data")
+            raise self.saver.stopped(step, self.signal)
+        if self.unjudged == MOST_UNJUDGED:
+            raise UserError(f"no completion of the last {MOST_UNJUDGED} steps has a reward; check "
+                            "that --reward_funcs fit the data")
