@@ -16,19 +16,19 @@ gradient is on average that of KL(pi_ref || pi).
 
 One step, for B prompts and G = num_generations answers to each; 1 to 4 are grpo_step:
     1. ask        generate           sample G completions of every prompt          model/
-    2. remember   compute_logps      their log-probabilities under the reference
+    2. remember   compute_logps      their log-probabilities under the reference, to stay near it
     3. judge      compute_rewards    one reward per completion                     reward/
                   compute_advantages ... compared within each group
     4. learn      minibatches        which completions each optimizer step learns from
-                  update_policy      clipped gradient steps
+                  update_policy      gradient steps on the clipped objective
     5. report     Run.record         metrics, a progress bar, pictures; weights    report/, model/
 
 Letters: B prompts, G generations per prompt, N = B*G completions; P prompt tokens, R completion
 tokens, T = P + R; V vocabulary; n rows of a micro-batch.
 
     python train_grpo.py                                       two to four minutes on two cores
-    python train_grpo.py --sampler plain                       exactly these lines; 3 times as long
-    torchrun --nproc_per_node=2 train_grpo.py --reasoning 1    on two processes
+    python train_grpo.py --sampler plain                       the lines below; 3 times as long
+    torchrun --nproc_per_node=2 train_grpo.py                  on two processes
 
 By default a run takes the sampler and token_logps from model/fast, with the same numbers up to
 rounding: to change one of the two, use `plain`. docs/grpo_on_one_page.py has none of the options.
@@ -60,7 +60,7 @@ from model.processes.models import load_models, sync_reference
 from model.processes.run import Run
 from model.processes.watch import all_or_none
 from model.processes.world import for_learning, for_sampling
-from model.rollout import TOTALS, Minibatch, Rollout
+from model.rollout import Minibatch, Rollout
 from model.storage.read import find_weights
 from report.command_line import Parser, folder_name, number, user_errors
 from report.metrics import drift, mean_metrics, no_part, sum_metrics
@@ -84,7 +84,7 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
     advantage_estimator names a row of BASELINES, scale_rewards of SCALES; batch_std is the std of
     all rewards, for "batch". rewards (N,), the G completions of a prompt adjacent -> (N,). NaN: no
     reward judged it; it is left out of mean and std and gets advantage 0. Four answers to
-    `7 + 3*7`, paid 1 for being right and 0.1 for the format:
+    `7 + 3*7`, paid 1 for being right and 0.1 for their form, say:
 
     >>> group_advantages(torch.tensor([0.1, 1.1, 1.0, 0.1]), 4)
     tensor([-0.8635,  0.9544,  0.7726, -0.8635])
@@ -97,13 +97,15 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
 
 
 # From the rewards of groups, (B, G) with NaNs, to the same minus a baseline.
-BASELINES = {"grpo": above_mean} | baselines.BASELINES
-# From these, the std of all rewards, and eps, to what divides the difference: (B, 1) or ().
+BASELINES = {
+    "grpo": above_mean,
+} | baselines.BASELINES
+# From these, the std of all rewards, and eps, to the divisor: (B, 1) or ().
 SCALES = {
     "group": lambda groups, std, eps: nanstd(groups) + eps,
     "batch": lambda groups, std, eps: (nanstd(groups.flatten()) if std is None else std) + eps,
-    "none":  lambda groups, std, eps: 1.0,      # Dr. GRPO, arXiv 2503.20783: a small std would
-} | baselines.SCALES                            # blow tiny differences up
+    "none":  lambda groups, std, eps: 1.0,      # Dr. GRPO: a small std blows up tiny differences
+} | baselines.SCALES
 
 
 def completion_mask(completion_ids, eos_token_id):
@@ -133,7 +135,7 @@ def ppo_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high):
     """Choice 2, the bound: PPO's -min(ratio A, clip(ratio) A); and where it acts, by its sides.
 
     Once a ratio has moved past 1 ± epsilon in the direction that its advantage favours, the clip
-    removes its gradient. (Other bounds read logps and mask; all are called alike.)
+    removes its gradient; the min keeps it on the other side. (Other bounds read logps and mask.)
     """
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     loss = -torch.min(ratio * advantages, clipped * advantages)
@@ -143,15 +145,13 @@ def ppo_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high):
 
 # Choice 3, the average: each token's term is divided by `divisor`, then all are added up. `length`
 # is that of the token's completion, L the maximum; completions and tokens are those of the whole
-# optimizer step, over all micro-batches and ranks.
+# optimizer step, over all micro-batches and ranks. So grpo is a mean over each completion's tokens,
+# then over completions; bnpo a mean over all tokens; in dr_grpo no sampled length counts.
 LOSS_TYPES = {
     # name      bound     divisor
-    # a mean over each completion, then over completions
     "grpo":    (ppo_clip, lambda length, completions, tokens, L: completions * length),
-    # a mean over all tokens; DAPO has the same
     "bnpo":    (ppo_clip, lambda length, completions, tokens, L: tokens),
-    "dapo":    (ppo_clip, lambda length, completions, tokens, L: tokens),
-    # every token weighs the same, however long its completion
+    "dapo":    (ppo_clip, lambda length, completions, tokens, L: tokens),       # the same
     "dr_grpo": (ppo_clip, lambda length, completions, tokens, L: completions * L),
 } | objective.loss_types(ppo_clip)      # the flags of each relative: docs/losses.md
 
@@ -303,13 +303,14 @@ def minibatches(rollout, world, args):
         totals = world.sum(torch.tensor([len(rows), num_kept, num_tokens])).tolist()
         parts = rows[has_gradient[rows]].split(args.micro_batch_size)
         parts = [rollout.select(part, kept) for part in parts if len(part)]
-        updates.append(Minibatch(dict(zip(TOTALS, totals)), parts))
+        names = "num_sequences", "num_kept", "num_tokens"
+        updates.append(Minibatch(dict(zip(names, totals)), parts))
     return updates
 
 
 @torch.no_grad()
 def compute_old_logps(policy, updates, logps_of, args):
-    """Step 4: log pi_old, (n, R), of each micro-batch: other splits would round differently."""
+    """Step 4: log pi_old, (n, R), of each micro-batch as it will be read: so ratios start at 1."""
     for minibatch in updates:
         for part in minibatch.micro_batches:
             part.old_logps = logps_of(policy, *part.sequences(), temperature=args.temperature)
@@ -329,7 +330,7 @@ def update_policy(policy, optimizer, updates, logps_of, world, args):
 
 
 def optimizer_step(policy, optimizer, minibatch, logps_of, world, args):
-    """Step 4: one clipped gradient step; its metrics."""
+    """Step 4: one gradient step, its norm bounded; its metrics."""
     metrics = [no_part(args.delta)]         # of each micro-batch; a rank may have none
     for part in minibatch.micro_batches:
         logps, entropy = logps_of(policy, *part.sequences(), temperature=args.temperature,
@@ -426,10 +427,7 @@ def prepare(args, world):
 
 
 def choose_pair(policy, optimizer, world, args):
-    """The two functions that run the policy: `sample`, and what computes log-probabilities.
-
-    By default both are those of model/fast, and token_logps above is not called: whoever changes it
-    needs --sampler plain.
+    """The two functions that run the policy: by default those of model/fast, not token_logps above.
     """
     sample, logps_of = sampler.sample, token_logps
     if args.sampler != "plain" and isinstance(policy, MiniMindForCausalLM):

@@ -4,18 +4,18 @@
 
 A small model does sums such as `What is 34 + 27*6?` in several styles: some work on paper, some
 guess. Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300) lets it find out which
-style pays. Nobody shows it how to work a sum; a rule only looks at what it wrote. One step:
+style pays. Nobody shows it a solution: three rules and a small network score what it wrote. A step:
 
     1. ask        the policy answers B prompts, each G times
-    2. remember   how likely is each token under the reference, the weights that we start from?
+    2. remember   how likely each token is under the reference, the first weights, to stay near them
     3. judge      a reward for each answer; its advantage: how much better is it than its group?
-    4. learn      make the tokens of better answers likelier, and those of worse answers less likely
+    4. learn      make the tokens of better answers likelier, those of worse answers less likely
     5. report     the share of held-out problems that the policy gets right
 
-Imported are the network, the sampler, the data and the rewards; everything of GRPO is here. With
-`--sampler plain --micro_batch_size 128 --max_steps 100`, train_grpo.py takes the same steps.
-
-Letters: B prompts, G answers to each, N = B*G answers; P and R tokens of a prompt and an answer.
+Imported are the network, the sampler, the data and the rewards; everything of GRPO is here. From
+the shipped weights, `train_grpo.py --sampler plain --micro_batch_size 128 --max_steps 100 --device
+cpu` takes the same steps. Letters: B prompts, G answers to each, N = B*G answers; P and R tokens of
+a prompt and an answer; V vocabulary; pi the policy, the model that learns.
 """
 import math
 import sys
@@ -33,7 +33,7 @@ from reward import accuracy_reward, combine_rewards, load_reward_funcs
 
 WEIGHTS, SEED = ROOT / "model/weights/reason_128", 42
 B, G, MAX_TOKENS = 16, 8, 96            # prompts a step, answers to each, tokens of an answer
-EPSILON, BETA = 0.2, 0.02               # a ratio may move 20% either way; weight of the KL
+EPSILON, BETA = 0.2, 0.02               # no gain from ratios beyond 1 ± 0.2; weight of the KL
 PEAK, WARMUP, MAX_NORM = 3e-4, 3, 1.0   # learning rate, steps up to it, largest gradient norm
 # What is paid: 0.5 for the format, 0.25 for each of four tags, -1 to 1 by a network that has learnt
 # what good answers look like, and 1 for the right result.
@@ -43,7 +43,7 @@ REWARDS = ["format", "tag", "rm", "accuracy"]
 def ask(policy, tokenizer, batch, count, rng):
     """1. ask: `count` answers to each prompt, adjacent, drawn from the policy's probabilities."""
     eos_ids = eos_token_ids(policy, tokenizer)
-    answer_ids, _ = sample(             # _: their log-probs, which token_logps computes again
+    answer_ids, _ = sample(             # _: log-probs; token_logps has them with a gradient
         policy, batch["prompt_ids"], batch["prompt_mask"], num_generations=count,
         max_new_tokens=MAX_TOKENS, eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id,
         generator=rng)                                                                  # (N, R)
@@ -53,20 +53,20 @@ def ask(policy, tokenizer, batch, count, rng):
     prompt_ids = batch["prompt_ids"].repeat_interleave(count, 0)                        # (N, P)
     prompt_mask = batch["prompt_mask"].repeat_interleave(count, 0)
     return SimpleNamespace(
-        input_ids=torch.cat((prompt_ids, answer_ids), 1), ids=answer_ids, mask=mask,
-        attention_mask=torch.cat((prompt_mask, mask), 1),
+        input_ids=torch.cat((prompt_ids, answer_ids), 1), answer_ids=answer_ids, mask=mask,
+        attention_mask=torch.cat((prompt_mask, mask), 1),                               # (N, P+R)
         prompts=[prompt for prompt in batch["prompts"] for _ in range(count)],
         texts=tokenizer.batch_decode(answer_ids, skip_special_tokens=True),
-        columns={name: [value for value in values for _ in range(count)]    # the right result
+        columns={name: [value for value in values for _ in range(count)]    # the results, ...
                  for name, values in batch["columns"].items()})
 
 
 def token_logps(model, answers):
     """log pi(token | all before) of each token of the answers, (N, R)."""
-    R = answers.ids.shape[1]
+    R = answers.answer_ids.shape[1]
     # The logits at a position predict the next token: so start one before the answer.
     logits = model(answers.input_ids, answers.attention_mask)[:, -R - 1:-1]             # (N, R, V)
-    return logits.log_softmax(-1).gather(-1, answers.ids[..., None]).squeeze(-1)
+    return logits.log_softmax(-1).gather(-1, answers.answer_ids[..., None]).squeeze(-1)
 
 
 def group_advantages(rewards):
@@ -80,13 +80,13 @@ def group_advantages(rewards):
 
 
 def grpo_loss(logps, old_logps, ref_logps, advantages, mask):
-    """Minus the mean, over each answer's tokens, then over answers, of the gain less beta KL."""
+    """-(gain - beta KL): its mean over an answer's tokens, then the mean of these over answers."""
     A = advantages[:, None]                     # the same for all tokens of an answer
     ratio = (logps - old_logps).exp()           # pi / pi_old: pi_old is the policy that answered
     clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
-    gain = torch.min(ratio * A, clipped * A)    # further in A's direction than that gains nothing
+    gain = torch.min(ratio * A, clipped * A)    # beyond it, along A, no gradient; back there is one
     x = ref_logps - logps
-    kl = x.exp() - x - 1                        # k3: never negative, its mean is KL(pi || pi_ref)
+    kl = x.exp() - x - 1                        # never negative, and its mean is KL(pi || pi_ref)
     per_answer = ((gain - BETA * kl) * mask).sum(1) / mask.sum(1)                       # (N,)
     return -per_answer.mean()
 
@@ -116,17 +116,18 @@ def train(steps=100, heldout=200):
     unseen = collate(PromptDataset(ROOT / "dataset/heldout.jsonl")[:heldout])
     reward_funcs = load_reward_funcs(
         REWARDS, reward_model_path=ROOT / "reward/weights/reward_128", clip=1.0)
-    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.parameters(), PEAK, betas=(0.9, 0.99), weight_decay=0.0)
     report("before", policy, tokenizer, unseen)
     for step in range(1, steps + 1):
         rows = rows_of_step(step, len(problems), B, seed=SEED)  # shuffled anew in each epoch
         batch = collate([problems[row] for row in rows])
-        answers = ask(policy, tokenizer, batch, G, rng_of(SEED, 0, step, 0))            # 1. ask
+        rng = rng_of(SEED, 0, step, 0)              # not an evaluation, step, process 0
+        answers = ask(policy, tokenizer, batch, G, rng)                             # 1. ask
         with torch.no_grad():
             ref_logps = token_logps(reference, answers)                             # 2. remember
-        rewards, _ = combine_rewards(                                                   # 3. judge
-            answers.prompts, answers.texts, reward_funcs, [1.0] * 4,
-            completion_ids=answers.ids, **answers.columns)
+        rewards, _ = combine_rewards(                                               # 3. judge
+            answers.prompts, answers.texts, reward_funcs, [1.0] * len(REWARDS),
+            **answers.columns)
         advantages = group_advantages(rewards)
         # 4. learn. The policy has not moved since it answered, so pi_old is pi: each ratio is 1,
         # but its gradient is that of log pi. A second update on the same answers would keep these

@@ -2,15 +2,17 @@
 
     fast/         pair.py, the sampler and the log-probabilities again, in less time: a run uses
                   these; vllm_engine.py, an engine that samples in their place
+    objective.py  relatives of GRPO's loss
     storage/      weights in and out: files.py opens what a stranger wrote, read.py and write.py
-                  weights; any_model.py wraps a model of transformers that model.py does not build;
-                  from_gguf.py reads what a package ships; tokenizer.py trains a tokenizer,
-                  memory.py foretells what a run takes
+                  weights; any_model.py wraps a model of transformers that model.py does not build
     processes/    several processes that train one model: world.py, where their gradients meet, and
                   what --dtype and --shard make of the sampler and the log-probabilities; shard.py
-                  divides weights over them; saver.py writes checkpoints and resumes from them;
-                  watch.py ends a run that is stopped or fails
-    lora.py       adapters; chat.py: talk to a policy; train_sft.py: fine-tune one; weights/: ours
+                  divides weights over them; models.py loads what a run needs; run.py stands around
+                  its loop, saver.py writes checkpoints and resumes from them; watch.py ends a run
+                  that is stopped or fails
+    commands/     what runs by itself: chat with a policy, train one from chats (train_sft), train a
+                  tokenizer, read a GGUF file, foretell the memory that a run takes
+    lora.py       adapters; weights/: those that we ship
 
 On disk, weights are what transformers writes: a folder with config.json, model.safetensors and the
 tokenizer's files. Where a function takes a path to weights, a hub id like Qwen/Qwen3-0.6B will do

@@ -6,10 +6,9 @@ import torch
 
 from report import UserError
 
-# What an optimizer step learns from: numbers over all ranks, by the names that grpo_loss has for
-# them, and this rank's parts, a MicroBatch each.
+# What an optimizer step learns from: totals over all ranks, named as in grpo_loss, and this rank's
+# parts, a MicroBatch each.
 Minibatch = namedtuple("Minibatch", "totals micro_batches")
-TOTALS = ("num_sequences", "num_kept", "num_tokens")
 
 
 class Sequences:

@@ -1,4 +1,4 @@
-"""What relatives of GRPO compare a reward with, and divide the difference by.
+"""GRPO's mean and std of a group, where rewards may be missing, and what its relatives have.
 
 Rows for the tables BASELINES and SCALES of train_grpo.py, and what else happens to rewards before
 they are advantages. docs/losses.md is the map of the family.

@@ -34,9 +34,9 @@ import torch.nn.functional as F
 
 from dataset import PromptCollator, PromptDataset
 from model import load_pretrained, load_tokenizer, sample
+from model.commands.train_sft import optimize
 from model.storage.files import explained, read_config
 from model.storage.read import build, read_weights
-from model.train_sft import optimize
 from report import UserError
 from report.command_line import number, user_errors
 from report.text import read_lines, write_jsonl

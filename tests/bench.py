@@ -50,7 +50,7 @@ from model import (  # noqa: E402
     save_pretrained,
 )
 from model.fast import pair as fast  # noqa: E402
-from model.storage.memory import SIZES  # noqa: E402
+from model.commands.memory import SIZES  # noqa: E402
 from reward import load_reward_funcs  # noqa: E402
 
 SHIPPED = ROOT / "model/weights/reason_128"
@@ -106,7 +106,7 @@ def weights_of(case, folder):
                        cwd=ROOT, check=True, capture_output=True)
         return Path(folder) / "trained/final"
     if case.package:
-        command = ["-m", "model.storage.from_gguf", case.package, "--save", folder]
+        command = ["-m", "model.commands.from_gguf", case.package, "--save", folder]
         subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
         return Path(folder)
     if case.config is None:

@@ -114,7 +114,7 @@ def tokenizer(tmp_path_factory):
     """A tokenizer trained on a few strings, as it comes back from disk."""
     from transformers import AutoTokenizer
 
-    from model.storage.tokenizer import train_tokenizer
+    from model.commands.tokenizer import train_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
     texts = ["user", "assistant", "What is 7 + 3*7?", "The answer is 28."]

@@ -14,8 +14,9 @@ import torch
 from conftest import ROOT, jsonl, turns, write
 from dataset import PromptCollator, PromptDataset, arithmetic
 from dataset.prompts import rows_of_step, steps_per_epoch
-from model import load_pretrained, train_sft
-from model.storage.tokenizer import read_chats
+from model import load_pretrained
+from model.commands import train_sft
+from model.commands.tokenizer import read_chats
 
 USER, REPLY = turns("2+3?", "5")
 

@@ -47,7 +47,8 @@ def test_it_runs_what_is_missing_with_its_flags_seed_and_change(
     line, other = "all_logps = (logits.float() / temperature)", "all_logps = (0)"
     page = tmp_path / "page.md"
     page.write_text(f"# T\n\n## Small (in `a`)\n\n```diff\n-{line}\n+{other}\n```\n")
-    experiment |= {"page": page, "seeds": [1, 2], "first": ["-m model.train_sft --save {out}/a"],
+    experiment |= {"page": page, "seeds": [1, 2],
+                   "first": ["-m model.commands.train_sft --save {out}/a"],
                    "arms": {"right": "", "small, b": "--loss_type dapo"}}
     calls, first = [], []
 
@@ -85,7 +86,7 @@ def test_it_runs_what_is_missing_with_its_flags_seed_and_change(
     figures.draw(rows, experiment, command.PANELS, tmp_path / "tiny.png")
     assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
     command.print_table(rows, experiment["panels"])
-    assert capsys.readouterr().out.endswith("\nsmall, b | 2 → 2 | \n")      # none gave up
+    assert capsys.readouterr().out.endswith("\nsmall, b | 1.50 ± 6.36 | \n")      # none gave up
 
 
 def test_the_flags_of_every_arm_go_together(monkeypatch):

@@ -12,14 +12,13 @@ from conftest import ROOT, left_padded, turns
 from model import (
     MiniMindConfig,
     MiniMindForCausalLM,
-    chat,
     sample,
     save_pretrained,
-    train_sft,
 )
+from model.commands import chat, train_sft
+from model.commands.memory import SIZES, num_parameters, peak_bytes
+from model.commands.tokenizer import CHAT_TEMPLATE, TAGS, train_tokenizer
 from model.model import KVCache, MixtureOfExperts
-from model.storage.memory import SIZES, num_parameters, peak_bytes
-from model.storage.tokenizer import CHAT_TEMPLATE, TAGS, train_tokenizer
 from report import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -4,13 +4,13 @@ Five runs of this script made the weights of policies that we ship; docs/weights
 Two are for Countdown. The three for arithmetic, of which the last two start from the first:
 
     python -m dataset.arithmetic --sft out/sft
-    python -m model.storage.tokenizer --save out/tokenizer \
+    python -m model.commands.tokenizer --save out/tokenizer \
         --data out/sft/pretrain.jsonl out/sft/reason.jsonl out/sft/full_sft.jsonl
-    python -m model.train_sft --data out/sft/pretrain.jsonl \
+    python -m model.commands.train_sft --data out/sft/pretrain.jsonl \
         --tokenizer out/tokenizer --save out/pretrain_128
-    python -m model.train_sft --data out/sft/full_sft.jsonl \
+    python -m model.commands.train_sft --data out/sft/full_sft.jsonl \
         --init out/pretrain_128 --save model/weights/full_sft_128 ...
-    python -m model.train_sft --data out/sft/reason.jsonl \
+    python -m model.commands.train_sft --data out/sft/reason.jsonl \
         --init out/pretrain_128 --save model/weights/reason_128 ...
 
 The loss is the cross-entropy over the tokens of the assistant's turns, <|im_end|> included: a model
@@ -31,9 +31,9 @@ from torch.nn.utils.rnn import pad_sequence
 from report import UserError
 from report.command_line import number, user_errors
 
-from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, load_tokenizer, save_pretrained
-from .storage.files import explained
-from .storage.tokenizer import read_chats
+from .. import MiniMindConfig, MiniMindForCausalLM, load_pretrained, load_tokenizer, save_pretrained
+from ..storage.files import explained
+from .tokenizer import read_chats
 
 
 def encode(chats, tokenizer):
@@ -167,14 +167,14 @@ def parse_args():
         flag(name, type=number(int, 1), default=default)
     args = parser.parse_args()
     if not (args.init or args.tokenizer):
-        parser.error("a new model needs a --tokenizer; python -m model.storage.tokenizer makes "
+        parser.error("a new model needs a --tokenizer; python -m model.commands.tokenizer makes "
                      "one. Or start from weights: --init")
     if args.hidden_size % 64:
         parser.error(f"--hidden_size {args.hidden_size}: it must be a multiple of 64")
     return args
 
 
-@user_errors("model.train_sft")
+@user_errors("model.commands.train_sft")
 def main():
     args = parse_args()
     torch.manual_seed(args.seed)

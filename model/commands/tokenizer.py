@@ -71,7 +71,7 @@ def read_chats(path):
     return chats
 
 
-@user_errors("model.storage.tokenizer")
+@user_errors("model.commands.tokenizer")
 def main():
     parser = argparse.ArgumentParser(description="Train a tokenizer on chats in jsonl files.")
     flag = parser.add_argument

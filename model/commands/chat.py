@@ -1,10 +1,10 @@
 """A chat with any weights that train_grpo.py reads or writes:
 
-    python -m model.chat out/grpo_reason_128/final
+    python -m model.commands.chat out/grpo_reason_128/final
 
 An empty line or Ctrl-D ends it. A prompt can also come from a pipe:
 
-    echo "What is 7 + 3*7?" | python -m model.chat model/weights/reason_128
+    echo "What is 7 + 3*7?" | python -m model.commands.chat model/weights/reason_128
 """
 import argparse
 import sys
@@ -13,9 +13,9 @@ import torch
 
 from report import printable, user_errors
 
-from . import eos_token_ids, load_pretrained, load_tokenizer
-from .processes.world import choose_device
-from .sampler import next_token
+from .. import eos_token_ids, load_pretrained, load_tokenizer
+from ..processes.world import choose_device
+from ..sampler import next_token
 
 
 @torch.no_grad()
@@ -56,9 +56,9 @@ def chat(model, tokenizer, **sampling):
         messages.append({"role": "assistant", "content": reply})
 
 
-@user_errors("model.chat")
+@user_errors("model.commands.chat")
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m model.chat", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m model.commands.chat", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = parser.add_argument
     flag("path", help="weights: a folder, a hub id like Qwen/Qwen3-0.6B, or a MiniMind .pth")

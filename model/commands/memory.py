@@ -1,7 +1,7 @@
 """How much memory a GRPO run takes on a GPU, before it is started.
 
-    python -m model.storage.memory                                  the usual sizes
-    python -m model.storage.memory Qwen/Qwen3-0.6B out/my_weights   any weights' config.json
+    python -m model.commands.memory                                  the usual sizes
+    python -m model.commands.memory Qwen/Qwen3-0.6B out/my_weights   any weights' config.json
 
 A row says what the parameters take (weights, gradients, AdamW's moments, the reference) and the
 sampler's cache, the least that a run needs, and the largest --micro_batch_size that fits on GPUs of
@@ -18,8 +18,8 @@ from report import user_errors
 
 from ..fast.pair import CHUNK_LOGITS, CHUNK_TOKENS
 from ..model import MiniMindConfig, MiniMindForCausalLM
-from .files import read_config
-from .read import local_path
+from ..storage.files import read_config
+from ..storage.read import local_path
 
 SIZES = {}
 for name, hidden_size, intermediate_size, layers, heads in (
@@ -80,7 +80,7 @@ def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, c
             "peak": always + max(sampling, learning + gradients)}
 
 
-@user_errors("model.storage.memory")
+@user_errors("model.commands.memory")
 def main(argv=None):
     parser = argparse.ArgumentParser(description="What fits on which GPU (docs/real_models.md)")
     parser.add_argument("paths", nargs="*", help="folders or hub ids (default: the usual sizes)")
