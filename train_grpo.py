@@ -23,11 +23,11 @@ One step, for B prompts and G = num_generations answers to each; 1 to 4 are grpo
                   update_policy      gradient steps on the clipped objective
     5. report     Run.record         metrics, a progress bar, pictures; weights    report/, model/
 
-Letters: B prompts, G generations per prompt, N = B*G completions; P prompt tokens, R completion
-tokens, T = P + R; V vocabulary; n rows of a micro-batch.
+Letters: q a prompt, o a completion, r its reward; B prompts, G generations per prompt, N = B*G
+completions; P prompt tokens, R completion tokens, T = P + R; V vocabulary; n rows of a micro-batch.
 
     python train_grpo.py                                       two to four minutes on two cores
-    python train_grpo.py --sampler plain                       the lines below; 3 times as long
+    python train_grpo.py --sampler plain                       see below; 3 times as long
     torchrun --nproc_per_node=2 train_grpo.py                  on two processes
 
 By default a run takes the sampler and token_logps from model/fast, with the same numbers up to
@@ -63,7 +63,7 @@ from model.processes.world import for_learning, for_sampling
 from model.rollout import Minibatch, Rollout
 from model.storage.read import find_weights
 from report.command_line import Parser, folder_name, number, user_errors
-from report.metrics import drift, mean_metrics, no_part, sum_metrics
+from report.metrics import drift, mean_metrics, no_clips, sum_metrics
 from reward import baselines, combine_rewards, load_reward_funcs
 from reward.baselines import above_mean, nanstd, rows_to_learn_from
 from reward.steps import process_supervision
@@ -100,7 +100,7 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
 BASELINES = {
     "grpo": above_mean,
 } | baselines.BASELINES
-# From these, the std of all rewards, and eps, to the divisor: (B, 1) or ().
+# From these, the std of all rewards, and eps, to the divisor: (B, 1), (1,) or a float.
 SCALES = {
     "group": lambda groups, std, eps: nanstd(groups) + eps,
     "batch": lambda groups, std, eps: (nanstd(groups.flatten()) if std is None else std) + eps,
@@ -157,8 +157,8 @@ LOSS_TYPES = {
 
 
 # KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. The value is
-# right on average if the right column says unbiased. Its gradient is another matter: autograd does
-# not see that another pi would sample other tokens. k3 clamps x, lest e^x overflow.
+# right on average where it is unbiased. Its gradient is another matter: autograd does not see that
+# another pi would sample other tokens. k3 clamps x, lest e^x overflow.
 KL_TYPES = {
     # name                                                            value      mean gradient of
     "k1":  lambda x: -x,                                            # unbiased   0: it pulls nowhere
@@ -223,7 +223,7 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     """log pi(token | all before) of the last R = num_completion_tokens of input_ids (N, T): (N, R).
 
     With `with_entropy` also the entropy of each of these distributions, (N, R), in nats. Both are
-    float32, and 0 at padding.
+    float32, and 0 at padding. A run calls this only with --sampler plain.
     """
     R = num_completion_tokens
     # The logits at position t predict token t+1, so read those at positions P-1 ... T-2.
@@ -298,7 +298,7 @@ def minibatches(rollout, world, args):
     chosen, kept, has_gradient = rows_to_learn_from(rollout, args)
     updates = []
     for rows in chosen.tensor_split(min(args.num_minibatches, len(chosen))):
-        # The divisors count all rows, and the tokens of those kept, whether they are read or not.
+        # The loss is divided by the numbers of all rows and all kept tokens, read or not.
         num_kept, num_tokens = kept[rows].sum(), (rollout.lengths * kept)[rows].sum()
         totals = world.sum(torch.tensor([len(rows), num_kept, num_tokens])).tolist()
         parts = rows[has_gradient[rows]].split(args.micro_batch_size)
@@ -331,7 +331,7 @@ def update_policy(policy, optimizer, updates, logps_of, world, args):
 
 def optimizer_step(policy, optimizer, minibatch, logps_of, world, args):
     """Step 4: one gradient step, its norm bounded; its metrics."""
-    metrics = [no_part(args.delta)]         # of each micro-batch; a rank may have none
+    metrics = [no_clips(args.delta)]        # and those of each micro-batch; a rank may have none
     for part in minibatch.micro_batches:
         logps, entropy = logps_of(policy, *part.sequences(), temperature=args.temperature,
                                   with_entropy=True)                                    # (n, R)

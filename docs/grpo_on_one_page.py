@@ -12,10 +12,13 @@ style pays. Nobody shows it a solution: three rules and a small network score wh
     4. learn      make the tokens of better answers likelier, those of worse answers less likely
     5. report     the share of held-out problems that the policy gets right
 
-Imported are the network, the sampler, the data and the rewards; everything of GRPO is here. From
-the shipped weights, `train_grpo.py --sampler plain --micro_batch_size 128 --max_steps 100 --device
-cpu` takes the same steps. Letters: B prompts, G answers to each, N = B*G answers; P and R tokens of
-a prompt and an answer; V vocabulary; pi the policy, the model that learns.
+Imported are the network, the sampler, the data and the rewards; everything of GRPO is here. The
+same steps, from the shipped weights, with the script that has all options:
+
+    python train_grpo.py --sampler plain --micro_batch_size 128 --max_steps 100 --device cpu
+
+Letters: pi the policy, the model that learns; B prompts, G answers to each, N = B*G answers; P and
+R tokens of a prompt and an answer; V vocabulary.
 """
 import math
 import sys
@@ -43,7 +46,7 @@ REWARDS = ["format", "tag", "rm", "accuracy"]
 def ask(policy, tokenizer, batch, count, rng):
     """1. ask: `count` answers to each prompt, adjacent, drawn from the policy's probabilities."""
     eos_ids = eos_token_ids(policy, tokenizer)
-    answer_ids, _ = sample(             # _: log-probs; token_logps has them with a gradient
+    answer_ids, _ = sample(             # _: their log-probs, without a gradient
         policy, batch["prompt_ids"], batch["prompt_mask"], num_generations=count,
         max_new_tokens=MAX_TOKENS, eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id,
         generator=rng)                                                                  # (N, R)
@@ -57,7 +60,7 @@ def ask(policy, tokenizer, batch, count, rng):
         attention_mask=torch.cat((prompt_mask, mask), 1),                               # (N, P+R)
         prompts=[prompt for prompt in batch["prompts"] for _ in range(count)],
         texts=tokenizer.batch_decode(answer_ids, skip_special_tokens=True),
-        columns={name: [value for value in values for _ in range(count)]    # the results, ...
+        columns={name: [value for value in values for _ in range(count)]    # right result, chat
                  for name, values in batch["columns"].items()})
 
 
@@ -72,21 +75,22 @@ def token_logps(model, answers):
 def group_advantages(rewards):
     """How much better is each answer than its siblings, in standard deviations? (N,) -> (N,)
 
-    If all answers to a prompt earn the same, their advantages are 0: they teach nothing.
+    If all answers to a prompt earn the same, their advantages are 0: then only the KL moves them.
     """
     groups = rewards.view(-1, G)                                                        # (B, G)
     mean, std = groups.mean(1, keepdim=True), groups.std(1, keepdim=True)
     return ((groups - mean) / (std + 1e-4)).view(-1)
 
 
-def grpo_loss(logps, old_logps, ref_logps, advantages, mask):
+def grpo_loss(logps, old_logps, advantages, mask, ref_logps):
     """-(gain - beta KL): its mean over an answer's tokens, then the mean of these over answers."""
     A = advantages[:, None]                     # the same for all tokens of an answer
     ratio = (logps - old_logps).exp()           # pi / pi_old: pi_old is the policy that answered
     clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
-    gain = torch.min(ratio * A, clipped * A)    # beyond it, along A, no gradient; back there is one
+    # A ratio past the bound on the side that A favours has no gradient; on the other side it has.
+    gain = torch.min(ratio * A, clipped * A)
     x = ref_logps - logps
-    kl = x.exp() - x - 1                        # never negative, and its mean is KL(pi || pi_ref)
+    kl = x.exp() - x - 1            # never negative; on average over pi's tokens KL(pi || pi_ref)
     per_answer = ((gain - BETA * kl) * mask).sum(1) / mask.sum(1)                       # (N,)
     return -per_answer.mean()
 
@@ -121,19 +125,17 @@ def train(steps=100, heldout=200):
     for step in range(1, steps + 1):
         rows = rows_of_step(step, len(problems), B, seed=SEED)  # shuffled anew in each epoch
         batch = collate([problems[row] for row in rows])
-        rng = rng_of(SEED, 0, step, 0)              # not an evaluation, step, process 0
-        answers = ask(policy, tokenizer, batch, G, rng)                             # 1. ask
+        answers = ask(policy, tokenizer, batch, G, rng_of(SEED, 0, step, 0))        # 1. ask
         with torch.no_grad():
             ref_logps = token_logps(reference, answers)                             # 2. remember
         rewards, _ = combine_rewards(                                               # 3. judge
-            answers.prompts, answers.texts, reward_funcs, [1.0] * len(REWARDS),
-            **answers.columns)
+            answers.prompts, answers.texts, reward_funcs, [1.0] * 4, **answers.columns)
         advantages = group_advantages(rewards)
-        # 4. learn. The policy has not moved since it answered, so pi_old is pi: each ratio is 1,
-        # but its gradient is that of log pi. A second update on the same answers would keep these
-        # old_logps, see ratios that have moved, and meet the clip.
+        # 4. learn. The policy has not moved since it answered: each ratio is 1, but its gradient is
+        # that of log pi. Only a second update, with the same old_logps, would meet the clip.
         logps = token_logps(policy, answers)
-        loss = grpo_loss(logps, logps.detach(), ref_logps, advantages, answers.mask)
+        old_logps = logps.detach()
+        loss = grpo_loss(logps, old_logps, advantages, answers.mask, ref_logps)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_NORM)
         optimizer.param_groups[0]["lr"] = learning_rate(step, steps)

@@ -65,7 +65,7 @@ def training_time(row):
                and name not in ("timing_s/eval", "timing_s/checkpoint"))
 
 
-def no_part(delta):
+def no_clips(delta):
     """The share of a rank, or of a step, that reads no completion: nothing is clipped."""
     names = ["low", "high", "region"]
     if delta is not None:

@@ -46,7 +46,7 @@ def test_its_loss_is_that_of_the_script_once_the_policy_has_moved():
     logps.requires_grad_()
     mask = (torch.arange(5) < torch.arange(16)[:, None] % 5 + 1).int()
     advantages = page.group_advantages(torch.randn(16))
-    ours = page.grpo_loss(logps, old, ref, advantages, mask)
+    ours = page.grpo_loss(logps, old, advantages, mask, ref)
     theirs, _ = train_grpo.grpo_loss(logps, old, advantages, mask, ref_logps=ref, beta=page.BETA)
     gradients = [torch.autograd.grad(loss, logps)[0] for loss in (ours, theirs)]
     torch.testing.assert_close(ours, theirs)
