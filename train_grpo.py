@@ -192,7 +192,7 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
     if beta and ref_logps is None:
         raise ValueError("beta weights the KL to the reference; give ref_logps")
     if delta is not None:
-        bound = partial(objective.dual_clip, delta=delta)
+        bound = objective.capped(bound, ppo_clip, delta)
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]         # (N, 1 or R)
     num_sequences, num_tokens = num_sequences or len(mask), num_tokens or mask.sum().clamp(min=1)
     num_kept = num_kept or mask.any(1).sum().clamp(min=1)
@@ -420,6 +420,7 @@ def prepare(args, world):
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)   # 0.99: runs are short
     sample, logps_of = choose_pair(policy, optimizer, world, args)      # or a pair of your own
+    world.alive()       # loading took its time
     return SimpleNamespace(
         args=args, world=world, tokenizer=tokenizer, policy=policy, reference=reference,
         optimizer=optimizer, reward_funcs=funcs[:count], eval_funcs=funcs[count:],
@@ -498,7 +499,7 @@ def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step):
 # --- what one looks up: flags ---------------------------------------------------------------------
 
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 COUNT, COUNT_OR_0 = number(int, 1), number(int, 0)
 POSITIVE, POSITIVE_OR_0 = number(float, 0, above=True), number(float, 0)
 FINITE = number(float, -10**6, 10**6)
@@ -535,7 +536,7 @@ def parse_args(argv=None):
     if len(args.reward_weights) != len(args.reward_funcs):
         parser.error(f"--reward_weights has {len(args.reward_weights)} numbers for "
                      f"{' '.join(args.reward_funcs)}; give one for each")
-    own_data = args.data_path != str(HERE / "dataset/train.jsonl")
+    own_data = Path(args.data_path).resolve() != HERE / "dataset/train.jsonl"
     if args.eval_only and own_data and args.eval_data_path == str(HERE / "dataset/heldout.jsonl"):
         parser.error("--eval_only would ask our arithmetic problems, not those of your task; give "
                      "yours with --eval_data_path")

@@ -7,6 +7,8 @@ of the family; reward/baselines.py has those that differ in the advantages.
 use_bias_correction_kl of grpo_loss multiplies the KL's term by the ratio (DeepSeek-V3.2, arXiv
 2512.02556): tokens count as if the policy of now had sampled them, and k3 gets the KL's gradient.
 """
+import functools
+
 import torch
 
 from report import UserError
@@ -23,6 +25,13 @@ def choice(table, name, option):
 
 # --- bounds ---------------------------------------------------------------------------------------
 # All are called as ppo_clip is, and return the same: the loss, (N, 1 or R), and where they act.
+
+
+def capped(bound, ppo_clip, delta):
+    """PPO's clip with `delta`; ValueError for another bound, which has none."""
+    if bound is not ppo_clip:
+        raise ValueError("delta belongs to PPO's clip, and this loss_type has none; leave it out")
+    return functools.partial(dual_clip, delta=delta)
 
 
 def dual_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, delta):
@@ -187,6 +196,10 @@ def refuse_contradictions(args):
         (by_function and (other_advantages or args.kl_in_reward), "--multi_objective_aggregation "
          "normalize_then_sum has its own way to advantages; leave --scale_rewards, "
          "--advantage_estimator and --kl_in_reward out"),
+        (by_steps and not any(args.reward_weights), "--supervision process divides the outcome by "
+         "the sum of --reward_weights, which is 0; give one above 0"),
+        (args.kl_in_reward and args.kl_type != "k1", f"--kl_type {args.kl_type} is for the KL in "
+         "the loss, and --kl_in_reward takes k1; leave one of the two out"),
         (args.kl_in_reward and not args.beta,
          "--kl_in_reward subtracts beta * KL, and --beta is 0; give a --beta above 0"),
         (args.ref_model_sync_steps and (args.lora_rank or not args.beta),

@@ -51,7 +51,7 @@ from model import (  # noqa: E402
 )
 from model.fast import pair as fast  # noqa: E402
 from model.commands.memory import SIZES  # noqa: E402
-from reward import load_reward_funcs  # noqa: E402
+from reward.rules import RULES  # noqa: E402
 
 SHIPPED = ROOT / "model/weights/reason_128"
 NO_EOS = 1_000_000          # an id that no model here can sample
@@ -95,7 +95,8 @@ def arbitrary(prompts, completions, **columns):
 def rewards_of(case):
     if case.config:
         return [arbitrary]
-    return load_reward_funcs(["sentence"] if case.package else ["format", "tag", "accuracy"])
+    names = ["sentence"] if case.package else ["format", "tag", "accuracy"]
+    return [RULES[name] for name in names]
 
 
 def weights_of(case, folder):

@@ -95,8 +95,7 @@ def differences(base, head):
             new |= other.keys() - row.keys()
             for key, value in row.items():
                 if key in other and other[key] != value:
-                    found.append(f"{name}, step {row['step']}, {key}: {value!r} and "
-                                 f"{other[key]!r}")
+                    found.append(f"{name}, step {row['step']}, {key}: {value!r} and {other[key]!r}")
     for path in sorted(base.rglob("*.safetensors")):
         name = path.relative_to(base)
         ours, theirs = load_file(head / name), load_file(path)

@@ -268,6 +268,13 @@ def test_k3_overflows_nowhere_and_still_pulls_back_50_nats_away():
     assert drifted.grad.item() == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "gmpo"])
+def test_a_delta_is_refused_where_the_bound_has_none(loss_type):
+    logps, old_logps, advantages, mask, *_ = random_case(1)
+    with pytest.raises(ValueError, match="delta"):
+        grpo_loss(logps, old_logps, advantages, mask, loss_type=loss_type, delta=3.0)
+
+
 def test_the_objective_runs_as_a_cell_after_the_imports():
     source = Path(train_grpo.__file__).read_text(encoding="utf-8")
     names, logps = {}, torch.randn(4, 3, requires_grad=True)

@@ -511,6 +511,8 @@ def test_the_reference_moves_towards_the_policy():
     ("--multi_objective_aggregation normalize_then_sum --scale_rewards none", "--scale_rewards"),
     ("--rollout_is_threshold 0.5", "--rollout_is_threshold 1"),
     ("--supervision process --loss_type r1", "--supervision ratio"),
+    ("--supervision process --reward_weights 0 0 0 0", "--reward_weights --supervision"),
+    ("--kl_in_reward --kl_type k3", "--kl_type --kl_in_reward"),
     ("--kl_in_reward --beta 0", "--kl_in_reward --beta"),
     ("--ref_model_sync_steps 5 --beta 0", "--ref_model_sync_steps --beta"),
     ("--eval_only --data_path my.jsonl", "--eval_only --eval_data_path"),

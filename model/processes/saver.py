@@ -50,7 +50,6 @@ class Saver:
 
     def resume(self, policy, optimizer, reference):
         """Restores the run's checkpoint; returns (steps done, tokens sampled)."""
-        self.world.alive()                  # loading the weights took its time
         done, num_tokens = load_checkpoint(self.run_dir / "checkpoint", policy, optimizer,
                                            reference)
         self._advise(done)
