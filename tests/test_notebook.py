@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from conftest import ROOT
+from test_one_page import page
 
 NAMES = ["grpo_in_ten_cells.ipynb", "grpo_in_ten_cells_zh.ipynb"]
 TEXTS = [(ROOT / name).read_text(encoding="utf-8") for name in NAMES]
@@ -51,6 +52,11 @@ def test_every_cell_runs(monkeypatch):
     mean, std = statistics.mean(rewards), statistics.stdev(rewards)
     assert advantages.tolist() == pytest.approx([(r - mean) / std for r in rewards], abs=1e-3)
     torch.testing.assert_close(names["gradient"].sum(1), -advantages / G)
+    # What the page computes, with no KL.
+    monkeypatch.setattr(page, "BETA", 0.0)
+    torch.testing.assert_close(names["advantages"], page.group_advantages(names["rewards"]))
+    moved = names["after"], names["logps"].detach(), names["advantages"], names["mask"]
+    torch.testing.assert_close(names["clipped_loss"](*moved), page.grpo_loss(*moved, moved[1]))
     moved = (names["after"] - names["logps"]).sum(1)
     assert moved[names["best"]] > 0 > moved[names["worst"]]
     for number, source in enumerate(SOURCES[8:], start=9):
