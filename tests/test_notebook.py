@@ -5,9 +5,9 @@ import statistics
 
 import pytest
 import torch
+from test_one_page import page
 
 from conftest import ROOT
-from test_one_page import page
 
 NAMES = ["grpo_in_ten_cells.ipynb", "grpo_in_ten_cells_zh.ipynb"]
 TEXTS = [(ROOT / name).read_text(encoding="utf-8") for name in NAMES]
