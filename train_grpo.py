@@ -26,12 +26,10 @@ One step, for B prompts and G = num_generations answers to each; 1 to 4 are grpo
 Letters: q a prompt, o a completion, r its reward; B prompts, G generations per prompt, N = B*G
 completions; P prompt tokens, R completion tokens, T = P + R; V vocabulary; n rows of a micro-batch.
 
-    python train_grpo.py                                       two to four minutes on two cores
-    python train_grpo.py --sampler plain                       see below; 3 times as long
-    torchrun --nproc_per_node=2 train_grpo.py                  on two processes
-
-By default a run takes the sampler and token_logps from model/fast, with the same numbers up to
-rounding: to change one of the two, use `plain`. docs/grpo_on_one_page.py has none of the options.
+    python docs/grpo_on_one_page.py                 all of GRPO, none of the options
+    python train_grpo.py                            two to four minutes on two cores
+    python train_grpo.py --sampler plain            these lines, three times as long: to experiment
+    torchrun --nproc_per_node=2 train_grpo.py       on two processes
 
 Where we differ from the papers and from other code, on purpose:
   - log-probabilities (float32, from the head on) are those of the distribution that was sampled:
@@ -55,7 +53,6 @@ import torch
 from dataset import batches_from, read_prompts
 from model import MiniMindForCausalLM, Saver, World, eos_token_ids, fast, objective, sampler
 from model.fast.vllm_engine import Engine
-from model.objective import clip_ratios
 from model.processes.models import load_models, sync_reference
 from model.processes.run import Run
 from model.processes.watch import all_or_none
@@ -151,7 +148,6 @@ LOSS_TYPES = {
     # name      bound     divisor
     "grpo":    (ppo_clip, lambda length, completions, tokens, L: completions * length),
     "bnpo":    (ppo_clip, lambda length, completions, tokens, L: tokens),
-    "dapo":    (ppo_clip, lambda length, completions, tokens, L: tokens),       # the same
     "dr_grpo": (ppo_clip, lambda length, completions, tokens, L: completions * L),
 } | objective.loss_types(ppo_clip)      # the flags of each relative: docs/losses.md
 
@@ -206,7 +202,8 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
                         epsilon_high=epsilon_high)                                    # (N, 1 or R)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                    # (N, 1)
     by_token = importance_sampling_level == "token"
-    metrics = clip_ratios(where, mask / num_tokens if by_token else mask / lengths / num_kept)
+    metrics = objective.clip_ratios(
+        where, mask / num_tokens if by_token else mask / lengths / num_kept)
     if ref_logps is not None:
         kl = kl_penalty(logps, ref_logps, kl_type=kl_type)                              # (N, R)
         metrics["kl"] = (kl.detach() * mask).sum() / num_tokens     # whatever the loss averages
@@ -237,8 +234,7 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 
 
 # --- the functions of a step ----------------------------------------------------------------------
-# `sample` and `logps_of` run the policy (choose_pair). With --sampler plain they are the sampler of
-# model/sampler.py and token_logps above, in the precision of --dtype.
+# `sample` and `logps_of` run the policy, in the precision of --dtype: see prepare and choose_pair.
 
 
 def generate(model, batch, tokenizer, sample, rng, args, num_generations=None, greedy=False):
@@ -389,8 +385,7 @@ def main(argv=None):
         steps_done, num_tokens = saver.resume(t.policy, t.optimizer, t.reference)
     collate, problems, heldout = read_prompts(args, t.tokenizer)
     batches, last_step = batches_from(steps_done + 1, problems, collate, world, args)
-    evaluate_at = partial(
-        evaluate, t.policy, heldout, t.eval_funcs, collate, t.sample, world, args)
+    evaluate_at = partial(evaluate, t.policy, heldout, t.eval_funcs, collate, t.sample, world, args)
     if args.eval_only:
         world.print_json(evaluate_at(steps_done))
         return world.close()
@@ -428,8 +423,7 @@ def prepare(args, world):
 
 
 def choose_pair(policy, optimizer, world, args):
-    """The two functions that run the policy: by default those of model/fast, not token_logps above.
-    """
+    """The two functions that run the policy: by default model/fast's, not token_logps above."""
     sample, logps_of = sampler.sample, token_logps
     if args.sampler != "plain" and isinstance(policy, MiniMindForCausalLM):
         sample, logps_of = fast.sample, fast.token_logps    # they know our own network alone
@@ -460,8 +454,7 @@ def lr_at(step, last_step, *, peak, warmup_steps):
 def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step):
     """Held-out accuracy over all ranks: of k samples the mean, any of them (pass@k), and greedy.
 
-    A reply is right if its evaluation rewards add up to 1 or more. A problem that they do not judge
-    is left out.
+    Right is a reply whose evaluation rewards add up to 1. A problem that they don't judge is out.
     """
     rng = world.rng(step, evaluating=True)
     k, found = args.num_generations_eval, defaultdict(list)     # metric -> a number per problem
@@ -601,8 +594,8 @@ def add_judge_flags(parser):
     flag("--reward_timeout", type=POSITIVE_OR_0, default=0,
          help="seconds per step after which a reward function has failed; 0: no limit")
     flag("--scale_rewards", choices=tuple(SCALES), help="divide advantages by the std of the "
-         "group, of all rewards of the step, by nothing, or by the group's mean (MaxRL) "
-         "(default: group; none with another --advantage_estimator than grpo)")
+         "group, of the step, by nothing, by the group's mean (default: group; none with another "
+         "--advantage_estimator)")
     flag("--advantage_estimator", choices=tuple(BASELINES), default="grpo",
          help="compare a reward with its group's mean, or with the mean of the others (rloo); "
          "grpo_passk: only the best of a group, with the second best")
@@ -651,8 +644,7 @@ def add_objective_flags(parser):
     flag("--max_steps", type=COUNT_OR_0, default=300, help="at most; 0: one pass over the prompts")
     flag("--warmup_steps", type=COUNT_OR_0, default=3, help="the rate rises, then falls to a tenth")
     flag("--weight_decay", type=POSITIVE_OR_0, default=0.0, help="AdamW's")
-    flag("--grad_clip", "--max_grad_norm", type=POSITIVE, default=1.0,
-         help="maximum norm of the gradient")
+    flag("--grad_clip", "--max_grad_norm", type=POSITIVE, default=1.0, help="the gradient's norm")
 
 
 def add_report_flags(parser):

@@ -86,10 +86,11 @@ def geometric_mean(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high,
 def loss_types(ppo_clip):
     """Rows of LOSS_TYPES.
 
-    luspo, arXiv 2602.05261, is for GSPO's ratio: a completion counts once for each of its tokens.
-    r1 is DeepSeek-R1's objective: see as_one_action.
+    dapo has bnpo's average. luspo, arXiv 2602.05261, is for GSPO's ratio: a completion counts once
+    for each of its tokens. r1 is DeepSeek-R1's objective: see as_one_action.
     """
     return {
+        "dapo":  (ppo_clip,       lambda length, completions, tokens, L: tokens),
         "cispo": (cispo_cap,      lambda length, completions, tokens, L: tokens),
         "sapo":  (soft_gate,      lambda length, completions, tokens, L: completions * length),
         "gmpo":  (geometric_mean, lambda length, completions, tokens, L: completions * length),
