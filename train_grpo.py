@@ -28,7 +28,7 @@ completions; P prompt tokens, R completion tokens, T = P + R; V vocabulary; n ro
 
     python docs/grpo_on_one_page.py                 all of GRPO, none of the options
     python train_grpo.py                            two to four minutes on two cores
-    python train_grpo.py --sampler plain            these lines, three times as long: to experiment
+    python train_grpo.py --sampler plain            exactly these lines, 3 times slower
     torchrun --nproc_per_node=2 train_grpo.py       on two processes
 
 Where we differ from the papers and from other code, on purpose:
@@ -59,7 +59,7 @@ from model.processes.watch import all_or_none
 from model.processes.world import for_learning, for_sampling
 from model.rollout import Minibatch, Rollout
 from model.storage.read import find_weights
-from report.command_line import Parser, folder_name, number, user_errors
+from report.command_line import Parser, UserError, folder_name, number, user_errors
 from report.metrics import drift, mean_metrics, no_clips, sum_metrics
 from reward import baselines, combine_rewards, load_reward_funcs
 from reward.baselines import above_mean, nanstd, rows_to_learn_from
@@ -188,7 +188,7 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
     if beta and ref_logps is None:
         raise ValueError("beta weights the KL to the reference; give ref_logps")
     if delta is not None:
-        bound = objective.capped(bound, ppo_clip, delta)
+        bound = objective.dual_clip(bound, ppo_clip, delta)
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]         # (N, 1 or R)
     num_sequences, num_tokens = num_sequences or len(mask), num_tokens or mask.sum().clamp(min=1)
     num_kept = num_kept or mask.any(1).sum().clamp(min=1)
@@ -454,7 +454,7 @@ def lr_at(step, last_step, *, peak, warmup_steps):
 def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step):
     """Held-out accuracy over all ranks: of k samples the mean, any of them (pass@k), and greedy.
 
-    Right is a reply whose evaluation rewards add up to 1. A problem that they don't judge is out.
+    A reply is right if its evaluation rewards add up to at least 1; unjudged problems don't count.
     """
     rng = world.rng(step, evaluating=True)
     k, found = args.num_generations_eval, defaultdict(list)     # metric -> a number per problem
@@ -475,7 +475,7 @@ def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step):
             for rollout, n in zip(rollouts, (1, k)))                            # (B, 1), (B, k)
         judged = ~torch.cat((greedy, sampled), 1).isnan().any(1)                        # (B,)
         judged[len(mine) - start:] = False
-        right = (sampled >= 1).float()                                # (B, k)
+        right = (sampled >= 1).float()                                                  # (B, k)
         for name, numbers in {
             "accuracy": right.mean(1), "reward": sampled.mean(1), f"pass@{k}": right.amax(1),
             "greedy_accuracy": (greedy[:, 0] >= 1).float(),
@@ -529,10 +529,6 @@ def parse_args(argv=None):
     if len(args.reward_weights) != len(args.reward_funcs):
         parser.error(f"--reward_weights has {len(args.reward_weights)} numbers for "
                      f"{' '.join(args.reward_funcs)}; give one for each")
-    own_data = Path(args.data_path).resolve() != HERE / "dataset/train.jsonl"
-    if args.eval_only and own_data and args.eval_data_path == str(HERE / "dataset/heldout.jsonl"):
-        parser.error("--eval_only would ask our arithmetic problems, not those of your task; give "
-                     "yours with --eval_data_path")
     return args
 
 
@@ -685,7 +681,10 @@ def add_machine_flags(parser):
 def fill_in_defaults(args):
     """The defaults that depend on other flags."""
     ours = HERE / "dataset/train.jsonl"
-    own_data = Path(args.data_path or ours).resolve() != ours.resolve()
+    own_data = Path(args.data_path or ours).resolve() != ours
+    if args.eval_only and own_data and not args.eval_data_path:
+        raise UserError("--eval_only would ask our arithmetic problems, not those of your task; "
+                        "give yours with --eval_data_path")
     if args.eval_interval is None:      # the arithmetic problems say nothing about another task
         args.eval_interval = 0 if own_data and not args.eval_data_path else 30
     args.data_path = args.data_path or str(ours)

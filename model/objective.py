@@ -7,8 +7,6 @@ of the family; reward/baselines.py has those that differ in the advantages.
 use_bias_correction_kl of grpo_loss multiplies the KL's term by the ratio (DeepSeek-V3.2, arXiv
 2512.02556): tokens count as if the policy of now had sampled them, and k3 gets the KL's gradient.
 """
-import functools
-
 import torch
 
 from report import UserError
@@ -27,24 +25,22 @@ def choice(table, name, option):
 # All are called as ppo_clip is, and return the same: the loss, (N, 1 or R), and where they act.
 
 
-def capped(bound, ppo_clip, delta):
-    """PPO's clip with `delta`; ValueError for another bound, which has none."""
-    if bound is not ppo_clip:
-        raise ValueError("delta belongs to PPO's clip, and this loss_type has none; leave it out")
-    return functools.partial(dual_clip, delta=delta)
-
-
-def dual_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, delta):
+def dual_clip(bound, ppo_clip, delta):
     """PPO's clip, where `delta`, above 1 + epsilon_high, also caps the ratio of bad tokens.
 
     The clip does nothing against a bad token (A < 0) whose ratio is large: there its gradient ends
-    now, too (INTELLECT-2; dual clip, Ye et al. 2020).
+    now, too (INTELLECT-2; dual clip, Ye et al. 2020). ValueError if the bound is another one.
     """
-    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-    loss = -torch.min(ratio.clamp(max=delta) * advantages, clipped * advantages)
-    return loss, {"low": (ratio < 1 - epsilon_low) & (advantages < 0),
-                  "high": (ratio > 1 + epsilon_high) & (advantages > 0),
-                  "delta": (ratio > delta) & (advantages < 0)}
+    if bound is not ppo_clip:
+        raise ValueError("delta belongs to PPO's clip, and this loss_type has none; leave it out")
+
+    def with_cap(ratio, advantages, *rest, **epsilons):
+        loss, where = ppo_clip(ratio, advantages, *rest, **epsilons)
+        is_bad = advantages < 0
+        loss = torch.where(is_bad, torch.min(loss, -delta * advantages), loss)
+        return loss, where | {"delta": (ratio > delta) & is_bad}
+
+    return with_cap
 
 
 def cispo_cap(ratio, advantages, logps, mask, *, epsilon_high, **unused):

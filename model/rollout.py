@@ -99,8 +99,8 @@ class Rollout(Sequences):
 
         kept (N,): a row that is not has no token that counts.
         """
-        P, R = torch.stack([mask[rows].sum(1).max() for mask in (self.prompt_mask, self.mask)]
-                           ).tolist()
+        longest = [mask[rows].sum(1).max() for mask in (self.prompt_mask, self.mask)]
+        P, R = torch.stack(longest).tolist()
 
         def of_tokens(x):
             return None if x is None else x[rows, :R]

@@ -99,9 +99,12 @@ class Report:
         if num_heldout:
             held_out = (f"{num_heldout:,} in {short(args.eval_data_path)}, right if "
                         f"{' + '.join(args.eval_reward_funcs)} is at least 1")
+        run_by = getattr(policy, "run_by", "")      # transformers, if it isn't our own network
+        if not run_by and args.sampler == "fast":
+            run_by = "model/fast; --sampler plain runs the lines of train_grpo.py"
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
-            "run by": getattr(policy, "run_by", ""),        # transformers, if it isn't our own
+            "run by": run_by,
             "device": f"{num_processes} x {device.type}",
             "prompts": f"{num_prompts:,} in {short(args.data_path)}",
             "held out": held_out,

@@ -73,7 +73,7 @@ def minus_kl(rollout, kl_penalty, args):
 
     It takes k1, whose value is right and whose gradient does not count here.
     """
-    kl = kl_penalty(rollout.policy_logps, rollout.ref_logps, kl_type="k1")                 # (N, R)
+    kl = kl_penalty(rollout.policy_logps, rollout.ref_logps, kl_type="k1")              # (N, R)
     return rollout.rewards - args.beta * (kl * rollout.mask).sum(1).cpu()
 
 

@@ -8,6 +8,7 @@ from report import UserError
 from ..lora import AdaptersOff, with_adapters
 from ..storage.files import eos_token_ids
 from ..storage.read import load_pretrained, load_tokenizer
+from .shard import shard
 
 
 def load_models(args, world):
@@ -41,7 +42,7 @@ def load_models(args, world):
         reference.requires_grad_(False)
     if args.shard:
         for model in (policy, reference):
-            world.shard(model, products, args.model_path)
+            shard(model, world, products, args.model_path)
     return tokenizer, policy, reference if args.beta > 0 else None
 
 

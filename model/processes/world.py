@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from report import UserError
 
 from ..sampler import rng_of
-from .shard import is_sharded, shard, whole
+from .shard import is_sharded, whole
 
 JOINED_BELOW = 2**18                        # gradients with fewer numbers are summed in one call
 HALF_AN_HOUR, A_YEAR = 1800, 365 * 86400    # in seconds
@@ -124,10 +124,6 @@ class World:
             if self.size > 1:
                 dist.all_gather_object(lists, rows)
         return [row for rows in lists for row in rows]
-
-    def shard(self, model, dtype, path):
-        """Divide the model over the ranks: see shard.py."""
-        shard(model, self, dtype, path)
 
     def rng(self, step, *, evaluating=False):
         """The random numbers of this rank at a step; those of an evaluation are others."""
