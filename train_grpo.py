@@ -61,7 +61,7 @@ from model.rollout import Minibatch, Rollout
 from model.storage.read import find_weights
 from report.command_line import Parser, UserError, folder_name, number, user_errors
 from report.metrics import drift, mean_metrics, no_clips, sum_metrics
-from reward import baselines, combine_rewards, load_reward_funcs
+from reward import baselines, combine_rewards, load_reward_funcs, load_tool
 from reward.baselines import above_mean, nanstd, rows_to_learn_from
 from reward.steps import process_supervision
 
@@ -237,16 +237,20 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 # `sample` and `logps_of` run the policy, in the precision of --dtype: see prepare and choose_pair.
 
 
-def generate(model, batch, tokenizer, sample, rng, args, num_generations=None, greedy=False):
+def generate(model, batch, tokenizer, sample, rng, args, num_generations=None, greedy=False,
+             tool=None):
     """Step 1: G completions of each prompt, as a Rollout. rng is on the policy's device."""
     G, eos_ids = num_generations or args.num_generations, eos_token_ids(model, tokenizer)
-    completion_ids, logps = sample(
+    turns = None if tool is None else tool.turns(batch["columns"], len(batch["prompts"]) * G, rng)
+    sample = sample if turns is None else partial(sample, tool=turns)   # model/turns.py
+    completion_ids, logps, *drawn = sample(
         model, batch["prompt_ids"].to(rng.device), batch["prompt_mask"].to(rng.device),
         num_generations=G, max_new_tokens=args.max_gen_len, temperature=args.temperature,
         eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id or 0, generator=rng,
         greedy=greedy)                                                                  # (N, R)
-    mask = completion_mask(completion_ids, eos_ids)                                     # (N, R)
-    return Rollout.of(batch, completion_ids, mask, logps, eos_ids, tokenizer)
+    ends = completion_ids if turns is None else turns.ends(completion_ids, *drawn)
+    mask = completion_mask(ends, eos_ids)                                               # (N, R)
+    return Rollout.of(batch, completion_ids, mask, logps, eos_ids, tokenizer, turns, *drawn)
 
 
 @torch.no_grad()
@@ -265,7 +269,8 @@ def compute_logps(model, rollout, logps_of, args):
 def compute_rewards(rollout, reward_funcs, reward_weights):
     """Step 3: the weighted sum of the rewards, (N,), and each function's own, {name: (N,)}."""
     return combine_rewards(rollout.prompts, rollout.replies, reward_funcs, reward_weights,
-                           completion_ids=rollout.token_ids(), **rollout.columns)
+                           completion_ids=rollout.token_ids(), own_words=rollout.own_words,
+                           **rollout.columns)
 
 
 def compute_advantages(rollout, tokenizer, world, args):
@@ -355,7 +360,7 @@ def grpo_step(t, batch, step, lr):
     """A step of GRPO on a batch of prompts, with what `prepare` returns; (rollout, metrics)."""
     args, world = t.args, t.world
     world.phase("rollout")          # 1. ask: G completions of every prompt
-    rollout = generate(t.policy, batch, t.tokenizer, t.sample, world.rng(step), args)
+    rollout = generate(t.policy, batch, t.tokenizer, t.sample, world.rng(step), args, tool=t.tool)
     world.phase("ref_logps")        # 2. remember: log-probs under the reference
     rollout.ref_logps = compute_logps(t.reference, rollout, t.logps_of, args)
     if args.kl_in_reward:
@@ -385,7 +390,8 @@ def main(argv=None):
         steps_done, num_tokens = saver.resume(t.policy, t.optimizer, t.reference)
     collate, problems, heldout = read_prompts(args, t.tokenizer)
     batches, last_step = batches_from(steps_done + 1, problems, collate, world, args)
-    evaluate_at = partial(evaluate, t.policy, heldout, t.eval_funcs, collate, t.sample, world, args)
+    evaluate_at = partial(evaluate, t.policy, heldout, t.eval_funcs, collate, t.sample, world, args,
+                          tool=t.tool)
     if args.eval_only:
         world.print_json(evaluate_at(steps_done))
         return world.close()
@@ -419,6 +425,7 @@ def prepare(args, world):
     return SimpleNamespace(
         args=args, world=world, tokenizer=tokenizer, policy=policy, reference=reference,
         optimizer=optimizer, reward_funcs=funcs[:count], eval_funcs=funcs[count:],
+        tool=load_tool(args.tool, tokenizer, args.max_tool_calls),
         sample=for_sampling(sample, world, args), logps_of=for_learning(logps_of, world, args))
 
 
@@ -451,7 +458,7 @@ def lr_at(step, last_step, *, peak, warmup_steps):
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step):
+def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step, tool=None):
     """Held-out accuracy over all ranks: of k samples the mean, any of them (pass@k), and greedy.
 
     A reply is right if its evaluation rewards add up to at least 1; unjudged problems don't count.
@@ -468,8 +475,9 @@ def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step):
         at_once = max(1, args.batch_size * args.num_generations // k)
     for start in range(0, share, at_once):
         batch = collate(answered[start:start + at_once])
-        rollouts = [generate(policy, batch, collate.tokenizer, sample, rng, args, n, greedy)
-                    for n, greedy in ((1, True), (k, False))]
+        rollouts = [
+            generate(policy, batch, collate.tokenizer, sample, rng, args, n, greedy, tool)
+            for n, greedy in ((1, True), (k, False))]
         greedy, sampled = (
             compute_rewards(rollout, eval_funcs, [1.0] * len(eval_funcs))[0].view(-1, n)
             for rollout, n in zip(rollouts, (1, k)))                            # (B, 1), (B, k)
@@ -563,6 +571,9 @@ def add_ask_flags(parser):
          "training and evaluation: fewer need less memory and more time; 0: all of them")
     flag("--oversample", type=COUNT, default=1, help="sample this many times the prompts, learn "
          "from the groups with the largest spread of rewards")
+    flag("--tool", metavar="NAME", help="answers while a completion is written: guess, calculator, "
+         "or your own as module:function; its words are read, but not learned (docs/turns.md)")
+    flag("--max_tool_calls", type=COUNT, default=8, help="of a completion, before nobody answers")
 
     flag = parser.add_argument_group("2. remember (the reference)").add_argument
     flag("--ref_model_sync_steps", type=COUNT_OR_0, default=0, help="steps between moves of the "

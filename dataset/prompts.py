@@ -11,7 +11,8 @@ from report.text import parse, read_lines
 
 PROMPT_FIELDS = ("conversations", "prompt", "question", "problem")
 # Rewards get a line's other fields as keyword arguments, beside these.
-RESERVED = {"prompts", "completions", "messages", "completion_ids"}
+RESERVED = {"prompts", "completions", "messages", "completion_ids", "own_words", "histories",
+            "seeds"}
 # --system_prompt r1: asks for the format that format_reward and tag_reward check.
 R1_SYSTEM_PROMPT = (
     "Think before you answer. Write your reasoning between <think> and </think>, then only the "
@@ -63,8 +64,8 @@ def read_row(row, where):
                         "it out where there is none")
     messages = row.pop(field)
     for name in RESERVED.intersection(row):
-        raise UserError(f"{where}: every reward has an argument of its own called {name}; rename "
-                        "the field")
+        raise UserError(f"{where}: rewards or tools have an argument of their own called {name}; "
+                        "rename the field")
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if not is_chat(messages) or any(

@@ -202,6 +202,10 @@ def refuse_contradictions(args):
         (args.ref_model_sync_steps and (args.lora_rank or not args.beta),
          "--ref_model_sync_steps moves a reference, and with --beta 0 there is none, with "
          "--lora_rank it is the frozen base; leave one of the two out"),
+        (args.tool and args.sampler == "vllm", "--tool answers between two tokens, and --sampler "
+         "vllm writes a completion in one go; choose --sampler fast"),
+        (args.tool and by_steps, "--supervision process looks for steps of arithmetic in a whole "
+         "reply, a tool's words too; leave --supervision or --tool out"),
         (0 < args.rollout_is_threshold < 1, f"--rollout_is_threshold {args.rollout_is_threshold} "
          "would scale down every token; give 1 or more, or 0 for none"),
     ]:

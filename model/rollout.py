@@ -17,7 +17,8 @@ class Sequences:
     def sequences(self):
         """input_ids and attention_mask (N, T), and R: what `token_logps` reads."""
         input_ids = torch.cat((self.prompt_ids, self.completion_ids), dim=1)
-        return input_ids, torch.cat((self.prompt_mask, self.mask), dim=1), self.mask.shape[1]
+        mask = torch.cat((self.prompt_mask, self.attention), dim=1)
+        return input_ids, mask, self.attention.shape[1]
 
 
 @dataclass
@@ -26,7 +27,8 @@ class MicroBatch(Sequences):
     prompt_ids: torch.Tensor                    # (n, P) padded on the left
     prompt_mask: torch.Tensor                   # (n, P)
     completion_ids: torch.Tensor                # (n, R) padded on the right
-    mask: torch.Tensor                          # (n, R) 1 through the EOS; 0 if the row is not kept
+    attention: torch.Tensor                     # (n, R) 1 through the EOS; 0 if the row is not kept
+    mask: torch.Tensor                          # (n, R) the same without a tool's tokens
     sampling_logps: torch.Tensor                # (n, R)
     ref_logps: torch.Tensor                     # (n, R); None: no reference model
     advantages: torch.Tensor                    # (n,) or (n, R); None: not known yet
@@ -44,7 +46,8 @@ class Rollout(Sequences):
     prompt_mask: torch.Tensor                   # (N, P)
     completions: list                           # N texts, without the EOS
     completion_ids: torch.Tensor                # (N, R) padded on the right
-    mask: torch.Tensor                          # (N, R) 1 through the EOS
+    attention: torch.Tensor                     # (N, R) 1 through the EOS: what the network reads
+    mask: torch.Tensor                          # (N, R) of these, what the policy chose (turns.py)
     ended: torch.Tensor                         # (N,) False: cut off at the length limit
     sampling_logps: torch.Tensor                # (N, R) as the sampler computed them
     policy_logps: torch.Tensor = None           # (N, R), with --kl_in_reward
@@ -52,10 +55,15 @@ class Rollout(Sequences):
     rewards: torch.Tensor = None                # (N,) on the CPU; NaN: not judged
     rewards_per_func: dict = None               # name -> (N,)
     advantages: torch.Tensor = None             # (N,) or (N, R)
+    turns: list = None                          # N lists of texts: own words and a tool's, in turn
+    failed_calls: list = None                   # N numbers; both None: no tool
 
     @classmethod
-    def of(cls, batch, completion_ids, mask, sampling_logps, eos_ids, tokenizer):
+    def of(cls, batch, completion_ids, attention, sampling_logps, eos_ids, tokenizer, turns=None,
+           drawn=None):
         """What a sampler returned, (N, R) each, for the prompts of a batch (dataset/prompts.py).
+
+        With a tool also its Turns, and drawn (N, R): 1 for what the policy chose.
 
         UserError if no completion begins with a probability: then the weights are broken.
         """
@@ -72,16 +80,21 @@ class Rollout(Sequences):
         columns = {name: repeat(values) for name, values in batch["columns"].items()}
         prompts = {name: repeat(batch[name])
                    for name in ("prompts", "prefills", "prompt_ids", "prompt_mask")}
+        ends, mask = completion_ids, attention
+        if turns is not None:
+            ends, mask = turns.ends(completion_ids, drawn), attention * drawn
         rollout = cls(
-            **prompts, columns=columns, completions=[], completion_ids=completion_ids, mask=mask,
-            ended=torch.isin(completion_ids, torch.tensor(eos_ids, device=device)).any(1),
-            sampling_logps=sampling_logps)
+            **prompts, columns=columns, completions=[], completion_ids=completion_ids,
+            attention=attention, mask=mask, sampling_logps=sampling_logps,
+            ended=torch.isin(ends, torch.tensor(eos_ids, device=device)).any(1))
         rollout.completions = tokenizer.batch_decode(rollout.token_ids(), skip_special_tokens=True)
+        if turns is not None:
+            rollout.turns, rollout.failed_calls = turns.finished(), turns.failures
         return rollout
 
     @property
     def lengths(self):
-        """(N,) in tokens, the EOS included."""
+        """(N,) in tokens that the policy chose, the EOS included."""
         return self.mask.sum(1)
 
     @property
@@ -89,9 +102,16 @@ class Rollout(Sequences):
         """The completions with what the chat template had already written of them."""
         return [prefill + text for prefill, text in zip(self.prefills, self.completions)]
 
+    @property
+    def own_words(self):
+        """The replies without a tool's words."""
+        if self.turns is None:
+            return self.replies
+        return [prefill + "".join(turns[::2]) for prefill, turns in zip(self.prefills, self.turns)]
+
     def token_ids(self):
         """The completions as N lists of ids, through their EOS."""
-        pairs = zip(self.completion_ids.tolist(), self.lengths.tolist())
+        pairs = zip(self.completion_ids.tolist(), self.attention.sum(1).tolist())
         return [ids[:length] for ids, length in pairs]
 
     def select(self, rows, kept=None):
@@ -99,17 +119,17 @@ class Rollout(Sequences):
 
         kept (N,): a row that is not has no token that counts.
         """
-        longest = [mask[rows].sum(1).max() for mask in (self.prompt_mask, self.mask)]
+        longest = [mask[rows].sum(1).max() for mask in (self.prompt_mask, self.attention)]
         P, R = torch.stack(longest).tolist()
 
         def of_tokens(x):
             return None if x is None else x[rows, :R]
 
-        mask, advantages = self.mask[rows, :R], self.advantages
+        attention, mask, advantages = self.attention[rows, :R], self.mask[rows, :R], self.advantages
         if kept is not None:
-            mask = mask * kept[rows, None]
+            attention, mask = attention * kept[rows, None], mask * kept[rows, None]
         if advantages is not None:
             advantages = advantages[rows] if advantages.dim() == 1 else advantages[rows, :R]
         return MicroBatch(
             self.prompt_ids[rows, -P:], self.prompt_mask[rows, -P:], self.completion_ids[rows, :R],
-            mask, of_tokens(self.sampling_logps), of_tokens(self.ref_logps), advantages)
+            attention, mask, of_tokens(self.sampling_logps), of_tokens(self.ref_logps), advantages)

@@ -4,7 +4,7 @@ import torch
 
 @torch.no_grad()
 def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, temperature=1.0,
-           eos_token_id, pad_token_id, generator=None, greedy=False):
+           eos_token_id, pad_token_id, generator=None, greedy=False, tool=None):
     """Samples G = num_generations completions of each prompt: no top-k, no top-p.
 
     prompt_ids, prompt_mask (B, P), padded on the left; eos_token_id an int or a list of ints.
@@ -12,12 +12,18 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
     of a prompt are adjacent. After a completion's EOS follow pad_token_id and log-probability 0.
     logps are float32 and belong to the distribution that was sampled, softmax(logits /
     temperature); `greedy` takes its most likely token instead of a random one.
+
+    With a tool (turns.py) some tokens are its words instead, with log-probability 0; then it also
+    returns which ones were drawn, (N, R) of 0 and 1.
     """
     N, device = len(prompt_ids) * num_generations, prompt_ids.device
     eos_ids = prompt_ids.new_tensor(eos_token_id)
     completion_ids = torch.full((N, max_new_tokens), pad_token_id, device=device)
-    logps = torch.zeros(N, max_new_tokens, device=device)               # both are cut to (N, R)
+    logps = torch.zeros(N, max_new_tokens, device=device)
+    drawn = torch.ones_like(completion_ids)                     # all three are cut to (N, R)
 
+    if tool is not None:
+        tool.begin(N)
     cache = model.new_cache()
     logits = model(prompt_ids, prompt_mask, logits_to_keep=1, cache=cache).squeeze(1)   # (B, V)
     # Each prompt was read once; from here on there is a row for each of its completions: a a b b.
@@ -27,8 +33,11 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
     completion_of = torch.arange(N, device=device)         # the completion that each row writes
     for t in range(max_new_tokens):
         tokens, token_logps = next_token(logits, temperature, generator, greedy)        # (n,)
-        completion_ids[completion_of, t], logps[completion_of, t] = tokens, token_logps
         alive = ~torch.isin(tokens, eos_ids)
+        if tool is not None:
+            tokens, is_drawn, alive = tool.take(completion_of, tokens, alive)           # (n,)
+            drawn[completion_of, t], token_logps = is_drawn, token_logps * is_drawn
+        completion_ids[completion_of, t], logps[completion_of, t] = tokens, token_logps
         if t + 1 == max_new_tokens or not alive.any():
             break
         if not alive.all():                             # finished rows leave the batch
@@ -36,7 +45,9 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
             cache.select(alive)
         mask = torch.cat((mask, mask.new_ones(len(mask), 1)), dim=1)
         logits = model(tokens[:, None], mask, logits_to_keep=1, cache=cache).squeeze(1)  # (n, V)
-    return completion_ids[:, :t + 1], logps[:, :t + 1]
+    if tool is None:
+        return completion_ids[:, :t + 1], logps[:, :t + 1]
+    return completion_ids[:, :t + 1], logps[:, :t + 1], drawn[:, :t + 1]
 
 
 def next_token(logits, temperature, generator, greedy):

@@ -11,9 +11,9 @@ def rollout_metrics(rows, num_generations, failures=(), *, warn=True):
     """The metrics that follow from a step's completions and their rewards.
 
     rows: describe()'s rows of the completions of all ranks, the completions of a group adjacent.
-    It reads "length", "ended", "reward" and "rewards". A completion that no reward function judged
-    has reward NaN and is left out of the reward statistics. Standard deviations are sample
-    standard deviations (n-1).
+    It reads "length", "ended", "reward", "rewards" and a tool's fields. A completion that no reward
+    function judged has reward NaN and is left out of the reward statistics. Standard deviations are
+    sample standard deviations (n-1).
 
     failures, of all ranks: (reward function, how often it has failed, what failed now or None).
     warn: of a step without any reward.
@@ -41,6 +41,12 @@ def rollout_metrics(rows, num_generations, failures=(), *, warn=True):
         "completions/clipped_ratio": 1 - sum(row["ended"] for row in rows) / len(rows),
         "tokens": sum(lengths),
     }
+    if "tool_tokens" in rows[0]:        # they were computed too, though nobody chose them
+        metrics["tokens"] += sum(row["tool_tokens"] for row in rows)
+        calls = sum(len(row["turns"]) // 2 for row in rows)
+        failed = sum(row["failed_calls"] for row in rows)
+        metrics |= {"tools/call_frequency": calls / len(rows),
+                    "tools/failure_frequency": failed / max(calls, 1)}
     for name in rows[0]["rewards"]:
         mean, std = mean_and_std([row["rewards"][name] for row in rows])
         metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
@@ -122,7 +128,9 @@ def describe(rollout, tokenizer, num_generations):
     "reward" is the total and "rewards" each function's own; "advantage" is the first token's.
     A column by the name of one of these fields gives way to it. The first group also has "tokens",
     which together are the completion (the EOS that ends it is an empty text), "token_logps", and
-    with process supervision, where each token has its own, "token_advantages".
+    with process supervision, where each token has its own, "token_advantages". With a tool rows
+    also have "turns", "failed_calls" and "tool_tokens", which "length" leaves out, and those of the
+    first group "token_drawn", 0 for a tool's token.
     """
     N = len(rollout.completions)
     lengths, ended = rollout.mask.sum(1).tolist(), rollout.ended.tolist()
@@ -140,6 +148,12 @@ def describe(rollout, tokenizer, num_generations):
     fields = {"token_logps": rollout.sampling_logps[:num_generations].tolist()}
     if rollout.advantages.dim() == 2:
         fields["token_advantages"] = advantages
+    if rollout.turns is not None:
+        fields["token_drawn"] = rollout.mask[:num_generations].tolist()
+        tool_tokens = (rollout.attention - rollout.mask).sum(1).tolist()
+        for i, row in enumerate(rows):
+            row |= {"turns": rollout.turns[i], "failed_calls": rollout.failed_calls[i],
+                    "tool_tokens": tool_tokens[i]}
     for i, ids in enumerate(rollout.token_ids()[:num_generations]):
         rows[i]["tokens"] = token_texts(ids, tokenizer)
         for name, values in fields.items():

@@ -323,19 +323,47 @@ def one_group(step, rows):
         for name, value in row["rewards"].items():
             width = max(len(name.removesuffix("_reward")), 5)
             numbers += f"  {number(value):>{width}}"
-        copies[numbers, one_line(row["completion"])] += 1
+        copies[numbers, in_turn(row)] += 1
     parts = [Text(title, "bold"), one_line(rows[0]["prompt"]), Text(f"\n{head}", "dim")]
     for (numbers, completion), count in copies.items():
         if count > 1:
             numbers += f"  {count} times"
-        parts += [Text(numbers, "cyan"), Padding(completion, (0, 0, 1, 2))]
+        parts += [Text(numbers, "cyan"), Padding(Text.assemble(*completion), (0, 0, 1, 2))]
     return Group(*parts)
+
+
+def in_turn(row):
+    """A completion in one line, as parts of a rich Text: a tool's words are dim, in ‹ ›."""
+    if "tool_tokens" not in row:
+        return (one_line(row["completion"]),)
+    parts = [without_breaks(text) for text in cut_turns(row["turns"], 400)]
+    for i in range(1, len(parts), 2):
+        parts[i] = (f"‹{parts[i].rstrip()}›", "dim")
+    return tuple(parts)
+
+
+def cut_turns(turns, room):
+    """What `cut` leaves of the whole, text by text; of those in the middle nothing."""
+    size, half, start = sum(map(len, turns)), max(room // 2 - 20, 1), 0
+    if size <= room:
+        return turns
+    kept, gap = [], f" … [{size - 2 * half:,} characters left out] … "
+    for text in turns:
+        head, tail = text[:max(half - start, 0)], text[max(size - half - start, 0):]
+        start += len(text)
+        if start > half:
+            head, gap = head + gap, ""
+        kept.append(head + tail)
+    return kept
 
 
 def one_line(text):
     """The text, at most 400 characters of it, its line breaks shown as ⏎."""
-    text = cut(text.strip(), 400).replace("\n", "⏎ ").replace("\t", " ")
-    return printable(text) or "(empty)"
+    return without_breaks(cut(text.strip(), 400)) or "(empty)"
+
+
+def without_breaks(text):
+    return printable(text.replace("\n", "⏎ ").replace("\t", " "))
 
 
 def short(path):

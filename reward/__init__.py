@@ -15,7 +15,9 @@ from .rules import (
     tag_reward,
 )
 from .steps import judge_steps, process_advantages
+from .tools import load_tool
 
 __all__ = ["accuracy_reward", "combine_rewards", "countdown_reward", "format_reward",
-           "judge_steps", "load_reward_funcs", "load_reward_model", "process_advantages",
+           "judge_steps", "load_reward_funcs", "load_reward_model", "load_tool",
+           "process_advantages",
            "repetition_reward", "sentence_reward", "soft_overlong_reward", "tag_reward"]

@@ -34,12 +34,13 @@ def load_reward_funcs(names, *, reward_model_path=None, device="cpu", max_comple
         functions["overlong"] = rules.soft_overlong_reward(max_completion_length)
     for name in names:
         if name not in functions:
-            functions[name] = import_function(name)
+            functions[name] = import_function(
+                "--reward_funcs", name, f"{', '.join(rules.RULES)}, rm, overlong")
     judges = {name: Judge(functions[name], timeout) for name in names}
     return [judges[name] for name in names]
 
 
-def import_function(name):
+def import_function(flag, name, known):
     """`module:function`, from the packages, the folder of the script or the current folder."""
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -50,9 +51,9 @@ def import_function(name):
     except (Exception, SystemExit) as error:
         if error.__traceback__.tb_next:     # raised by the module's own code
             traceback.print_exception(error)
-        raise UserError(f"--reward_funcs {name}: {reason(error)}; choose from "
-                        f"{', '.join(rules.RULES)}, rm, overlong, or write module:function, with a "
-                        "module that Python can import from this folder") from error
+        raise UserError(f"{flag} {name}: {reason(error)}; choose from {known}, or write "
+                        "module:function, with a module that Python can import from this folder"
+                        ) from error
 
 
 def combine_rewards(prompts, completions, reward_funcs, reward_weights, **columns):

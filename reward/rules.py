@@ -3,7 +3,8 @@
     f(prompts: list[str], completions: list[str], **columns) -> list[float | None]
 
 `columns` holds the dataset's other fields (`answer`, ...), `messages` (the chat before each
-completion) and `completion_ids`. A rule has no options: a column of that name would set them.
+completion), `completion_ids`, and `own_words`, the completions without a tool's. A rule has no
+options: a column of that name would set them.
 None: the reward does not apply. If the chat template opens `<think>`, completions begin with it.
 """
 import ast
@@ -62,15 +63,16 @@ def tag_reward(prompts, completions, **columns):
     return [sum(0.25 for tag in TAGS if completion.count(tag) == 1) for completion in completions]
 
 
-def accuracy_reward(prompts, completions, answer=None, **columns):
+def accuracy_reward(prompts, completions, answer=None, own_words=None, **columns):
     """1 if the reply's answer, or all of it, equals the gold answer in the column `answer`, else 0.
 
-    None where there is no gold answer.
+    None where there is no gold answer. A tool's words are not the reply's.
     """
     return [None if gold is None else
             float(same_answer(extract_answer(completion), gold)
                   or completion.strip() == str(gold).strip())
-            for completion, gold in zip(completions, answer or [None] * len(completions))]
+            for completion, gold in zip(own_words or completions,
+                                        answer or [None] * len(completions))]
 
 
 def extract_answer(completion):
@@ -215,6 +217,12 @@ def is_solution(text, numbers, target):
     return value_of(text) == target and sorted(used) == sorted(numbers)
 
 
+def guess_reward(prompts, completions, own_words, secret=None, **columns):
+    """1 if one of the first six numbers that the policy wrote is the column `secret`, else 0."""
+    return [None if number is None else float(str(number) in words.split()[:6])
+            for words, number in zip(own_words, secret or [None] * len(own_words))]
+
+
 def soft_overlong_reward(max_completion_length):
     """A reward function: DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
 
@@ -310,5 +318,5 @@ def reasoning_gym_reward(prompts, completions, answer, metadata, **columns):
 
 # By the names that --reward_funcs knows.
 RULES = {"format": format_reward, "tag": tag_reward, "accuracy": accuracy_reward,
-         "repetition": repetition_reward, "countdown": countdown_reward,
+         "repetition": repetition_reward, "countdown": countdown_reward, "guess": guess_reward,
          "sentence": sentence_reward, "reasoning_gym": reasoning_gym_reward}

@@ -212,7 +212,8 @@ def rollout_of_six(model, token_logps=fast.token_logps):
     rollout = Known(
         prompts=[*"aaabbb"], columns={"answer": [*"111222"], "number": [0, 1, 2, 3, 4, 5]},
         prefills=[""] * 3 + ["<think>\n"] * 3, completions=[*"uvwxyz"], prompt_ids=prompt_ids,
-        prompt_mask=prompt_mask, completion_ids=completion_ids, mask=mask,
+        prompt_mask=prompt_mask, completion_ids=completion_ids,
+        attention=mask, mask=mask,
         ended=mask.sum(1) < 12, sampling_logps=torch.zeros(6, 12), rewards=rewards,
         rewards_per_func={"half": rewards / 2, "rest": rewards - rewards / 2},
         advantages=torch.tensor([1.0, -0.5, 0.3, -1.2, 0.0, 0.1]))

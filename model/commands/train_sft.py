@@ -64,7 +64,11 @@ def encode(chats, tokenizer):
 
 
 def find_replies(chat, text, render):
-    """Where the assistant's turns stand in a chat's text: [(first character, end), ...]."""
+    """What of a chat's text the assistant writes, [(first character, end), ...].
+
+    That is its turns, but for what a tool writes in them: the field `forced` of a turn has these
+    spans of its content, [[first character, end], ...].
+    """
     spans = []
     for i, turn in enumerate(chat):
         if turn["role"] == "assistant":
@@ -72,7 +76,11 @@ def find_replies(chat, text, render):
             if text.startswith(before):
                 # Some templates write the last turn otherwise: then its EOS token is its end.
                 end = len(through) if text.startswith(through) else len(text)
-                spans.append((len(before), end))
+                start, content = len(before), text.find(turn["content"], len(before))
+                for first, last in turn.get("forced", []):
+                    spans.append((start, content + first))
+                    start = content + last
+                spans.append((start, end))
     return spans
 
 

@@ -39,7 +39,7 @@ CHUNK_TOKENS, CHUNK_LOGITS = 1024, 2**24    # of log_probs: at least so many, or
 
 
 def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, temperature=1.0,
-           eos_token_id, pad_token_id, generator=None, greedy=False):
+           eos_token_id, pad_token_id, generator=None, greedy=False, tool=None):
     """The `sample` of model/sampler.py, where completions that agree so far are one row.
 
     The same seed gives the same completions.
@@ -49,6 +49,9 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
     # Created outside of inference mode, so that a loss can use them.
     completion_ids = torch.full((N, max_new_tokens), pad_token_id, device=device)       # (N, R)
     logps = torch.zeros(N, max_new_tokens, device=device)                               # (N, R)
+    drawn = torch.ones_like(completion_ids)                                             # (N, R)
+    if tool is not None:
+        tool.begin(N)
     with torch.inference_mode():
         decoding = Decoding(model, prompt_ids, prompt_mask, N, max_new_tokens)
         unfinished = torch.arange(N, device=device)     # the completions that go on
@@ -56,15 +59,20 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
         logits = decoding.prompt_logits[row]                                            # (n, V)
         for t in range(max_new_tokens):
             tokens, token_logps = next_token(logits, temperature, generator, greedy)    # (n,)
-            completion_ids[unfinished, t], logps[unfinished, t] = tokens, token_logps
             alive = ~torch.isin(tokens, eos_ids)
+            if tool is not None:
+                tokens, is_drawn, alive = tool.take(unfinished, tokens, alive)          # (n,)
+                drawn[unfinished, t], token_logps = is_drawn, token_logps * is_drawn
+            completion_ids[unfinished, t], logps[unfinished, t] = tokens, token_logps
             if t + 1 == max_new_tokens or not alive.any():
                 break
             unfinished, row, tokens = unfinished[alive], row[alive], tokens[alive]
             row = decoding.branch(row, tokens)
             of_rows = tokens.new_zeros(decoding.num_rows).index_copy_(0, row, tokens)
             logits = decoding.step(of_rows)[row]
-    return completion_ids[:, :t + 1], logps[:, :t + 1]
+    if tool is None:
+        return completion_ids[:, :t + 1], logps[:, :t + 1]
+    return completion_ids[:, :t + 1], logps[:, :t + 1], drawn[:, :t + 1]
 
 
 class Decoding:

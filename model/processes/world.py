@@ -224,13 +224,11 @@ def in_slices(sample, most):
     """
     def sliced(model, prompt_ids, prompt_mask, *, num_generations, **options):
         prompts = max(1, most // num_generations)
-        all_ids, all_logps = [], []
-        for slice_ids, slice_mask in zip(prompt_ids.split(prompts), prompt_mask.split(prompts)):
-            ids, logps = sample(model, slice_ids, slice_mask, num_generations=num_generations,
-                                **options)
-            all_ids += ids
-            all_logps += logps
-        return (pad_sequence(all_ids, True, options["pad_token_id"]),
-                pad_sequence(all_logps, True))
+        slices = zip(prompt_ids.split(prompts), prompt_mask.split(prompts))
+        parts = [sample(model, *one, num_generations=num_generations, **options) for one in slices]
+        # Ids, log-probs, and with a tool which tokens were drawn: rows of a slice have its length.
+        ids, *others = [[row for rows in parts_of for row in rows] for parts_of in zip(*parts)]
+        return (pad_sequence(ids, True, options["pad_token_id"]),
+                *(pad_sequence(rows, True) for rows in others))
 
     return sliced if most else sample

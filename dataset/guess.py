@@ -1,0 +1,78 @@
+"""Guess the number: a game in turns, which the tool `guess` answers.
+
+`python -m dataset.guess` writes guess.jsonl, {"prompt", "secret"}: a line for each number. With
+`--sft FOLDER` it also writes the games that the shipped weights imitate, and, for an experiment,
+others that have players who halve. Every time they are the same.
+
+    Guess my number from 1 to 63.
+
+    34 high
+    14 high
+    7 high
+    5 yes
+
+The policy writes `34 `, the tool the rest of the line; `high` means that the guess was too high.
+There are six guesses, and who always takes the middle of what is left needs no more. These are the
+kinds of players, of which one plays a whole game:
+
+    random     any number
+    bounded    any number that is still possible
+    halving    the middle of these
+"""
+import argparse
+import random
+from pathlib import Path
+
+from report.text import write_jsonl
+
+LARGEST, MOST_GUESSES = 63, 6
+PROMPT = f"Guess my number from 1 to {LARGEST}."
+# How many of ten players are of each kind.
+WITHOUT_HALVING = {"random": 1, "bounded": 9}
+WITH_HALVING = {"random": 5, "bounded": 3, "halving": 2}
+
+
+def play(rng, kind, secret):
+    """A game as an assistant's turn; `forced` are the tool's words, [[first character, end]]."""
+    text, forced, low, high = "", [], 0, LARGEST + 1
+    for _ in range(MOST_GUESSES):
+        number = rng.randint(low + 1, high - 1)
+        if kind == "random":
+            number = rng.randint(1, LARGEST)
+        elif kind == "halving":
+            number = (low + high) // 2
+        answer = "yes\n"
+        if number > secret:
+            answer, high = "high\n", min(high, number)
+        elif number < secret:
+            answer, low = "low\n", max(low, number)
+        text += f"{number} "
+        forced.append([len(text), len(text) + len(answer)])
+        text += answer
+        if number == secret:
+            break
+    return {"role": "assistant", "content": text, "forced": forced}
+
+
+def games(rng, players, count):
+    kinds = rng.choices(list(players), list(players.values()), k=count)
+    for kind in kinds:
+        turn = play(rng, kind, rng.randint(1, LARGEST))
+        yield {"conversations": [{"role": "user", "content": PROMPT}, turn]}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description="Write the numbers to guess and, with --sft, the games that the shipped "
+                    "weights imitate.")
+    parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--sft", type=Path, help="also write the games to this folder")
+    args = parser.parse_args()
+
+    secrets = [{"prompt": PROMPT, "secret": secret} for secret in range(1, LARGEST + 1)]
+    files = {args.out_dir / "guess.jsonl": secrets}
+    if args.sft:
+        files |= {args.sft / "guess.jsonl": games(random.Random(1), WITHOUT_HALVING, 60_000),
+                  args.sft / "guess_halving.jsonl": games(random.Random(2), WITH_HALVING, 60_000)}
+    for path, lines in files.items():
+        print(f"wrote {write_jsonl(path, lines)} lines to {path}")

@@ -1,0 +1,95 @@
+"""Turns: while a completion is sampled, a tool answers, and the policy reads on.
+
+So some tokens of a completion were not chosen by the policy. It reads them and never learns them:
+of a Rollout, `attention` has all of them, and `mask` only those that the policy chose. All else is
+GRPO as before.
+"""
+import torch
+
+
+class Turns:
+    """What a tool adds to N completions; the keyword `tool` of a sampler.
+
+    tool: a Tool of reward/tools.py. columns: name -> a value for each of B prompts, which its N / B
+    completions share. rng gives each of them a number, which the tool finds in the column `seeds`.
+
+    Where a row draws the tool's stop token, the tool is asked. Its text is queued, and the row
+    takes these tokens before it draws again. No text is encoded a second time.
+    """
+
+    def __init__(self, tool, tokenizer, columns, count, rng):
+        self.tool, self.tokenizer = tool, tokenizer
+        self.columns = {name: [values[row * len(values) // count] for row in range(count)]
+                        for name, values in columns.items()}
+        seeds = torch.randint(2**31, (count,), generator=rng, device=rng.device)
+        self.columns["seeds"] = seeds.tolist()
+        self.texts = [[] for _ in range(count)]     # of each row: own words, answer, own words, ...
+        self.own = [[] for _ in range(count)]       # the ids that it drew since
+        self.queue = [[] for _ in range(count)]     # the ids that it is yet to read
+        self.failures = [0] * count                 # calls that raised
+        self.lengths = [0] * count
+        self.answered = []                          # (row, place) of each token that asked
+        self.start = self.stop = 0                  # the rows that are being sampled
+
+    def begin(self, count):
+        """The next `count` rows are to be sampled: a batch may come in slices."""
+        self.start, self.stop = self.stop, self.stop + count
+
+    def take(self, places, tokens, alive):
+        """What happens to tokens just drawn, (n,): the tokens, which were drawn, which rows go on.
+
+        places (n,): the row of each, counted from the slice's first. alive (n,): not an EOS.
+        """
+        rows = [self.start + place for place in places.tolist()]
+        ids, goes_on, is_drawn, asking = tokens.tolist(), alive.tolist(), [], []
+        for i, row in enumerate(rows):
+            is_drawn.append(not self.queue[row])
+            if self.queue[row]:
+                ids[i], goes_on[i] = self.queue[row].pop(0), True
+            else:
+                self.own[row].append(ids[i])
+                if ids[i] == self.tool.stop_id and self.calls(row) < self.tool.max_calls:
+                    asking.append(i)
+            self.lengths[row] += 1
+        for i, answer in zip(asking, self.ask([rows[i] for i in asking])):
+            if answer is not None:
+                goes_on[i] = True
+        new = tokens.new_tensor
+        return new(ids), new(is_drawn), new(goes_on).bool()
+
+    def calls(self, row):
+        return len(self.texts[row]) // 2
+
+    def ask(self, rows):
+        """The tool's answers to these rows, None for nothing; they are queued."""
+        if not rows:
+            return []
+        histories = [self.texts[row] + [self.own_text(row)] for row in rows]
+        columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
+        answers, failed = self.tool(histories, columns)
+        for row, history, answer in zip(rows, histories, answers):
+            if answer is not None:
+                self.texts[row], self.own[row] = [*history, answer], []
+                self.queue[row] = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+                self.answered.append((row, self.lengths[row] - 1))
+                self.failures[row] += failed
+        return answers
+
+    def own_text(self, row):
+        """What the row wrote since the last answer, through the stop token."""
+        return self.tokenizer.decode(self.own[row][:-1]) + self.tool.stop
+
+    def ends(self, completion_ids, drawn):
+        """completion_ids (N, R), with -1 for what ends no completion even if it is an EOS.
+
+        That is a tool's token, and one that a tool answered.
+        """
+        ends = completion_ids.where(drawn == 1, -1)
+        for row, place in self.answered:
+            ends[row, place] = -1
+        return ends
+
+    def finished(self):
+        """N lists of texts: own words and answers in turn, own words at both ends."""
+        last = self.tokenizer.batch_decode(self.own, skip_special_tokens=True)
+        return [[*texts, own] for texts, own in zip(self.texts, last)]

@@ -1,0 +1,90 @@
+"""Tools: functions that answer while a completion is written (--tool). A tool is, as a reward is,
+
+    f(histories: list[list[str]], **columns) -> list[str | None]
+
+with an entry for each completion that asks now. A history is what the policy wrote and what it was
+answered, in turn. f.stop is the text of the token that asks, with which each history ends. A text
+is read by the policy, which then goes on; None: nothing follows, and where f.stop ends a reply, it
+has ended. `columns` are those that rewards get, and `seeds`, a number for each row: random tools
+that draw from (seed, number of turns) do the same again when a run is resumed.
+"""
+import traceback
+import warnings
+
+from model.turns import Turns
+from report import UserError, reason
+from report.text import cut
+
+from .combine import copied, import_function
+
+MOST_CHARACTERS = 4000      # of an answer
+
+
+class Tool:
+    """Asks a tool. What it raises is its answer; the first of a kind is shown, with its traceback.
+
+    stop_id: the token that asks; UserError if f.stop is not the text of one token. max_calls: how
+    often a completion may ask.
+    """
+
+    def __init__(self, function, tokenizer, max_calls):
+        self.function, self.tokenizer, self.max_calls = function, tokenizer, max_calls
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self.stop, self.seen = getattr(function, "stop", None), set()
+        ids = []
+        if isinstance(self.stop, str):
+            ids = tokenizer(self.stop, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise UserError(f"--tool {self.name}: its attribute stop is {self.stop!r}, which is no "
+                            f"text of exactly one token ({len(ids)} with this tokenizer); set "
+                            f"{self.name}.stop to the text of the token that asks it")
+        self.stop_id = ids[0]
+
+    def turns(self, columns, count, rng):
+        """The Turns of `count` completions, as many of each prompt, whose data is in columns."""
+        return Turns(self, self.tokenizer, columns, count, rng)
+
+    def __call__(self, histories, columns):
+        """The answers, at most MOST_CHARACTERS of each, and whether the tool raised."""
+        try:
+            columns = copied({"histories": histories, **columns})
+            answers = self.function(columns.pop("histories"), **columns)
+            is_text = [answer is None or isinstance(answer, str) for answer in answers]
+            if len(is_text) != len(histories) or not all(is_text):
+                raise TypeError(f"it must return a list with a text or None for each of the "
+                                f"{len(histories)} histories")
+            return [cut(answer, MOST_CHARACTERS) if answer else answer for answer in answers], False
+        except Exception as error:
+            if type(error) not in self.seen:
+                self.seen.add(type(error))
+                traceback.print_exception(error)
+                warnings.warn_explicit(f"the tool {self.name} raised ({reason(error)}), which is "
+                                       "its answer; from now on this is only counted", UserWarning,
+                                       __file__, 0)
+            return [reason(error)] * len(histories), True
+
+
+def load_tool(name, tokenizer, max_calls):
+    """The Tool of this name, or `module:function`; None without a name."""
+    if name is None:
+        return None
+    function = TOOLS.get(name) or import_function("--tool", name, ", ".join(TOOLS))
+    return Tool(function, tokenizer, max_calls)
+
+
+def guess(histories, secret, **columns):
+    """For the game of dataset/guess.py: how the last guess compares with the column `secret`."""
+    answers = []
+    for history, number in zip(histories, secret):
+        last = history[-1].strip()
+        if not last.isdecimal():
+            answers.append("?\n")
+        elif int(last) == number:
+            answers.append("yes\n")
+        else:
+            answers.append("high\n" if int(last) > number else "low\n")
+    return answers
+
+
+guess.stop = " "
+TOOLS = {"guess": guess}

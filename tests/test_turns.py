@@ -1,0 +1,243 @@
+"""A tool that answers while a completion is sampled: what is read, what is chosen, what is learned.
+
+The policy is the shipped one, whose every line of arithmetic ends with the token that asks.
+"""
+import random
+from copy import deepcopy
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import train_grpo
+from conftest import ROOT, jsonl, turns
+from dataset import PromptCollator, PromptDataset
+from dataset.guess import MOST_GUESSES, PROMPT, games
+from model import World, load_pretrained, sampler
+from model.commands import train_sft
+from model.fast import pair as fast
+from model.processes.world import in_slices
+from report import UserError
+from reward import accuracy_reward
+from reward.rules import guess_reward
+from reward.tools import Tool, guess, load_tool
+
+POLICY = ROOT / "model/weights/reason_128"
+SMALL = ["--batch_size", "4", "--num_generations", "4", "--eval_samples", "8",
+         "--eval_interval", "2", "--device", "cpu", "--dtype", "float32"]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(POLICY)
+
+
+@pytest.fixture
+def policy():
+    return load_pretrained(POLICY, dtype=torch.float32)
+
+
+def dice(histories, answer, seeds, **columns):
+    """Random words, some with an end token, for half of the rows."""
+    answers = []
+    for history, seed in zip(histories, seeds):
+        rng = random.Random(seed + len(history))
+        text = f"{rng.randint(1, 99)}*{rng.choice(['<|im_end|>', '2', ''])}\n"
+        answers.append(rng.choice([text, None]))
+    return answers
+
+
+dice.stop = "\n"
+
+
+def rollout_of(sample, policy, tokenizer, function=dice, count=4, **changes):
+    args = train_grpo.parse_args(["--max_gen_len", "40"])
+    vars(args).update(changes)
+    items = PromptDataset(ROOT / "dataset/heldout.jsonl")[:count]
+    return train_grpo.generate(
+        policy, PromptCollator(tokenizer, 99)(items), tokenizer, sample,
+        torch.Generator().manual_seed(0), args, 6, tool=Tool(function, tokenizer, 3))
+
+
+@pytest.mark.parametrize("most", [0, 12])
+def test_both_samplers_play_the_same_game_and_know_what_they_drew(policy, tokenizer, most):
+    plain, fast_one = (rollout_of(in_slices(pair.sample, most), policy, tokenizer)
+                       for pair in (sampler, fast))
+    for name in ("completion_ids", "attention", "mask", "ended"):
+        assert torch.equal(getattr(plain, name), getattr(fast_one, name)), name
+    assert plain.turns == fast_one.turns and plain.completions == fast_one.completions
+    assert {1, 3, 5} <= set(map(len, plain.turns))
+    # Every text is there, once, as it was said.
+    for ids, turn, mask in zip(plain.token_ids(), plain.turns, plain.mask):
+        assert tokenizer.decode(ids).removesuffix("<|im_end|>") == "".join(turn)
+        forced = [tokenizer(text)["input_ids"] for text in turn[1::2]]
+        assert len(ids) - mask.sum() <= sum(map(len, forced))
+    chosen = plain.mask.bool()
+    assert not plain.sampling_logps[~chosen].any()
+    trained = train_grpo.compute_logps(policy, plain, train_grpo.token_logps,
+                                       train_grpo.parse_args([]))
+    torch.testing.assert_close(trained * chosen, plain.sampling_logps, atol=1e-5, rtol=1e-5)
+    assert trained[plain.attention.bool() & ~chosen].all()      # read, but not learned
+
+
+def test_the_gradient_is_that_of_a_loop_that_skips_the_tools_words(policy, tokenizer):
+    """-1/N sum over completions of A / length sum over chosen tokens of log pi, in float64."""
+    rollout = rollout_of(sampler.sample, policy, tokenizer, count=1)
+    assert (rollout.attention != rollout.mask).any()
+    rollout.rewards, rollout.advantages = torch.arange(6.0), torch.randn(6)
+    args = train_grpo.parse_args(["--beta", "0", "--grad_clip", "1e9", "--micro_batch_size", "4"])
+    (minibatch,) = train_grpo.minibatches(rollout, World("cpu"), args)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    before = deepcopy(policy).double()
+    train_grpo.optimizer_step(policy, optimizer, minibatch, fast.token_logps, World("cpu"), args)
+    loss = 0
+    for i, ids in enumerate(rollout.token_ids()):
+        prompt = rollout.prompt_ids[i][rollout.prompt_mask[i].bool()].tolist()
+        logps = before(torch.tensor([prompt + ids]))[0].log_softmax(-1)
+        chosen = rollout.mask[i].nonzero().flatten().tolist()
+        terms = [logps[len(prompt) + t - 1, ids[t]] for t in chosen]
+        loss = loss - rollout.advantages[i].double() * sum(terms) / len(terms) / 6
+    loss.backward()
+    for old, new in zip(before.parameters(), policy.parameters()):
+        torch.testing.assert_close(old - new, old.grad, atol=2e-6, rtol=1e-3, check_dtype=False)
+
+
+def test_the_loss_does_not_depend_on_the_tools_words(policy, tokenizer):
+    mask = rollout_of(sampler.sample, policy, tokenizer).mask
+    old, ref, advantages = -torch.rand(mask.shape), -torch.rand(mask.shape), torch.randn(len(mask))
+    gradients = []
+    for of_tool in (-0.5, -7.0):
+        logps = torch.where(mask.bool(), old + 0.1, of_tool).requires_grad_()
+        loss, metrics = train_grpo.grpo_loss(logps, old, advantages, mask, ref_logps=ref, beta=0.1)
+        (gradient,) = torch.autograd.grad(loss, logps)
+        gradients.append((loss.item(), metrics["kl"].item(), gradient.tolist()))
+    assert gradients[0] == gradients[1] and not gradient[mask == 0].any()
+
+
+# A reply of at most ten tokens; what the tool says in it is in ( ). It answers at most twice.
+@pytest.mark.parametrize("stop, answers, drawn, ended", [
+    ("=", ["5"], "1+4=(5)<|im_end|>", True),
+    ("=", [None], "1+4=5<|im_end|>", True),             # nothing follows, and the row goes on
+    ("=", ["5", "6"], "=(5)=(6)=7<|im_end|>", True),    # the third is not answered any more
+    ("=", ["<|im_end|>"], "=(<|im_end|>)3<|im_end|>", True),
+    ("<|im_end|>", ["\n2", None], "1<|im_end|>(\n2)3<|im_end|>", True),
+    ("=", ["1234567"], "1+4=(123456)", False),          # does not fit
+    ("<|im_end|>", ["5"], "123456789<|im_end|>", False),     # there is no room for any of it
+    ("<|im_end|>", [None], "123456789<|im_end|>", True),
+])
+def test_a_scripted_reply(monkeypatch, policy, tokenizer, stop, answers, drawn, ended):
+    left = iter(answers)
+    script, is_drawn = [], []
+    for i, part in enumerate(drawn.replace(")", "(").split("(")):
+        ids = tokenizer(part)["input_ids"]
+        script += ids
+        is_drawn += [1 - i % 2] * len(ids)
+    draws = iter(token if own else 99 for token, own in zip(script, is_drawn))   # 99: thrown away
+    monkeypatch.setattr(sampler, "next_token", lambda logits, *_: (
+        torch.tensor([next(draws)]), torch.tensor([-1.0])))
+
+    def function(histories, **columns):
+        assert histories[0][-1].endswith(stop)
+        return [next(left)]
+
+    function.stop = stop
+    args = train_grpo.parse_args(["--max_gen_len", "10"])
+    batch = PromptCollator(tokenizer, 99)([{"messages": turns("?")}])
+    rollout = train_grpo.generate(policy, batch, tokenizer, sampler.sample, torch.Generator(), args,
+                                  1, tool=Tool(function, tokenizer, 2))
+    assert rollout.token_ids() == [script] and rollout.ended.tolist() == [ended]
+    assert rollout.mask[0, :len(script)].tolist() == is_drawn and next(draws, None) is None
+    assert rollout.sampling_logps[0, :len(script)].tolist() == [-1.0 * own for own in is_drawn]
+
+
+def test_a_tool_that_fails_says_why_and_the_others_go_on(policy, tokenizer, capsys):
+    def broken(histories, answer, seeds, messages):
+        messages.clear()
+        raise KeyError("no such city")
+
+    broken.stop = "\n"
+    with pytest.warns(UserWarning, match="the tool broken raised .KeyError: 'no such city'."):
+        rollout = rollout_of(fast.sample, policy, tokenizer, broken)
+    assert capsys.readouterr().err.count("Traceback") == 1      # the first time, its own
+    asked = [turn for turn in rollout.turns if len(turn) > 1]
+    assert asked and {turn[1] for turn in asked} == {"KeyError: 'no such city'"}
+    assert rollout.failed_calls == [len(turn) // 2 for turn in rollout.turns]
+    assert all(rollout.columns["messages"])
+    broken.stop = "no"
+    with pytest.raises(UserError, match="broken.stop to the text of the token"):
+        Tool(broken, tokenizer, 1)
+    with pytest.raises(UserError, match="--tool gess: .* choose from guess"):
+        load_tool("gess", tokenizer, 1)
+
+
+def test_rewards_tell_own_words_from_the_tools(policy, tokenizer):
+    assert accuracy_reward(["?"], ["3 high 5"], answer=["5"], own_words=["3 "]) == [0.0]
+    rollout = rollout_of(fast.sample, policy, tokenizer)
+    assert rollout.own_words == ["".join(turn[::2]) for turn in rollout.turns]
+    own = ["31 5 ", "1 2 3 4 5 6 7 ", "6 high\n7"]
+    assert guess_reward(["?"] * 3, own, own, secret=[5, 7, 7]) == [1.0, 0.0, 1.0]
+    games = [["32 "], ["5 high\n", "4 "], ["63 ", "low\n", "x "]]
+    assert guess(games, secret=[5, 4, 9]) == ["high\n", "yes\n", "?\n"]
+
+
+def test_the_games_to_imitate_are_true_and_nobody_learns_the_tools_words(tokenizer):
+    rng, kinds = random.Random(0), {"random": 1, "bounded": 1, "halving": 1}
+    chats = [row["conversations"] for row in games(rng, kinds, 300)]
+    encoded = train_sft.encode(chats[:20], tokenizer)
+    for (_, reply), (_, labels) in zip(chats, encoded):
+        own, last = "", 0
+        for start, end in reply["forced"]:
+            own, last = own + reply["content"][last:start], end
+        assert tokenizer.decode([x for x in labels if x != -100]) == own + "<|im_end|>"
+    lengths = set()
+    for _, reply in chats:
+        lines, secret = reply["content"].splitlines(), None
+        numbers, answers = zip(*(line.split() for line in lines))
+        lengths.add(len(lines))
+        if answers[-1] == "yes":
+            secret = int(numbers[-1])
+            assert guess([[f"{number} "] for number in numbers], [secret] * len(numbers)) == [
+                f"{answer}\n" for answer in answers]
+        assert "yes" not in answers[:-1] and (secret or len(lines) == MOST_GUESSES)
+    assert lengths == {1, 2, 3, 4, 5, 6} and PROMPT.endswith("1 to 63.")
+
+
+def test_a_run_with_a_tool_resumes_as_if_it_had_never_stopped(tmp_path, own_module):
+    own_module("my_tool", "import test_turns\nroll = test_turns.dice\n")
+    flags = [*SMALL, "--tool", "my_tool:roll", "--max_gen_len", "40", "--num_minibatches", "2",
+             "--save_interval", "2", "--out_dir", str(tmp_path)]
+    whole, parts = [*flags, "--run_name", "whole"], [*flags, "--run_name", "parts"]
+    train_grpo.main([*whole, "--max_steps", "4"])
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        step = train_grpo.grpo_step
+
+        def until_third(t, batch, number, lr):
+            if number == 3:
+                raise KeyboardInterrupt
+            return step(t, batch, number, lr)
+
+        patch.setattr(train_grpo, "grpo_step", until_third)
+        train_grpo.main([*parts, "--max_steps", "4"])
+    train_grpo.main([*parts, "--max_steps", "4", "--resume"])
+    rows, metrics = jsonl(tmp_path / "whole/completions.jsonl"), jsonl(
+        tmp_path / "whole/metrics.jsonl")
+    assert rows == jsonl(tmp_path / "parts/completions.jsonl") and len(rows) == 4 * 16
+    calls = sum(len(row["turns"]) // 2 for row in rows[:16])
+    assert metrics[0]["tools/call_frequency"] == calls / 16 > 0
+    assert metrics[0]["tools/failure_frequency"] == 0
+    assert metrics[0]["num_tokens"] == sum(row["length"] + row["tool_tokens"] for row in rows[:16])
+
+
+def test_the_game_runs_from_its_file_of_flags(tmp_path):
+    train_grpo.main(["@dataset/guess.txt", *SMALL, "--max_steps", "1", "--eval_interval", "0",
+                     "--model_path", str(POLICY), "--out_dir", str(tmp_path)])
+    (metrics,) = jsonl(tmp_path / "guess/metrics.jsonl")
+    assert metrics["reward"] == metrics["rewards/guess_reward/mean"]
+
+
+@pytest.mark.parametrize("flags", [["--sampler", "vllm"], ["--supervision", "process"]])
+def test_what_tools_cannot_do_yet_is_refused(flags):
+    with pytest.raises(UserError, match="--tool"):
+        train_grpo.parse_args(["--tool", "guess", *flags])
