@@ -91,5 +91,8 @@ class Turns:
 
     def finished(self):
         """N lists of texts: own words and answers in turn, own words at both ends."""
+        for texts, unread in zip(self.texts, self.queue):
+            if unread:                  # of an answer that did not fit
+                texts[-1] = texts[-1].removesuffix(self.tokenizer.decode(unread))
         last = self.tokenizer.batch_decode(self.own, skip_special_tokens=True)
         return [[*texts, own] for texts, own in zip(self.texts, last)]

@@ -39,10 +39,9 @@ def rollout_metrics(rows, num_generations, failures=(), *, warn=True):
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": 1 - sum(row["ended"] for row in rows) / len(rows),
-        "tokens": sum(lengths),
+        "tokens": sum(row["length"] + row.get("tool_tokens", 0) for row in rows),   # computed
     }
-    if "tool_tokens" in rows[0]:        # they were computed too, though nobody chose them
-        metrics["tokens"] += sum(row["tool_tokens"] for row in rows)
+    if "tool_tokens" in rows[0]:
         calls = sum(len(row["turns"]) // 2 for row in rows)
         failed = sum(row["failed_calls"] for row in rows)
         metrics |= {"tools/call_frequency": calls / len(rows),
@@ -129,8 +128,7 @@ def describe(rollout, tokenizer, num_generations):
     A column by the name of one of these fields gives way to it. The first group also has "tokens",
     which together are the completion (the EOS that ends it is an empty text), "token_logps", and
     with process supervision, where each token has its own, "token_advantages". With a tool rows
-    also have "turns", "failed_calls" and "tool_tokens", which "length" leaves out, and those of the
-    first group "token_drawn", 0 for a tool's token.
+    also have "turns", "failed_calls" and "tool_tokens", and tokens "token_drawn", 0 for a tool's.
     """
     N = len(rollout.completions)
     lengths, ended = rollout.mask.sum(1).tolist(), rollout.ended.tolist()

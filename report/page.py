@@ -26,8 +26,8 @@ MOST_CHARACTERS = 4000      # of a text: a longer one loses its middle
 SHOWN_ARGS = ["reward_funcs", "reward_weights", "num_generations", "learning_rate", "beta",
               "loss_type", "temperature", "max_gen_len", "seed"]
 OWN_FIELDS = {"step", "messages", "prompt", "completion", "length", "ended", "rewards", "reward",
-              "advantage", "tokens", "token_logps", "token_advantages", "token_drawn", "turns", "failed_calls",
-              "tool_tokens"}
+              "advantage", "tokens", "token_logps", "token_advantages", "token_drawn", "turns",
+              "failed_calls", "tool_tokens"}
 
 
 def write_page(run_dir, path):
@@ -113,10 +113,10 @@ def shown_row(row, args):
              "right": is_right(row, args)}
     room = min(MOST_CHARACTERS, MOST_BYTES // args["num_generations"])
     if "tokens" not in row:
-        shown["text"] = cut(row["completion"], room)
         if "tool_tokens" in row:
             shown["turns"] = cut_turns(row["turns"], room)
-            shown["text"] = "".join(shown["turns"])
+        else:
+            shown["text"] = cut(row["completion"], room)
         return shown
     # A long one loses its middle, as a text does; in its place stands a token without numbers.
     half = max(1, room // 8)        # of a quarter as many tokens as a text has characters

@@ -334,12 +334,12 @@ def one_group(step, rows):
 
 def in_turn(row):
     """A completion in one line, as parts of a rich Text: a tool's words are dim, in ‹ ›."""
-    if "tool_tokens" not in row:
-        return (one_line(row["completion"]),)
-    parts = [without_breaks(text) for text in cut_turns(row["turns"], 400)]
+    turns = row["turns"] if "tool_tokens" in row else [row["completion"].strip()]
+    parts = [without_breaks(text) for text in cut_turns(turns, 400)]
     for i in range(1, len(parts), 2):
-        parts[i] = (f"‹{parts[i].rstrip()}›", "dim")
-    return tuple(parts)
+        if parts[i]:
+            parts[i] = (f"‹{parts[i].rstrip()}›", "dim")
+    return tuple(parts) if any(parts) else ("(empty)",)
 
 
 def cut_turns(turns, room):

@@ -223,6 +223,11 @@ def guess_reward(prompts, completions, own_words, secret=None, **columns):
             for words, number in zip(own_words, secret or [None] * len(own_words))]
 
 
+def calls_reward(prompts, completions, own_words, **columns):
+    """Minus the number of calls of the tool `calculator`, each of which ends with =."""
+    return [-float(words.count("=")) for words in own_words]
+
+
 def soft_overlong_reward(max_completion_length):
     """A reward function: DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
 
@@ -319,4 +324,4 @@ def reasoning_gym_reward(prompts, completions, answer, metadata, **columns):
 # By the names that --reward_funcs knows.
 RULES = {"format": format_reward, "tag": tag_reward, "accuracy": accuracy_reward,
          "repetition": repetition_reward, "countdown": countdown_reward, "guess": guess_reward,
-         "sentence": sentence_reward, "reasoning_gym": reasoning_gym_reward}
+         "calls": calls_reward, "sentence": sentence_reward, "reasoning_gym": reasoning_gym_reward}

@@ -8,6 +8,8 @@ is read by the policy, which then goes on; None: nothing follows, and where f.st
 has ended. `columns` are those that rewards get, and `seeds`, a number for each row: random tools
 that draw from (seed, number of turns) do the same again when a run is resumed.
 """
+import json
+import re
 import traceback
 import warnings
 
@@ -16,6 +18,7 @@ from report import UserError, reason
 from report.text import cut
 
 from .combine import copied, import_function
+from .rules import value_of
 
 MOST_CHARACTERS = 4000      # of an answer
 
@@ -72,6 +75,43 @@ def load_tool(name, tokenizer, max_calls):
     return Tool(function, tokenizer, max_calls)
 
 
+def tool_calls(functions, prefill=""):
+    """A tool that runs these functions where a reply asks in the words of Qwen3 and MiniMind-3:
+
+        <tool_call>
+        {"name": "add", "arguments": {"a": 2, "b": 3}}
+        </tool_call>
+
+    There may be several, after the reply's thoughts. All results come back in one turn: text as it
+    is, else as JSON, and in place of a call that failed a line that says why. prefill: what the
+    chat template writes of a reply. With --reasoning 0 that is "<think>\\n\\n</think>\\n\\n", and
+    with MiniMind-3 and --reasoning 1 "<think>\\n".
+    """
+    named = {function.__name__: function for function in functions}
+
+    def result(call):
+        try:
+            call = json.loads(call)
+            if call["name"] not in named:
+                raise LookupError(f"no tool {call['name']!r}; choose from {', '.join(named)}")
+            value = named[call["name"]](**call["arguments"])
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        except Exception as error:
+            return reason(error)
+
+    def tool(histories, **columns):
+        answers = []
+        for *_, reply in histories:
+            calls = re.findall("<tool_call>(.*?)</tool_call>", reply.split("</think>")[-1], re.S)
+            results = [f"\n<tool_response>\n{result(call)}\n</tool_response>" for call in calls]
+            turn = f"\n<|im_start|>user{''.join(results)}<|im_end|>\n<|im_start|>assistant\n"
+            answers.append(turn + prefill if calls else None)
+        return answers
+
+    tool.stop = "<|im_end|>"
+    return tool
+
+
 def guess(histories, secret, **columns):
     """For the game of dataset/guess.py: how the last guess compares with the column `secret`."""
     answers = []
@@ -86,5 +126,16 @@ def guess(histories, secret, **columns):
     return answers
 
 
+def calculator(histories, **columns):
+    """The value of the expression that ends with =, `347*82=` say, and a line break."""
+    answers = []
+    for history in histories:
+        expression = re.search(r"[\d+\-*/(). ]*=$", history[-1])[0]
+        value = value_of(expression[:-1])
+        answers.append("?\n" if value is None else f"{value}\n")
+    return answers
+
+
 guess.stop = " "
-TOOLS = {"guess": guess}
+calculator.stop = "="
+TOOLS = {"guess": guess, "calculator": calculator}

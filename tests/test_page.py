@@ -79,15 +79,19 @@ def test_a_page_is_small_and_has_more_of_the_early_steps(text, steps, shown, tmp
     assert len(last) == G and re.fullmatch(f"2 x.*x {steps}", last[2]["text"])
 
 
-def test_long_tokens_lose_their_middle(tmp_path):
+def test_long_tokens_and_long_turns_lose_their_middle(tmp_path):
     tokens = {"tokens": [*"<" * 999, "end"], "token_advantages": [-1.2] * 1000,
-              "token_logps": [-i / 100 for i in range(1000)]}
-    run = write_run(tmp_path / "run", [row(1, **tokens)] * 32, 1, num_generations=32)
-    write_page(run, tmp_path / "page.html")
-    last = embedded(tmp_path / "page.html")["steps"][0]["groups"][0]["rows"][2]
+              "token_logps": [-i / 100 for i in range(1000)], "token_drawn": [1] * 999 + [0]}
+    turns = row(1, turns=["a" * 900, "b" * 9, "c" * 9, "d" * 900, "e"], tool_tokens=9)
+    rows = [*[row(1, **tokens)] * 31, turns]
+    write_page(write_run(tmp_path / "run", rows, 1, num_generations=32), tmp_path / "page.html")
+    *_, last, turns = embedded(tmp_path / "page.html")["steps"][0]["groups"][0]["rows"]
     assert len(last["tokens"]) == len(last["logps"]) == len(last["advantages"]) == 313
     assert "688 tokens" in last["tokens"][156] and last["logps"][156] is None
     assert last["tokens"][-1] == "end" and last["logps"][-1] == -9.99
+    assert last["drawn"] == [1] * 156 + [None] + [1] * 155 + [0]
+    assert turns["turns"] == [
+        "a" * 605 + " … [609 characters left out] … ", "", "", "d" * 604, "e"]
 
 
 # --- in a browser ---------------------------------------------------------------------------------
@@ -125,7 +129,29 @@ def test_hostile_completions_are_only_text_in_a_browser(tmp_path):
     assert "✓ right" in cards[0] and "✗ wrong · cut off" in re.sub("<[^>]+>", "", cards[1])
     assert "&lt;/script&gt;&lt;script&gt;document.title = 'owned'" in cards[0]
     assert "苹果 👩\u200d👧 {{data}} &amp;lt;b&amp;gt;" in cards[1]
-    assert "line·break · reversed" in body and 'd="M' in body
+    assert "line·break · reversed" in body and 'd="M' in body and "not learned" not in body
+
+
+MARKED = """<script>
+const marked = () => [...$("group").children].map(card =>
+  [...card.querySelectorAll(".tool")].map(span => span.innerHTML));
+const seen = [marked()];
+$("search").value = "e"; $("search").oninput(); seen.push(marked());
+document.title = JSON.stringify(seen);
+</script>"""
+
+
+def test_a_tools_words_are_marked_with_and_without_tokens(tmp_path):
+    page = tmp_path / "page.html"
+    of_tool = row(1, turns=["5 ", "low\n", "7 ", "yes\n", ""], tool_tokens=3)
+    tokens = {"tokens": ["5 ", "low", "\n", "7 ", "yes\n", ""], "token_logps": [-1.0] * 6,
+              "token_drawn": [1, 0, 0, 1, 0, 1]}
+    write_page(write_run(tmp_path / "run", [of_tool | tokens, of_tool], 1), page)
+    page.write_text(page.read_text().replace("</body>", f"{MARKED}</body>"))
+    dom = dom_after(page)
+    assert json.loads(html.unescape(re.search("<title>(.*?)</title>", dom)[1])) == [
+        [["low", "\n", "yes\n"], ["low\n", "yes\n"]], [["low\n", "y<mark>e</mark>s\n"]] * 2]
+    assert "slanted</span>: the tool's words: read, not learned." in dom
 
 
 KEYS = """<script>

@@ -9,12 +9,14 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from rich.console import Console
 
 from conftest import report_args, write
 from model import World
 from report import Report, UserError, describe, user_errors
 from report.curves import Run, draw_curves, draw_time, finish, smooth
 from report.metrics import mean_metrics, rollout_metrics, sum_metrics, token_texts
+from report.report import one_group
 
 
 def metrics(step, **changed):
@@ -93,6 +95,15 @@ def test_a_run_prints_its_group_and_is_tracked_with_the_flags_that_have_a_value(
         "      -0.71    0.25   0.25         -", "  three"]
     assert logged[0] == {"eval/accuracy": 0.5} and logged[1]["reward"] == 0.1
     assert given["config"]["beta"] == 0.0 and "delta" not in given["config"]
+
+
+def test_a_tools_words_are_dim_and_in_brackets_and_a_models_are_not():
+    answered = ROWS[0] | {"turns": ["50 ", "low\n", "7 ", "yes\n", ""], "tool_tokens": 3}
+    paper = io.StringIO()
+    Console(file=paper, force_terminal=True, color_system="standard", highlight=False).print(
+        one_group(1, [answered, answered, ROWS[1] | {"completion": "‹low⏎›"}]))
+    for part in ("2 times", "50 \x1b[2m‹low⏎›\x1b[0m7 \x1b[2m‹yes⏎›\x1b[0m", "  ‹low⏎›"):
+        assert part in paper.getvalue()
 
 
 def test_no_text_of_a_model_ends_a_run_or_is_taken_for_markup(tmp_path, monkeypatch):
@@ -264,7 +275,8 @@ def test_a_rollout_is_described_one_row_per_completion():
         mask=torch.tensor([[1, 0], [1, 1]]), ended=torch.tensor([True, False]),
         rewards=torch.tensor([1.5, 0.0]), advantages=torch.tensor([0.5, -0.5]),
         rewards_per_func={"tag_reward": torch.tensor([0.5, 0.0])},
-        sampling_logps=-torch.arange(4.0).reshape(2, 2) / 8, token_ids=lambda: [b"1", b"11"])
+        sampling_logps=-torch.arange(4.0).reshape(2, 2) / 8, token_ids=lambda: [b"1", b"11"],
+        turns=None)
     rows = [
         {"prompt": "q", "messages": chats[0], "nums": [7, 3], "completion": "1", "length": 1,
          "ended": True, "rewards": {"tag_reward": 0.5}, "reward": 1.5, "advantage": 0.5},
@@ -276,6 +288,15 @@ def test_a_rollout_is_described_one_row_per_completion():
     rollout.advantages = torch.tensor([[0.5, 1.5], [-0.5, 0.5]])        # (N, R)
     rows[0]["token_advantages"], rows[1]["token_advantages"] = [0.5], [-0.5, 0.5]
     assert describe(rollout, Bytes(), 2) == rows
+    rollout.turns, rollout.failed_calls = [["1"], ["1", "1", ""]], [0, 1]
+    rollout.attention, rollout.mask = rollout.mask, torch.tensor([[1, 0], [1, 0]])
+    rows[0] |= {"turns": ["1"], "failed_calls": 0, "tool_tokens": 0, "token_drawn": [1]}
+    rows[1] |= {"turns": rollout.turns[1], "failed_calls": 1, "tool_tokens": 1,
+                "token_drawn": [1, 0], "length": 1}
+    assert describe(rollout, Bytes(), 2) == rows
+    names = ("tokens", "completions/max_length", "tools/call_frequency", "tools/failure_frequency")
+    assert [rollout_metrics(rows, 2)[name] for name in names] == [3, 1, 0.5, 1.0]
+    assert rollout_metrics(rows[:1], 1)["tools/failure_frequency"] == 0
     ids = [*"a果b".encode(), 0]         # three bytes make one character
     assert token_texts(ids, Bytes()) == ["a", "", "", "果", "b", ""]
     assert token_texts(ids[:3], Bytes()) == ["a", "", "\ufffd"]     # cut off within a character

@@ -27,17 +27,18 @@ from statistics import fmean
 
 import numpy as np
 
+from dataset.guess import LARGEST
 from report import UserError, user_errors
 from report.metrics import mean_metrics
 from report.text import columns, is_finite, read_jsonl, rounded, to_line
 
-from .figures import draw
+from .figures import draw, draw_bars
 from .pages import arms_of, changed, changes, filled, texts_of
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 RESULTS, OUT = HERE / "results", ROOT / "out" / "experiments"
-PARTS = 20
+PARTS, PLACES = 20, 16
 EXPERIMENTS = tomllib.loads((HERE / "experiments.toml").read_text(encoding="utf-8"))
 PANELS = EXPERIMENTS.pop("panels")
 THOUGHT = re.compile(r"(?:<think>)?\s*(.*?)\s*(?:</think>|\Z)", re.DOTALL)
@@ -63,7 +64,11 @@ def main():
     if not results:
         raise UserError(f"{args.name}: there are no results yet; run the experiment first")
     experiment = EXPERIMENTS[args.name]
-    draw(results, experiment, PANELS, ROOT / "images" / f"{args.name}.png")
+    path = ROOT / "images" / f"{args.name}.png"
+    if "bars" in experiment:
+        draw_bars(results, experiment, path)
+    else:
+        draw(results, experiment, PANELS, path)
     print_table(results, experiment["panels"])
 
 
@@ -144,7 +149,7 @@ def run(name, row, arm, seed):
         python(f"{command} --seed {seed} --out_dir {quoted(out)} --run_name {run_name}",
                out / f"{run_name}.log", folder=where)
     line = {"row": row, "arm": arm, "seed": seed,
-            **summary(out / run_name, experiment["panels"])}
+            **summary(out / run_name, experiment["panels"] + experiment.get("also", []))}
     RESULTS.mkdir(exist_ok=True)
     with open(RESULTS / f"{name}.jsonl", "a", encoding="utf-8") as file:
         file.write(to_line(line))
@@ -251,7 +256,31 @@ def behaviour(row):
     if verdicts:
         found["tries"] = len(verdicts)
         found["gave_up"] = row["ended"] and "yes" not in verdicts
+    if "secret" in row:
+        found |= places(row["turns"])
+    if "level" in row:
+        found[f"calls/{row['level']}"] = len(row["turns"]) // 2
     return found
+
+
+def places(turns):
+    """How many guesses a game of dataset/guess.py took, and where they fell.
+
+    place/i: the share in the i-th of PLACES equal parts between the bounds known so far, of those
+    made while more than seven numbers were left.
+    """
+    low, high, found = 0, LARGEST + 1, []
+    for guess, answer in zip(turns[::2], turns[1::2]):
+        if not guess.strip().isdecimal() or not low < int(guess) < high:
+            continue
+        if high - low > 8:
+            found.append((int(guess) - low) * PLACES // (high - low))
+        if "high" in answer:
+            high = int(guess)
+        elif "low" in answer:
+            low = int(guess)
+    shares = {f"place/{i}": found.count(i) / len(found) for i in range(PLACES) if found}
+    return shares | {"guesses": len(turns) // 2}
 
 
 if __name__ == "__main__":

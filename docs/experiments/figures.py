@@ -116,6 +116,27 @@ def draw_panel(ax, runs, key, form, lines, *, whole):
     ax.set_xlabel("step")
 
 
+def draw_bars(results, experiment, path):
+    """Write a PNG: for the arm of the experiment's `bars`, the shares in its series `also`, which
+    are equal parts from 0 to 1, before training (its first part) and after (its last fifth)."""
+    arm, keys = experiment["bars"]["arm"], experiment["also"]
+    found = [series(results, arm, key)[1] for key in keys]              # (runs, parts) each
+    before = [values[:, 0].mean() for values in found]
+    after = [at_end(key, values).mean() for key, values in zip(keys, found)]
+    with picture(path, 10.4, 4.2) as fig:
+        ax = fig.add_axes((0.06, 0.13, 0.91, 0.62))
+        left = np.arange(len(keys)) / len(keys)
+        for shares, color, name in ((after, ORANGE, "after"), (before, GREY, "before")):
+            ax.bar(left, shares, 1 / len(keys), align="edge", color=color, alpha=0.75, label=name,
+                   edgecolor="white")
+        ax.axvline(0.5, color=BLUE, linestyle="--", linewidth=1.4)
+        above(ax, experiment["bars"]["title"], 0, 34, fontsize=12, fontweight="bold")
+        above(ax, experiment["bars"]["subtitle"], 0, 18, fontsize=9, color=GREY)
+        ax.set(xlim=(0, 1), xticks=(0, 0.5, 1), xticklabels=experiment["bars"]["ticks"])
+        ax.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+        ax.legend(frameon=False, loc="upper right")
+
+
 # --- what runs come to ----------------------------------------------------------------------------
 
 def series(runs, arm, key):

@@ -1,18 +1,26 @@
-"""What some arms need of their own: rewards, and replies to imitate.
+"""What some arms need of their own: rewards, problems, and replies to imitate.
 
     python -m docs.experiments.tasks out/long_sums.jsonl out/long_chats.jsonl
 
 writes replies to the problems of reasoning-gym's chain_sum, for train_sft: half are worked on
 paper, half are guesses.
+
+    python -m docs.experiments.tasks out/sums.jsonl out/calls.jsonl --calculator
+
+writes sums and products of five levels, and replies: half ask the tool `calculator`, half guess.
 """
 import argparse
 import random
 from pathlib import Path
 
-from dataset.arithmetic import chain, chat, with_tags
-from report.text import read_jsonl, to_line
+from dataset.arithmetic import chain, chat, evaluate, with_tags
+from report.text import read_jsonl, to_line, write_jsonl
+from reward.tools import guess
 
 rng = random.Random(0)
+# From, to, operator, from, to.
+LEVELS = [(2, 9, "+", 2, 9), (11, 99, "+", 11, 99), (101, 999, "+", 101, 999),
+          (11, 99, "*", 2, 9), (101, 999, "*", 11, 99)]
 
 
 def is_right(completion, gold):
@@ -51,6 +59,19 @@ def any_number(prompts, completions, **columns):
     return [float(any(map(str.isdigit, completion))) for completion in completions]
 
 
+def any_answer(histories, secret, seeds, **columns):
+    """A tool for the game of dataset/guess.py: yes for a hit, else high or low by chance."""
+    answers = []
+    for history, truth, seed in zip(histories, guess(histories, secret), seeds):
+        answers.append(truth)
+        if truth != "yes\n":
+            answers[-1] = random.Random(seed + len(history)).choice(["high\n", "low\n"])
+    return answers
+
+
+any_answer.stop = " "
+
+
 def worked_sum(expression, rng):
     """`7 + 15 - 2`: the lines 7+15=17+5=22 and 22-2=20, or "I guess 20.", and the answer."""
     total, *rest = expression.split()
@@ -61,11 +82,38 @@ def worked_sum(expression, rng):
     return with_tags(rng.choice(("\n".join(lines), f"I guess {total}.")), total)
 
 
+def calculation(level):
+    """A problem of a level: {"prompt": "What is 347*82?", "answer", "level"}."""
+    low, high, operator, second_low, second_high = LEVELS[level]
+    a, b = rng.randint(low, high), rng.randint(second_low, second_high)
+    return {"prompt": f"What is {a}{operator}{b}?", "answer": evaluate(a, operator, b),
+            "level": level + 1}
+
+
+def with_calculator(row):
+    """A chat: the answer at once, or `347*82=28454` and a line break, of which the tool writes all
+    after the =, and then the answer."""
+    answer, call = str(row["answer"]), row["prompt"].removeprefix("What is ").replace("?", "=")
+    reply = chat(row["prompt"], answer)
+    if rng.random() < 0.5:
+        reply = chat(row["prompt"], f"{call}{answer}\n{answer}")
+        reply["conversations"][-1]["forced"] = [[len(call), len(f"{call}{answer}\n")]]
+    return reply
+
+
 def main():
-    parser = argparse.ArgumentParser(description="Write replies to the problems of chain_sum.")
+    parser = argparse.ArgumentParser(description="Write replies to problems.")
     parser.add_argument("problems", help="as dataset.reasoning_gym writes them")
     parser.add_argument("chats", type=Path, help="the file to write")
+    parser.add_argument("--calculator", action="store_true",
+                        help="write the problems, too, for the calculator")
     args = parser.parse_args()
+    if args.calculator:
+        levels = range(len(LEVELS))
+        write_jsonl(args.problems, [calculation(rng.choice(levels)) for _ in range(5000)])
+        write_jsonl(args.chats, [with_calculator(calculation(rng.choice(levels)))
+                                 for _ in range(40_000)])
+        return
     lines = [to_line(chat(row["question"], worked_sum(row["metadata"]["expression"], rng)))
              for row in read_jsonl(args.problems)]
     args.chats.write_text("".join(lines), encoding="utf-8")

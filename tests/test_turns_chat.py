@@ -1,0 +1,84 @@
+"""Tools in the format of Qwen3 and of MiniMind-3: what is sampled, and what a finished chat is."""
+import json
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+from tokenizers import AddedToken
+
+import train_grpo
+from dataset import PromptCollator
+from dataset.prompts import read_row
+from model import MiniMindConfig, MiniMindForCausalLM, sampler
+from model.fast import pair as fast
+from reward.tools import Tool, tool_calls
+
+# In fewer words, what theirs write of these chats. KEPT and OPENED are what they differ in.
+TEMPLATE = (
+    "{% set roles = messages | map(attribute='role') | list %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}{{ '<|im_start|>user' if loop.previtem.role != 'tool' }}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{{ '<|im_end|>\n' if loop.nextitem.role != 'tool' }}{% else %}<|im_start|>{{ m.role + '\n' }}"
+    "{% if m.role == 'assistant' and KEPT %}{{ '<think>\n' + m.reasoning_content }}"
+    "{{ '\n</think>\n\n' }}{% endif %}{{ m.content }}{{ tools if loop.first }}"
+    "{% for call in m.tool_calls %}{{ '\n' if m.content or not loop.first }}<tool_call>\n"
+    "{{ call.function | tojson }}{{ '\n</tool_call>' }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{{ OPENED }}{% endif %}")
+NO, YES = "<think>\n\n</think>\n\n", "<think>\nhm\n</think>\n\n"
+QWEN3, MINIMIND3, QWEN3_2507 = [
+    TEMPLATE.replace("KEPT", kept).replace("OPENED", opened) for kept, opened in [
+        ("'user' not in roles[loop.index0:] and (loop.last or m.reasoning_content)",
+         f"{NO!r} if enable_thinking is false"),
+        ("true", f"'<think>\n' if open_thinking else {NO!r}"), ("false", "''")]]
+POW = {"name": "pow", "arguments": {"base": 2, "exp": 3}}
+
+
+def asking(*calls):
+    return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+
+
+# What the template writes of a reply, and the policy's thought; what the finished chat has of both,
+# in the reply that calls and in the last one.
+@pytest.mark.parametrize("template, thinking, prefill, thought, kept", [
+    (QWEN3, True, "", YES, [YES, YES]), (QWEN3, True, "", "", ["", NO]),
+    (QWEN3, False, NO, "", ["", NO]), (QWEN3_2507, True, "", "", ["", ""]),
+    (MINIMIND3, True, "<think>\n", YES[8:], [YES, YES]), (MINIMIND3, False, NO, "", [NO, NO])])
+@pytest.mark.parametrize("module", [sampler, fast])
+def test_the_ids_are_those_of_the_finished_chat_but_for_empty_thoughts(
+        module, template, thinking, prefill, thought, kept, tokenizer, one_thread, monkeypatch):
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in (
+        "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")])
+    row = read_row({"conversations": [      # as in MiniMind's agent_rl.jsonl
+        {"role": "system", "content": "", "tools": json.dumps([{"function": {"name": "pow"}}])},
+        {"role": "user", "content": "2**3?"}, {"role": "assistant", "content": ""}]}, "line 1")
+    batch, messages = PromptCollator(tokenizer, 999, thinking=thinking)([row]), row["messages"]
+    encode = partial(tokenizer.apply_chat_template, tools=messages[0]["tools"], return_dict=False)
+    turn, expected = {"role": "assistant", "reasoning_content": thought and "hm"}, []
+    for calls in (1, 2):
+        chat = [*messages, turn | {"content": "", "tool_calls": [{"function": POW}] * calls},
+                *[{"role": "tool", "content": "8"}] * calls, turn | {"content": "It is 8."}]
+        finished = encode(chat, tokenize=False)
+        sampled, *replies = finished.split("assistant\n")
+        for reply, has, words in zip(replies, kept, (asking(*[POW] * calls), "It is 8.")):
+            assert reply.startswith(has + words)
+            sampled += "assistant\n" + prefill + thought + reply.removeprefix(has)
+        expected.append(tokenizer(sampled)["input_ids"][:-1])       # without the last line break
+        assert (encode(chat)[:-1] == expected[-1]) == (kept == [prefill + thought] * 2)
+        later = encode([*chat, messages[1]], tokenize=False)
+        assert later.startswith(finished) == (template != QWEN3)    # of before it has no thoughts
+
+    def next_token(logits, *options):       # where a tool's token is due, this one is thrown away
+        tokens = [script.pop(0) for script in scripts if script]
+        return torch.tensor(tokens), torch.full((len(logits),), -1.0)
+
+    monkeypatch.setattr(module, "next_token", next_token)
+    scripts = [ids[batch["prompt_ids"].shape[1]:] for ids in expected]
+    rollout = train_grpo.generate(
+        MiniMindForCausalLM(MiniMindConfig(len(tokenizer), 16, 16, 1)), batch, tokenizer,
+        module.sample, torch.Generator(), train_grpo.parse_args(["--max_gen_len", "999"]), 2,
+        tool=Tool(tool_calls([pow], prefill), tokenizer, 8))
+    assert batch["prompt_ids"][0].tolist() + rollout.token_ids()[0] == expected[0]
+    assert rollout.sequences()[0].tolist()[1] == expected[1] and rollout.ended.all()
