@@ -1,6 +1,6 @@
 """GRPO on one page: all of the algorithm, and none of its options.
 
-    python docs/grpo_on_one_page.py             about three minutes on two cores, no GPU
+    python docs/grpo_on_one_page.py             three to five minutes on two cores, no GPU
 
 A small model does sums such as `What is 34 + 27*6?` in several styles: some work on paper, some
 guess. Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300) lets it find out which

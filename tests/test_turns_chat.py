@@ -5,41 +5,35 @@ from functools import partial
 
 import pytest
 import torch
-from tokenizers import AddedToken
 
 import train_grpo
-from dataset import PromptCollator
-from dataset.prompts import read_row
+from dataset.prompts import PromptCollator, read_row
 from model import MiniMindConfig, MiniMindForCausalLM, sampler
 from model.fast import pair as fast
 from reward.tools import Tool, tool_calls
 
-# In fewer words, what theirs write of these chats. KEPT and OPENED are what they differ in.
+# What theirs write of these chats, but for a few words about tools. They differ in KEPT and OPENED.
 TEMPLATE = (
     "{% set roles = messages | map(attribute='role') | list %}{% for m in messages %}"
     "{% if m.role == 'tool' %}{{ '<|im_start|>user' if loop.previtem.role != 'tool' }}"
     "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
     "{{ '<|im_end|>\n' if loop.nextitem.role != 'tool' }}{% else %}<|im_start|>{{ m.role + '\n' }}"
-    "{% if m.role == 'assistant' and KEPT %}{{ '<think>\n' + m.reasoning_content }}"
-    "{{ '\n</think>\n\n' }}{% endif %}{{ m.content }}{{ tools if loop.first }}"
-    "{% for call in m.tool_calls %}{{ '\n' if m.content or not loop.first }}<tool_call>\n"
-    "{{ call.function | tojson }}{{ '\n</tool_call>' }}{% endfor %}<|im_end|>\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{{ OPENED }}{% endif %}")
+    "{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' if m.role == 'assistant' and KEPT }}"
+    "{{ m.content }}{{ tools if loop.first }}{% for call in m.tool_calls %}"
+    "{{ '\n' if not loop.first }}<tool_call>\n{{ call.function | tojson }}{{ '\n</tool_call>' }}"
+    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ OPENED }}{% endif %}")
 NO, YES = "<think>\n\n</think>\n\n", "<think>\nhm\n</think>\n\n"
 QWEN3, MINIMIND3, QWEN3_2507 = [
     TEMPLATE.replace("KEPT", kept).replace("OPENED", opened) for kept, opened in [
-        ("'user' not in roles[loop.index0:] and (loop.last or m.reasoning_content)",
+        ("'user' not in roles[loop.index:] and (loop.last or m.reasoning_content)",
          f"{NO!r} if enable_thinking is false"),
         ("true", f"'<think>\n' if open_thinking else {NO!r}"), ("false", "''")]]
 POW = {"name": "pow", "arguments": {"base": 2, "exp": 3}}
+ASK = f"<tool_call>\n{json.dumps(POW)}\n</tool_call>"
 
 
-def asking(*calls):
-    return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
-
-
-# What the template writes of a reply, and the policy's thought; what the finished chat has of both,
-# in the reply that calls and in the last one.
+# What the template and the policy write of thoughts; what of these the chat has in both replies.
 @pytest.mark.parametrize("template, thinking, prefill, thought, kept", [
     (QWEN3, True, "", YES, [YES, YES]), (QWEN3, True, "", "", ["", NO]),
     (QWEN3, False, NO, "", ["", NO]), (QWEN3_2507, True, "", "", ["", ""]),
@@ -49,10 +43,9 @@ def test_the_ids_are_those_of_the_finished_chat_but_for_empty_thoughts(
         module, template, thinking, prefill, thought, kept, tokenizer, one_thread, monkeypatch):
     tokenizer = deepcopy(tokenizer)
     tokenizer.chat_template = template
-    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in (
-        "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")])
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"])
     row = read_row({"conversations": [      # as in MiniMind's agent_rl.jsonl
-        {"role": "system", "content": "", "tools": json.dumps([{"function": {"name": "pow"}}])},
+        {"role": "system", "content": "", "tools": '[{"function": {"name": "pow"}}]'},
         {"role": "user", "content": "2**3?"}, {"role": "assistant", "content": ""}]}, "line 1")
     batch, messages = PromptCollator(tokenizer, 999, thinking=thinking)([row]), row["messages"]
     encode = partial(tokenizer.apply_chat_template, tools=messages[0]["tools"], return_dict=False)
@@ -62,7 +55,7 @@ def test_the_ids_are_those_of_the_finished_chat_but_for_empty_thoughts(
                 *[{"role": "tool", "content": "8"}] * calls, turn | {"content": "It is 8."}]
         finished = encode(chat, tokenize=False)
         sampled, *replies = finished.split("assistant\n")
-        for reply, has, words in zip(replies, kept, (asking(*[POW] * calls), "It is 8.")):
+        for reply, has, words in zip(replies, kept, ("\n".join([ASK] * calls), "It is 8.")):
             assert reply.startswith(has + words)
             sampled += "assistant\n" + prefill + thought + reply.removeprefix(has)
         expected.append(tokenizer(sampled)["input_ids"][:-1])       # without the last line break
@@ -75,10 +68,23 @@ def test_the_ids_are_those_of_the_finished_chat_but_for_empty_thoughts(
         return torch.tensor(tokens), torch.full((len(logits),), -1.0)
 
     monkeypatch.setattr(module, "next_token", next_token)
-    scripts = [ids[batch["prompt_ids"].shape[1]:] for ids in expected]
+    prompt = batch["prompt_ids"][0].tolist()
+    scripts = [ids[len(prompt):] for ids in expected]
     rollout = train_grpo.generate(
         MiniMindForCausalLM(MiniMindConfig(len(tokenizer), 16, 16, 1)), batch, tokenizer,
         module.sample, torch.Generator(), train_grpo.parse_args(["--max_gen_len", "999"]), 2,
         tool=Tool(tool_calls([pow], prefill), tokenizer, 8))
-    assert batch["prompt_ids"][0].tolist() + rollout.token_ids()[0] == expected[0]
-    assert rollout.sequences()[0].tolist()[1] == expected[1] and rollout.ended.all()
+    assert [prompt + ids for ids in rollout.token_ids()] == expected and rollout.ended.all()
+
+
+def test_only_calls_after_the_thoughts_are_run_and_of_one_that_fails_a_line_says_why():
+    tool = tool_calls([pow])
+    assert tool([[f"<think>{ASK}</think>8"], [ASK[:-1]], [ASK, "...", "8"]]) == [None] * 3
+    failing = ASK.replace("pow", "sub") + ASK.replace("3", '"3"') + ASK.replace("{", "no", 1)
+    answer, other = tool([[failing + "<|im_end|>"], [f"<think>8</think>{ASK}<|im_end|>"]])
+    assert answer.splitlines()[3::3] == [
+        "LookupError: no tool 'sub'; choose from pow",
+        "TypeError: unsupported operand type(s) for ** or pow(): 'int' and 'str'",
+        "JSONDecodeError: Expecting value: line 2 column 1 (char 1)"]
+    assert other == ("\n<|im_start|>user\n<tool_response>\n8\n</tool_response><|im_end|>\n"
+                     "<|im_start|>assistant\n")
