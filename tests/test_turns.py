@@ -3,6 +3,7 @@
 The policy is the shipped one, whose every line of arithmetic ends with the token that asks.
 """
 import random
+import re
 from copy import deepcopy
 
 import pytest
@@ -150,6 +151,8 @@ def test_a_scripted_reply(monkeypatch, policy, tokenizer, stop, answers, drawn, 
     assert rollout.token_ids() == [script] and rollout.ended.tolist() == [ended]
     assert rollout.mask[0, :len(script)].tolist() == is_drawn and next(draws, None) is None
     assert rollout.sampling_logps[0, :len(script)].tolist() == [-1.0 * own for own in is_drawn]
+    said = "".join(rollout.turns[0]).removesuffix("<|im_end|>")
+    assert said == re.sub("[()]", "", drawn).removesuffix("<|im_end|>")
 
 
 def test_a_tool_that_fails_says_why_and_the_others_go_on(policy, tokenizer, capsys):

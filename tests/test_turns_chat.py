@@ -1,5 +1,4 @@
 """Tools in the format of Qwen3 and of MiniMind-3: what is sampled, and what a finished chat is."""
-import json
 from copy import deepcopy
 from functools import partial
 
@@ -20,17 +19,17 @@ TEMPLATE = (
     "{{ '<|im_end|>\n' if loop.nextitem.role != 'tool' }}{% else %}<|im_start|>{{ m.role + '\n' }}"
     "{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' if m.role == 'assistant' and KEPT }}"
     "{{ m.content }}{{ tools if loop.first }}{% for call in m.tool_calls %}"
-    "{{ '\n' if not loop.first }}<tool_call>\n{{ call.function | tojson }}{{ '\n</tool_call>' }}"
+    "{{ '\n' if not loop.first }}{{ '<tool_call>\n' + call.function | tojson + '\n</tool_call>' }}"
     "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ OPENED }}{% endif %}")
+    "{{ '<|im_start|>assistant\n' + OPENED if add_generation_prompt }}")
 NO, YES = "<think>\n\n</think>\n\n", "<think>\nhm\n</think>\n\n"
 QWEN3, MINIMIND3, QWEN3_2507 = [
     TEMPLATE.replace("KEPT", kept).replace("OPENED", opened) for kept, opened in [
         ("'user' not in roles[loop.index:] and (loop.last or m.reasoning_content)",
-         f"{NO!r} if enable_thinking is false"),
-        ("true", f"'<think>\n' if open_thinking else {NO!r}"), ("false", "''")]]
+         f"({NO!r} if enable_thinking is false else '')"),
+        ("true", f"('<think>\n' if open_thinking else {NO!r})"), ("false", "''")]]
 POW = {"name": "pow", "arguments": {"base": 2, "exp": 3}}
-ASK = f"<tool_call>\n{json.dumps(POW)}\n</tool_call>"
+ASK = '<tool_call>\n{"name": "pow", "arguments": {"base": 2, "exp": 3}}\n</tool_call>'
 
 
 # What the template and the policy write of thoughts; what of these the chat has in both replies.
@@ -75,6 +74,7 @@ def test_the_ids_are_those_of_the_finished_chat_but_for_empty_thoughts(
         module.sample, torch.Generator(), train_grpo.parse_args(["--max_gen_len", "999"]), 2,
         tool=Tool(tool_calls([pow], prefill), tokenizer, 8))
     assert [prompt + ids for ids in rollout.token_ids()] == expected and rollout.ended.all()
+    assert {own for _, _, own in rollout.turns} == {thought + "It is 8."}
 
 
 def test_only_calls_after_the_thoughts_are_run_and_of_one_that_fails_a_line_says_why():
