@@ -5,8 +5,8 @@
 with an entry for each completion that asks now. A history is what the policy wrote and what it was
 answered, in turn. f.stop is the text of the token that asks, with which each history ends. A text
 is read by the policy, which then goes on; None: nothing follows, and where f.stop ends a reply, it
-has ended. `columns` are those that rewards get, and `seeds`, a number for each row: random tools
-that draw from (seed, number of turns) do the same again when a run is resumed.
+has ended. `columns` are `prompts`, the data's fields, and `seeds`, a number for each row: random
+tools that draw from (seed, number of turns) do the same again when a run is resumed.
 """
 import json
 import re
@@ -43,9 +43,10 @@ class Tool:
                             f"{self.name}.stop to the text of the token that asks it")
         self.stop_id = ids[0]
 
-    def turns(self, columns, count, rng):
-        """The Turns of `count` completions, as many of each prompt, whose data is in columns."""
-        return Turns(self, self.tokenizer, columns, count, rng)
+    def turns(self, batch, G, rng):
+        """The Turns of G completions of each prompt of a batch (dataset/prompts.py)."""
+        columns = {"prompts": batch["prompts"], **batch["columns"]}
+        return Turns(self, self.tokenizer, columns, G, rng)
 
     def __call__(self, histories, columns):
         """The answers, at most MOST_CHARACTERS of each, and whether the tool raised."""
@@ -75,7 +76,7 @@ def load_tool(name, tokenizer, max_calls):
     return Tool(function, tokenizer, max_calls)
 
 
-def tool_calls(functions, prefill=""):
+def tool_calls(functions):
     """A tool that runs these functions where a reply asks in the words of Qwen3 and MiniMind-3:
 
         <tool_call>
@@ -83,9 +84,8 @@ def tool_calls(functions, prefill=""):
         </tool_call>
 
     There may be several, after the reply's thoughts. All results come back in one turn: text as it
-    is, else as JSON, and in place of a call that failed a line that says why. prefill: what the
-    chat template writes of a reply. With --reasoning 0 that is "<think>\\n\\n</think>\\n\\n", and
-    with MiniMind-3 and --reasoning 1 "<think>\\n".
+    is, else as JSON, and in place of a call that failed a line that says why. The next reply begins
+    as the first did: with what the chat template wrote of it, an empty thought perhaps.
     """
     named = {function.__name__: function for function in functions}
 
@@ -99,13 +99,14 @@ def tool_calls(functions, prefill=""):
         except Exception as error:
             return reason(error)
 
-    def tool(histories, **columns):
+    def tool(histories, prompts, **columns):
         answers = []
-        for *_, reply in histories:
+        for (*_, reply), prompt in zip(histories, prompts):
             calls = re.findall("<tool_call>(.*?)</tool_call>", reply.split("</think>")[-1], re.S)
             results = [f"\n<tool_response>\n{result(call)}\n</tool_response>" for call in calls]
-            turn = f"\n<|im_start|>user{''.join(results)}<|im_end|>\n<|im_start|>assistant\n"
-            answers.append(turn + prefill if calls else None)
+            begun = prompt.rpartition("<|im_start|>assistant\n")[2]
+            turn = f"\n<|im_start|>user{''.join(results)}<|im_end|>\n<|im_start|>assistant\n{begun}"
+            answers.append(turn if calls else None)
         return answers
 
     tool.stop = "<|im_end|>"

@@ -72,16 +72,17 @@ def test_the_ids_are_those_of_the_finished_chat_but_for_empty_thoughts(
     rollout = train_grpo.generate(
         MiniMindForCausalLM(MiniMindConfig(len(tokenizer), 16, 16, 1)), batch, tokenizer,
         module.sample, torch.Generator(), train_grpo.parse_args(["--max_gen_len", "999"]), 2,
-        tool=Tool(tool_calls([pow], prefill), tokenizer, 8))
+        tool=Tool(tool_calls([pow]), tokenizer, 8))
     assert [prompt + ids for ids in rollout.token_ids()] == expected and rollout.ended.all()
     assert {own for _, _, own in rollout.turns} == {thought + "It is 8."}
 
 
 def test_only_calls_after_the_thoughts_are_run_and_of_one_that_fails_a_line_says_why():
     tool = tool_calls([pow])
-    assert tool([[f"<think>{ASK}</think>8"], [ASK[:-1]], [ASK, "...", "8"]]) == [None] * 3
+    prompts = ["<|im_start|>assistant\n"] * 3
+    assert tool([[f"<think>{ASK}</think>8"], [ASK[:-1]], [ASK, "...", "8"]], prompts) == [None] * 3
     failing = ASK.replace("pow", "sub") + ASK.replace("3", '"3"') + ASK.replace("{", "no", 1)
-    answer, other = tool([[failing + "<|im_end|>"], [f"<think>8</think>{ASK}<|im_end|>"]])
+    answer, other = tool([[failing], [f"<think>8</think>{ASK}<|im_end|>"]], prompts)
     assert answer.splitlines()[3::3] == [
         "LookupError: no tool 'sub'; choose from pow",
         "TypeError: unsupported operand type(s) for ** or pow(): 'int' and 'str'",
