@@ -175,6 +175,20 @@ def test_a_tool_that_fails_says_why_and_the_others_go_on(policy, tokenizer, caps
         load_tool("gess", tokenizer, 1)
 
 
+def test_the_tools_of_the_page_answer(tokenizer):
+    page = (ROOT / "docs/turns.md").read_text(encoding="utf-8")
+    search, chat = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    names = {}
+    exec(search, names)
+    histories = [["Let me see.\nFrance?"], ["x?", " not found\n", "Kenya?"], ["Mars?"]]
+    answers, failed = Tool(names["search"], tokenizer, 1)(histories, {"prompts": [""] * 3})
+    assert answers == [" Paris\n", " Nairobi\n", " not found\n"] and not failed
+    exec(chat, names)
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call><|im_end|>'
+    answers, _ = Tool(names["tool"], tokenizer, 1)([[call]], {"prompts": [""]})
+    assert "<tool_response>\n5\n</tool_response>" in answers[0]
+
+
 def test_rewards_tell_own_words_from_the_tools(policy, tokenizer):
     assert accuracy_reward(["?"], ["3 high 5"], answer=["5"], own_words=["3 "]) == [0.0]
     rollout = rollout_of(fast.sample, policy, tokenizer)
