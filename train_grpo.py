@@ -248,8 +248,7 @@ def generate(model, batch, tokenizer, sample, rng, args, num_generations=None, g
         num_generations=G, max_new_tokens=args.max_gen_len, temperature=args.temperature,
         eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id or 0, generator=rng,
         greedy=greedy)                                                                  # (N, R)
-    ends = completion_ids if turns is None else turns.ends(completion_ids, *drawn)
-    mask = completion_mask(ends, eos_ids)                                               # (N, R)
+    mask = completion_mask(completion_ids, eos_ids)                                     # (N, R)
     return Rollout.of(batch, completion_ids, mask, logps, eos_ids, tokenizer, turns, *drawn)
 
 

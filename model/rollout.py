@@ -63,7 +63,8 @@ class Rollout(Sequences):
            drawn=None):
         """What a sampler returned, (N, R) each, for the prompts of a batch (dataset/prompts.py).
 
-        With a tool also its Turns, and drawn (N, R): 1 for what the policy chose.
+        attention is 1 through the first EOS. With a tool, whose words may hold one, its Turns know
+        better; drawn (N, R) is 1 for what the policy chose.
 
         UserError if no completion begins with a probability: then the weights are broken.
         """
@@ -80,13 +81,15 @@ class Rollout(Sequences):
         columns = {name: repeat(values) for name, values in batch["columns"].items()}
         prompts = {name: repeat(batch[name])
                    for name in ("prompts", "prefills", "prompt_ids", "prompt_mask")}
-        ends, mask = completion_ids, attention
+        ended = torch.isin(completion_ids, torch.tensor(eos_ids, device=device)).any(1)
+        mask = attention
         if turns is not None:
-            ends, mask = turns.ends(completion_ids, drawn), attention * drawn
+            lengths, ended = torch.tensor(turns.lengths), torch.tensor(turns.ended)
+            attention = (torch.arange(drawn.shape[1]) < lengths[:, None]).int().to(device)
+            mask, ended = attention * drawn, ended.to(device)
         rollout = cls(
             **prompts, columns=columns, completions=[], completion_ids=completion_ids,
-            attention=attention, mask=mask, sampling_logps=sampling_logps,
-            ended=torch.isin(ends, torch.tensor(eos_ids, device=device)).any(1))
+            attention=attention, mask=mask, ended=ended, sampling_logps=sampling_logps)
         rollout.completions = tokenizer.batch_decode(rollout.token_ids(), skip_special_tokens=True)
         if turns is not None:
             rollout.turns, rollout.failed_calls = turns.finished(), turns.failures

@@ -29,7 +29,7 @@ class Turns:
         self.queue = [[] for _ in range(count)]     # the ids that it is yet to read
         self.failures = [0] * count                 # calls that raised
         self.lengths = [0] * count
-        self.answered = []                          # (row, place) of each token that asked
+        self.ended = [False] * count                # False: cut off at the length limit
         self.start = self.stop = 0                  # the rows that are being sampled
 
     def begin(self, count):
@@ -54,7 +54,9 @@ class Turns:
             self.lengths[row] += 1
         for i, answer in zip(asking, self.ask([rows[i] for i in asking])):
             if answer is not None:
-                goes_on[i] = True
+                goes_on[i] = True       # an end token that is answered ends only a turn
+        for row, on in zip(rows, goes_on):
+            self.ended[row] = not on
         new = tokens.new_tensor
         return new(ids), new(is_drawn), new(goes_on).bool()
 
@@ -72,23 +74,12 @@ class Turns:
             if answer is not None:
                 self.texts[row], self.own[row] = [*history, answer], []
                 self.queue[row] = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
-                self.answered.append((row, self.lengths[row] - 1))
                 self.failures[row] += failed
         return answers
 
     def own_text(self, row):
         """What the row wrote since the last answer, through the stop token."""
         return self.tokenizer.decode(self.own[row][:-1]) + self.tool.stop
-
-    def ends(self, completion_ids, drawn):
-        """completion_ids (N, R), with -1 for what ends no completion even if it is an EOS.
-
-        That is a tool's token, and one that a tool answered.
-        """
-        ends = completion_ids.where(drawn == 1, -1)
-        for row, place in self.answered:
-            ends[row, place] = -1
-        return ends
 
     def finished(self):
         """N lists of texts: own words and answers in turn, own words at both ends."""

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from .command_line import user_errors
 from .curves import Run
-from .report import cut_turns
 from .text import columns, cut, rounded, to_line
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -114,7 +113,7 @@ def shown_row(row, args):
     room = min(MOST_CHARACTERS, MOST_BYTES // args["num_generations"])
     if "tokens" not in row:
         if "tool_tokens" in row:
-            shown["turns"] = cut_turns(row["turns"], room)
+            shown["turns"] = [cut(text, room // len(row["turns"])) for text in row["turns"]]
         else:
             shown["text"] = cut(row["completion"], room)
         return shown

@@ -335,26 +335,11 @@ def one_group(step, rows):
 def in_turn(row):
     """A completion in one line, as parts of a rich Text: a tool's words are dim, in ‹ ›."""
     turns = row["turns"] if "tool_tokens" in row else [row["completion"].strip()]
-    parts = [without_breaks(text) for text in cut_turns(turns, 400)]
+    parts = [without_breaks(cut(text, 400 // len(turns))) for text in turns]
     for i in range(1, len(parts), 2):
         if parts[i]:
             parts[i] = (f"‹{parts[i].rstrip()}›", "dim")
     return tuple(parts) if any(parts) else ("(empty)",)
-
-
-def cut_turns(turns, room):
-    """What `cut` leaves of the whole, text by text; of those in the middle nothing."""
-    size, half, start = sum(map(len, turns)), max(room // 2 - 20, 1), 0
-    if size <= room:
-        return turns
-    kept, gap = [], f" … [{size - 2 * half:,} characters left out] … "
-    for text in turns:
-        head, tail = text[:max(half - start, 0)], text[max(size - half - start, 0):]
-        start += len(text)
-        if start > half:
-            head, gap = head + gap, ""
-        kept.append(head + tail)
-    return kept
 
 
 def one_line(text):

@@ -90,8 +90,9 @@ def test_long_tokens_and_long_turns_lose_their_middle(tmp_path):
     assert "688 tokens" in last["tokens"][156] and last["logps"][156] is None
     assert last["tokens"][-1] == "end" and last["logps"][-1] == -9.99
     assert last["drawn"] == [1] * 156 + [None] + [1] * 155 + [0]
+    gap = " … [690 characters left out] … "         # each has a fifth of the room
     assert turns["turns"] == [
-        "a" * 605 + " … [609 characters left out] … ", "", "", "d" * 604, "e"]
+        "a" * 105 + gap + "a" * 105, "b" * 9, "c" * 9, "d" * 105 + gap + "d" * 105, "e"]
 
 
 # --- in a browser ---------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def test_a_scripted_reply(monkeypatch, policy, tokenizer, stop, answers, drawn, 
 
 
 def test_a_tool_that_fails_says_why_and_the_others_go_on(policy, tokenizer, capsys):
-    def broken(histories, answer, seeds, messages):
+    def broken(histories, answer, seeds, messages, **columns):
         messages.clear()
         raise KeyError("no such city")
 
