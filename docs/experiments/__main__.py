@@ -38,7 +38,7 @@ from .pages import arms_of, changed, changes, filled, texts_of
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 RESULTS, OUT = HERE / "results", ROOT / "out" / "experiments"
-PARTS, PLACES = 20, 16
+PARTS, PLACES = 20, 15
 EXPERIMENTS = tomllib.loads((HERE / "experiments.toml").read_text(encoding="utf-8"))
 PANELS = EXPERIMENTS.pop("panels")
 THOUGHT = re.compile(r"(?:<think>)?\s*(.*?)\s*(?:</think>|\Z)", re.DOTALL)
