@@ -12,9 +12,10 @@ import pytest
 import train_grpo
 from conftest import ROOT, jsonl, write
 from docs.experiments import __main__ as command
-from docs.experiments import figures, pages
+from docs.experiments import figures, pages, tasks
 from docs.experiments.__main__ import EXPERIMENTS
 from report import UserError
+from reward.tools import calculator
 
 
 @pytest.fixture
@@ -163,7 +164,36 @@ def test_the_test_of_an_exhibit_catches_its_error(heading, monkeypatch):
                         f"{ROOT}/tests/{test}"]) == 1
 
 
-# --- own rewards and texts ------------------------------------------------------------------------
+# --- games and calls ------------------------------------------------------------------------------
+
+def test_a_game_by_where_its_guesses_fall():
+    halving = ["32 ", "high\n", "16 ", "low\n", "24 ", "low\n", "28 ", "high\n", "26 ", "yes\n", ""]
+    assert command.places(halving) == {
+        "guesses": 5, **{f"place/{i}": float(i == 7) for i in range(15)}}
+    # 70 and 9 are not between the bounds; in the last third of 0 to 64, then of 0 to 63.
+    assert {k: v for k, v in command.places(
+        ["70 ", "high\n", "63 ", "high\n", "21 ", "low\n", "9 ", "low\n", "x"]).items() if v} == {
+            "guesses": 4, "place/14": 0.5, "place/5": 0.5}
+
+
+def test_the_calculators_problems_have_right_answers_and_calls():
+    for level in range(5):
+        row = tasks.calculation(level)
+        call = row["prompt"].removeprefix("What is ").replace("?", "=")
+        assert calculator([[call]]) == [f"{row['answer']}\n"] and row["level"] == level + 1
+        replies = [tasks.with_calculator(row)["conversations"][1] for _ in range(20)]
+        texts = {reply["content"] for reply in replies}
+        assert texts == {f"{row['answer']}", f"{call}{row['answer']}\n{row['answer']}"}
+        for reply in replies:
+            for start, end in reply.get("forced", []):
+                assert reply["content"][start:end] == f"{row['answer']}\n"
+
+
+def test_answers_by_chance_know_a_hit_and_follow_from_the_seed():
+    games, secret = [["5 "]] * 40, [5] * 4 + [9] * 36
+    answers = tasks.any_answer(games, secret=secret, seeds=range(40))
+    assert answers[:4] == ["yes\n"] * 4 and {*answers[4:]} == {"high\n", "low\n"}
+    assert answers == tasks.any_answer(games, secret=secret, seeds=range(40))
 
 
 # --- pictures and tables --------------------------------------------------------------------------

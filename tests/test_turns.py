@@ -74,7 +74,7 @@ def test_both_samplers_play_the_same_game_and_know_what_they_drew(policy, tokeni
     for ids, turn, mask in zip(plain.token_ids(), plain.turns, plain.mask):
         assert tokenizer.decode(ids).removesuffix("<|im_end|>") == "".join(turn)
         forced = [tokenizer(text)["input_ids"] for text in turn[1::2]]
-        assert len(ids) - mask.sum() <= sum(map(len, forced))
+        assert len(ids) - mask.sum() == sum(map(len, forced))
     chosen = plain.mask.bool()
     assert not plain.sampling_logps[~chosen].any()
     trained = train_grpo.compute_logps(policy, plain, train_grpo.token_logps,
