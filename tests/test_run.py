@@ -301,8 +301,10 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
         # The gradient of a norm goes alone, shorter ones together.
         world_module.JOINED_BELOW = 128
     world, model = World("cpu"), load_pretrained(POLICY, dtype=torch.float64)
-    rows = torch.arange(6).tensor_split(world_size)[rank]
-    share, results = some(rollout_of_six(model, token_logps), rows), []
+    rows, six = torch.arange(6).tensor_split(world_size)[rank], rollout_of_six(model, token_logps)
+    six.mask = six.mask.clone()
+    six.mask[[1, 4], 2:5] = 0                   # these are a tool's
+    share, results = some(six, rows), []
     for objective in OBJECTIVES:
         ref_logps = share.ref_logps if "beta" in objective else None
         results.append(gradient(model, replace(share, ref_logps=ref_logps), token_logps, world,
