@@ -572,7 +572,7 @@ def add_ask_flags(parser):
          "from the groups with the largest spread of rewards")
     flag("--tool", metavar="NAME", help="answers while a completion is written: guess, calculator, "
          "or your own as module:function; its words are read, but not learned (docs/turns.md)")
-    flag("--max_tool_calls", type=COUNT, default=8, help="of a completion, before nobody answers")
+    flag("--max_tool_calls", type=COUNT, default=8, help="answers per completion")
 
     flag = parser.add_argument_group("2. remember (the reference)").add_argument
     flag("--ref_model_sync_steps", type=COUNT_OR_0, default=0, help="steps between moves of the "

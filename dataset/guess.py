@@ -2,7 +2,7 @@
 
 `python -m dataset.guess` writes guess.jsonl, {"prompt", "secret"}: a line for each number. With
 `--sft FOLDER` it also writes the games that the shipped weights imitate, and, for an experiment,
-others that have players who halve. Every time they are the same.
+others that have players who halve. The files are always the same.
 
     Guess my number from 1 to 63.
 
@@ -36,10 +36,11 @@ def play(rng, kind, secret):
     """A game as an assistant's turn; `forced` are the tool's words, [[first character, end]]."""
     text, forced, low, high = "", [], 0, LARGEST + 1
     for _ in range(MOST_GUESSES):
-        number = rng.randint(low + 1, high - 1)
         if kind == "random":
             number = rng.randint(1, LARGEST)
-        elif kind == "halving":
+        elif kind == "bounded":
+            number = rng.randint(low + 1, high - 1)
+        else:
             number = (low + high) // 2
         answer = "yes\n"
         if number > secret:

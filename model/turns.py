@@ -27,50 +27,51 @@ class Turns:
         self.texts = [[] for _ in range(count)]     # of each row: own words, answer, own words, ...
         self.own = [[] for _ in range(count)]       # the ids that it drew since
         self.queue = [[] for _ in range(count)]     # the ids that it is yet to read
-        self.failures = [0] * count                 # calls that raised
+        self.failures = [0] * count                 # answers that were errors
         self.lengths = [0] * count
         self.ended = [False] * count                # False: cut off at the length limit
-        self.start = self.stop = 0                  # the rows that are being sampled
+        self.first, self.end = 0, 0                 # the rows that are being sampled
 
     def begin(self, count):
         """The next `count` rows are to be sampled: a batch may come in slices."""
-        self.start, self.stop = self.stop, self.stop + count
+        self.first, self.end = self.end, self.end + count
 
     def take(self, places, tokens, alive):
         """What happens to tokens just drawn, (n,): the tokens, which were drawn, which rows go on.
 
         places (n,): the row of each, counted from the slice's first. alive (n,): not an EOS.
         """
-        rows = [self.start + place for place in places.tolist()]
-        ids, goes_on, is_drawn, asking = tokens.tolist(), alive.tolist(), [], []
+        rows = [self.first + place for place in places.tolist()]
+        ids, goes_on = tokens.tolist(), alive.tolist()
+        is_drawn, asking = [], []
         for i, row in enumerate(rows):
-            is_drawn.append(not self.queue[row])
             if self.queue[row]:
+                is_drawn.append(False)
                 ids[i], goes_on[i] = self.queue[row].pop(0), True
             else:
+                is_drawn.append(True)
                 self.own[row].append(ids[i])
                 if ids[i] == self.tool.stop_id and self.calls(row) < self.tool.max_calls:
                     asking.append(i)
             self.lengths[row] += 1
-        for i, answer in zip(asking, self.ask([rows[i] for i in asking])):
+        for i, (answer, _) in zip(asking, self.ask([rows[i] for i in asking])):
             if answer is not None:
                 goes_on[i] = True       # an end token that is answered ends only a turn
         for row, on in zip(rows, goes_on):
             self.ended[row] = not on
-        new = tokens.new_tensor
-        return new(ids), new(is_drawn), new(goes_on).bool()
+        return tokens.new_tensor(ids), tokens.new_tensor(is_drawn), alive.new_tensor(goes_on)
 
     def calls(self, row):
         return len(self.texts[row]) // 2
 
     def ask(self, rows):
-        """The tool's answers to these rows, None for nothing; they are queued."""
+        """The tool's answers to these rows, each with whether it is an error; they are queued."""
         if not rows:
             return []
         histories = [self.texts[row] + [self.own_text(row)] for row in rows]
         columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
-        answers, failed = self.tool(histories, columns)
-        for row, history, answer in zip(rows, histories, answers):
+        answers = self.tool(histories, columns)
+        for row, history, (answer, failed) in zip(rows, histories, answers):
             if answer is not None:
                 self.texts[row], self.own[row] = [*history, answer], []
                 self.queue[row] = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
@@ -85,6 +86,7 @@ class Turns:
         """N lists of texts: own words and answers in turn, own words at both ends."""
         for texts, unread in zip(self.texts, self.queue):
             if unread:                  # of an answer that did not fit
-                texts[-1] = texts[-1].removesuffix(self.tokenizer.decode(unread))
+                ids = self.tokenizer(texts[-1], add_special_tokens=False)["input_ids"]
+                texts[-1] = self.tokenizer.decode(ids[:len(ids) - len(unread)])
         last = self.tokenizer.batch_decode(self.own, skip_special_tokens=True)
         return [[*texts, own] for texts, own in zip(self.texts, last)]

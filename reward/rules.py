@@ -217,14 +217,13 @@ def is_solution(text, numbers, target):
     return value_of(text) == target and sorted(used) == sorted(numbers)
 
 
-def guess_reward(prompts, completions, own_words, secret=None, **columns):
-    """1 if one of the first six numbers that the policy wrote is the column `secret`, else 0."""
-    return [None if number is None else float(str(number) in words.split()[:6])
-            for words, number in zip(own_words, secret or [None] * len(own_words))]
+def guess_reward(prompts, completions, own_words, secret, **columns):
+    """1 if one of the policy's first six words is the column `secret`, else 0."""
+    return [float(str(number) in words.split()[:6]) for words, number in zip(own_words, secret)]
 
 
 def calls_reward(prompts, completions, own_words, **columns):
-    """Minus the number of calls of the tool `calculator`, each of which ends with =."""
+    """Minus the number of = that the policy wrote: each asks the tool `calculator`."""
     return [-float(words.count("=")) for words in own_words]
 
 

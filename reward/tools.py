@@ -49,23 +49,42 @@ class Tool:
         return Turns(self, self.tokenizer, columns, G, rng)
 
     def __call__(self, histories, columns):
-        """The answers, at most MOST_CHARACTERS of each, and whether the tool raised."""
+        """For each history (answer, whether the tool raised); after an error each is asked alone.
+
+        An answer has at most MOST_CHARACTERS: a longer one loses its middle.
+        """
         try:
-            columns = copied({"histories": histories, **columns})
-            answers = self.function(columns.pop("histories"), **columns)
-            is_text = [answer is None or isinstance(answer, str) for answer in answers]
-            if len(is_text) != len(histories) or not all(is_text):
-                raise TypeError(f"it must return a list with a text or None for each of the "
-                                f"{len(histories)} histories")
-            return [cut(answer, MOST_CHARACTERS) if answer else answer for answer in answers], False
-        except Exception as error:
-            if type(error) not in self.seen:
-                self.seen.add(type(error))
-                traceback.print_exception(error)
-                warnings.warn_explicit(f"the tool {self.name} raised ({reason(error)}), which is "
-                                       "its answer; from now on this is only counted", UserWarning,
-                                       __file__, 0)
-            return [reason(error)] * len(histories), True
+            own = copied({"histories": histories, **columns})
+            answers = self.function(own.pop("histories"), **own)
+            if not isinstance(answers, (list, tuple)) or len(answers) != len(histories):
+                raise TypeError(f"it must return a list with an answer to each of {len(histories)} "
+                                "histories")
+            return [(self.checked(answer), False) for answer in answers]
+        except (Exception, SystemExit) as error:
+            if len(histories) == 1:
+                self.warn(error)
+                return [(reason(error), True)]
+        alone = []
+        for i, history in enumerate(histories):
+            alone += self([history], {name: values[i:i + 1] for name, values in columns.items()})
+        return alone
+
+    def checked(self, answer):
+        if answer is None:
+            return None
+        if not isinstance(answer, str):
+            raise TypeError(f"an answer must be a text or None, not {answer!r}")
+        return cut(answer, MOST_CHARACTERS)
+
+    def warn(self, error):
+        """Shows the first error of a kind, with its traceback."""
+        if type(error) not in self.seen:
+            self.seen.add(type(error))
+            traceback.print_exception(error)
+            # Not warn(), which would be silent in a second run of the same process.
+            warnings.warn_explicit(f"the tool {self.name} raised ({reason(error)}), which is its "
+                                   "answer; from now on this is only counted", UserWarning,
+                                   __file__, 0)
 
 
 def load_tool(name, tokenizer, max_calls):
@@ -103,10 +122,14 @@ def tool_calls(functions):
         answers = []
         for (*_, reply), prompt in zip(histories, prompts):
             calls = re.findall("<tool_call>(.*?)</tool_call>", reply.split("</think>")[-1], re.S)
-            results = [f"\n<tool_response>\n{result(call)}\n</tool_response>" for call in calls]
+            if not calls:
+                answers.append(None)
+                continue
+            answer = "\n<|im_start|>user"
+            for call in calls:
+                answer += f"\n<tool_response>\n{result(call)}\n</tool_response>"
             begun = prompt.rpartition("<|im_start|>assistant\n")[2]
-            turn = f"\n<|im_start|>user{''.join(results)}<|im_end|>\n<|im_start|>assistant\n{begun}"
-            answers.append(turn if calls else None)
+            answers.append(f"{answer}<|im_end|>\n<|im_start|>assistant\n{begun}")
         return answers
 
     tool.stop = "<|im_end|>"

@@ -168,6 +168,18 @@ def test_a_tool_that_fails_says_why_and_the_others_go_on(policy, tokenizer, caps
     assert asked and {turn[1] for turn in asked} == {"KeyError: 'no such city'"}
     assert rollout.failed_calls == [len(turn) // 2 for turn in rollout.turns]
     assert all(rollout.columns["messages"])
+
+
+    def half(histories, columns, **others):
+        if "no\n" in columns:
+            exit()
+        return [None if column == "none" else column for column in columns]
+
+    half.stop = "\n"
+    with pytest.warns(UserWarning, match="the tool half raised .SystemExit"):
+        assert Tool(half, tokenizer, 1)([["a\n"]] * 4, {"columns": ["yes", "no\n", "none", 3]}) == [
+            ("yes", False), ("SystemExit: None", True), (None, False),
+            ("TypeError: an answer must be a text or None, not 3", True)]
     broken.stop = "no"
     with pytest.raises(UserError, match="broken.stop to the text of the token"):
         Tool(broken, tokenizer, 1)
@@ -181,12 +193,12 @@ def test_the_tools_of_the_page_answer(tokenizer):
     names = {}
     exec(search, names)
     histories = [["Let me see.\nFrance?"], ["x?", " not found\n", "Kenya?"], ["Mars?"]]
-    answers, failed = Tool(names["search"], tokenizer, 1)(histories, {"prompts": [""] * 3})
-    assert answers == [" Paris\n", " Nairobi\n", " not found\n"] and not failed
+    answers = Tool(names["search"], tokenizer, 1)(histories, {"prompts": [""] * 3})
+    assert answers == [(" Paris\n", False), (" Nairobi\n", False), (" not found\n", False)]
     exec(chat, names)
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call><|im_end|>'
-    answers, _ = Tool(names["tool"], tokenizer, 1)([[call]], {"prompts": [""]})
-    assert "<tool_response>\n5\n</tool_response>" in answers[0]
+    ((answer, _),) = Tool(names["tool"], tokenizer, 1)([[call]], {"prompts": [""]})
+    assert "<tool_response>\n5\n</tool_response>" in answer
 
 
 def test_rewards_tell_own_words_from_the_tools(policy, tokenizer):
