@@ -271,7 +271,8 @@ def places(turns):
     """
     low, high, found = 0, LARGEST + 1, []
     for guess, answer in zip(turns[::2], turns[1::2]):
-        if not guess.strip().isdecimal() or not low < int(guess) < high:
+        guess = guess.strip()
+        if not guess.isdecimal() or not low < int(guess) < high:
             continue
         if high - low > 8:
             found.append((int(guess) - low) * PLACES // (high - low))
