@@ -124,11 +124,10 @@ def draw_bars(results, experiment, path):
     before = [values[:, 0].mean() for values in found]
     after = [at_end(key, values).mean() for key, values in zip(keys, found)]
     with picture(path, 10.4, 4.2) as fig:
-        ax = fig.add_axes((0.06, 0.13, 0.91, 0.62))
-        left = np.arange(len(keys)) / len(keys)
-        for shares, color, name in ((after, ORANGE, "after"), (before, GREY, "before")):
-            ax.bar(left, shares, 1 / len(keys), align="edge", color=color, alpha=0.75, label=name,
-                   edgecolor="white")
+        ax = fig.add_axes((0.08, 0.13, 0.85, 0.65))
+        edges = np.linspace(0, 1, len(keys) + 1)
+        ax.stairs(after, edges, fill=True, color=ORANGE, alpha=0.8, label="after")
+        ax.stairs(before, edges, color=GREY, linewidth=2.4, label="before")
         ax.axvline(0.5, color=BLUE, linestyle="--", linewidth=1.4)
         above(ax, experiment["bars"]["title"], 0, 34, fontsize=12, fontweight="bold")
         above(ax, experiment["bars"]["subtitle"], 0, 18, fontsize=9, color=GREY)
