@@ -36,11 +36,10 @@ def play(rng, kind, secret):
     """A game as an assistant's turn; `forced` are the tool's words, [[first character, end]]."""
     text, forced, low, high = "", [], 0, LARGEST + 1
     for _ in range(MOST_GUESSES):
+        number = rng.randint(low + 1, high - 1)
         if kind == "random":
             number = rng.randint(1, LARGEST)
-        elif kind == "bounded":
-            number = rng.randint(low + 1, high - 1)
-        else:
+        elif kind == "halving":
             number = (low + high) // 2
         answer = "yes\n"
         if number > secret:
