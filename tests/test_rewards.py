@@ -70,7 +70,8 @@ def test_accuracy_reward(completion, gold, expected):
 def test_no_column_is_an_option_of_a_rule():
     """Whatever the columns of a dataset are called, a rule reads those that it is for."""
     known = {"prompts": ["p"], "completions": ["a"], "completion_ids": [[1, 2, 3, 4] * 3],
-             "answer": [None], "nums": [None], "target": [None], "words": [None]}
+             "answer": [None], "nums": [None], "target": [None], "words": [None],
+             "secret": [None], "own_words": ["a"]}
     names = {*rules.RULES, "overlong"} - {"reasoning_gym"}        # a package that may be missing
     for judge in load_reward_funcs(names, max_completion_length=10):
         options = inspect.signature(judge.function).parameters
