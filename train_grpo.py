@@ -242,7 +242,7 @@ def generate(model, batch, tokenizer, sample, rng, args, num_generations=None, g
     """Step 1: G completions of each prompt, as a Rollout. rng is on the policy's device."""
     G, eos_ids = num_generations or args.num_generations, eos_token_ids(model, tokenizer)
     turns = None if tool is None else tool.turns(batch, G, rng)
-    sample = sample if turns is None else partial(sample, tool=turns)   # model/turns.py
+    sample = sample if turns is None else partial(sample, tool=turns)   # reward/turns.py
     completion_ids, logps, *drawn = sample(
         model, batch["prompt_ids"].to(rng.device), batch["prompt_mask"].to(rng.device),
         num_generations=G, max_new_tokens=args.max_gen_len, temperature=args.temperature,

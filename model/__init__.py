@@ -3,7 +3,6 @@
     fast/         pair.py, the sampler and the log-probabilities again, in less time: a run uses
                   these; vllm_engine.py, an engine that samples in their place
     objective.py  relatives of GRPO's loss
-    turns.py      a tool that answers while a completion is sampled
     storage/      weights in and out: files.py opens what a stranger wrote, read.py and write.py
                   weights; any_model.py wraps a model of transformers that model.py does not build
     processes/    several processes that train one model: world.py, where their gradients meet, and

@@ -47,7 +47,7 @@ class Rollout(Sequences):
     completions: list                           # N texts, without the EOS
     completion_ids: torch.Tensor                # (N, R) padded on the right
     attention: torch.Tensor                     # (N, R) 1 through the EOS: what the network reads
-    mask: torch.Tensor                          # (N, R) of these, what the policy chose (turns.py)
+    mask: torch.Tensor                          # (N, R) of these, what the policy chose
     ended: torch.Tensor                         # (N,) False: cut off at the length limit
     sampling_logps: torch.Tensor                # (N, R) as the sampler computed them
     policy_logps: torch.Tensor = None           # (N, R), with --kl_in_reward

@@ -13,8 +13,8 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
     logps are float32 and belong to the distribution that was sampled, softmax(logits /
     temperature); `greedy` takes its most likely token instead of a random one.
 
-    With a tool (turns.py) some tokens are its words instead, with log-probability 0; then it also
-    returns which ones were drawn, (N, R) of 0 and 1.
+    With a tool (reward/turns.py) some tokens are its words instead, with log-probability 0; then it
+    also returns which ones were drawn, (N, R) of 0 and 1.
     """
     N, device = len(prompt_ids) * num_generations, prompt_ids.device
     eos_ids = prompt_ids.new_tensor(eos_token_id)

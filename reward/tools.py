@@ -13,12 +13,12 @@ import re
 import traceback
 import warnings
 
-from model.turns import Turns
 from report import UserError, reason
 from report.text import cut
 
 from .combine import copied, import_function
 from .rules import value_of
+from .turns import Turns
 
 MOST_CHARACTERS = 4000      # of an answer
 

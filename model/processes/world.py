@@ -222,13 +222,14 @@ def in_slices(sample, most):
 
     The cache of keys and values is then that of a slice.
     """
+    def joined(of_slices, padding):         # rows of a slice have its length
+        return pad_sequence([row for rows in of_slices for row in rows], True, padding)
+
     def sliced(model, prompt_ids, prompt_mask, *, num_generations, **options):
         prompts = max(1, most // num_generations)
         slices = zip(prompt_ids.split(prompts), prompt_mask.split(prompts))
         parts = [sample(model, *one, num_generations=num_generations, **options) for one in slices]
-        # Ids, log-probs, and with a tool which tokens were drawn: rows of a slice have its length.
-        ids, *others = [[row for rows in parts_of for row in rows] for parts_of in zip(*parts)]
-        return (pad_sequence(ids, True, options["pad_token_id"]),
-                *(pad_sequence(rows, True) for rows in others))
+        ids, *others = zip(*parts)      # log-probs, and with a tool which tokens were drawn
+        return joined(ids, options["pad_token_id"]), *(joined(other, 0) for other in others)
 
     return sliced if most else sample

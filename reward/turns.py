@@ -10,7 +10,7 @@ import torch
 class Turns:
     """What a tool adds to N completions; the keyword `tool` of a sampler.
 
-    tool: a Tool of reward/tools.py. columns: name -> a value for each prompt, which its G
+    tool: a Tool of tools.py. columns: name -> a value for each prompt, which its G
     completions share. rng gives each of them a number, which the tool finds in the column `seeds`.
 
     Where a row draws the tool's stop token, the tool is asked. Its text is queued, and the row
