@@ -33,6 +33,7 @@ from report.metrics import mean_metrics
 from report.text import columns, is_finite, read_jsonl, rounded, to_line
 
 from .figures import draw, draw_bars
+from .measures import MEASURES
 from .pages import arms_of, changed, changes, filled, texts_of
 
 ROOT = Path(__file__).parents[2]
@@ -159,6 +160,8 @@ def run(name, row, arm, seed):
                out / f"{run_name}.log", folder=where)
     line = {"row": row, "arm": arm, "seed": seed,
             **summary(out / run_name, experiment["panels"] + experiment.get("also", []))}
+    if "measure" in experiment:
+        line["series"] |= MEASURES[experiment["measure"]](out / run_name)
     RESULTS.mkdir(exist_ok=True)
     with open(RESULTS / f"{name}.jsonl", "a", encoding="utf-8") as file:
         file.write(to_line(line))

@@ -1,0 +1,48 @@
+"""What is measured at the end of a run, with its weights: see `measure` in experiments.toml."""
+import json
+from types import SimpleNamespace
+
+import torch
+
+import train_grpo
+from model import fast, load_pretrained, load_tokenizer, rng_of
+from report.text import read_jsonl
+from train_grpo import KL_TYPES
+
+PROMPTS, EACH, AT_ONCE = 512, 2, 64
+
+
+@torch.no_grad()
+def exact_kl(run_dir):
+    """How far a run's policy went from its reference, in nats per token, without an estimate.
+
+    At each prefix of what the policy writes now, 1,024 answers to training prompts, both give a
+    probability to each token v of the vocabulary; the KL there is a sum over all of them:
+
+        kl/exact      mean over prefixes of sum_v pi(v) (log pi(v) - log pi_ref(v))
+        kl/k3         the mean of k3 over the very tokens that were sampled
+        kl/largest    the largest `kl` that the run logged at a step
+    """
+    args = SimpleNamespace(**json.loads((run_dir / "args.json").read_text(encoding="utf-8")))
+    policy, reference = (load_pretrained(path, dtype=torch.float32)
+                         for path in (run_dir / "final", args.model_path))
+    tokenizer = load_tokenizer(args.model_path, policy.config.vocab_size)
+    collate, problems, _ = train_grpo.read_prompts(args, tokenizer)
+    rng, exact, k3, tokens = rng_of(args.seed, 2), 0.0, 0.0, 0
+    for start in range(0, PROMPTS, AT_ONCE):
+        batch = collate(problems[start:start + AT_ONCE])
+        rollout = train_grpo.generate(policy, batch, tokenizer, fast.sample, rng, args, EACH)
+        ids, attention, R = rollout.sequences()
+        logps, ref_logps = (
+            model(ids, attention, logits_to_keep=R + 1)[:, :-1].log_softmax(-1)         # (N, R, V)
+            for model in (policy, reference))
+        x = ref_logps - logps
+        exact += ((logps.exp() * -x).sum(-1) * rollout.mask).sum().item()
+        sampled = x.gather(-1, rollout.completion_ids[..., None]).squeeze(-1)           # (N, R)
+        k3 += (KL_TYPES["k3"](sampled) * rollout.mask).sum().item()
+        tokens += rollout.mask.sum().item()
+    largest = max(row["kl"] for row in read_jsonl(run_dir / "metrics.jsonl"))
+    return {"kl/exact": [exact / tokens], "kl/k3": [k3 / tokens], "kl/largest": [largest]}
+
+
+MEASURES = {"exact_kl": exact_kl}
