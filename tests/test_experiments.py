@@ -1,5 +1,6 @@
 """Experiments: a run becomes a line, a line is run once, and its numbers are shown."""
 import math
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_it_runs_what_is_missing_with_its_flags_seed_and_change(
     figures.draw(rows, experiment, command.PANELS, tmp_path / "tiny.png")
     assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
     command.print_table(rows, experiment["panels"])
-    assert capsys.readouterr().out.endswith("\nsmall, b | 1.50 ± 6.36 | \n")      # none gave up
+    assert capsys.readouterr().out.endswith("\nsmall, b | 1.50 ± 6.35 | \n")      # none gave up
 
 
 def test_the_flags_of_every_arm_go_together(monkeypatch):
@@ -202,7 +203,23 @@ def test_the_interval_is_students():
     values = np.array([[1.0, 5.0], [2.0, 5.0], [4.0, math.nan], [9.0, math.nan]])
     center, half = figures.interval(values)
     assert center.tolist() == [4, 5]
-    assert half[0] == pytest.approx(3.182 * stdev([1, 2, 4, 9]) / 2) and half[1] == 0
+    assert half[0] == pytest.approx(3.182 * stdev([1, 2, 4, 9]) / 2, rel=2e-4) and half[1] == 0
+
+
+@pytest.mark.parametrize("freedom, t, p", [     # of printed tables
+    (1, 63.66, 0.01), (2, 4.303, 0.05), (3, 5.841, 0.01), (4, 2.776, 0.05), (4, 4.604, 0.01),
+    (9, 1.833, 0.10), (9, 4.781, 0.001), (10, 3.169, 0.01), (30, 2.042, 0.05), (5, 0, 1)])
+def test_students_t(freedom, t, p):
+    assert figures.p_value(t, freedom) == figures.p_value(-t, freedom) == pytest.approx(p, rel=2e-3)
+    if p == 0.05:
+        assert figures.t_95(freedom + 1) == pytest.approx(t, abs=5e-4)
+
+
+def test_holms_correction_by_hand():
+    # 4 x 0.01 and 3 x 0.015, but never below the one before; 2 x 0.4, then 1 x 0.7, lifted to 0.8.
+    assert figures.holm([0.7, 0.015, 0.01, 0.4]) == pytest.approx([0.8, 0.045, 0.04, 0.8])
+    assert figures.holm([0.02, 0.01, 0.012]) == pytest.approx([0.03, 0.03, 0.03])
+    assert figures.holm([0.6, 0.6]) == [1, 1]
 
 
 def test_a_line_ends_with_the_tables_number_and_a_band_of_shares_at_all(tmp_path, monkeypatch):
@@ -254,11 +271,47 @@ def test_the_numbers_of_a_table(table, texts):
     assert pages.texts_of({"table": table}, RUNS, SHARE) == texts
 
 
+def test_a_claim_is_a_paired_difference_with_its_p():
+    runs = [*RUNS, result("z", 1, 0.31, row="r"), result("z", 2, 0.41, row="r"),
+            result("z", 3, 0.1, row="r"), result("z", 1, 0.21, row="s"),
+            result("z", 2, 0.3, row="s")]
+    claim = {"experiment": "e", "row": "", "key": "length"}
+    claims = [claim | {"arm": "y, 1", "minus": "x, 1"},                             # 4, 8 points
+              claim | {"row": "r", "arm": "z", "minus_row": "s", "minus": "z"},     # 10, 11
+              claim | {"arm": "y, 1", "minus": "begin"},                            # 15, 26
+              claim | {"arm": "y, 1", "minus": "z"}]        # z has other rows: nothing is known
+    # Of two values t is their mean / (half of their difference), and p = 1 - 2/pi arctan t.
+    p = [1 - 2 / math.pi * math.atan(t) for t in (6 / 2, 10.5 / 0.5, 20.5 / 5.5)]
+    assert pages.claim_texts(claims, {"e": runs}, SHARE) == [
+        ["`e: y, 1 - x, 1`", "2", f"6.0 ± {half(4, 8):.1f}", f"{p[0]:.3f}", f"{3 * p[2]:.3f}"],
+        ["`e, r: z - s, z`", "2", f"10.5 ± {half(10, 11):.1f}", f"{p[1]:.3f}", f"{4 * p[1]:.3f}"],
+        ["`e: y, 1 - begin`", "2", f"20.5 ± {half(15, 26):.1f}", f"{p[2]:.3f}", f"{3 * p[2]:.3f}"],
+        ["`e: y, 1 - z`", "", "", "", ""]]
+
+
+@pytest.mark.parametrize("page", command.CLAIMS)
+def test_every_claim_is_of_arms_that_run_and_has_its_row(page):
+    for claim in command.claims_of(page):
+        experiment = EXPERIMENTS[claim["experiment"]]
+        runs = command.commands_of(experiment)
+        other = claim.get("minus_row", claim["row"]), claim["minus"]
+        assert (claim["row"], claim["arm"]) in runs and claim["key"] in command.PANELS
+        assert other in runs or claim["minus"] == "begin"
+        if "headline" in claim:
+            assert len(command.seeds_of(experiment, claim["row"], claim["arm"])) == 10
+    text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    assert f"]({page}.md" in text and "<!-- results: claims -->" in text
+    shown = re.search(rf"<!-- results: claims_(\w+_)?{page}(_\w+)? -->", text)
+    assert shown or not command.table_of(f"claims_{page}")      # all of them are headlines
+
+
 def test_only_the_numbers_of_marked_tables_are_written():
     text = ("| a | b |\n|---|---|\n| 1 | 2 |\n\n<!-- results: it -->\n\n| n | a | b | c |\n"
             "|---|---|---|---|\n| 1 | **2 → 3** | 1 is text? | -4 ± 5 |\n| 2 | | the same | 0 |\n\n"
             "<!-- end -->\n\n| 1 | 2 |\n")
     rows = [["5", "6", "7"], ["8", "9", "10"]]
+    assert pages.fill("| it is | `old` | <0.001 | <TODO> |", ["`new`", "0.020", "1"]) == (
+        "| it is | `new` | 0.020 | <TODO> |")
     wanted = text.replace("2 → 3", "5").replace("1 is text?", "6").replace("-4 ± 5", "7").replace(
         "| 0 |", "| 10 |")
     assert pages.filled(text, {"it": rows}.get, "a.md") == wanted

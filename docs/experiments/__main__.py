@@ -4,8 +4,9 @@
     python -m docs.experiments loss_types --draw    only draw, from the results that we ship
     python -m docs.experiments pages                write the numbers of the tables of all pages
 
-experiments.toml says what each experiment runs and draws. Every arm runs with every seed, and each
-run becomes a line of results/<name>.jsonl, with its series averaged over each of up to 20 parts:
+experiments.toml says what each experiment runs and draws, claims.toml which arms the pages compare.
+Every arm runs with every seed, and each run becomes a line of results/<name>.jsonl, with its series
+averaged over each of up to 20 parts:
 
     {"row", "arm", "seed", "seconds", "steps": [...], "series": {name: [...]}, "eval": {...}}
 
@@ -34,7 +35,7 @@ from report.text import columns, is_finite, read_jsonl, rounded, to_line
 
 from .figures import draw, draw_bars
 from .measures import MEASURES
-from .pages import arms_of, changed, changes, filled, texts_of
+from .pages import arms_of, cell_of, changed, changes, claim_texts, filled, texts_of
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -43,6 +44,7 @@ PARTS, PLACES = 20, 15
 TEN_SEEDS = 42, 1, 2, 3, 4, 5, 6, 7, 8, 9
 EXPERIMENTS = tomllib.loads((HERE / "experiments.toml").read_text(encoding="utf-8"))
 PANELS = EXPERIMENTS.pop("panels")
+CLAIMS = tomllib.loads((HERE / "claims.toml").read_text(encoding="utf-8"))
 THOUGHT = re.compile(r"(?:<think>)?\s*(.*?)\s*(?:</think>|\Z)", re.DOTALL)
 # A try at Countdown: `8*6=48+9=57 57 yes`, an expression worked left to right, target, verdict.
 TRY = re.compile(r".*=\d+ \d+ (yes|no)")
@@ -108,7 +110,28 @@ def known(name):
 
 
 def table_of(name):
-    return texts_of(EXPERIMENTS[name], known(name), PANELS)
+    """The rows of texts of an experiment's table; or of the claims of pages, claims_ladder_family,
+    but for headlines, which have a table of their own, claims."""
+    if not name.startswith("claims"):
+        return texts_of(EXPERIMENTS[name], known(name), PANELS)
+    rows = []
+    for page in name.split("_")[1:] or CLAIMS:
+        claims = claims_of(page)
+        texts = claim_texts(claims, {each: known(each) for each in CLAIMS[page]}, PANELS)
+        rows += [row for claim, row in zip(claims, texts)
+                 if claim.get("headline", False) == (name == "claims")]
+    return rows
+
+
+def claims_of(page):
+    """The claims of a page as cells of the tables of their experiments."""
+    claims = []
+    for name, rows in CLAIMS[page].items():
+        table = EXPERIMENTS[name].get("table", {}) | {"form": "", "experiment": name}
+        for row in rows:
+            arm, minus = row["arms"]
+            claims.append(cell_of(table, {}, row | {"arm": arm, "minus": minus}))
+    return claims
 
 
 def write_pages():

@@ -1,12 +1,11 @@
 """Draws the results of an experiment, and says what runs come to."""
+import functools
 import math
 
 import numpy as np
 
 from report.curves import BLUE, BROWN, GREEN, GREY, ORANGE, PINK, above, finish, picture
 
-# Student's t for a 95% interval, by the number of values; a single value has no interval.
-T_95 = np.array([0.0, 0.0, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306])
 ARM_COLORS = [BLUE, ORANGE, GREEN, PINK, BROWN]
 LOGARITHMIC = ("kl", "grad_norm")       # one run's may be a hundred times another's
 DASHES = ["-", (0, (3, 1.5)), ":", "-.", (0, (5, 1, 1, 1, 1, 1))]
@@ -168,5 +167,39 @@ def interval(values):
     """The mean over the runs and half its 95% confidence interval; values (runs, ...)."""
     values = np.ma.masked_invalid(values)
     count = values.count(0)
-    half = T_95[np.minimum(count, 9)] * np.ma.filled(values.std(0, ddof=1), 0)
+    half = np.vectorize(t_95)(count) * np.ma.filled(values.std(0, ddof=1), 0)
     return np.ma.filled(values.mean(0), math.nan), half / np.sqrt(np.maximum(count, 1))
+
+
+def p_value(t, freedom):
+    """How often Student's t is further from 0 than this: Abramowitz and Stegun, 26.7.3 and 4."""
+    angle, odd = math.atan2(abs(t), math.sqrt(freedom)), freedom % 2
+    inside, term = 0, math.cos(angle) if odd else 1
+    for i in range(2 + odd, freedom + 1, 2):
+        inside += term
+        term *= math.cos(angle) ** 2 * (i - 1) / i
+    inside *= math.sin(angle)
+    return 1 - (2 / math.pi * (angle + inside) if odd else inside)
+
+
+@functools.cache
+def t_95(count):
+    """What Student's t of so many values exceeds in 5% of the cases; 0 for a single value."""
+    low, high = 0.0, 13.0
+    while count > 1 and high - low > 1e-9:      # p falls as t grows, and passes 5% between these
+        middle = (low + high) / 2
+        if p_value(middle, count - 1) > 0.05:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def holm(p_values):
+    """p values, each corrected for all: of n the smallest times n, the next times n - 1, and so on;
+    none ends below a smaller one, or above 1."""
+    corrected, least = {}, 0
+    for i, p in enumerate(sorted(p_values)):
+        least = max(least, min(1, (len(p_values) - i) * p))
+        corrected[p] = least
+    return [corrected[p] for p in p_values]

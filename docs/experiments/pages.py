@@ -1,8 +1,9 @@
 """What the pages show: tables whose numbers come from results, and changes that experiments make.
 
 A table stands between `<!-- results: NAME -->` and `<!-- end -->`. Its head and its names are
-written by hand, in the language of the page; experiments.toml says what its numbers are. A cell
-that does not begin with a number is text and stays, so a new table begins with zeros.
+written by hand, in the language of the page; experiments.toml and claims.toml say what its numbers
+are. A cell that does not begin with a number is text and stays, so a new table begins with zeros
+(and `-` where a claim's arms will stand).
 """
 import re
 
@@ -10,10 +11,11 @@ import numpy as np
 
 from report import UserError
 
-from .figures import at_end, interval, series
+from .figures import at_end, holm, interval, p_value, series
 
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n\n)(.*?)(?=\n\n<!-- end -->)", re.DOTALL)
-NUMBER = re.compile(r"( *\**)-?\d.*?(\** *)")     # 5.0 ± 2.0, perhaps in bold
+# 5.0 ± 2.0, perhaps in bold; <0.001; the arms of a claim, as `code`
+NUMBER = re.compile(r"( *\**)(?:[-<]?\d.*?|`.*`)(\** *)")
 
 
 def filled(text, rows_of, page):
@@ -23,7 +25,7 @@ def filled(text, rows_of, page):
         lines, rows = table.splitlines(), rows_of(name)
         if len(lines) != 2 + len(rows):
             raise UserError(f"{page}: the table {name} should have {len(rows)} rows, as "
-                            "docs/experiments/experiments.toml says")
+                            "docs/experiments/*.toml say")
         for i, texts in enumerate(rows, start=2):       # after the head and the rule below it
             lines[i] = fill(lines[i], texts)
         return start + "\n".join(lines)
@@ -81,8 +83,7 @@ def text_of(cell, results, panels):
     """One cell; "" without results."""
     begins, ends = ends_of(cell, cell["arm"], results)
     if "minus" in cell:
-        _, others = ends_of(cell, cell["minus"], results)
-        ends = {seed: ends[seed] - others[seed] for seed in ends if seed in others}
+        ends = differences(cell, results)
     if not ends:
         return ""
     _, _, number = panels[cell["key"]]
@@ -92,7 +93,7 @@ def text_of(cell, results, panels):
     begin, _ = interval(scale * np.array([*begins.values()]))
     values = scale * np.array([*ends.values()])
     end, half = interval(values)
-    return cell.get("form", form).format(
+    return (cell.get("form") or form).format(
         begin=begin, end=end, half=half, median=np.median(values))
 
 
@@ -111,6 +112,42 @@ def ends_of(cell, arm, results):
             begins[seed] = values[0, 0]
             ends[seed] = np.nanmean(end)
     return begins, ends
+
+
+def differences(cell, results):
+    """{seed: the end of the arm minus that of another, or minus its own "begin"}."""
+    begins, ends = ends_of(cell, cell["arm"], results)
+    _, others = ends_of(cell | {"row": cell.get("minus_row", cell["row"])}, cell["minus"], results)
+    if cell["minus"] == "begin":
+        others = begins
+    return {seed: ends[seed] - others[seed] for seed in ends if seed in others}
+
+
+def claim_texts(claims, results, panels):
+    """For each claim of a page [arms, seeds, difference, p, p corrected for all of them].
+
+    results: {experiment: its runs}. A claim without two seeds of both arms has only its arms.
+    """
+    found = [differences(claim, results[claim["experiment"]]) for claim in claims]
+    p_values = [paired_p([*values.values()]) for values in found]
+    texts = []
+    for claim, values, *both in zip(claims, found, p_values, holm(p_values)):
+        arm = ", ".join(filter(None, [claim["experiment"], claim["row"]])) + f": {claim['arm']}"
+        minus = ", ".join(filter(None, [claim.get("minus_row"), claim["minus"]]))
+        numbers = [""] * 4
+        if len(values) > 1:
+            numbers = [str(len(values)), text_of(claim, results[claim["experiment"]], panels)]
+            numbers += ["<0.001" if p < 0.0005 else f"{p:.3f}" for p in both]
+        texts.append([f"`{arm} - {minus}`", *numbers])
+    return texts
+
+
+def paired_p(values):
+    """p of the paired t test: were both arms alike, how often would they differ by as much?"""
+    if len(values) < 2:
+        return 1
+    error = np.std(values, ddof=1) / np.sqrt(len(values))
+    return p_value(np.mean(values) / error, len(values) - 1)
 
 
 def changes(page):
