@@ -1,5 +1,6 @@
 """docs/derivation.md: each number again, from the functions or by hand."""
 import inspect
+import itertools
 import math
 import re
 
@@ -11,7 +12,8 @@ import train_grpo
 from train_grpo import group_advantages, grpo_loss
 
 TEXT = PAGES["docs/derivation.md"]
-STEPS, TWO_ANSWERS, BASELINES, WEIGHTS, CASES, ESTIMATES, OPTIMA, AVERAGES = tables(TEXT)
+(STEPS, TWO_ANSWERS, BASELINES, WEIGHTS, CASES, ESTIMATES, OPTIMA, AVERAGES, FAMILY,
+ THREE_ANSWERS) = tables(TEXT)
 
 
 def mean_over_groups(p, low, high, G=8, gradients=(-1.0, 1.0), **options):
@@ -64,6 +66,10 @@ def test_the_two_answers():
 
 
 def test_a_baseline_changes_the_noise_and_with_a_mean_over_tokens_the_gradient():
+    z = torch.tensor(0.25).logit().requires_grad_()
+    logps = torch.zeros(4, 50)              # every token is certain, log 1 = 0, but the first
+    logps[:, 0] = torch.stack((z, -z, -z, -z)).sigmoid().log()      # as often as pi has them
+    mask = (torch.arange(50) < torch.tensor([[50], [10], [10], [10]])).int()
     for (_, *promised), shift in zip(BASELINES, (0.0, 10.0, -0.35), strict=True):
         worked, guess = (1.1 + shift) * 0.75, (0.1 + shift) * -0.25
         noise = math.sqrt(0.25 * 0.75) * abs(worked - guess)    # of two values, 1 : 3
@@ -71,6 +77,11 @@ def test_a_baseline_changes_the_noise_and_with_a_mean_over_tokens_the_gradient()
         for promise, value in zip(promised, (of_sum, noise, of_mean), strict=True):
             digits = len(promise.partition(".")[2])
             assert float(promise) == pytest.approx(value, abs=0.5001 * 10 ** -digits)
+        for loss_type, value in (("r1", of_sum), ("grpo", of_mean)):
+            loss, _ = grpo_loss(logps, logps.detach(), torch.tensor([1.1, 0.1, 0.1, 0.1]) + shift,
+                                mask, loss_type=loss_type)
+            gradient, = torch.autograd.grad(-loss, z, retain_graph=True)
+            assert gradient.item() == pytest.approx(value, abs=1e-6)
 
 
 def test_the_groups_mean_shortens_the_gradient_and_the_std_weighs_prompts():
@@ -90,9 +101,9 @@ def test_the_groups_mean_shortens_the_gradient_and_the_std_weighs_prompts():
             maxrl = mean_over_groups(p, 0.0, 1.0, scale_rewards="mean", gradients=gradients)
             assert maxrl == pytest.approx((1 - (1 - p) ** 7) / p) and f"{maxrl:.1f}" == f"{of_p}"
     assert f"up to {float(WEIGHTS[1][-1]) / float(WEIGHTS[1][1]):.1f} times" in TEXT
-    for G, times in ((2, 1), (16, 1.9), (64, 3.4), (10 ** 4, 5.0)):
+    for G, times in ((2, 1), (3, 1), (16, 1.9), (64, 3.4), (10 ** 4, 5.0)):
         assert weight(0.01, G) / weight(0.5, G) == pytest.approx(times, abs=0.05)
-        assert G == 2 or f"{times} times" in " ".join(TEXT.split())
+        assert G < 4 or f"{times} times" in " ".join(TEXT.split())
     assert weight(0.5, G) == pytest.approx(1 / math.sqrt(0.25), rel=1e-3)
     for margin in (0.1, 10.0):
         won, lost = group_advantages(torch.tensor([2.0 + margin, 2.0]), 2)
@@ -101,6 +112,12 @@ def test_the_groups_mean_shortens_the_gradient_and_the_std_weighs_prompts():
 
 def test_the_product_of_ratios_is_wild():
     assert f"make {1.1 ** 50:.0f}." in TEXT
+    x = torch.linspace(-5, 5, 100_001, dtype=torch.float64)         # log-ratios of one token
+    chance = (-((x + 0.3 ** 2 / 2) / 0.3) ** 2 / 2).exp()
+    chance /= chance.sum()
+    assert (chance * x.exp()).sum().item() == pytest.approx(1)
+    square = (chance * (2 * x).exp()).sum().item() ** 50
+    assert square == pytest.approx(math.exp(50 * 0.3 ** 2)) and f"it is {square:.0f}:" in TEXT
 
 
 def test_the_four_cases_of_the_clip():
@@ -157,3 +174,171 @@ def test_the_weight_of_a_token(loss_type):
     loss.backward()
     promised = [floats(cell)[-1] for cell in row(AVERAGES, f"`{loss_type}`")[1:3]]
     assert [-logps.grad[0, 0], logps.grad[1, 0]] == pytest.approx(promised, abs=6e-5)
+
+
+# --- what the family climbs -----------------------------------------------------------------------
+# A policy over 15 answers of up to 3 tokens ("." ends one), whose groups are all enumerated.
+
+ANSWERS = [answer for n in (1, 2, 3) for answer in map("".join, itertools.product("xy.", repeat=n))
+           if "." not in answer[:-1] and (n == 3 or answer[-1] == ".")]
+PREFIXES = sorted({answer[:t] for answer in ANSWERS for t in range(3)})
+TOKENS = torch.tensor([[3 * PREFIXES.index(answer[:t]) + "xy.".index(answer[t:t + 1] or ".")
+                        for t in range(3)] for answer in ANSWERS])
+MASK = torch.tensor([[t < len(answer) for t in range(3)] for answer in ANSWERS]).int()
+RANDOM = torch.Generator().manual_seed(1)
+FEATURES, THETA, REWARDS = (torch.randn(size, generator=RANDOM).double()
+                            for size in ((3 * len(PREFIXES), 3), 3, len(ANSWERS)))
+THREE_VALUES = torch.tensor([answer.count("x") % 3 for answer in ANSWERS]).double()
+RIGHT = (THREE_VALUES == 1).double()
+SHORT = 1 / MASK.sum(1).double()                                                    # s = 1 / |o|
+NONE, PASSK = {"scale_rewards": "none"}, {"advantage_estimator": "grpo_passk"}
+grad, jacobian = torch.func.grad, torch.func.jacrev
+
+
+def tree(theta):
+    """log pi of each answer's tokens, (15, 3)."""
+    return (FEATURES @ theta).view(-1, 3).log_softmax(1).flatten()[TOKENS] * MASK
+
+
+def mean(theta, values):
+    """E[values], which are one for each answer."""
+    return tree(theta).sum(1).exp() @ values
+
+
+def covariance(theta, r, s):
+    return mean(theta, r * s) - mean(theta, r) * mean(theta, s)
+
+
+def all_groups(n, G):
+    return torch.cartesian_prod(*[torch.arange(n)] * G)                             # (n^G, G)
+
+
+def update(rewards, G, loss_type="dr_grpo", logps_of=tree, mask=MASK, **options):
+    """-grad grpo_loss, averaged over all groups, as a function of the weights."""
+    groups = all_groups(len(mask), G)
+    rows = groups.flatten()
+    advantages = group_advantages(rewards[rows], G, eps=1e-300, **options)
+
+    def surrogate(theta, old_theta):
+        old = logps_of(old_theta)
+        chances = old.sum(1)[groups].sum(1).exp().repeat_interleave(G)
+        return -grpo_loss(logps_of(theta)[rows], old[rows], chances * advantages, mask[rows],
+                          loss_type=loss_type, max_completion_length=1, num_sequences=G)[0]
+    return lambda theta: grad(surrogate)(theta, theta)
+
+
+def close(a, b, tolerance=1e-12):
+    return a.dtype == b.dtype == torch.float64 and torch.allclose(a, b, rtol=0, atol=tolerance)
+
+
+def curl(field):
+    """[a, b]: the derivative by weight a of the part for b, minus that by b of the part for a."""
+    derivatives = jacobian(field)(THETA)
+    return derivatives.T - derivatives
+
+
+def factor(member, G):
+    """What stands before the gradient in this row of the page's table."""
+    formula = re.split(r" (?=grad|\(E)", row(FAMILY, member)[1])[0].replace("^", "**")
+    return eval(formula, {"G": G, "p": mean(THETA, RIGHT).item(), "weight": lambda p: weight(p, G)})
+
+
+def test_what_sums_over_tokens_climb():
+    of_r, of_p = grad(mean)(THETA, REWARDS), grad(mean)(THETA, RIGHT)
+    assert of_p.abs().min() > 1e-3
+    assert close(update(REWARDS, 3, **NONE)(THETA), factor("sum over tokens, no std", 3) * of_r)
+    assert close(update(REWARDS, 3, advantage_estimator="rloo", **NONE)(THETA), of_r)
+    assert close(update(RIGHT, 4)(THETA), factor("sum, with the std", 4) * of_p)
+    assert curl(update(RIGHT, 4)).abs().max() < 1e-12 < 1e-4 < (
+        curl(update(THREE_VALUES, 3)).abs().max())
+
+    def pass_at(theta, k):
+        return 1 - (1 - mean(theta, RIGHT)) ** k
+
+    def best(theta, rewards, groups):
+        return tree(theta).sum(1)[groups].sum(1).exp() @ rewards[groups].amax(1)
+
+    maxrl = update(RIGHT, 3, scale_rewards="mean")(THETA)
+    assert close(maxrl, factor("sum, MaxRL", 3) * of_p)
+    assert close(maxrl, grad(pass_at)(THETA, 1) + grad(pass_at)(THETA, 2) / 2)
+    passk = update(RIGHT, 3, **PASSK, **NONE)(THETA)
+    assert close(passk, factor("sum, `grpo_passk`", 3) * of_p)
+    assert close(passk, grad(pass_at)(THETA, 3) / 3)
+    for rewards in (REWARDS, THREE_VALUES):         # without ties, and with
+        assert close(update(rewards, 3, **PASSK, **NONE)(THETA),
+                     grad(best)(THETA, rewards, all_groups(15, 3)) / 3)
+
+
+@pytest.mark.parametrize("p", [0.2, 0.5, 0.9])
+def test_what_large_groups_climb(p):
+    x = torch.tensor(p)
+    arcsin, log = grad(lambda p: 2 * p.sqrt().arcsin())(x).item(), grad(torch.log)(x).item()
+    assert weight(p, 3000) == pytest.approx(arcsin, rel=1e-3)
+    assert sum((1 - p) ** (k - 1) for k in range(1, 3000)) == pytest.approx(log)
+
+
+def test_a_mean_over_tokens_is_no_gradient():
+    def parts(r):
+        return grad(mean)(THETA, r), mean(THETA, SHORT) * grad(mean)(THETA, r) + (
+            grad(covariance)(THETA, r, SHORT))
+
+    of_s = grad(mean)(THETA, SHORT)
+    for rewards in (RIGHT, REWARDS):
+        field, (of_r, both) = update(rewards, 3, "grpo", **NONE), parts(rewards)
+        assert close(field(THETA), factor("mean over tokens, no std", 3) * both)
+        expected = 2 / 3 * (torch.outer(of_s, of_r) - torch.outer(of_r, of_s))
+        assert close(curl(field), expected) and expected.abs().max() > 1e-4
+    field = update(RIGHT, 4, "grpo")
+    assert close(field(THETA), factor("mean, with the std", 4) * parts(RIGHT)[1])
+    assert curl(field).abs().max() > 1e-4
+
+
+def three_answers(pi, lengths):
+    """Two are right. grad E[s]; grad E[r], E[s] grad E[r], grad Cov(r, s) and their sum, (3, 4).
+
+    Their logits are the weights, so grad E[f] = pi (f - E[f]). The sum is twice grpo's, G = 2.
+    """
+    pi, lengths, r = torch.tensor([pi, lengths, [1, 1, 0]], dtype=torch.float64)
+    of_r, of_s, of_rs = (pi * (f - pi @ f) for f in (r, 1 / lengths, r / lengths))
+    first = pi @ (1 / lengths) * of_r
+    most = int(lengths.max())
+    field = update(r, 2, "grpo", lambda logits: torch.nn.functional.pad(    # the first one decides
+        logits.log_softmax(0)[:, None], (0, most - 1)),
+        (torch.arange(most) < lengths[:, None]).int(), **NONE)
+    return of_s, torch.stack((of_r, first, of_rs - pi @ r * of_s - first, 2 * field(pi.log())), 1)
+
+
+def angle(table):
+    return math.degrees(math.acos(torch.cosine_similarity(table[:, 0], table[:, 3], dim=0)))
+
+
+def test_the_three_answers():
+    promised = torch.tensor([floats(" ".join(row[1:])) for row in THREE_ANSWERS]).double()  # (3, 6)
+    of_s, table = three_answers(promised[:, 1].tolist(), promised[:, 0].tolist())
+    assert close(promised[:, 2:], table, 5.1e-5) and f"{angle(table):.0f}° off grad E" in TEXT
+    assert close(table[:, 1] + table[:, 2], table[:, 3])
+    a, b, c, d, total = floats(re.search(r"logits that is (.*?)\. It is 0", TEXT, re.DOTALL)[1])
+    exact = [of_s[0].item(), table[1, 0].item(), -of_s[1].item(), table[0, 0].item()]
+    assert [a, b, c, d] == pytest.approx(exact, abs=5.1e-5)
+    assert total == pytest.approx(exact[0] * exact[1] + exact[2] * exact[3], abs=5.1e-5)
+    assert f"{angle(three_answers([0.05, 0.75, 0.2], [10, 1000, 1000])[1]):.0f}° off: E" in TEXT
+
+
+@pytest.mark.parametrize("step", [1e-2, 1e-3])
+def test_what_a_ratio_per_token_leaves_out(step):
+    old, theta = tree(THETA), THETA + step
+    weighted = old.sum(1).exp() * REWARDS           # each answer as often as pi_old writes it
+    d = tree(theta) - old                           # (15, 3)
+
+    def surrogate(theta, loss_type):
+        return -grpo_loss(tree(theta), old, weighted, MASK, loss_type=loss_type, epsilon_low=9,
+                          epsilon_high=9, max_completion_length=1, num_sequences=1)[0]
+
+    def first_order(theta):
+        return (weighted[:, None] * (d.sum(1, keepdim=True) - d) * tree(theta)).sum()
+
+    exact = grad(mean)(theta, REWARDS)
+    assert close(grad(surrogate)(theta, "r1"), exact)
+    missing = exact - grad(surrogate)(theta, "dr_grpo")
+    assert (missing - grad(first_order)(THETA)).norm() < 5 * step * missing.norm()
+    assert missing.norm() > 0.1 * step

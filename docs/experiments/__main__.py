@@ -33,7 +33,7 @@ from report import UserError, user_errors
 from report.metrics import mean_metrics
 from report.text import columns, is_finite, read_jsonl, rounded, to_line
 
-from .figures import draw, draw_bars
+from .figures import draw, draw_arrows, draw_bars
 from .measures import MEASURES
 from .pages import arms_of, cell_of, changed, changes, claim_texts, filled, texts_of
 
@@ -71,9 +71,12 @@ def main():
     path = ROOT / "images" / f"{args.name}.png"
     if "bars" in experiment:
         draw_bars(results, experiment, path)
+    elif "arrows" in experiment:
+        draw_arrows(results, experiment, path)
     else:
         draw(results, experiment, PANELS, path)
-    print_table(results, experiment["panels"])
+    if experiment["panels"]:
+        print_table(results, experiment["panels"])
 
 
 def commands_of(experiment):
@@ -92,6 +95,8 @@ def commands_of(experiment):
 def results_of(name):
     """{(row, arm, seed): the last result, or None}; lines of other arms and seeds are left out."""
     experiment, lines = EXPERIMENTS[name], read_jsonl(RESULTS / f"{name}.jsonl")
+    if "program" in experiment:
+        return dict(enumerate(lines))
     found = {(line["row"], line["arm"], line["seed"]): line for line in lines}
     runs = [(*arm, seed) for seed in TEN_SEEDS for arm in commands_of(experiment)
             if seed in seeds_of(experiment, *arm)]
@@ -158,6 +163,9 @@ def print_table(results, keys):
 def run_all(name, jobs):
     """Run what is missing; if a page changes the code, also the tests that should notice it."""
     experiment = EXPERIMENTS[name]
+    if "program" in experiment:
+        python(f"-m {experiment['program']}", OUT / name / "log")
+        return
     missing = [key for key, result in results_of(name).items() if not result]
     for number, line in enumerate(experiment.get("first", ())):
         if missing:

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from report.curves import BLUE, BROWN, GREEN, GREY, ORANGE, PINK, above, finish, picture
+from report.curves import BLUE, BROWN, COLORS, GREEN, GREY, ORANGE, PINK, above, finish, picture
 
 ARM_COLORS = [BLUE, ORANGE, GREEN, PINK, BROWN]
 LOGARITHMIC = ("kl", "grad_norm")       # one run's may be a hundred times another's
@@ -133,6 +133,59 @@ def draw_bars(results, experiment, path):
         ax.set(xlim=(0, 1), xticks=(0, 0.5, 1), xticklabels=experiment["bars"]["ticks"])
         ax.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
         ax.legend(frameon=False, loc="upper right")
+
+
+def draw_arrows(results, experiment, path):
+    """Write a PNG: for each row of the experiment's `arrows` the truth, upward, and each arm's
+    update: all of length 1, turned by its angle, to the right if it makes answers longer."""
+    arrows = experiment["arrows"]
+    with picture(path, 12, 3.6) as fig:
+        for i, row in enumerate(arrows["rows"]):
+            ax = fig.add_axes((0.01 + 0.5 * i, 0.02, 0.48, 0.8))
+            above(ax, arrows["titles"][i], 8, 20, fontsize=11, fontweight="bold")
+            above(ax, arrows["subtitles"][i], 8, 6, fontsize=9, color=GREY)
+            ax.plot((0, 0), (0, 1.4), ":", color=GREY, linewidth=1)
+            runs = [run for run in results if run["row"] == row]
+            found = [(*update_of(runs, arm), name, color)
+                     for (arm, name), color in zip(arrows["arms"].items(), COLORS)]
+            for height, side in ((1.38, 1), (1.38, -1)):        # of labels, the first on each side
+                for angle, spread, name, color in sorted(found, key=lambda arrow: abs(arrow[0])):
+                    if (angle < 0) == (side < 0):
+                        draw_arrow(ax, angle, spread, f"{name}, {abs(angle):.0f}°", color,
+                                   (side * 0.9, height))
+                        height -= 0.15
+            ax.set(xlim=(-2.2, 2.2), ylim=(-0.05, 1.5), aspect="equal")
+            ax.axis("off")
+
+
+def update_of(runs, arm):
+    """The angle of an arm, in degrees, below 0 if answers become shorter, and the covariance of a
+    step (2, 2), across and along the truth; means over the runs, for groups of 8."""
+    def mean(name):
+        values = series(runs, arm, f"{name}/8")[1]
+        return values.mean() if values.size else 0.0
+
+    side, up = mean("side"), mean("up")
+    both = mean("together") * side * up * (1 if mean("longer") >= 0 else -1)
+    angle = mean("angle") * (1 if mean("longer") >= 0 else -1)
+    return angle, np.array([[side ** 2, both], [both, up ** 2]])
+
+
+def draw_arrow(ax, angle, spread, text, color, place):
+    """An arrow with its label, and around its tip the standard deviation of a step of 2,048 answers
+    (16 times as many as were simulated), an ellipse."""
+    from matplotlib.patches import Ellipse
+
+    tip = (np.sin(np.radians(angle)), np.cos(np.radians(angle)))
+    variances, axes = np.linalg.eigh(spread / 16)
+    ax.add_patch(Ellipse(tip, *(2 * np.sqrt(variances)), color=color, alpha=0.18, linewidth=0,
+                         angle=np.degrees(np.arctan2(axes[1, 0], axes[0, 0]))))
+    ax.annotate("", tip, (0, 0), arrowprops={
+        "arrowstyle": "-|>", "color": color, "linewidth": 2, "mutation_scale": 13, "shrinkA": 0,
+        "shrinkB": 0})
+    ax.plot((tip[0], place[0]), (tip[1], place[1]), color=color, linewidth=0.6, alpha=0.6)
+    ax.text(*place, f" {text} ", color=color, fontsize=9, va="center",
+            ha="left" if place[0] > 0 else "right")
 
 
 # --- what runs come to ----------------------------------------------------------------------------

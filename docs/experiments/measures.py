@@ -23,6 +23,7 @@ def exact_kl(run_dir):
         kl/k3         the mean of k3 over the very tokens that were sampled
         kl/largest    the largest `kl` that the run logged at a step
     """
+    torch.set_num_threads(1)
     args = SimpleNamespace(**json.loads((run_dir / "args.json").read_text(encoding="utf-8")))
     policy, reference = (load_pretrained(path, dtype=torch.float32)
                          for path in (run_dir / "final", args.model_path))
