@@ -94,7 +94,8 @@ def commands_of(experiment):
 
 def results_of(name):
     """{(row, arm, seed): the last result, or None}; lines of other arms and seeds are left out."""
-    experiment, lines = EXPERIMENTS[name], read_jsonl(RESULTS / f"{name}.jsonl")
+    experiment = EXPERIMENTS[name]
+    lines = read_jsonl(RESULTS / f"{experiment.get('results', name)}.jsonl")
     if "program" in experiment:
         return dict(enumerate(lines))
     found = {(line["row"], line["arm"], line["seed"]): line for line in lines}

@@ -86,7 +86,7 @@ def text_of(cell, results, panels):
         ends = differences(cell, results)
     if not ends:
         return ""
-    _, _, number = panels[cell["key"]]
+    _, _, number = panels.get(cell["key"], ("", "", ""))
     form, scale = "{end:.2f} ± {half:.2f}", 1
     if "%" in number:
         form, scale = "{end:.1f} ± {half:.1f}", 100
