@@ -1,14 +1,18 @@
 """Countdown: problems, texts and reward, all against plain arithmetic; the shipped files."""
 import itertools
+import math
 import random
 import re
 import zlib
 
 import pytest
+import torch
 
 from conftest import ROOT, write
-from dataset import PromptDataset, countdown
+from dataset import PromptCollator, PromptDataset, countdown
+from docs.experiments import pass_at_k
 from docs.experiments.__main__ import behaviour
+from model import load_pretrained, load_tokenizer, rng_of
 from reward import countdown_reward
 
 
@@ -106,3 +110,37 @@ def test_what_a_reply_does_is_read_off_it():
     row = behaviour({"completion": reply, "length": 50, "ended": True, "reward": 0.0})
     assert row["tries"] == 4 and row["repeats"] == 1 / 4 and row["gave_up"] == 1
     assert row["length/wrong"] == 50 and "length/right" not in row
+
+
+def test_who_may_not_give_up_tries_on_after_a_no_and_else_is_the_same_policy(one_thread):
+    """Its log-probs are those of the policy where no token is forbidden, and elsewhere those given
+    that none of the forbidden ones comes: worked out here from the text so far."""
+    weights = ROOT / "model/weights/countdown_128"
+    policy = load_pretrained(weights, dtype=torch.float32)
+    tokenizer = load_tokenizer(weights, math.inf)
+    words = [tokenizer.decode([i]) for i in range(len(tokenizer))]
+    batch = PromptCollator(tokenizer, 66)(PromptDataset(ROOT / "dataset/countdown_hard.jsonl")[:2])
+    ids, logps = pass_at_k.persistent_sample(
+        policy, batch["prompt_ids"], batch["prompt_mask"], tokenizer=tokenizer, num_generations=12,
+        max_new_tokens=100, eos_token_id=[2], pad_token_id=0, generator=rng_of(1))
+    everything = torch.cat((batch["prompt_ids"].repeat_interleave(12, 0), ids), 1)
+    mask = torch.cat((batch["prompt_mask"].repeat_interleave(12, 0), torch.ones_like(ids)), 1)
+    with torch.no_grad():
+        probs = policy(everything, mask).softmax(-1)[:, -ids.shape[1] - 1:-1]       # (N, R, V)
+    would_end = []
+    for row, row_logps, row_probs in zip(ids.tolist(), logps.tolist(), probs):
+        text = ""
+        for token, logp, p in zip(row, row_logps, row_probs):
+            allowed = torch.ones(len(words), dtype=bool)
+            if text.rfind(" no") > text.rfind(" yes"):
+                for end in "</think>", "<answer>", "</answer>", "<|im_end|>":
+                    allowed[words.index(end)] = False
+                if text.endswith("\n"):
+                    allowed &= torch.tensor([word.isdecimal() for word in words])
+                would_end.append(p[words.index("</think>")].item())
+            assert allowed[token], text + words[token]
+            assert logp == pytest.approx(math.log(p[token] / p[allowed].sum()), abs=1e-4)
+            text += words[token]
+            if token == 2:
+                break
+    assert sum(p > 0.2 for p in would_end) > 20     # it often wants to

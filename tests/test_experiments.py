@@ -1,4 +1,5 @@
 """Experiments: a run becomes a line, a line is run once, and its numbers are shown."""
+import itertools
 import math
 import re
 import shlex
@@ -13,8 +14,9 @@ import pytest
 import train_grpo
 from conftest import ROOT, jsonl, write
 from docs.experiments import __main__ as command
-from docs.experiments import figures, pages, tasks
+from docs.experiments import figures, pages, pass_at_k, tasks
 from docs.experiments.__main__ import EXPERIMENTS
+from model.commands import train_sft
 from report import UserError
 from reward.tools import calculator
 
@@ -98,6 +100,8 @@ def test_the_flags_of_every_arm_go_together(monkeypatch):
             continue
         for flags in command.commands_of(experiment).values():
             flags = shlex.split(flags.format(out="out"))
+            if "docs.experiments.pass_at_k" in flags:
+                flags = pass_at_k.parse_args(flags[2:])[1]      # without its own
             train_grpo.parse_args(flags[flags.index("train_grpo.py") + 1:] if "-m" in flags
                                   else flags)
 
@@ -197,6 +201,103 @@ def test_answers_by_chance_know_a_hit_and_follow_from_the_seed():
     answers = tasks.any_answer(games, secret=secret, seeds=range(40))
     assert answers[:4] == ["yes\n"] * 4 and {*answers[4:]} == {"high\n", "low\n"}
     assert answers == tasks.any_answer(games, secret=secret, seeds=range(40))
+
+
+# --- pass@k ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("c", range(6))
+def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_with_a_right_one(c):
+    answers = [True] * c + [False] * (5 - c)
+    for k in range(1, 6):
+        chosen = [any(some) for some in itertools.combinations(answers, k)]
+        assert pass_at_k.pass_at_k(5, c, k) == pytest.approx(sum(chosen) / len(chosen))
+
+
+@pytest.mark.parametrize("flags, policy", [
+    ([], "start"), (["--train"], "grpo/final"), (["--train", "--imitate"], "imitates")])
+def test_a_run_for_pass_at_k_makes_a_policy_and_samples_from_it(
+        tmp_path, monkeypatch, flags, policy):
+    folder, calls, sampled = tmp_path / "the run", [], []
+
+    def python(arguments, log):
+        """Leaves what GRPO samples."""
+        calls.append(shlex.split(arguments))
+        (folder / "grpo").mkdir(parents=True, exist_ok=True)
+        write(folder / "grpo/completions.jsonl", [
+            {"nums": [9, 8, 6], "target": 57, "completion": text, "reward": reward}
+            for text, reward in (("wrong", 0.0), ("right", 1.0))])
+
+    def answer_all(args, never_give_up):
+        """Of the four answers to each of two problems, one and none are right."""
+        sampled.append(args.model_path)
+        text = "<think>\n9+8=17+6=23 57 no\n</think>"
+        rewards = [0.0, 1.0] + [0.0] * 6
+        return [{"completion": text, "length": 10 * i, "ended": True, "reward": reward}
+                for i, reward in enumerate(rewards)], [1, 0]
+
+    monkeypatch.setattr(pass_at_k, "python", python)
+    monkeypatch.setattr(pass_at_k, "answer_all", answer_all)
+    pass_at_k.main([*flags, "--num_generations_eval", "4", "--model_path", str(folder / "start"),
+                    "--out_dir", str(tmp_path), "--run_name", "the run", "--beta", "0"])
+    assert sampled == [str(folder / policy)] and len(calls) == len(flags)
+    if "--train" in flags:
+        args = train_grpo.parse_args(calls[0][1:])
+        assert Path(args.out_dir, args.run_name) == folder / "grpo"
+        assert calls[0][0] == "train_grpo.py" and args.beta == 0 and args.eval_interval == 0
+    if "--imitate" in flags:
+        monkeypatch.setattr("sys.argv", calls[1][1:])
+        args = train_sft.parse_args()
+        assert args.init == folder / "start" and args.save == folder / policy
+        chat, = jsonl(args.data)
+        assert [turn["content"] for turn in chat["conversations"]] == [
+            "Use 9, 8, 6 to make 57.", "right"]
+    line = command.summary(folder, ["length", "gave_up", "hit", "right"])
+    assert line["series"] == {"length": [35], "gave_up": [1], "hit": [0], "right": [0.125]}
+    assert line["eval"] == {"step": [1, 2, 4], "eval/pass@k": [0.125, 0.25, 0.5]}
+
+
+@pytest.mark.parametrize("never_give_up", [False, True])
+def test_each_problem_gets_its_answers_and_its_count_of_right_ones(
+        monkeypatch, own_module, never_give_up):
+    own_module("adds", "def adds(prompts, completions, **columns):\n"
+                       "    return [float('+' in text) for text in completions]")
+    calls, sample = [], pass_at_k.persistent_sample
+
+    def spy(*inputs, **options):
+        calls.append(options["num_generations"])
+        return sample(*inputs, **options)
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(pass_at_k, "persistent_sample", spy)
+    monkeypatch.setattr(pass_at_k, "AT_ONCE", 2)
+    flags = ("@dataset/countdown.txt --eval_samples 3 --num_generations_eval 5 --max_gen_len 5 "
+             "--eval_reward_funcs adds:adds --device cpu --seed 1")
+    rows, counts = pass_at_k.answer_all(train_grpo.parse_args(flags.split()), never_give_up)
+    assert calls == [2, 2, 1] * 3 * never_give_up and len(rows) == 15
+    problems = jsonl(ROOT / "dataset/countdown_heldout.jsonl")[:3]
+    for i, row in enumerate(rows):
+        assert row["nums"] == problems[i // 5]["nums"]
+    right = ["+" in row["completion"] for row in rows]
+    assert counts == [sum(right[:5]), sum(right[5:10]), sum(right[10:])] and len({*counts}) > 1
+
+
+def test_pass_at_k_is_drawn_against_samples_and_against_their_tokens(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    lines, plot = [], Axes.plot
+
+    def spy(ax, x, y, **style):
+        lines.append([*x, *y])
+        return plot(ax, x, y, **style)
+
+    monkeypatch.setattr(Axes, "plot", spy)
+    runs = [result("a", 1, 90), result("a", 2, 110)]
+    for run, share in zip(runs, (0.2, 0.4)):
+        run["eval"] = {"step": [1, 2], "eval/pass@k": [share, 1.0]}
+    panels = {"eval/pass@k": SHARE["length"]}
+    figures.draw_against_tokens(runs, "eval/pass@k", panels, tmp_path / "a.png")
+    assert lines == [pytest.approx([1, 2, 0.3, 1]), pytest.approx([100, 200, 0.3, 1])]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 # --- pictures and tables --------------------------------------------------------------------------

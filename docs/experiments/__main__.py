@@ -33,7 +33,7 @@ from report import UserError, user_errors
 from report.metrics import mean_metrics
 from report.text import columns, is_finite, read_jsonl, rounded, to_line
 
-from .figures import draw, draw_arrows, draw_bars
+from .figures import draw, draw_against_tokens, draw_arrows, draw_bars
 from .measures import MEASURES
 from .pages import arms_of, cell_of, changed, changes, claim_texts, filled, texts_of
 
@@ -73,6 +73,8 @@ def main():
         draw_bars(results, experiment, path)
     elif "arrows" in experiment:
         draw_arrows(results, experiment, path)
+    elif "against_tokens" in experiment:
+        draw_against_tokens(results, experiment["against_tokens"], PANELS, path)
     else:
         draw(results, experiment, PANELS, path)
     if experiment["panels"]:
@@ -183,7 +185,7 @@ def run(name, row, arm, seed):
     experiment, out = EXPERIMENTS[name], OUT / name
     run_name = re.sub(r"\W", "_", f"{row} {arm} {seed}".strip())
     command = commands_of(experiment)[row, arm].format(out=quoted(out))
-    if "train_grpo.py" not in command:          # with it, it also says how many processes
+    if not command.lstrip().startswith("-m "):
         command = f"train_grpo.py {command}"
     diff = diff_of(experiment, row, arm)
     with tempfile.TemporaryDirectory() as folder:
@@ -299,6 +301,7 @@ def behaviour(row):
         found["repeats"] = fmean(line in lines[:i] for i, line in enumerate(lines))
     if verdicts:
         found["tries"] = len(verdicts)
+        found["hit"] = "yes" in verdicts
         found["gave_up"] = row["ended"] and "yes" not in verdicts
     if "secret" in row:
         found |= places(row["turns"])

@@ -188,6 +188,33 @@ def draw_arrow(ax, angle, spread, text, color, place):
             ha="left" if place[0] > 0 else "right")
 
 
+def draw_against_tokens(results, key, panels, path):
+    """Write a PNG: a series whose steps are numbers of samples k, against k and k mean lengths."""
+    title, subtitle, form = panels[key]
+    lines = styles(list(dict.fromkeys(run["arm"] for run in results)))
+    with picture(path, 10.4, 4.6) as fig:
+        draw_legend(fig, lines, 0.98)
+        left, right = fig.subplots(1, 2, gridspec_kw={
+            "left": 0.06, "right": 0.95, "top": 0.74, "bottom": 0.1, "wspace": 0.25})
+        for ax, counted, base in ((left, "k samples", 2), (right, "the tokens of k samples", 10)):
+            above(ax, f"{title}, against {counted}", -22, 18, fontsize=10, fontweight="bold")
+            above(ax, subtitle, -22, 6, fontsize=8, color=GREY)
+            for arm, (color, dashes) in lines.items():
+                steps, values = series(results, arm, key)
+                if ax is right:
+                    steps = steps * series(results, arm, "length")[1].mean()
+                center, half = interval(values)
+                low, high = np.clip((center - half, center + half), 0, 1)       # it is a share
+                ax.fill_between(steps, low, high, color=color, alpha=0.13, linewidth=0)
+                ax.plot(steps, center, color=color, linestyle=dashes, linewidth=1.8)
+            finish(ax, [], form, top=1.04)
+            ax.set_xscale("log", base=base)
+            ax.set_xlim(ax.dataLim.x0 / 1.2, ax.dataLim.x1 * 1.2)
+            ax.xaxis.set_major_formatter("{x:,g}")
+            ax.tick_params(which="minor", length=0)
+            ax.set_xlabel(counted)
+
+
 # --- what runs come to ----------------------------------------------------------------------------
 
 def series(runs, arm, key):
