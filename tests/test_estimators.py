@@ -7,7 +7,7 @@ import torch
 
 from conftest import ROOT
 from docs.experiments import estimators
-from docs.experiments.answers import LIMIT, PROMPTS, Answers, Tiny, fewer_numbers, flat, sampled
+from docs.experiments.answers import PROMPTS, Answers, Tiny, fewer_numbers, flat, sampled
 from docs.experiments.estimators import (
     RATIOS,
     STEP,
@@ -26,11 +26,12 @@ from docs.experiments.estimators import (
 )
 
 TWO, FOUR = "two values", "four values"
+LIMIT = 5       # of the length: a run has 7
 
 
 @pytest.fixture(scope="module")
 def tiny():
-    return Tiny(1)
+    return Tiny(1, LIMIT)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def answers(tiny):
 
 
 def by_autograd(tiny, objective):
-    """The gradient of objective(pi(o) of each prompt's answers (4, 255)), through the network."""
+    """The gradient of objective(pi(o) of each prompt's answers (4, 63)), through the network."""
     shares = tiny.logps().sum(1).exp().view(len(PROMPTS), -1)
     return flat(torch.autograd.grad(objective(shares), list(tiny.policy.parameters())))
 
@@ -56,7 +57,7 @@ def test_these_are_all_answers_of_the_tiny_policy(tiny, answers):
     assert close(shares.sum(1), torch.ones(4).double())
     texts = {(int(number), tuple(ids[2:2 + length])) for number, ids, length in zip(
         tiny.prompt, tiny.ids.tolist(), tiny.length.tolist())}
-    assert len(texts) == 1020 and (0, (1, 0)) in texts and (3, (2,) * LIMIT) in texts
+    assert len(texts) == 252 and (0, (1, 0)) in texts and (3, (2,) * LIMIT) in texts
     right = {(int(number), tuple(ids[2:2 + length])) for number, ids, length, reward in zip(
         tiny.prompt, tiny.ids.tolist(), tiny.length.tolist(), tiny.rewards[TWO]) if reward}
     assert (0, (1, 0)) in right and (1, (1, 2, 1, 0)) in right and (0, (1, 1, 0)) not in right
@@ -155,7 +156,7 @@ def test_a_step_has_whole_groups_and_bnpo_its_own_divisor(tiny, answers):
     assert steps.shape == (500, STEP)
     prompts = tiny.prompt[steps].view(-1, 8)
     assert (prompts == prompts[:, :1]).all() and len(prompts.unique()) == 4
-    found = torch.bincount(steps.flatten(), minlength=1020) / steps.numel()
+    found = torch.bincount(steps.flatten(), minlength=252) / steps.numel()
     assert (found - answers.shares[0] / 4).abs().max() < 0.01
     arm = "bnpo", "none", "grpo"
     weights = weights_in(answers, steps, TWO, 8, *arm)
@@ -203,7 +204,7 @@ def test_the_study_on_policy_says_the_same(answers):
 
 def test_the_product_of_ratios_stays_exact_and_all_begin_exact(monkeypatch):
     monkeypatch.setattr(estimators, "UPDATES", (0, 4))
-    tiny = Tiny(2)
+    tiny = Tiny(2, LIMIT)
     reference = tiny.logps().detach()
     tiny.train(0.2)
     before = tiny.logps().detach()

@@ -16,7 +16,7 @@ from model import MiniMindConfig, MiniMindForCausalLM, World
 from model.model import RMSNorm
 from train_grpo import compute_rewards, generate, prepare, read_prompts, token_logps
 
-END, A, B, LIMIT = 0, 1, 2, 7
+END, A, B = 0, 1, 2
 PROMPTS = [(A, A), (A, B), (B, A), (B, B)]
 SKETCH = 4096
 
@@ -41,7 +41,8 @@ class Tiny:
     """A policy with three tokens: end, a and b. Prompt number i, from 0, asks for i + 1 a's among
     any number of b's. There are four, with n = 1,020 answers of at most 7 tokens. In float64."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, limit=7):
+        self.limit = limit
         torch.manual_seed(seed)
         self.policy = MiniMindForCausalLM(MiniMindConfig(
             vocab_size=3, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
@@ -51,16 +52,16 @@ class Tiny:
             if isinstance(part, RMSNorm):       # ours computes in float32
                 part.forward = partial(F.rms_norm, normalized_shape=part.weight.shape,
                                        weight=part.weight, eps=part.eps)
-        ended = [letters + (END,) for size in range(LIMIT)
+        ended = [letters + (END,) for size in range(limit)
                  for letters in itertools.product((A, B), repeat=size)]
-        cut_off = list(itertools.product((A, B), repeat=LIMIT))
+        cut_off = list(itertools.product((A, B), repeat=limit))
         pairs = list(itertools.product(range(len(PROMPTS)), ended + cut_off))
         self.prompt = torch.tensor([number for number, _ in pairs])                     # (n,)
         self.length = torch.tensor([len(answer) for _, answer in pairs])                # (n,)
-        self.mask = (torch.arange(LIMIT) < self.length[:, None]).int()                  # (n, R)
-        self.ids = torch.tensor([PROMPTS[number] + answer + (END,) * (LIMIT - len(answer))
+        self.mask = (torch.arange(limit) < self.length[:, None]).int()                  # (n, R)
+        self.ids = torch.tensor([PROMPTS[number] + answer + (END,) * (limit - len(answer))
                                  for number, answer in pairs])                          # (n, 2+R)
-        missing = [abs(answer.count(A) - number - 1) if END in answer else LIMIT
+        missing = [abs(answer.count(A) - number - 1) if END in answer else limit
                    for number, answer in pairs]
         missing = torch.tensor(missing).double()
         self.rewards = {"two values": (missing == 0).double(),
@@ -68,8 +69,8 @@ class Tiny:
 
     def logps(self):
         """log pi of each token, (n, R), 0 after the end."""
-        logps = self.policy(self.ids)[:, -LIMIT - 1:-1].log_softmax(-1)
-        return logps.gather(-1, self.ids[:, -LIMIT:, None]).squeeze(-1) * self.mask
+        logps = self.policy(self.ids)[:, -self.limit - 1:-1].log_softmax(-1)
+        return logps.gather(-1, self.ids[:, -self.limit:, None]).squeeze(-1) * self.mask
 
     def expected_reward(self):
         """The mean over prompts of E[r], r of two values: the solve rate."""
@@ -98,14 +99,14 @@ class Tiny:
             gradients.append(flat(torch.autograd.grad(logps[token], parameters)))
         gradients.append(torch.zeros_like(gradients[0]))
         index = [[places.get(tuple(ids[:end]), len(places)) if end < 3 + length else len(places)
-                  for end in range(3, 3 + LIMIT)]
+                  for end in range(3, 3 + self.limit)]
                  for ids, length in zip(self.ids.tolist(), self.length.tolist())]
         return torch.stack(gradients), torch.tensor(index)
 
     def answers(self):
         gradients, index = self.token_gradients()
         return Answers(self.prompt, self.length, [self.logps().detach().sum(1).exp()],
-                       gradients[index].sum(1), self.rewards, LIMIT)
+                       gradients[index].sum(1), self.rewards, self.limit)
 
 
 def flat(tensors):
