@@ -72,16 +72,18 @@ class Tiny:
         logps = self.policy(self.ids)[:, -self.limit - 1:-1].log_softmax(-1)
         return logps.gather(-1, self.ids[:, -self.limit:, None]).squeeze(-1) * self.mask
 
-    def expected_reward(self):
-        """The mean over prompts of E[r], r of two values: the solve rate."""
-        return (self.logps().sum(1).exp() * self.rewards["two values"]).sum() / len(PROMPTS)
+    def solve_rates(self):
+        """The probability of a right answer to each prompt, (4,)."""
+        right = self.logps().sum(1).exp() * self.rewards["two values"]
+        return right.view(len(PROMPTS), -1).sum(1)
 
     def train(self, rate):
-        """Climb the exact gradient until the solve rate is at least `rate`."""
+        """Climb until the mean solve rate is at least `rate`: their logarithms, so that no prompt
+        is left behind."""
         optimizer = torch.optim.Adam(self.policy.parameters(), 1e-3)
-        while (reached := self.expected_reward()) < rate:
+        while (rates := self.solve_rates()).mean() < rate:
             optimizer.zero_grad()
-            (-reached).backward()
+            (-rates.log().sum()).backward()
             optimizer.step()
 
     def token_gradients(self):
@@ -133,8 +135,8 @@ def sampled(weights, prompts, each, seed):
     parameters, rng = list(t.policy.parameters()), world.rng(1)
     bucket = torch.randint(SKETCH, (sum(p.numel() for p in parameters),), generator=rng)
     sign = torch.randint(2, bucket.shape, generator=rng) * 2.0 - 1
-    rows = []           # prompt, length, share in each lot, rewards of each kind; and gradients
-    gradients = []
+    rows = []           # prompt, length, share in each lot, rewards of each kind
+    gradients = torch.zeros(prompts * each, SKETCH)
     for number in range(prompts):
         batch = collate([problems[number]])
         rollout = generate(t.policy, batch, t.tokenizer, t.sample, rng, args, each)
@@ -147,10 +149,10 @@ def sampled(weights, prompts, each, seed):
             ids = torch.cat((batch["prompt_ids"], torch.tensor([answer])), 1)
             logps = token_logps(t.policy, ids, torch.ones_like(ids), len(answer))
             gradient = flat(torch.autograd.grad(logps.sum(), parameters))
-            gradients.append(torch.zeros(SKETCH).index_add_(0, bucket, gradient * sign))
+            gradients[len(rows)].index_add_(0, bucket, gradient * sign)
             rows.append([number, len(answer), *(2 * lot[answer] / each for lot in lots),
                          right[i], (right[i] + form[i]) / 1.5, total[i]])
     prompt, length, *shares, two, four, all_four = torch.tensor(rows, dtype=torch.float64).T
     rewards = {"two values": two, "four values": four, "the default rewards": all_four}
-    return Answers(prompt.long(), length.long(), shares, torch.stack(gradients), rewards,
+    return Answers(prompt.long(), length.long(), shares, gradients[:len(rows)], rewards,
                    args.max_gen_len)

@@ -151,6 +151,7 @@ def on_policy(answers, seed):
     """Yields (kind of reward, arm, {series/G: number}):
 
     angle, aim  between the update and the truth, and what the arm aims at itself, in degrees
+    right       the same with the truth of rewards of two values, 1 for right answers
     length      in units of the truth / L, which is dr_grpo's with rloo
     longer      cosine of what is not the truth with what makes answers longer
     noise       standard deviation of the update of one step, in units of its length; up and side,
@@ -159,7 +160,8 @@ def on_policy(answers, seed):
     rng, lots = torch.Generator().manual_seed(seed), range(len(answers.shares))
     lengthens = [answers.mean_gradient(answers.length, lot) for lot in lots]
     for kind, rewards in answers.rewards.items():
-        truth = [answers.mean_gradient(rewards, lot) for lot in lots]
+        truth, right = ([answers.mean_gradient(x, lot) for lot in lots]
+                        for x in (rewards, answers.rewards["two values"]))
         across, few = without(lengthens, truth), len(rewards.unique()) <= 4
         found = {arm: {} for arm in ARMS if few or "mean" not in arm}   # MaxRL wants 0 to 1
         drawn = {G: [random_steps(answers, lot, G, 16 * SIMULATED, rng) for lot in lots]
@@ -176,7 +178,7 @@ def on_policy(answers, seed):
             spread = (updates @ plane.T).T.cov()                                        # (2, 2)
             up, side = spread.diagonal().sqrt().tolist()
             numbers |= {
-                f"angle/{G}": degrees(update, truth),
+                f"angle/{G}": degrees(update, truth), f"right/{G}": degrees(update, right),
                 f"length/{G}": size * answers.limit / math.sqrt(inner(truth, truth)),
                 f"noise/{G}": updates.var(0).sum().sqrt().item(), f"up/{G}": up, f"side/{G}": side,
                 f"together/{G}": spread[0, 1].item() / max(up * side, 1e-300)}
@@ -204,7 +206,7 @@ RATIOS = {      # name: loss_type, level of the ratio, epsilons
     "GMPO": ("gmpo", "token", {"epsilon_low": 0.4, "epsilon_high": 0.4}),
     "product of ratios": ("r1", "sequence", FREE)}
 KLS = {"k1": ("k1", False), "k2": ("k2", False), "k3": ("k3", False), "corrected k3": ("k3", True)}
-UPDATES = 0, 1, 4, 16
+UPDATES = 0, 1, 4, 16, 64
 
 
 def policy_loss(logps, old_logps, advantages, mask, name):
