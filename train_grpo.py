@@ -617,12 +617,12 @@ def add_objective_flags(parser):
     flag = parser.add_argument_group("4. learn (the objective)").add_argument
     flag("--loss_type", choices=tuple(LOSS_TYPES), default="grpo", help="mean over tokens: of each "
          "completion, then of all (grpo); of all tokens (bnpo, dapo); sum / max_gen_len (dr_grpo); "
-         "sum (luspo); cispo, sapo, gmpo and r1 also change the bound or the ratio")
+         "sum (luspo); cispo, dppo, sapo, gmpo, r1 also change the bound or the ratio")
     flag("--importance_sampling_level", choices=("token", "sequence"), default="token",
          help="a ratio pi / pi_old per token, or per completion (GSPO: epsilons of about 3e-4)")
     flag("--epsilon_low", type=POSITIVE_OR_0, default=0.2, help="clip the ratio at 1 - it")
     flag("--epsilon_high", type=POSITIVE_OR_0, help="and at 1 + it (default: 0.2; DAPO 0.28); "
-         "with cispo the cap itself (default: 5); gmpo has both in log space: 0.4, say")
+         "cispo: the cap itself (default: 5); gmpo: both in log space, 0.4 say; dppo: of pi, 0.15")
     flag("--delta", type=FINITE, help="dual clip: cap on the ratio of bad tokens (default: none)")
     flag("--kl_type", choices=tuple(KL_TYPES), help="estimate of the KL: k2 has its gradient, k3 "
          "is GRPO's, k3+ its value with k2's gradient (default: k3; k1 with --kl_in_reward)")

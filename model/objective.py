@@ -12,6 +12,7 @@ import torch
 from report import UserError
 
 TAU_GOOD, TAU_BAD = 1.0, 1.05       # SAPO's temperatures, by the sign of the advantage
+LARGEST_WEIGHT = 20                 # DPPO's cap on the ratio
 
 
 def choice(table, name, option):
@@ -79,15 +80,31 @@ def geometric_mean(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high,
                                       "high": (d > epsilon_high) & (advantages > 0)}
 
 
+def pi_region(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, **unused):
+    """DPPO's -sg[min(ratio, 20)] A log pi in a region of probabilities, arXiv 2602.04879; (N, R).
+
+    A token loses its gradient once pi - pi_old > epsilon_high where A > 0, or pi_old - pi >
+    epsilon_low where A < 0: the paper's binary total variation. So a rare token may become many
+    times as likely, and a frequent one, whose ratio hardly moves, soon stops.
+    """
+    ratio, pi = ratio.detach(), logps.detach().exp()
+    gained = pi - pi / ratio                                              # pi - pi_old, (N, R)
+    low = (gained < -epsilon_low) & (advantages < 0)
+    high = (gained > epsilon_high) & (advantages > 0)
+    weight = ratio.clamp(max=LARGEST_WEIGHT).masked_fill(low | high, 0.0)
+    return -weight * advantages * logps, {"low": low, "high": high}
+
+
 def loss_types(ppo_clip):
     """Rows of LOSS_TYPES.
 
-    dapo has bnpo's average. luspo, arXiv 2602.05261, is for GSPO's ratio: a completion counts once
-    for each of its tokens. r1 is DeepSeek-R1's objective: see as_one_action.
+    dapo has bnpo's average; so have cispo and dppo. luspo, arXiv 2602.05261, is for GSPO's ratio: a
+    completion counts once for each of its tokens. r1 is DeepSeek-R1's objective: see as_one_action.
     """
     return {
         "dapo":  (ppo_clip,       lambda length, completions, tokens, L: tokens),
         "cispo": (cispo_cap,      lambda length, completions, tokens, L: tokens),
+        "dppo":  (pi_region,      lambda length, completions, tokens, L: tokens),
         "sapo":  (soft_gate,      lambda length, completions, tokens, L: completions * length),
         "gmpo":  (geometric_mean, lambda length, completions, tokens, L: completions * length),
         "luspo": (ppo_clip,       lambda length, completions, tokens, L: completions),
@@ -177,12 +194,14 @@ def refuse_contradictions(args):
     for is_there, sentence in [
         (loss_type == "cispo" and high <= 1, f"--epsilon_high {high} is the cap itself with "
          "--loss_type cispo and would scale down every token; give one above 1, or none for 5"),
-        (delta is not None and loss_type in ("cispo", "sapo", "gmpo"), "--delta belongs to PPO's "
-         f"clip, and --loss_type {loss_type} has none; leave it out"),
+        (delta is not None and loss_type in ("cispo", "sapo", "gmpo", "dppo"), "--delta belongs to "
+         f"PPO's clip, and --loss_type {loss_type} has none; leave it out"),
         (delta is not None and delta <= 1 + high,
          f"--delta {delta} undoes the clip at 1 + epsilon_high = {1 + high}; give a larger one"),
         (one_ratio and sequence, f"--loss_type {loss_type} makes one ratio of a completion's "
          "tokens itself; leave --importance_sampling_level out"),
+        (loss_type == "dppo" and sequence, "--loss_type dppo bounds the probability of each token; "
+         "leave --importance_sampling_level out"),
         (loss_type == "luspo" and not sequence, "--loss_type luspo is for one ratio per "
          "completion; add --importance_sampling_level sequence"),
         (by_steps and (one_ratio or sequence), "--supervision process gives each token an "

@@ -120,7 +120,7 @@ VERL = {
     "grpo": ("vanilla", "seq-mean-token-mean"), "dapo": ("vanilla", "token-mean"),
     "dr_grpo": ("vanilla", "seq-mean-token-sum-norm"), "gspo": ("gspo", "seq-mean-token-mean"),
     "r1": ("vanilla", "seq-mean-token-sum"), "cispo": ("cispo", "token-mean"),
-    "sapo": ("sapo", None), "gmpo": ("geo_mean", None)}
+    "dppo": ("dppo_tv", "token-mean"), "sapo": ("sapo", None), "gmpo": ("geo_mean", None)}
 
 
 def verl_losses():
@@ -140,7 +140,7 @@ def verl_losses():
             spec=ActorConfig, clip_ratio=0.2, clip_ratio_low=options["epsilon_low"], tau_pos=1.0,
             clip_ratio_high=options["epsilon_high"] - (name == "cispo"), tau_neg=1.05,
             global_batch_info={"loss_scale_factor": L} if name == "dr_grpo" else {})
-        config.get.side_effect = {"clip_ratio_c": 3.0}.get
+        config.get.side_effect = {"clip_ratio_c": 20.0 if name == "dppo" else 3.0}.get
         old_logps = old_logps.detach().clone()
         theirs, _ = verl.get_policy_loss_fn(policy_loss)(
             old_logps, logps.requires_grad_(), advantages[:, None].expand(N, R), mask,

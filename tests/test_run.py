@@ -272,6 +272,7 @@ OBJECTIVES = [{"loss_type": name, "beta": 0.1} for name in ("grpo", "bnpo", "dap
     {"importance_sampling_level": "sequence", "mask_truncated_completions": True},
     {"beta": 0.1, "use_bias_correction_kl": True}, {"beta": 0.1, "kl_type": "k3+"},
     {"loss_type": "sapo"}, {"loss_type": "gmpo"}, {"off_policy_mask_threshold": 0.2},
+    {"loss_type": "dppo", "epsilon_low": 3e-9, "epsilon_high": 3e-9},   # random tokens are so rare
     {"loss_type": "luspo", "importance_sampling_level": "sequence"}]
 ADVANTAGES = [{"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 3.0]},
               {"scale_rewards": "mean"}, {"advantage_estimator": "grpo_passk"},
@@ -509,8 +510,10 @@ def test_the_reference_moves_towards_the_policy():
     ("--reward_weights 1", "--reward_weights"),
     ("--loss_type cispo --epsilon_high 0.2", "--epsilon_high cispo"),
     ("--loss_type cispo --delta 3", "--delta cispo"),
+    ("--loss_type dppo --delta 3", "--delta dppo"),
     ("--delta 1.1", "--delta epsilon_high"),
     ("--loss_type gmpo --importance_sampling_level sequence", "gmpo --importance_sampling_level"),
+    ("--loss_type dppo --importance_sampling_level sequence", "dppo --importance_sampling_level"),
     ("--multi_objective_aggregation normalize_then_sum --scale_rewards none", "--scale_rewards"),
     ("--rollout_is_threshold 0.5", "--rollout_is_threshold 1"),
     ("--supervision process --loss_type r1", "--supervision ratio"),
