@@ -340,8 +340,8 @@ def optimizer_step(policy, optimizer, minibatch, logps_of, world, args):
         # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
         old_logps = logps.detach() if part.old_logps is None else part.old_logps
         advantages = part.advantages.view(len(logps), -1)                       # (n, 1 or R)
-        if args.rollout_is_threshold or args.off_policy_mask_threshold:
-            advantages = objective.corrected(advantages, part, logps, old_logps, args)
+        # By default they stay as they are: model/objective.py.
+        advantages = objective.corrected(advantages, part, logps, old_logps, args)
         loss, of_loss = grpo_loss(
             logps, old_logps, advantages, part.mask, ref_logps=part.ref_logps, entropy=entropy,
             **minibatch.totals, **loss_options(args))
@@ -513,6 +513,7 @@ MINIMINDS = {       # MiniMind's flags that are rarely wanted: the end of --help
     "use_wandb": {"action": "store_true"},
     "wandb_project": {"default": "MiniGRPO"},
     "ddp": {"action": "store_true"}, "num_workers": {"type": int}, "log_interval": {"type": int},
+    "rollout_is_threshold": {"type": POSITIVE_OR_0, "default": 0.0},    # ours, of earlier versions
 }
 
 
@@ -524,7 +525,8 @@ def parse_args(argv=None):
         "MiniMind's other flags work too: accumulation_steps multiplies batch_size; epochs bounds "
         "the passes over the prompts (1); hidden_size (128) and use_moe name the default weights, "
         "num_hidden_layers refuses others; fast 0 is sampler plain; use_wandb is swanlab online, "
-        "wandb_project its project; ddp, num_workers and log_interval do nothing."))
+        "wandb_project its project; ddp, num_workers and log_interval do nothing. And our "
+        "rollout_is_threshold, sampler_correction's elder, truncates at the loss's level."))
     for add_flags in (add_ask_flags, add_judge_flags, add_objective_flags, add_report_flags,
                       add_machine_flags):
         add_flags(parser)
@@ -628,8 +630,11 @@ def add_objective_flags(parser):
          "is GRPO's, k3+ its value with k2's gradient (default: k3; k1 with --kl_in_reward)")
     flag("--use_bias_correction_kl", action="store_true",
          help="multiply the KL by the ratio: with one per token k3 has the KL's gradient, too")
-    flag("--rollout_is_threshold", type=POSITIVE_OR_0, default=0.0, help="where the sampler is not "
-         "the policy: weight advantages by pi_old / pi_sampler, at most this: 2, say; 0: don't")
+    flag("--sampler_correction", choices=objective.CORRECTIONS, default="none", help="where the "
+         "sampler is not the policy: weight advantages by pi_old / pi_sampler of the token or the "
+         "completion; outside of the next two bounds by the bound (truncate) or 0 (mask)")
+    flag("--sampler_ratio_min", type=POSITIVE_OR_0, default=0.0, help="lower bound of that weight")
+    flag("--sampler_ratio_max", type=POSITIVE, default=3.0, help="and its upper bound")
     flag("--off_policy_mask_threshold", type=POSITIVE_OR_0, default=0.0, help="learn nothing from "
          "bad completions whose mean of log pi_sampler - log pi is above this: 0.5, say; 0: all")
     flag("--entropy_coef", type=POSITIVE_OR_0, default=0.0, help="weight of an entropy bonus")

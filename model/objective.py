@@ -144,30 +144,50 @@ def kl_types(k3):
 # --- a sampler that is not the policy -------------------------------------------------------------
 
 
+CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
 def corrected(advantages, part, logps, old_logps, args):
-    """The advantages, (n, 1 or R), as two flags correct them; 1 or R with the loss's ratio."""
+    """The advantages, (n, 1 or R), as two flags correct them; by default as they are."""
     if args.off_policy_mask_threshold:
         advantages = near_sampler(advantages, part, logps, args)
-    if args.rollout_is_threshold:
+    if args.sampler_correction != "none" or args.rollout_is_threshold:
         part.sampler_weights = sampler_weights(part, old_logps, args)
         advantages = part.sampler_weights * advantages
     return advantages
 
 
 def sampler_weights(part, old_logps, args):
-    """Truncated importance weights min(pi_old / pi_sampler, C), (n, R), or (n, 1) by completion.
+    """Importance weights w = pi_old / pi_sampler, (n, R), or (n, 1) by completion, within bounds.
 
-    For a sampler that rounds differently than the trainer, or more coarsely: --rollout_is_threshold
-    C, verl's rollout_is, TRL's vllm_importance_sampling_correction. Their level is that of the
-    loss's ratio: the product of the two is pi / pi_sampler. They weight the advantage, with which
-    all bounds scale; the KL and the entropy keep weight 1, as in TRL.
+        token_...       w of each token                 ..._truncate    clip(w, min, max)
+        sequence_...    their product                   ..._mask        0 outside of [min, max]
+
+    For a sampler that rounds differently than the trainer, or more coarsely: --sampler_correction,
+    TRL's vllm_importance_sampling_mode; of Yao et al., 2025, and IcePop, arXiv 2510.18855
+    (token_mask). Only the product weights a token's prefix too, at a variance that grows with the
+    length. The weights scale the advantage, and with it all bounds; the KL and the entropy keep
+    weight 1, as in TRL.
     """
     log_ratio = (old_logps - part.sampling_logps) * part.mask                           # (n, R)
+    if args.rollout_is_threshold:
+        return like_the_ratio(log_ratio, part.mask, args).exp().clamp(max=args.rollout_is_threshold)
+    level, _, bound = args.sampler_correction.partition("_")
+    if level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True)                                      # (n, 1)
+    weights, low, high = log_ratio.exp(), args.sampler_ratio_min, args.sampler_ratio_max
+    if bound == "truncate":
+        return weights.clamp(low, high)
+    return weights.masked_fill((weights < low) | (weights > high), 0.0)
+
+
+def like_the_ratio(log_ratio, mask, args):
+    """--rollout_is_threshold's level, that of the loss's ratio: then both make pi / pi_sampler."""
     if args.loss_type == "r1":
-        log_ratio = log_ratio.sum(1, keepdim=True)
-    elif args.importance_sampling_level == "sequence" or args.loss_type == "gmpo":
-        log_ratio = log_ratio.sum(1, keepdim=True) / part.mask.sum(1, keepdim=True).clamp(min=1)
-    return log_ratio.exp().clamp(max=args.rollout_is_threshold)
+        return log_ratio.sum(1, keepdim=True)
+    if args.importance_sampling_level == "sequence" or args.loss_type == "gmpo":
+        return log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return log_ratio
 
 
 def near_sampler(advantages, part, logps, args):
@@ -227,6 +247,14 @@ def refuse_contradictions(args):
          "reply, a tool's words too; leave --supervision or --tool out"),
         (0 < args.rollout_is_threshold < 1, f"--rollout_is_threshold {args.rollout_is_threshold} "
          "would scale down every token; give 1 or more, or 0 for none"),
+        (args.sampler_correction != "none" and args.rollout_is_threshold, "--sampler_correction "
+         "and --rollout_is_threshold weight the same tokens; leave one of the two out"),
+        (not args.sampler_ratio_min <= 1 <= args.sampler_ratio_max, f"--sampler_ratio_min "
+         f"{args.sampler_ratio_min} and --sampler_ratio_max {args.sampler_ratio_max} leave out the "
+         "weight 1 of a sampler that is the policy; give bounds around 1"),
+        (args.sampler_correction.startswith("token") and one_ratio, "--sampler_correction "
+         f"{args.sampler_correction} has a weight per token, and --loss_type {loss_type} one ratio "
+         "per completion; choose one of sequence_..."),
     ]:
         if is_there:
             raise UserError(sentence)

@@ -35,7 +35,7 @@ NOT_FINITE = ("the gradient is not finite, so this step was skipped: if it happe
               "--learning_rate, or train in bfloat16 or float32.")
 OLD_WEIGHTS = ("the sampler's probabilities are far from the trainer's (rollout_probs_diff_mean): "
                "does it sample with old weights, or with others? Compare with --sampler fast; "
-               "--rollout_is_threshold 2 weights what it samples.")
+               "--sampler_correction token_truncate weights what it samples.")
 
 
 class Report:

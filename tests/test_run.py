@@ -273,7 +273,9 @@ OBJECTIVES = [{"loss_type": name, "beta": 0.1} for name in ("grpo", "bnpo", "dap
     {"beta": 0.1, "use_bias_correction_kl": True}, {"beta": 0.1, "kl_type": "k3+"},
     {"loss_type": "sapo"}, {"loss_type": "gmpo"}, {"off_policy_mask_threshold": 0.2},
     {"loss_type": "dppo", "epsilon_low": 3e-9, "epsilon_high": 3e-9},   # random tokens are so rare
-    {"loss_type": "luspo", "importance_sampling_level": "sequence"}]
+    {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    {"sampler_correction": "token_mask", "sampler_ratio_max": 1.2},
+    {"sampler_correction": "sequence_truncate", "sampler_ratio_min": 0.8}]
 ADVANTAGES = [{"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 3.0]},
               {"scale_rewards": "mean"}, {"advantage_estimator": "grpo_passk"},
               {"scale_rewards": "batch"}, {"advantage_estimator": "rloo"}]
@@ -516,6 +518,9 @@ def test_the_reference_moves_towards_the_policy():
     ("--loss_type dppo --importance_sampling_level sequence", "dppo --importance_sampling_level"),
     ("--multi_objective_aggregation normalize_then_sum --scale_rewards none", "--scale_rewards"),
     ("--rollout_is_threshold 0.5", "--rollout_is_threshold 1"),
+    ("--rollout_is_threshold 2 --sampler_correction token_mask", "--rollout_is_threshold"),
+    ("--sampler_correction token_mask --loss_type gmpo", "token_mask gmpo sequence_"),
+    ("--sampler_ratio_max 0.9", "--sampler_ratio_min 0.0 --sampler_ratio_max 0.9"),
     ("--supervision process --loss_type r1", "--supervision ratio"),
     ("--supervision process --reward_weights 0 0 0 0", "--reward_weights --supervision"),
     ("--kl_in_reward --kl_type k3", "--kl_type --kl_in_reward"),
