@@ -53,7 +53,7 @@ import torch
 from dataset import batches_from, read_prompts
 from model import MiniMindForCausalLM, Saver, World, eos_token_ids, fast, objective, sampler
 from model.fast.vllm_engine import Engine
-from model.processes.models import load_models, sync_reference
+from model.processes.models import load_models, load_teacher, sync_reference
 from model.processes.run import Run
 from model.processes.watch import all_or_none
 from model.processes.world import for_learning, for_sampling
@@ -273,7 +273,9 @@ def compute_rewards(rollout, reward_funcs, reward_weights):
 
 
 def compute_advantages(rollout, tokenizer, world, args):
-    """Step 3: advantages, (N,), or (N, R) with process supervision, which needs the tokenizer."""
+    """Step 3: advantages, (N,), or (N, R) with a teacher or (by tokenizer) process supervision."""
+    if args.teacher_path:
+        return baselines.towards_teacher(rollout)
     rewards = rollout.rewards
     if args.kl_in_reward:
         rewards = baselines.minus_kl(rollout, kl_penalty, args)
@@ -292,7 +294,7 @@ def compute_advantages(rollout, tokenizer, world, args):
 
 def minibatches(rollout, world, args):
     """Step 4: a Minibatch for each optimizer step of a pass; none if no rank has a reward."""
-    if not world.sum((~rollout.rewards.isnan()).sum()):
+    if not args.teacher_path and not world.sum((~rollout.rewards.isnan()).sum()):
         return []
     # By default all rows are chosen and kept, and all of them have a gradient, from the KL.
     chosen, kept, has_gradient = rows_to_learn_from(rollout, args)
@@ -362,8 +364,9 @@ def grpo_step(t, batch, step, lr):
     rollout = generate(t.policy, batch, t.tokenizer, t.sample, world.rng(step), args, tool=t.tool)
     world.phase("ref_logps")        # 2. remember: log-probs under the reference
     rollout.ref_logps = compute_logps(t.reference, rollout, t.logps_of, args)
-    if args.kl_in_reward:
+    if args.kl_in_reward or args.teacher_path:
         rollout.policy_logps = compute_logps(t.policy, rollout, t.logps_of, args)
+        rollout.teacher_logps = compute_logps(t.teacher, rollout, t.logps_of, args)
     world.phase("reward")           # 3. judge: rewards, then advantages within each group
     rollout.rewards, rollout.rewards_per_func = compute_rewards(
         rollout, t.reward_funcs, args.reward_weights)
@@ -424,6 +427,7 @@ def prepare(args, world):
     return SimpleNamespace(
         args=args, world=world, tokenizer=tokenizer, policy=policy, reference=reference,
         optimizer=optimizer, reward_funcs=funcs[:count], eval_funcs=funcs[count:],
+        teacher=load_teacher(args, world, tokenizer),
         tool=load_tool(args.tool, tokenizer, args.max_tool_calls),
         sample=for_sampling(sample, world, args), logps_of=for_learning(logps_of, world, args))
 
@@ -553,8 +557,8 @@ def add_ask_flags(parser):
          help="its peak; 1e-6 to 3e-5 for real models")
     flag("--max_gen_len", "--max_completion_length", type=COUNT, default=96,
          help="tokens after which a completion is cut off")
-    flag("--beta", type=POSITIVE_OR_0, default=0.02, help="weight of the KL penalty, which keeps "
-         "the policy near the reference; 0: no penalty, and no reference in memory")
+    flag("--beta", type=POSITIVE_OR_0, help="weight of the KL penalty, which keeps the policy near "
+         "the reference; 0: none, and no reference in memory (default: 0.02; with a teacher 0)")
 
     flag = parser.add_argument_group("1. ask (weights, prompts, sampling)").add_argument
     flag("--model_path", help="the policy: a folder or hub id of Qwen3, Qwen2.5, Llama or "
@@ -613,13 +617,15 @@ def add_judge_flags(parser):
     flag("--supervision", choices=("outcome", "process"), default="outcome",
          help="process: also reward each right line of arithmetic with 1")
     flag("--kl_in_reward", action="store_true", help="take beta * KL (k1) off the reward instead")
+    flag("--teacher_path", help="weights with the policy's tokenizer: learn from how likely each "
+         "sampled token is to them, instead of from rewards (on-policy distillation)")
 
 
 def add_objective_flags(parser):
     flag = parser.add_argument_group("4. learn (the objective)").add_argument
-    flag("--loss_type", choices=tuple(LOSS_TYPES), default="grpo", help="mean over tokens: of each "
-         "completion, then of all (grpo); of all tokens (bnpo, dapo); sum / max_gen_len (dr_grpo); "
-         "sum (luspo); cispo, dppo, sapo, gmpo, r1 also change the bound or the ratio")
+    flag("--loss_type", choices=tuple(LOSS_TYPES), help="mean over tokens: of each completion, "
+         "then of all (grpo); of all tokens (bnpo, dapo); sum / max_gen_len (dr_grpo); sum "
+         "(luspo); others also change the bound or the ratio (default: grpo; bnpo with a teacher)")
     flag("--importance_sampling_level", choices=("token", "sequence"), default="token",
          help="a ratio pi / pi_old per token, or per completion (GSPO: epsilons of about 3e-4)")
     flag("--epsilon_low", type=POSITIVE_OR_0, default=0.2, help="clip the ratio at 1 - it")
@@ -704,6 +710,10 @@ def fill_in_defaults(args):
         args.eval_interval = 0 if own_data and not args.eval_data_path else 30
     args.data_path = args.data_path or str(ours)
     args.eval_data_path = args.eval_data_path or str(HERE / "dataset/heldout.jsonl")
+    if args.beta is None:
+        args.beta = 0.0 if args.teacher_path else 0.02
+    if args.loss_type is None:
+        args.loss_type = "bnpo" if args.teacher_path else "grpo"
     if args.scale_rewards is None:
         args.scale_rewards = "group" if args.advantage_estimator == "grpo" else "none"
     if args.epsilon_high is None:

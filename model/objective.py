@@ -210,6 +210,7 @@ def refuse_contradictions(args):
     one_ratio, by_steps = loss_type in ("r1", "gmpo"), args.supervision == "process"
     sequence = args.importance_sampling_level == "sequence"
     by_function = args.multi_objective_aggregation == "normalize_then_sum"
+    per_token = "--teacher_path" if args.teacher_path else "--supervision process"
     other_advantages = (args.scale_rewards, args.advantage_estimator) != ("group", "grpo")
     for is_there, sentence in [
         (loss_type == "cispo" and high <= 1, f"--epsilon_high {high} is the cap itself with "
@@ -224,8 +225,12 @@ def refuse_contradictions(args):
          "leave --importance_sampling_level out"),
         (loss_type == "luspo" and not sequence, "--loss_type luspo is for one ratio per "
          "completion; add --importance_sampling_level sequence"),
-        (by_steps and (one_ratio or sequence), "--supervision process gives each token an "
-         "advantage, and this loss has one ratio per completion; change one of the two"),
+        ((by_steps or args.teacher_path) and (one_ratio or sequence), f"{per_token} gives each "
+         "token an advantage, and this loss has one ratio per completion; change one of the two"),
+        (args.teacher_path and (by_steps or by_function or other_advantages or args.kl_in_reward
+                                or args.oversample > 1), "--teacher_path takes advantages from the "
+         "teacher instead of rewards; leave --supervision, --multi_objective_aggregation, "
+         "--scale_rewards, --advantage_estimator, --kl_in_reward and --oversample out"),
         (by_steps and (other_advantages or by_function), "--supervision process normalises all "
          "steps of a group together; leave --scale_rewards, --advantage_estimator and "
          "--multi_objective_aggregation out"),

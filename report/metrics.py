@@ -132,8 +132,8 @@ def describe(rollout, tokenizer, num_generations):
     "reward" is the total and "rewards" each function's own; "advantage" is the first token's.
     A column by the name of one of these fields gives way to it. The first group also has "tokens",
     which together are the completion (the EOS that ends it is an empty text), "token_logps", and
-    with process supervision, where each token has its own, "token_advantages". With a tool rows
-    also have "turns", "failed_calls" and "tool_tokens", and tokens "token_drawn", 0 for a tool's.
+    where each token has an advantage of its own "token_advantages". With a tool rows also have
+    "turns", "failed_calls" and "tool_tokens", and tokens "token_drawn", 0 for a tool's.
     """
     N = len(rollout.completions)
     lengths, ended = rollout.mask.sum(1).tolist(), rollout.ended.tolist()
@@ -182,7 +182,7 @@ def token_texts(ids, tokenizer):
     return texts
 
 
-PER_TOKEN = ("entropy", "ppo_kl", "rollout_probs_diff_mean", "rollout_is_mean")
+PER_TOKEN = ("entropy", "ppo_kl", "rollout_probs_diff_mean", "rollout_is_mean", "teacher_kl")
 
 
 @torch.no_grad()
@@ -191,7 +191,8 @@ def drift(part, logps, old_logps, entropy):
 
     Sums over its tokens, which sum_metrics divides by the number of "tokens": entropy, in nats;
     ppo_kl, log pi_old - log pi; rollout_probs_diff, between the probabilities of sampler and
-    trainer, and its square: 0 up to rounding, or one of the two is wrong; rollout_is, the
+    trainer, and its square: 0 up to rounding, or one of the two is wrong; teacher_kl, log pi_old -
+    log pi_teacher; rollout_is, the
     importance weight between the two, and its square, for Kish's effective sample size,
     (sum w)² / sum w², as a share of the tokens (verl's). Over "completions": rollout_log_ratio, the
     absolute log of the product of a completion's weights, before any bound. Completions without a
@@ -201,6 +202,8 @@ def drift(part, logps, old_logps, entropy):
     difference = (old_logps.exp() - part.sampling_logps.exp()).abs() * part.mask
     values = {"entropy": entropy, "ppo_kl": old_logps - logps,
               "rollout_probs_diff_mean": difference}
+    if part.teacher_logps is not None:
+        values["teacher_kl"] = old_logps - part.teacher_logps
     if part.sampler_weights is not None:
         values["rollout_is_mean"] = part.sampler_weights
         values["rollout_is_squares"] = part.sampler_weights.square()

@@ -211,7 +211,9 @@ class Report:
     def _warn_of_failures(self, metrics):
         self.dead_groups.append(metrics.get("frac_reward_zero_std", 0.0))
         # A policy that has learned its task has many such groups; that is no accident yet.
-        if sum(list(self.dead_groups)[-3:]) == 3 or sum(self.dead_groups) > 9:
+        # And a teacher needs no reward.
+        if "teacher_kl" not in metrics and (
+                sum(list(self.dead_groups)[-3:]) == 3 or sum(self.dead_groups) > 9):
             self.warn(NO_SIGNAL)
         if metrics.get("completions/clipped_ratio", 0.0) > 0.5:
             self.warn(NO_END)
