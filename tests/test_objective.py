@@ -281,6 +281,18 @@ def test_completions_that_are_all_masked_out_have_loss_0(loss_type):
     assert loss == 0 and not logps.grad.any() and not any(metrics.values())
 
 
+def test_the_mean_of_k3_is_the_kl_and_its_gradient_that_of_the_kl_reversed():
+    logits, reference = torch.randn(2, 6, generator=torch.Generator().manual_seed(0)).double() * 2
+    logps, ref_logps = logits.requires_grad_().log_softmax(0), reference.log_softmax(0)
+    mean = (logps.exp().detach() * kl_penalty(logps, ref_logps)).sum()      # over all that pi draws
+    kl, reversed_kl = ((p.exp() * (p - q)).sum() for p, q in (
+        (logps, ref_logps), (ref_logps, logps)))
+    torch.testing.assert_close(mean, kl, rtol=1e-12, atol=1e-12)
+    found, expected = (torch.autograd.grad(x, logits, retain_graph=True)[0]
+                       for x in (mean, reversed_kl))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_k3_overflows_nowhere_and_still_pulls_back_50_nats_away():
     far = kl_penalty(torch.tensor([-200.0]).double(), torch.tensor([0.0]))      # e^200 is infinite
     assert far.item() == pytest.approx(math.exp(20) - 20 - 1, rel=1e-12)
