@@ -53,7 +53,7 @@ import torch
 from dataset import batches_from, read_prompts
 from model import MiniMindForCausalLM, Saver, World, eos_token_ids, fast, objective, sampler
 from model.fast.vllm_engine import Engine
-from model.processes.models import load_models, sync_reference
+from model.processes.models import load_models, load_teacher, sync_reference
 from model.processes.run import Run
 from model.processes.watch import all_or_none
 from model.processes.world import for_learning, for_sampling
@@ -273,7 +273,9 @@ def compute_rewards(rollout, reward_funcs, reward_weights):
 
 
 def compute_advantages(rollout, tokenizer, world, args):
-    """Step 3: advantages, (N,), or (N, R) with process supervision, which needs the tokenizer."""
+    """Step 3: advantages, (N,), or (N, R) with a teacher or (by tokenizer) process supervision."""
+    if args.teacher_path:
+        return baselines.towards_teacher(rollout)
     rewards = rollout.rewards
     if args.kl_in_reward:
         rewards = baselines.minus_kl(rollout, kl_penalty, args)
@@ -292,7 +294,7 @@ def compute_advantages(rollout, tokenizer, world, args):
 
 def minibatches(rollout, world, args):
     """Step 4: a Minibatch for each optimizer step of a pass; none if no rank has a reward."""
-    if not world.sum((~rollout.rewards.isnan()).sum()):
+    if not args.teacher_path and not world.sum((~rollout.rewards.isnan()).sum()):
         return []
     # By default all rows are chosen and kept, and all of them have a gradient, from the KL.
     chosen, kept, has_gradient = rows_to_learn_from(rollout, args)
@@ -340,8 +342,8 @@ def optimizer_step(policy, optimizer, minibatch, logps_of, world, args):
         # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
         old_logps = logps.detach() if part.old_logps is None else part.old_logps
         advantages = part.advantages.view(len(logps), -1)                       # (n, 1 or R)
-        if args.rollout_is_threshold or args.off_policy_mask_threshold:
-            advantages = objective.corrected(advantages, part, logps, old_logps, args)
+        # By default they stay as they are: model/objective.py.
+        advantages = objective.corrected(advantages, part, logps, old_logps, args)
         loss, of_loss = grpo_loss(
             logps, old_logps, advantages, part.mask, ref_logps=part.ref_logps, entropy=entropy,
             **minibatch.totals, **loss_options(args))
@@ -362,8 +364,9 @@ def grpo_step(t, batch, step, lr):
     rollout = generate(t.policy, batch, t.tokenizer, t.sample, world.rng(step), args, tool=t.tool)
     world.phase("ref_logps")        # 2. remember: log-probs under the reference
     rollout.ref_logps = compute_logps(t.reference, rollout, t.logps_of, args)
-    if args.kl_in_reward:
+    if args.kl_in_reward or args.teacher_path:
         rollout.policy_logps = compute_logps(t.policy, rollout, t.logps_of, args)
+        rollout.teacher_logps = compute_logps(t.teacher, rollout, t.logps_of, args)
     world.phase("reward")           # 3. judge: rewards, then advantages within each group
     rollout.rewards, rollout.rewards_per_func = compute_rewards(
         rollout, t.reward_funcs, args.reward_weights)
@@ -424,6 +427,7 @@ def prepare(args, world):
     return SimpleNamespace(
         args=args, world=world, tokenizer=tokenizer, policy=policy, reference=reference,
         optimizer=optimizer, reward_funcs=funcs[:count], eval_funcs=funcs[count:],
+        teacher=load_teacher(args, world, tokenizer),
         tool=load_tool(args.tool, tokenizer, args.max_tool_calls),
         sample=for_sampling(sample, world, args), logps_of=for_learning(logps_of, world, args))
 
@@ -513,6 +517,7 @@ MINIMINDS = {       # MiniMind's flags that are rarely wanted: the end of --help
     "use_wandb": {"action": "store_true"},
     "wandb_project": {"default": "MiniGRPO"},
     "ddp": {"action": "store_true"}, "num_workers": {"type": int}, "log_interval": {"type": int},
+    "rollout_is_threshold": {"type": POSITIVE_OR_0, "default": 0.0},    # ours, of earlier versions
 }
 
 
@@ -524,7 +529,8 @@ def parse_args(argv=None):
         "MiniMind's other flags work too: accumulation_steps multiplies batch_size; epochs bounds "
         "the passes over the prompts (1); hidden_size (128) and use_moe name the default weights, "
         "num_hidden_layers refuses others; fast 0 is sampler plain; use_wandb is swanlab online, "
-        "wandb_project its project; ddp, num_workers and log_interval do nothing."))
+        "wandb_project its project; ddp, num_workers and log_interval do nothing. And our "
+        "rollout_is_threshold, sampler_correction's elder, truncates at the loss's level."))
     for add_flags in (add_ask_flags, add_judge_flags, add_objective_flags, add_report_flags,
                       add_machine_flags):
         add_flags(parser)
@@ -551,8 +557,8 @@ def add_ask_flags(parser):
          help="its peak; 1e-6 to 3e-5 for real models")
     flag("--max_gen_len", "--max_completion_length", type=COUNT, default=96,
          help="tokens after which a completion is cut off")
-    flag("--beta", type=POSITIVE_OR_0, default=0.02, help="weight of the KL penalty, which keeps "
-         "the policy near the reference; 0: no penalty, and no reference in memory")
+    flag("--beta", type=POSITIVE_OR_0, help="weight of the KL penalty, which keeps the policy near "
+         "the reference; 0: none, and no reference in memory (default: 0.02; with a teacher 0)")
 
     flag = parser.add_argument_group("1. ask (weights, prompts, sampling)").add_argument
     flag("--model_path", help="the policy: a folder or hub id of Qwen3, Qwen2.5, Llama or "
@@ -611,25 +617,30 @@ def add_judge_flags(parser):
     flag("--supervision", choices=("outcome", "process"), default="outcome",
          help="process: also reward each right line of arithmetic with 1")
     flag("--kl_in_reward", action="store_true", help="take beta * KL (k1) off the reward instead")
+    flag("--teacher_path", help="weights with the policy's tokenizer: learn from how likely each "
+         "sampled token is to them, instead of from rewards (on-policy distillation)")
 
 
 def add_objective_flags(parser):
     flag = parser.add_argument_group("4. learn (the objective)").add_argument
-    flag("--loss_type", choices=tuple(LOSS_TYPES), default="grpo", help="mean over tokens: of each "
-         "completion, then of all (grpo); of all tokens (bnpo, dapo); sum / max_gen_len (dr_grpo); "
-         "sum (luspo); cispo, sapo, gmpo and r1 also change the bound or the ratio")
+    flag("--loss_type", choices=tuple(LOSS_TYPES), help="mean over tokens: of each completion, "
+         "then of all (grpo); of all tokens (bnpo, dapo); sum / max_gen_len (dr_grpo); sum "
+         "(luspo); others also change the bound or the ratio (default: grpo; bnpo with a teacher)")
     flag("--importance_sampling_level", choices=("token", "sequence"), default="token",
          help="a ratio pi / pi_old per token, or per completion (GSPO: epsilons of about 3e-4)")
     flag("--epsilon_low", type=POSITIVE_OR_0, default=0.2, help="clip the ratio at 1 - it")
     flag("--epsilon_high", type=POSITIVE_OR_0, help="and at 1 + it (default: 0.2; DAPO 0.28); "
-         "with cispo the cap itself (default: 5); gmpo has both in log space: 0.4, say")
+         "cispo: the cap itself (default: 5); gmpo: both in log space, 0.4 say; dppo: of pi, 0.15")
     flag("--delta", type=FINITE, help="dual clip: cap on the ratio of bad tokens (default: none)")
     flag("--kl_type", choices=tuple(KL_TYPES), help="estimate of the KL: k2 has its gradient, k3 "
          "is GRPO's, k3+ its value with k2's gradient (default: k3; k1 with --kl_in_reward)")
     flag("--use_bias_correction_kl", action="store_true",
          help="multiply the KL by the ratio: with one per token k3 has the KL's gradient, too")
-    flag("--rollout_is_threshold", type=POSITIVE_OR_0, default=0.0, help="where the sampler is not "
-         "the policy: weight advantages by pi_old / pi_sampler, at most this: 2, say; 0: don't")
+    flag("--sampler_correction", choices=objective.CORRECTIONS, default="none", help="where the "
+         "sampler is not the policy: weight advantages by pi_old / pi_sampler of the token or the "
+         "completion; outside of the next two bounds by the bound (truncate) or 0 (mask)")
+    flag("--sampler_ratio_min", type=POSITIVE_OR_0, default=0.0, help="lower bound of that weight")
+    flag("--sampler_ratio_max", type=POSITIVE, default=3.0, help="and its upper bound")
     flag("--off_policy_mask_threshold", type=POSITIVE_OR_0, default=0.0, help="learn nothing from "
          "bad completions whose mean of log pi_sampler - log pi is above this: 0.5, say; 0: all")
     flag("--entropy_coef", type=POSITIVE_OR_0, default=0.0, help="weight of an entropy bonus")
@@ -699,6 +710,10 @@ def fill_in_defaults(args):
         args.eval_interval = 0 if own_data and not args.eval_data_path else 30
     args.data_path = args.data_path or str(ours)
     args.eval_data_path = args.eval_data_path or str(HERE / "dataset/heldout.jsonl")
+    if args.beta is None:
+        args.beta = 0.0 if args.teacher_path else 0.02
+    if args.loss_type is None:
+        args.loss_type = "bnpo" if args.teacher_path else "grpo"
     if args.scale_rewards is None:
         args.scale_rewards = "group" if args.advantage_estimator == "grpo" else "none"
     if args.epsilon_high is None:

@@ -12,6 +12,7 @@ import torch
 from report import UserError
 
 TAU_GOOD, TAU_BAD = 1.0, 1.05       # SAPO's temperatures, by the sign of the advantage
+LARGEST_WEIGHT = 20                 # DPPO's cap on the ratio
 
 
 def choice(table, name, option):
@@ -79,15 +80,31 @@ def geometric_mean(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high,
                                       "high": (d > epsilon_high) & (advantages > 0)}
 
 
+def pi_region(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, **unused):
+    """DPPO's -sg[min(ratio, 20)] A log pi in a region of probabilities, arXiv 2602.04879; (N, R).
+
+    A token loses its gradient once pi - pi_old > epsilon_high where A > 0, or pi_old - pi >
+    epsilon_low where A < 0: the paper's binary total variation. So a rare token may become many
+    times as likely, and a frequent one, whose ratio hardly moves, soon stops.
+    """
+    ratio, pi = ratio.detach(), logps.detach().exp()
+    gained = pi - pi / ratio                                              # pi - pi_old, (N, R)
+    low = (gained < -epsilon_low) & (advantages < 0)
+    high = (gained > epsilon_high) & (advantages > 0)
+    weight = ratio.clamp(max=LARGEST_WEIGHT).masked_fill(low | high, 0.0)
+    return -weight * advantages * logps, {"low": low, "high": high}
+
+
 def loss_types(ppo_clip):
     """Rows of LOSS_TYPES.
 
-    dapo has bnpo's average. luspo, arXiv 2602.05261, is for GSPO's ratio: a completion counts once
-    for each of its tokens. r1 is DeepSeek-R1's objective: see as_one_action.
+    dapo has bnpo's average; so have cispo and dppo. luspo, arXiv 2602.05261, is for GSPO's ratio: a
+    completion counts once for each of its tokens. r1 is DeepSeek-R1's objective: see as_one_action.
     """
     return {
         "dapo":  (ppo_clip,       lambda length, completions, tokens, L: tokens),
         "cispo": (cispo_cap,      lambda length, completions, tokens, L: tokens),
+        "dppo":  (pi_region,      lambda length, completions, tokens, L: tokens),
         "sapo":  (soft_gate,      lambda length, completions, tokens, L: completions * length),
         "gmpo":  (geometric_mean, lambda length, completions, tokens, L: completions * length),
         "luspo": (ppo_clip,       lambda length, completions, tokens, L: completions),
@@ -127,30 +144,50 @@ def kl_types(k3):
 # --- a sampler that is not the policy -------------------------------------------------------------
 
 
+CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
 def corrected(advantages, part, logps, old_logps, args):
-    """The advantages, (n, 1 or R), as two flags correct them; 1 or R with the loss's ratio."""
+    """The advantages, (n, 1 or R), as two flags correct them; by default as they are."""
     if args.off_policy_mask_threshold:
         advantages = near_sampler(advantages, part, logps, args)
-    if args.rollout_is_threshold:
+    if args.sampler_correction != "none" or args.rollout_is_threshold:
         part.sampler_weights = sampler_weights(part, old_logps, args)
         advantages = part.sampler_weights * advantages
     return advantages
 
 
 def sampler_weights(part, old_logps, args):
-    """Truncated importance weights min(pi_old / pi_sampler, C), (n, R), or (n, 1) by completion.
+    """Importance weights w = pi_old / pi_sampler, (n, R), or (n, 1) by completion, within bounds.
 
-    For a sampler that rounds differently than the trainer, or more coarsely: --rollout_is_threshold
-    C, verl's rollout_is, TRL's vllm_importance_sampling_correction. Their level is that of the
-    loss's ratio: the product of the two is pi / pi_sampler. They weight the advantage, with which
-    all bounds scale; the KL and the entropy keep weight 1, as in TRL.
+        token_...       w of each token                 ..._truncate    clip(w, min, max)
+        sequence_...    their product                   ..._mask        0 outside of [min, max]
+
+    For a sampler that rounds differently than the trainer, or more coarsely: --sampler_correction,
+    TRL's vllm_importance_sampling_mode; of Yao et al., 2025, and IcePop, arXiv 2510.18855
+    (token_mask). Only the product weights a token's prefix too, at a variance that grows with the
+    length. The weights scale the advantage, and with it all bounds; the KL and the entropy keep
+    weight 1, as in TRL.
     """
     log_ratio = (old_logps - part.sampling_logps) * part.mask                           # (n, R)
+    if args.rollout_is_threshold:
+        return like_the_ratio(log_ratio, part.mask, args).exp().clamp(max=args.rollout_is_threshold)
+    level, _, bound = args.sampler_correction.partition("_")
+    if level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True)                                      # (n, 1)
+    weights, low, high = log_ratio.exp(), args.sampler_ratio_min, args.sampler_ratio_max
+    if bound == "truncate":
+        return weights.clamp(low, high)
+    return weights.masked_fill((weights < low) | (weights > high), 0.0)
+
+
+def like_the_ratio(log_ratio, mask, args):
+    """--rollout_is_threshold's level, that of the loss's ratio: then both make pi / pi_sampler."""
     if args.loss_type == "r1":
-        log_ratio = log_ratio.sum(1, keepdim=True)
-    elif args.importance_sampling_level == "sequence" or args.loss_type == "gmpo":
-        log_ratio = log_ratio.sum(1, keepdim=True) / part.mask.sum(1, keepdim=True).clamp(min=1)
-    return log_ratio.exp().clamp(max=args.rollout_is_threshold)
+        return log_ratio.sum(1, keepdim=True)
+    if args.importance_sampling_level == "sequence" or args.loss_type == "gmpo":
+        return log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return log_ratio
 
 
 def near_sampler(advantages, part, logps, args):
@@ -173,20 +210,27 @@ def refuse_contradictions(args):
     one_ratio, by_steps = loss_type in ("r1", "gmpo"), args.supervision == "process"
     sequence = args.importance_sampling_level == "sequence"
     by_function = args.multi_objective_aggregation == "normalize_then_sum"
+    per_token = "--teacher_path" if args.teacher_path else "--supervision process"
     other_advantages = (args.scale_rewards, args.advantage_estimator) != ("group", "grpo")
     for is_there, sentence in [
         (loss_type == "cispo" and high <= 1, f"--epsilon_high {high} is the cap itself with "
          "--loss_type cispo and would scale down every token; give one above 1, or none for 5"),
-        (delta is not None and loss_type in ("cispo", "sapo", "gmpo"), "--delta belongs to PPO's "
-         f"clip, and --loss_type {loss_type} has none; leave it out"),
+        (delta is not None and loss_type in ("cispo", "sapo", "gmpo", "dppo"), "--delta belongs to "
+         f"PPO's clip, and --loss_type {loss_type} has none; leave it out"),
         (delta is not None and delta <= 1 + high,
          f"--delta {delta} undoes the clip at 1 + epsilon_high = {1 + high}; give a larger one"),
         (one_ratio and sequence, f"--loss_type {loss_type} makes one ratio of a completion's "
          "tokens itself; leave --importance_sampling_level out"),
+        (loss_type == "dppo" and sequence, "--loss_type dppo bounds the probability of each token; "
+         "leave --importance_sampling_level out"),
         (loss_type == "luspo" and not sequence, "--loss_type luspo is for one ratio per "
          "completion; add --importance_sampling_level sequence"),
-        (by_steps and (one_ratio or sequence), "--supervision process gives each token an "
-         "advantage, and this loss has one ratio per completion; change one of the two"),
+        ((by_steps or args.teacher_path) and (one_ratio or sequence), f"{per_token} gives each "
+         "token an advantage, and this loss has one ratio per completion; change one of the two"),
+        (args.teacher_path and (by_steps or by_function or other_advantages or args.kl_in_reward
+                                or args.oversample > 1), "--teacher_path takes advantages from the "
+         "teacher instead of rewards; leave --supervision, --multi_objective_aggregation, "
+         "--scale_rewards, --advantage_estimator, --kl_in_reward and --oversample out"),
         (by_steps and (other_advantages or by_function), "--supervision process normalises all "
          "steps of a group together; leave --scale_rewards, --advantage_estimator and "
          "--multi_objective_aggregation out"),
@@ -208,6 +252,14 @@ def refuse_contradictions(args):
          "reply, a tool's words too; leave --supervision or --tool out"),
         (0 < args.rollout_is_threshold < 1, f"--rollout_is_threshold {args.rollout_is_threshold} "
          "would scale down every token; give 1 or more, or 0 for none"),
+        (args.sampler_correction != "none" and args.rollout_is_threshold, "--sampler_correction "
+         "and --rollout_is_threshold weight the same tokens; leave one of the two out"),
+        (not args.sampler_ratio_min <= 1 <= args.sampler_ratio_max, f"--sampler_ratio_min "
+         f"{args.sampler_ratio_min} and --sampler_ratio_max {args.sampler_ratio_max} leave out the "
+         "weight 1 of a sampler that is the policy; give bounds around 1"),
+        (args.sampler_correction.startswith("token") and one_ratio, "--sampler_correction "
+         f"{args.sampler_correction} has a weight per token, and --loss_type {loss_type} one ratio "
+         "per completion; choose one of sequence_..."),
     ]:
         if is_there:
             raise UserError(sentence)

@@ -34,6 +34,7 @@ class MicroBatch(Sequences):
     advantages: torch.Tensor                    # (n,) or (n, R); None: not known yet
     old_logps: torch.Tensor = None              # (n, R); None: pi moves once
     sampler_weights: torch.Tensor = None        # (n, 1 or R); None: advantages are not weighted
+    teacher_logps: torch.Tensor = None          # (n, R); None: no teacher
 
 
 @dataclass
@@ -50,7 +51,8 @@ class Rollout(Sequences):
     mask: torch.Tensor                          # (N, R) of these, what the policy chose
     ended: torch.Tensor                         # (N,) False: cut off at the length limit
     sampling_logps: torch.Tensor                # (N, R) as the sampler computed them
-    policy_logps: torch.Tensor = None           # (N, R), with --kl_in_reward
+    policy_logps: torch.Tensor = None           # (N, R), with --kl_in_reward or --teacher_path
+    teacher_logps: torch.Tensor = None          # (N, R); None: no teacher
     ref_logps: torch.Tensor = None              # (N, R); None: no reference model
     rewards: torch.Tensor = None                # (N,) on the CPU; NaN: not judged
     rewards_per_func: dict = None               # name -> (N,)
@@ -135,4 +137,5 @@ class Rollout(Sequences):
             advantages = advantages[rows] if advantages.dim() == 1 else advantages[rows, :R]
         return MicroBatch(
             self.prompt_ids[rows, -P:], self.prompt_mask[rows, -P:], self.completion_ids[rows, :R],
-            attention, mask, of_tokens(self.sampling_logps), of_tokens(self.ref_logps), advantages)
+            attention, mask, of_tokens(self.sampling_logps), of_tokens(self.ref_logps), advantages,
+            teacher_logps=of_tokens(self.teacher_logps))

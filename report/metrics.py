@@ -82,16 +82,21 @@ def sum_metrics(shares, world):
     """The metrics of an optimizer step from those of its micro-batches, of all ranks.
 
     Each has its share of the loss and of its metrics, so these add up; of a maximum (*_max) take
-    the largest. Those of drift() are then divided by the number of tokens.
+    the largest. Those of drift() are then divided by the number of tokens, or of completions.
     """
     total = combine(world.gather([combine(shares, sum)]), sum)
     num_tokens = max(total.pop("tokens", 0), 1)
+    divisors = dict.fromkeys(PER_TOKEN, num_tokens)
+    divisors["rollout_log_ratio_mean"] = max(total.pop("completions", 0), 1)
     squares = total.pop("rollout_probs_diff_squares", None)
     if squares is not None:             # the sample std; rounding may bring the variance below 0
         variance = squares - total["rollout_probs_diff_mean"]**2 / num_tokens
         total["rollout_probs_diff_std"] = math.sqrt(max(variance, 0.0) / max(num_tokens - 1, 1))
-    return {name: value / num_tokens if name in PER_TOKEN else value
-            for name, value in total.items()}
+    squares = total.pop("rollout_is_squares", None)
+    if squares is not None:             # a share: 1 if all weights are equal, 0 if all are 0
+        share = total["rollout_is_mean"]**2 / (num_tokens * squares or 1)
+        total["rollout_is_eff_sample_size"] = share
+    return {name: value / divisors.get(name, 1) for name, value in total.items()}
 
 
 def mean_metrics(updates):
@@ -127,8 +132,8 @@ def describe(rollout, tokenizer, num_generations):
     "reward" is the total and "rewards" each function's own; "advantage" is the first token's.
     A column by the name of one of these fields gives way to it. The first group also has "tokens",
     which together are the completion (the EOS that ends it is an empty text), "token_logps", and
-    with process supervision, where each token has its own, "token_advantages". With a tool rows
-    also have "turns", "failed_calls" and "tool_tokens", and tokens "token_drawn", 0 for a tool's.
+    where each token has an advantage of its own "token_advantages". With a tool rows also have
+    "turns", "failed_calls" and "tool_tokens", and tokens "token_drawn", 0 for a tool's.
     """
     N = len(rollout.completions)
     lengths, ended = rollout.mask.sum(1).tolist(), rollout.ended.tolist()
@@ -177,7 +182,7 @@ def token_texts(ids, tokenizer):
     return texts
 
 
-PER_TOKEN = ("entropy", "ppo_kl", "rollout_probs_diff_mean", "rollout_is_mean")
+PER_TOKEN = ("entropy", "ppo_kl", "rollout_probs_diff_mean", "rollout_is_mean", "teacher_kl")
 
 
 @torch.no_grad()
@@ -186,15 +191,24 @@ def drift(part, logps, old_logps, entropy):
 
     Sums over its tokens, which sum_metrics divides by the number of "tokens": entropy, in nats;
     ppo_kl, log pi_old - log pi; rollout_probs_diff, between the probabilities of sampler and
-    trainer, and its square: 0 up to rounding, or one of the two is wrong; rollout_is, the
-    importance weight between the two. Completions without a gradient are in no micro-batch, and so
-    not in these means.
+    trainer, and its square: 0 up to rounding, or one of the two is wrong; teacher_kl, log pi_old -
+    log pi_teacher; rollout_is, the
+    importance weight between the two, and its square, for Kish's effective sample size,
+    (sum w)² / sum w², as a share of the tokens (verl's). Over "completions": rollout_log_ratio, the
+    absolute log of the product of a completion's weights, before any bound. Completions without a
+    gradient are in no micro-batch, and so not in these means.
     """
+    log_ratio = ((old_logps - part.sampling_logps) * part.mask).sum(1).abs()            # (n,)
     difference = (old_logps.exp() - part.sampling_logps.exp()).abs() * part.mask
     values = {"entropy": entropy, "ppo_kl": old_logps - logps,
               "rollout_probs_diff_mean": difference}
+    if part.teacher_logps is not None:
+        values["teacher_kl"] = old_logps - part.teacher_logps
     if part.sampler_weights is not None:
         values["rollout_is_mean"] = part.sampler_weights
+        values["rollout_is_squares"] = part.sampler_weights.square()
     sums = {name: (value * part.mask).sum() for name, value in values.items()}
     return sums | {"tokens": part.mask.sum(), "rollout_probs_diff_max": difference.max(),
-                   "rollout_probs_diff_squares": difference.square().sum()}
+                   "rollout_probs_diff_squares": difference.square().sum(),
+                   "completions": part.mask.any(1).sum(), "rollout_log_ratio_max": log_ratio.max(),
+                   "rollout_log_ratio_mean": log_ratio.sum()}

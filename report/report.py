@@ -35,7 +35,7 @@ NOT_FINITE = ("the gradient is not finite, so this step was skipped: if it happe
               "--learning_rate, or train in bfloat16 or float32.")
 OLD_WEIGHTS = ("the sampler's probabilities are far from the trainer's (rollout_probs_diff_mean): "
                "does it sample with old weights, or with others? Compare with --sampler fast; "
-               "--rollout_is_threshold 2 weights what it samples.")
+               "--sampler_correction token_truncate weights what it samples.")
 
 
 class Report:
@@ -211,7 +211,9 @@ class Report:
     def _warn_of_failures(self, metrics):
         self.dead_groups.append(metrics.get("frac_reward_zero_std", 0.0))
         # A policy that has learned its task has many such groups; that is no accident yet.
-        if sum(list(self.dead_groups)[-3:]) == 3 or sum(self.dead_groups) > 9:
+        # And a teacher needs no reward.
+        if "teacher_kl" not in metrics and (
+                sum(list(self.dead_groups)[-3:]) == 3 or sum(self.dead_groups) > 9):
             self.warn(NO_SIGNAL)
         if metrics.get("completions/clipped_ratio", 0.0) > 0.5:
             self.warn(NO_END)

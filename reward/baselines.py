@@ -77,6 +77,21 @@ def minus_kl(rollout, kl_penalty, args):
     return rollout.rewards - args.beta * (kl * rollout.mask).sum(1).cpu()
 
 
+def towards_teacher(rollout):
+    """Advantages of on-policy distillation, (N, R): --teacher_path; arXiv 2306.13649.
+
+        A_t = log pi_teacher(o_t | q, o_<t) - log pi(o_t | q, o_<t)
+
+    Of what pi draws after o_<t, the mean of A_t grad log pi is minus the gradient of the KL there,
+    KL(pi || pi_teacher): it lowers the KL of each token, with its prefix as given. But pi has drawn
+    the prefix, too. For the KL of whole answers, the mean of minus the sum of A_t, a token answers
+    for all that follows: in place of A_t it has the sum of A_u over u >= t, which is noisier.
+    Neither takes a group, a std or a reward; both models are at --temperature. (The paper reads the
+    teacher's whole distribution; the drawn token alone is verl's k1 with use_policy_gradient.)
+    """
+    return (rollout.teacher_logps - rollout.policy_logps) * rollout.mask
+
+
 def normalize_then_sum(rollout, normalize, world, args):
     """Advantages of GDPO, arXiv 2601.05242, (N,): each reward function normalised on its own.
 

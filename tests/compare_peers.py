@@ -66,21 +66,22 @@ def trl_cases():
         deltas = (None,) if loss_type in ("cispo", "sapo") else (None, 3.0)
         for delta, (beta, corrected), entropy_coef, threshold in itertools.product(
                 deltas, ((0.0, False), (0.3, False), (0.3, True)), (0.0, 0.1), (0.0, 0.1)):
-            yield (random_case(seed, scale, per_token), threshold, {
+            weights = [torch.ones(N, 1), torch.arange(N)[:, None] / 3, torch.rand(N, R)][seed]
+            yield (random_case(seed, scale, per_token), weights, threshold, {
                 "loss_type": loss_type, "importance_sampling_level": level, "delta": delta,
                 "beta": beta, "use_bias_correction_kl": corrected, "entropy_coef": entropy_coef,
                 **(CISPO if loss_type == "cispo" else EPSILONS)})
 
 
-def trl_loss(case, threshold, options):
+def trl_loss(case, weights, threshold, options):
     from trl import GRPOTrainer
     logps, old_logps, advantages, mask, ref_logps, entropy = case
     trainer = SimpleNamespace(
         **options, model=Mock(training=True), max_completion_length=L, aux_loss_enabled=False,
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=threshold or None, use_vllm=False, use_adaptive_entropy=False,
+        off_policy_mask_threshold=threshold or None, use_vllm=True, use_adaptive_entropy=False,
         get_off_policy_mask=GRPOTrainer.get_off_policy_mask, current_gradient_accumulation_steps=1,
-        vllm_importance_sampling_correction=False, _entropy_bonus_enabled=True,
+        vllm_importance_sampling_correction=True, _entropy_bonus_enabled=True,
         _metrics=defaultdict(lambda: defaultdict(list)),
         _get_per_token_logps_and_entropies=lambda *args, **rest: (logps, entropy, None),
         accelerator=SimpleNamespace(num_processes=1, sync_gradients=False, gather=lambda x: x,
@@ -92,24 +93,26 @@ def trl_loss(case, threshold, options):
     return GRPOTrainer._compute_loss(trainer, trainer.model, {
         "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids,
         "completion_mask": mask, "advantages": advantages, "old_per_token_logps": old_logps,
-        "ref_per_token_logps": ref_logps, "num_items_in_batch": mask.sum()})
+        "ref_per_token_logps": ref_logps, "num_items_in_batch": mask.sum(),
+        "importance_sampling_ratio": weights.double()})
 
 
-def our_loss(case, threshold, options):
+def our_loss(case, weights, threshold, options):
     logps, old_logps, advantages, mask, ref_logps, entropy = case
+    advantages = weights.double() * advantages.view(N, -1)          # as objective.corrected has it
     if threshold:
         part = SimpleNamespace(mask=mask, sampling_logps=old_logps)
         args = SimpleNamespace(off_policy_mask_threshold=threshold)
-        advantages = objective.near_sampler(advantages.view(N, -1), part, logps, args)
+        advantages = objective.near_sampler(advantages, part, logps, args)
     return train_grpo.grpo_loss(logps, old_logps, advantages, mask, ref_logps=ref_logps,
                                 entropy=entropy, max_completion_length=L, **options)[0]
 
 
 def with_trl():
-    for case, threshold, options in trl_cases():
+    for case, weights, threshold, options in trl_cases():
         inputs = case[0].requires_grad_(), case[5].requires_grad_()
         with patch.object(objective, "TAU_BAD", torch.tensor(1.05).item()):
-            losses = [loss(case, threshold, options) for loss in (our_loss, trl_loss)]
+            losses = [loss(case, weights, threshold, options) for loss in (our_loss, trl_loss)]
         yield difference(*losses, inputs)
 
 
@@ -120,7 +123,7 @@ VERL = {
     "grpo": ("vanilla", "seq-mean-token-mean"), "dapo": ("vanilla", "token-mean"),
     "dr_grpo": ("vanilla", "seq-mean-token-sum-norm"), "gspo": ("gspo", "seq-mean-token-mean"),
     "r1": ("vanilla", "seq-mean-token-sum"), "cispo": ("cispo", "token-mean"),
-    "sapo": ("sapo", None), "gmpo": ("geo_mean", None)}
+    "dppo": ("dppo_tv", "token-mean"), "sapo": ("sapo", None), "gmpo": ("geo_mean", None)}
 
 
 def verl_losses():
@@ -140,7 +143,7 @@ def verl_losses():
             spec=ActorConfig, clip_ratio=0.2, clip_ratio_low=options["epsilon_low"], tau_pos=1.0,
             clip_ratio_high=options["epsilon_high"] - (name == "cispo"), tau_neg=1.05,
             global_batch_info={"loss_scale_factor": L} if name == "dr_grpo" else {})
-        config.get.side_effect = {"clip_ratio_c": 3.0}.get
+        config.get.side_effect = {"clip_ratio_c": 20.0 if name == "dppo" else 3.0}.get
         old_logps = old_logps.detach().clone()
         theirs, _ = verl.get_policy_loss_fn(policy_loss)(
             old_logps, logps.requires_grad_(), advantages[:, None].expand(N, R), mask,

@@ -1,16 +1,19 @@
 """What stays exact where matrix products are in bfloat16, and weights for a sampler that is not."""
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from test_objective import loop_loss, random_case
 from test_run import POLICY, SMALL, arguments, gradient, jsonl, rollout_of_six
 
 import train_grpo
 from model import load_pretrained
 from model.fast import pair as fast
 from model.model import Head
-from model.objective import near_sampler, sampler_weights
+from model.objective import CORRECTIONS, corrected, near_sampler, sampler_weights
 from model.processes.world import precision
 from train_grpo import World, minibatches, token_logps
 
@@ -120,16 +123,58 @@ def test_the_parts_of_a_step_by_hand(six):
 # --- weights between sampler and trainer ----------------------------------------------------------
 
 
+THRESHOLD, CORRECTION = "--rollout_is_threshold 1.5", "--sampler_correction"
+
+
 @pytest.mark.parametrize("flags, expected", [
-    ([], [1.5, 0.5, 0.25, 1]), (["--importance_sampling_level", "sequence"], [0.25 ** (1 / 3)]),
-    (["--loss_type", "gmpo"], [0.25 ** (1 / 3)]), (["--loss_type", "r1"], [0.25]),
+    (THRESHOLD, [1.5, 0.5, 0.25, 1]), (f"{THRESHOLD} --loss_type gmpo", [0.25 ** (1 / 3)]),
+    (f"{THRESHOLD} --importance_sampling_level sequence", [0.25 ** (1 / 3)]),
+    (f"{THRESHOLD} --loss_type r1", [0.25]), (f"{CORRECTION} token_mask", [2, 0.5, 0.25, 1]),
+    (f"{CORRECTION} token_truncate --sampler_ratio_max 1.5", [1.5, 0.5, 0.25, 1]),
+    (f"{CORRECTION} token_truncate --sampler_ratio_min 0.4", [2, 0.5, 0.4, 1]),
+    (f"{CORRECTION} token_mask --sampler_ratio_max 1.5 --sampler_ratio_min 0.4", [0, 0.5, 0, 1]),
+    (f"{CORRECTION} sequence_truncate --sampler_ratio_min 0.4", [0.4]),
+    (f"{CORRECTION} sequence_mask --sampler_ratio_min 0.4", [0]),
+    (f"{CORRECTION} sequence_mask --loss_type r1", [0.25]),
 ])
 def test_importance_weights_by_hand(six, flags, expected):
     six.mask = torch.tensor([[1, 1, 1, 0]])
     six.sampling_logps = torch.tensor([[0.1, 0.4, 0.8, 1.0]]).log()
     old_logps = torch.tensor([[0.2, 0.2, 0.2, 1.0]]).log()      # ratios 2, 1/2 and 1/4
-    weights = sampler_weights(six, old_logps, arguments(*flags, rollout_is_threshold=1.5))
+    weights = sampler_weights(six, old_logps, arguments(*flags.split()))
     assert weights[0].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS[1:])
+@pytest.mark.parametrize("loss_type, level", [
+    ("grpo", "token"), ("dppo", "token"), ("bnpo", "sequence"), ("r1", "token")])
+def test_a_corrected_loss_and_its_gradient_equal_a_loop(loss_type, level, correction):
+    logps, old_logps, advantages, mask, ref_logps, entropy = random_case(5)
+    if loss_type == "r1" and "token" in correction:
+        return                                      # refused: one ratio per completion
+    sampling_logps = old_logps + 0.5 * torch.randn(old_logps.shape).double()
+    weighted = torch.zeros_like(logps)
+    for i, A in enumerate(advantages.tolist()):
+        ratios = [math.exp(old_logps[i, t] - sampling_logps[i, t]) for t in range(mask[i].sum())]
+        for t, w in enumerate(ratios):
+            w = math.prod(ratios) if "sequence" in correction else w
+            clipped = min(max(w, 0.7), 1.4)
+            weighted[i, t] = A * (clipped if "truncate" in correction else w * (w == clipped))
+    args = arguments("--loss_type", loss_type, "--importance_sampling_level", level, CORRECTION,
+                     correction, "--sampler_ratio_min", "0.7", "--sampler_ratio_max", "1.4")
+    part = SimpleNamespace(mask=mask, sampling_logps=sampling_logps)
+    found = corrected(advantages[:, None], part, logps, old_logps, args)
+    loss, _ = train_grpo.grpo_loss(
+        logps.requires_grad_(), old_logps, found, mask, ref_logps=ref_logps, beta=0.3,
+        loss_type=loss_type, importance_sampling_level=level)
+    loss.backward()
+    again = logps.detach().requires_grad_()
+    expected, _ = loop_loss(
+        again, old_logps, weighted[:, 0] if loss_type == "r1" else weighted, mask, ref_logps,
+        entropy, beta=0.3, loss_type=loss_type, level=level)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(logps.grad, again.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_bad_completions_that_the_policy_has_left_teach_nothing(six, policy):
@@ -166,6 +211,11 @@ def test_importance_weights_multiply_the_policy_term_alone(six, policy, loss_typ
     weighted, metrics = gradient(policy, six, token_logps, rollout_is_threshold=2.0, **options)
     counted = six.mask.bool()
     assert metrics["rollout_is_mean"] == pytest.approx(weights[counted].mean().item(), rel=1e-4)
+    share = weights[counted].mean() ** 2 / weights[counted].square().mean()
+    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(share.item(), rel=1e-4)
+    of_completions = (ratios.log() * counted).sum(1).abs()
+    for name, value in (("mean", of_completions.mean()), ("max", of_completions.max())):
+        assert metrics[f"rollout_log_ratio_{name}"] == pytest.approx(value.item(), rel=1e-4)
     six.advantages = six.advantages[:, None] * weights
     expected, metrics = gradient(policy, six, token_logps, **options)
     assert "rollout_is_mean" not in metrics

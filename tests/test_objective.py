@@ -130,6 +130,10 @@ def loop_loss(logps, old_logps, advantages, mask, ref_logps, entropy, *, beta=0.
             policy = -min(min(ratio, delta) * A[k], clipped * A[k])
             if loss_type == "cispo":
                 policy = -min(ratio.detach(), epsilon_high) * A[k] * logp[k]
+            elif loss_type == "dppo":
+                gained = (torch.exp(logp[k]) - torch.exp(logp[k] - d[k])) * A[k].sign()
+                inside = gained <= (epsilon_high if A[k] > 0 else epsilon_low)
+                policy = -min(ratio.detach(), 20) * A[k] * logp[k] * inside
             elif loss_type == "sapo":
                 tau = 1.0 if A[k] > 0 else 1.05
                 policy = -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * A[k]
@@ -165,6 +169,7 @@ FAMILY = [
     {"loss_type": "dapo", "epsilon_high": 0.28, "entropy_coef": 0.1},
     DR_GRPO | {"beta": 0.3, "kl_type": "k2", "entropy_coef": 0.1},
     {"loss_type": "cispo", "epsilon_high": 1.3, "beta": 0.3, "kl_type": "abs"},
+    {"loss_type": "dppo", "epsilon_low": 0.1, "epsilon_high": 0.2, "beta": 0.3},
     {"loss_type": "r1", "beta": 0.3, "entropy_coef": 0.1},
     SEQUENCE | {"beta": 0.3},
     SEQUENCE | {"loss_type": "dapo", "delta": 1.5},
@@ -229,16 +234,32 @@ def test_a_clipped_token_has_no_gradient_and_is_counted(delta, third, slope):
     assert metrics == pytest.approx(clip_ratios(0.2, 0.2))
 
 
+def test_dppo_bounds_the_change_of_a_probability_and_lets_a_rare_token_move():
+    # pi_old, pi, A; the weight of log pi: the ratio, at most 20, or 0 where pi has moved too far.
+    rows = [(0.001, 0.012, 1.0, 12), (0.001, 0.05, 1.0, 20), (0.5, 0.64, 1.0, 1.28),
+            (0.5, 0.66, 1.0, 0), (0.9, 0.74, -1.0, 0), (0.9, 0.76, -1.0, 0.76 / 0.9),
+            (0.5, 0.9, -1.0, 1.8), (0.9, 0.1, 1.0, 1 / 9)]      # pushed back: never too far
+    old, pi, advantages, weights = torch.tensor(rows, dtype=torch.float64).T
+    logps = pi.log()[:, None].requires_grad_()
+    loss, metrics = grpo_loss(logps, old.log()[:, None], advantages, torch.ones(8, 1),
+                              loss_type="dppo", epsilon_low=0.15, epsilon_high=0.15)
+    loss.backward()
+    assert logps.grad[:, 0].tolist() == pytest.approx((-weights * advantages / 8).tolist())
+    assert metrics == pytest.approx(clip_ratios(1 / 8, 1 / 8))
+
+
 @pytest.mark.parametrize("options, low, high", [
     ({}, 3 / 6, 2 / 6),
     (SEQUENCE, 1 / 3, 1 / 3),                   # of the completions that are not left out
     ({"loss_type": "r1"}, 1 / 3, 1 / 3),
     (SEQUENCE | {"num_sequences": 8, "num_kept": 6}, 1 / 6, 1 / 6),
     ({"loss_type": "cispo", "epsilon_high": 1.2}, 0, 2 / 6),            # a cap from above only
+    ({"loss_type": "dppo", "epsilon_low": 0.4, "epsilon_high": 0.6}, 3 / 6, 0),     # pi_old is 1
     ({"loss_type": "sapo"}, 0, 0),
     ({"loss_type": "gmpo", "epsilon_high": 0.41, "epsilon_low": 0.69}, 3 / 6, 0),   # in log space
     ({"num_sequences": 8, "num_tokens": 12}, 3 / 12, 2 / 12),           # of a step with more parts
-], ids=["token", "sequence", "one action", "part by completion", "cispo", "sapo", "gmpo", "part"])
+], ids=["token", "sequence", "one action", "part by completion", "cispo", "dppo", "sapo", "gmpo",
+        "part"])
 def test_clipped_tokens_count_by_token_and_clipped_completions_by_completion(options, low, high):
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])   # the last one is left out
     logps = torch.tensor([0.5, 1.0, 1.5, 1.5]).log()[:, None].expand(4, 3) * mask
@@ -251,13 +272,25 @@ def test_clipped_tokens_count_by_token_and_clipped_completions_by_completion(opt
         assert metrics == pytest.approx(clip_ratios(0, 0))
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "gmpo", "r1"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dppo", "gmpo", "r1"])
 def test_completions_that_are_all_masked_out_have_loss_0(loss_type):
     logps = torch.zeros(2, 3, requires_grad=True)
     loss, metrics = grpo_loss(logps, logps.detach(), torch.ones(2), torch.zeros(2, 3).int(),
                               loss_type=loss_type, ref_logps=logps.detach(), beta=0.1)
     loss.backward()
     assert loss == 0 and not logps.grad.any() and not any(metrics.values())
+
+
+def test_the_mean_of_k3_is_the_kl_and_its_gradient_that_of_the_kl_reversed():
+    logits, reference = torch.randn(2, 6, generator=torch.Generator().manual_seed(0)).double() * 2
+    logps, ref_logps = logits.requires_grad_().log_softmax(0), reference.log_softmax(0)
+    mean = (logps.exp().detach() * kl_penalty(logps, ref_logps)).sum()      # over all that pi draws
+    kl, reversed_kl = ((p.exp() * (p - q)).sum() for p, q in (
+        (logps, ref_logps), (ref_logps, logps)))
+    torch.testing.assert_close(mean, kl, rtol=1e-12, atol=1e-12)
+    found, expected = (torch.autograd.grad(x, logits, retain_graph=True)[0]
+                       for x in (mean, reversed_kl))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_k3_overflows_nowhere_and_still_pulls_back_50_nats_away():
@@ -268,7 +301,7 @@ def test_k3_overflows_nowhere_and_still_pulls_back_50_nats_away():
     assert drifted.grad.item() == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "gmpo"])
+@pytest.mark.parametrize("loss_type", ["cispo", "dppo", "sapo", "gmpo"])
 def test_a_delta_is_refused_where_the_bound_has_none(loss_type):
     logps, old_logps, advantages, mask, *_ = random_case(1)
     with pytest.raises(ValueError, match="delta"):

@@ -219,8 +219,9 @@ def rollout_of_six(model, token_logps=fast.token_logps):
         advantages=torch.tensor([1.0, -0.5, 0.3, -1.2, 0.0, 0.1]))
     logps = train_grpo.compute_logps(model, rollout, token_logps, arguments())
     rollout.sampling_logps = logps
-    rollout.old_logps, rollout.ref_logps = (
-        logps + 0.3 * torch.randn(6, 12, generator=rng) for _ in range(2))
+    rollout.old_logps, rollout.ref_logps, rollout.teacher_logps = (
+        logps + 0.3 * torch.randn(6, 12, generator=rng) for _ in range(3))
+    rollout.policy_logps = logps
     return rollout
 
 
@@ -272,7 +273,11 @@ OBJECTIVES = [{"loss_type": name, "beta": 0.1} for name in ("grpo", "bnpo", "dap
     {"importance_sampling_level": "sequence", "mask_truncated_completions": True},
     {"beta": 0.1, "use_bias_correction_kl": True}, {"beta": 0.1, "kl_type": "k3+"},
     {"loss_type": "sapo"}, {"loss_type": "gmpo"}, {"off_policy_mask_threshold": 0.2},
-    {"loss_type": "luspo", "importance_sampling_level": "sequence"}]
+    {"loss_type": "dppo", "epsilon_low": 3e-9, "epsilon_high": 3e-9},   # random tokens are so rare
+    {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    {"sampler_correction": "token_mask", "sampler_ratio_max": 1.2},
+    {"sampler_correction": "sequence_truncate", "sampler_ratio_min": 0.8},
+    {"teacher_path": "t", "loss_type": "bnpo"}]
 ADVANTAGES = [{"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 3.0]},
               {"scale_rewards": "mean"}, {"advantage_estimator": "grpo_passk"},
               {"scale_rewards": "batch"}, {"advantage_estimator": "rloo"}]
@@ -307,7 +312,11 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
     share, results = some(six, rows), []
     for objective in OBJECTIVES:
         ref_logps = share.ref_logps if "beta" in objective else None
-        results.append(gradient(model, replace(share, ref_logps=ref_logps), token_logps, world,
+        part = replace(share, ref_logps=ref_logps)
+        if "teacher_path" in objective:
+            part.advantages = train_grpo.compute_advantages(part, None, world,
+                                                            arguments(**objective))
+        results.append(gradient(model, part, token_logps, world,
                                 micro_batch_size=micro_batch_size, **objective))
     args = arguments(num_iterations=2, num_minibatches=2, grad_clip=1.0, beta=0.1,
                      micro_batch_size=micro_batch_size)
@@ -509,11 +518,18 @@ def test_the_reference_moves_towards_the_policy():
     ("--reward_weights 1", "--reward_weights"),
     ("--loss_type cispo --epsilon_high 0.2", "--epsilon_high cispo"),
     ("--loss_type cispo --delta 3", "--delta cispo"),
+    ("--loss_type dppo --delta 3", "--delta dppo"),
     ("--delta 1.1", "--delta epsilon_high"),
     ("--loss_type gmpo --importance_sampling_level sequence", "gmpo --importance_sampling_level"),
+    ("--loss_type dppo --importance_sampling_level sequence", "dppo --importance_sampling_level"),
     ("--multi_objective_aggregation normalize_then_sum --scale_rewards none", "--scale_rewards"),
     ("--rollout_is_threshold 0.5", "--rollout_is_threshold 1"),
+    ("--rollout_is_threshold 2 --sampler_correction token_mask", "--rollout_is_threshold"),
+    ("--sampler_correction token_mask --loss_type gmpo", "token_mask gmpo sequence_"),
+    ("--sampler_ratio_max 0.9", "--sampler_ratio_min 0.0 --sampler_ratio_max 0.9"),
     ("--supervision process --loss_type r1", "--supervision ratio"),
+    ("--teacher_path x --importance_sampling_level sequence", "--teacher_path ratio"),
+    ("--teacher_path x --oversample 2", "--teacher_path --oversample"),
     ("--supervision process --reward_weights 0 0 0 0", "--reward_weights --supervision"),
     ("--kl_in_reward --kl_type k3", "--kl_type --kl_in_reward"),
     ("--kl_in_reward --beta 0", "--kl_in_reward --beta"),
@@ -545,5 +561,7 @@ def test_defaults_follow_the_data():
     assert of("reward_funcs") == ["format", "tag", "rm", "accuracy"]
     assert of("reward_funcs", *own) == ["format", "tag", "accuracy"]
     assert of("reward_funcs", *own, "--reward_model_path", "mine")[2] == "rm"
+    assert (of("loss_type"), of("beta")) == ("grpo", 0.02)
+    assert [of(name, "--teacher_path", "x") for name in ("loss_type", "beta")] == ["bnpo", 0.0]
     assert of("scale_rewards") == "group"
     assert of("scale_rewards", "--advantage_estimator", "rloo") == "none"

@@ -1,4 +1,4 @@
-"""The policy and its reference, as the flags of a run want them."""
+"""The policy, its reference and its teacher, as the flags of a run want them."""
 from functools import partial
 
 import torch
@@ -6,6 +6,7 @@ import torch
 from report import UserError
 
 from ..lora import AdaptersOff, with_adapters
+from ..storage.any_model import AnyModel
 from ..storage.files import eos_token_ids
 from ..storage.read import load_pretrained, load_tokenizer
 from .shard import shard
@@ -44,6 +45,25 @@ def load_models(args, world):
         for model in (policy, reference):
             shard(model, world, products, args.model_path)
     return tokenizer, policy, reference if args.beta > 0 else None
+
+
+def load_teacher(args, world, tokenizer):
+    """The frozen model of --teacher_path, or None; UserError if its tokens are not the policy's."""
+    path, products = args.teacher_path, world.matrix_dtype
+    if not path:
+        return None
+    teacher = load_pretrained(path, dtype=torch.float32, matrix_dtype=products,
+                              device="meta" if args.shard else world.device)
+    advice = "give a --teacher_path whose tokenizer is the policy's"
+    if load_tokenizer(path, teacher.config.vocab_size, advice).get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"{path}: its tokens are not the policy's; {advice}")
+    if isinstance(teacher, AnyModel) and args.sampler != "plain":
+        raise UserError(f"--teacher_path {path} is of an architecture that model/fast does not "
+                        "know; add --sampler plain")
+    teacher.requires_grad_(False)
+    if args.shard:
+        shard(teacher, world, products, path)
+    return teacher
 
 
 @torch.no_grad()

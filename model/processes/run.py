@@ -43,14 +43,16 @@ class Run:
         rows = world.gather(describe(rollout, t.tokenizer, args.num_generations))
         failures = world.gather([(judge.__name__, judge.failed.total(), judge.reason)
                                  for judge in t.reward_funcs if judge.failed])
-        of_rollout = rollout_metrics(rows, args.num_generations, failures, warn=world.rank == 0)
+        of_rollout = rollout_metrics(rows, args.num_generations, failures,
+                                     warn=world.rank == 0 and not args.teacher_path)
         if args.eval_interval and (step % args.eval_interval == 0 or step == self.last_step):
             world.phase("eval")
             metrics |= report.evaluation(step, self.evaluate(step))
         world.phase(None)
         report.step(step, metrics | of_rollout, rows, world.timings)
         world.timings.clear()
-        self.unjudged = self.unjudged + 1 if math.isnan(of_rollout["reward"]) else 0
+        if not args.teacher_path:       # it teaches without a reward
+            self.unjudged = self.unjudged + 1 if math.isnan(of_rollout["reward"]) else 0
         is_due, self.signal = self.saver.is_due(step, self.last_step)
         if is_due or self.unjudged == MOST_UNJUDGED:
             world.phase("checkpoint")           # it counts towards the next step
