@@ -191,12 +191,11 @@ def drift(part, logps, old_logps, entropy):
 
     Sums over its tokens, which sum_metrics divides by the number of "tokens": entropy, in nats;
     ppo_kl, log pi_old - log pi; rollout_probs_diff, between the probabilities of sampler and
-    trainer, and its square: 0 up to rounding, or one of the two is wrong; teacher_kl, log pi_old -
-    log pi_teacher; rollout_is, the
-    importance weight between the two, and its square, for Kish's effective sample size,
-    (sum w)² / sum w², as a share of the tokens (verl's). Over "completions": rollout_log_ratio, the
-    absolute log of the product of a completion's weights, before any bound. Completions without a
-    gradient are in no micro-batch, and so not in these means.
+    trainer, and its square: 0 up to rounding, or one of the two is wrong; rollout_is, the weight
+    between the two, and its square, for Kish's effective sample size, (sum w)² / sum w², as a share
+    of the tokens (verl's); teacher_kl, log pi_old - log pi_teacher. Over "completions":
+    rollout_log_ratio, the absolute log of the product of a completion's weights, before any bound.
+    Completions without a gradient are in no micro-batch, and so not in these means.
     """
     log_ratio = ((old_logps - part.sampling_logps) * part.mask).sum(1).abs()            # (n,)
     difference = (old_logps.exp() - part.sampling_logps.exp()).abs() * part.mask

@@ -94,7 +94,8 @@ def text_of(cell, results, panels):
     values = scale * np.array([*ends.values()])
     end, half = interval(values)
     return (cell.get("form") or form).format(
-        begin=begin, end=end, half=half, median=np.median(values))
+        begin=begin, end=end, half=half, median=np.median(values), least=values.min(),
+        most=values.max())
 
 
 def ends_of(cell, arm, results):
