@@ -8,7 +8,7 @@ from report.curves import BLUE, BROWN, COLORS, GREEN, GREY, ORANGE, PINK, above,
 
 ARM_COLORS = [BLUE, ORANGE, GREEN, PINK, BROWN]
 LOGARITHMIC = ("kl", "grad_norm")       # one run's may be a hundred times another's
-DASHES = ["-", (0, (3, 1.5)), ":", "-.", (0, (5, 1, 1, 1, 1, 1))]
+DASHES = ["-", (0, (3, 1.5)), ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (9, 2)), (0, (1, 3))]
 
 
 def draw(results, experiment, panels, path):
