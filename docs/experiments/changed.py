@@ -1,0 +1,70 @@
+"""A run of train_grpo.py with one function changed, for arms that no flag can make.
+
+    python -m docs.experiments.changed --change noise:2 --max_steps 40
+
+It takes the flags of train_grpo.py, and --change: a name of CHANGES and, for some, a number.
+"""
+import argparse
+from functools import partial
+
+import torch
+
+import train_grpo
+from model.fast import pair
+from model.sampler import next_token
+from report import user_errors
+from reward import baselines
+
+
+def noisy_token(logits, temperature, generator, greedy, *, scale):
+    """next_token of a sampler that computes its logits badly: Gaussian noise on each, of this std.
+
+    It reports the log-probabilities of what it sampled from, as an engine that rounds does.
+    """
+    noise = torch.randn(logits.shape, generator=generator, device=logits.device)
+    return next_token(logits + scale * noise, temperature, generator, greedy)
+
+
+def noise(scale):
+    """The sampler of rollouts is noisy. That of evaluations is not: they are of the policy."""
+    def grpo_step(*args):
+        pair.next_token = partial(noisy_token, scale=float(scale))
+        rollout_and_metrics = right(*args)
+        pair.next_token = next_token
+        return rollout_and_metrics
+
+    right, train_grpo.grpo_step = train_grpo.grpo_step, grpo_step
+
+
+def above_0(_):
+    """Answers worse than their group's mean teach nothing."""
+    right = train_grpo.group_advantages
+    train_grpo.group_advantages = lambda *args, **options: right(*args, **options).clamp(min=0)
+
+
+def whole_answers(_):
+    """A teacher's gradient of the KL of whole answers: a token answers for all that follows."""
+    def towards_teacher(rollout):
+        return right(rollout).flip(1).cumsum(1).flip(1) * rollout.mask          # (N, R)
+
+    right, baselines.towards_teacher = baselines.towards_teacher, towards_teacher
+
+
+CHANGES = {"noise": noise, "above_0": above_0, "whole_answers": whole_answers}
+
+
+@user_errors("docs.experiments.changed")
+def main():
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
+    parser.add_argument("--change", default="")
+    own, flags = parser.parse_known_args()
+    if own.change:
+        name, _, number = own.change.partition(":")
+        if name not in CHANGES:
+            parser.error(f"--change is {name!r}; give one of {', '.join(CHANGES)}")
+        CHANGES[name](number)
+    train_grpo.main(flags)
+
+
+if __name__ == "__main__":
+    main()
