@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from test_docs import PAGES, blocks
 from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 import train_grpo
@@ -239,6 +240,19 @@ def test_a_minimind_pth_is_read_and_then_saved_for_transformers(generation, toke
     assert_same_logits(ours, back, ids, mask)
     with pytest.raises(ValueError, match="--tokenizer_path"):
         load_tokenizer(path, 512)
+
+
+def test_the_way_back_to_minimind_is_as_the_page_prints_it(tokenizer, tmp_path, monkeypatch):
+    _, path = minimind("minimind3", tmp_path)
+    save_pretrained(load_pretrained(path), tokenizer, tmp_path / "out/minimind/final")
+    monkeypatch.chdir(tmp_path)
+    (code,) = [text for language, text in blocks(PAGES["docs/coming_from.md"])
+               if language == "python"]
+    exec(code, {})
+    before, after = (torch.load(file) for file in (path, "grpo_768.pth"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor.half(), after[name])
 
 
 def test_a_pth_that_is_something_else_is_refused_by_what_it_is(tmp_path):
