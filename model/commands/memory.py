@@ -6,7 +6,7 @@
 A row says what the parameters take (weights, gradients, AdamW's moments, the reference) and the
 sampler's cache, the least that a run needs, and the largest --micro_batch_size that fits on GPUs of
 so many GiB, of which it may use 92%. All is in GiB, for products in bfloat16 with model/fast and
---gradient_checkpointing. docs/real_models.md compares it with measured peaks.
+--gradient_checkpointing. docs/real_models.md says how rough it is.
 """
 import argparse
 import functools
