@@ -4,7 +4,7 @@
 
 It takes the flags of train_grpo.py, and --passes. As many answers are sampled as that run would,
 all of them from the weights that it starts with. What it leaves reads like a run of one step, of
-which eval.jsonl has the evaluation of what was fine-tuned.
+which eval.jsonl has the evaluation of what was fine-tuned; the rest is in RUN_NAME_imitates.
 """
 import argparse
 from pathlib import Path
@@ -28,7 +28,7 @@ def main():
     parser.add_argument("--passes", type=float, default=1, help="over the right answers")
     own, flags = parser.parse_known_args()
     args = train_grpo.parse_args(flags)
-    folder = Path(args.out_dir, args.run_name)
+    folder = Path(args.out_dir, f"{args.run_name}_imitates")
     samples, chats, tuned = folder / "samples", folder / "right.jsonl", folder / "tuned"
 
     python(f"train_grpo.py {join(flags)} {STILL} --eval_interval 0 --out_dir {quoted(folder)} "
