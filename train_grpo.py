@@ -574,8 +574,8 @@ def add_ask_flags(parser):
     flag("--temperature", type=POSITIVE, default=1.0, help="of sampling, in evaluation too")
     flag("--rollout_batch_size", type=COUNT_OR_0, default=0, help="completions sampled at once, in "
          "training and evaluation: fewer need less memory and more time; 0: all of them")
-    flag("--oversample", type=COUNT, default=1, help="sample this many times the prompts, learn "
-         "from the groups with the largest spread of rewards")
+    flag("--oversample", type=COUNT, default=1, help="sample this many times the prompts, once, "
+         "and learn from the groups whose summed rewards have the largest std")
     flag("--tool", metavar="NAME", help="answers while a completion is written: guess, calculator, "
          "or your own as module:function; its words are read, but not learned (docs/turns.md)")
     flag("--max_tool_calls", type=COUNT, default=8, help="answers per completion")

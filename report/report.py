@@ -1,4 +1,4 @@
-"""Everything a run prints and writes, except its weights; docs/runs.md lists the files.
+"""Everything a run prints and writes, except its weights; docs/in_practice.md lists the files.
 
 Once its first step is done, a new run deletes what an earlier run of its name has left there. A run
 that fails before that, for a mistake in a reward function, say, leaves those results alone.

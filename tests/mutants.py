@@ -12,10 +12,11 @@ in the code are drawn, and of the mutants of each place one.
 The results so far are in --session: interrupted, the same command goes on from there. After a
 change of the code, start a new one. Takes an hour.
 
-docs/runs.md has the result. Survivors that change nothing: another negative id for padding, or a
-bias of -1 for 0 at all that a query sees (model/fast/pair.py; softmax takes it out); `>=` for `==`
-where a dict grows by one (dataset/arithmetic.py) or `t + 1` reaches a maximum (model/sampler.py);
-no cache for `tries` (dataset/countdown.py); a byte more in `readline` (dataset/prompts.py).
+docs/in_practice.md has the result. Survivors that change nothing: another negative id for padding,
+or a bias of -1 for 0 at all that a query sees (model/fast/pair.py; softmax takes it out); `>=` for
+`==` where a dict grows by one (dataset/arithmetic.py) or `t + 1` reaches a maximum
+(model/sampler.py); no cache for `tries` (dataset/countdown.py); a byte more in `readline`
+(dataset/prompts.py).
 """
 import argparse
 import ast
