@@ -67,7 +67,7 @@ def numbers(text):
 NOT_OURS = {".", "accelerate", "cd", "curl", "git", "hf", "jupyter", "modelscope", "pip", "pytest",
             "ray", "ruff", "swanlab", "venv", "sglang.launch_server", "verl.trainer.main_ppo",
             "vllm", "vllm.entrypoints.openai.api_server"}
-MADE_BY_THE_READER = {"sorting.py", "sorting.txt", "train_trl.py", "verl_task.py"}
+MADE_BY_THE_READER = {"sorting.py", "train_mine.py"}
 # Measurements that a page names with the commit which had them.
 OF_EARLIER_COMMITS = {f"tests/{name}.py" for name in (
     "bench_curves", "bench_loading", "bench_memory", "gradients", "pass_at_k")}

@@ -1,60 +1,71 @@
-"""The page about changes and a task of one's own: each applies and runs as printed."""
-import importlib.util
+"""The page about a task of one's own runs as printed; and what it says of a judge behind HTTP."""
+import json
+import re
 import runpy
 import shlex
-import shutil
 import sys
-from collections import defaultdict
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.error import HTTPError
 
-from test_docs import ENGLISH, blocks
+import pytest
+import torch
+import transformers
+from test_docs import ENGLISH, blocks, commands_of
 
 import train_grpo
-from conftest import ROOT
+from conftest import ROOT, jsonl, turns
+from reward import combine_rewards, llm_judge
 
-BLOCKS = defaultdict(list)      # of the page, by language
-for language, text in blocks(ENGLISH["docs/own_task.md"]):
-    BLOCKS[language].append(text)
+PAGE = ENGLISH["docs/own_task.md"]
+# Its files by their name, which their first line has; the script runs sorting.py.
+FILES = {text.split()[1]: text for language, text in blocks(PAGE) if language == "python"}
+SCRIPT = next(text for _, text in blocks(PAGE) if text.startswith("python sorting.py"))
 
-
-def apply(name, lines, folder):
-    before = "".join(line[1:] + "\n" for line in lines if line[:1] != "+")
-    after = "".join(line[1:] + "\n" for line in lines if line[:1] != "-")
-    file = folder / name
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    assert text.count(before) == 1 or not text, f"{name} does not hold these lines once:\n{before}"
-    file.write_text(text.replace(before, after) if text else after, encoding="utf-8")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_the_changes_apply_and_train(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The current folder, with the page's files and nothing else, from which they are imported."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    script = shutil.copy(ROOT / "train_grpo.py", tmp_path)
-    assert len(BLOCKS["diff"]) == 4
-    for diff in BLOCKS["diff"]:
-        for hunk in diff.split("--- ")[1:]:
-            name, *lines = hunk.splitlines()
-            apply(name, lines, tmp_path)
-    spec = importlib.util.spec_from_file_location("changed_grpo", script)
-    changed = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(changed)
-    changed.main(f"--model_path {ROOT}/model/weights/reason_128 --max_steps 2 --batch_size 4 "
-                 f"--data_path {ROOT}/dataset/train.jsonl --num_generations 4 --max_gen_len 64 "
-                 "--loss_type sqrt --advantage_estimator median "
-                 "--reward_funcs accuracy brevity:brevity".split())
-    assert "brevity" in capsys.readouterr().out
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    return tmp_path
 
 
-def test_the_task_of_ones_own_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (module,), (flags,), (_, script) = (BLOCKS[name] for name in ("python", "text", "bash"))
+def measured(folder):
+    return [row for row in jsonl(folder / "metrics.jsonl") if "step" in row]
+
+
+SMALL = (f"--model_path {ROOT}/model/weights/reason_128 --data_path {ROOT}/dataset/train.jsonl "
+         "--batch_size 2 --num_generations 4 --max_gen_len 16 --max_steps 2 --eval_interval 0 "
+         "--beta 0 --run_name run").split()
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def test_the_smallest_reward_is_one_of_four_in_a_run(here):
+    program = next(words for words in commands_of(PAGE) if "brevity:brevity" in words)
+    train_grpo.main([*program[2:], *SMALL])
+    row = jsonl(here / "out/run/completions.jsonl")[0]
+    assert row["rewards"]["brevity"] == pytest.approx(-0.01 * row["length"])
+    assert row["reward"] == pytest.approx(sum(row["rewards"].values())) and len(row["rewards"]) == 4
+
+
+def test_the_task_from_nothing_runs(here, monkeypatch, capsys):
     # The same commands, of fewer numbers and steps.
+    text = FILES["sorting.py"]
     for count, fewer in (("8000", "400"), ("11_500", "500"), ("12_000", "520")):
-        module = module.replace(count, fewer)
-    (tmp_path / "sorting.py").write_text(module)
-    (tmp_path / "sorting.txt").write_text(flags)
-    script = script.replace("--steps 400", "--steps 2").replace("\\\n", "")
-    for command in script.splitlines():
+        text = text.replace(count, fewer)
+    (here / "sorting.py").write_text(text)
+    for command in SCRIPT.replace("--steps 400", "--steps 2").replace("\\\n", "").splitlines():
         program, *arguments = shlex.split(command)[1:]
         if program == "train_grpo.py":
             train_grpo.main([*arguments, "--max_steps", "2", "--eval_samples", "8"])
@@ -64,4 +75,175 @@ def test_the_task_of_ones_own_runs(tmp_path, monkeypatch, capsys):
         else:
             runpy.run_path(program, run_name="__main__")
     assert "held-out accuracy" in capsys.readouterr().out
-    assert (tmp_path / "out/sorting/final").is_dir()
+    assert (here / "out/sorting/final").is_dir()
+
+
+def test_the_two_examples_of_rewards():
+    rewards = {}
+    exec(FILES["shapes.py"], rewards)
+    replies = ["It is B", "A, B, C or D", "None", "<answer>\nB\n</answer>"]
+    assert rewards["choice"](replies, replies, ["B"] * 4) == [1, 0, 0, 1]
+    replies = ["the cat sat", "the the the", ""]
+    assert rewards["overlap"](replies, replies, ["the cat slept"] * 3) == pytest.approx(
+        [2 / 3, 0.5, 0])
+
+
+MINE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, logits_to_keep=0,
+                **options):
+        out = super().forward(input_ids, attention_mask, position_ids,
+                              logits_to_keep=logits_to_keep, **options)
+        out.logits = 5 * (out.logits / 5).tanh()
+        return out
+"""
+
+
+def test_a_class_of_ones_own_is_registered_and_trained(here, monkeypatch, tokenizer, capsys):
+    (here / "modeling_mine.py").write_text(MINE)
+    for mapping in (transformers.CONFIG_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING):
+        monkeypatch.setattr(mapping, "_extra_content", {})
+    from modeling_mine import MineConfig, MineForCausalLM
+    torch.manual_seed(0)
+    MineForCausalLM(MineConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, eos_token_id=tokenizer.eos_token_id)).save_pretrained(here / "mine")
+    tokenizer.save_pretrained(here / "mine")
+    # Such a folder names its code, which must not run from there.
+    config = json.loads((here / "mine/config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "code.MineConfig", "AutoModelForCausalLM": "code.Mine"}
+    (here / "mine/config.json").write_text(json.dumps(config))
+    (here / "mine/code.py").write_text("raise SystemExit('it ran')")
+    flags = [*SMALL, "--model_path", "mine", "--reward_funcs", "brevity:brevity"]
+    with pytest.raises(SystemExit):
+        train_grpo.main(flags)
+    assert "it ran" not in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["train_mine.py", *flags])
+    runpy.run_path("train_mine.py")
+    assert "run by    transformers' MineForCausalLM" in capsys.readouterr().out
+    assert len(measured(here / "out/run")) == 2
+
+
+# --- a judge behind HTTP --------------------------------------------------------------------------
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        reply = re.search("<reply>\n(.*)\n</reply>", body["messages"][1]["content"], re.DOTALL)[1]
+        server.tries[reply] += 1
+        with server.counting:
+            server.busy += 1
+            server.most = max(server.most, server.busy)
+        status, headers, text = server.answer(reply, server.tries[reply])
+        with server.counting:
+            server.busy -= 1
+        with suppress(OSError):         # who asked has gone
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            content = {"choices": [{"message": {"content": text}}]}
+            self.wfile.write(json.dumps(content).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """An endpoint whose judge is `server.answer(reply, try) -> (status, headers, text)`."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads, server.counting = True, threading.Lock()
+        server.tries, server.busy, server.most = Counter(), 0, 0
+        server.answer = lambda reply, trial: (200, {}, "7")
+        monkeypatch.setenv("no_proxy", "*")
+        monkeypatch.setattr(llm_judge, "URL", f"http://127.0.0.1:{server.server_port}/v1")
+        monkeypatch.setattr(llm_judge, "PAUSE", 0.01)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def ask(*replies):
+    return llm_judge.judge([""] * len(replies), list(replies), [turns("Why?")] * len(replies))
+
+
+def test_a_slow_and_failing_server_costs_single_scores(server, monkeypatch):
+    def answer(reply, trial):
+        if reply == "slow":
+            time.sleep(0.6)
+        failing = reply == "broken" or reply == "broken once" and trial == 1
+        return 500 if failing else 200, {}, {"chatty": "I like it: 10"}.get(reply, " 7\n")
+
+    server.answer = answer
+    monkeypatch.setattr(llm_judge, "TIMEOUT", 0.2)
+    assert ask("good", "slow", "broken", "broken once", "chatty") == [0.7, None, None, 0.7, None]
+    assert server.tries["good"] == 1 and server.tries["broken once"] == 2
+    assert server.tries["broken"] == server.tries["chatty"] == llm_judge.TRIES
+    with pytest.raises(HTTPError, match="500"):
+        ask("broken", "broken")
+    with pytest.raises(TimeoutError):
+        ask("slow")
+
+
+def test_a_limit_of_the_rate_is_kept(server, monkeypatch):
+    monkeypatch.setattr(llm_judge, "AT_ONCE", 3)
+    first = {}
+
+    def answer(reply, trial):
+        time.sleep(0.02)
+        if first.setdefault(reply, time.monotonic()) + 1 > time.monotonic() and reply == "early":
+            return 429, {"Retry-After": "1"}, ""
+        return 200, {}, "10"
+
+    server.answer = answer
+    assert ask("early", *map(str, range(8))) == [1.0] * 9
+    assert server.tries["early"] == 2 and server.most == 3
+
+
+def test_what_none_costs():
+    def judge(**arguments):
+        return [0.8, None]
+
+    def form(**arguments):
+        return [0.5, 0.5]
+
+    for weights, expected in (([1.0, 1.0], [1.3, 0.5]), ([1.0, 0.0], [0.8, 0.0])):
+        rewards, _ = combine_rewards([""] * 2, ["a", "b"], [judge, form], weights)
+        assert rewards.tolist() == pytest.approx(expected)
+    rewards, _ = combine_rewards([""] * 2, ["a", "b"], [judge], [1.0])
+    assert rewards[0] == pytest.approx(0.8) and rewards[1].isnan()
+
+
+def test_a_run_goes_on_without_single_scores_and_ends_without_any(here, server, monkeypatch,
+                                                                  capsys):
+    requests = []
+
+    def answer(reply, trial):
+        requests.append(reply)
+        failing = len(requests) > 24 or trial == 1 and len(requests) % 2
+        return 500 if failing else 200, {}, str(len(reply) % 11)
+
+    server.answer = answer
+    monkeypatch.setattr(llm_judge, "TRIES", 1)
+    monkeypatch.setattr("model.processes.run.MOST_UNJUDGED", 2)
+    flags = [*SMALL, "--max_steps", "9", "--reward_funcs", "reward.llm_judge:judge"]
+    with pytest.warns(UserWarning, match="HTTP Error 500"), pytest.raises(SystemExit):
+        train_grpo.main(flags)
+    assert "no completion of the last 2 steps has a reward" in capsys.readouterr().err
+    first, *others = measured(here / "out/run")
+    assert first["reward"] > 0 and first["grad_norm"] > 0 and "rewards/judge/failed" not in first
+    assert [row["rewards/judge/failed"] for row in others[-2:]] == [1, 2]
+    assert not any("grad_norm" in row for row in others[-2:])       # no optimizer step
+    assert (here / "out/run/checkpoint/model.safetensors").is_file()
+    scores = [row["rewards"]["judge"] for row in jsonl(here / "out/run/completions.jsonl")[:8]]
+    assert None in scores and any(score is not None for score in scores)

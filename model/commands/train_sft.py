@@ -1,6 +1,6 @@
 r"""Trains a policy on conversations, from scratch (pretraining) or from weights (fine-tuning).
 
-Five runs of this script made the weights of policies that we ship; docs/weights.md has their flags.
+Five runs of this script made the weights of policies that we ship; docs/own_task.md has the flags.
 Two are for Countdown. The three for arithmetic, of which the last two start from the first:
 
     python -m dataset.arithmetic --sft out/sft
