@@ -37,7 +37,7 @@ def above_others(groups):
 
 
 def above_second_best(groups):
-    """Pass@k training, arXiv 2503.19595: a group counts as its best answer.
+    """A baseline for pass@k, arXiv 2503.19595: a group counts as its best answer.
 
     That one is compared with the second best, what the group would have without it. The others,
     without which it would have the same, have advantage 0.
