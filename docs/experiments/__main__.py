@@ -3,6 +3,7 @@
     python -m docs.experiments countdown            run what is missing, then draw
     python -m docs.experiments loss_types --draw    only draw, from the results that we ship
     python -m docs.experiments pages                write the numbers of the tables of all pages
+    python -m docs.experiments claims               print what the pages claim, and how sure it is
 
 experiments.toml says what each experiment runs and draws, claims.toml which arms the pages compare.
 Every arm runs with every seed, and each run becomes a line of results/<name>.jsonl, with its series
@@ -57,12 +58,12 @@ def main():
         formatter_class=argparse.RawDescriptionHelpFormatter)
     # The others are further tables of the same results.
     names = [name for name, experiment in EXPERIMENTS.items() if "panels" in experiment]
-    parser.add_argument("name", choices=(*names, "pages"))
+    parser.add_argument("name", choices=(*names, "pages", "claims"))
     parser.add_argument("--draw", action="store_true", help="only draw, from the results so far")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: %(default)s)")
     args = parser.parse_args()
-    if args.name == "pages":
-        write_pages()
+    if args.name in ("pages", "claims"):
+        (write_pages if args.name == "pages" else print_claims)()
         return
     if not args.draw:
         run_all(args.name, args.jobs)
@@ -120,23 +121,31 @@ def known(name):
 
 
 def table_of(name):
-    """The rows of texts of an experiment's table; or of the claims of pages, claims_ladder_family,
-    but for headlines, which have a table of their own, claims."""
-    if not name.startswith("claims"):
-        return texts_of(EXPERIMENTS[name], known(name), PANELS)
-    rows = []
-    for page in name.split("_")[1:] or CLAIMS:
-        claims = claims_of(page)
-        texts = claim_texts(claims, {each: known(each) for each in CLAIMS[page]}, PANELS)
-        rows += [row for claim, row in zip(claims, texts)
-                 if claim.get("headline", False) == (name == "claims")]
-    return rows
+    """The rows of texts of an experiment's table; or of claims, those of all headlines."""
+    if name == "claims":
+        return [texts for claim, texts in claims_and_texts() if claim.get("headline", False)]
+    return texts_of(EXPERIMENTS[name], known(name), PANELS)
 
 
-def claims_of(page):
-    """The claims of a page as cells of the tables of their experiments."""
+def claims_and_texts():
+    """All claims, each with its numbers as texts."""
+    for family, of_experiments in CLAIMS.items():
+        claims = claims_of(family)
+        yield from zip(claims, claim_texts(claims, {each: known(each) for each in of_experiments},
+                                           PANELS))
+
+
+def print_claims():
+    print("claim", "arms", "seeds", "difference", "p", "p corrected (Holm)", sep=" | ")
+    for claim, texts in claims_and_texts():
+        where = ", ".join(filter(None, [claim["experiment"], claim["row"]]))
+        print(claim["says"], f"{where}: {claim['arm']} - {claim['minus']}", *texts, sep=" | ")
+
+
+def claims_of(family):
+    """The claims of a family as cells of the tables of their experiments."""
     claims = []
-    for name, rows in CLAIMS[page].items():
+    for name, rows in CLAIMS[family].items():
         table = EXPERIMENTS[name].get("table", {}) | {"form": "", "experiment": name}
         for row in rows:
             arm, minus = row["arms"]

@@ -55,15 +55,21 @@ CHANGES = {"noise": noise, "above_0": above_0, "whole_answers": whole_answers}
 
 @user_errors("docs.experiments.changed")
 def main():
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
-    parser.add_argument("--change", default="")
-    own, flags = parser.parse_known_args()
-    if own.change:
-        name, _, number = own.change.partition(":")
-        if name not in CHANGES:
-            parser.error(f"--change is {name!r}; give one of {', '.join(CHANGES)}")
+    change, flags = parse_args()
+    if change:
+        name, _, number = change.partition(":")
         CHANGES[name](number)
     train_grpo.main(flags)
+
+
+def parse_args(argv=None):
+    """Our own flag, and the others as they are."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
+    parser.add_argument("--change", default="")
+    own, flags = parser.parse_known_args(argv)
+    if own.change and own.change.partition(":")[0] not in CHANGES:
+        parser.error(f"--change is {own.change!r}; give one of {', '.join(CHANGES)}")
+    return own.change, flags
 
 
 if __name__ == "__main__":

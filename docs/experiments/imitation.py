@@ -24,9 +24,7 @@ FINE_TUNING = f"--batch_size {BATCH} --warmup_steps 10 --learning_rate 3e-4 --he
 
 @user_errors("docs.experiments.imitation")
 def main():
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
-    parser.add_argument("--passes", type=float, default=1, help="over the right answers")
-    own, flags = parser.parse_known_args()
+    own, flags = parse_args()
     args = train_grpo.parse_args(flags)
     folder = Path(args.out_dir, f"{args.run_name}_imitates")
     samples, chats, tuned = folder / "samples", folder / "right.jsonl", folder / "tuned"
@@ -43,6 +41,13 @@ def main():
            f"--data {quoted(chats)} --save {quoted(tuned)}", folder / "tuned.log")
     python(f"train_grpo.py {join(flags)} {STILL} --max_steps 1 --eval_interval 1 "
            f"--model_path {quoted(tuned)}", folder / "eval.log")
+
+
+def parse_args(argv=None):
+    """Our own flag, and the others as they are."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
+    parser.add_argument("--passes", type=float, default=1, help="over the right answers")
+    return parser.parse_known_args(argv)
 
 
 if __name__ == "__main__":

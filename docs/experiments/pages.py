@@ -2,8 +2,7 @@
 
 A table stands between `<!-- results: NAME -->` and `<!-- end -->`. Its head and its names are
 written by hand, in the language of the page; experiments.toml and claims.toml say what its numbers
-are. A cell that does not begin with a number is text and stays, so a new table begins with zeros
-(and `-` where a claim's arms will stand).
+are. A cell that does not begin with a number is text and stays, so a new table begins with zeros.
 """
 import re
 
@@ -14,8 +13,8 @@ from report import UserError
 from .figures import at_end, holm, interval, p_value, series
 
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n\n)(.*?)(?=\n\n<!-- end -->)", re.DOTALL)
-# 5.0 ± 2.0, perhaps in bold; <0.001; the arms of a claim, as `code`
-NUMBER = re.compile(r"( *\**)(?:[-<]?\d.*?|`.*`)(\** *)")
+# 5.0 ± 2.0, perhaps in bold; <0.001
+NUMBER = re.compile(r"( *\**)[-<]?\d.*?(\** *)")
 
 
 def filled(text, rows_of, page):
@@ -125,21 +124,19 @@ def differences(cell, results):
 
 
 def claim_texts(claims, results, panels):
-    """For each claim of a page [arms, seeds, difference, p, p corrected for all of them].
+    """For each claim of a family [seeds, difference, p, p corrected for all of them].
 
-    results: {experiment: its runs}. A claim without two seeds of both arms has only its arms.
+    results: {experiment: its runs}. A claim without two seeds of both arms has no numbers yet.
     """
     found = [differences(claim, results[claim["experiment"]]) for claim in claims]
     p_values = [paired_p([*values.values()]) for values in found]
     texts = []
     for claim, values, *both in zip(claims, found, p_values, holm(p_values)):
-        arm = ", ".join(filter(None, [claim["experiment"], claim["row"]])) + f": {claim['arm']}"
-        minus = ", ".join(filter(None, [claim.get("minus_row"), claim["minus"]]))
         numbers = [""] * 4
         if len(values) > 1:
             numbers = [str(len(values)), text_of(claim, results[claim["experiment"]], panels)]
             numbers += ["<0.001" if p < 0.0005 else f"{p:.3f}" for p in both]
-        texts.append([f"`{arm} - {minus}`", *numbers])
+        texts.append(numbers)
     return texts
 
 
