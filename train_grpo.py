@@ -395,7 +395,7 @@ def main(argv=None):
     evaluate_at = partial(evaluate, t.policy, heldout, t.eval_funcs, collate, t.sample, world, args,
                           tool=t.tool)
     if args.eval_only:
-        world.print_json(evaluate_at(steps_done))
+        world.print_json(evaluate_at(steps_done)[0])
         return world.close()
     with Run(t, saver, evaluate_at, steps_done, last_step, num_tokens) as run:
         run.begin(len(problems), len(heldout))
@@ -465,6 +465,7 @@ def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step, t
     """Held-out accuracy over all ranks: of k samples the mean, any of them (pass@k), and greedy.
 
     A reply is right if its evaluation rewards add up to at least 1; unjudged problems don't count.
+    Returns metrics, and the rollout of greedy replies with the first problem, for a look at one.
     """
     rng = world.rng(step, evaluating=True)
     k, found = args.num_generations_eval, defaultdict(list)     # metric -> a number per problem
@@ -484,6 +485,8 @@ def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step, t
         greedy, sampled = (
             compute_rewards(rollout, eval_funcs, [1.0] * len(eval_funcs))[0].view(-1, n)
             for rollout, n in zip(rollouts, (1, k)))                            # (B, 1), (B, k)
+        if start == 0:
+            first, first.rewards = rollouts[0], greedy[:, 0]
         judged = ~torch.cat((greedy, sampled), 1).isnan().any(1)                        # (B,)
         judged[len(mine) - start:] = False
         right = (sampled >= 1).float()                                                  # (B, k)
@@ -497,7 +500,7 @@ def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step, t
         del found["pass@1"]         # it would be the accuracy again
     found = {f"eval/{name}": world.gather(numbers) for name, numbers in found.items()}
     return {name: sum(all_of) / len(all_of) if all_of else math.nan
-            for name, all_of in found.items()}
+            for name, all_of in found.items()}, first
 
 
 # --- what one looks up: flags ---------------------------------------------------------------------
