@@ -81,10 +81,10 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
     advantage_estimator names a row of BASELINES, scale_rewards of SCALES; batch_std is the std of
     all rewards, for "batch". rewards (N,), the G completions of a prompt adjacent -> (N,). NaN: no
     reward judged it; it is left out of mean and std and gets advantage 0. Four answers to
-    `7 + 3*7`, paid 1 for being right and 0.1 for their form, say:
+    `7 + 3*7`, paid 1 for being right and 0.5 for their form, say:
 
-    >>> group_advantages(torch.tensor([0.1, 1.1, 1.0, 0.1]), 4)
-    tensor([-0.8635,  0.9544,  0.7726, -0.8635])
+    >>> group_advantages(torch.tensor([0.5, 1.5, 1.0, 0.5]), 4)
+    tensor([-0.7832,  1.3053,  0.2611, -0.7832])
     """
     above_baseline = objective.choice(BASELINES, advantage_estimator, "advantage_estimator")
     scale_of = objective.choice(SCALES, scale_rewards, "scale_rewards")
