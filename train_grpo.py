@@ -81,10 +81,10 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
     advantage_estimator names a row of BASELINES, scale_rewards of SCALES; batch_std is the std of
     all rewards, for "batch". rewards (N,), the G completions of a prompt adjacent -> (N,). NaN: no
     reward judged it; it is left out of mean and std and gets advantage 0. Four answers to
-    `7 + 3*7`, paid 1 for being right and 0.1 for their form, say:
+    `7 + 3*7`, paid 1 for being right and 0.5 for their form, say:
 
-    >>> group_advantages(torch.tensor([0.1, 1.1, 1.0, 0.1]), 4)
-    tensor([-0.8635,  0.9544,  0.7726, -0.8635])
+    >>> group_advantages(torch.tensor([0.5, 1.5, 1.0, 0.5]), 4)
+    tensor([-0.7832,  1.3053,  0.2611, -0.7832])
     """
     above_baseline = objective.choice(BASELINES, advantage_estimator, "advantage_estimator")
     scale_of = objective.choice(SCALES, scale_rewards, "scale_rewards")
@@ -395,7 +395,7 @@ def main(argv=None):
     evaluate_at = partial(evaluate, t.policy, heldout, t.eval_funcs, collate, t.sample, world, args,
                           tool=t.tool)
     if args.eval_only:
-        world.print_json(evaluate_at(steps_done))
+        world.print_json(evaluate_at(steps_done)[0])
         return world.close()
     with Run(t, saver, evaluate_at, steps_done, last_step, num_tokens) as run:
         run.begin(len(problems), len(heldout))
@@ -465,6 +465,7 @@ def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step, t
     """Held-out accuracy over all ranks: of k samples the mean, any of them (pass@k), and greedy.
 
     A reply is right if its evaluation rewards add up to at least 1; unjudged problems don't count.
+    Returns metrics, and the rollout of greedy replies with the first problem, for a look at one.
     """
     rng = world.rng(step, evaluating=True)
     k, found = args.num_generations_eval, defaultdict(list)     # metric -> a number per problem
@@ -484,6 +485,8 @@ def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step, t
         greedy, sampled = (
             compute_rewards(rollout, eval_funcs, [1.0] * len(eval_funcs))[0].view(-1, n)
             for rollout, n in zip(rollouts, (1, k)))                            # (B, 1), (B, k)
+        if start == 0:
+            first, first.rewards = rollouts[0], greedy[:, 0]
         judged = ~torch.cat((greedy, sampled), 1).isnan().any(1)                        # (B,)
         judged[len(mine) - start:] = False
         right = (sampled >= 1).float()                                                  # (B, k)
@@ -497,7 +500,7 @@ def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step, t
         del found["pass@1"]         # it would be the accuracy again
     found = {f"eval/{name}": world.gather(numbers) for name, numbers in found.items()}
     return {name: sum(all_of) / len(all_of) if all_of else math.nan
-            for name, all_of in found.items()}
+            for name, all_of in found.items()}, first
 
 
 # --- what one looks up: flags ---------------------------------------------------------------------

@@ -117,8 +117,11 @@ class Report:
             facts[""] = "the first step replaces the earlier run there"
         self._print(facts_table(facts))
 
-    def evaluation(self, step, metrics):
-        """Record, print and return one held-out evaluation; step 0 is before training."""
+    def evaluation(self, step, metrics, replies=None):
+        """Record, print and return one held-out evaluation; step 0 is before training.
+
+        replies: a rollout of greedy replies; the first is printed, to be watched as it changes.
+        """
         if not self.active:
             return metrics
         self._write("eval", step, metrics)
@@ -130,6 +133,8 @@ class Report:
         length = number(metrics.get("eval/mean_length"), ".0f")
         self._print(Text(f"step {step:>3}  held-out accuracy {sampled} sampled, {greedy} greedy, "
                          f"{length} tokens", style="bold"))
+        if replies is not None:
+            self._print(one_reply(replies))
         return metrics
 
     def step(self, step, metrics, rows, timings):
@@ -325,7 +330,8 @@ def one_group(step, rows):
         for name, value in row["rewards"].items():
             width = max(len(name.removesuffix("_reward")), 5)
             numbers += f"  {number(value):>{width}}"
-        copies[numbers, in_turn(row)] += 1
+        turns = row["turns"] if "tool_tokens" in row else [row["completion"].strip()]
+        copies[numbers, in_turn(turns)] += 1
     parts = [Text(title, "bold"), one_line(rows[0]["prompt"]), Text(f"\n{head}", "dim")]
     for (numbers, completion), count in copies.items():
         if count > 1:
@@ -334,9 +340,17 @@ def one_group(step, rows):
     return Group(*parts)
 
 
-def in_turn(row):
+def one_reply(rollout):
+    """A rollout's first question, and its first reply with the verdict."""
+    question = one_line(rollout.columns["messages"][0][-1]["content"])
+    turns = rollout.turns[0] if rollout.turns else [rollout.completions[0].strip()]
+    reward = rollout.rewards[0].item()
+    verdict = ("right" if reward >= 1 else "wrong") if is_finite(reward) else "not judged"
+    return Padding(Text.assemble(question, "\n", (verdict, "bold"), ": ", *in_turn(turns)), (0, 2))
+
+
+def in_turn(turns):
     """A completion in one line, as parts of a rich Text: a tool's words are dim, in ‹ ›."""
-    turns = row["turns"] if "tool_tokens" in row else [row["completion"].strip()]
     parts = [without_breaks(cut(text, 400 // len(turns))) for text in turns]
     for i in range(1, len(parts), 2):
         if parts[i]:

@@ -224,6 +224,16 @@ def test_links_lead_somewhere(page):
 # --- what pages compute ---------------------------------------------------------------------------
 
 
+def test_the_readmes_lines_of_python_take_an_answer_from_a_trained_model(capsys):
+    code, = [code for kind, code in blocks(PAGES["README.md"]) if kind == "python"]
+    final, shipped = "out/grpo_reason_128/final", ROOT / "model/weights/reason_128"
+    assert code.count(final) == 1
+    exec(code.replace(final, shipped.as_posix()), {})
+    answer = capsys.readouterr().out.strip()
+    # The weights before training; what their first evaluation prints, the page has, too.
+    assert f"<answer>⏎ {answer}⏎ </answer>" in PAGES["README.md"] and answer == "272"
+
+
 def floats(text):
     return [float(x) for x in re.findall(r"-?\d+\.?\d*(?:e-\d+)?", text)]
 

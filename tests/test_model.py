@@ -8,7 +8,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+import train_grpo
 from conftest import ROOT, left_padded, turns
+from dataset import PromptCollator
 from model import (
     MiniMindConfig,
     MiniMindForCausalLM,
@@ -132,6 +134,24 @@ def test_a_chat_at_temperature_0_says_what_greedy_sampling_says(tokenizer):
                         greedy=True, eos_token_id=tokenizer.eos_token_id,
                         pad_token_id=tokenizer.pad_token_id)
     assert text == tokenizer.decode(sampled[0], skip_special_tokens=True) != ""
+
+
+def test_a_chat_has_the_prompts_of_a_run(tokenizer, tmp_path, monkeypatch):
+    save_pretrained(tiny(seed=0, vocab_size=len(tokenizer)), tokenizer, tmp_path)
+    asked, args = [], train_grpo.parse_args(["--system_prompt", "r1"])
+    collate = PromptCollator(tokenizer, 99, args.system_prompt, bool(args.reasoning))
+
+    class Watched(type(tokenizer)):
+        def __call__(self, text, **options):
+            asked.append(text)
+            return super().__call__(text, **options)
+
+    tokenizer = Watched.from_pretrained(tmp_path)
+    monkeypatch.setattr(chat, "load_tokenizer", lambda *_: tokenizer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    chat.main([str(tmp_path), "--system_prompt", "r1", "--max_new_tokens", "1"])
+    assert asked == [collate.render([{"role": "user", "content": "one"}])]
+    assert "and </answer>" in asked[0]
 
 
 # --- fine-tuning ----------------------------------------------------------------------------------

@@ -106,6 +106,24 @@ def test_a_tools_words_are_dim_and_in_brackets_and_a_models_are_not():
         assert part in paper.getvalue()
 
 
+@pytest.mark.parametrize("reward, turns, printed", [
+    (0.5, None, "wrong: I [red]guess⏎ 3·[2J"),
+    (1.0, ["50 ", "low\n", "7 ", "yes\n", ""], "right: 50 ‹low⏎›7 ‹yes⏎›"),
+    (float("nan"), None, "not judged: I [red]guess⏎ 3·[2J"),
+])
+def test_an_evaluation_prints_its_first_question_and_answer(
+        reward, turns, printed, tmp_path, capsys):
+    rollout = SimpleNamespace(
+        columns={"messages": [[{"role": "user", "content": "1 + \n1?"}]] * 2},
+        completions=["I [red]guess\n3\x1b[2J", "two"], turns=turns and [turns, ["two"]],
+        rewards=torch.tensor([reward, 1.0]))
+    with Report(tmp_path / "run", report_args(), total_steps=1) as report:
+        report.evaluation(0, {"eval/accuracy": 0.5}, rollout)
+    with Report(tmp_path / "run", report_args(), total_steps=1, active=False) as report:
+        report.evaluation(0, {"eval/accuracy": 0.5}, rollout)       # another rank prints nothing
+    assert capsys.readouterr().out.splitlines()[1:] == ["  1 + ⏎ 1?", f"  {printed}"]
+
+
 def test_no_text_of_a_model_ends_a_run_or_is_taken_for_markup(tmp_path, monkeypatch):
     output = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, "ascii"))

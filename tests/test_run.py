@@ -71,7 +71,11 @@ def test_a_run_leaves_all_its_files(tmp_path, capsys, pictures):
     assert json.loads((folder / "args.json").read_text())["num_generations"] == 4
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "checkpoint" / "optimizer.pt").is_file()
-    assert "held-out accuracy" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "held-out accuracy" in printed
+    # At each evaluation the same problem; the shipped weights begin carelessly.
+    assert printed.count("\n  What is 24 + 33*8?\n") == 3
+    assert "\n  wrong: <think>⏎ 33*8 is 264⏎ 264+24 is 272⏎ </think>" in printed
 
 
 def measured(folder):
@@ -128,8 +132,9 @@ def test_evaluation_by_a_reward_of_ones_own():
     rows = [{"messages": [{"role": "user", "content": "?"}], "target": i} for i in (1, 2, 3, 4)]
     args = arguments("--max_gen_len", "2")
     policy, tokenizer = load_pretrained(POLICY), AutoTokenizer.from_pretrained(POLICY)
-    results = train_grpo.evaluate(policy, rows, [judge], PromptCollator(tokenizer, 99),
-                                  sampler.sample, World("cpu"), args, 0)
+    results, first = train_grpo.evaluate(policy, rows, [judge], PromptCollator(tokenizer, 99),
+                                         sampler.sample, World("cpu"), args, 0)
+    assert first.rewards.tolist() == pytest.approx([0.5, 1.0, NAN, 0.0], nan_ok=True)
     # The third problem was not judged. Sampled right: 1 of 2, 2 of 2, 0 of 2.
     assert results["eval/accuracy"] == pytest.approx(1.5 / 3)
     assert results["eval/pass@2"] == pytest.approx(2 / 3)

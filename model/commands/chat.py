@@ -2,7 +2,9 @@
 
     python -m model.commands.chat out/grpo_reason_128/final
 
-An empty line or Ctrl-D ends it. A prompt can also come from a pipe:
+The model reads what it read in training: the same chat template, with thinking switched on where
+there is a switch, and the system prompt if you give it again. An empty line or Ctrl-D ends it. A
+prompt can also come from a pipe:
 
     echo "What is 7 + 3*7?" | python -m model.commands.chat model/weights/reason_128
 """
@@ -11,6 +13,7 @@ import sys
 
 import torch
 
+from dataset import PromptCollator
 from report import printable, user_errors
 
 from .. import eos_token_ids, load_pretrained, load_tokenizer
@@ -19,9 +22,9 @@ from ..sampler import next_token
 
 
 @torch.no_grad()
-def stream(model, tokenizer, messages, *, max_new_tokens, temperature):
+def stream(model, tokenizer, messages, *, max_new_tokens, temperature, system_prompt=None):
     """Yields the assistant's next turn piece by piece, as it is sampled; temperature 0: greedy."""
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompt = PromptCollator(tokenizer, None, system_prompt).render(messages)
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ids = torch.tensor([prompt_ids], device=model.lm_head.weight.device)                # (1, P)
     cache, eos_ids = model.new_cache(), eos_token_ids(model, tokenizer)
@@ -63,6 +66,7 @@ def main(argv=None):
     flag = parser.add_argument
     flag("path", help="weights: a folder, a hub id like Qwen/Qwen3-0.6B, or a MiniMind .pth")
     flag("--tokenizer_path", help="a folder or hub id, if the tokenizer is not with the weights")
+    flag("--system_prompt", help="the one of training; r1: a text that asks for the tags")
     flag("--temperature", type=float, default=0.7, help="0: greedy (default: 0.7)")
     flag("--max_new_tokens", type=int, default=1024,
          help="the longest reply, in tokens (default: 1024)")
@@ -72,7 +76,8 @@ def main(argv=None):
     model = load_pretrained(args.path, dtype=dtype, device=device)
     tokenizer = load_tokenizer(args.tokenizer_path or args.path, model.config.vocab_size)
     try:
-        chat(model, tokenizer, temperature=args.temperature, max_new_tokens=args.max_new_tokens)
+        chat(model, tokenizer, temperature=args.temperature, max_new_tokens=args.max_new_tokens,
+             system_prompt=args.system_prompt)
     except (EOFError, KeyboardInterrupt):
         print()
 

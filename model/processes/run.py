@@ -12,7 +12,7 @@ MOST_UNJUDGED = 10      # steps in a row without a reward
 class Run:
     """A run, as a context manager, so that its files are complete even after an error.
 
-    t is the bundle that train_grpo.prepare returns; evaluate(step) the metrics of an evaluation.
+    t is the bundle that train_grpo.prepare returns; evaluate(step) what evaluate there does.
     """
 
     def __init__(self, t, saver, evaluate, steps_done, last_step, num_tokens):
@@ -34,7 +34,7 @@ class Run:
         t = self.t
         self.report.intro(t.policy, t.world.device, t.world.size, num_prompts, num_heldout)
         if t.args.eval_interval and self.steps_done == 0:
-            self.report.evaluation(0, self.evaluate(0))
+            self.report.evaluation(0, *self.evaluate(0))
         stop_on_signals(t.world)                # from here on a signal lets the step end
 
     def record(self, step, rollout, metrics):
@@ -47,7 +47,7 @@ class Run:
                                      warn=world.rank == 0 and not args.teacher_path)
         if args.eval_interval and (step % args.eval_interval == 0 or step == self.last_step):
             world.phase("eval")
-            metrics |= report.evaluation(step, self.evaluate(step))
+            metrics |= report.evaluation(step, *self.evaluate(step))
         world.phase(None)
         report.step(step, metrics | of_rollout, rows, world.timings)
         world.timings.clear()
