@@ -101,7 +101,7 @@ def test_the_flags_of_every_arm_go_together(monkeypatch):
             continue
         for flags in command.commands_of(experiment).values():
             flags = shlex.split(flags.format(out="out"))
-            if flags[0] == "-m" and flags[1].startswith("docs.experiments."):
+            if flags[:1] == ["-m"] and flags[1].startswith("docs.experiments."):
                 module = importlib.import_module(flags[1])
                 flags = module.parse_args(flags[2:])[1]         # without its own
             train_grpo.parse_args(flags[flags.index("train_grpo.py") + 1:] if "-m" in flags
