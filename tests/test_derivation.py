@@ -12,8 +12,8 @@ import train_grpo
 from train_grpo import group_advantages, grpo_loss
 
 TEXT = PAGES["docs/derivation.md"]
-(STEPS, TWO_ANSWERS, BASELINES, WEIGHTS, CASES, ESTIMATES, OPTIMA, AVERAGES, FAMILY,
- THREE_ANSWERS) = tables(TEXT)
+(STEPS, TWO_ANSWERS, BASELINES, WEIGHTS, CASES, ESTIMATES, OPTIMA, AVERAGES,
+ FAMILY) = tables(TEXT)
 
 
 def mean_over_groups(p, low, high, G=8, gradients=(-1.0, 1.0), **options):
@@ -34,6 +34,13 @@ def weight(p, G):
     """Of a prompt whose groups' advantages are divided by the std; eps left out."""
     return sum(binomial(k, G, p) * math.sqrt(k * (G - k) * (G - 1) / G ** 3)
                for k in range(1, G)) / (p * (1 - p))
+
+
+def value_of(formula, **names):
+    """The number that a formula of the page stands for, such as $\\frac{G-1}{G}$."""
+    python = re.sub(r"\^\{(.*?)\}", r"**(\1)", formula.strip("$"))
+    python = re.sub(r"\\frac\{(.*?)\}\{(.*?)\}", r"((\1)/(\2))", python)
+    return eval(python, names)
 
 
 @pytest.mark.parametrize("language", ["", "_zh"])
@@ -88,9 +95,9 @@ def test_the_groups_mean_shortens_the_gradient_and_the_std_weighs_prompts():
     example = mean_over_groups(0.25, 0.1, 1.1, scale_rewards="none", gradients=(-0.25, 0.75))
     assert example == pytest.approx(7 / 8 * 0.1875) and f"{example:.4f}" in TEXT
     # With gradients of -1/(1-p) and 1/p, whose mean is 0, the gradient of p itself is 1.
-    head = re.search(r"^\| p \|(.*)\|$", TEXT, re.MULTILINE)[1].split("|")
+    head = re.search(r"^\| advantage \| weight \|(.*)\|$", TEXT, re.MULTILINE)[1].split("|")
     for probabilities, plain, scaled, by_mean in zip(
-            head, *(row[1:] for row in WEIGHTS), strict=True):
+            head, *(row[2:] for row in WEIGHTS), strict=True):
         for p, of_p in zip(floats(probabilities), floats(by_mean), strict=True):
             gradients = (-1 / (1 - p), 1 / p)
             assert mean_over_groups(p, 0.0, 1.0, scale_rewards="none",
@@ -99,11 +106,13 @@ def test_the_groups_mean_shortens_the_gradient_and_the_std_weighs_prompts():
                 assert mean_over_groups(p, low, high, gradients=gradients) == pytest.approx(
                     float(scaled), abs=0.05)
             maxrl = mean_over_groups(p, 0.0, 1.0, scale_rewards="mean", gradients=gradients)
-            assert maxrl == pytest.approx((1 - (1 - p) ** 7) / p) and f"{maxrl:.1f}" == f"{of_p}"
-    assert f"up to {float(WEIGHTS[1][-1]) / float(WEIGHTS[1][1]):.1f} times" in TEXT
+            assert maxrl == pytest.approx(value_of(WEIGHTS[2][1], p=p, G=8))
+            assert f"{maxrl:.1f}" == f"{of_p}"
+    assert value_of(WEIGHTS[0][1], p=0.5, G=8) == float(WEIGHTS[0][2])
+    assert f"up to {float(WEIGHTS[1][-1]) / float(WEIGHTS[1][2]):.1f} times" in TEXT
     for G, times in ((2, 1), (3, 1), (16, 1.9), (64, 3.4), (10 ** 4, 5.0)):
         assert weight(0.01, G) / weight(0.5, G) == pytest.approx(times, abs=0.05)
-        assert G < 4 or f"{times} times" in " ".join(TEXT.split())
+    assert f"at most {times} times" in " ".join(TEXT.split())
     assert weight(0.5, G) == pytest.approx(1 / math.sqrt(0.25), rel=1e-3)
     for margin in (0.1, 10.0):
         won, lost = group_advantages(torch.tensor([2.0 + margin, 2.0]), 2)
@@ -111,13 +120,13 @@ def test_the_groups_mean_shortens_the_gradient_and_the_std_weighs_prompts():
 
 
 def test_the_product_of_ratios_is_wild():
-    assert f"make {1.1 ** 50:.0f}." in TEXT
+    assert f"make {1.1 ** 50:.0f}." in " ".join(TEXT.split())
     x = torch.linspace(-5, 5, 100_001, dtype=torch.float64)         # log-ratios of one token
     chance = (-((x + 0.3 ** 2 / 2) / 0.3) ** 2 / 2).exp()
     chance /= chance.sum()
     assert (chance * x.exp()).sum().item() == pytest.approx(1)
     square = (chance * (2 * x).exp()).sum().item() ** 50
-    assert square == pytest.approx(math.exp(50 * 0.3 ** 2)) and f"it is {square:.0f}:" in TEXT
+    assert square == pytest.approx(math.exp(50 * 0.3 ** 2))
 
 
 def test_the_four_cases_of_the_clip():
@@ -145,16 +154,48 @@ def test_the_estimates_of_the_kl(kl_type):
     estimate = train_grpo.kl_penalty(logps, reference, kl_type=kl_type)
     mean = (estimate * logps.exp().detach()).sum()
     mean.backward()
-    _, values, of_mean, gradient, _ = map(floats, row(ESTIMATES, kl_type))
+    _, values, of_mean, _, gradient, _ = map(floats, row(ESTIMATES, kl_type))
     assert estimate.tolist() == pytest.approx(values, abs=6e-3)
     assert mean.item() == pytest.approx(of_mean[0], abs=6e-4)
     assert logits.grad[0].item() == pytest.approx(gradient[0], abs=6e-4)
 
 
+def test_how_hard_the_kl_pulls():
+    """What stands before the gradient of log pi, at 20 times pi_ref and at a twentieth."""
+    sentence = re.search(r"reference: (it has .*? has -19.*?)\.\s", TEXT, re.DOTALL)[1]
+    k3, k2, k3_rare, k2_rare = floats(re.sub(r"k[23]", "", sentence))
+    for times, kl_type, promised in ((20, "k3", k3), (20, "k2", k2), (1 / 20, "k3", k3_rare),
+                                     (1 / 20, "k2", k2_rare)):
+        logp = torch.tensor(times).log().requires_grad_()           # the reference's is 0
+        train_grpo.kl_penalty(logp, torch.zeros(()), kl_type=kl_type).backward()
+        assert logp.grad.item() == pytest.approx(promised, abs=6e-3)
+    hundredth = train_grpo.kl_penalty(torch.tensor(0.01).log(), torch.zeros(()))
+    assert f"contributes {hundredth:.0f}." in " ".join(TEXT.split())
+
+
+@pytest.mark.parametrize("log_ratio", [0.0, 0.4])
+def test_the_gradient_of_the_corrected_kl(log_ratio):
+    """Of rho k3: -rho x at each token, after any number of updates. At ratio 1 it is k2's."""
+    old, reference = torch.tensor([[-1.0, -0.7]]), torch.tensor([[-0.3, -2.0]])
+    gradients = []
+    for options in ({"use_bias_correction_kl": True}, {"kl_type": "k2"}, {"kl_type": "k3+"}):
+        logps = (old + log_ratio).requires_grad_()
+        loss, _ = grpo_loss(logps, old, torch.zeros(1), torch.ones(1, 2), ref_logps=reference,
+                            beta=1.0, loss_type="bnpo", **options)
+        loss.backward()
+        gradients.append(2 * logps.grad)                            # bnpo: divided by 2 tokens
+    corrected, k2, k3_plus = gradients
+    minus_x = old + log_ratio - reference
+    assert torch.allclose(corrected, math.exp(log_ratio) * minus_x)
+    assert torch.allclose(k2, minus_x) and torch.allclose(k3_plus, minus_x)
+
+
 def test_where_the_kl_leads():
     best = 0.1 * math.exp(1 / 0.5)
-    assert f"0.1 e² = {best:.3f}" in TEXT
+    assert f"0.1e^2={best:.3f}" in TEXT
+    assert f"a factor of {math.exp(1 / 0.3):.0f}" in " ".join(TEXT.split())
     best /= best + 0.9                                              # pi*
+    assert f"has {best:.3f}" in TEXT
     # k3 ends at pi_i = beta pi_ref_i / (c - r_i), where c makes it add up to 1: a quadratic.
     c = (1.5 + math.sqrt(1.5 ** 2 - 4 * 0.45)) / 2
     for (name, right, value), expected in zip(OPTIMA, (1.0, best, 0.05 / (c - 1)), strict=True):
@@ -239,8 +280,8 @@ def curl(field):
 
 def factor(member, G):
     """What stands before the gradient in this row of the page's table."""
-    formula = re.split(r" (?=grad|\(E)", row(FAMILY, member)[1])[0].replace("^", "**")
-    return eval(formula, {"G": G, "p": mean(THETA, RIGHT).item(), "weight": lambda p: weight(p, G)})
+    formula = re.split(r"\\nabla|\(E", row(FAMILY, member)[1])[0]
+    return value_of(formula, G=G, p=mean(THETA, RIGHT).item(), W=lambda p: weight(p, G))
 
 
 def test_what_sums_over_tokens_climb():
@@ -294,7 +335,7 @@ def test_a_mean_over_tokens_is_no_gradient():
 
 
 def three_answers(pi, lengths):
-    """Two are right. grad E[s]; grad E[r], E[s] grad E[r], grad Cov(r, s) and their sum, (3, 4).
+    """Two are right. grad E[r], E[s] grad E[r], grad Cov(r, s) and the last two's sum, (3, 4).
 
     Their logits are the weights, so grad E[f] = pi (f - E[f]). The sum is twice grpo's, G = 2.
     """
@@ -305,7 +346,7 @@ def three_answers(pi, lengths):
     field = update(r, 2, "grpo", lambda logits: torch.nn.functional.pad(    # the first one decides
         logits.log_softmax(0)[:, None], (0, most - 1)),
         (torch.arange(most) < lengths[:, None]).int(), **NONE)
-    return of_s, torch.stack((of_r, first, of_rs - pi @ r * of_s - first, 2 * field(pi.log())), 1)
+    return torch.stack((of_r, first, of_rs - pi @ r * of_s - first, 2 * field(pi.log())), 1)
 
 
 def angle(table):
@@ -313,15 +354,13 @@ def angle(table):
 
 
 def test_the_three_answers():
-    promised = torch.tensor([floats(" ".join(row[1:])) for row in THREE_ANSWERS]).double()  # (3, 6)
-    of_s, table = three_answers(promised[:, 1].tolist(), promised[:, 0].tolist())
-    assert close(promised[:, 2:], table, 5.1e-5) and f"{angle(table):.0f}° off grad E" in TEXT
-    assert close(table[:, 1] + table[:, 2], table[:, 3])
-    a, b, c, d, total = floats(re.search(r"logits that is (.*?)\. It is 0", TEXT, re.DOTALL)[1])
-    exact = [of_s[0].item(), table[1, 0].item(), -of_s[1].item(), table[0, 0].item()]
-    assert [a, b, c, d] == pytest.approx(exact, abs=5.1e-5)
-    assert total == pytest.approx(exact[0] * exact[1] + exact[2] * exact[3], abs=5.1e-5)
-    assert f"{angle(three_answers([0.05, 0.75, 0.2], [10, 1000, 1000])[1]):.0f}° off: E" in TEXT
+    table = torch.tensor([[0.125, 0.0041, 0.0056, 0.0097], [0.125, 0.0041, -0.0056, -0.0016],
+                          [-0.25, -0.0081, 0, -0.0081]]).double()
+    exact = three_answers([0.25, 0.25, 0.5], [10, 100, 100])
+    assert close(exact, table, 5.1e-5) and f"{angle(exact):.0f}" == "39"
+    exact = three_answers([0.05, 0.75, 0.2], [10, 1000, 1000])
+    assert close(exact[:, 1] + exact[:, 2], exact[:, 3])
+    assert f"The sum is {angle(exact):.0f}° off" in " ".join(TEXT.split())
 
 
 @pytest.mark.parametrize("step", [1e-2, 1e-3])
