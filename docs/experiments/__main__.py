@@ -139,7 +139,8 @@ def print_claims():
     print("claim", "arms", "seeds", "difference", "p", "p corrected (Holm)", sep=" | ")
     for claim, texts in claims_and_texts():
         where = ", ".join(filter(None, [claim["experiment"], claim["row"]]))
-        print(claim["says"], f"{where}: {claim['arm']} - {claim['minus']}", *texts, sep=" | ")
+        minus = ", ".join(filter(None, [claim.get("minus_row"), claim["minus"]]))
+        print(claim["says"], f"{where}: {claim['arm']} - {minus}", *texts, sep=" | ")
 
 
 def claims_of(family):
