@@ -2,7 +2,6 @@
 import importlib
 import itertools
 import math
-import re
 import shlex
 import sys
 from pathlib import Path
