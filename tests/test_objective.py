@@ -21,9 +21,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_worked_example_of_the_docstring():
-    # rewards 0.1 1.1 1.0 0.1: mean 0.575; squared deviations add up to 0.9075; std sqrt(0.9075/3)
-    expected = [(r - 0.575) / (0.55 + 1e-4) for r in (0.1, 1.1, 1.0, 0.1)]
-    advantages = group_advantages(torch.tensor([0.1, 1.1, 1.0, 0.1]), 4)
+    # rewards 0.5 1.5 1.0 0.5: mean 0.875; squared deviations add up to 0.6875; std sqrt(0.6875/3)
+    expected = [(r - 0.875) / (0.478714 + 1e-4) for r in (0.5, 1.5, 1.0, 0.5)]
+    advantages = group_advantages(torch.tensor([0.5, 1.5, 1.0, 0.5]), 4)
     assert advantages.tolist() == pytest.approx(expected, abs=1e-6)
     assert repr(advantages) in group_advantages.__doc__
 
