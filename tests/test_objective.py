@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_the_worked_example_of_the_docstring():
     # rewards 0.5 1.5 1.0 0.5: mean 0.875; squared deviations add up to 0.6875; std sqrt(0.6875/3)
-    expected = [(r - 0.875) / (0.478714 + 1e-4) for r in (0.5, 1.5, 1.0, 0.5)]
+    expected = [(r - 0.875) / ((0.6875 / 3) ** 0.5 + 1e-4) for r in (0.5, 1.5, 1.0, 0.5)]
     advantages = group_advantages(torch.tensor([0.5, 1.5, 1.0, 0.5]), 4)
     assert advantages.tolist() == pytest.approx(expected, abs=1e-6)
     assert repr(advantages) in group_advantages.__doc__
