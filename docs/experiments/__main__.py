@@ -62,9 +62,10 @@ def main():
     parser.add_argument("--draw", action="store_true", help="only draw, from the results so far")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: %(default)s)")
     args = parser.parse_args()
-    if args.name in ("pages", "claims"):
-        (write_pages if args.name == "pages" else print_claims)()
-        return
+    if args.name == "pages":
+        return write_pages()
+    if args.name == "claims":
+        return print_claims()
     if not args.draw:
         run_all(args.name, args.jobs)
     results = known(args.name)
@@ -130,12 +131,12 @@ def table_of(name):
 def claims_and_texts():
     """All claims, each with its numbers as texts."""
     for family, of_experiments in CLAIMS.items():
-        claims = claims_of(family)
-        yield from zip(claims, claim_texts(claims, {each: known(each) for each in of_experiments},
-                                           PANELS))
+        claims, results = claims_of(family), {name: known(name) for name in of_experiments}
+        yield from zip(claims, claim_texts(claims, results, PANELS))
 
 
 def print_claims():
+    """Print all claims as a table, in the families of claims.toml."""
     print("claim", "arms", "seeds", "difference", "p", "p corrected (Holm)", sep=" | ")
     for claim, texts in claims_and_texts():
         where = ", ".join(filter(None, [claim["experiment"], claim["row"]]))

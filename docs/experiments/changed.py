@@ -27,13 +27,15 @@ def noisy_token(logits, temperature, generator, greedy, *, scale):
 
 def noise(scale):
     """The sampler of rollouts is noisy. That of evaluations is not: they are of the policy."""
+    right = train_grpo.grpo_step
+
     def grpo_step(*args):
         pair.next_token = partial(noisy_token, scale=float(scale))
         rollout_and_metrics = right(*args)
         pair.next_token = next_token
         return rollout_and_metrics
 
-    right, train_grpo.grpo_step = train_grpo.grpo_step, grpo_step
+    train_grpo.grpo_step = grpo_step
 
 
 def above_0(_):
@@ -44,10 +46,12 @@ def above_0(_):
 
 def whole_answers(_):
     """A teacher's gradient of the KL of whole answers: a token answers for all that follows."""
+    right = baselines.towards_teacher
+
     def towards_teacher(rollout):
         return right(rollout).flip(1).cumsum(1).flip(1) * rollout.mask          # (N, R)
 
-    right, baselines.towards_teacher = baselines.towards_teacher, towards_teacher
+    baselines.towards_teacher = towards_teacher
 
 
 CHANGES = {"noise": noise, "above_0": above_0, "whole_answers": whole_answers}

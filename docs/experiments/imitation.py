@@ -30,15 +30,15 @@ def main():
     samples, chats, tuned = folder / "samples", folder / "right.jsonl", folder / "tuned"
 
     python(f"train_grpo.py {join(flags)} {STILL} --eval_interval 0 --out_dir {quoted(folder)} "
-           f"--run_name samples", folder / "samples.log")
+           "--run_name samples", folder / "samples.log")
     right = [row["messages"] + [{"role": "assistant", "content": row["completion"]}]
              for row in read_jsonl(samples / "completions.jsonl")
              if is_right(row["completion"], row["answer"])]
     write_jsonl(chats, [{"conversations": messages} for messages in right])
     steps = round(own.passes * len(right) / BATCH)
     print(f"{len(right)} right answers, {steps} steps", flush=True)
-    python(f"-m model.commands.train_sft --init {args.model_path} {FINE_TUNING} --steps {steps} "
-           f"--data {quoted(chats)} --save {quoted(tuned)}", folder / "tuned.log")
+    python(f"-m model.commands.train_sft --init {quoted(Path(args.model_path))} {FINE_TUNING} "
+           f"--steps {steps} --data {quoted(chats)} --save {quoted(tuned)}", folder / "tuned.log")
     python(f"train_grpo.py {join(flags)} {STILL} --max_steps 1 --eval_interval 1 "
            f"--model_path {quoted(tuned)}", folder / "eval.log")
 
