@@ -4,9 +4,9 @@
     python tests/golden.py HEAD~3 --only lora   only the runs with "lora" in their names
 
 Makes a few steps of each run below with both versions, on this machine, with a thread each, and
-compares metrics (clocks removed), evaluations, completions and weights. A metric that only one of
-the two has is named, and is no difference. Exit code 1 where anything differs. Takes about five
-minutes on two cores.
+compares metrics (clocks removed), evaluations, completions and weights. A metric that is gone is a
+difference; a new one, and a field of a completion that only one of the two has, are named. Exit
+code 1 where anything differs. Takes about nine minutes on two cores.
 """
 import argparse
 import json
@@ -30,6 +30,8 @@ OBJECTIVES = {
     "lora": "--lora_rank 4 --learning_rate 3e-3",
     "process": "--supervision process",
 }
+TWICE = "--num_iterations 2"         # then ratios move
+SMALLER = " --batch_size 4 --num_generations 4 --eval_interval 2 --max_steps 2"
 OPTIONS = {
     "oversample": "--oversample 2",
     "truncated": "--mask_truncated_completions --max_gen_len 40",
@@ -37,11 +39,34 @@ OPTIONS = {
     "gdpo": "--multi_objective_aggregation normalize_then_sum",
     "reference": "--ref_model_sync_steps 1",
     "beta_0": "--beta 0",
-    "r1": "--loss_type r1 --num_iterations 2",
-    "sequence": "--importance_sampling_level sequence --epsilon_low 3e-4 --num_iterations 2",
-    "is_threshold": "--rollout_is_threshold 2 --num_iterations 2",
-    "off_policy_mask": "--off_policy_mask_threshold 0.01 --num_iterations 2",
+    "sequence": f"--importance_sampling_level sequence --epsilon_low 3e-4 {TWICE}",
+    "luspo": f"--loss_type luspo --importance_sampling_level sequence {TWICE}",
+    "off_policy_mask": f"--off_policy_mask_threshold 0.01 {TWICE}",
+    "kl_in_process": "--kl_in_reward --supervision process",
+    "delta": f"--delta 1.5 --learning_rate 3e-3 {TWICE}",
+    "entropy": "--entropy_coef 0.01",
+    "bias_correction": f"--use_bias_correction_kl --beta 0.5 {TWICE}",
+    "teacher": "--teacher_path model/weights/full_sft_128",
+    "tool": "@dataset/guess.txt --epochs 1 --num_generations_eval 2" + SMALLER,
+    "weights": "--reward_weights 1 0 0.5 2 --scale_rewards none",
+    "unjudged": "--data_path dataset/guess.jsonl --reward_funcs accuracy tag --eval_interval 0",
+    "countdown": "@dataset/countdown.txt --max_gen_len 96" + SMALLER,
+    "slices": "--rollout_batch_size 4 --gradient_checkpointing --temperature 0.7",
+    "bfloat16": "--dtype bfloat16",
 }
+for loss in ("bnpo", "dr_grpo", "dapo", "cispo", "dppo", "sapo", "gmpo", "r1"):
+    OPTIONS[loss] = f"--loss_type {loss} {TWICE} --num_minibatches 2"
+for kl in ("k1", "k2", "k3+", "abs"):
+    OPTIONS[kl] = f"--kl_type {kl} --beta 0.5 {TWICE}"
+for correction in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
+    OPTIONS[correction] = (f"--sampler_correction {correction} --sampler_ratio_min 0.999 "
+                           f"--sampler_ratio_max 1.001 --dtype bfloat16 {TWICE}")
+for scale in ("batch", "mean"):
+    OPTIONS[f"scale_{scale}"] = f"--scale_rewards {scale}"
+for estimator in ("rloo", "grpo_passk"):
+    OPTIONS[estimator] = f"--advantage_estimator {estimator}"
+RESUMED = {"resume": "", "resume_lora": "--lora_rank 4 --learning_rate 3e-3",
+           "resume_reference": "--ref_model_sync_steps 1"}
 
 
 def all_runs():
@@ -54,7 +79,12 @@ def all_runs():
     for name, flags in OPTIONS.items():
         runs[f"{name}, fast, 1"] = [f"--max_steps 2 {flags}"]
     runs["shard, fast, 2"] = ["--shard 1 --max_steps 3"]
-    runs["resume, fast, 1"] = ["--max_steps 2", "--max_steps 4 --resume"]
+    for name in ("teacher", "tool", "r1", "delta", "bias_correction"):
+        runs[f"{name}, plain, 1"] = [f"--sampler plain --max_steps 2 {OPTIONS[name]}"]
+    for name in ("teacher", "gdpo", "oversample", "scale_batch", "tool", "unjudged"):
+        runs[f"{name}, fast, 2"] = [f"--max_steps 2 {OPTIONS[name]}"]
+    for name, flags in RESUMED.items():
+        runs[f"{name}, fast, 1"] = [f"--max_steps 2 {flags}", f"--max_steps 4 --resume {flags}"]
     return runs
 
 
@@ -77,8 +107,8 @@ def train(version, name, calls, out):
 
 
 def rows_of(path):
-    """The lines of a file, without clocks."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    """The lines of a file, without clocks; a run that never evaluates has no eval.jsonl."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [{key: value for key, value in json.loads(line).items() if not key.startswith(CLOCKS)}
             for line in lines]
 
@@ -94,7 +124,9 @@ def differences(base, head):
             gone |= row.keys() - other.keys()
             new |= other.keys() - row.keys()
             for key, value in row.items():
-                if key in other and other[key] != value:
+                if key not in other and name != "completions.jsonl":
+                    found.append(f"{name}, step {row['step']}: no {key}")
+                elif key in other and other[key] != value:
                     found.append(f"{name}, step {row['step']}, {key}: {value!r} and {other[key]!r}")
     for path in sorted(base.rglob("*.safetensors")):
         name = path.relative_to(base)
