@@ -56,10 +56,11 @@ from model.fast.vllm_engine import Engine
 from model.processes.models import load_models, load_teacher, sync_reference
 from model.processes.run import Run
 from model.processes.watch import all_or_none
-from model.processes.world import for_learning, for_sampling
+from model.processes.world import for_learning, for_sampling, rank_and_size
 from model.rollout import Minibatch, Rollout
 from model.storage.read import find_weights
-from report.command_line import Parser, UserError, folder_name, number, user_errors
+from report import Parser, UserError, folder_name, user_errors
+from report.command_line import COUNT, COUNT_OR_0, FINITE, POSITIVE, POSITIVE_OR_0, number
 from report.metrics import drift, mean_metrics, no_clips, sum_metrics
 from reward import baselines, combine_rewards, load_reward_funcs, load_tool
 from reward.baselines import above_mean, nanstd, rows_to_learn_from
@@ -507,9 +508,6 @@ def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step, t
 
 
 HERE = Path(__file__).resolve().parent
-COUNT, COUNT_OR_0 = number(int, 1), number(int, 0)
-POSITIVE, POSITIVE_OR_0 = number(float, 0, above=True), number(float, 0)
-FINITE = number(float, -10**6, 10**6)
 MINIMINDS = {       # MiniMind's flags that are rarely wanted: the end of --help tells of them
     "accumulation_steps": {"type": COUNT, "default": 1},
     "epochs": {"type": COUNT, "default": 1},
@@ -525,7 +523,7 @@ MINIMINDS = {       # MiniMind's flags that are rarely wanted: the end of --help
 
 
 def parse_args(argv=None):
-    parser = Parser(description=(
+    parser = Parser(usage="%(prog)s [flags] [@file of flags]", description=(
         "Group Relative Policy Optimization. Without flags a small model learns, in minutes, that "
         "thinking before it answers pays. Policy: the model that learns. Reference: the weights it "
         "started from. Group: the completions of one prompt. Rollout: those of a step."), epilog=(
@@ -574,7 +572,8 @@ def add_ask_flags(parser):
     flag("--overlong_prompts", choices=("refuse", "cut", "drop"), default="refuse",
          help="refuse longer prompts, keep their last tokens, or leave them out")
     flag("--system_prompt", help="for chats without one; r1: a text that asks for the tags")
-    flag("--temperature", type=POSITIVE, default=1.0, help="of sampling, in evaluation too")
+    flag("--temperature", type=number(float, 0.001), default=1.0,
+         help="of sampling, in evaluation too")
     flag("--rollout_batch_size", type=COUNT_OR_0, default=0, help="completions sampled at once, in "
          "training and evaluation: fewer need less memory and more time; 0: all of them")
     flag("--oversample", type=COUNT, default=1, help="sample this many times the prompts, once, "
@@ -727,7 +726,7 @@ def fill_in_defaults(args):
         args.sampler = "plain" if args.fast == 0 else "fast"
     if args.use_wandb:
         args.swanlab = "online"
-    args.shard = int(args.shard and int(os.environ.get("WORLD_SIZE") or 1) > 1)
+    args.shard = int(args.shard and rank_and_size()[1] > 1)
     suffix = f"{args.hidden_size}{'_moe' if args.use_moe else ''}"
     name = f"reason_{suffix}" if args.reasoning else f"full_sft_{suffix}"
     policy = find_weights(name, args.out_dir, HERE / "model/weights")

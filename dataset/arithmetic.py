@@ -15,13 +15,13 @@ The texts show four styles of reply, all with the right numbers. But a model of 
 produce only the worked style reliably: the others ask it to compute several digits at once, without
 writing anything down.
 """
-import argparse
 import itertools
 import random
 import zlib
 from operator import add, mul, sub, truediv
 from pathlib import Path
 
+from report.command_line import Parser, user_errors
 from report.text import write_jsonl
 
 # The shares of the styles in the fine-tuning texts, and of replies with broken tags.
@@ -263,15 +263,13 @@ def flaw_pairs(rng, count, *, heldout):
         yield chat(f"What is {expression}?", chosen=chosen, rejected=rejected, kind=kind)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description="Write the prompts of the default task and, with --sft, the texts that the "
-                    "shipped weights were trained on.")
+@user_errors("dataset.arithmetic")
+def main(argv=None):
+    parser = Parser(prog="python -m dataset.arithmetic", description=__doc__)
     parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent,
                         help="the folder for train.jsonl and heldout.jsonl")
     parser.add_argument("--sft", type=Path, help="also write the training texts to this folder")
-    args = parser.parse_args()
-
+    args = parser.parse_args(argv)
     files = {args.out_dir / "train.jsonl": prompts(random.Random(0), 6000, heldout=False),
              args.out_dir / "heldout.jsonl": prompts(random.Random(1), 1000, heldout=True)}
     if args.sft:
@@ -286,3 +284,7 @@ if __name__ == "__main__":
         }
     for path, rows in files.items():
         print(f"wrote {write_jsonl(path, rows)} lines to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -22,13 +22,13 @@ side by side.
 The texts try the expressions in one fixed order, from a random start and round in a circle, so no
 try is wasted on a repeat.
 """
-import argparse
 import functools
 import itertools
 import random
 import zlib
 from pathlib import Path
 
+from report.command_line import Parser, user_errors
 from report.text import write_jsonl
 
 from .arithmetic import chat, evaluate, with_tags
@@ -178,15 +178,13 @@ def rows(some_problems):
     return [{"nums": nums, "target": target} for nums, target in some_problems]
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description="Write the problems of Countdown and, with --sft, the texts that the shipped "
-                    "weights were trained on.")
+@user_errors("dataset.countdown")
+def main(argv=None):
+    parser = Parser(prog="python -m dataset.countdown", description=__doc__)
     parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent,
                         help="the folder for the problems that we ship")
     parser.add_argument("--sft", type=Path, help="also write the training texts to this folder")
-    args = parser.parse_args()
-
+    args = parser.parse_args(argv)
     easy, hard = KINDS["easy"], KINDS["hard"]
     hard_heldout = random.Random(0).sample(problems(*hard, heldout=True), 500)
     files = {args.out_dir / "countdown_train.jsonl": rows(problems(*easy, heldout=False)),
@@ -204,3 +202,7 @@ if __name__ == "__main__":
         }
     for path, lines in files.items():
         print(f"wrote {write_jsonl(path, lines)} lines to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -19,10 +19,10 @@ kinds of players, of which one plays a whole game:
     bounded    any number that is still possible
     halving    the middle of these
 """
-import argparse
 import random
 from pathlib import Path
 
+from report.command_line import Parser, user_errors
 from report.text import write_jsonl
 
 LARGEST, MOST_GUESSES = 63, 6
@@ -61,14 +61,12 @@ def games(rng, players, count):
         yield {"conversations": [{"role": "user", "content": PROMPT}, turn]}
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description="Write the numbers to guess and, with --sft, the games that the shipped "
-                    "weights imitate.")
-    parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent)
+@user_errors("dataset.guess")
+def main(argv=None):
+    parser = Parser(prog="python -m dataset.guess", description=__doc__)
+    parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent, help="the folder")
     parser.add_argument("--sft", type=Path, help="also write the games to this folder")
-    args = parser.parse_args()
-
+    args = parser.parse_args(argv)
     secrets = [{"prompt": PROMPT, "secret": secret} for secret in range(1, LARGEST + 1)]
     files = {args.out_dir / "guess.jsonl": secrets}
     if args.sft:
@@ -76,3 +74,7 @@ if __name__ == "__main__":
                   args.sft / "guess_halving.jsonl": games(random.Random(2), WITH_HALVING, 60_000)}
     for path, lines in files.items():
         print(f"wrote {write_jsonl(path, lines)} lines to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,8 @@ from report.text import parse, read_lines
 PROMPT_FIELDS = ("conversations", "prompt", "question", "problem")
 # Rewards get a line's other fields as keyword arguments, beside these.
 RESERVED = {"prompts", "completions", "messages", "completion_ids", "own_words", "histories",
-            "seeds"}
+            "seeds", "reward_funcs", "reward_weights"}
+ROLES = ("system", "user", "assistant", "tool")
 # --system_prompt r1: asks for the format that format_reward and tag_reward check.
 R1_SYSTEM_PROMPT = (
     "Think before you answer. Write your reasoning between <think> and </think>, then only the "
@@ -58,7 +59,7 @@ def read_row(row, where):
     if row.get("answer") is None and "\\boxed" in str(row.get("solution")):
         row["answer"] = row["solution"]
     answer = row.get("answer")
-    if isinstance(answer, (list, dict)) or (
+    if isinstance(answer, (list, dict, bool)) or (
             answer is not None and not str(answer).rpartition("####")[2].strip()):
         raise UserError(f"{where}: the field answer must be text or a number, and not empty; leave "
                         "it out where there is none")
@@ -70,8 +71,9 @@ def read_row(row, where):
         messages = [{"role": "user", "content": messages}]
     if not is_chat(messages) or any(
             turn["role"] == "tool" or turn.get("tool_calls") for turn in messages):
-        raise UserError(f"{where}: {field} must be a string or a list of turns, each with a role "
-                        "and a content, and none with tool_calls or of the role tool")
+        raise UserError(f"{where}: {field} must be a string or a list of turns, each with a "
+                        "content and a role, system, user or assistant, and none with tool_calls; "
+                        "ShareGPT's files call these value and from, human and gpt: rename them")
     if messages and messages[-1]["role"] == "assistant":    # the policy samples its own reply
         messages = messages[:-1]
     if not messages or not messages[-1]["content"].strip():
@@ -84,7 +86,7 @@ def read_row(row, where):
 
 def is_chat(turns):
     return isinstance(turns, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str)
+        isinstance(turn, dict) and turn.get("role") in ROLES
         and isinstance(turn.get("content"), str) for turn in turns)
 
 

@@ -2,26 +2,28 @@
 
     python -m dataset.reasoning_gym chain_sum --config max_terms=3 --save out/chain_sum.jsonl
 """
-import argparse
 import json
 from pathlib import Path
 
-from report import UserError, reason, user_errors
-from report.text import write_jsonl
+from report import UserError, user_errors
+from report.command_line import COUNT, COUNT_OR_0, Parser
+from report.text import explained, write_jsonl
 
 
 @user_errors("dataset.reasoning_gym")
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(prog="python -m dataset.reasoning_gym", description=__doc__)
     flag = parser.add_argument
     flag("name", help="of the generator")
-    flag("--size", type=int, default=2000, help="problems to train on (default: %(default)s)")
-    flag("--heldout", type=int, default=200, help="more, for a second file (default: %(default)s)")
-    flag("--seed", type=int, default=0)
+    flag("--size", type=COUNT, default=2000, help="problems to train on")
+    flag("--heldout", type=COUNT_OR_0, default=200, help="more, for a second file")
+    flag("--seed", type=COUNT_OR_0, default=0, help="of the generator")
     flag("--config", nargs="*", default=[], metavar="FIELD=VALUE", help="values as in JSON")
     flag("--save", type=Path, required=True, help="the jsonl file to write")
     args = parser.parse_args(argv)
-    try:
+    with explained(args.name, "it gives no problems",
+                   "pip install reasoning-gym, or give another name or --config"):
+        # Each generator checks its own configuration, and raises what it likes.
         from reasoning_gym import create_dataset
         pairs = (pair.split("=", 1) for pair in args.config)
         config = {field: json.loads(value) for field, value in pairs}
@@ -30,9 +32,6 @@ def main(argv=None):
         rows = {row["question"]: json.loads(json.dumps(row)) for row in data if row["answer"] != ""}
         if min(data.score_answer(row["answer"], row) for row in rows.values()) < 1:
             raise ValueError("there are problems without an answer that earns 1")
-    except Exception as error:      # of any class: each generator checks its own configuration
-        raise UserError(f"{args.name}: {reason(error)}; pip install reasoning-gym, or give another "
-                        "name or --config") from error
     rows = list(rows.values())
     if len(rows) <= args.heldout:
         raise UserError(f"{args.name}: only {len(rows)} problems differ, too few for --heldout "

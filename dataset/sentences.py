@@ -6,10 +6,10 @@ sentences_heldout.jsonl, with lines of {"prompt", "words"}. They share no word, 
 (`paint`, `painter`). Each prompt asks for a noun, a verb and an adjective, in any order. All verbs
 are regular, so that the judge (reward/rules.py) knows each of their forms by a rule.
 """
-import argparse
 import random
 from pathlib import Path
 
+from report.command_line import Parser, user_errors
 from report.text import write_jsonl
 
 # Every third of a list is held out.
@@ -55,11 +55,11 @@ def prompts(rng, count, *, heldout):
     return list(lines.values())
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out_dir", type=Path, default=Path("dataset"))
-    args = parser.parse_args()
+@user_errors("dataset.sentences")
+def main(argv=None):
+    parser = Parser(prog="python -m dataset.sentences", description=__doc__)
+    parser.add_argument("--out_dir", type=Path, default=Path("dataset"), help="the folder")
+    args = parser.parse_args(argv)
     for name, count in (("train", 2000), ("heldout", 300)):
         rng = random.Random(f"0 {name}")
         path = args.out_dir / f"sentences_{name}.jsonl"

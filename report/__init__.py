@@ -3,10 +3,10 @@
 `python -m report.curves out/run_a` draws the curves from the command line, and
 `python -m report.page out/run_a` writes the page to look into a run.
 """
-from .command_line import sentence, user_errors
+from .command_line import Parser, folder_name, sentence, user_errors
 from .metrics import describe, drift, mean_metrics, rollout_metrics, sum_metrics
 from .report import Report
 from .text import UserError, printable, reason
 
-__all__ = ["Report", "UserError", "describe", "drift", "mean_metrics", "printable", "reason",
-           "rollout_metrics", "sentence", "sum_metrics", "user_errors"]
+__all__ = ["Parser", "Report", "UserError", "describe", "drift", "folder_name", "mean_metrics",
+           "printable", "reason", "rollout_metrics", "sentence", "sum_metrics", "user_errors"]

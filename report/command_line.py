@@ -1,15 +1,17 @@
 """What commands share: one line instead of a traceback, numbers within bounds, readable help."""
 import argparse
 import os
+import re
 import shlex
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
-from .text import UserError, printable
+from .text import UserError, explained, printable, text_of
 
 NO_MEMORY = ("out of memory; train_grpo.py needs less with a lower --micro_batch_size or "
              "--rollout_batch_size, with --gradient_checkpointing, or with --lora_rank")
@@ -22,12 +24,14 @@ def sentence(error):
     """
     if os.environ.get("MINIGRPO_TRACEBACK"):
         return None
+    text = text_of(error)
     # Python, a GPU, and the CPU, which has no class of its own for it.
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-            isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+            isinstance(error, RuntimeError) and "can't allocate memory" in text):
         return NO_MEMORY
-    if isinstance(error, (UserError, OSError)):
-        return " ".join(printable(str(error)).splitlines())
+    # Nor has tokenizers one for a full disk: "No space left on device (os error 28)".
+    if isinstance(error, (UserError, OSError, SafetensorError)) or "(os error " in text:
+        return " ".join(printable(text).splitlines()) or type(error).__name__
     return None
 
 
@@ -39,8 +43,13 @@ def user_errors(program):
     """
     formatwarning = warnings.formatwarning
     warnings.formatwarning = lambda text, *where: f"warning: {printable(str(text))}\n"
+    for name in ("stdin", "stdout", "stderr"):          # None if the shell closed it
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "r+"))
+        with suppress(AttributeError, OSError, ValueError):     # a notebook's; one already read
+            getattr(sys, name).reconfigure(errors="replace")
     try:
         yield
+        sys.stdout.flush()      # or Python says at its end, and at length, that the disk is full
     except Exception as error:
         line = sentence(error)
         if line is None:
@@ -69,22 +78,30 @@ def number(kind, low, high=10**9, *, above=False):
     return parse
 
 
+COUNT, COUNT_OR_0 = number(int, 1), number(int, 0)
+POSITIVE, POSITIVE_OR_0 = number(float, 0, above=True), number(float, 0)
+FINITE = number(float, -10**6, 10**6)
+
+
 def folder_name(text):
     """An argparse type: the name of a folder, which can't lead out of the folder it is made in."""
-    if Path(text).name != text or text in ("", "..") or not text.isprintable():
+    if Path(text).name != text or text == ".." or not text.isprintable():
         raise argparse.ArgumentTypeError(f"{text!r}; it must be the name of a folder, without /")
     return text
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Shows each default, and INT, FLOAT or TEXT for a value instead of the flag's name again."""
+    """Shows defaults, INT, FLOAT or TEXT for a value, and a text of several lines as it is."""
+
+    def _fill_text(self, text, width, indent):
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
     def _get_default_metavar_for_optional(self, action):
         return getattr(action.type, "__name__", "text").upper()
 
     def _get_help_string(self, action):
         default = action.default
-        if isinstance(default, bool) or default in (None, argparse.SUPPRESS):
+        if isinstance(default, bool) or default in (None, [], argparse.SUPPRESS):
             return action.help
         return f"{action.help} (default: %(default)s)"
 
@@ -92,18 +109,35 @@ class HelpFormatter(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """A parser of flags, and of files of flags, named as @file, in which # begins a comment.
 
-    A wrong flag raises UserError, so that all of a user's mistakes end in the same way.
+    A wrong flag, or an empty value, which a shell makes of a variable that is not set, raises
+    UserError, so that all of a user's mistakes end in the same way.
     """
 
     def __init__(self, **options):
-        super().__init__(usage="%(prog)s [flags] [@file of flags]", fromfile_prefix_chars="@",
-                         formatter_class=HelpFormatter, **options)
+        super().__init__(fromfile_prefix_chars="@", formatter_class=HelpFormatter, **options)
+        self._negative_number_matcher = re.compile(r"-\.?\d")       # argparse's lacks -1e-3
 
-    def convert_arg_line_to_args(self, arg_line):
-        try:
-            return shlex.split(arg_line, comments=True)
-        except ValueError as error:
-            self.error(f"{error} in {arg_line}")
+    def _read_args_from_files(self, words, within=()):
+        found, options = [], self._option_string_actions.items()
+        for word in words:
+            # After an option, maybe a shortened one, an @word is its value.
+            is_value = found and found[-1].startswith("-") and any(
+                name.startswith(found[-1]) and action.nargs != 0 for name, action in options)
+            if is_value or not word.startswith("@"):
+                found.append(word)
+                continue
+            path = os.path.realpath(word[1:])
+            with explained(word, "not a file of flags", "write them as on a command line"):
+                if path in within:
+                    raise ValueError("it names itself, or a file that names it")
+                flags = shlex.split(Path(path).read_text(encoding="utf-8-sig"), comments=True)
+            found += self._read_args_from_files(flags, (*within, path))
+        return found
+
+    def _get_value(self, action, text):
+        if not text.strip():
+            raise argparse.ArgumentError(action, "it is empty; leave it out, or give a value")
+        return super()._get_value(action, text)
 
     def error(self, message):
         raise UserError(message)

@@ -3,16 +3,15 @@
     python -m report.curves out/run_a -o picture.png              one run, in six panels
     python -m report.curves out/run_a out/run_b -o picture.png    several runs, a colour each
 """
-import argparse
 import itertools
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from .command_line import UserError, user_errors
+from .command_line import Parser, UserError, user_errors
 from .metrics import training_time
-from .text import duration, is_finite, read_jsonl
+from .text import duration, explained, is_finite, read_jsonl
 
 # The palette of Okabe and Ito, whose colours colour-blind readers can tell apart. Its yellow is too
 # pale for lines, so brown takes its place.
@@ -58,7 +57,8 @@ def picture(path, width, height, dpi=150):
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(width, height), dpi=dpi, facecolor="white")
         yield fig
-        fig.savefig(path)
+        with explained(path, "matplotlib can't write it", "give a name that ends in .png"):
+            fig.savefig(path, format=Path(path).suffix[1:] or "png")
 
 
 class Run:
@@ -66,8 +66,8 @@ class Run:
 
     def __init__(self, run_dir):
         self.name = Path(run_dir).resolve().name
-        self.steps = read_jsonl(Path(run_dir) / "metrics.jsonl", most=MOST_STEPS)
-        self.evaluations = read_jsonl(Path(run_dir) / "eval.jsonl", most=MOST_STEPS)
+        self.steps = numbers_in(Path(run_dir) / "metrics.jsonl")
+        self.evaluations = numbers_in(Path(run_dir) / "eval.jsonl")
         if not self.steps:
             raise UserError(f"{run_dir}: no step in metrics.jsonl yet; "
                             "give the folder of a run, such as out/run_a.")
@@ -103,6 +103,13 @@ class Run:
         count = self.steps[-1]["step"] - self.steps[0]["step"] + 1
         seconds = self.finite("step_time").sum() * count / len(self.steps)
         return ", ".join([*parts, f"{count:,} steps", duration(seconds)])
+
+
+def numbers_in(path):
+    """The rows of a run's file, evenly spaced; what is no finite number is None, as null is."""
+    with explained(path, "no run has written it", "give the folder of a run, such as out/run_a"):
+        return [{name: value if is_finite(value) else None for name, value in row.items()}
+                | {"step": int(float(row["step"]))} for row in read_jsonl(path, most=MOST_STEPS)]
 
 
 # --- the panels -----------------------------------------------------------------------------------
@@ -321,13 +328,12 @@ def finish(ax, ends, form="", top=None):
 
 
 @user_errors("report.curves")
-def main():
-    parser = argparse.ArgumentParser(prog="python -m report.curves",
-                                     description="Draw the curves of one or more runs.")
+def main(argv=None):
+    parser = Parser(prog="python -m report.curves",
+                    description="Draw the curves of one or more runs.")
     parser.add_argument("runs", nargs="+", help="folders of runs, such as out/run_a")
-    parser.add_argument("-o", "--output", default="curves.png",
-                        help="the picture to write (default: %(default)s)")
-    args = parser.parse_args()
+    parser.add_argument("-o", "--output", type=Path, default="curves.png", help="to write")
+    args = parser.parse_args(argv)
     draw_curves(args.runs, args.output)
     print(f"wrote {args.output}")
 

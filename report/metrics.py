@@ -127,19 +127,18 @@ def combine(parts, how):
 
 
 def describe(rollout, tokenizer, num_generations):
-    """A row of completions.jsonl for each of the N completions, with the columns of its data.
+    """A row of completions.jsonl for each of the N completions; "columns" are those of its data.
 
     "reward" is the total and "rewards" each function's own; "advantage" is the first token's.
-    A column by the name of one of these fields gives way to it. The first group also has "tokens",
-    which together are the completion (the EOS that ends it is an empty text), "token_logps", and
-    where each token has an advantage of its own "token_advantages". With a tool rows also have
-    "turns", "failed_calls" and "tool_tokens", and tokens "token_drawn", 0 for a tool's.
+    The first group also has "tokens", which together are the completion (the EOS that ends it is an
+    empty text), "token_logps", and where each token has an advantage of its own "token_advantages".
+    With a tool rows also have "turns", "failed_calls" and "tool_tokens", and tokens "token_drawn",
+    0 for a tool's.
     """
     N = len(rollout.completions)
     lengths, ended = rollout.mask.sum(1).tolist(), rollout.ended.tolist()
     advantages = rollout.advantages.reshape(N, -1).tolist()             # from (N,) or (N, R)
     rows = [{
-        **{name: values[i] for name, values in rollout.columns.items()},
         "prompt": rollout.prompts[i],
         "completion": rollout.completions[i],
         "length": lengths[i],
@@ -147,6 +146,7 @@ def describe(rollout, tokenizer, num_generations):
         "rewards": {name: values[i].item() for name, values in rollout.rewards_per_func.items()},
         "reward": rollout.rewards[i].item(),
         "advantage": advantages[i][0],
+        "columns": {name: values[i] for name, values in rollout.columns.items()},
     } for i in range(N)]
     fields = {"token_logps": rollout.sampling_logps[:num_generations].tolist()}
     if rollout.advantages.dim() == 2:

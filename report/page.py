@@ -7,16 +7,14 @@ only ever text in it. A long run has more completions than a page can hold: it s
 closer together at the start, where most is learned, and the first groups of each (batches are
 shuffled).
 """
-import argparse
 import itertools
 import json
 import math
-from contextlib import suppress
 from pathlib import Path
 
-from .command_line import user_errors
+from .command_line import Parser, user_errors
 from .curves import Run
-from .text import columns, cut, rounded, to_line
+from .text import columns, cut, explained, rounded, to_line
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_STEPS = 40
@@ -24,14 +22,12 @@ MOST_BYTES = 40_000         # of a step: then a page has less than 2 MB
 MOST_CHARACTERS = 4000      # of a text: a longer one loses its middle
 SHOWN_ARGS = ["reward_funcs", "reward_weights", "num_generations", "learning_rate", "beta",
               "loss_type", "temperature", "max_gen_len", "seed"]
-OWN_FIELDS = {"step", "messages", "prompt", "completion", "length", "ended", "rewards", "reward",
-              "advantage", "tokens", "token_logps", "token_advantages", "token_drawn", "turns",
-              "failed_calls", "tool_tokens"}
 
 
 def write_page(run_dir, path):
-    """Write the page of a run; UserError if the run has not finished a step."""
-    data = to_script(page_data(Path(run_dir)))
+    """Write the page of a run; UserError if it has not finished a step, or its files are broken."""
+    with explained(run_dir, "its files are not those of a run", "give a folder such as out/run_a"):
+        data = to_script(page_data(Path(run_dir)))
     page = TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data)
     Path(path).write_text(page, encoding="utf-8")
 
@@ -95,11 +91,10 @@ def shown_step(step, lines, args):
 
 def shown_group(rows, args):
     """A prompt and its completions, as the page reads them."""
-    prompt = question = rows[0]["prompt"]
-    with suppress(LookupError, TypeError):      # the data may have no messages
-        question = str(rows[0]["messages"][-1]["content"])
+    prompt, columns = rows[0]["prompt"], rows[0].get("columns", {})     # older runs have none
+    question = columns["messages"][-1]["content"] if "messages" in columns else prompt
     others = {name: cut(value if isinstance(value, str) else json.dumps(value), 300)
-              for name, value in rows[0].items() if name not in OWN_FIELDS}
+              for name, value in columns.items() if name != "messages"}
     return {"question": cut(question, MOST_CHARACTERS), "prompt": cut(prompt, MOST_CHARACTERS),
             "columns": others, "rows": [shown_row(row, args) for row in rows]}
 
@@ -144,8 +139,8 @@ def is_right(row, args):
 
 @user_errors("report.page")
 def main():
-    parser = argparse.ArgumentParser(prog="python -m report.page",
-                                     description="Write report.html, a page to look into a run.")
+    parser = Parser(prog="python -m report.page",
+                    description="Write report.html, a page to look into a run.")
     parser.add_argument("run", help="the folder of a run, such as out/run_a")
     path = Path(parser.parse_args().run) / "report.html"
     write_page(path.parent, path)

@@ -91,7 +91,8 @@ class Report:
         args = self.args
         size = sum(parameter.numel() for parameter in policy.parameters())
         copies = 4 if args.ref_model_sync_steps else 3      # weights, two moments, a reference
-        prompts = args.batch_size * args.accumulation_steps * num_processes
+        prompts = min(args.batch_size * args.accumulation_steps,
+                      num_prompts // num_processes) * num_processes
         steps = str(self.total_steps)
         if self.total_steps < (args.max_steps or 0):
             steps += f" (the end of --epochs {args.epochs})"
@@ -168,6 +169,8 @@ class Report:
         else:
             self._print(f"step {step:>3}/{self.total_steps}  {numbers}")
         self._warn_of_failures(metrics)
+        if step == self.start_step + 1:
+            self._warn_of_unjudged(rows)
         if rows and is_end:
             width = min(shutil.get_terminal_size().columns, 110)
             self._print(one_group(step, rows[:self.args.num_generations]), width)
@@ -232,6 +235,14 @@ class Report:
         if not is_finite(metrics.get("grad_norm", 0.0)):
             self.warn(NOT_FINITE)
 
+    def _warn_of_unjudged(self, rows):
+        """Of a reward that has judged nothing in the first step: a column is missing, perhaps."""
+        for name in rows[0]["rewards"] if rows else ():
+            if not any(is_finite(row["rewards"][name]) for row in rows):
+                columns = ", ".join(rows[0]["columns"])
+                self.warn(f"{name} has judged none of the {len(rows)} completions of the first "
+                          f"step: does it find what it needs in the data's columns, {columns}?")
+
     def _begin(self):
         """A first step is done: from here on the folder is this run's."""
         for name in ("metrics", "eval", "completions"):
@@ -266,7 +277,7 @@ class Report:
         for key, form in (("reward", "reward {:5.2f}"),
                           ("rewards/accuracy_reward/mean", "accuracy {:4.0%}"),
                           ("completions/mean_length", "length {:3.0f}"), ("kl", "kl {:.4f}")):
-            if key in metrics:
+            if is_finite(metrics.get(key)):
                 parts.append(form.format(metrics[key]))
         return "  ".join(parts)
 
@@ -310,15 +321,16 @@ def facts_table(facts):
     table.add_column(style="bold")
     for name, fact in facts.items():
         if fact:
-            table.add_row(name, str(fact))
+            table.add_row(name, printable(str(fact)))
     return table
 
 
 def one_group(step, rows):
     """A prompt and at most 8 completions, best to worst; copies are shown once, and counted."""
     title = f"\nstep {step}, one group of {len(rows)}"
-    if rows[0].get("answer"):
-        title += f", the answer is {one_line(str(rows[0]['answer']))}"
+    answer = rows[0]["columns"].get("answer")
+    if answer:
+        title += f", the answer is {one_line(str(answer))}"
     head = "  advantage  reward"
     for name in rows[0]["rewards"]:
         head += f"  {name.removesuffix('_reward'):>5}"

@@ -1,6 +1,6 @@
 """Files of jsonl, read and written; and numbers, durations and long texts for a terminal."""
 import json
-import math
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -43,18 +43,43 @@ def cut(text, room):
     return f"{text[:half]} … [{len(text) - 2 * half:,} characters left out] … {text[-half:]}"
 
 
+def text_of(error):
+    """The message of an exception; "" if to ask for it raises another."""
+    with suppress(Exception):
+        return str(error)
+    return ""
+
+
 def reason(error):
     """The class of an exception and the first sentence of its message, in one line.
 
     Further sentences are advice, and that of torch and transformers is to trust the file.
     """
-    sentence = " ".join(printable(str(error)).split()).partition(". ")[0].rstrip(".")[:200]
+    sentence = " ".join(printable(text_of(error)).split()).partition(". ")[0].rstrip(".")[:200]
     return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__
+
+
+@contextmanager
+def explained(path, what, advice, instead_of=""):
+    """Turns any exception into one sentence: the path, what is wrong, the reason, the advice.
+
+    A parser raises dozens of classes for a broken file, from KeyError to RecursionError. A
+    UserError that begins with the path is such a sentence already; the advice takes the place of
+    `instead_of` in it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) and str(error).startswith(str(path)):
+            if instead_of:
+                raise UserError(str(error).replace(instead_of, advice)) from error
+            raise
+        raise UserError(f"{path}: {what} ({reason(error)}); {advice}") from error
 
 
 def is_finite(value):
     """True for a finite number; False for NaN, infinity and None, which is how null reads."""
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, (int, float)) and abs(value) < 1e308      # as an int may not be
 
 
 def rounded(value):
@@ -90,11 +115,11 @@ def read_jsonl(path, *, most=None):
     """
     if not Path(path).exists():
         return []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        lines = [line for line in file if line.endswith("\n")]
+    with open(path, "rb") as file:
+        lines = [pair for pair in enumerate(file, start=1) if pair[1].endswith(b"\n")]
     if most and len(lines) > most:
         lines = [lines[i * (len(lines) - 1) // (most - 1)] for i in range(most)]
-    return [json.loads(line) for line in lines]
+    return [parse(line, f"{path}, line {number}") for number, line in lines]
 
 
 def read_lines(path):
@@ -113,13 +138,10 @@ def read_lines(path):
 
 def parse(line, where):
     """A line of bytes as JSON: in UTF-8, without NaN and without halves of characters."""
-    try:
+    with explained(where, "not valid JSON in UTF-8", "write one object per line"):
         row = json.loads(line.decode("utf-8-sig"))
         json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
         return row
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON in UTF-8 ({reason(error)}); write one object per "
-                        "line") from None
 
 
 def write_jsonl(path, rows):

@@ -1,5 +1,6 @@
 """From names to reward functions, and from several rewards to one number per completion."""
 import copy
+import inspect
 import math
 import os
 import reprlib
@@ -8,16 +9,21 @@ import traceback
 import warnings
 from collections import Counter
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import torch
 
-from report import UserError, reason
+from dataset.prompts import RESERVED
+from report import UserError, printable, reason
 
 from . import rules
 from .reward_model import load_reward_model, reward_model_reward
 
 LARGEST = 1e12      # of a reward: the squares of larger ones soon overflow in float32
+SETTINGS = [        # of torch: what they are called, read and written with
+    ("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    ("default device", torch.get_default_device, torch.set_default_device)]
 
 
 def load_reward_funcs(names, *, reward_model_path=None, device="cpu", max_completion_length=None,
@@ -45,15 +51,16 @@ def import_function(flag, name, known):
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    try:
-        __import__(module)          # importlib.import_module would show its own frames, too
-        return getattr(sys.modules[module], function)
-    except (Exception, SystemExit) as error:
-        if error.__traceback__.tb_next:     # raised by the module's own code
-            traceback.print_exception(error)
-        raise UserError(f"{flag} {name}: {reason(error)}; choose from {known}, or write "
-                        "module:function, with a module that Python can import from this folder"
-                        ) from error
+    with unchanged(f"{flag} {name}"):
+        try:
+            __import__(module)      # importlib.import_module would show its own frames, too
+            return getattr(sys.modules[module], function)
+        except (Exception, SystemExit) as error:
+            if error.__traceback__.tb_next:     # raised by the module's own code
+                show(error)
+            raise UserError(f"{flag} {name}: {reason(error)}; choose from {known}, or write module:"
+                            "function, with a module that Python can import from this folder"
+                            ) from error
 
 
 def combine_rewards(prompts, completions, reward_funcs, reward_weights, **columns):
@@ -81,7 +88,7 @@ class Judge:
 
     Failures are counted by their kind in `failed`, and the first of a kind is a warning. But an
     exception in the first call is a UserError, after its traceback, unless it is a TimeoutError: a
-    service may be slow to start.
+    service may be slow to start. A GlobalChange is one in any call.
     """
 
     def __init__(self, function, timeout=0):
@@ -94,17 +101,25 @@ class Judge:
 
     def __call__(self, /, **arguments):
         count, self.reason = len(arguments["completions"]), None
+        who = f"reward function {self.__name__}"
+        if not self.proven:
+            check_columns(who, self.function, arguments)
         try:
-            values = self.call(copied(arguments))
+            with unchanged(who):
+                values = self.call(copied(arguments))
             values = values.tolist() if hasattr(values, "tolist") else values
             if not isinstance(values, (list, tuple)) or len(values) != count:
                 raise TypeError(f"it returned {reprlib.repr(values)} instead of a list of {count} "
                                 "rewards, one for each completion")
+        except GlobalChange:
+            raise
         except (Exception, SystemExit) as error:
+            if not self.proven and isinstance(error, UserError):
+                raise UserError(f"{who}: {error}") from error
             if not self.proven and not isinstance(error, TimeoutError):
-                traceback.print_exception(error)
-                raise UserError(f"reward function {self.__name__} failed in its first call: "
-                                f"{reason(error)}; its traceback is above") from error
+                show(error)
+                raise UserError(f"{who} failed in its first call: {reason(error)}; its traceback "
+                                "is above") from error
             self.fail(type(error).__name__, f"judged nothing in this step: {reason(error)}")
             return [math.nan] * count
         self.proven = True
@@ -127,8 +142,10 @@ class Judge:
         with suppress(Exception):
             if not isinstance(value, str) and abs(float(value)) <= LARGEST:     # float reads "1"
                 return float(value)
-        self.fail("no number", f"returned {reprlib.repr(value)} (no number up to {LARGEST:g}), "
-                               "treated as None")
+        shown = type(value).__name__
+        with suppress(Exception):       # an int of 5,000 digits has no text
+            shown = reprlib.repr(value)
+        self.fail("no number", f"returned {shown} (no number up to {LARGEST:g}), treated as None")
         return math.nan
 
     def fail(self, kind, what):
@@ -143,9 +160,45 @@ class Judge:
 
 def copied(arguments):
     """A copy of each value: rows of one prompt share theirs, and so do all functions."""
-    copies = {}
-    for name, values in arguments.items():
-        # deepcopy looks at each of a million ids
-        copy_of = list if name == "completion_ids" else copy.deepcopy
-        copies[name] = [copy_of(value) for value in values]
-    return copies
+    # deepcopy looks at each of a million ids
+    return {name: list(map(list if name == "completion_ids" else copy.deepcopy, values))
+            for name, values in arguments.items()}
+
+
+def show(error):
+    """Prints the traceback, which may quote a completion, as `printable` has it."""
+    print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+
+
+class GlobalChange(UserError):
+    """A module or function has changed what holds for the whole process."""
+
+
+@contextmanager
+def unchanged(who):
+    """Puts back torch's settings, with a GlobalChange, and in silence the filters of warnings."""
+    before, filters, changed = [read() for _, read, _ in SETTINGS], warnings.filters[:], []
+    try:
+        yield
+    finally:
+        warnings.filters[:] = filters
+        for (name, read, write), old in zip(SETTINGS, before):
+            if read() != old:
+                changed.append(f"torch's {name} to {read()}")
+                write(old)
+    if changed:
+        raise GlobalChange(f"{who} has set {' and '.join(changed)} for the whole run; set it in a "
+                           "with statement, or put it back")
+
+
+def check_columns(who, function, columns, given=0):
+    """UserError if the function needs a column that is missing, after its first `given` values."""
+    try:        # a decorator's own signature: it may fill in what its function needs
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):     # some functions in C have none
+        return
+    lacking = [one.name for one in [*parameters][given:] if one.default is one.empty
+               and one.name not in columns and str(one)[0] != "*"]      # *args, **columns
+    if lacking:
+        raise UserError(f"{who} needs the column {lacking[0]}, which the data lacks; it has "
+                        f"{', '.join(sorted(columns.keys() - RESERVED)) or 'none'}")

@@ -38,8 +38,8 @@ def score(chat, reply):
         except Exception as error:
             failure, pause = error, PAUSE * 2**trial
             asked_for = (getattr(error, "headers", None) or {}).get("Retry-After", "")
-            if asked_for.isdigit():     # mostly with 429, too many requests; it may also be a date
-                pause = min(int(asked_for), LONGEST_PAUSE)
+            if asked_for.isdecimal():   # mostly with 429, too many requests; it may also be a date
+                pause = min(int(asked_for[:9]), LONGEST_PAUSE)
     return failure
 
 

@@ -12,6 +12,7 @@ import functools
 import logging
 import operator
 import re
+import reprlib
 import threading
 import warnings
 from collections import Counter
@@ -19,20 +20,23 @@ from concurrent.futures import Future
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from numbers import Real
 
 from report import UserError
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# DOTALL: `.` matches line breaks too.
-FORMAT = re.compile(r"<think>\n.*?\n</think>\n\n?<answer>\n.*?\n</answer>", re.DOTALL)
+# DOTALL: `.` matches line breaks too. (?>...): one beginning is tried, so time is linear, as it is
+# wherever a reply is read here: a policy may write anything.
+FORMAT = re.compile(r"(?><think>\n.*?\n</think>\n\n?<answer>\n).*\n</answer>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 NUMBER = re.compile(r"-?\d+(?:,\d{3}(?!\d))*(?:\.\d+)?")
 WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*\.?")
 # What can be deleted without changing a number: currency signs, LaTeX's thin spaces and thousands
 # separators (1,234 but not 1,2) in front or inside; percent, degrees, a unit or a full stop after.
 WITHIN_A_NUMBER = re.compile(r"\\?\$|\\[,!; ]|(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
-AFTER_A_NUMBER = re.compile(r"(?:\\?%|°|\^\{?\\circ\}?|\\(?:text|mathrm)\{[^{}]*\}|\.|\s)+$")
+AFTER_A_NUMBER = re.compile(r"(?:\\?%|°|\^\{?\\circ\}?|\\(?:text|mathrm)\{[^{}]*\}|\.|\s){1,50}$")
 TEXT = re.compile(r"\\text(?:bf|rm)?\{([^{}]*)\}")
+LONGEST = 1000          # characters of arithmetic, whose numbers may grow with it
 SECONDS = 5             # that math-verify, or a judge of reasoning-gym, may take for an answer
 NGRAM = 4               # tokens; of repetition_reward
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -45,9 +49,16 @@ SMALL = set("""a about after all an and are as at back be because been before bu
     through to too under until up us very was we were what when where which while who will with
     would you your""".split())
 PLURALS = {"child": "children", "fisherman": "fishermen", "mouse": "mice"}
-LISTED = re.compile(r"(?:\w+[,;:/] *){3}")       # an enumeration, not a sentence
+LISTED = re.compile(r"\b(?:\w+[,;:/] *){3}")     # an enumeration, not a sentence
 SENTENCE = re.compile(r"[^.!?;:\n]+[.!?][\"'”’]?")
 TITLE = re.compile(r"\b(Mrs?|Ms|Dr|St)\.")
+
+
+def check(column, value, is_right, needed):
+    """UserError unless a row's value is right: else all its answers would be wrong, in silence."""
+    if not is_right:
+        raise UserError(f"the column {column} must be {needed}, but a row has "
+                        f"{reprlib.repr(value)}; mend the data")
 
 
 def format_reward(prompts, completions, **columns):
@@ -94,7 +105,8 @@ def extract_answer(completion):
 
 def answer_block(completion):
     """The text of the last answer block after the thinking, or None. Inside, it is a thought."""
-    blocks = ANSWER.findall(after_thinking(completion))
+    text = after_thinking(completion)
+    blocks = ANSWER.findall(text, 0, text.rfind("</answer>") + 9)   # after it none is closed
     return blocks[-1].strip() if blocks else None
 
 
@@ -106,12 +118,14 @@ def after_thinking(completion):
 
 def boxed(text):
     """The text inside the last complete \\boxed{...}, whose braces may be nested, or None."""
-    for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
-        depth = 1
-        for end, character in enumerate(text[start:], start):
-            depth += {"{": 1, "}": -1}.get(character, 0)
-            if depth == 0:
-                return text[start:end].strip()
+    ends = []           # from the right: of the braces that no { has opened yet
+    for brace in reversed([*re.finditer(r"(\\boxed\s*)?\{|\}", text)]):
+        if brace[0] == "}":
+            ends.append(brace.start())
+        elif ends:
+            end = ends.pop()
+            if brace[1]:
+                return text[brace.end():end].strip()
     return None
 
 
@@ -153,7 +167,8 @@ def value_of(expression):
         return Fraction(str(node.value))
 
     try:
-        return evaluate(ast.parse(expression.strip().rstrip("."), mode="eval").body)
+        tree = ast.parse(expression.strip().rstrip("."), mode="eval")
+        return evaluate(tree.body) if len(expression) <= LONGEST else None
     except Exception:
         return None     # a policy may write anything: no arithmetic, or nested too deep
 
@@ -179,7 +194,7 @@ def same_mathematics(given, gold):
         return False
 
 
-def begin(function, *arguments, **keywords):
+def begin(function, /, *arguments, **keywords):
     """Calls the function in a thread of its own; returns its result, a Future.
 
     Alarms only work in the main thread. Nothing ends a thread that is late, but nobody waits.
@@ -209,6 +224,10 @@ def countdown_reward(prompts, completions, nums=None, target=None, **columns):
 
 
 def is_solution(text, numbers, target):
+    check("nums", numbers, isinstance(numbers, (list, tuple)) and numbers and all(
+        isinstance(number, Real) and number % 1 == 0 <= number for number in numbers),
+        "a list of whole numbers")
+    check("target", target, isinstance(target, Real), "a number")
     text = text.partition("=")[0].strip()
     # A model wrote it: a short text of these characters, in which a sign is always an operator.
     if not re.fullmatch(r"[\d+\-*/() ]{1,100}", text) or re.search(r"(^|[-+*/(]) *[-+]", text):
@@ -271,11 +290,14 @@ def sentence_reward(prompts, completions, words=None, **columns):
 
 
 def judge_sentence(text, prompt, asked):
+    check("words", asked, isinstance(asked, (list, tuple)) and asked and all(
+        isinstance(word, str) and word for word in asked), "a list of words")
     text = TITLE.sub(r"\1", text.strip())
     found = words_of(text)
-    used = [sum(word in forms(one.lower()) for word in found) for one in asked]     # how often
+    counts = Counter(found)
+    used = [sum(counts[form] for form in forms(one.lower())) for one in asked]      # how often
     repeated = max(used) > 1 or any(
-        count > (3 if word in SMALL else 1) for word, count in Counter(found).items())
+        count > (3 if word in SMALL else 1) for word, count in counts.items())
     if repeated or fours(found) & fours(words_of(prompt)) or LISTED.search(text):
         return 0.0
     is_one, fits = SENTENCE.fullmatch(text) is not None, 6 <= len(found) <= 20
@@ -310,8 +332,8 @@ def reasoning_gym_reward(prompts, completions, answer, metadata, **columns):
     judge_of = functools.cache(get_score_answer_fn)
 
     def score(text, gold, task):        # many a judge pays a share for any text with the answer
+        judge = judge_of(task["source_dataset"])
         with suppress(Exception):       # or fails, in its own way, on one that it can't read
-            judge = judge_of(task["source_dataset"])
             return begin(judge, text, {"answer": gold, "metadata": task}).result(SECONDS)
         return 0.0
 

@@ -10,13 +10,12 @@ tools that draw from (seed, number of turns) do the same again when a run is res
 """
 import json
 import re
-import traceback
 import warnings
 
 from report import UserError, reason
 from report.text import cut
 
-from .combine import copied, import_function
+from .combine import check_columns, copied, import_function, show, unchanged
 from .rules import value_of
 from .turns import Turns
 
@@ -24,7 +23,7 @@ MOST_CHARACTERS = 4000      # of an answer
 
 
 class Tool:
-    """Asks a tool. What it raises is its answer; the first of a kind is shown, with its traceback.
+    """Asks a tool. What it raises is its answer, but for a UserError; the first of a kind is shown.
 
     stop_id: the token that asks; UserError if f.stop is not the text of one token. max_calls: how
     often a completion may ask.
@@ -53,34 +52,37 @@ class Tool:
 
         An answer has at most MOST_CHARACTERS: a longer one loses its middle.
         """
+        check_columns(f"--tool {self.name}", self.function, columns, given=1)
         try:
             own = copied({"histories": histories, **columns})
-            answers = self.function(own.pop("histories"), **own)
+            with unchanged(f"--tool {self.name}"):
+                answers = self.function(own.pop("histories"), **own)
             if not isinstance(answers, (list, tuple)) or len(answers) != len(histories):
                 raise TypeError(f"it must return a list with an answer to each of {len(histories)} "
                                 "histories")
             return [(self.checked(answer), False) for answer in answers]
+        except UserError:
+            raise
         except (Exception, SystemExit) as error:
             if len(histories) == 1:
                 self.warn(error)
                 return [(reason(error), True)]
-        alone = []
-        for i, history in enumerate(histories):
-            alone += self([history], {name: values[i:i + 1] for name, values in columns.items()})
-        return alone
+        return [self([history], {name: values[i:i + 1] for name, values in columns.items()})[0]
+                for i, history in enumerate(histories)]
 
     def checked(self, answer):
         if answer is None:
             return None
         if not isinstance(answer, str):
             raise TypeError(f"an answer must be a text or None, not {answer!r}")
+        answer.encode()         # half a character is an error, and no token
         return cut(answer, MOST_CHARACTERS)
 
     def warn(self, error):
         """Shows the first error of a kind, with its traceback."""
         if type(error) not in self.seen:
             self.seen.add(type(error))
-            traceback.print_exception(error)
+            show(error)
             # Not warn(), which would be silent in a second run of the same process.
             warnings.warn_explicit(f"the tool {self.name} raised ({reason(error)}), which is its "
                                    "answer; from now on this is only counted", UserWarning,
@@ -114,14 +116,17 @@ def tool_calls(functions):
             if call["name"] not in named:
                 raise LookupError(f"no tool {call['name']!r}; choose from {', '.join(named)}")
             value = named[call["name"]](**call["arguments"])
-            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            text.encode()       # as above, of this call alone
+            return text
         except Exception as error:
             return reason(error)
 
     def tool(histories, prompts, **columns):
         answers = []
         for (*_, reply), prompt in zip(histories, prompts):
-            calls = re.findall("<tool_call>(.*?)</tool_call>", reply.split("</think>")[-1], re.S)
+            *closed, _ = reply.split("</think>")[-1].split("</tool_call>")
+            calls = [part.partition("<tool_call>")[2] for part in closed if "<tool_call>" in part]
             if not calls:
                 answers.append(None)
                 continue
@@ -141,7 +146,7 @@ def guess(histories, secret, **columns):
     answers = []
     for history, number in zip(histories, secret):
         last = history[-1].strip()
-        if not last.isdecimal():
+        if not last.isdecimal() or len(last) > 4300:    # more digits than Python reads
             answers.append("?\n")
         elif int(last) == number:
             answers.append("yes\n")
@@ -154,8 +159,8 @@ def calculator(histories, **columns):
     """The value of the expression that ends with =, `347*82=` say, and a line break."""
     answers = []
     for history in histories:
-        expression = re.search(r"[\d+\-*/(). ]*=$", history[-1])[0]
-        value = value_of(expression[:-1])
+        # Backwards, from the = on: a search would try all beginnings.
+        value = value_of(re.match(r"=[\d+\-*/(). ]*", history[-1][::-1])[0][:0:-1])
         answers.append("?\n" if value is None else f"{value}\n")
     return answers
 

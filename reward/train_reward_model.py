@@ -23,7 +23,6 @@ With --sample nothing is trained: it writes the pairs for --data, a right reply 
 a wrong one to the same problem. A reward model learns whatever sets the two sides apart, whether or
 not that is what we mean by better: most right replies are long and worked, most wrong ones guesses.
 """
-import argparse
 import json
 import random
 from collections import defaultdict
@@ -33,12 +32,13 @@ import torch
 import torch.nn.functional as F
 
 from dataset import PromptCollator, PromptDataset
+from dataset.prompts import is_chat
 from model import load_pretrained, load_tokenizer, sample
 from model.commands.train_sft import optimize
 from model.storage.files import explained, read_config
 from model.storage.read import build, read_weights
 from report import UserError
-from report.command_line import number, user_errors
+from report.command_line import COUNT, Parser, number, user_errors
 from report.text import read_lines, write_jsonl
 
 from .reward_model import ANOTHER, LikelihoodModel, RewardModel, load_likelihood, with_reply
@@ -54,9 +54,13 @@ def read_pairs(paths):
     for path in paths:
         for where, row in read_lines(path):
             with explained(where, "not a pair", 'write {"conversations", "chosen", "rejected"}'):
-                pairs.append((with_reply(row["conversations"], row["chosen"]),
-                              with_reply(row["conversations"], row["rejected"]),
-                              row.get("kind", "all")))
+                chosen, rejected = (with_reply(row["conversations"], row[side])
+                                    for side in ("chosen", "rejected"))
+                if not (is_chat(chosen) and is_chat(rejected)):
+                    raise ValueError("a turn lacks its role or its text")
+                pairs.append((chosen, rejected, str(row.get("kind", "all"))))
+    if paths and not pairs:
+        raise UserError(f"{paths[0]}: no pair in it; write one per line")
     return pairs
 
 
@@ -104,11 +108,14 @@ def pairs_of_run(path, rng):
     groups, pairs = defaultdict(list), {False: [], True: []}
     for where, row in read_lines(path):
         with explained(where, "not a completion", "give the completions.jsonl of a run"):
-            if row.get("answer") is not None:
+            if not is_chat(with_reply(row["columns"]["messages"], row["completion"])):
+                raise ValueError("a turn lacks its role or its text")
+            if row["columns"].get("answer") is not None:
                 groups[row["step"], row["prompt"]].append(row)
     for rows in groups.values():
-        replies, answers = ([row[name] for row in rows] for name in ("completion", "answer"))
-        messages = rows[0]["messages"]
+        replies = [row["completion"] for row in rows]
+        answers = [row["columns"]["answer"] for row in rows]
+        messages = rows[0]["columns"]["messages"]
         pairs[held_out(messages)] += [
             (with_reply(messages, better), with_reply(messages, worse), "reply")
             for better, worse in pairs_of(replies, answers, rng)]
@@ -177,9 +184,8 @@ def loss_of(model, input_ids, last):
     return at_end + along + model.centering * (chosen + rejected).pow(2).mean()
 
 
-def arguments():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(argv=None):
+    parser = Parser(prog="python -m reward.train_reward_model", description=__doc__)
     flag, files = parser.add_argument, dict(type=Path, nargs="+", default=[])
     flag("--data", **files, help='jsonl files of {"conversations", "chosen", "rejected"}')
     flag("--heldout", **files, help="files of the same form, to evaluate on")
@@ -191,18 +197,20 @@ def arguments():
     flag("--save", type=Path, required=True, help="a folder, or with --sample a file")
     flag("--sample", **files, help="folders of policies: only write pairs of their replies")
     flag("--prompts", type=Path, help="with --sample, a jsonl file of problems with answers")
-    flag("--steps", type=int, default=1200)
-    flag("--batch_size", type=int, default=32, help="pairs per step")
-    flag("--learning_rate", type=float, default=2e-3)
-    args = parser.parse_args()
-    if not (args.sample and args.prompts or args.init and args.data):
-        parser.error("nothing to learn from; give --init and --data, or --sample and --prompts")
+    flag("--steps", type=COUNT, default=1200, help="of AdamW")
+    flag("--batch_size", type=COUNT, default=32, help="pairs per step")
+    flag("--learning_rate", type=number(float, 0, 1, above=True), default=2e-3, help="its peak")
+    args = parser.parse_args(argv)
+    if not (args.sample and args.prompts
+            or args.init and args.data and (args.heldout or args.completions)):
+        parser.error("nothing to learn from, or to be measured on; give --init, --data and "
+                     "--heldout (or --completions), or --sample and --prompts")
     return args
 
 
 @user_errors("reward.train_reward_model")
-def main():
-    args = arguments()
+def main(argv=None):
+    args = arguments(argv)
     torch.manual_seed(0)
     rng = random.Random(0)
     if args.sample:
@@ -218,6 +226,7 @@ def main():
         earlier = [pair for pair in earlier if not held_out(pair[0][:-1])]
         own, heldout = pairs_of_run(args.completions, rng)
     heldout = heldout + read_pairs(args.heldout)
+    args.save.mkdir(parents=True, exist_ok=True)        # before the work, not after it
     if not isinstance(model, LikelihoodModel):      # to which bare answers are merely unlikely
         earlier, heldout, own = (with_bare_answers(pairs, rng) for pairs in (earlier, heldout, own))
 
@@ -226,7 +235,7 @@ def main():
         return ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items())
 
     print(f"{len(own) or len(earlier)} pairs; before training {percentages()}")
-    replayed = round(args.replay * args.batch_size) if own else args.batch_size
+    replayed = round(args.replay * args.batch_size) * bool(earlier) if own else args.batch_size
 
     def next_loss():
         batch = rng.choices(earlier, k=replayed)

@@ -47,7 +47,7 @@ def test_all_forms_become_messages_without_the_last_reply(line, messages, tmp_pa
     ({"conversations": [{"role": "user"}]}, "conversations"), ({"prompt": " "}, "prompt"),
     ({"question": None}, "question"), ({"prompt": "2+3?", "answer": ["5"]}, "answer"),
     ({"question": "1+1?", "answer": "1+1=2\n#### "}, "answer"),
-    ({"conversations": [USER, {"role": "tool", "content": "5"}, USER]}, "role tool"),
+    ({"conversations": [USER, {"role": "tool", "content": "5"}, USER]}, "user or assistant"),
     ({"conversations": [USER, REPLY | {"tool_calls": [{}]}]}, "tool_calls"),
     ({"conversations": [{"role": "system", "content": "", "tools": 5}, USER]}, "tools"),
 ])

@@ -225,7 +225,7 @@ def test_a_run_for_pass_at_k_makes_a_policy_and_samples_from_it(
         calls.append(shlex.split(arguments))
         (folder / "grpo").mkdir(parents=True, exist_ok=True)
         write(folder / "grpo/completions.jsonl", [
-            {"nums": [9, 8, 6], "target": 57, "completion": text, "reward": reward}
+            {"columns": {"nums": [9, 8, 6], "target": 57}, "completion": text, "reward": reward}
             for text, reward in (("wrong", 0.0), ("right", 1.0))])
 
     def answer_all(args, never_give_up):
@@ -277,7 +277,7 @@ def test_each_problem_gets_its_answers_and_its_count_of_right_ones(
     assert calls == [2, 2, 1] * 3 * never_give_up and len(rows) == 15
     problems = jsonl(ROOT / "dataset/countdown_heldout.jsonl")[:3]
     for i, row in enumerate(rows):
-        assert row["nums"] == problems[i // 5]["nums"]
+        assert row["columns"]["nums"] == problems[i // 5]["nums"]
     right = ["+" in row["completion"] for row in rows]
     assert counts == [sum(right[:5]), sum(right[5:10]), sum(right[10:])] and len({*counts}) > 1
 

@@ -23,7 +23,8 @@ def completion_rows(num_prompts, step=1):
     for i in range(num_prompts):
         prompt, answers = f"What is {i} + 5?", (i + 5, i + 5, i + 6, "")
         for number, answer in enumerate(answers):
-            yield {"step": step, "prompt": prompt, "answer": str(i + 5), "messages": turns(prompt),
+            yield {"step": step, "prompt": prompt,
+                   "columns": {"answer": str(i + 5), "messages": turns(prompt)},
                    "completion": f"<think>\n{number}\n</think>\n<answer>\n{answer}\n</answer>"}
 
 

@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from report import UserError
 from report.page import write_page
 from report.text import to_line
 
@@ -19,9 +20,9 @@ G = 4
 
 
 def row(step, text="one", reward=1.0, prompt="What is 1+1?", **more):
-    return {"step": step, "answer": "2", "prompt": prompt, "completion": text, "length": 3,
-            "ended": True, "rewards": {"tag_reward": 0.5, "accuracy_reward": reward},
-            "reward": reward, "advantage": 0.25} | more
+    return {"step": step, "prompt": prompt, "completion": text, "length": 3, "ended": True,
+            "rewards": {"tag_reward": 0.5, "accuracy_reward": reward}, "reward": reward,
+            "advantage": 0.25, "columns": {"answer": "2", "step": "x", "tokens": 3}} | more
 
 
 def write_run(folder, rows, steps, **args):
@@ -59,7 +60,7 @@ def test_the_page_holds_what_the_run_wrote(tmp_path):
             assert one[name] == written[name]
     assert data["metrics"]["reward"] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
     assert data["metrics"]["kl"] == [None] * 5 and data["steps"][0]["groups"][0]["columns"] == {
-        "answer": "2"}
+        "answer": "2", "step": "x", "tokens": "3"}
 
 
 @pytest.mark.parametrize("text, steps, shown", [("x" * 100, 300, 39), ("x" * 300_000, 5, 5)],
@@ -186,3 +187,15 @@ def test_keys_filters_and_search_move_through_the_groups(tmp_path):
         [2, 1, "1 answers in 1 of 6 groups"], [3, 0, "8 answers in 2 of 6 groups"], [3, 0, ""],
         [3, 1, "1 answers in 1 of 6 groups"], "answer 3 5", 2,
         [3, 1, "1 answers in 1 of 6 groups"], "search"]
+
+
+@pytest.mark.parametrize("name, text", [("args.json", "{"), ("args.json", None),
+                                        ("completions.jsonl", '{"step": 1, junk}\n'),
+                                        ("completions.jsonl", '{"step": 1, "prompt": 2}\n')])
+def test_broken_files_of_a_run_are_one_sentence(name, text, tmp_path):
+    run = write_run(tmp_path / "run", [row(1)] * G, 1)
+    (run / name).unlink()
+    if text:
+        (run / name).write_text(text)
+    with pytest.raises(UserError, match=f"^{run}"):
+        write_page(run, tmp_path / "page.html")

@@ -233,6 +233,7 @@ def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
         options, backend=kind))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2" if "SIZE" in name else "1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
     before = torch.get_float32_matmul_precision()
     assert World(None, "bfloat16").device == current.pop() == torch.device("cuda:1")
     assert torch.get_float32_matmul_precision() == "high"

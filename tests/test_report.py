@@ -32,9 +32,9 @@ def run(folder, steps, start_step=0, **changed):
 
 
 ROWS = [
-    {"prompt": "What is 1+1?", "completion": "two", "reward": 1.5,
+    {"prompt": "What is 1+1?", "columns": {}, "completion": "two", "reward": 1.5,
      "rewards": {"tag_reward": 1.0, "accuracy_reward": 0.5}, "advantage": 0.71},
-    {"prompt": "What is 1+1?", "completion": "three", "reward": 0.25,
+    {"prompt": "What is 1+1?", "columns": {}, "completion": "three", "reward": 0.25,
      "rewards": {"tag_reward": 0.25, "accuracy_reward": None}, "advantage": -0.71},
 ]
 
@@ -289,17 +289,19 @@ def test_a_rollout_is_described_one_row_per_completion():
     chats = [[{"role": "user", "content": "7+3"}]] * 2
     rollout = SimpleNamespace(
         prompts=["q", "q"], completions=["1", "11"],
-        columns={"messages": chats, "nums": [[7, 3], None], "reward": ["of the file"] * 2},
+        columns={"messages": chats, "nums": [[7, 3], None], "reward": ["of the file"] * 2,
+                 "step": ["x"] * 2, "tokens": [9] * 2},
         mask=torch.tensor([[1, 0], [1, 1]]), ended=torch.tensor([True, False]),
         rewards=torch.tensor([1.5, 0.0]), advantages=torch.tensor([0.5, -0.5]),
         rewards_per_func={"tag_reward": torch.tensor([0.5, 0.0])},
         sampling_logps=-torch.arange(4.0).reshape(2, 2) / 8, token_ids=lambda: [b"1", b"11"],
         turns=None)
+    theirs = {"messages": chats[0], "reward": "of the file", "step": "x", "tokens": 9}
     rows = [
-        {"prompt": "q", "messages": chats[0], "nums": [7, 3], "completion": "1", "length": 1,
-         "ended": True, "rewards": {"tag_reward": 0.5}, "reward": 1.5, "advantage": 0.5},
-        {"prompt": "q", "messages": chats[1], "nums": None, "completion": "11", "length": 2,
-         "ended": False, "rewards": {"tag_reward": 0.0}, "reward": 0.0, "advantage": -0.5}]
+        {"prompt": "q", "completion": "1", "length": 1, "ended": True, "reward": 1.5,
+         "rewards": {"tag_reward": 0.5}, "advantage": 0.5, "columns": theirs | {"nums": [7, 3]}},
+        {"prompt": "q", "completion": "11", "length": 2, "ended": False, "reward": 0.0,
+         "rewards": {"tag_reward": 0.0}, "advantage": -0.5, "columns": theirs | {"nums": None}}]
     rows[0] |= {"tokens": ["1"], "token_logps": [0.0]}
     assert describe(rollout, Bytes(), 1) == rows        # only the first group has tokens
     rows[1] |= {"tokens": ["1", "1"], "token_logps": [-0.25, -0.375]}

@@ -205,7 +205,7 @@ def test_a_function_that_fails_at_first_stops_the_run_and_later_is_a_warning(tim
 
     judge = Judge(service, timeout)
     with pytest.raises(UserError, match="service failed in its first call: JSONDecodeError: "):
-        ask(judge)
+        ask(judge, function=[1, 2])     # a column may have any name
     assert "in service\n    return [json.loads(text)]" in capsys.readouterr().err
     text = "1"
     assert ask(judge) == ([1, 1], [])
@@ -224,7 +224,8 @@ def test_what_is_no_list_of_rewards_is_an_error(returned):
 
 
 @pytest.mark.parametrize("value", [
-    math.nan, math.inf, -2e12, 10**400, torch.tensor(1e38), "right", [1.0], torch.ones(2)])
+    math.nan, math.inf, -2e12, torch.tensor(1e38), "right", [1.0], torch.ones(2),
+    pytest.param(10**5000, id="without a text")])
 def test_a_value_that_is_of_no_use_is_a_warning_once_and_treated_as_none(value):
     judge = Judge(judge_of([value, 1]))
     for count in (1, 0):

@@ -119,7 +119,8 @@ def test_another_number_of_ranks_resumes_it(name, flags, out, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     args = train_grpo.parse_args([*flags, "--beta", "0", "--model_path", str(out / "weights"),
                                   "--reward_funcs", "test_shard:unequal"])
-    world = SimpleNamespace(device=torch.device("cpu"), matrix_dtype=torch.float32)
+    world = SimpleNamespace(device=torch.device("cpu"), matrix_dtype=torch.float32,
+                            agree=lambda **values: None)
     _, policy, _ = train_grpo.load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
     done, _ = load_checkpoint(out / name / "checkpoint", policy, optimizer)

@@ -177,9 +177,11 @@ def test_a_tool_that_fails_says_why_and_the_others_go_on(policy, tokenizer, caps
 
     half.stop = "\n"
     with pytest.warns(UserWarning, match="the tool half raised .SystemExit"):
-        assert Tool(half, tokenizer, 1)([["a\n"]] * 4, {"columns": ["yes", "no\n", "none", 3]}) == [
-            ("yes", False), ("SystemExit: None", True), (None, False),
-            ("TypeError: an answer must be a text or None, not 3", True)]
+        *answers, (no_text, _) = Tool(half, tokenizer, 1)(
+            [["a\n"]] * 5, {"columns": ["yes", "no\n", "none", 3, "\ud800"]})
+        assert answers == [("yes", False), ("SystemExit: None", True), (None, False),
+                           ("TypeError: an answer must be a text or None, not 3", True)]
+        assert no_text.startswith("UnicodeEncodeError: ")
     broken.stop = "no"
     with pytest.raises(UserError, match="broken.stop to the text of the token"):
         Tool(broken, tokenizer, 1)

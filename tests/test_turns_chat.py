@@ -78,14 +78,17 @@ def test_the_ids_are_those_of_the_finished_chat_but_for_empty_thoughts(
 
 
 def test_only_calls_after_the_thoughts_are_run_and_of_one_that_fails_a_line_says_why():
-    tool = tool_calls([pow])
+    tool = tool_calls([pow, str])
     prompts = ["<|im_start|>assistant\n"] * 3
     assert tool([[f"<think>{ASK}</think>8"], [ASK[:-1]], [ASK, "...", "8"]], prompts) == [None] * 3
     failing = ASK.replace("pow", "sub") + ASK.replace("3", '"3"') + ASK.replace("{", "no", 1)
+    failing += r'<tool_call>{"name": "str", "arguments": {"object": "\ud800"}}</tool_call>'
     answer, other = tool([[failing], [f"<think>8</think>{ASK}<|im_end|>"]], prompts)
     assert answer.splitlines()[3::3] == [
-        "LookupError: no tool 'sub'; choose from pow",
+        "LookupError: no tool 'sub'; choose from pow, str",
         "TypeError: unsupported operand type(s) for ** or pow(): 'int' and 'str'",
-        "JSONDecodeError: Expecting value: line 2 column 1 (char 1)"]
+        "JSONDecodeError: Expecting value: line 2 column 1 (char 1)",
+        "UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud800' in position 0: "
+        "surrogates not allowed"]
     assert other == ("\n<|im_start|>user\n<tool_response>\n8\n</tool_response><|im_end|>\n"
                      "<|im_start|>assistant\n")

@@ -31,9 +31,9 @@ def main():
 
     python(f"train_grpo.py {join(flags)} {STILL} --eval_interval 0 --out_dir {quoted(folder)} "
            "--run_name samples", folder / "samples.log")
-    right = [row["messages"] + [{"role": "assistant", "content": row["completion"]}]
+    right = [row["columns"]["messages"] + [{"role": "assistant", "content": row["completion"]}]
              for row in read_jsonl(samples / "completions.jsonl")
-             if is_right(row["completion"], row["answer"])]
+             if is_right(row["completion"], row["columns"]["answer"])]
     write_jsonl(chats, [{"conversations": messages} for messages in right])
     steps = round(own.passes * len(right) / BATCH)
     print(f"{len(right)} right answers, {steps} steps", flush=True)

@@ -71,8 +71,9 @@ def make_policy(own, flags, weights, folder):
                "--run_name grpo", folder / "grpo.log")
     if not own.imitate:
         return folder / "grpo/final" if own.train else weights
-    chats = [chat(countdown_prompt(row["nums"], row["target"]), row["completion"])
-             for row in read_jsonl(folder / "grpo/completions.jsonl") if row["reward"] == 1]
+    right = [row for row in read_jsonl(folder / "grpo/completions.jsonl") if row["reward"] == 1]
+    chats = [chat(countdown_prompt(row["columns"]["nums"], row["columns"]["target"]),
+                  row["completion"]) for row in right]
     if not chats:
         raise UserError(f"{folder}: no right answer to imitate; train it, or longer")
     print(f"{write_jsonl(folder / 'right.jsonl', chats)} right answers to imitate", flush=True)

@@ -8,13 +8,13 @@ prompt can also come from a pipe:
 
     echo "What is 7 + 3*7?" | python -m model.commands.chat model/weights/reason_128
 """
-import argparse
 import sys
 
 import torch
 
 from dataset import PromptCollator
 from report import printable, user_errors
+from report.command_line import COUNT, POSITIVE_OR_0, Parser
 
 from .. import eos_token_ids, load_pretrained, load_tokenizer
 from ..processes.world import choose_device
@@ -31,7 +31,7 @@ def stream(model, tokenizer, messages, *, max_new_tokens, temperature, system_pr
     reply, text, shown = [], "", 0
     for _ in range(max_new_tokens):
         logits = model(ids, logits_to_keep=1, cache=cache)[:, 0]                        # (1, V)
-        token, _ = next_token(logits, temperature or 1.0, None, temperature == 0)       # (1,)
+        token, _ = next_token(logits, max(temperature, 1e-3), None, temperature == 0)   # (1,)
         if token.item() in eos_ids:
             break
         ids = token[None]
@@ -61,15 +61,13 @@ def chat(model, tokenizer, **sampling):
 
 @user_errors("model.commands.chat")
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m model.commands.chat", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="python -m model.commands.chat", description=__doc__)
     flag = parser.add_argument
     flag("path", help="weights: a folder, a hub id like Qwen/Qwen3-0.6B, or a MiniMind .pth")
     flag("--tokenizer_path", help="a folder or hub id, if the tokenizer is not with the weights")
     flag("--system_prompt", help="the one of training; r1: a text that asks for the tags")
-    flag("--temperature", type=float, default=0.7, help="0: greedy (default: 0.7)")
-    flag("--max_new_tokens", type=int, default=1024,
-         help="the longest reply, in tokens (default: 1024)")
+    flag("--temperature", type=POSITIVE_OR_0, default=0.7, help="0: greedy")
+    flag("--max_new_tokens", type=COUNT, default=1024, help="the longest reply, in tokens")
     args = parser.parse_args(argv)
     device = choose_device(None, 1)
     dtype = torch.float32 if device.type == "cpu" else None     # half precision is slow on a CPU

@@ -8,7 +8,6 @@ writes an ordinary folder, to train from or to chat with: of the families Llama,
 which transformers reads. Such files mostly hold weights that were rounded to a few bits; the folder
 has the rounded ones, in float32.
 """
-import argparse
 import importlib.util
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from report import UserError, user_errors
+from report.command_line import Parser
 
 from ..model import MiniMindForCausalLM
 from ..storage.files import FAMILIES, explained, read_config
@@ -50,13 +50,13 @@ def num_weights(path):
 
 @user_errors("model.commands.from_gguf")
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="python -m model.commands.from_gguf", description=__doc__)
     parser.add_argument("file", help="a GGUF file, or an installed package that has one")
     parser.add_argument("--save", type=Path, required=True, help="the folder to write")
     args = parser.parse_args(argv)
     file = find_file(args.file)
     count = num_weights(file)
+    args.save.mkdir(parents=True, exist_ok=True)        # before the work, not after it
     with explained(file, "transformers can't read it", "choose another file"):
         there = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
         theirs = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **there)
@@ -66,7 +66,6 @@ def main(argv=None):
                         "experts or biases; choose another file")
     config = theirs.config.to_dict()
     config.pop("quantization_config", None)
-    args.save.mkdir(parents=True, exist_ok=True)
     write_json(config, args.save / "config.json")
     # Not their save_pretrained: it refuses a model that was read from a file of rounded weights.
     model = build(MiniMindForCausalLM, read_config(args.save), state=theirs.state_dict(), path=file)

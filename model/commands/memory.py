@@ -8,17 +8,17 @@ sampler's cache, the least that a run needs, and the largest --micro_batch_size 
 so many GiB, of which it may use 92%. All is in GiB, for products in bfloat16 with model/fast and
 --gradient_checkpointing. docs/real_models.md says how rough it is.
 """
-import argparse
 import functools
 import math
 
 import torch
 
 from report import user_errors
+from report.command_line import COUNT, COUNT_OR_0, Parser
 
 from ..fast.pair import CHUNK_LOGITS, CHUNK_TOKENS
 from ..model import MiniMindConfig, MiniMindForCausalLM
-from ..storage.files import read_config
+from ..storage.files import explained, read_config
 from ..storage.read import local_path
 
 SIZES = {}
@@ -82,25 +82,27 @@ def peak_bytes(config, counts, *, num_prompts, num_generations, prompt_length, c
 
 @user_errors("model.commands.memory")
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="What fits on which GPU (docs/real_models.md)")
+    parser = Parser(prog="python -m model.commands.memory", description=__doc__)
     parser.add_argument("paths", nargs="*", help="folders or hub ids (default: the usual sizes)")
     for flag, default in (("--num_prompts", 8), ("--num_generations", 8), ("--prompt_length", 256),
-                          ("--completion_length", 1024), ("--rollout_batch_size", 0)):
-        parser.add_argument(flag, type=int, default=default, help="(default: %(default)s)")
+                          ("--completion_length", 1024)):
+        parser.add_argument(flag, type=COUNT, default=default, help="of the run")
+    parser.add_argument("--rollout_batch_size", type=COUNT_OR_0, default=0, help="0: all at once")
     run = vars(parser.parse_args(argv))
     configs = {path: read_config(local_path(path, weights=False)) for path in run.pop("paths")}
     sizes = [2**i for i in range((run["num_prompts"] * run["num_generations"]).bit_length())]
     print(" " * 40 + "".join(f"{name:>16}" for name in ("parameters", "cache", "at least", *GPUS)))
     for name, config in (configs or SIZES).items():
-        counts = num_parameters(config)
-        for flags, levers in LEVERS.items():
-            peak = functools.partial(peak_bytes, config, counts, **levers, **run)
-            row = [f"{part / 2**30:.1f}" for part in peak().values()]
-            for gpu, ranks in GPUS.values():
-                fits = [size for size in sizes if peak(micro_batch_size=size, ranks=ranks)["peak"]
-                        <= 0.92 * gpu * 2**30]
-                row.append(max(fits, default="-"))
-            print(f"{name + ', ' + flags:40}" + "".join(f"{cell:>16}" for cell in row))
+        with explained(name, "no model has this configuration", "choose other weights"):
+            counts = num_parameters(config)
+            for flags, levers in LEVERS.items():
+                peak = functools.partial(peak_bytes, config, counts, **levers, **run)
+                row = [f"{part / 2**30:.1f}" for part in peak().values()]
+                for gpu, ranks in GPUS.values():
+                    fits = [size for size in sizes if 0.92 * gpu * 2**30
+                            >= peak(micro_batch_size=size, ranks=ranks)["peak"]]
+                    row.append(max(fits, default="-"))
+                print(f"{name + ', ' + flags:40}" + "".join(f"{cell:>16}" for cell in row))
 
 
 if __name__ == "__main__":

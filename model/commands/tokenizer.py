@@ -3,7 +3,6 @@
 With `--merge_digits` a number that is frequent in the texts is one token instead. Being byte-level,
 it encodes any text and decodes it back unchanged.
 """
-import argparse
 import re
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dataset.prompts import is_chat, read_row
 from report import UserError, user_errors
+from report.command_line import Parser, number
 from report.text import read_lines
 
 # Ids 0, 1, 2. Special tokens: decoding can skip them, and a user's text should not contain them.
@@ -72,15 +72,16 @@ def read_chats(path):
 
 
 @user_errors("model.commands.tokenizer")
-def main():
-    parser = argparse.ArgumentParser(description="Train a tokenizer on chats in jsonl files.")
+def main(argv=None):
+    parser = Parser(prog="python -m model.commands.tokenizer", description=__doc__)
     flag = parser.add_argument
     flag("--data", type=Path, nargs="+", required=True,
          help="jsonl files, of which the first 5,000 lines are read")
     flag("--save", type=Path, required=True, help="the folder to save the tokenizer in")
-    flag("--vocab_size", type=int, default=512, help="tokens at most")
+    flag("--vocab_size", type=number(int, 263, 10**6), default=512,
+         help="tokens at most; 256 bytes, 3 special tokens and 4 tags are always there")
     flag("--merge_digits", action="store_true", help="let frequent numbers become one token each")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     chats = [chat for path in args.data for chat in read_chats(path)[:5000]]
     args.save.mkdir(parents=True, exist_ok=True)
     # The tags are tokens already: spend no merges on their letters.

@@ -16,7 +16,6 @@ Two are for Countdown. The three for arithmetic, of which the last two start fro
 The loss is the cross-entropy over the tokens of the assistant's turns, <|im_end|> included: a model
 that never learns to end its turn never stops.
 """
-import argparse
 import copy
 import functools
 import math
@@ -29,7 +28,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from report import UserError
-from report.command_line import number, user_errors
+from report.command_line import COUNT, COUNT_OR_0, Parser, number, user_errors
 
 from .. import MiniMindConfig, MiniMindForCausalLM, load_pretrained, load_tokenizer, save_pretrained
 from ..storage.files import explained
@@ -160,23 +159,23 @@ def optimize(model, next_loss, *, steps, learning_rate, warmup_steps, progress=N
                   flush=True)
 
 
-def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_args(argv=None):
+    parser = Parser(prog="python -m model.commands.train_sft", description=__doc__)
     flag = parser.add_argument
     flag("--data", type=Path, required=True, help="jsonl of chats, or of prompts and answers")
     flag("--save", type=Path, required=True, help="the folder to save the weights in")
     flag("--init", type=Path, help="weights to start from, with their tokenizer")
     flag("--tokenizer", type=Path, help="the tokenizer for a new model")
-    flag("--learning_rate", type=float, default=3e-3)
-    flag("--warmup_steps", type=int, default=100)
-    flag("--heldout", type=int, default=200, help="chats at the end of the file that only measure "
-         "the loss, at most a tenth of it (default: %(default)s)")
-    flag("--seed", type=int, default=0)
-    for name, default in (("--hidden_size", 128), ("--num_hidden_layers", 4), ("--steps", 3000),
-                          ("--batch_size", 32)):
-        flag(name, type=number(int, 1), default=default)
-    args = parser.parse_args()
+    flag("--learning_rate", type=number(float, 0, 1, above=True), default=3e-3, help="its peak")
+    flag("--warmup_steps", type=COUNT_OR_0, default=100, help="until then it rises")
+    flag("--heldout", type=COUNT_OR_0, default=200,
+         help="chats at the end of the file that only measure the loss, at most a tenth of it")
+    flag("--seed", type=COUNT_OR_0, default=0, help="of a new model, and of the order of chats")
+    flag("--hidden_size", type=number(int, 64, 2**14), default=128, help="of a new model")
+    flag("--num_hidden_layers", type=number(int, 1, 1000), default=4, help="of a new model")
+    flag("--steps", type=COUNT, default=3000, help="of AdamW")
+    flag("--batch_size", type=COUNT, default=32, help="chats per step")
+    args = parser.parse_args(argv)
     if not (args.init or args.tokenizer):
         parser.error("a new model needs a --tokenizer; python -m model.commands.tokenizer makes "
                      "one. Or start from weights: --init")
@@ -186,8 +185,8 @@ def parse_args():
 
 
 @user_errors("model.commands.train_sft")
-def main():
-    args = parse_args()
+def main(argv=None):
+    args = parse_args(argv)
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -4,6 +4,7 @@ from functools import partial
 import torch
 
 from report import UserError
+from report.text import to_json
 
 from ..lora import AdaptersOff, with_adapters
 from ..storage.any_model import AnyModel
@@ -13,11 +14,14 @@ from .shard import shard
 
 
 def load_models(args, world):
-    """Tokenizer, policy, and reference, which is None with --beta 0.
+    """Tokenizer, policy, and reference, which is None with --beta 0; the same on all ranks.
 
     Weights that learn are float32, so that small updates add up. The matrices of frozen ones have
     the dtype in which products read them anyway.
     """
+    # Else some rank waits for the others, or learns something else, unnoticed.
+    world.agree(**{f"--{name}": value for name, value in to_json(vars(args)).items()
+                   if name != "out_dir" and not name.endswith("_path")})
     products, reference = world.matrix_dtype, None
     load = partial(load_pretrained, args.model_path, dtype=torch.float32,
                    device="meta" if args.shard else world.device)
@@ -44,7 +48,16 @@ def load_models(args, world):
     if args.shard:
         for model in (policy, reference):
             shard(model, world, products, args.model_path)
+    else:                                   # sharded, there is one copy
+        world.agree(**{"checksum of the weights": checksum(policy)})
     return tokenizer, policy, reference if args.beta > 0 else None
+
+
+def checksum(model):
+    """A number that is another one, almost surely, for other weights."""
+    integers = {2: torch.int16, 4: torch.int32}
+    return sum(int(weight.detach().view(integers[weight.element_size()]).sum(dtype=torch.int64))
+               for weight in model.parameters())
 
 
 def load_teacher(args, world, tokenizer):
@@ -63,6 +76,8 @@ def load_teacher(args, world, tokenizer):
     teacher.requires_grad_(False)
     if args.shard:
         shard(teacher, world, products, path)
+    else:
+        world.agree(**{"checksum of the teacher": checksum(teacher)})
     return teacher
 
 

@@ -12,25 +12,35 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from report import UserError, reason
+from report.text import to_json
 
 from ..lora import adapter_state, adapters
 from ..storage.any_model import AnyModel
-from ..storage.files import explained, read_json, read_tensors
+from ..storage.files import AGAIN, explained, read_json, read_tensors
 from ..storage.read import load_pretrained, read_state, shapes
 from ..storage.write import save_adapter, save_pretrained
 from .shard import load_parts, part_of, part_of_optimizer, whole_state
 from .watch import SIGNALS, Stopped, under_torchrun
+from .world import GO_ON
 
 LAUNCHER = os.getppid()                     # torchrun, if it is there
-GO_ON = "go on with the same command and --resume"
+# What a resumed run may have otherwise: how long it goes on and at what rate, its machines, and
+# what it reports. All else would make another run of it.
+MAY_CHANGE = set("""
+    max_steps epochs learning_rate warmup_steps batch_size accumulation_steps resume out_dir
+    run_name save_interval device dtype sampler fast shard micro_batch_size rollout_batch_size
+    gradient_checkpointing hang_timeout vllm_gpu_memory_utilization reward_timeout
+    reward_model_device eval_data_path eval_interval eval_samples eval_reward_funcs
+    num_generations_eval eval_only swanlab use_wandb wandb_project ddp num_workers
+    log_interval""".split())
 
 
 class Saver:
     """Writes the checkpoints and the final weights of a run into run_dir; rank 0 does.
 
     The folder is locked until the run ends, or its process does, whatever ends it. UserError if
-    another run has it, or if the weights to start from are in it. args are those of the script;
-    with eval_only nothing is written, and nothing locked.
+    another run has it, or if a new run would replace files in it that a flag names. args are those
+    of the script; with eval_only nothing is written, and nothing locked.
     """
 
     def __init__(self, run_dir, world, args):
@@ -38,10 +48,8 @@ class Saver:
         self.writes = world.rank == 0
         if not self.writes or args.eval_only:
             return
-        weights = Path(args.model_path).resolve()
-        if not args.resume and self.run_dir.resolve() in (weights, *weights.parents):
-            raise UserError(f"--model_path {args.model_path} is in {run_dir}, where the new run "
-                            "would replace it; choose another --run_name")
+        if not args.resume:
+            refuse_loss(self.run_dir, args)
         world.ends.callback(lock(self.run_dir))
         for name in ("checkpoint", "final", "adapter"):     # of a run that was killed as it saved
             shutil.rmtree(self.run_dir / f"{name}.new", ignore_errors=True)
@@ -50,6 +58,7 @@ class Saver:
 
     def resume(self, policy, optimizer, reference):
         """Restores the run's checkpoint; returns (steps done, tokens sampled)."""
+        refuse_changes(self.run_dir, self.args)
         done, num_tokens = load_checkpoint(self.run_dir / "checkpoint", policy, optimizer,
                                            reference)
         self._advise(done)
@@ -95,7 +104,39 @@ class Saver:
         return model.whole(device="cpu", keep=self.writes) if hasattr(model, "whole") else model
 
     def _advise(self, step):
-        self.world.advice = f"\nThe checkpoint of step {step} is whole; {GO_ON}"
+        self.world.saved = step, self.run_dir / "checkpoint"
+
+
+def refuse_loss(run_dir, args):
+    """UserError if a flag names something in the folder that a new run replaces."""
+    for name, value in vars(args).items():
+        if name.endswith("_path") and value:
+            path = Path(value.removeprefix("likelihood:")).resolve()    # of a reward model
+            if run_dir.resolve() in (path, *path.parents):
+                raise UserError(f"--{name} {value} is in {run_dir}, where the new run would "
+                                "replace it; choose another --run_name")
+
+
+def refuse_changes(run_dir, args):
+    """UserError if a run is resumed with flags that would make another run of it."""
+    file = run_dir / "args.json"
+    before = read_json(file, "start without --resume") if file.exists() else {}
+    for name, value in to_json(vars(args)).items():
+        was = before.get(name, value)
+        if name in MAY_CHANGE or was == value or name.endswith("_path") and same_path(value, was):
+            continue
+        raise UserError(f"--resume: --{name} was {was} in {run_dir}, and is {value}; give the "
+                        "flags of the run, of which --max_steps, --epochs, --learning_rate and "
+                        "--warmup_steps may change, or start another with another --run_name")
+
+
+def same_path(path, before):
+    """Whether two paths name the same file; or probably do, as it has moved since."""
+    if None in (path, before):
+        return False
+    path, before = Path(path), Path(before)
+    return path.resolve() == before.resolve() or (
+        path.name == before.name and not before.exists())
 
 
 def lock(run_dir):
@@ -145,8 +186,8 @@ def load_checkpoint(folder, model, optimizer, reference=None):
     if not (folder / "optimizer.pt").is_file():
         raise UserError(f"--resume: no checkpoint in {folder.parent}; start without --resume, or "
                         "name the run to resume with --run_name")
-    with explained(folder, "its checkpoint is broken, or of another model",
-                   "start without --resume"):
+    advice = "start without --resume"
+    with explained(folder, "its checkpoint is broken, or of another model", advice, AGAIN):
         if adapters(model):
             load_adapter(model, folder)
         elif isinstance(model, AnyModel):
@@ -154,7 +195,9 @@ def load_checkpoint(folder, model, optimizer, reference=None):
         else:
             load_parts(model, read_state(folder)[1])
         saved = read_tensors(folder / "optimizer.pt")
-        optimizer.load_state_dict(part_of_optimizer(saved["optimizer"], optimizer))
+        moments = {"state": saved["optimizer"]["state"],
+                   "param_groups": optimizer.state_dict()["param_groups"]}
+        optimizer.load_state_dict(part_of_optimizer(moments, optimizer))
         if "reference" in saved and reference is not None:
             load_parts(reference, saved["reference"])
         return int(saved["step"]), int(saved["num_tokens"])

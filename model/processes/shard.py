@@ -121,13 +121,22 @@ def load_parts(model, state):
 def part_of_optimizer(state, optimizer):
     """What `whole_state` returned, with this rank's part of each tensor.
 
-    Copied, since it may come from a file that is mapped into memory.
+    Copied, since it may come from a file that is mapped into memory. ValueError if a tensor has
+    another shape or dtype than AdamW's: the fused step reads and writes them without a look.
     """
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    weights = dict(enumerate(
+        weight for group in optimizer.param_groups for weight in group["params"]))
+    for index, of_weight in state["state"].items():
+        shape = weights[index].shape
+        expected = {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
+        if {name: tensor.shape for name, tensor in of_weight.items()} != expected or any(
+                tensor.dtype != torch.float32 for tensor in of_weight.values()):
+            raise ValueError(f"the optimizer's state of weight {index} has other shapes or dtypes")
 
     def ours(index, tensor):
-        is_whole = tensor.shape == weights[index].shape     # the count of steps is a single number
-        return (part_of(tensor, weights[index]) if is_whole else tensor).clone()
+        if tensor.dim() == 0:           # the count of steps
+            return tensor.clone()
+        return part_of(tensor.contiguous(), weights[index]).clone()
 
     return with_tensors(state, ours)
 

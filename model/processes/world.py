@@ -23,6 +23,7 @@ from .shard import is_sharded, whole
 
 JOINED_BELOW = 2**18                        # gradients with fewer numbers are summed in one call
 HALF_AN_HOUR, A_YEAR = 1800, 365 * 86400    # in seconds
+GO_ON = "go on with the same command and --resume"
 
 
 class World:
@@ -37,13 +38,12 @@ class World:
     current = None                          # the World of the main function that is running
 
     def __init__(self, device=None, dtype="auto", seed=0, hang_timeout=None):
-        self.rank = int(os.environ.get("RANK") or 0)
-        self.size = int(os.environ.get("WORLD_SIZE") or 1)
+        self.rank, self.size = rank_and_size()
         self.device, self.seed = choose_device(device, self.size), seed
         self.timings = Counter()    # timing_s/<phase> -> seconds, until a run has reported them
         self.running = None, 0.0    # the phase that is being timed, and since when
         self.signal = 0             # the number of the signal that asked the run to stop (watch.py)
-        self.advice = ""            # after a failure: how to go on, once there is a checkpoint
+        self.saved = 0, None        # the step and the folder of the last checkpoint
         self.ends = ExitStack()     # ends.callback(f) calls f when the run ends, well or not
         self.ends.callback(faulthandler.cancel_dump_traceback_later)
         World.current = self
@@ -65,6 +65,14 @@ class World:
             limit = timedelta(seconds=self.hang_timeout or A_YEAR)
             dist.init_process_group("nccl" if on_cuda else "gloo", timeout=limit,
                                     device_id=self.device if on_cuda else None)
+
+    @property
+    def advice(self):
+        """After a failure: how to go on, if there is a checkpoint."""
+        step, folder = self.saved
+        if folder is None or not folder.exists():
+            return ""
+        return f"\nThe checkpoint of step {step} is whole; {GO_ON}"
 
     def phase(self, name):
         """From here to the next phase, time goes to timings["timing_s/<name>"]; None: to none."""
@@ -151,6 +159,20 @@ class World:
             # one frees a tensor, the process aborts (pytorch issue 190489): let them finish.
             if self.device.type == "cpu":
                 time.sleep(0.3)
+
+
+def rank_and_size():
+    """What torchrun says of this process; UserError if the environment says a part of it only."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+    rank, size, address = texts = [os.environ.get(name, "") for name in names]
+    if not rank and not size:
+        return 0, 1
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)
+            and (address or int(size) == 1)):
+        found = ", ".join(f"{name}={text}" for name, text in zip(names, texts) if text)
+        raise UserError(f"the environment has {found}, and one process of several needs "
+                        f"{', '.join(names)}; start with torchrun, or unset what was left over")
+    return int(rank), int(size)
 
 
 def choose_device(name, size):

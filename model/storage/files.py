@@ -8,7 +8,6 @@ is for any_model.py.
 """
 import json
 import zipfile
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from report import UserError, reason
+from report import UserError
+from report.text import explained
 
 from ..model import MiniMindConfig
 
@@ -34,24 +34,14 @@ ROPE_FIELDS = {     # rope_type -> what it needs
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
 
 
-@contextmanager
-def explained(path, what, advice):
-    """Turns any exception into that sentence: the path, what is wrong, the reason, the advice.
-
-    A parser raises dozens of classes for a broken file, from KeyError to RecursionError. A
-    UserError that begins with the path is such a sentence already.
-    """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, UserError) and str(error).startswith(str(path)):
-            raise
-        raise UserError(f"{path}: {what} ({reason(error)}); {advice}") from error
+AGAIN = "download it again"
 
 
-def read_json(path):
+def read_json(path, advice=AGAIN):
     """The object in a json file, as a dict."""
-    with explained(path, "not a JSON object", "download it again"):
+    if not Path(path).exists():
+        raise UserError(f"{path}: no such file; {advice}")
+    with explained(path, "not a JSON object", advice):
         return dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
@@ -61,8 +51,7 @@ def read_tensors(path):
     From a pickle torch builds tensors and plain containers, nothing else. The tensors are the file
     itself, mapped, so that the ranks of a machine share one copy of it: copy those that you keep.
     """
-    with explained(path, "truncated, a git-lfs pointer, or something other than tensors",
-                   "download it again"):
+    with explained(path, "truncated, a git-lfs pointer, or something other than tensors", AGAIN):
         if path.suffix == ".safetensors":
             return load_file(path)
         # Before version 1.6 torch wrote no zip, and such a file can't be mapped.
@@ -120,7 +109,7 @@ def unbuilt(config):
 def read_config(path):
     """The folder's config.json as a MiniMindConfig; UserError if model/model.py lacks an option."""
     file, config = Path(path) / "config.json", read_hub_config(path)
-    with explained(file, "a field is wrong", "download it again"):
+    with explained(file, "a field is wrong", AGAIN):
         lacking = unbuilt(config)
         if lacking:
             raise UserError(f"{file}: model/model.py does not build {lacking}; choose weights "

@@ -67,7 +67,7 @@ def read_generation_config(folder):
     file = folder / "generation_config.json"
     if not file.exists():
         return {}
-    with explained(file, "its eos_token_id is no token's id", "download it again"):
+    with explained(file, "its eos_token_id is no token's id", files.AGAIN):
         content = files.read_json(file)
         files.as_ids(content.get("eos_token_id"))
     return content
@@ -107,6 +107,9 @@ def load_tokenizer(path, vocab_size, advice="give another with --tokenizer_path"
     with explained(path, "no tokenizer could be read there", advice):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         count = max(tokenizer.get_vocab().values()) + 1     # an id may be larger than all others
+        # Without files transformers makes an empty one.
+        if not tokenizer("a 1", add_special_tokens=False)["input_ids"]:
+            raise ValueError("it has no token for any text")
     if tokenizer.chat_template is None:
         raise UserError(f"{path}: its tokenizer has no chat template; {advice}")
     # Fewer tokens than rows are common: embeddings are often padded to a round number.
@@ -122,7 +125,7 @@ def build(model_class, config, *more, state, path, dtype=torch.float32, matrix_d
 
     On the meta device nothing is drawn: at 4B parameters that takes a minute.
     """
-    with explained(path, "no model has this configuration and these tensors", "download it again"):
+    with explained(path, "no model has this configuration and these tensors", files.AGAIN):
         with torch.device("meta"):
             model = model_class(config, *more)
         expected, found = shapes(model.state_dict()), shapes(state)

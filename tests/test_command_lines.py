@@ -1,0 +1,99 @@
+"""The command lines of all programs: what they refuse, files of flags, streams, broken files."""
+import io
+import runpy
+import sys
+from contextlib import nullcontext
+
+import pytest
+from safetensors import SafetensorError
+
+import train_grpo
+from conftest import ROOT
+from report import curves, reason, sentence, user_errors
+
+WEIGHTS = ROOT / "model/weights/reason_128"
+FILES = {"binary": b"\x80\xff", "itself": b"@other", "other": b"# again\n@itself", "quote": b"'a",
+         "empty.jsonl": b"", "chats.jsonl": b'{"prompt": "1+1", "answer": "2"}',
+         "pairs.jsonl": b'{"conversations": [], "chosen": 2, "rejected": "3"}'}
+SFT = f"model.commands.train_sft --data chats.jsonl --save new --init {WEIGHTS}"
+JUDGE = f"reward.train_reward_model --save new --init {WEIGHTS}"
+CHAT, GYM = f"model.commands.chat {WEIGHTS}", "dataset.reasoning_gym chain_sum --save new"
+
+
+@pytest.mark.parametrize("command, words", [
+    (f"{SFT} --learning_rate inf", "--learning_rate"), (f"{SFT} --heldout -3", "--heldout -3"),
+    (f"{SFT} --hidden_size 100", "--hidden_size 64"), (f"{SFT} --init _", "--init empty"),
+    (f"{JUDGE} --data pairs.jsonl --heldout pairs.jsonl --steps -1", "--steps -1"),
+    (f"{JUDGE} --data pairs.jsonl", "--heldout"),
+    (f"{JUDGE} --data pairs.jsonl --heldout pairs.jsonl", "pairs.jsonl, 1: chosen"),
+    (f"{JUDGE} --data empty.jsonl --heldout pairs.jsonl", "empty.jsonl: pair"),
+    (f"{CHAT} --temperature nan", "--temperature nan"), (f"{CHAT} --max_new_tokens -1", "-1;"),
+    ("model.commands.tokenizer --data chats.jsonl --save new --vocab_size 7", "--vocab_size 263"),
+    ("model.commands.memory --num_prompts -1", "--num_prompts -1"),
+    ("model.commands.from_gguf _ --save new", "file empty"),
+    (f"{GYM} --size -1", "--size -1"), (f"{GYM} --heldout -1", "--heldout -1"),
+    *((f"dataset.{name} --out_dir binary/new", "binary/new")
+      for name in ("arithmetic", "guess", "sentences")),
+    ("train_grpo --temperature 1e-45", "--temperature 0.001"),
+    ("train_grpo --data_path _", "--data_path empty"), ("train_grpo --model_path _", "empty"),
+    ("train_grpo @binary", "@binary: utf-8"), ("train_grpo @itself", "@itself itself"),
+    ("train_grpo @quote", "@quote quotation"), ("train_grpo @nowhere", "@nowhere: file"),
+    ("report.curves _", "runs empty"),
+])
+def test_what_a_command_refuses_is_one_sentence_and_exit_code_2(
+        command, words, capsys, monkeypatch, tmp_path):
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    program, *flags = command.split()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [program, *(" " if flag == "_" else flag for flag in flags)])
+    monkeypatch.delitem(sys.modules, program, raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module(program, run_name="__main__")
+    line, = capsys.readouterr().err.splitlines()
+    assert all(word in line for word in ("error: ", *words.split())), line
+    assert not (tmp_path / "new/model.safetensors").exists()
+
+
+def test_after_an_option_a_word_with_an_at_is_its_value_and_elsewhere_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outer").write_text("--system_prompt '@home'   # not a file\n@inner\n")
+    (tmp_path / "inner").write_text("\ufeff--eval_only --reward_funcs format tag", encoding="utf-8")
+    args = train_grpo.parse_args(["--tool", "@tool", "@outer", "--reward_weights", "1", "-1e-3"])
+    assert (args.tool, args.system_prompt, args.eval_only) == ("@tool", "@home", True)
+    assert args.reward_weights == [1, -0.001]
+    assert train_grpo.parse_args(["--system", "@home"]).system_prompt == "@home"
+
+
+def test_streams_that_are_closed_or_know_few_characters_end_no_command(monkeypatch):
+    heard = io.BytesIO()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"7 \xff\n"), encoding="utf-8"))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(heard, encoding="ascii"))
+    monkeypatch.setattr(sys, "stderr", None)        # closed
+    with user_errors("chat"):
+        print(sys.stdin.readline().strip(), "→")
+        sys.stderr.write("a warning")
+    assert heard.getvalue() == b"7 ? ?\n"
+
+
+def test_an_exception_that_cannot_say_what_it_is_is_named_by_its_class(monkeypatch):
+    monkeypatch.delenv("MINIGRPO_TRACEBACK", raising=False)
+    odd = type("Odd", (RuntimeError,), {"__str__": lambda self: 1 / 0})()
+    assert reason(odd) == "Odd" and sentence(odd) is None
+    full = "No space left on device (os error 28)"      # as safetensors and tokenizers say it
+    assert sentence(SafetensorError(full)) == sentence(Exception(full)) == full
+
+
+@pytest.mark.parametrize("line, flags, words", [
+    ("junk", "", "metrics.jsonl, line 2"), ("[1]", "", "metrics.jsonl"), ('{"kl": 1}', "", "step"),
+    ('{"step": "x"}', "", "metrics.jsonl"), ('{"step": 2}', "-o new.doc", "new.doc .png"),
+    ('{"step": 2}', "-o .", ".png"), ('{"step": 2, "kl": "x", "timing_s/learn": [1]}', "", None)])
+def test_curves_of_what_no_run_wrote(line, flags, words, capsys, monkeypatch, tmp_path, pictures):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 1.0}\n' + line + "\n")
+    monkeypatch.setattr(sys, "argv", ["", ".", *flags.split()])
+    with nullcontext() if words is None else pytest.raises(SystemExit, match="2"):
+        curves.main()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (words is not None)
+    assert not words or all(word in lines[0] for word in words.split())

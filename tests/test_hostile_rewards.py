@@ -1,0 +1,104 @@
+"""Replies, data and functions of other people that could slow, bend or end a run in silence."""
+import math
+import time
+
+import pytest
+import torch
+
+from report import UserError
+from reward import llm_judge, load_reward_funcs, rules, steps, tools
+from reward.combine import Judge
+
+LONG = [start + piece * 50_000 + end for start, piece, end in [
+    ("<answer>", ".", "x</answer>"), ("", "<answer>", ""), ("", "\\boxed{", ""), ("", "7", "x"),
+    ("<think>\n", "\n</think>\n<answer>\n", ""), ("", "<tool_call>", ""), ("", "7", "")]]
+LONG.append("+".join(f"1/{7**60 + i}" for i in range(400)))
+
+
+def test_the_longest_reply_is_read_in_linear_time():
+    columns = {"answer": ["162"], "nums": [[9]], "target": [57], "secret": [5], "words": [["cat"]],
+               "completion_ids": [[1, 2] * 50_000]}
+    began = time.process_time()
+    for text in LONG:
+        for name, rule in rules.RULES.items():
+            if name != "reasoning_gym":         # whose judges are not ours
+                rule(prompts=[""], completions=[text], own_words=[text], **columns)
+        tools.guess([[text]], secret=[5])
+        tools.calculator([[text + "="]])
+        tools.tool_calls([pow])([[text]], ["<|im_start|>assistant\n"])
+        steps.judge_lines(text)
+        assert time.process_time() - began < 4, text[:30]       # 1 on a slow machine
+
+
+def ask(judge, completion="a", **columns):
+    return judge(prompts=["p"], completions=[completion], own_words=["a"], messages=[[]], **columns)
+
+
+@pytest.mark.parametrize("name, columns, message", [
+    ("countdown", {"nums": [["9", "8"]], "target": [1]}, r": .* nums must be .* has \['9', '8'\];"),
+    ("countdown", {"nums": [[9]], "target": ["57"]}, ": the column target must be .* has '57'; m"),
+    ("sentence", {"words": ["cat dog"]}, ": the column words must be a list of words.* 'cat dog'"),
+    ("sentence", {"words": [[]]}, ": the column words"), ("guess", {}, " needs .*; it has none$"),
+    ("guess", {"a": [1], "b": [2]}, " needs the column secret, which the data lacks; it has a, b$"),
+])
+def test_a_column_that_is_missing_or_wrong_is_one_sentence(name, columns, message, capsys):
+    with pytest.raises(UserError, match=f"^reward function {name}_reward{message}"):
+        ask(*load_reward_funcs([name]), **columns)
+    assert capsys.readouterr().err == ""
+
+
+def tool_of(function, tokenizer):
+    function.stop = "="
+    return tools.Tool(function, tokenizer, 1)
+
+
+def test_a_tools_column_and_a_users_mistake_in_a_later_call(tokenizer, capsys):
+    tool = tool_of(lambda texts, secret, **columns: [None], tokenizer)
+    with pytest.raises(UserError, match="--tool <lambda> needs the column secret.* has level$"):
+        tool([["="]], {"prompts": [""], "level": [1]})
+    judge = Judge(rules.accuracy_reward)
+    ask(judge, answer=["a"])
+    with pytest.warns(UserWarning, match="UserError: the column answer is empty"):
+        assert math.isnan(ask(judge, answer=[" "])[0])
+    assert judge.failed == {"UserError": 1} and capsys.readouterr().err == ""
+
+
+def test_no_escape_code_of_a_reply_is_printed_and_no_header_ends_a_judge(capsys, monkeypatch):
+    def busy(text, *chat, **columns):
+        error = OSError(text)
+        error.headers = {"Retry-After": "²"}        # isdigit, and no int
+        raise error
+
+    with pytest.raises(UserError, match="its traceback is above"):
+        ask(Judge(lambda completions, **columns: busy(*completions)), "\x1b[2J")
+    assert "\nOSError: ·[2J\n" in capsys.readouterr().err
+    monkeypatch.setattr(llm_judge, "ask", busy)
+    monkeypatch.setattr(llm_judge, "PAUSE", 0)
+    assert isinstance(llm_judge.score("", ""), OSError)
+
+
+@pytest.mark.parametrize("change, message", [
+    ("torch.set_grad_enabled(False)", "grad mode to False"),
+    ("torch.set_default_dtype(torch.float64)", "default dtype to torch.float64"),
+    ("torch.set_default_device('meta')", "default device to meta")])
+def test_what_changes_torch_ends_the_run_in_any_call(change, message, own_module, tokenizer):
+    def act(*histories, **columns):
+        return calls.append(calls and exec(change)) or [1]
+
+    own_module("my_change", f"import torch\n\n{change}\nact = print\n")
+    calls, judge, tool = [], Judge(act), tool_of(act, tokenizer)
+    assert ask(judge) == [1]
+    for who, run in [("my_change:act", lambda: load_reward_funcs(["my_change:act"])),
+                     ("function act", lambda: ask(judge)), ("act", lambda: tool([["="]], {}))]:
+        with pytest.raises(UserError, match=f"{who} has set torch's {message} for the whole run"):
+            run()
+        torch.set_default_device(None)      # the CPU, as before, but not by a mode of its own
+        assert torch.is_grad_enabled() and torch.empty(0).dtype == torch.float32
+
+
+@pytest.mark.parametrize("action", ["ignore", "error"])
+def test_our_warnings_are_not_for_others_to_silence(action, own_module):
+    own_module("my_filter", f"import warnings\n\nwarnings.simplefilter('{action}')\n\n\n"
+               f"def judge(**columns):\n    warnings.simplefilter('{action}')\n    return ['x']\n")
+    with pytest.warns(UserWarning, match="returned 'x'"):
+        ask(*load_reward_funcs(["my_filter:judge"]))

@@ -1,0 +1,198 @@
+"""What a run must not lose, and mistakes that it must not pass over in silence."""
+import json
+import shutil
+
+import pytest
+import torch
+
+import train_grpo
+from conftest import ROOT, jsonl, turns, write
+from dataset import PromptDataset
+from model import World
+from model.processes.models import load_models, load_teacher
+from model.processes.saver import load_checkpoint, save_checkpoint
+from model.processes.world import rank_and_size
+from model.storage.files import read_json
+from model.storage.read import load_tokenizer
+from report import UserError
+
+POLICY = ROOT / "model/weights/reason_128"
+SMALL = ["--batch_size", "2", "--num_generations", "2", "--max_gen_len", "8", "--beta", "0",
+         "--eval_interval", "0", "--device", "cpu"]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def run(tmp_path, *flags):
+    train_grpo.main([*SMALL, "--out_dir", str(tmp_path), "--run_name", "run", *flags])
+
+
+def refused(capsys, tmp_path, *flags):
+    """The sentence in which a run ends."""
+    with pytest.raises(SystemExit) as end:
+        run(tmp_path, *flags)
+    line, = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2
+    return line
+
+
+@pytest.mark.parametrize("flag, path", [
+    ("--teacher_path", "run/final"), ("--reward_model_path", "likelihood:{}/run/final"),
+    ("--tokenizer_path", "other/../run"), ("--data_path", "run/checkpoint/data.jsonl")])
+def test_a_run_refuses_to_replace_what_it_reads(flag, path, tmp_path, capsys):
+    shutil.copytree(POLICY, tmp_path / "run/final")
+    path = path.format(tmp_path) if "{}" in path else str(tmp_path / path)
+    assert f"{flag} {path} is in {tmp_path}/run" in refused(capsys, tmp_path, flag, path)
+    assert (tmp_path / "run/final/model.safetensors").exists()
+
+
+def test_columns_of_the_data_never_pass_for_a_runs_own(tmp_path):
+    names = ("step", "tokens", "logps", "length", "turns", "tool_tokens", "failed_calls", "reward")
+    rows = [{"prompt": f"What is 1+{i}?", "answer": "2"} | dict.fromkeys(names, "x")
+            for i in range(6)]
+    data = ["--data_path", str(write(tmp_path / "data.jsonl", rows)), "--save_interval", "1"]
+    run(tmp_path, *data, "--max_steps", "2")
+    run(tmp_path, *data, "--max_steps", "3", "--resume")
+    lines = jsonl(tmp_path / "run/completions.jsonl")
+    assert [line["step"] for line in lines] == [1] * 4 + [2] * 4 + [3] * 4
+    assert all(line["columns"][name] == "x" for line in lines for name in names)
+    assert (tmp_path / "run/report.html").exists()
+
+
+@pytest.mark.parametrize("variables, place", [
+    ({}, (0, 1)), ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1)), ({"RANK": "1"}, None),
+    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here"}, (1, 2)), ({"WORLD_SIZE": "2"}, None),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, None), ({"RANK": "0", "WORLD_SIZE": "x"}, None),
+    ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "here"}, None)])
+def test_a_schedulers_stray_variable_is_refused(variables, place, tmp_path, monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if place:
+        assert rank_and_size() == place
+    else:
+        name, value = list(variables.items())[-1]
+        assert f"{name}={value}" in refused(capsys, tmp_path, "--shard", "1")
+
+
+@pytest.mark.parametrize("flag, theirs", [("--beta", "0.5"), ("--learning_rate", "1.0"),
+                                          ("--model_path", None), ("--teacher_path", None)])
+def test_ranks_with_other_flags_or_weights_stop_before_the_first_step(flag, theirs, monkeypatch):
+    def rows_of_two(world, rows):
+        """As if rank 1 had this other flag, or in its weights one other number."""
+        other = {name: theirs if name == flag else value for name, value in rows[0].items()}
+        for name in other:
+            if name.startswith("checksum") and ("teacher" in name) == (flag == "--teacher_path"):
+                other[name] = 0
+        return [*rows, other]
+
+    args = train_grpo.parse_args([*SMALL, "--teacher_path", str(POLICY)])
+    world = World("cpu")
+    tokenizer = load_models(args, world)[0]
+    load_teacher(args, world, tokenizer)
+    monkeypatch.setattr(World, "gather", rows_of_two)
+    name = flag if theirs else "checksum of the"
+    with pytest.raises(UserError, match=f"{name}.* on rank 0, but .* on rank 1"):
+        load_models(args, world)
+        load_teacher(args, world, tokenizer)
+
+
+def test_a_reward_that_judges_nothing_says_so_with_the_columns_there_are(tmp_path, capsys):
+    rows = [{"prompt": f"What is 1+{i}?", "ground_truth": "2"} for i in range(100)]
+    data = str(write(tmp_path / "data.jsonl", rows[:5]))
+    run(tmp_path, "--data_path", data, "--max_steps", "2", "--batch_size", "100")
+    printed = capsys.readouterr().out
+    assert printed.count("accuracy_reward has judged none of the 10 completions") == 1
+    assert "data's columns, ground_truth, messages?" in printed and "nan%" not in printed
+    assert "format_reward has" not in printed and "each with 5 prompts" in printed
+
+
+@pytest.mark.parametrize("row, words", [
+    ({"conversations": [{"from": "human", "value": "hi"}]}, "value and from"),
+    ({"conversations": [{"role": "human", "content": "hi"}]}, "role, system, user or assistant"),
+    ({"conversations": [*turns("hi"), {"role": "Assistant", "content": "42"}]}, "role"),
+    ({"prompt": "hi", "answer": True}, "answer must be"),
+    ({"prompt": "hi", "reward_weights": 1}, "called reward_weights")])
+def test_a_row_that_would_train_something_else_is_refused(row, words, tmp_path):
+    with pytest.raises(UserError, match=f"line 1: .*{words}"):
+        PromptDataset(write(tmp_path / "data.jsonl", [row]))
+
+
+def test_a_resume_may_go_on_for_longer_but_not_as_another_run(tmp_path, capsys):
+    copied = shutil.copytree(POLICY, tmp_path / "weights")
+    run(tmp_path, "--max_steps", "1", "--model_path", str(copied))
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    longer = ["--resume", "--max_steps", "2", "--learning_rate", "1e-4"]
+    for flag, other in [("--model_path", str(POLICY)), ("--seed", "1"), ("--lora_rank", "4"),
+                        ("--reward_funcs", "tag")]:
+        assert flag in refused(capsys, tmp_path, "--model_path", str(copied), *longer, flag, other)
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+    (tmp_path / "moved").mkdir()
+    moved = copied.rename(tmp_path / "moved/weights")
+    run(tmp_path, *longer, "--model_path", str(moved))
+    assert len(jsonl(tmp_path / "run/metrics.jsonl")) == 2
+
+
+def a_step(policy):
+    optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("change", [
+    lambda moment: moment[..., :1], lambda moment: moment[:0], lambda moment: torch.zeros(()),
+    lambda moment: moment.half(), lambda moment: None, lambda moment: moment.flatten()])
+def test_an_optimizer_of_other_shapes_is_refused_before_it_is_read(change, tiny_policy, tmp_path):
+    tokenizer, policy = tiny_policy
+    optimizer = a_step(policy)
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg"] = change(saved["state"][0]["exp_avg"])
+    save_checkpoint(tmp_path / "checkpoint", policy, tokenizer, saved, step=1, num_tokens=1)
+    with pytest.raises(UserError, match="checkpoint is broken.* start without --resume"):
+        load_checkpoint(tmp_path / "checkpoint", policy, optimizer)
+
+
+def test_a_view_of_a_few_numbers_is_no_optimizers_memory(tiny_policy, tmp_path):
+    tokenizer, policy = tiny_policy
+    optimizer = a_step(policy)
+    saved = optimizer.state_dict()
+    shape = saved["state"][0]["exp_avg"].shape
+    saved["state"][0]["exp_avg"] = torch.full((1, 1), 0.5).expand(shape)
+    saved["param_groups"][0] |= {"amsgrad": True, "weight_decay": 9.0}      # a stranger's
+    save_checkpoint(tmp_path / "checkpoint", policy, tokenizer, saved, step=1, num_tokens=1)
+    load_checkpoint(tmp_path / "checkpoint", policy, optimizer)
+    group, = optimizer.param_groups
+    moment = optimizer.state[group["params"][0]]["exp_avg"]
+    assert moment.is_contiguous() and (moment == 0.5).all()
+    assert not group["amsgrad"] and group["weight_decay"] == 0.01
+
+
+def test_sentences_name_what_there_is(tmp_path, tiny_policy, capsys):
+    with pytest.raises(UserError, match="config.json: no such file"):
+        read_json(tmp_path / "config.json")
+    tokenizer, policy = tiny_policy
+    save_checkpoint(tmp_path / "checkpoint", policy, tokenizer, {}, step=1, num_tokens=1)
+    (tmp_path / "checkpoint/config.json").write_text("{")
+    with pytest.raises(UserError) as error:
+        load_checkpoint(tmp_path / "checkpoint", policy, None)
+    assert "download" not in str(error.value) and "without --resume" in str(error.value)
+    for file in shutil.copytree(POLICY, tmp_path / "weights").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(UserError, match="weights: no tokenizer could be read there"):
+        load_tokenizer(tmp_path / "weights", 512)
+    world = World("cpu")
+    world.saved = 3, tmp_path / "checkpoint"
+    assert "step 3 is whole" in world.advice
+    shutil.rmtree(tmp_path / "checkpoint")
+    assert world.advice == ""
+
+
+def test_escape_codes_in_a_path_do_not_reach_the_terminal(tmp_path, capsys):
+    data = write(tmp_path / "\x1b[2Jdata.jsonl", [{"prompt": f"{i}?"} for i in range(4)])
+    run(tmp_path, "--data_path", str(data), "--max_steps", "1", "--reward_funcs", "tag")
+    printed = capsys.readouterr().out
+    assert "·[2Jdata.jsonl" in printed and "\x1b" not in printed
+    assert json.loads((tmp_path / "run/args.json").read_text())["data_path"] == str(data)
