@@ -53,6 +53,7 @@ import torch
 from dataset import batches_from, read_prompts
 from model import MiniMindForCausalLM, Saver, World, eos_token_ids, fast, objective, sampler
 from model.fast.vllm_engine import Engine
+from model.objective import choice
 from model.processes.models import load_models, load_teacher, sync_reference
 from model.processes.run import Run
 from model.processes.watch import all_or_none
@@ -63,14 +64,14 @@ from report import Parser, UserError, folder_name, user_errors
 from report.command_line import COUNT, COUNT_OR_0, FINITE, POSITIVE, POSITIVE_OR_0, number
 from report.metrics import drift, mean_metrics, no_clips, sum_metrics
 from reward import baselines, combine_rewards, load_reward_funcs, load_tool
-from reward.baselines import above_mean, nanstd, rows_to_learn_from
+from reward.baselines import BASELINES, SCALES, from_best, nanstd, rows_to_learn_from
 from reward.steps import process_supervision
 
 # --- the objective --------------------------------------------------------------------------------
-# First the advantages, and the mask of a completion's own tokens. Then the loss: which ratio
-# (importance_ratio), how it is bounded (ppo_clip), how tokens are averaged (LOSS_TYPES has pairs of
-# a bound and an average); and a KL penalty. grpo_loss composes them. Each table ends with rows from
-# model/objective.py or reward/baselines.py: relatives of GRPO, which differ in that choice.
+# First the advantages, and the mask of a completion's own tokens. Then the loss, three choices:
+# which ratio (importance_ratio), how it is bounded (BOUNDS), how tokens are averaged (AVERAGES).
+# LOSS_TYPES has the last two for each relative of GRPO, KL_TYPES the penalties, and grpo_loss puts
+# them together. The rooms below have other bounds and baselines, a function each.
 
 
 def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_std=None, eps=1e-4,
@@ -79,31 +80,24 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
 
         A = (r - mean(group)) / (std(group) + eps)         DeepSeekMath 4.1.2; n-1 and eps are TRL's
 
-    advantage_estimator names a row of BASELINES, scale_rewards of SCALES; batch_std is the std of
-    all rewards, for "batch". rewards (N,), the G completions of a prompt adjacent -> (N,). NaN: no
-    reward judged it; it is left out of mean and std and gets advantage 0. Four answers to
-    `7 + 3*7`, paid 1 for being right and 0.5 for their form, say:
+    advantage_estimator may name a row of BASELINES instead of the mean, scale_rewards one of SCALES
+    instead of the std; batch_std is the std of all rewards, for "batch". rewards (N,), the G
+    completions of a prompt adjacent -> (N,). NaN: no reward judged it; it is left out of mean and
+    std and gets advantage 0. Four answers to `7 + 3*7`, paid 1 for being right and 0.5 for their
+    form, say:
 
     >>> group_advantages(torch.tensor([0.5, 1.5, 1.0, 0.5]), 4)
     tensor([-0.7832,  1.3053,  0.2611, -0.7832])
     """
-    above_baseline = objective.choice(BASELINES, advantage_estimator, "advantage_estimator")
-    scale_of = objective.choice(SCALES, scale_rewards, "scale_rewards")
     groups = rewards.view(-1, num_generations)                                          # (B, G)
-    difference, scale = above_baseline(groups), scale_of(groups, batch_std, eps)
+    below = from_best(groups)           # the differences of equal rewards are exactly 0
+    mean, std = below.nanmean(1, keepdim=True), nanstd(below)                           # (B, 1)
+    difference, scale = below - mean, std + eps
+    if advantage_estimator != "grpo":
+        difference = choice(BASELINES, advantage_estimator, "advantage_estimator")(groups)
+    if scale_rewards != "group":
+        scale = choice(SCALES, scale_rewards, "scale_rewards")(groups, batch_std, eps)
     return (difference.nan_to_num(0.0) / scale).view(-1)
-
-
-# From the rewards of groups, (B, G) with NaNs, to the same minus a baseline.
-BASELINES = {
-    "grpo": above_mean,
-} | baselines.BASELINES
-# From these, the std of all rewards, and eps, to the divisor: (B, 1), (1,) or a float.
-SCALES = {
-    "group": lambda groups, std, eps: nanstd(groups) + eps,
-    "batch": lambda groups, std, eps: (nanstd(groups.flatten()) if std is None else std) + eps,
-    "none":  lambda groups, std, eps: 1.0,      # Dr. GRPO: a small std blows up tiny differences
-} | baselines.SCALES
 
 
 def completion_mask(completion_ids, eos_token_id):
@@ -129,45 +123,74 @@ def importance_ratio(logps, old_logps, mask, *, level="token"):
     raise ValueError(f"importance_sampling_level is {level!r}; choose token or sequence")
 
 
-def ppo_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high):
+def ppo_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, delta=None):
     """Choice 2, the bound: PPO's -min(ratio A, clip(ratio) A); and where it acts, by its sides.
 
     Once a ratio has moved past 1 ± epsilon in the direction that its advantage favours, the clip
-    removes its gradient; the min keeps it on the other side. (Other bounds read logps and mask.)
+    removes its gradient; the min keeps it on the other side. There `delta`, above 1 + epsilon_high,
+    also ends that of a bad token, A < 0, whose ratio is large (INTELLECT-2; dual clip, Ye et al.
+    2020). Other bounds read logps and mask.
     """
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     loss = -torch.min(ratio * advantages, clipped * advantages)
-    return loss, {"low": (ratio < 1 - epsilon_low) & (advantages < 0),
-                  "high": (ratio > 1 + epsilon_high) & (advantages > 0)}
+    where = {"low": (ratio < 1 - epsilon_low) & (advantages < 0),
+             "high": (ratio > 1 + epsilon_high) & (advantages > 0)}
+    if delta is not None:
+        where["delta"] = (ratio > delta) & (advantages < 0)
+        loss = torch.where(advantages < 0, torch.min(loss, -delta * advantages), loss)
+    return loss, where
 
 
-# Choice 3, the average: each token's term is divided by `divisor`, then all are added up. `length`
-# is that of the token's completion, L the maximum; completions and tokens are those of the whole
-# optimizer step, over all micro-batches and ranks. So grpo is a mean over each completion's tokens,
-# then over completions; bnpo a mean over all tokens; in dr_grpo no sampled length counts.
-LOSS_TYPES = {
-    # name      bound     divisor
-    "grpo":    (ppo_clip, lambda length, completions, tokens, L: completions * length),
-    "bnpo":    (ppo_clip, lambda length, completions, tokens, L: tokens),
-    "dr_grpo": (ppo_clip, lambda length, completions, tokens, L: completions * L),
-} | objective.loss_types(ppo_clip)      # the flags of each relative: docs/losses.md
+BOUNDS = {"ppo": ppo_clip} | objective.BOUNDS
+# Choice 3, the average: each token's term is divided by one of these, then all are added up.
+# `length` is that of the token's completion, L the maximum; completions and tokens are those of the
+# whole optimizer step, over all micro-batches and ranks. So grpo is a mean over each completion's
+# tokens, then over completions; bnpo a mean over all tokens; in dr_grpo no sampled length counts.
+AVERAGES = {
+    "completion": lambda length, completions, tokens, L: completions * length,
+    "tokens":     lambda length, completions, tokens, L: tokens,
+    "limit":      lambda length, completions, tokens, L: completions * L,
+    "sum":        lambda length, completions, tokens, L: completions,
+}
+LOSS_TYPES = {      # the flags of each: docs/losses.md
+    # name      bound    average
+    "grpo":    ("ppo",   "completion"),
+    "bnpo":    ("ppo",   "tokens"),
+    "dr_grpo": ("ppo",   "limit"),
+    "dapo":    ("ppo",   "tokens"),
+    "cispo":   ("cispo", "tokens"),
+    "dppo":    ("dppo",  "tokens"),
+    "sapo":    ("sapo",  "completion"),
+    "gmpo":    ("gmpo",  "completion"),
+    "luspo":   ("ppo",   "sum"),        # for GSPO's ratio, arXiv 2602.05261
+    "r1":      ("ppo",   "sum"),        # DeepSeek-R1's: see as_one_action
+}
 
 
 # KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. The value is
 # right on average where it is unbiased. Its gradient is another matter: autograd does not see that
-# another pi would sample other tokens. k3 clamps x, lest e^x overflow.
+# another pi would sample other tokens. k3 clamps x, lest e^x overflow. k3+ is verl's.
+def k2(x):
+    return x.pow(2) / 2
+
+
+def k3(x):
+    return x.clamp(max=20).exp() - x.clamp(max=20) - 1
+
+
 KL_TYPES = {
-    # name                                                            value      mean gradient of
-    "k1":  lambda x: -x,                                            # unbiased   0: it pulls nowhere
-    "k2":  lambda x: x.pow(2) / 2,                                  # biased     KL(pi || pi_ref)
-    "k3":  lambda x: x.clamp(max=20).exp() - x.clamp(max=20) - 1,   # unbiased   KL(pi_ref || pi)
+    # name                                                value      mean gradient of
+    "k1":  lambda x: -x,                                # unbiased   0: it pulls nowhere
+    "k2":  k2,                                          # biased     KL(pi || pi_ref)
+    "k3":  k3,                                          # unbiased   KL(pi_ref || pi)
+    "k3+": lambda x: (k3(x) - k2(x)).detach() + k2(x),  # k3's       k2's
+    "abs": lambda x: x.abs(),                           # biased     the sum of |pi - pi_ref|
 }
-KL_TYPES |= objective.kl_types(KL_TYPES["k3"])
 
 
 def kl_penalty(logps, ref_logps, *, kl_type="k3"):
     """KL to the reference, estimated at each token, (N, R). GRPO's estimate is k3."""
-    return objective.choice(KL_TYPES, kl_type, "kl_type")(ref_logps - logps)
+    return choice(KL_TYPES, kl_type, "kl_type")(ref_logps - logps)
 
 
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, kl_type="k3",
@@ -181,15 +204,15 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
     num_tokens and num_kept are totals of the whole optimizer step, over all micro-batches and ranks
     (None: this call is the step): the parts' losses and metrics then add up to the step's. num_kept
     lacks masked-out rows, for metrics. entropy_coef times the mean entropy of tokens is a bonus.
-    delta, use_bias_correction_kl: model/objective.py.
+    use_bias_correction_kl multiplies the KL by the ratio: model/objective.py.
     """
-    bound, divisor = objective.choice(LOSS_TYPES, loss_type, "loss_type")
+    bound, average = choice(LOSS_TYPES, loss_type, "loss_type")
     if loss_type == "dr_grpo" and max_completion_length is None:
         raise ValueError("loss_type dr_grpo divides by max_completion_length; give it")
     if beta and ref_logps is None:
         raise ValueError("beta weights the KL to the reference; give ref_logps")
-    if delta is not None:
-        bound = objective.dual_clip(bound, ppo_clip, delta)
+    if delta is not None and bound != "ppo":
+        raise ValueError(f"delta belongs to PPO's clip, and {loss_type} has none; leave it out")
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]         # (N, 1 or R)
     num_sequences, num_tokens = num_sequences or len(mask), num_tokens or mask.sum().clamp(min=1)
     num_kept = num_kept or mask.any(1).sum().clamp(min=1)
@@ -199,8 +222,9 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
             advantages, mask, logps, old_logps, ref_logps)
         num_tokens, importance_sampling_level = num_kept, "sequence"
     ratio = importance_ratio(logps, old_logps, mask, level=importance_sampling_level)
-    loss, where = bound(ratio, advantages, logps, mask, epsilon_low=epsilon_low,
-                        epsilon_high=epsilon_high)                                    # (N, 1 or R)
+    loss, where = BOUNDS[bound](
+        ratio, advantages, logps, mask, epsilon_low=epsilon_low, epsilon_high=epsilon_high,
+        delta=delta)                                                                  # (N, 1 or R)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                    # (N, 1)
     by_token = importance_sampling_level == "token"
     metrics = objective.clip_ratios(
@@ -209,7 +233,7 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
         kl = kl_penalty(logps, ref_logps, kl_type=kl_type)                              # (N, R)
         metrics["kl"] = (kl.detach() * mask).sum() / num_tokens     # whatever the loss averages
         loss = loss + beta * (ratio * kl if use_bias_correction_kl else kl)
-    divided_by = divisor(lengths, num_sequences, num_tokens, max_completion_length)
+    divided_by = AVERAGES[average](lengths, num_sequences, num_tokens, max_completion_length)
     return (loss * mask / divided_by).sum() - bonus, metrics
 
 
@@ -607,10 +631,10 @@ def add_judge_flags(parser):
          help="with --reasoning 1, weight of the answer's own score; the whole reply has the rest")
     flag("--reward_timeout", type=POSITIVE_OR_0, default=0,
          help="seconds per step after which a reward function has failed; 0: no limit")
-    flag("--scale_rewards", choices=tuple(SCALES), help="divide advantages by the std of the "
+    flag("--scale_rewards", choices=("group", *SCALES), help="divide advantages by the std of the "
          "group, of the step, by nothing, by the group's mean (default: group; none with another "
          "--advantage_estimator)")
-    flag("--advantage_estimator", choices=tuple(BASELINES), default="grpo",
+    flag("--advantage_estimator", choices=("grpo", *BASELINES), default="grpo",
          help="compare a reward with its group's mean, or with the mean of the others (rloo); "
          "grpo_passk: only the best of a group, with the second best")
     flag("--multi_objective_aggregation", choices=("sum_then_normalize", "normalize_then_sum"),

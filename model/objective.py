@@ -1,8 +1,8 @@
 """The relatives of GRPO's objective, each by the few lines in which it differs from grpo_loss.
 
-Rows for the tables LOSS_TYPES and KL_TYPES of train_grpo.py, which bound the ratio or estimate the
-KL in another way, and corrections for a sampler that is not the policy. docs/losses.md is the map
-of the family; reward/baselines.py has those that differ in the advantages.
+Other bounds of the ratio, rows of BOUNDS in train_grpo.py, and corrections for a sampler that is
+not the policy. docs/losses.md is the map of the family; reward/baselines.py has those that differ
+in the advantages.
 
 use_bias_correction_kl of grpo_loss multiplies the KL's term by the ratio (DeepSeek-V3.2, arXiv
 2512.02556): tokens count as if the policy of now had sampled them, and k3 gets the KL's gradient.
@@ -24,24 +24,6 @@ def choice(table, name, option):
 
 # --- bounds ---------------------------------------------------------------------------------------
 # All are called as ppo_clip is, and return the same: the loss, (N, 1 or R), and where they act.
-
-
-def dual_clip(bound, ppo_clip, delta):
-    """PPO's clip, where `delta`, above 1 + epsilon_high, also caps the ratio of bad tokens.
-
-    The clip does nothing against a bad token (A < 0) whose ratio is large: there its gradient ends
-    now, too (INTELLECT-2; dual clip, Ye et al. 2020). ValueError if the bound is another one.
-    """
-    if bound is not ppo_clip:
-        raise ValueError("delta belongs to PPO's clip, and this loss_type has none; leave it out")
-
-    def with_cap(ratio, advantages, *rest, **epsilons):
-        loss, where = ppo_clip(ratio, advantages, *rest, **epsilons)
-        is_bad = advantages < 0
-        loss = torch.where(is_bad, torch.min(loss, -delta * advantages), loss)
-        return loss, where | {"delta": (ratio > delta) & is_bad}
-
-    return with_cap
 
 
 def cispo_cap(ratio, advantages, logps, mask, *, epsilon_high, **unused):
@@ -95,25 +77,11 @@ def pi_region(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, **un
     return -weight * advantages * logps, {"low": low, "high": high}
 
 
-def loss_types(ppo_clip):
-    """Rows of LOSS_TYPES.
-
-    dapo has bnpo's average; so have cispo and dppo. luspo, arXiv 2602.05261, is for GSPO's ratio: a
-    completion counts once for each of its tokens. r1 is DeepSeek-R1's objective: see as_one_action.
-    """
-    return {
-        "dapo":  (ppo_clip,       lambda length, completions, tokens, L: tokens),
-        "cispo": (cispo_cap,      lambda length, completions, tokens, L: tokens),
-        "dppo":  (pi_region,      lambda length, completions, tokens, L: tokens),
-        "sapo":  (soft_gate,      lambda length, completions, tokens, L: completions * length),
-        "gmpo":  (geometric_mean, lambda length, completions, tokens, L: completions * length),
-        "luspo": (ppo_clip,       lambda length, completions, tokens, L: completions),
-        "r1":    (ppo_clip,       lambda length, completions, tokens, L: completions),
-    }
+BOUNDS = {"cispo": cispo_cap, "dppo": pi_region, "sapo": soft_gate, "gmpo": geometric_mean}
 
 
 def as_one_action(advantages, mask, *logps):
-    """r1: a completion is one action, with the sum of its tokens' log-probs; all (N, 1)."""
+    """r1, DeepSeek-R1's: a completion is one action, with its tokens' summed log-probs; (N, 1)."""
     if advantages.shape[1] > 1:
         raise ValueError("loss_type r1 has one ratio per completion; give advantages (N,)")
     sums = [None if x is None else (x * mask).sum(1, keepdim=True) for x in logps]
@@ -128,17 +96,6 @@ def clip_ratios(where, weight):
     """
     where = where | {"region": where["low"] | where["high"]}
     return {f"clip_ratio/{name}_mean": (acts * weight).sum() for name, acts in where.items()}
-
-
-def kl_types(k3):
-    """Rows of KL_TYPES. k3+ has the value of k3 and the gradient of k2 (as in verl).
-
-    abs is biased; its mean gradient is that of the sum over tokens of |pi - pi_ref|.
-    """
-    return {
-        "abs": lambda x: x.abs(),
-        "k3+": lambda x: (k3(x) - x.pow(2) / 2).detach() + x.pow(2) / 2,
-    }
 
 
 # --- a sampler that is not the policy -------------------------------------------------------------

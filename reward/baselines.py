@@ -1,19 +1,13 @@
-"""GRPO's mean and std of a group, where rewards may be missing, and what its relatives have.
+"""Other baselines and scales than GRPO's mean and std of a group, and what else makes advantages.
 
-Rows for the tables BASELINES and SCALES of train_grpo.py, and what else happens to rewards before
-they are advantages. docs/losses.md is the map of the family.
+BASELINES and SCALES are choices of train_grpo.group_advantages. docs/losses.md is the map of the
+family.
 """
 import math
 
 import torch
 
 from report import UserError
-
-
-def above_mean(groups):
-    """Rewards (B, G) minus their group's mean; exactly 0 where all of a group are equal."""
-    groups = from_best(groups)
-    return groups - groups.nanmean(1, keepdim=True)
 
 
 def from_best(groups):
@@ -64,8 +58,14 @@ def group_mean(groups, batch_std, eps):
     return mean.where(mean > 0, torch.ones_like(mean))
 
 
+# From the rewards of groups, (B, G) with NaNs, to the same minus a baseline.
 BASELINES = {"rloo": above_others, "grpo_passk": above_second_best}
-SCALES = {"mean": group_mean}
+# From these, the std of all rewards, and eps, to the divisor: (B, 1), (1,) or a float.
+SCALES = {
+    "batch": lambda groups, std, eps: (nanstd(groups.flatten()) if std is None else std) + eps,
+    "none":  lambda groups, std, eps: 1.0,      # Dr. GRPO: a small std blows up tiny differences
+    "mean":  group_mean,
+}
 
 
 def minus_kl(rollout, kl_penalty, args):

@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from model import objective
 from report import user_errors
 from report.text import read_jsonl, rounded, to_line
-from train_grpo import LOSS_TYPES, group_advantages, importance_ratio, kl_penalty
+from train_grpo import AVERAGES as DIVISORS
+from train_grpo import BOUNDS, LOSS_TYPES, group_advantages, importance_ratio, kl_penalty
 
 from .__main__ import OUT, RESULTS, ROOT, python, quoted
 from .answers import PROMPTS, Tiny, fewer_numbers, sampled
@@ -105,7 +106,7 @@ def weights_in(answers, steps, kind, G, average, scale, baseline):
     advantages = advantages_of(answers.rewards[kind][steps].flatten(), G, scale, baseline)
     lengths = answers.length[steps]
     tokens = lengths.sum(1, keepdim=True)
-    return advantages.view(steps.shape) / LOSS_TYPES[average][1](
+    return advantages.view(steps.shape) / DIVISORS[LOSS_TYPES[average][1]](
         lengths, STEP, tokens, answers.limit)
 
 
@@ -115,7 +116,7 @@ def expected_update(answers, kind, G, arm, lot, steps):
     average, *rest = arm
     if average != "bnpo" and len(answers.rewards[kind].unique()) <= 4:
         advantages = by_value(mean_advantages, answers, kind, lot, G, *rest)
-        divisor = LOSS_TYPES[average][1](answers.length, 1, None, answers.limit)
+        divisor = DIVISORS[LOSS_TYPES[average][1]](answers.length, 1, None, answers.limit)
         return answers.mean_gradient(advantages / divisor, lot)
     alike = torch.stack((answers.prompt, answers.rewards[kind], answers.length))
     bins = alike.unique(dim=1, return_inverse=True)[1]                                  # (n,)
@@ -215,7 +216,7 @@ def policy_loss(logps, old_logps, advantages, mask, name):
     if loss_type == "r1":
         mask, logps, old_logps = objective.as_one_action(advantages, mask, logps, old_logps)
     ratio = importance_ratio(logps, old_logps, mask, level=level)
-    loss, _ = LOSS_TYPES[loss_type][0](ratio, advantages, logps, mask, **epsilons)
+    loss, _ = BOUNDS[LOSS_TYPES[loss_type][0]](ratio, advantages, logps, mask, **epsilons)
     return (loss * mask).sum(1)
 
 
