@@ -195,16 +195,14 @@ def kl_penalty(logps, ref_logps, *, kl_type="k3"):
 
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, kl_type="k3",
               epsilon_low=0.2, epsilon_high=0.2, delta=None, loss_type="grpo",
-              importance_sampling_level="token", max_completion_length=None, entropy=None,
-              entropy_coef=0.0, use_bias_correction_kl=False, num_sequences=None, num_tokens=None,
-              num_kept=None):
+              importance_sampling_level="token", max_completion_length=None,
+              use_bias_correction_kl=False, num_sequences=None, num_tokens=None):
     """The loss of GRPO and its family, and metrics as detached scalars.
 
-    logps, old_logps, mask, ref_logps, entropy (N, R); advantages (N,) or (N, R). num_sequences,
-    num_tokens and num_kept are totals of the whole optimizer step, over all micro-batches and ranks
-    (None: this call is the step): the parts' losses and metrics then add up to the step's. num_kept
-    lacks masked-out rows, for metrics. entropy_coef times the mean entropy of tokens is a bonus.
-    use_bias_correction_kl multiplies the KL by the ratio: model/objective.py.
+    logps, old_logps, mask, ref_logps (N, R); advantages (N,) or (N, R). num_sequences and
+    num_tokens are totals of the whole optimizer step, over all micro-batches and ranks (None: this
+    call is the step): the parts' losses and metrics then add up to the step's. Rows that are masked
+    out count as sequences. use_bias_correction_kl: model/objective.py.
     """
     bound, average = choice(LOSS_TYPES, loss_type, "loss_type")
     if loss_type == "dr_grpo" and max_completion_length is None:
@@ -215,12 +213,10 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
         raise ValueError(f"delta belongs to PPO's clip, and {loss_type} has none; leave it out")
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]         # (N, 1 or R)
     num_sequences, num_tokens = num_sequences or len(mask), num_tokens or mask.sum().clamp(min=1)
-    num_kept = num_kept or mask.any(1).sum().clamp(min=1)
-    bonus = entropy_coef * (entropy * mask).sum() / num_tokens if entropy_coef else 0.0
     if loss_type == "r1":               # a completion is one action: from here on R = 1
         mask, logps, old_logps, ref_logps = objective.as_one_action(
             advantages, mask, logps, old_logps, ref_logps)
-        num_tokens, importance_sampling_level = num_kept, "sequence"
+        num_tokens, importance_sampling_level = num_sequences, "sequence"
     ratio = importance_ratio(logps, old_logps, mask, level=importance_sampling_level)
     loss, where = BOUNDS[bound](
         ratio, advantages, logps, mask, epsilon_low=epsilon_low, epsilon_high=epsilon_high,
@@ -228,13 +224,13 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                    # (N, 1)
     by_token = importance_sampling_level == "token"
     metrics = objective.clip_ratios(
-        where, mask / num_tokens if by_token else mask / lengths / num_kept)
+        where, mask / num_tokens if by_token else mask / lengths / num_sequences)
     if ref_logps is not None:
         kl = kl_penalty(logps, ref_logps, kl_type=kl_type)                              # (N, R)
         metrics["kl"] = (kl.detach() * mask).sum() / num_tokens     # whatever the loss averages
         loss = loss + beta * (ratio * kl if use_bias_correction_kl else kl)
     divided_by = AVERAGES[average](lengths, num_sequences, num_tokens, max_completion_length)
-    return (loss * mask / divided_by).sum() - bonus, metrics
+    return (loss * mask / divided_by).sum(), metrics
 
 
 # --- log-probabilities ----------------------------------------------------------------------------
@@ -326,12 +322,11 @@ def minibatches(rollout, world, args):
     updates = []
     for rows in chosen.tensor_split(min(args.num_minibatches, len(chosen))):
         # The loss is divided by the numbers of all rows and all kept tokens, read or not.
-        num_kept, num_tokens = kept[rows].sum(), (rollout.lengths * kept)[rows].sum()
-        totals = world.sum(torch.tensor([len(rows), num_kept, num_tokens])).tolist()
+        totals = torch.tensor([len(rows), (rollout.lengths * kept)[rows].sum()])
+        totals = dict(zip(("num_sequences", "num_tokens"), world.sum(totals).tolist()))
         parts = rows[has_gradient[rows]].split(args.micro_batch_size)
         parts = [rollout.select(part, kept) for part in parts if len(part)]
-        names = "num_sequences", "num_kept", "num_tokens"
-        updates.append(Minibatch(dict(zip(names, totals)), parts))
+        updates.append(Minibatch(totals, parts))
     return updates
 
 
@@ -370,8 +365,11 @@ def optimizer_step(policy, optimizer, minibatch, logps_of, world, args):
         # By default they stay as they are: model/objective.py.
         advantages = objective.corrected(advantages, part, logps, old_logps, args)
         loss, of_loss = grpo_loss(
-            logps, old_logps, advantages, part.mask, ref_logps=part.ref_logps, entropy=entropy,
+            logps, old_logps, advantages, part.mask, ref_logps=part.ref_logps,
             **minibatch.totals, **loss_options(args))
+        if args.entropy_coef:           # a bonus: the mean entropy of a token
+            total = (entropy * part.mask).sum()
+            loss = loss - args.entropy_coef * total / minibatch.totals["num_tokens"]
         loss.backward()
         metrics.append({"loss": loss.detach()} | of_loss | drift(part, logps, old_logps, entropy))
     world.sum_gradients(policy)
@@ -471,7 +469,7 @@ def choose_pair(policy, optimizer, world, args):
 
 def loss_options(args):
     """The keywords of grpo_loss that are flags."""
-    names = ("kl_type", "epsilon_low", "epsilon_high", "delta", "loss_type", "entropy_coef",
+    names = ("kl_type", "epsilon_low", "epsilon_high", "delta", "loss_type",
              "importance_sampling_level", "use_bias_correction_kl")
     beta = 0.0 if args.kl_in_reward else args.beta
     return {"beta": beta, "max_completion_length": args.max_gen_len} | {

@@ -104,8 +104,10 @@ def our_loss(case, weights, threshold, options):
         part = SimpleNamespace(mask=mask, sampling_logps=old_logps)
         args = SimpleNamespace(off_policy_mask_threshold=threshold)
         advantages = objective.near_sampler(advantages, part, logps, args)
+    bonus = options["entropy_coef"] * (entropy * mask).sum() / mask.sum()   # as optimizer_step has
+    options = {name: value for name, value in options.items() if name != "entropy_coef"}
     return train_grpo.grpo_loss(logps, old_logps, advantages, mask, ref_logps=ref_logps,
-                                entropy=entropy, max_completion_length=L, **options)[0]
+                                max_completion_length=L, **options)[0] - bonus
 
 
 def with_trl():

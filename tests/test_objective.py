@@ -97,9 +97,9 @@ def test_mask_ends_with_the_first_eos_and_keeps_it():
     assert completion_mask(ids, [2, 9]).tolist()[3] == [1, 1, 0, 0]
 
 
-def loop_loss(logps, old_logps, advantages, mask, ref_logps, entropy, *, beta=0.0, kl_type="k3",
+def loop_loss(logps, old_logps, advantages, mask, ref_logps, *, beta=0.0, kl_type="k3",
               epsilon_low=0.2, epsilon_high=0.2, delta=math.inf, loss_type="grpo", level="token",
-              L=None, entropy_coef=0.0, corrected=False):
+              L=None, corrected=False):
     """The same formulas, a token at a time, with Python's min and max; autograd sees scalars.
 
     The loss, and the KL of a token, or of a completion that is one action, in the mean.
@@ -109,7 +109,6 @@ def loop_loss(logps, old_logps, advantages, mask, ref_logps, entropy, *, beta=0.
     for i, tokens in enumerate(rows):
         if not tokens:                      # a row that is masked counts in N and in nothing else
             continue
-        total = total - entropy_coef * sum(entropy[i, t] for t in tokens) / num_tokens
         A = [advantages[i, t] if advantages.dim() == 2 else advantages[i] for t in tokens]
         d = [logps[i, t] - old_logps[i, t] for t in tokens]
         x = [ref_logps[i, t] - logps[i, t] for t in tokens]
@@ -144,18 +143,17 @@ def loop_loss(logps, old_logps, advantages, mask, ref_logps, entropy, *, beta=0.
                   "abs": abs(x[k])}[kl_type]
             total = total + weight * (policy + beta * (ratio * kl if corrected else kl))
             kls.append(kl.detach())
-    return total, sum(kls) / len(kls)
+    return total, sum(kls) / (N if loss_type == "r1" else len(kls))
 
 
 def random_case(seed, N=8, R=9):
-    """logps, old_logps, advantages, mask, ref_logps, entropy: an EOS at once, full rows, one that
-    is masked, ratios from 1/50 to 50, both signs of A."""
+    """logps, old_logps, advantages, mask, ref_logps: an EOS at once, full rows, one that is masked,
+    ratios from 1/50 to 50, both signs of A."""
     rng = torch.Generator().manual_seed(seed)
     random = {"generator": rng, "dtype": torch.float64}
     logps, old_logps, ref_logps = (-2 + torch.randn(N, R, **random) for _ in range(3))
     mask = (torch.arange(R) < torch.tensor([1, R, 4, 2, R, 6, 3, 0])[:, None]).int()
-    return (logps, old_logps, torch.randn(N, **random), mask, ref_logps,
-            torch.rand(N, R, **random))
+    return logps, old_logps, torch.randn(N, **random), mask, ref_logps
 
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
@@ -166,17 +164,17 @@ FAMILY = [
     {"epsilon_low": 0.1, "epsilon_high": 0.4, "beta": 0.3},
     {"delta": 1.5},
     {"loss_type": "bnpo", "beta": 0.3, "kl_type": "k1"},
-    {"loss_type": "dapo", "epsilon_high": 0.28, "entropy_coef": 0.1},
-    DR_GRPO | {"beta": 0.3, "kl_type": "k2", "entropy_coef": 0.1},
+    {"loss_type": "dapo", "epsilon_high": 0.28},
+    DR_GRPO | {"beta": 0.3, "kl_type": "k2"},
     {"loss_type": "cispo", "epsilon_high": 1.3, "beta": 0.3, "kl_type": "abs"},
     {"loss_type": "dppo", "epsilon_low": 0.1, "epsilon_high": 0.2, "beta": 0.3},
-    {"loss_type": "r1", "beta": 0.3, "entropy_coef": 0.1},
+    {"loss_type": "r1", "beta": 0.3},
     SEQUENCE | {"beta": 0.3},
     SEQUENCE | {"loss_type": "dapo", "delta": 1.5},
     SEQUENCE | {"loss_type": "cispo", "epsilon_high": 1.1},
     {"loss_type": "sapo", "beta": 0.3, "kl_type": "k3+"},
     {"loss_type": "gmpo", "epsilon_low": 0.4, "epsilon_high": 0.3, "beta": 0.3} | CORRECTED,
-    SEQUENCE | {"loss_type": "luspo", "beta": 0.3, "entropy_coef": 0.1} | CORRECTED,
+    SEQUENCE | {"loss_type": "luspo", "beta": 0.3} | CORRECTED,
     {"beta": 0.3} | CORRECTED,
     {"loss_type": "r1", "beta": 0.3} | CORRECTED,
 ]
@@ -186,32 +184,26 @@ FAMILY = [
 @pytest.mark.parametrize("per_token", [False, True])
 def test_loss_and_gradient_equal_a_loop_over_tokens(options, per_token):
     case = random_case(len(str(options)))
-    logps, old_logps, advantages, mask, ref_logps, entropy = case
+    logps, old_logps, advantages, mask, ref_logps = case
     if per_token:
         rng = torch.Generator().manual_seed(1)
         advantages = torch.randn(mask.shape, generator=rng, dtype=torch.float64)
         if options.get("loss_type") == "r1":
             with pytest.raises(ValueError, match=r"r1 has one ratio per completion.*\(N,\)"):
-                grpo_loss(logps, old_logps, advantages, mask, ref_logps=ref_logps,
-                          entropy=entropy, **options)
+                grpo_loss(logps, old_logps, advantages, mask, ref_logps=ref_logps, **options)
             return
     loss, metrics = grpo_loss(
-        logps.requires_grad_(), old_logps, advantages, mask,
-        ref_logps=ref_logps, entropy=entropy.requires_grad_(), **options)
+        logps.requires_grad_(), old_logps, advantages, mask, ref_logps=ref_logps, **options)
     loss.backward()
     short = {"importance_sampling_level": "level", "max_completion_length": "L",
              "use_bias_correction_kl": "corrected"}
-    inputs = (logps.detach().requires_grad_(), old_logps, advantages, mask, ref_logps,
-              entropy.detach().requires_grad_())
+    inputs = logps.detach().requires_grad_(), old_logps, advantages, mask, ref_logps
     expected, kl = loop_loss(*inputs, **{short.get(name, name): options[name] for name in options})
     expected.backward()
     exactly = {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(loss, expected, **exactly)
     torch.testing.assert_close(metrics["kl"], kl, **exactly)        # without beta it is only seen
     torch.testing.assert_close(logps.grad, inputs[0].grad, **exactly)
-    assert (entropy.grad is None) == (not options.get("entropy_coef"))
-    if entropy.grad is not None:
-        torch.testing.assert_close(entropy.grad, inputs[5].grad, **exactly)
 
 
 def clip_ratios(low, high):
@@ -250,9 +242,9 @@ def test_dppo_bounds_the_change_of_a_probability_and_lets_a_rare_token_move():
 
 @pytest.mark.parametrize("options, low, high", [
     ({}, 3 / 6, 2 / 6),
-    (SEQUENCE, 1 / 3, 1 / 3),                   # of the completions that are not left out
-    ({"loss_type": "r1"}, 1 / 3, 1 / 3),
-    (SEQUENCE | {"num_sequences": 8, "num_kept": 6}, 1 / 6, 1 / 6),
+    (SEQUENCE, 1 / 4, 1 / 4),                   # of all completions
+    ({"loss_type": "r1"}, 1 / 4, 1 / 4),
+    (SEQUENCE | {"num_sequences": 8}, 1 / 8, 1 / 8),
     ({"loss_type": "cispo", "epsilon_high": 1.2}, 0, 2 / 6),            # a cap from above only
     ({"loss_type": "dppo", "epsilon_low": 0.4, "epsilon_high": 0.6}, 3 / 6, 0),     # pi_old is 1
     ({"loss_type": "sapo"}, 0, 0),

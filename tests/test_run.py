@@ -400,8 +400,14 @@ def test_what_has_no_gradient_is_not_computed_but_counts(policy, six):
     spy.reset_mock()
     six.ref_logps, six.advantages = None, torch.zeros(6, 12)
     assert gradient(policy, six, spy)[1]["grad_norm"] == 0 and seen() == []
-    # The entropy's bonus has one.
-    assert gradient(policy, six, spy, entropy_coef=0.1)[1]["grad_norm"] > 0 and seen() == [6]
+    # The entropy's bonus has one: a tenth of the mean over all tokens of a distribution's entropy.
+    bonus, _ = gradient(policy, six, spy, entropy_coef=0.1)
+    assert bonus.any() and seen() == [6]
+    _, entropy = token_logps(policy, *six.sequences(), with_entropy=True)
+    mean = entropy[counted].mean()
+    found = torch.autograd.grad(-0.1 * mean, [*policy.parameters()])
+    torch.testing.assert_close(bonus, torch.cat([one.flatten() for one in found]), atol=1e-7,
+                               rtol=1e-4)
 
 
 def test_an_update_that_reads_no_row_clips_nothing_and_counts(policy, six, monkeypatch):
@@ -442,9 +448,11 @@ def test_truncated_completions_count_nothing_but_as_sequences(policy, six):
         (_, of_all), (_, of_kept) = (
             gradient(policy, part, token_logps, mask_truncated_completions=True, **flags)
             for part in (six, some(six, rows)))
+        # A share of all completions; tokens that are left out are not counted.
+        share = 4 / 6 if "importance_sampling_level" in flags else 1
         for name in of_all:
             if name.startswith("clip_ratio/") and "high" not in name:
-                assert of_all[name] == pytest.approx(of_kept[name]) and of_all[name] > 0
+                assert of_all[name] == pytest.approx(of_kept[name] * share) and of_all[name] > 0
 
 
 # Judges the completions of its first call, and no others.
