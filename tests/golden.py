@@ -61,8 +61,8 @@ for kl in ("k1", "k2", "k3+", "abs"):
 for correction in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
     OPTIONS[correction] = (f"--sampler_correction {correction} --sampler_ratio_min 0.999 "
                            f"--sampler_ratio_max 1.001 --dtype bfloat16 {TWICE}")
-for scale in ("batch", "mean"):
-    OPTIONS[f"scale_{scale}"] = f"--scale_rewards {scale}"
+for scale in ("batch", "mean"):     # mean: of rewards from 0 to 1
+    OPTIONS[f"scale_{scale}"] = f"--scale_rewards {scale} --reward_funcs accuracy"
 for estimator in ("rloo", "grpo_passk"):
     OPTIONS[estimator] = f"--advantage_estimator {estimator}"
 RESUMED = {"resume": "", "resume_lora": "--lora_rank 4 --learning_rate 3e-3",
