@@ -81,12 +81,13 @@ def test_an_rlaif_file_without_answers_trains_on_the_reward_model_alone(tmp_path
     assert not (tmp_path / "rlaif/eval.jsonl").exists()     # nothing has an answer to compare with
     done = jsonl(tmp_path / "rlaif/completions.jsonl")
     scores = load_reward_model(ROOT / "reward/weights/reward_128").get_scores(
-        [[*row["messages"], {"role": "assistant", "content": row["completion"]}] for row in done])
+        [[*row["columns"]["messages"], {"role": "assistant", "content": row["completion"]}]
+         for row in done])
     assert [row["reward"] / 10 for row in done] == pytest.approx(scores, abs=1e-4)
     # Where a chat has no system prompt of its own, the policy reads ours, the reward model none.
     for row in done:
         assert row["prompt"].count("<|im_start|>system") == 1
-        assert ("<answer>" in row["prompt"]) == (row["messages"][0]["role"] == "user")
+        assert ("<answer>" in row["prompt"]) == (row["columns"]["messages"][0]["role"] == "user")
 
 
 def test_where_accuracy_evaluates_only_problems_with_answers_count(tokenizer, tmp_path):
