@@ -67,6 +67,8 @@ def main(argv=None):
     parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent, help="the folder")
     parser.add_argument("--sft", type=Path, help="also write the games to this folder")
     args = parser.parse_args(argv)
+    if args.sft and args.sft.resolve() == args.out_dir.resolve():
+        parser.error("both folders would get a guess.jsonl; choose another one for --sft")
     secrets = [{"prompt": PROMPT, "secret": secret} for secret in range(1, LARGEST + 1)]
     files = {args.out_dir / "guess.jsonl": secrets}
     if args.sft:

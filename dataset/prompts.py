@@ -2,6 +2,7 @@
 import re
 import reprlib
 import warnings
+import zlib
 from functools import partial
 
 import torch
@@ -12,7 +13,7 @@ from report.text import parse, read_lines
 PROMPT_FIELDS = ("conversations", "prompt", "question", "problem")
 # Rewards get a line's other fields as keyword arguments, beside these.
 RESERVED = {"prompts", "completions", "messages", "completion_ids", "own_words", "histories",
-            "seeds", "reward_funcs", "reward_weights"}
+            "seeds", "reward_funcs", "reward_weights", "self"}
 ROLES = ("system", "user", "assistant", "tool")
 # --system_prompt r1: asks for the format that format_reward and tag_reward check.
 R1_SYSTEM_PROMPT = (
@@ -46,6 +47,9 @@ class PromptDataset(list):
             self.places.append(where)
         if not self:
             raise UserError(f"{path}: the file has no prompts; write one JSON object per line")
+        names = {name for row in self for name in row}
+        for row in self:                # what only some lines have is None in the others
+            row.update((name, row.get(name)) for name in names)
 
 
 def read_row(row, where):
@@ -129,8 +133,8 @@ class PromptCollator:
         except Exception as error:      # a template is a program, and can raise anything
             roles = reprlib.repr([turn["role"] for turn in messages])
             raise UserError(f"the tokenizer's chat template rejects the roles {roles}: {error}; "
-                            "leave out --system_prompt, or write the prompts without that role"
-                            ) from None
+                            "leave out --system_prompt, write the prompts without that role, or "
+                            "give another --tokenizer_path") from None
         if not shown:
             raise UserError("the tokenizer's chat template does not show the tools of a system "
                             "turn; leave the field tools out, or give another --tokenizer_path")
@@ -139,7 +143,11 @@ class PromptCollator:
     def encode(self, items):
         """The prompts of these items, as texts and as ids."""
         texts = [self.render(item["messages"]) for item in items]
-        return texts, self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        if not all(ids):
+            raise UserError("the tokenizer's chat template makes an empty text of a prompt; give "
+                            "another --tokenizer_path")
+        return texts, ids
 
     def __call__(self, items):
         """prompt_ids and prompt_mask are (B, P), padded on the left.
@@ -233,7 +241,11 @@ def batches_from(first_step, problems, collate, world, args):
     num_prompts = args.batch_size * args.accumulation_steps * args.oversample
     last_step = args.epochs * steps_per_epoch(len(problems), num_prompts, world.size)
     last_step = min(last_step, args.max_steps or last_step)
-    world.agree(first_step=first_step, last_step=last_step, prompts=len(problems))
+    if last_step < 1:
+        raise UserError(f"{args.data_path}: {len(problems)} prompts are too few for {world.size} "
+                        "processes; give one at least to each")
+    world.agree(first_step=first_step, last_step=last_step, prompts=len(problems),
+                checksum_of_the_prompts=zlib.crc32(repr(problems).encode()))
 
     def batch(step):
         rows = rows_of_step(step, len(problems), num_prompts, rank=world.rank,

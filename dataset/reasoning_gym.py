@@ -21,6 +21,8 @@ def main(argv=None):
     flag("--config", nargs="*", default=[], metavar="FIELD=VALUE", help="values as in JSON")
     flag("--save", type=Path, required=True, help="the jsonl file to write")
     args = parser.parse_args(argv)
+    if not args.save.name or not all("=" in pair for pair in args.config):
+        parser.error("--save needs the name of a file, and --config FIELD=VALUE")
     with explained(args.name, "it gives no problems",
                    "pip install reasoning-gym, or give another name or --config"):
         # Each generator checks its own configuration, and raises what it likes.

@@ -137,6 +137,8 @@ class Parser(argparse.ArgumentParser):
     def _get_value(self, action, text):
         if not text.strip():
             raise argparse.ArgumentError(action, "it is empty; leave it out, or give a value")
+        if "\0" in text or text != text.encode(errors="replace").decode():
+            raise argparse.ArgumentError(action, f"{text!r} is no text in UTF-8; give one")
         return super()._get_value(action, text)
 
     def error(self, message):

@@ -22,7 +22,18 @@ from rich.text import Text
 from tqdm import tqdm
 
 from .metrics import training_time
-from .text import UserError, cut, duration, is_finite, number, printable, reason, to_json, to_line
+from .text import (
+    UserError,
+    cut,
+    duration,
+    explained,
+    is_finite,
+    number,
+    printable,
+    reason,
+    to_json,
+    to_line,
+)
 
 # The most common ways a run fails, each with its remedy.
 NO_SIGNAL = ("in most groups every completion got the same reward, so the advantages are 0 and "
@@ -126,6 +137,9 @@ class Report:
         if not self.active:
             return metrics
         self._write("eval", step, metrics)
+        if not is_finite(metrics.get("eval/accuracy", 0.0)):
+            self.warn("no held-out reply was judged: do --eval_reward_funcs find what they need in "
+                      "the columns of --eval_data_path?")
         if step == self.start_step:         # the metrics of no step have it
             self._log(metrics, step)
             self.training_started = time.perf_counter()     # keep it out of the time left
@@ -250,8 +264,11 @@ class Report:
         if self.start_step == 0:        # these belong to an earlier run
             for name in ("checkpoint", "checkpoint.old", "final", "adapter"):
                 shutil.rmtree(self.run_dir / name, ignore_errors=True)
-        arguments = json.dumps(to_json(vars(self.args)), indent=2, sort_keys=True,
-                               ensure_ascii=False)
+        args = to_json(vars(self.args))
+        for name, value in args.items():        # a resume may start in another folder
+            if name.endswith("_path") and value and Path(value).exists():
+                args[name] = str(Path(value).absolute())
+        arguments = json.dumps(args, indent=2, sort_keys=True, ensure_ascii=False)
         (self.run_dir / "args.json").write_text(arguments + "\n", encoding="utf-8")
         self.has_begun = True
         for name, step, rows in self.held_back:
@@ -394,9 +411,11 @@ def drop_lines_after(step, path):
         return
     kept = 0
     with open(path, "r+b") as file:
-        with suppress(ValueError):
-            for line in file:
-                if step == 0 or json.loads(line)["step"] > step or not line.endswith(b"\n"):
+        for number, line in enumerate(file, start=1):
+            if step == 0 or not line.endswith(b"\n"):
+                break
+            with explained(f"{path}, line {number}", "not a step of a run", "take the line out"):
+                if json.loads(line)["step"] > step:
                     break
-                kept += len(line)
+            kept += len(line)
         file.truncate(kept)

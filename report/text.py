@@ -127,7 +127,7 @@ def read_lines(path):
 
     For a user's data, which must be right: UserError names the file and the line at fault.
     """
-    if not Path(path).is_file():
+    if not Path(path).exists() or Path(path).is_dir():      # a pipe is as good as a file
         raise UserError(f"{path}: no such file; give a jsonl file")
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -149,10 +149,15 @@ def write_jsonl(path, rows):
 
     For data: what JSON lacks is an error, where `to_line` makes do.
     """
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    count = 0
-    with open(path, "w", encoding="utf-8") as file:
+    path, count = Path(path).resolve(), 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path                          # a pipe, say; of a file an error leaves what was there
+    if path.is_file() or not path.exists():
+        new = path.with_name(f"{path.name}.new")
+    with open(new, "w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             count += 1
+    if new != path:
+        new.replace(path)
     return count

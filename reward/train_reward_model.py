@@ -41,7 +41,14 @@ from report import UserError
 from report.command_line import COUNT, Parser, number, user_errors
 from report.text import read_lines, write_jsonl
 
-from .reward_model import ANOTHER, LikelihoodModel, RewardModel, load_likelihood, with_reply
+from .reward_model import (
+    ANOTHER,
+    LikelihoodModel,
+    RewardModel,
+    is_likelihood,
+    load_likelihood,
+    with_reply,
+)
 from .rules import accuracy_reward, extract_answer
 
 KEPT = 1000         # pairs saved next to the weights, for a later --replay
@@ -58,6 +65,8 @@ def read_pairs(paths):
                                     for side in ("chosen", "rejected"))
                 if not (is_chat(chosen) and is_chat(rejected)):
                     raise ValueError("a turn lacks its role or its text")
+                if chosen == rejected:
+                    raise ValueError("both sides are the same")
                 pairs.append((chosen, rejected, str(row.get("kind", "all"))))
     if paths and not pairs:
         raise UserError(f"{paths[0]}: no pair in it; write one per line")
@@ -127,7 +136,7 @@ def pairs_of_run(path, rng):
 
 def load_init(path, *, likelihood=False):
     """A reward model, or a language model: with a new head, or by its `likelihood`."""
-    if likelihood:
+    if likelihood or is_likelihood(path):
         return load_likelihood(path)
     config, weights = read_config(path), read_weights(path)
     tokenizer = load_tokenizer(path, config.vocab_size, ANOTHER)
@@ -153,8 +162,10 @@ def with_bare_answers(pairs, rng, share=1 / 3):
     for chosen, rejected, kind in pairs:
         if kind == "reply" and rng.random() < share:
             cut_chosen, cut_rejected = rng.choice(((True, True), (True, False), (False, True)))
-            bare.append((cut(chosen) if cut_chosen else chosen,
-                         cut(rejected) if cut_rejected else rejected, "answer"))
+            better = cut(chosen) if cut_chosen else chosen
+            worse = cut(rejected) if cut_rejected else rejected
+            if better != worse:
+                bare.append((better, worse, "answer"))
     return pairs + bare
 
 
@@ -201,8 +212,8 @@ def arguments(argv=None):
     flag("--batch_size", type=COUNT, default=32, help="pairs per step")
     flag("--learning_rate", type=number(float, 0, 1, above=True), default=2e-3, help="its peak")
     args = parser.parse_args(argv)
-    if not (args.sample and args.prompts
-            or args.init and args.data and (args.heldout or args.completions)):
+    ready = args.init and args.data and (args.heldout or args.completions)
+    if not (args.prompts if args.sample else ready):
         parser.error("nothing to learn from, or to be measured on; give --init, --data and "
                      "--heldout (or --completions), or --sample and --prompts")
     return args
@@ -215,6 +226,11 @@ def main(argv=None):
     rng = random.Random(0)
     if args.sample:
         problems = PromptDataset(args.prompts)
+        if args.save.resolve() == args.prompts.resolve():
+            raise UserError(f"--save {args.save} would replace --prompts; choose another file")
+        if all(problem.get("answer") is None for problem in problems):
+            raise UserError(f"{args.prompts}: no line has an answer to tell right from wrong; add "
+                            "the field answer")
         count = write_jsonl(args.save, (row for path in args.sample
                                         for row in sampled_pairs(path, problems, rng)))
         return print(f"wrote {count} pairs to {args.save}")

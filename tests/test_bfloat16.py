@@ -149,7 +149,7 @@ def test_importance_weights_by_hand(six, flags, expected):
 @pytest.mark.parametrize("loss_type, level", [
     ("grpo", "token"), ("dppo", "token"), ("bnpo", "sequence"), ("r1", "token")])
 def test_a_corrected_loss_and_its_gradient_equal_a_loop(loss_type, level, correction):
-    logps, old_logps, advantages, mask, ref_logps, entropy = random_case(5)
+    logps, old_logps, advantages, mask, ref_logps = random_case(5)
     if loss_type == "r1" and "token" in correction:
         return                                      # refused: one ratio per completion
     sampling_logps = old_logps + 0.5 * torch.randn(old_logps.shape).double()
@@ -171,7 +171,7 @@ def test_a_corrected_loss_and_its_gradient_equal_a_loop(loss_type, level, correc
     again = logps.detach().requires_grad_()
     expected, _ = loop_loss(
         again, old_logps, weighted[:, 0] if loss_type == "r1" else weighted, mask, ref_logps,
-        entropy, beta=0.3, loss_type=loss_type, level=level)
+        beta=0.3, loss_type=loss_type, level=level)
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(logps.grad, again.grad, rtol=1e-12, atol=1e-12)

@@ -1,13 +1,15 @@
 """What a run must not lose, and mistakes that it must not pass over in silence."""
 import json
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train_grpo
 from conftest import ROOT, jsonl, turns, write
-from dataset import PromptDataset
+from dataset import PromptDataset, batches_from, guess
 from model import World
 from model.processes.models import load_models, load_teacher
 from model.processes.saver import load_checkpoint, save_checkpoint
@@ -15,6 +17,8 @@ from model.processes.world import rank_and_size
 from model.storage.files import read_json
 from model.storage.read import load_tokenizer
 from report import UserError
+from report.report import drop_lines_after
+from report.text import write_jsonl
 
 POLICY = ROOT / "model/weights/reason_128"
 SMALL = ["--batch_size", "2", "--num_generations", "2", "--max_gen_len", "8", "--beta", "0",
@@ -61,11 +65,12 @@ def test_columns_of_the_data_never_pass_for_a_runs_own(tmp_path):
 
 @pytest.mark.parametrize("variables, place", [
     ({}, (0, 1)), ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1)), ({"RANK": "1"}, None),
-    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here"}, (1, 2)), ({"WORLD_SIZE": "2"}, None),
+    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}, (1, 2)),
+    ({"WORLD_SIZE": "2"}, None), ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, None),
     ({"RANK": "0", "WORLD_SIZE": "2"}, None), ({"RANK": "0", "WORLD_SIZE": "x"}, None),
     ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "here"}, None)])
 def test_a_schedulers_stray_variable_is_refused(variables, place, tmp_path, monkeypatch, capsys):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -196,3 +201,54 @@ def test_escape_codes_in_a_path_do_not_reach_the_terminal(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "·[2Jdata.jsonl" in printed and "\x1b" not in printed
     assert json.loads((tmp_path / "run/args.json").read_text())["data_path"] == str(data)
+
+
+def test_a_run_without_a_step_or_inside_another_runs_files_writes_nothing(tmp_path, capsys):
+    args = train_grpo.parse_args(["--batch_size", "1"])
+    with pytest.raises(UserError, match="1 prompts are too few for 2 processes"):
+        batches_from(1, [{}], None, SimpleNamespace(size=2), args)
+    rows = [{"prompt": "1?"}, {"prompt": "2?"}]
+    data = ["--data_path", str(write(tmp_path / "data.jsonl", rows))]
+    run(tmp_path, *data, "--max_steps", "1")
+    before = (tmp_path / "run/checkpoint/optimizer.pt").read_bytes()
+    assert "belongs to the run" in refused(
+        capsys, tmp_path, *data, "--out_dir", str(tmp_path / "run"), "--run_name", "checkpoint")
+    (tmp_path / "run/args.json").unlink()
+    assert "args.json: no such file" in refused(capsys, tmp_path, *data, "--resume")
+    assert (tmp_path / "run/checkpoint/optimizer.pt").read_bytes() == before
+
+
+def test_a_resume_takes_no_line_away_that_it_cannot_read(tmp_path):
+    path, lines = tmp_path / "metrics.jsonl", ['{"step": 1}', "", '{"step": 2}', '{"step": 3}']
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError, match="metrics.jsonl, line 2: not a step"):
+        drop_lines_after(2, path)
+    assert path.read_text().split("\n")[:-1] == lines
+
+
+def test_what_was_there_stays_until_all_of_a_file_is_written(tmp_path):
+    path = write(tmp_path / "pairs.jsonl", [{"old": 1}])
+    with pytest.raises(ZeroDivisionError):
+        write_jsonl(path, ({"new": 1 / i} for i in (1, 0)))
+    assert jsonl(path) == [{"old": 1}]
+    assert write_jsonl("/dev/null", [{}]) == 1 and not Path("/dev/null").is_file()
+    with pytest.raises(SystemExit):
+        guess.main(["--out_dir", str(tmp_path), "--sft", str(tmp_path / ".")])
+    assert not (tmp_path / "guess.jsonl").exists()
+
+
+def test_a_column_of_some_lines_is_none_in_the_others(tmp_path):
+    rows = PromptDataset(write(tmp_path / "data.jsonl", [{"prompt": "1"}, {"prompt": "2", "x": 3}]))
+    assert [row["x"] for row in rows] == [None, 3]
+
+
+def test_a_reward_that_changes_the_folder_moves_no_file(tmp_path, own_module, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own_module("moves", "import os\n\n\ndef judge(completions, **columns):\n"
+               "    os.chdir('/')\n    return [1.0] * len(completions)\n")
+    write(tmp_path / "data.jsonl", [{"prompt": f"{i}?"} for i in range(4)])
+    train_grpo.main([*SMALL, "--data_path", "data.jsonl", "--reward_funcs", "moves:judge",
+                     "--max_steps", "2", "--out_dir", "out", "--run_name", "run"])
+    assert len(jsonl(tmp_path / "out/run/metrics.jsonl")) == 2
+    saved = json.loads((tmp_path / "out/run/args.json").read_text())
+    assert saved["model_path"] == str(POLICY)

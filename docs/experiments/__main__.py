@@ -31,6 +31,7 @@ import numpy as np
 
 from dataset.guess import LARGEST
 from report import UserError, user_errors
+from report.command_line import COUNT
 from report.metrics import mean_metrics
 from report.text import columns, is_finite, read_jsonl, rounded, to_line
 
@@ -60,7 +61,7 @@ def main():
     names = [name for name, experiment in EXPERIMENTS.items() if "panels" in experiment]
     parser.add_argument("name", choices=(*names, "pages", "claims"))
     parser.add_argument("--draw", action="store_true", help="only draw, from the results so far")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: %(default)s)")
+    parser.add_argument("--jobs", type=COUNT, default=2, help="runs at a time (%(default)s)")
     args = parser.parse_args()
     if args.name == "pages":
         return write_pages()

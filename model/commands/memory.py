@@ -19,7 +19,7 @@ from report.command_line import COUNT, COUNT_OR_0, Parser
 from ..fast.pair import CHUNK_LOGITS, CHUNK_TOKENS
 from ..model import MiniMindConfig, MiniMindForCausalLM
 from ..storage.files import explained, read_config
-from ..storage.read import local_path
+from ..storage.read import local_path, read_pth
 
 SIZES = {}
 for name, hidden_size, intermediate_size, layers, heads in (
@@ -89,7 +89,10 @@ def main(argv=None):
         parser.add_argument(flag, type=COUNT, default=default, help="of the run")
     parser.add_argument("--rollout_batch_size", type=COUNT_OR_0, default=0, help="0: all at once")
     run = vars(parser.parse_args(argv))
-    configs = {path: read_config(local_path(path, weights=False)) for path in run.pop("paths")}
+    configs = {}
+    for path in run.pop("paths"):
+        folder = local_path(path, weights=False)
+        configs[path] = read_pth(folder)[0] if folder.is_file() else read_config(folder)
     sizes = [2**i for i in range((run["num_prompts"] * run["num_generations"]).bit_length())]
     print(" " * 40 + "".join(f"{name:>16}" for name in ("parameters", "cache", "at least", *GPUS)))
     for name, config in (configs or SIZES).items():

@@ -84,6 +84,9 @@ def main(argv=None):
     args = parser.parse_args(argv)
     chats = [chat for path in args.data for chat in read_chats(path)[:5000]]
     args.save.mkdir(parents=True, exist_ok=True)
+    if list(args.save.glob("*.safetensors")):
+        raise UserError(f"{args.save}: weights are there, which know another tokenizer; choose "
+                        "another folder")
     # The tags are tokens already: spend no merges on their letters.
     texts = [re.sub("|".join(TAGS), "", text) for chat in chats for turn in chat
              for text in (turn["role"], turn["content"])]

@@ -179,6 +179,8 @@ def parse_args(argv=None):
     if not (args.init or args.tokenizer):
         parser.error("a new model needs a --tokenizer; python -m model.commands.tokenizer makes "
                      "one. Or start from weights: --init")
+    if args.init and args.tokenizer:
+        parser.error("--init brings its own tokenizer; leave --tokenizer out")
     if args.hidden_size % 64:
         parser.error(f"--hidden_size {args.hidden_size}: it must be a multiple of 64")
     return args

@@ -19,10 +19,12 @@ from ..storage.any_model import AnyModel
 from ..storage.files import AGAIN, explained, read_json, read_tensors
 from ..storage.read import load_pretrained, read_state, shapes
 from ..storage.write import save_adapter, save_pretrained
+from .models import checksum
 from .shard import load_parts, part_of, part_of_optimizer, whole_state
 from .watch import SIGNALS, Stopped, under_torchrun
 from .world import GO_ON
 
+REPLACED = ("checkpoint", "final", "adapter")
 LAUNCHER = os.getppid()                     # torchrun, if it is there
 # What a resumed run may have otherwise: how long it goes on and at what rate, its machines, and
 # what it reports. All else would make another run of it.
@@ -44,14 +46,15 @@ class Saver:
     """
 
     def __init__(self, run_dir, world, args):
-        self.run_dir, self.world, self.args = Path(run_dir), world, args
+        # A reward may change the current folder.
+        self.run_dir, self.world, self.args = Path(run_dir).absolute(), world, args
         self.writes = world.rank == 0
         if not self.writes or args.eval_only:
             return
         if not args.resume:
             refuse_loss(self.run_dir, args)
         world.ends.callback(lock(self.run_dir))
-        for name in ("checkpoint", "final", "adapter"):     # of a run that was killed as it saved
+        for name in REPLACED:               # of a run that was killed as it saved
             shutil.rmtree(self.run_dir / f"{name}.new", ignore_errors=True)
             if (self.run_dir / name).exists():              # whole, so nobody needs the one before
                 shutil.rmtree(self.run_dir / f"{name}.old", ignore_errors=True)
@@ -61,6 +64,8 @@ class Saver:
         refuse_changes(self.run_dir, self.args)
         done, num_tokens = load_checkpoint(self.run_dir / "checkpoint", policy, optimizer,
                                            reference)
+        if not self.args.shard:
+            self.world.agree(**{"checksum of the checkpoint": checksum(policy)})
         self._advise(done)
         return done, num_tokens
 
@@ -108,7 +113,13 @@ class Saver:
 
 
 def refuse_loss(run_dir, args):
-    """UserError if a flag names something in the folder that a new run replaces."""
+    """UserError if a flag names something in the folder that a new run replaces.
+
+    Or if the folder is one that another run replaces.
+    """
+    if run_dir.name in REPLACED and (run_dir.parent / "args.json").exists():
+        raise UserError(f"{run_dir} belongs to the run {run_dir.parent}; choose another --out_dir "
+                        "or --run_name")
     for name, value in vars(args).items():
         if name.endswith("_path") and value:
             path = Path(value.removeprefix("likelihood:")).resolve()    # of a reward model
@@ -119,8 +130,10 @@ def refuse_loss(run_dir, args):
 
 def refuse_changes(run_dir, args):
     """UserError if a run is resumed with flags that would make another run of it."""
-    file = run_dir / "args.json"
-    before = read_json(file, "start without --resume") if file.exists() else {}
+    if not (run_dir / "checkpoint").exists() and not (run_dir / "checkpoint.old").exists():
+        return                                  # load_checkpoint says so
+    before = read_json(run_dir / "args.json", "put back what the run wrote there, or start another "
+                                              "with another --run_name")
     for name, value in to_json(vars(args)).items():
         was = before.get(name, value)
         if name in MAY_CHANGE or was == value or name.endswith("_path") and same_path(value, was):

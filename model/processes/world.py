@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from report import UserError
+from report.text import to_json
 
 from ..sampler import rng_of
 from .shard import is_sharded, whole
@@ -140,7 +141,7 @@ class World:
     def print_json(self, values):
         """Print on rank 0 only."""
         if self.rank == 0:
-            print(json.dumps(values, indent=2))
+            print(json.dumps(to_json(values), indent=2))
 
     def agree(self, **values):
         """UserError unless all ranks have the same values: else one waits for another forever."""
@@ -163,12 +164,12 @@ class World:
 
 def rank_and_size():
     """What torchrun says of this process; UserError if the environment says a part of it only."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
-    rank, size, address = texts = [os.environ.get(name, "") for name in names]
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    rank, size, address, port = texts = [os.environ.get(name, "") for name in names]
     if not rank and not size:
         return 0, 1
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)
-            and (address or int(size) == 1)):
+            and (address and port.isdecimal() or int(size) == 1)):
         found = ", ".join(f"{name}={text}" for name, text in zip(names, texts) if text)
         raise UserError(f"the environment has {found}, and one process of several needs "
                         f"{', '.join(names)}; start with torchrun, or unset what was left over")

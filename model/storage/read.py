@@ -43,6 +43,8 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
             model.generation_config = generation
             return model
     config, state = read_state(path)
+    if "score.weight" in state:
+        raise UserError(f"{path}: a reward model, which has no words; give a language model")
     dtype = dtype or getattr(state.get("model.norm.weight"), "dtype", None)
     model = build(MiniMindForCausalLM, config, state=state, path=path, dtype=dtype,
                   matrix_dtype=matrix_dtype, device=device)
