@@ -47,7 +47,7 @@ class PromptDataset(list):
             self.places.append(where)
         if not self:
             raise UserError(f"{path}: the file has no prompts; write one JSON object per line")
-        names = {name for row in self for name in row}
+        names = dict.fromkeys(name for row in self for name in row)     # in the same order always
         for row in self:                # what only some lines have is None in the others
             row.update((name, row.get(name)) for name in names)
 

@@ -237,11 +237,6 @@ def test_what_was_there_stays_until_all_of_a_file_is_written(tmp_path):
     assert not (tmp_path / "guess.jsonl").exists()
 
 
-def test_a_column_of_some_lines_is_none_in_the_others(tmp_path):
-    rows = PromptDataset(write(tmp_path / "data.jsonl", [{"prompt": "1"}, {"prompt": "2", "x": 3}]))
-    assert [row["x"] for row in rows] == [None, 3]
-
-
 def test_a_reward_that_changes_the_folder_moves_no_file(tmp_path, own_module, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own_module("moves", "import os\n\n\ndef judge(completions, **columns):\n"
