@@ -70,8 +70,7 @@ from reward.steps import process_supervision
 # --- the objective --------------------------------------------------------------------------------
 # First the advantages, and the mask of a completion's own tokens. Then the loss, three choices:
 # which ratio (importance_ratio), how it is bounded (BOUNDS), how tokens are averaged (AVERAGES).
-# LOSS_TYPES has the last two for each relative of GRPO, KL_TYPES the penalties, and grpo_loss puts
-# them together. The rooms below have other bounds and baselines, a function each.
+# LOSS_TYPES names the last two for each relative of GRPO. grpo_loss adds a KL, one of KL_TYPES.
 
 
 def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_std=None, eps=1e-4,
@@ -83,8 +82,7 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
     advantage_estimator may name a row of BASELINES instead of the mean, scale_rewards one of SCALES
     instead of the std; batch_std is the std of all rewards, for "batch". rewards (N,), the G
     completions of a prompt adjacent -> (N,). NaN: no reward judged it; it is left out of mean and
-    std and gets advantage 0. Four answers to `7 + 3*7`, paid 1 for being right and 0.5 for their
-    form, say:
+    std and gets advantage 0. Four answers, paid 1 for being right and 0.5 for their form, say:
 
     >>> group_advantages(torch.tensor([0.5, 1.5, 1.0, 0.5]), 4)
     tensor([-0.7832,  1.3053,  0.2611, -0.7832])

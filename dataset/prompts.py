@@ -36,8 +36,9 @@ class PromptDataset(list):
         {"nums": [9, 8, 6], "target": 57}                     Countdown; the prompt is made of them
 
     A last turn by the assistant is dropped. The answer is optional: without one, only the rewards
-    that don't need it apply. An item is {"messages": [...], **the line's other fields}; `places`
-    has "<path>, line <number>" of each. UserError names the file, the line and the field at fault.
+    that don't need it apply. An item is {"messages": [...], **the line's other fields}, with None
+    for those that only other lines have; `places` has "<path>, line <number>" of each. UserError
+    names the file, the line and the field at fault.
     """
 
     def __init__(self, path):
@@ -48,8 +49,9 @@ class PromptDataset(list):
         if not self:
             raise UserError(f"{path}: the file has no prompts; write one JSON object per line")
         names = dict.fromkeys(name for row in self for name in row)     # in the same order always
-        for row in self:                # what only some lines have is None in the others
-            row.update((name, row.get(name)) for name in names)
+        for row in self:
+            for name in names:
+                row.setdefault(name)    # None
 
 
 def read_row(row, where):

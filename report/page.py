@@ -91,10 +91,10 @@ def shown_step(step, lines, args):
 
 def shown_group(rows, args):
     """A prompt and its completions, as the page reads them."""
-    prompt, columns = rows[0]["prompt"], rows[0].get("columns", {})     # older runs have none
-    question = columns["messages"][-1]["content"] if "messages" in columns else prompt
+    prompt, of_data = rows[0]["prompt"], rows[0].get("columns", {})     # older runs have none
+    question = of_data["messages"][-1]["content"] if "messages" in of_data else prompt
     others = {name: cut(value if isinstance(value, str) else json.dumps(value), 300)
-              for name, value in columns.items() if name != "messages"}
+              for name, value in of_data.items() if name != "messages"}
     return {"question": cut(question, MOST_CHARACTERS), "prompt": cut(prompt, MOST_CHARACTERS),
             "columns": others, "rows": [shown_row(row, args) for row in rows]}
 

@@ -411,10 +411,10 @@ def drop_lines_after(step, path):
         return
     kept = 0
     with open(path, "r+b") as file:
-        for number, line in enumerate(file, start=1):
+        for place, line in enumerate(file, start=1):
             if step == 0 or not line.endswith(b"\n"):
                 break
-            with explained(f"{path}, line {number}", "not a step of a run", "take the line out"):
+            with explained(f"{path}, line {place}", "not a step of a run", "take the line out"):
                 if json.loads(line)["step"] > step:
                     break
             kept += len(line)

@@ -79,7 +79,7 @@ def explained(path, what, advice, instead_of=""):
 
 def is_finite(value):
     """True for a finite number; False for NaN, infinity and None, which is how null reads."""
-    return isinstance(value, (int, float)) and abs(value) < 1e308      # as an int may not be
+    return isinstance(value, (int, float)) and abs(value) < 1e308      # isfinite refuses a huge int
 
 
 def rounded(value):

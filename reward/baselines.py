@@ -1,4 +1,4 @@
-"""Other baselines and scales than GRPO's mean and std of a group, and what else makes advantages.
+"""A std that leaves out missing rewards; other baselines and scales; what else makes advantages.
 
 BASELINES and SCALES are choices of train_grpo.group_advantages. docs/losses.md is the map of the
 family.

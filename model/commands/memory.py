@@ -98,14 +98,14 @@ def main(argv=None):
     for name, config in (configs or SIZES).items():
         with explained(name, "no model has this configuration", "choose other weights"):
             counts = num_parameters(config)
-            for flags, levers in LEVERS.items():
-                peak = functools.partial(peak_bytes, config, counts, **levers, **run)
-                row = [f"{part / 2**30:.1f}" for part in peak().values()]
-                for gpu, ranks in GPUS.values():
-                    fits = [size for size in sizes if 0.92 * gpu * 2**30
-                            >= peak(micro_batch_size=size, ranks=ranks)["peak"]]
-                    row.append(max(fits, default="-"))
-                print(f"{name + ', ' + flags:40}" + "".join(f"{cell:>16}" for cell in row))
+        for flags, levers in LEVERS.items():
+            peak = functools.partial(peak_bytes, config, counts, **levers, **run)
+            row = [f"{part / 2**30:.1f}" for part in peak().values()]
+            for gpu, ranks in GPUS.values():
+                fits = [size for size in sizes if peak(micro_batch_size=size, ranks=ranks)["peak"]
+                        <= 0.92 * gpu * 2**30]
+                row.append(max(fits, default="-"))
+            print(f"{name + ', ' + flags:40}" + "".join(f"{cell:>16}" for cell in row))
 
 
 if __name__ == "__main__":
