@@ -38,6 +38,7 @@ Where we differ from the papers and from other code, on purpose:
     micro_batch_size nor the number of processes changes the gradient of the same completions.
 """
 import argparse
+import inspect
 import math
 import os
 from collections import defaultdict
@@ -62,9 +63,10 @@ from model.rollout import Minibatch, Rollout
 from model.storage.read import find_weights
 from report import Parser, UserError, folder_name, user_errors
 from report.command_line import COUNT, COUNT_OR_0, FINITE, POSITIVE, POSITIVE_OR_0, number
-from report.metrics import drift, mean_metrics, no_clips, sum_metrics
+from report.metrics import Mean, Share, drift, no_clips, over_ranks, over_updates
 from reward import baselines, combine_rewards, load_reward_funcs, load_tool
 from reward.baselines import BASELINES, SCALES, from_best, nanstd, rows_to_learn_from
+from reward.combine import import_function
 from reward.steps import process_supervision
 
 # --- the objective --------------------------------------------------------------------------------
@@ -151,18 +153,17 @@ AVERAGES = {
     "sum":        lambda length, completions, tokens, L: completions,
 }
 LOSS_TYPES = {      # the flags of each: docs/losses.md
-    # name      bound    average
-    "grpo":    ("ppo",   "completion"),
-    "bnpo":    ("ppo",   "tokens"),
-    "dr_grpo": ("ppo",   "limit"),
-    "dapo":    ("ppo",   "tokens"),
-    "cispo":   ("cispo", "tokens"),
-    "dppo":    ("dppo",  "tokens"),
-    "sapo":    ("sapo",  "completion"),
-    "gmpo":    ("gmpo",  "completion"),
-    "luspo":   ("ppo",   "sum"),        # for GSPO's ratio, arXiv 2602.05261
-    "r1":      ("ppo",   "sum"),        # DeepSeek-R1's: see as_one_action
-}
+    # name      bound    average       numbers of the bound's own
+    "grpo":    ("ppo",   "completion", {}),
+    "bnpo":    ("ppo",   "tokens",     {}),
+    "dr_grpo": ("ppo",   "limit",      {}),
+    "dapo":    ("ppo",   "tokens",     {}),
+    "cispo":   ("cispo", "tokens",     {}),
+    "dppo":    ("dppo",  "tokens",     {"largest_weight": 20.0}),
+    "sapo":    ("sapo",  "completion", {"tau_good": 1.0, "tau_bad": 1.05}),
+    "gmpo":    ("gmpo",  "completion", {}),
+    "luspo":   ("ppo",   "sum",        {}),     # for GSPO's ratio, arXiv 2602.05261
+}                   # and r1, a whole loss: see one_action_loss
 
 
 # KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. The value is
@@ -202,23 +203,28 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
     call is the step): the parts' losses and metrics then add up to the step's. Rows that are masked
     out count as sequences. use_bias_correction_kl: model/objective.py.
     """
-    bound, average = choice(LOSS_TYPES, loss_type, "loss_type")
-    if loss_type == "dr_grpo" and max_completion_length is None:
-        raise ValueError("loss_type dr_grpo divides by max_completion_length; give it")
+    chosen = choice(LOSS_TYPES, loss_type, "loss_type")
+    if callable(chosen):                # a whole loss: r1, or one of your own
+        return chosen(
+            logps, old_logps, advantages, mask, ref_logps=ref_logps, beta=beta, kl_type=kl_type,
+            epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta,
+            importance_sampling_level=importance_sampling_level,
+            max_completion_length=max_completion_length,
+            use_bias_correction_kl=use_bias_correction_kl, num_sequences=num_sequences,
+            num_tokens=num_tokens)
+    bound, average, numbers = chosen
+    if average == "limit" and max_completion_length is None:
+        raise ValueError(f"loss_type {loss_type} divides by max_completion_length; give it")
     if beta and ref_logps is None:
         raise ValueError("beta weights the KL to the reference; give ref_logps")
     if delta is not None and bound != "ppo":
         raise ValueError(f"delta belongs to PPO's clip, and {loss_type} has none; leave it out")
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]         # (N, 1 or R)
     num_sequences, num_tokens = num_sequences or len(mask), num_tokens or mask.sum().clamp(min=1)
-    if loss_type == "r1":               # a completion is one action: from here on R = 1
-        mask, logps, old_logps, ref_logps = objective.as_one_action(
-            advantages, mask, logps, old_logps, ref_logps)
-        num_tokens, importance_sampling_level = num_sequences, "sequence"
     ratio = importance_ratio(logps, old_logps, mask, level=importance_sampling_level)
     loss, where = BOUNDS[bound](
         ratio, advantages, logps, mask, epsilon_low=epsilon_low, epsilon_high=epsilon_high,
-        delta=delta)                                                                  # (N, 1 or R)
+        delta=delta, **numbers)                                                       # (N, 1 or R)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                    # (N, 1)
     by_token = importance_sampling_level == "token"
     metrics = objective.clip_ratios(
@@ -229,6 +235,23 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
         loss = loss + beta * (ratio * kl if use_bias_correction_kl else kl)
     divided_by = AVERAGES[average](lengths, num_sequences, num_tokens, max_completion_length)
     return (loss * mask / divided_by).sum(), metrics
+
+
+def one_action_loss(logps, old_logps, advantages, mask, *, ref_logps=None, num_sequences=None,
+                    num_tokens=None, **options):
+    """r1, DeepSeek-R1's loss: a completion is one action, with its tokens' summed log-probs."""
+    if advantages.dim() == 2 and advantages.shape[1] > 1:
+        raise ValueError("loss_type r1 has one ratio per completion; give advantages (N,)")
+    logps, old_logps, ref_logps = (
+        None if x is None else (x * mask).sum(1, keepdim=True)
+        for x in (logps, old_logps, ref_logps))                                         # (N, 1)
+    num_sequences = num_sequences or len(mask)
+    return grpo_loss(
+        logps, old_logps, advantages, mask.any(1, keepdim=True).int(), ref_logps=ref_logps,
+        loss_type="luspo", num_sequences=num_sequences, num_tokens=num_sequences, **options)
+
+
+LOSS_TYPES["r1"] = one_action_loss
 
 
 # --- log-probabilities ----------------------------------------------------------------------------
@@ -337,7 +360,7 @@ def compute_old_logps(policy, updates, logps_of, args):
 
 
 def update_policy(policy, optimizer, updates, logps_of, world, args):
-    """Step 4: an optimizer step on each Minibatch, `num_iterations` times; their mean metrics."""
+    """Step 4: an optimizer step on each Minibatch, `num_iterations` times; metrics as numbers."""
     if len(updates) * args.num_iterations > 1:      # else the policy is still pi_old: see below
         world.phase("old_logps")
         compute_old_logps(policy, updates, logps_of, args)
@@ -346,11 +369,11 @@ def update_policy(policy, optimizer, updates, logps_of, world, args):
     for _ in range(args.num_iterations):
         for minibatch in updates:
             metrics.append(optimizer_step(policy, optimizer, minibatch, logps_of, world, args))
-    return mean_metrics(metrics)
+    return over_updates(metrics)
 
 
 def optimizer_step(policy, optimizer, minibatch, logps_of, world, args):
-    """Step 4: one gradient step, its norm bounded; its metrics."""
+    """Step 4: one gradient step, its norm bounded; metrics by their kind, report/metrics.py."""
     metrics = [no_clips(args.delta)]        # and those of each micro-batch; a rank may have none
     for part in minibatch.micro_batches:
         logps, entropy = logps_of(policy, *part.sequences(), temperature=args.temperature,
@@ -369,13 +392,15 @@ def optimizer_step(policy, optimizer, minibatch, logps_of, world, args):
             total = (entropy * part.mask).sum()
             loss = loss - args.entropy_coef * total / minibatch.totals["num_tokens"]
         loss.backward()
-        metrics.append({"loss": loss.detach()} | of_loss | drift(part, logps, old_logps, entropy))
+        of_loss = {name: Share(value) for name, value in of_loss.items()}
+        metrics.append({"loss": Share(loss.detach())} | of_loss
+                       | drift(part, logps, old_logps, entropy))
     world.sum_gradients(policy)
     grad_norm = world.clip_gradients(policy, args.grad_clip)
     if grad_norm.isfinite():        # the same on every rank: all take the step, or all skip it
         optimizer.step()
     optimizer.zero_grad()           # frees the gradients: the sampler will need the room
-    return sum_metrics(metrics, world) | {"grad_norm": grad_norm.item()}
+    return over_ranks(metrics, world) | {"grad_norm": Mean(grad_norm.item(), 1)}
 
 
 def grpo_step(t, batch, step, lr):
@@ -538,7 +563,6 @@ MINIMINDS = {       # MiniMind's flags that are rarely wanted: the end of --help
     "use_wandb": {"action": "store_true"},
     "wandb_project": {"default": "MiniGRPO"},
     "ddp": {"action": "store_true"}, "num_workers": {"type": int}, "log_interval": {"type": int},
-    "rollout_is_threshold": {"type": POSITIVE_OR_0, "default": 0.0},    # ours, of earlier versions
 }
 
 
@@ -550,8 +574,7 @@ def parse_args(argv=None):
         "MiniMind's other flags work too: accumulation_steps multiplies batch_size; epochs bounds "
         "the passes over the prompts (1); hidden_size (128) and use_moe name the default weights, "
         "num_hidden_layers refuses others; fast 0 is sampler plain; use_wandb is swanlab online, "
-        "wandb_project its project; ddp, num_workers and log_interval do nothing. And our "
-        "rollout_is_threshold, sampler_correction's elder, truncates at the loss's level."))
+        "wandb_project its project; ddp, num_workers and log_interval do nothing."))
     for add_flags in (add_ask_flags, add_judge_flags, add_objective_flags, add_report_flags,
                       add_machine_flags):
         add_flags(parser)
@@ -645,9 +668,10 @@ def add_judge_flags(parser):
 
 def add_objective_flags(parser):
     flag = parser.add_argument_group("4. learn (the objective)").add_argument
-    flag("--loss_type", choices=tuple(LOSS_TYPES), help="mean over tokens: of each completion, "
-         "then of all (grpo); of all tokens (bnpo, dapo); sum / max_gen_len (dr_grpo); sum "
-         "(luspo); others also change the bound or the ratio (default: grpo; bnpo with a teacher)")
+    flag("--loss_type", metavar="NAME", help="mean over tokens: of each completion, then of all "
+         "(grpo); of all tokens (bnpo, dapo); sum / max_gen_len (dr_grpo); sum (luspo); cispo, "
+         "dppo, sapo, gmpo and r1 also change the bound or the ratio; or a bound or a loss of your "
+         "own as module:function (docs/losses.md; default: grpo; bnpo with a teacher)")
     flag("--importance_sampling_level", choices=("token", "sequence"), default="token",
          help="a ratio pi / pi_old per token, or per completion (GSPO: epsilons of about 3e-4)")
     flag("--epsilon_low", type=POSITIVE_OR_0, default=0.2, help="clip the ratio at 1 - it")
@@ -736,6 +760,8 @@ def fill_in_defaults(args):
         args.beta = 0.0 if args.teacher_path else 0.02
     if args.loss_type is None:
         args.loss_type = "bnpo" if args.teacher_path else "grpo"
+    if args.loss_type not in LOSS_TYPES:
+        add_own_loss(args.loss_type)
     if args.scale_rewards is None:
         args.scale_rewards = "group" if args.advantage_estimator == "grpo" else "none"
     if args.epsilon_high is None:
@@ -760,6 +786,17 @@ def fill_in_defaults(args):
     args.reward_funcs = args.reward_funcs or [*funcs, "accuracy"]
     args.reward_weights = args.reward_weights or [1.0] * len(args.reward_funcs)
     args.run_name = args.run_name or f"grpo_{Path(args.model_path).name.removesuffix('.pth')}"
+
+
+def add_own_loss(name):
+    """A row of LOSS_TYPES for `module:function`: a bound, if its first parameter is `ratio`.
+
+    Then it is averaged as GRPO is. Else it is a whole loss, called as grpo_loss is.
+    """
+    function = import_function("--loss_type", name, ", ".join(LOSS_TYPES))
+    LOSS_TYPES[name] = function
+    if next(iter(inspect.signature(function).parameters), None) == "ratio":
+        BOUNDS[name], LOSS_TYPES[name] = function, (name, "completion", {})
 
 
 if __name__ == "__main__":

@@ -11,9 +11,6 @@ import torch
 
 from report import UserError
 
-TAU_GOOD, TAU_BAD = 1.0, 1.05       # SAPO's temperatures, by the sign of the advantage
-LARGEST_WEIGHT = 20                 # DPPO's cap on the ratio
-
 
 def choice(table, name, option):
     """The row of a table; ValueError, if it has none of this name."""
@@ -23,7 +20,8 @@ def choice(table, name, option):
 
 
 # --- bounds ---------------------------------------------------------------------------------------
-# All are called as ppo_clip is, and return the same: the loss, (N, 1 or R), and where they act.
+# All are called as ppo_clip is, with numbers of their own from LOSS_TYPES, and return the same: the
+# loss, (N, 1 or R), and where they act.
 
 
 def cispo_cap(ratio, advantages, logps, mask, *, epsilon_high, **unused):
@@ -37,13 +35,13 @@ def cispo_cap(ratio, advantages, logps, mask, *, epsilon_high, **unused):
     return -weight * advantages * logps, {"low": torch.zeros_like(high), "high": high}
 
 
-def soft_gate(ratio, advantages, logps, mask, **unused):
+def soft_gate(ratio, advantages, logps, mask, *, tau_good, tau_bad, **unused):
     """SAPO's -(4 / tau) sigmoid(tau (ratio - 1)) A, arXiv 2511.20347: nothing is clipped.
 
     While the ratio is 1 the gradient is that of ratio A; the further it moves, either way, the more
     it fades. A bit sooner where A < 0: pushing a token down pushes up all others.
     """
-    tau = torch.full_like(advantages, TAU_BAD).masked_fill(advantages > 0, TAU_GOOD)
+    tau = torch.full_like(advantages, tau_bad).masked_fill(advantages > 0, tau_good)
     loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
     nowhere = torch.zeros_like(loss, dtype=torch.bool)
     return loss, {"low": nowhere, "high": nowhere}
@@ -62,7 +60,8 @@ def geometric_mean(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high,
                                       "high": (d > epsilon_high) & (advantages > 0)}
 
 
-def pi_region(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, **unused):
+def pi_region(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, largest_weight,
+              **unused):
     """DPPO's -sg[min(ratio, 20)] A log pi in a region of probabilities, arXiv 2602.04879; (N, R).
 
     A token loses its gradient once pi - pi_old > epsilon_high where A > 0, or pi_old - pi >
@@ -73,19 +72,11 @@ def pi_region(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, **un
     gained = pi - pi / ratio                                              # pi - pi_old, (N, R)
     low = (gained < -epsilon_low) & (advantages < 0)
     high = (gained > epsilon_high) & (advantages > 0)
-    weight = ratio.clamp(max=LARGEST_WEIGHT).masked_fill(low | high, 0.0)
+    weight = ratio.clamp(max=largest_weight).masked_fill(low | high, 0.0)
     return -weight * advantages * logps, {"low": low, "high": high}
 
 
 BOUNDS = {"cispo": cispo_cap, "dppo": pi_region, "sapo": soft_gate, "gmpo": geometric_mean}
-
-
-def as_one_action(advantages, mask, *logps):
-    """r1, DeepSeek-R1's: a completion is one action, with its tokens' summed log-probs; (N, 1)."""
-    if advantages.shape[1] > 1:
-        raise ValueError("loss_type r1 has one ratio per completion; give advantages (N,)")
-    sums = [None if x is None else (x * mask).sum(1, keepdim=True) for x in logps]
-    return mask.any(1, keepdim=True).int(), *sums
 
 
 def clip_ratios(where, weight):
@@ -108,7 +99,7 @@ def corrected(advantages, part, logps, old_logps, args):
     """The advantages, (n, 1 or R), as two flags correct them; by default as they are."""
     if args.off_policy_mask_threshold:
         advantages = near_sampler(advantages, part, logps, args)
-    if args.sampler_correction != "none" or args.rollout_is_threshold:
+    if args.sampler_correction != "none":
         part.sampler_weights = sampler_weights(part, old_logps, args)
         advantages = part.sampler_weights * advantages
     return advantages
@@ -127,8 +118,6 @@ def sampler_weights(part, old_logps, args):
     weight 1, as in TRL.
     """
     log_ratio = (old_logps - part.sampling_logps) * part.mask                           # (n, R)
-    if args.rollout_is_threshold:
-        return like_the_ratio(log_ratio, part.mask, args).exp().clamp(max=args.rollout_is_threshold)
     level, _, bound = args.sampler_correction.partition("_")
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True)                                      # (n, 1)
@@ -136,15 +125,6 @@ def sampler_weights(part, old_logps, args):
     if bound == "truncate":
         return weights.clamp(low, high)
     return weights.masked_fill((weights < low) | (weights > high), 0.0)
-
-
-def like_the_ratio(log_ratio, mask, args):
-    """--rollout_is_threshold's level, that of the loss's ratio: then both make pi / pi_sampler."""
-    if args.loss_type == "r1":
-        return log_ratio.sum(1, keepdim=True)
-    if args.importance_sampling_level == "sequence" or args.loss_type == "gmpo":
-        return log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    return log_ratio
 
 
 def near_sampler(advantages, part, logps, args):
@@ -207,10 +187,6 @@ def refuse_contradictions(args):
          "vllm writes a completion in one go; choose --sampler fast"),
         (args.tool and by_steps, "--supervision process looks for steps of arithmetic in a whole "
          "reply, a tool's words too; leave --supervision or --tool out"),
-        (0 < args.rollout_is_threshold < 1, f"--rollout_is_threshold {args.rollout_is_threshold} "
-         "would scale down every token; give 1 or more, or 0 for none"),
-        (args.sampler_correction != "none" and args.rollout_is_threshold, "--sampler_correction "
-         "and --rollout_is_threshold weight the same tokens; leave one of the two out"),
         (not args.sampler_ratio_min <= 1 <= args.sampler_ratio_max, f"--sampler_ratio_min "
          f"{args.sampler_ratio_min} and --sampler_ratio_max {args.sampler_ratio_max} leave out the "
          "weight 1 of a sampler that is the policy; give bounds around 1"),

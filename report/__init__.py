@@ -4,9 +4,9 @@
 `python -m report.page out/run_a` writes the page to look into a run.
 """
 from .command_line import Parser, folder_name, sentence, user_errors
-from .metrics import describe, drift, mean_metrics, rollout_metrics, sum_metrics
+from .metrics import describe, rollout_metrics
 from .report import Report
 from .text import UserError, printable, reason
 
-__all__ = ["Parser", "Report", "UserError", "describe", "drift", "folder_name", "mean_metrics",
-           "printable", "reason", "rollout_metrics", "sentence", "sum_metrics", "user_errors"]
+__all__ = ["Parser", "Report", "UserError", "describe", "folder_name", "printable", "reason",
+           "rollout_metrics", "sentence", "user_errors"]

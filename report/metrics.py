@@ -2,6 +2,7 @@
 import math
 import warnings
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -70,60 +71,101 @@ def training_time(row):
                and name not in ("timing_s/eval", "timing_s/checkpoint"))
 
 
+# --- metrics of an optimizer step, by their kind --------------------------------------------------
+# Each micro-batch of each rank has a part of them; `joined` makes one of the parts. Fields are
+# tensors or floats: a GPU is still at work on them, and only the end is waited for.
+
+
+class Share(NamedTuple):
+    """A part of a number of the whole step, divided by the step's totals: the parts add up."""
+    part: float
+
+    def value(self):
+        return self.part
+
+
+class Mean(NamedTuple):
+    """Sum and count of what it is the mean of."""
+    sum: float
+    count: float
+
+    def value(self):
+        return self.sum / max(self.count, 1)
+
+
+class Std(NamedTuple):
+    """The sample std, n-1, of numbers of which these are the sums."""
+    sum: float
+    squares: float
+    count: float
+
+    def value(self):        # rounding may bring the variance below 0
+        variance = self.squares - self.sum**2 / max(self.count, 1)
+        return math.sqrt(max(variance, 0.0) / max(self.count - 1, 1))
+
+
+class EffectiveShare(NamedTuple):
+    """Kish's effective sample size of weights, as a share: 1 if all are equal, 0 if all are 0."""
+    sum: float
+    squares: float
+    count: float
+
+    def value(self):
+        return self.sum**2 / (max(self.count, 1) * self.squares or 1)
+
+
+class Max(NamedTuple):
+    """The largest."""
+    largest: float
+
+    def value(self):
+        return self.largest
+
+
+def joined(parts):
+    """{name: metric as floats} of dicts of metrics; TypeError for a number that has no kind."""
+    found = {}
+    for part in parts:
+        for name, metric in part.items():
+            if not isinstance(metric, (Share, Mean, Std, EffectiveShare, Max)):
+                raise TypeError(f"the metric {name} is {metric!r}; make it a Share, a Mean or a "
+                                "Max, which say how the parts of a step become one")
+            found.setdefault(name, []).append(metric)
+    one = {}
+    for name, metrics in found.items():
+        if isinstance(metrics[0], Max):
+            fields = [torch.stack([torch.as_tensor(metric.largest) for metric in metrics]).amax()]
+        else:
+            fields = map(sum, zip(*metrics))
+        one[name] = type(metrics[0])(*map(float, fields))
+    return one
+
+
 def no_clips(delta):
     """The share of a rank, or of a step, that reads no completion: nothing is clipped."""
     names = ["low", "high", "region"]
     if delta is not None:
         names.append("delta")
-    return {"loss": 0.0} | {f"clip_ratio/{name}_mean": 0.0 for name in names}
+    return {name: Share(0.0) for name in ("loss", *(f"clip_ratio/{side}_mean" for side in names))}
 
 
-def sum_metrics(shares, world):
-    """The metrics of an optimizer step from those of its micro-batches, of all ranks.
-
-    Each has its share of the loss and of its metrics, so these add up; of a maximum (*_max) take
-    the largest. Those of drift() are then divided by the number of tokens, or of completions.
-    """
-    total = combine(world.gather([combine(shares, sum)]), sum)
-    num_tokens = max(total.pop("tokens", 0), 1)
-    divisors = dict.fromkeys(PER_TOKEN, num_tokens)
-    divisors["rollout_log_ratio_mean"] = max(total.pop("completions", 0), 1)
-    squares = total.pop("rollout_probs_diff_squares", None)
-    if squares is not None:             # the sample std; rounding may bring the variance below 0
-        variance = squares - total["rollout_probs_diff_mean"]**2 / num_tokens
-        total["rollout_probs_diff_std"] = math.sqrt(max(variance, 0.0) / max(num_tokens - 1, 1))
-    squares = total.pop("rollout_is_squares", None)
-    if squares is not None:             # a share: 1 if all weights are equal, 0 if all are 0
-        share = total["rollout_is_mean"]**2 / (num_tokens * squares or 1)
-        total["rollout_is_eff_sample_size"] = share
-    return {name: value / divisors.get(name, 1) for name, value in total.items()}
+def over_ranks(parts, world):
+    """The metrics of an optimizer step from those of its micro-batches, of all ranks."""
+    return joined(world.gather([joined(parts)]))
 
 
-def mean_metrics(updates):
-    """The mean of each metric over a step's updates; of a maximum (*_max), the largest.
+def over_updates(updates):
+    """{name: number}: the mean of each metric over a step's updates; of a maximum, the largest.
 
     An update whose advantages are all 0 has no token, hence no entropy, say: average over the
     updates that have one.
     """
-    return combine(updates, fmean)
-
-
-def combine(parts, how):
-    """Each metric of the parts that have it: the largest of a maximum, others by `how`; floats.
-
-    A GPU is still at work on the values of the parts: only the result is waited for.
-    """
-    values = {}
-    for part in parts:
-        for name, value in part.items():
-            values.setdefault(name, []).append(value)
-    combined = {}
-    for name, of_name in values.items():
-        if name.endswith("_max"):
-            combined[name] = float(torch.stack([torch.as_tensor(one) for one in of_name]).amax())
-        else:
-            combined[name] = float(how(of_name))
-    return combined
+    found = {}
+    for update in updates:
+        for name, metric in update.items():
+            found.setdefault(name, []).append(metric)
+    return {name: (max if isinstance(metrics[0], Max) else fmean)(
+        metric.value() for metric in metrics) for name, metrics in found.items()}
 
 
 def describe(rollout, tokenizer, num_generations):
@@ -182,32 +224,38 @@ def token_texts(ids, tokenizer):
     return texts
 
 
-PER_TOKEN = ("entropy", "ppo_kl", "rollout_probs_diff_mean", "rollout_is_mean", "teacher_kl")
-
-
 @torch.no_grad()
 def drift(part, logps, old_logps, entropy):
-    """A micro-batch's share of the metrics that tell how far the distributions have moved.
+    """A micro-batch's part of the metrics that tell how far the distributions have moved.
 
-    Sums over its tokens, which sum_metrics divides by the number of "tokens": entropy, in nats;
-    ppo_kl, log pi_old - log pi; rollout_probs_diff, between the probabilities of sampler and
-    trainer, and its square: 0 up to rounding, or one of the two is wrong; rollout_is, the weight
-    between the two, and its square, for Kish's effective sample size, (sum w)² / sum w², as a share
-    of the tokens (verl's); teacher_kl, log pi_old - log pi_teacher. Over "completions":
-    rollout_log_ratio, the absolute log of the product of a completion's weights, before any bound.
-    Completions without a gradient are in no micro-batch, and so not in these means.
+    Means over its tokens: entropy, in nats; ppo_kl, log pi_old - log pi; rollout_probs_diff,
+    between the probabilities of sampler and trainer: 0 up to rounding, or one of the two is wrong;
+    teacher_kl, log pi_old - log pi_teacher; rollout_is, the weight between sampler and trainer,
+    and Kish's effective sample size, (sum w)² / sum w², as a share of the tokens (verl's). Over
+    completions: rollout_log_ratio, the absolute log of the product of a completion's weights,
+    before any bound. Completions without a gradient are in no micro-batch, and so not in these.
     """
+    tokens, completions = part.mask.sum(), part.mask.any(1).sum()
+
+    def total(x):
+        return (x * part.mask).sum()
+
     log_ratio = ((old_logps - part.sampling_logps) * part.mask).sum(1).abs()            # (n,)
     difference = (old_logps.exp() - part.sampling_logps.exp()).abs() * part.mask
-    values = {"entropy": entropy, "ppo_kl": old_logps - logps,
-              "rollout_probs_diff_mean": difference}
+    metrics = {
+        "entropy": Mean(total(entropy), tokens),
+        "ppo_kl": Mean(total(old_logps - logps), tokens),
+        "rollout_probs_diff_mean": Mean(total(difference), tokens),
+        "rollout_probs_diff_max": Max(difference.max()),
+        "rollout_probs_diff_std": Std(total(difference), difference.square().sum(), tokens),
+        "rollout_log_ratio_mean": Mean(log_ratio.sum(), completions),
+        "rollout_log_ratio_max": Max(log_ratio.max()),
+    }
     if part.teacher_logps is not None:
-        values["teacher_kl"] = old_logps - part.teacher_logps
-    if part.sampler_weights is not None:
-        values["rollout_is_mean"] = part.sampler_weights
-        values["rollout_is_squares"] = part.sampler_weights.square()
-    sums = {name: (value * part.mask).sum() for name, value in values.items()}
-    return sums | {"tokens": part.mask.sum(), "rollout_probs_diff_max": difference.max(),
-                   "rollout_probs_diff_squares": difference.square().sum(),
-                   "completions": part.mask.any(1).sum(), "rollout_log_ratio_max": log_ratio.max(),
-                   "rollout_log_ratio_mean": log_ratio.sum()}
+        metrics["teacher_kl"] = Mean(total(old_logps - part.teacher_logps), tokens)
+    weights = part.sampler_weights
+    if weights is not None:
+        metrics["rollout_is_mean"] = Mean(total(weights), tokens)
+        metrics["rollout_is_eff_sample_size"] = EffectiveShare(
+            total(weights), total(weights.square()), tokens)
+    return metrics

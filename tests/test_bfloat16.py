@@ -80,7 +80,7 @@ def test_autocast_keeps_no_copies_of_weights():
 @pytest.mark.parametrize("flags", [
     "--fast 0 --supervision process --entropy_coef 0.1 --loss_type dapo",
     "--lora_rank 4 --gradient_checkpointing --mask_truncated_completions --beta 0",
-    "--importance_sampling_level sequence --rollout_is_threshold 2 --kl_in_reward",
+    "--importance_sampling_level sequence --sampler_correction token_truncate --kl_in_reward",
 ])
 def test_ratios_are_exactly_1_while_the_policy_has_not_moved(flags, tmp_path, monkeypatch):
     calls, loss = [], train_grpo.grpo_loss
@@ -123,13 +123,11 @@ def test_the_parts_of_a_step_by_hand(six):
 # --- weights between sampler and trainer ----------------------------------------------------------
 
 
-THRESHOLD, CORRECTION = "--rollout_is_threshold 1.5", "--sampler_correction"
+CORRECTION = "--sampler_correction"
 
 
 @pytest.mark.parametrize("flags, expected", [
-    (THRESHOLD, [1.5, 0.5, 0.25, 1]), (f"{THRESHOLD} --loss_type gmpo", [0.25 ** (1 / 3)]),
-    (f"{THRESHOLD} --importance_sampling_level sequence", [0.25 ** (1 / 3)]),
-    (f"{THRESHOLD} --loss_type r1", [0.25]), (f"{CORRECTION} token_mask", [2, 0.5, 0.25, 1]),
+    (f"{CORRECTION} token_mask", [2, 0.5, 0.25, 1]),
     (f"{CORRECTION} token_truncate --sampler_ratio_max 1.5", [1.5, 0.5, 0.25, 1]),
     (f"{CORRECTION} token_truncate --sampler_ratio_min 0.4", [2, 0.5, 0.4, 1]),
     (f"{CORRECTION} token_mask --sampler_ratio_max 1.5 --sampler_ratio_min 0.4", [0, 0.5, 0, 1]),
@@ -208,7 +206,8 @@ def test_importance_weights_multiply_the_policy_term_alone(six, policy, loss_typ
     else:
         six.old_logps = six.sampling_logps
     six.sampling_logps = six.sampling_logps - ratios.log()
-    weighted, metrics = gradient(policy, six, token_logps, rollout_is_threshold=2.0, **options)
+    weighted, metrics = gradient(policy, six, token_logps, sampler_correction="token_truncate",
+                                 sampler_ratio_max=2.0, **options)
     counted = six.mask.bool()
     assert metrics["rollout_is_mean"] == pytest.approx(weights[counted].mean().item(), rel=1e-4)
     share = weights[counted].mean() ** 2 / weights[counted].square().mean()

@@ -300,6 +300,34 @@ def test_a_delta_is_refused_where_the_bound_has_none(loss_type):
         grpo_loss(logps, old_logps, advantages, mask, loss_type=loss_type, delta=3.0)
 
 
+OWN_LOSSES = """
+def quarter(ratio, advantages, logps, mask, *, epsilon_low, scale=0.25, **unused):
+    nowhere = ratio < 0
+    return -scale * ratio * advantages, {"low": nowhere, "high": ratio > 1 + epsilon_low}
+
+def constant(logps, old_logps, advantages, mask, *, num_sequences=None, **options):
+    return logps.sum() * 0 + num_sequences, {"seen": mask.sum()}
+"""
+
+
+def test_a_bound_and_a_whole_loss_of_ones_own(own_module, monkeypatch):
+    own_module("own_losses", OWN_LOSSES)
+    for table in ("BOUNDS", "LOSS_TYPES"):
+        monkeypatch.setattr(train_grpo, table, dict(getattr(train_grpo, table)))
+    logps, old_logps, advantages, mask, *_ = random_case(1)
+    names = [f"own_losses:{name}" for name in ("quarter", "constant")]
+    assert [train_grpo.parse_args(["--loss_type", name]).loss_type for name in names] == names
+    found, metrics = grpo_loss(logps, old_logps, advantages, mask, loss_type=names[0])
+    rows = [-0.25 * a * (row.exp() * of_row).sum() / of_row.sum() for a, row, of_row in zip(
+        advantages, logps - old_logps, mask) if of_row.any()]
+    assert found.item() == pytest.approx(sum(rows).item() / len(mask), rel=1e-12)
+    high = ((logps - old_logps).exp() > 1.2) * mask
+    assert metrics["clip_ratio/high_mean"].item() == pytest.approx((high.sum() / mask.sum()).item())
+    loss, metrics = grpo_loss(logps, old_logps, advantages, mask, loss_type=names[1],
+                              num_sequences=7)
+    assert loss == 7 and metrics == {"seen": mask.sum()}
+
+
 def test_the_objective_runs_as_a_cell_after_the_imports():
     source = Path(train_grpo.__file__).read_text(encoding="utf-8")
     names, logps = {}, torch.randn(4, 3, requires_grad=True)

@@ -2,6 +2,7 @@ import io
 import json
 import sys
 import time
+from statistics import stdev
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,17 @@ from conftest import report_args, write
 from model import World
 from report import Report, UserError, describe, user_errors
 from report.curves import Run, draw_curves, draw_time, finish, smooth
-from report.metrics import mean_metrics, rollout_metrics, sum_metrics, token_texts
+from report.metrics import (
+    EffectiveShare,
+    Max,
+    Mean,
+    Share,
+    Std,
+    over_ranks,
+    over_updates,
+    rollout_metrics,
+    token_texts,
+)
 from report.report import one_group
 
 
@@ -268,14 +279,25 @@ def test_metrics_of_a_rollout_by_hand():
     assert reward != reward
 
 
-def test_shares_of_a_step_add_up_over_ranks_and_updates_are_averaged():
+def weight(w):
+    return EffectiveShare(w, w**2, 1)
+
+
+def test_parts_of_a_step_join_over_ranks_by_their_kind_and_updates_are_averaged():
     two_ranks = SimpleNamespace(gather=lambda rows: rows * 2)
-    shares = [{"loss": 0.0}, {"loss": 1.5, "entropy": torch.tensor(6.0), "tokens": torch.tensor(2),
-                              "rollout_probs_diff_max": 0.25}, {"rollout_probs_diff_max": 0.5}]
-    assert sum_metrics(shares, two_ranks) == {
-        "loss": 3.0, "entropy": 3.0, "rollout_probs_diff_max": 0.5}
-    assert mean_metrics([{"kl": 1.0, "x_max": 2.0}, {"kl": 4.0}, {"x_max": 1.0}]) == {
-        "kl": 2.5, "x_max": 2.0}
+    parts = [
+        {"loss": Share(0.0)},
+        {"loss": Share(1.5), "entropy": Mean(torch.tensor(6.0), torch.tensor(2)),
+         "largest": Max(torch.tensor(0.25)), "spread": Std(1.0, 1.0, 1), "weights": weight(1.0)},
+        {"largest": Max(0.5), "spread": Std(3.0, 9.0, 1), "weights": weight(3.0)}]
+    of_step = over_ranks(parts, two_ranks)
+    assert {name: metric.value() for name, metric in of_step.items()} == {
+        "loss": 3.0, "entropy": 3.0, "largest": 0.5, "spread": stdev([1, 3, 1, 3]),
+        "weights": 8**2 / 4 / 20}
+    updates = [{"kl": Mean(2.0, 2), "x": Max(2.0)}, {"kl": Mean(4.0, 1)}, {"x": Max(1.0)}]
+    assert over_updates(updates) == {"kl": 2.5, "x": 2.0}
+    with pytest.raises(TypeError, match="kl is 1.0; make it a Share, a Mean"):
+        over_ranks([{"kl": 1.0}], two_ranks)
 
 
 class Bytes:

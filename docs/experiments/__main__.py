@@ -32,7 +32,6 @@ import numpy as np
 from dataset.guess import LARGEST
 from report import UserError, user_errors
 from report.command_line import COUNT
-from report.metrics import mean_metrics
 from report.text import columns, is_finite, read_jsonl, rounded, to_line
 
 from .figures import draw, draw_against_tokens, draw_arrows, draw_bars
@@ -274,7 +273,9 @@ def summary(run_dir, names):
         replies.setdefault(row["step"], []).append(behaviour(row))
     rows = read_jsonl(run_dir / "metrics.jsonl")
     for row in rows:
-        row |= mean_metrics(replies[row["step"]])
+        of_step = replies[row["step"]]
+        row |= {name: fmean(reply[name] for reply in of_step if name in reply)
+                for name in {name for reply in of_step for name in reply}}
         if "entropy" in row and "kl" in row:
             # kl, k3, is on average log pi - log pi_ref, so this is log pi_ref.
             row["likelihood"] = -row["entropy"] - row["kl"]

@@ -23,7 +23,6 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from model import objective
 from report import user_errors
 from report.text import read_jsonl, rounded, to_line
 from train_grpo import AVERAGES as DIVISORS
@@ -205,7 +204,7 @@ RATIOS = {      # name: loss_type, level of the ratio, epsilons
     "CISPO": ("cispo", "token", {"epsilon_low": 0.2, "epsilon_high": 5.0}),
     "SAPO": ("sapo", "token", {"epsilon_low": 0.2, "epsilon_high": 0.2}),
     "GMPO": ("gmpo", "token", {"epsilon_low": 0.4, "epsilon_high": 0.4}),
-    "product of ratios": ("r1", "sequence", FREE)}
+    "product of ratios": ("luspo", "sequence", FREE)}
 KLS = {"k1": ("k1", False), "k2": ("k2", False), "k3": ("k3", False), "corrected k3": ("k3", True)}
 UPDATES = 0, 1, 4, 16, 64
 
@@ -213,10 +212,12 @@ UPDATES = 0, 1, 4, 16, 64
 def policy_loss(logps, old_logps, advantages, mask, name):
     """The loss of each answer, (n,), a sum over its tokens."""
     loss_type, level, epsilons = RATIOS[name]
-    if loss_type == "r1":
-        mask, logps, old_logps = objective.as_one_action(advantages, mask, logps, old_logps)
+    if name == "product of ratios":     # r1's: an answer is one action
+        logps, old_logps = ((x * mask).sum(1, keepdim=True) for x in (logps, old_logps))
+        mask = mask.any(1, keepdim=True).int()
     ratio = importance_ratio(logps, old_logps, mask, level=level)
-    loss, _ = BOUNDS[LOSS_TYPES[loss_type][0]](ratio, advantages, logps, mask, **epsilons)
+    bound, _, numbers = LOSS_TYPES[loss_type]
+    loss, _ = BOUNDS[bound](ratio, advantages, logps, mask, **epsilons, **numbers)
     return (loss * mask).sum(1)
 
 
