@@ -42,6 +42,8 @@ import inspect
 import math
 import os
 from collections import defaultdict
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,24 +52,36 @@ from types import SimpleNamespace
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import torch
+import torch.distributed as dist
 
 from dataset import batches_from, read_prompts
-from model import MiniMindForCausalLM, Saver, World, eos_token_ids, fast, objective, sampler
+from model import Saver, World, eos_token_ids, load_pretrained, load_tokenizer, objective, sample
 from model.fast.vllm_engine import Engine
+from model.lora import AdaptersOff, with_adapters
 from model.objective import choice
-from model.processes.models import load_models, load_teacher, sync_reference
+from model.processes.backends import load_frozen, with_backend
 from model.processes.run import Run
 from model.processes.watch import all_or_none
-from model.processes.world import for_learning, for_sampling, rank_and_size
+from model.processes.world import A_YEAR, rank_and_size
 from model.rollout import Minibatch, Rollout
 from model.storage.read import find_weights
 from report import Parser, UserError, folder_name, user_errors
 from report.command_line import COUNT, COUNT_OR_0, FINITE, POSITIVE, POSITIVE_OR_0, number
 from report.metrics import Mean, Share, drift, no_clips, over_ranks, over_updates
-from reward import baselines, combine_rewards, load_reward_funcs, load_tool
-from reward.baselines import BASELINES, SCALES, from_best, nanstd, rows_to_learn_from
+from report.text import to_json
+from reward import combine_rewards, load_reward_funcs, load_tool
+from reward.baselines import BASELINES, SCALES, from_best, nanstd
 from reward.combine import import_function
-from reward.steps import process_supervision
+from run import edges
+from run.edges import (
+    gdpo,
+    kl_in_reward,
+    moving_reference,
+    oversample,
+    process,
+    sampler_correction,
+    teacher,
+)
 
 # --- the objective --------------------------------------------------------------------------------
 # First the advantages, and the mask of a completion's own tokens. Then the loss, three choices:
@@ -262,9 +276,13 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     """log pi(token | all before) of the last R = num_completion_tokens of input_ids (N, T): (N, R).
 
     With `with_entropy` also the entropy of each of these distributions, (N, R), in nats. Both are
-    float32, and 0 at padding. A run calls this only with --sampler plain.
+    float32, and 0 at padding.
     """
     R = num_completion_tokens
+    own_token_logps = getattr(model, "own_token_logps", None)
+    if own_token_logps is not None:     # model/fast's: the same numbers in less time
+        return own_token_logps(model, input_ids, attention_mask, R, temperature=temperature,
+                               with_entropy=with_entropy)
     # The logits at position t predict token t+1, so read those at positions P-1 ... T-2.
     logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, :-1]             # (N, R, V)
     all_logps = (logits.float() / temperature).log_softmax(-1)
@@ -276,34 +294,33 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 
 
 # --- the functions of a step ----------------------------------------------------------------------
-# `sample` and `logps_of` run the policy, in the precision of --dtype: see prepare and choose_pair.
+# world.working() surrounds what runs a network: matrix products are in the precision of --dtype.
 
 
-def generate(model, batch, tokenizer, sample, rng, args, num_generations=None, greedy=False,
+def generate(policy, batch, tokenizer, rng, world, args, num_generations=None, greedy=False,
              tool=None):
     """Step 1: G completions of each prompt, as a Rollout. rng is on the policy's device."""
-    G, eos_ids = num_generations or args.num_generations, eos_token_ids(model, tokenizer)
-    turns = None if tool is None else tool.turns(batch, G, rng)
-    sample = sample if turns is None else partial(sample, tool=turns)   # reward/turns.py
-    completion_ids, logps, *drawn = sample(
-        model, batch["prompt_ids"].to(rng.device), batch["prompt_mask"].to(rng.device),
-        num_generations=G, max_new_tokens=args.max_gen_len, temperature=args.temperature,
-        eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id or 0, generator=rng,
-        greedy=greedy)                                                                  # (N, R)
+    G, eos_ids = num_generations or args.num_generations, eos_token_ids(policy, tokenizer)
+    turns = tool and tool.turns(batch, G, rng)      # reward/turns.py; None by default
+    with world.working():
+        completion_ids, logps, *drawn = sample(
+            policy, batch["prompt_ids"].to(rng.device), batch["prompt_mask"].to(rng.device),
+            num_generations=G, max_new_tokens=args.max_gen_len, temperature=args.temperature,
+            eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id or 0, generator=rng,
+            greedy=greedy, tool=turns)                                                  # (N, R)
     mask = completion_mask(completion_ids, eos_ids)                                     # (N, R)
     return Rollout.of(batch, completion_ids, mask, logps, eos_ids, tokenizer, turns, *drawn)
 
 
 @torch.no_grad()
-def compute_logps(model, rollout, logps_of, args):
-    """Step 2: log-probs of all completions, (N, R). None without a model: beta 0, no reference."""
-    if model is None:
-        return None
+def compute_logps(model, rollout, world, args):
+    """Step 2: log-probs of all completions, (N, R)."""
     logps = torch.zeros_like(rollout.sampling_logps)
     for rows in torch.arange(len(logps), device=logps.device).split(args.micro_batch_size):
         part = rollout.select(rows)
-        logps[rows, :part.mask.shape[1]] = logps_of(
-            model, *part.sequences(), temperature=args.temperature)
+        with world.working():
+            logps[rows, :part.mask.shape[1]] = token_logps(
+                model, *part.sequences(), temperature=args.temperature)
     return logps
 
 
@@ -314,33 +331,36 @@ def compute_rewards(rollout, reward_funcs, reward_weights):
                            **rollout.columns)
 
 
-def compute_advantages(rollout, tokenizer, world, args):
-    """Step 3: advantages, (N,), or (N, R) with a teacher or (by tokenizer) process supervision."""
-    if args.teacher_path:
-        return baselines.towards_teacher(rollout)
-    rewards = rollout.rewards
-    if args.kl_in_reward:
-        rewards = baselines.minus_kl(rollout, kl_penalty, args)
-    if args.supervision == "process":
-        return process_supervision(rollout, rewards, tokenizer, args)
-    if args.multi_objective_aggregation == "normalize_then_sum":
-        return baselines.normalize_then_sum(rollout, group_advantages, world, args)
+def compute_advantages(rollout, world, args):
+    """Step 3: the advantage of each completion, (N,)."""
     batch_std = None
     if args.scale_rewards == "batch":
-        batch_std = nanstd(torch.tensor(world.gather(rewards.tolist())))
-    advantages = group_advantages(rewards, args.num_generations, batch_std=batch_std,
+        batch_std = nanstd(torch.tensor(world.gather(rollout.returns.tolist())))
+    advantages = group_advantages(rollout.returns, args.num_generations, batch_std=batch_std,
                                   scale_rewards=args.scale_rewards,
                                   advantage_estimator=args.advantage_estimator)
     return advantages.to(rollout.mask.device)
 
 
 def minibatches(rollout, world, args):
-    """Step 4: a Minibatch for each optimizer step of a pass; none if no rank has a reward."""
-    if not args.teacher_path and not world.sum((~rollout.rewards.isnan()).sum()):
+    """Step 4: a Minibatch for each optimizer step of a pass; none if no rank has a reward.
+
+    Rows are cut evenly, in order: a group may fall into two of them. Not kept are cut-off ones with
+    --mask_truncated_completions. Only kept ones that have a gradient are read: without a KL or an
+    entropy bonus, those whose advantage is not 0. With --shard every row is: a rank that makes
+    fewer passes would leave the others waiting for its part of the weights.
+    """
+    if not world.sum((~rollout.returns.isnan()).sum()):
         return []
-    # By default all rows are chosen and kept, and all of them have a gradient, from the KL.
-    chosen, kept, has_gradient = rows_to_learn_from(rollout, args)
-    updates = []
+    kept = rollout.ended if args.mask_truncated_completions else torch.ones_like(rollout.ended)
+    has_gradient = kept                                                                 # (N,)
+    if "ref_logps" not in rollout.per_token and not args.entropy_coef:
+        has_gradient = kept & rollout.advantages.view(len(kept), -1).any(1)
+    if args.shard:
+        has_gradient = torch.ones_like(kept)
+    chosen, updates = rollout.chosen, []
+    if chosen is None:
+        chosen = torch.arange(len(kept), device=kept.device)
     for rows in chosen.tensor_split(min(args.num_minibatches, len(chosen))):
         # The loss is divided by the numbers of all rows and all kept tokens, read or not.
         totals = torch.tensor([len(rows), (rollout.lengths * kept)[rows].sum()])
@@ -352,49 +372,54 @@ def minibatches(rollout, world, args):
 
 
 @torch.no_grad()
-def compute_old_logps(policy, updates, logps_of, args):
+def compute_old_logps(policy, updates, world, args):
     """Step 4: log pi_old, (n, R), of each micro-batch as it will be read: so ratios start at 1."""
     for minibatch in updates:
         for part in minibatch.micro_batches:
-            part.old_logps = logps_of(policy, *part.sequences(), temperature=args.temperature)
+            with world.working():
+                part.old_logps = token_logps(policy, *part.sequences(),
+                                             temperature=args.temperature)
 
 
-def update_policy(policy, optimizer, updates, logps_of, world, args):
+def update_policy(policy, optimizer, updates, before_loss, loss_options, world, args):
     """Step 4: an optimizer step on each Minibatch, `num_iterations` times; metrics as numbers."""
     if len(updates) * args.num_iterations > 1:      # else the policy is still pi_old: see below
         world.phase("old_logps")
-        compute_old_logps(policy, updates, logps_of, args)
+        compute_old_logps(policy, updates, world, args)
         world.phase("update")
     metrics = []
     for _ in range(args.num_iterations):
         for minibatch in updates:
-            metrics.append(optimizer_step(policy, optimizer, minibatch, logps_of, world, args))
+            metrics.append(optimizer_step(policy, optimizer, minibatch, before_loss, loss_options,
+                                          world, args))
     return over_updates(metrics)
 
 
-def optimizer_step(policy, optimizer, minibatch, logps_of, world, args):
+def optimizer_step(policy, optimizer, minibatch, before_loss, loss_options, world, args):
     """Step 4: one gradient step, its norm bounded; metrics by their kind, report/metrics.py."""
     metrics = [no_clips(args.delta)]        # and those of each micro-batch; a rank may have none
     for part in minibatch.micro_batches:
-        logps, entropy = logps_of(policy, *part.sequences(), temperature=args.temperature,
-                                  with_entropy=True)                                    # (n, R)
+        with world.working():
+            logps, entropy = token_logps(
+                policy, *part.sequences(), temperature=args.temperature, with_entropy=True)
         if not args.entropy_coef:           # then it is nothing but a metric
-            entropy = entropy.detach()
+            entropy = entropy.detach()                                                  # (n, R)
         # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
         old_logps = logps.detach() if part.old_logps is None else part.old_logps
         advantages = part.advantages.view(len(logps), -1)                       # (n, 1 or R)
-        # By default they stay as they are: model/objective.py.
-        advantages = objective.corrected(advantages, part, logps, old_logps, args)
+        part = replace(part, old_logps=old_logps, advantages=advantages)
+        for change in before_loss:          # none by default
+            metrics.append(change(part, logps))
         loss, of_loss = grpo_loss(
-            logps, old_logps, advantages, part.mask, ref_logps=part.ref_logps,
-            **minibatch.totals, **loss_options(args))
+            logps, part.old_logps, part.advantages, part.mask,
+            ref_logps=part.per_token.get("ref_logps"), **minibatch.totals, **loss_options)
         if args.entropy_coef:           # a bonus: the mean entropy of a token
             total = (entropy * part.mask).sum()
             loss = loss - args.entropy_coef * total / minibatch.totals["num_tokens"]
         loss.backward()
         of_loss = {name: Share(value) for name, value in of_loss.items()}
         metrics.append({"loss": Share(loss.detach())} | of_loss
-                       | drift(part, logps, old_logps, entropy))
+                       | drift(part, logps, entropy))
     world.sum_gradients(policy)
     grad_norm = world.clip_gradients(policy, args.grad_clip)
     if grad_norm.isfinite():        # the same on every rank: all take the step, or all skip it
@@ -407,21 +432,26 @@ def grpo_step(t, batch, step, lr):
     """A step of GRPO on a batch of prompts, with what `prepare` returns; (rollout, metrics)."""
     args, world = t.args, t.world
     world.phase("rollout")          # 1. ask: G completions of every prompt
-    rollout = generate(t.policy, batch, t.tokenizer, t.sample, world.rng(step), args, tool=t.tool)
+    rollout = generate(t.policy, batch, t.tokenizer, world.rng(step), world, args, tool=t.tool)
     world.phase("ref_logps")        # 2. remember: log-probs under the reference
-    rollout.ref_logps = compute_logps(t.reference, rollout, t.logps_of, args)
-    if args.kl_in_reward or args.teacher_path:
-        rollout.policy_logps = compute_logps(t.policy, rollout, t.logps_of, args)
-        rollout.teacher_logps = compute_logps(t.teacher, rollout, t.logps_of, args)
+    for name, model in t.remembered.items():
+        rollout.per_token[name] = compute_logps(model, rollout, world, args)
     world.phase("reward")           # 3. judge: rewards, then advantages within each group
     rollout.rewards, rollout.rewards_per_func = compute_rewards(
         rollout, t.reward_funcs, args.reward_weights)
-    rollout.advantages = compute_advantages(rollout, t.tokenizer, world, args)
+    rollout.returns = rollout.rewards
+    for change in t.before_advantages:      # these lists are empty, unless an edge is on: see EDGES
+        change(rollout)
+    rollout.advantages = compute_advantages(rollout, world, args)
+    for change in t.after_advantages:
+        change(rollout)
     world.phase("update")           # 4. learn: minibatches, then clipped gradient steps
     updates = minibatches(rollout, world, args)
     t.optimizer.param_groups[0]["lr"] = lr
-    metrics = update_policy(t.policy, t.optimizer, updates, t.logps_of, world, args)
-    sync_reference(t.reference, t.policy, step, args)
+    metrics = update_policy(t.policy, t.optimizer, updates, t.before_loss, t.loss_options, world,
+                            args)
+    for change in t.after_step:
+        change(step)
     world.phase(None)
     return rollout, metrics | {"learning_rate": lr}
 
@@ -430,15 +460,15 @@ def grpo_step(t, batch, step, lr):
 @all_or_none                        # what ends one rank ends all of them
 def main(argv=None):
     args = parse_args(argv)
-    world = World(args.device, args.dtype, args.seed, args.hang_timeout)
+    world = join_processes(args)
     saver = Saver(Path(args.out_dir) / args.run_name, world, args)
-    t = prepare(args, world)        # models, optimizer, rewards, and what runs the policy
+    t = prepare(args, world)        # models, optimizer, rewards, and the edges that are on
     steps_done, num_tokens = 0, 0
     if args.resume:
-        steps_done, num_tokens = saver.resume(t.policy, t.optimizer, t.reference)
+        steps_done, num_tokens = saver.resume(t.policy, t.optimizer, t.saved)
     collate, problems, heldout = read_prompts(args, t.tokenizer)
-    batches, last_step = batches_from(steps_done + 1, problems, collate, world, args)
-    evaluate_at = partial(evaluate, t.policy, heldout, t.eval_funcs, collate, t.sample, world, args,
+    batches, last_step = batches_from(steps_done + 1, problems, collate, t.num_prompts, world, args)
+    evaluate_at = partial(evaluate, t.policy, heldout, t.eval_funcs, collate, world, args,
                           tool=t.tool)
     if args.eval_only:
         world.print_json(evaluate_at(steps_done)[0])
@@ -457,45 +487,91 @@ def main(argv=None):
 # --- what one looks up: loading, evaluation -------------------------------------------------------
 
 
+# What the step does not know, each option whole in a module, in the order of their changes.
+EDGES = [kl_in_reward, process, gdpo, teacher, oversample, sampler_correction, moving_reference]
+
+
+def join_processes(args):
+    """The processes that torchrun started, or this one alone, each with a device of its own."""
+    world = World(args.device, args.dtype, args.seed, args.hang_timeout)
+    if world.size > 1:
+        on_cuda = world.device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_cuda else "gloo", timeout=timedelta(seconds=world.hang_timeout or A_YEAR),
+            device_id=world.device if on_cuda else None)
+    return world
+
+
 def prepare(args, world):
-    """What a step takes: models, optimizer, rewards, and the two functions that run the policy."""
-    tokenizer, policy, reference = load_models(args, world)
+    """What a step takes: models, optimizer, rewards, and the changes of the edges that are on."""
+    # Else some rank waits for the others, or learns something else, unnoticed.
+    world.agree(**{f"--{name}": value for name, value in to_json(vars(args)).items()
+                   if name != "out_dir" and not name.endswith("_path")})
+    policy, reference = load_models(args, world)
+    tokenizer_path = args.tokenizer_path or args.model_path
+    tokenizer = load_tokenizer(tokenizer_path, policy.config.vocab_size)
+    if not eos_token_ids(policy, tokenizer):
+        raise UserError(f"{tokenizer_path}: no EOS token to end an answer with; give another "
+                        "--tokenizer_path")
     funcs = load_reward_funcs(
         args.reward_funcs + args.eval_reward_funcs, reward_model_path=args.reward_model_path,
         device=args.reward_model_device or world.device, max_completion_length=args.max_gen_len,
         timeout=args.reward_timeout, reasoning=args.reasoning, clip=args.reward_model_clip,
         answer_share=args.reward_model_answer_share)
-    count = len(args.reward_funcs)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)   # 0.99: runs are short
-    sample, logps_of = choose_pair(policy, optimizer, world, args)      # or a pair of your own
-    world.alive()       # loading took its time
-    return SimpleNamespace(
+    if args.sampler == "vllm":
+        policy.own_sample = Engine(world, args, optimizer)
+    count = len(args.reward_funcs)
+    t = SimpleNamespace(
         args=args, world=world, tokenizer=tokenizer, policy=policy, reference=reference,
         optimizer=optimizer, reward_funcs=funcs[:count], eval_funcs=funcs[count:],
-        teacher=load_teacher(args, world, tokenizer),
         tool=load_tool(args.tool, tokenizer, args.max_tool_calls),
-        sample=for_sampling(sample, world, args), logps_of=for_learning(logps_of, world, args))
+        num_prompts=args.batch_size * args.accumulation_steps, loss_options=loss_options(args),
+        remembered={} if reference is None else {"ref_logps": reference},
+        before_advantages=[], after_advantages=[], before_loss=[], after_step=[],
+        saved={},           # models that a checkpoint has beside the policy
+        edges=[edge.NAME for edge in EDGES if edge.is_on(args)])
+    for edge in EDGES:
+        if edge.is_on(args):
+            edge.install(t)
+    world.alive()       # loading took its time
+    return t
 
 
-def choose_pair(policy, optimizer, world, args):
-    """The two functions that run the policy: by default model/fast's, not token_logps above."""
-    sample, logps_of = sampler.sample, token_logps
-    if args.sampler != "plain" and isinstance(policy, MiniMindForCausalLM):
-        sample, logps_of = fast.sample, fast.token_logps    # they know our own network alone
-    if args.sampler == "vllm":
-        sample = Engine(world, args)
-        optimizer.register_step_post_hook(sample.outdate)
-        logps_of = sample.while_asleep(logps_of)
-    return sample, logps_of
+def load_models(args, world):
+    """The policy, and its reference, the same weights frozen; None with --beta 0.
+
+    Weights that learn are float32, so that small updates add up. The matrices of frozen ones have
+    the dtype in which products read them anyway. with_backend says what runs each of the two.
+    """
+    path, reference = args.model_path, None
+    policy = load_pretrained(path, dtype=torch.float32,
+                             matrix_dtype=world.matrix_dtype if args.lora_rank else None,
+                             device="meta" if args.shard else world.device)
+    layers = policy.config.num_hidden_layers
+    if args.num_hidden_layers not in (None, layers):
+        raise UserError(f"--num_hidden_layers {args.num_hidden_layers}: {path} has {layers} "
+                        "layers; leave the flag out")
+    policy.model.gradient_checkpointing = args.gradient_checkpointing
+    if args.lora_rank:          # the reference is the policy without its adapters
+        reference, policy = policy, with_adapters(
+            policy, rank=args.lora_rank, alpha=args.lora_alpha, name=path, seed=args.seed)
+    policy = with_backend(policy, path, world, args)
+    if args.beta == 0:
+        return policy, None
+    if not args.lora_rank:
+        return policy, load_frozen(path, world, args)
+    if args.shard:              # the base is let go: it would keep every layer whole on the GPU
+        reference = AdaptersOff(policy)
+    return policy, with_backend(reference, path, world, args)
 
 
 def loss_options(args):
     """The keywords of grpo_loss that are flags."""
-    names = ("kl_type", "epsilon_low", "epsilon_high", "delta", "loss_type",
+    names = ("beta", "kl_type", "epsilon_low", "epsilon_high", "delta", "loss_type",
              "importance_sampling_level", "use_bias_correction_kl")
-    beta = 0.0 if args.kl_in_reward else args.beta
-    return {"beta": beta, "max_completion_length": args.max_gen_len} | {
+    return {"max_completion_length": args.max_gen_len} | {
         name: getattr(args, name) for name in names}
 
 
@@ -507,7 +583,7 @@ def lr_at(step, last_step, *, peak, warmup_steps):
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step, tool=None):
+def evaluate(policy, problems, eval_funcs, collate, world, args, step, tool=None):
     """Held-out accuracy over all ranks: of k samples the mean, any of them (pass@k), and greedy.
 
     A reply is right if its evaluation rewards add up to at least 1; unjudged problems don't count.
@@ -526,7 +602,7 @@ def evaluate(policy, problems, eval_funcs, collate, sample, world, args, step, t
     for start in range(0, share, at_once):
         batch = collate(answered[start:start + at_once])
         rollouts = [
-            generate(policy, batch, collate.tokenizer, sample, rng, args, n, greedy, tool)
+            generate(policy, batch, collate.tokenizer, rng, world, args, n, greedy, tool)
             for n, greedy in ((1, True), (k, False))]
         greedy, sampled = (
             compute_rewards(rollout, eval_funcs, [1.0] * len(eval_funcs))[0].view(-1, n)
@@ -576,13 +652,15 @@ def parse_args(argv=None):
         "num_hidden_layers refuses others; fast 0 is sampler plain; use_wandb is swanlab online, "
         "wandb_project its project; ddp, num_workers and log_interval do nothing."))
     for add_flags in (add_ask_flags, add_judge_flags, add_objective_flags, add_report_flags,
-                      add_machine_flags):
+                      add_machine_flags, *(edge.add_flags for edge in EDGES)):
         add_flags(parser)
     for name, options in MINIMINDS.items():
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **options)
     args = parser.parse_args(argv)
+    edges.fill_in(EDGES, args)
     fill_in_defaults(args)
     objective.refuse_contradictions(args)
+    edges.refuse(EDGES, args)
     if len(args.reward_weights) != len(args.reward_funcs):
         parser.error(f"--reward_weights has {len(args.reward_weights)} numbers for "
                      f"{' '.join(args.reward_funcs)}; give one for each")
@@ -619,17 +697,10 @@ def add_ask_flags(parser):
          help="of sampling, in evaluation too")
     flag("--rollout_batch_size", type=COUNT_OR_0, default=0, help="completions sampled at once, in "
          "training and evaluation: fewer need less memory and more time; 0: all of them")
-    flag("--oversample", type=COUNT, default=1, help="sample this many times the prompts, once, "
-         "and learn from the groups whose summed rewards have the largest std")
     flag("--tool", metavar="NAME", help="answers while a completion is written: guess, calculator, "
          "or your own as module:function; its words are read, but not learned (docs/turns.md)")
     flag("--max_tool_calls", type=COUNT, default=8, help="answers per completion")
-
-    flag = parser.add_argument_group("2. remember (the reference)").add_argument
-    flag("--ref_model_sync_steps", type=COUNT_OR_0, default=0, help="steps between moves of the "
-         "reference towards the policy, in long runs; 0: it stays")
-    flag("--ref_model_mixup_alpha", type=number(float, 0, 1, above=True), default=0.6,
-         help="such a move is reference <- alpha policy + (1 - alpha) reference")
+    parser.add_argument_group("2. remember (the reference)")
 
 
 def add_judge_flags(parser):
@@ -656,14 +727,6 @@ def add_judge_flags(parser):
     flag("--advantage_estimator", choices=("grpo", *BASELINES), default="grpo",
          help="compare a reward with its group's mean, or with the mean of the others (rloo); "
          "grpo_passk: only the best of a group, with the second best")
-    flag("--multi_objective_aggregation", choices=("sum_then_normalize", "normalize_then_sum"),
-         default="sum_then_normalize", help="normalize_then_sum: divide each reward function by "
-         "its own std in the group, then the sum by that of the step (GDPO)")
-    flag("--supervision", choices=("outcome", "process"), default="outcome",
-         help="process: also reward each right line of arithmetic with 1")
-    flag("--kl_in_reward", action="store_true", help="take beta * KL (k1) off the reward instead")
-    flag("--teacher_path", help="weights with the policy's tokenizer: learn from how likely each "
-         "sampled token is to them, instead of from rewards (on-policy distillation)")
 
 
 def add_objective_flags(parser):
@@ -682,13 +745,6 @@ def add_objective_flags(parser):
          "is GRPO's, k3+ its value with k2's gradient (default: k3; k1 with --kl_in_reward)")
     flag("--use_bias_correction_kl", action="store_true",
          help="multiply the KL by the ratio: with one per token k3 has the KL's gradient, too")
-    flag("--sampler_correction", choices=objective.CORRECTIONS, default="none", help="where the "
-         "sampler is not the policy: weight advantages by pi_old / pi_sampler of the token or the "
-         "completion; outside of the next two bounds by the bound (truncate) or 0 (mask)")
-    flag("--sampler_ratio_min", type=POSITIVE_OR_0, default=0.0, help="lower bound of that weight")
-    flag("--sampler_ratio_max", type=POSITIVE, default=3.0, help="and its upper bound")
-    flag("--off_policy_mask_threshold", type=POSITIVE_OR_0, default=0.0, help="learn nothing from "
-         "bad completions whose mean of log pi_sampler - log pi is above this: 0.5, say; 0: all")
     flag("--entropy_coef", type=POSITIVE_OR_0, default=0.0, help="weight of an entropy bonus")
     flag("--mask_truncated_completions", action="store_true",
          help="learn nothing from completions that were cut off")
@@ -757,9 +813,9 @@ def fill_in_defaults(args):
     args.data_path = args.data_path or str(ours)
     args.eval_data_path = args.eval_data_path or str(HERE / "dataset/heldout.jsonl")
     if args.beta is None:
-        args.beta = 0.0 if args.teacher_path else 0.02
+        args.beta = 0.02
     if args.loss_type is None:
-        args.loss_type = "bnpo" if args.teacher_path else "grpo"
+        args.loss_type = "grpo"
     if args.loss_type not in LOSS_TYPES:
         add_own_loss(args.loss_type)
     if args.scale_rewards is None:
@@ -767,7 +823,7 @@ def fill_in_defaults(args):
     if args.epsilon_high is None:
         args.epsilon_high = 5.0 if args.loss_type == "cispo" else 0.2
     if args.kl_type is None:
-        args.kl_type = "k1" if args.kl_in_reward else "k3"
+        args.kl_type = "k3"
     if args.sampler is None:
         args.sampler = "plain" if args.fast == 0 else "fast"
     if args.use_wandb:

@@ -238,9 +238,8 @@ def read_prompts(args, tokenizer):
     return collate, problems, heldout
 
 
-def batches_from(first_step, problems, collate, world, args):
-    """This rank's batches from a step on, and the number of the last step."""
-    num_prompts = args.batch_size * args.accumulation_steps * args.oversample
+def batches_from(first_step, problems, collate, num_prompts, world, args):
+    """This rank's batches from a step on, num_prompts each, and the number of the last step."""
     last_step = args.epochs * steps_per_epoch(len(problems), num_prompts, world.size)
     last_step = min(last_step, args.max_steps or last_step)
     if last_step < 1:

@@ -1,6 +1,6 @@
 """A rollout: what one rank sampled in one step, and what the later phases find out about it."""
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,11 +30,9 @@ class MicroBatch(Sequences):
     attention: torch.Tensor                     # (n, R) 1 through the EOS; 0 if the row is not kept
     mask: torch.Tensor                          # (n, R) the same without a tool's tokens
     sampling_logps: torch.Tensor                # (n, R)
-    ref_logps: torch.Tensor                     # (n, R); None: no reference model
+    per_token: dict                             # name -> (n, R): ref_logps, unless beta is 0
     advantages: torch.Tensor                    # (n,) or (n, R); None: not known yet
     old_logps: torch.Tensor = None              # (n, R); None: pi moves once
-    sampler_weights: torch.Tensor = None        # (n, 1 or R); None: advantages are not weighted
-    teacher_logps: torch.Tensor = None          # (n, R); None: no teacher
 
 
 @dataclass
@@ -51,12 +49,12 @@ class Rollout(Sequences):
     mask: torch.Tensor                          # (N, R) of these, what the policy chose
     ended: torch.Tensor                         # (N,) False: cut off at the length limit
     sampling_logps: torch.Tensor                # (N, R) as the sampler computed them
-    policy_logps: torch.Tensor = None           # (N, R), with --kl_in_reward or --teacher_path
-    teacher_logps: torch.Tensor = None          # (N, R); None: no teacher
-    ref_logps: torch.Tensor = None              # (N, R); None: no reference model
+    per_token: dict = field(default_factory=dict)   # name -> (N, R): ref_logps, unless beta is 0
     rewards: torch.Tensor = None                # (N,) on the CPU; NaN: not judged
     rewards_per_func: dict = None               # name -> (N,)
+    returns: torch.Tensor = None                # (N,) what is compared: by default the rewards
     advantages: torch.Tensor = None             # (N,) or (N, R)
+    chosen: torch.Tensor = None                 # the rows to learn from; None: all
     turns: list = None                          # N lists of texts: own words and a tool's, in turn
     failed_calls: list = None                   # N numbers; both None: no tool
 
@@ -127,9 +125,6 @@ class Rollout(Sequences):
         longest = [mask[rows].sum(1).max() for mask in (self.prompt_mask, self.attention)]
         P, R = torch.stack(longest).tolist()
 
-        def of_tokens(x):
-            return None if x is None else x[rows, :R]
-
         attention, mask, advantages = self.attention[rows, :R], self.mask[rows, :R], self.advantages
         if kept is not None:
             attention, mask = attention * kept[rows, None], mask * kept[rows, None]
@@ -137,5 +132,5 @@ class Rollout(Sequences):
             advantages = advantages[rows] if advantages.dim() == 1 else advantages[rows, :R]
         return MicroBatch(
             self.prompt_ids[rows, -P:], self.prompt_mask[rows, -P:], self.completion_ids[rows, :R],
-            attention, mask, of_tokens(self.sampling_logps), of_tokens(self.ref_logps), advantages,
-            teacher_logps=of_tokens(self.teacher_logps))
+            attention, mask, self.sampling_logps[rows, :R],
+            {name: values[rows, :R] for name, values in self.per_token.items()}, advantages)

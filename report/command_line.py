@@ -117,6 +117,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(fromfile_prefix_chars="@", formatter_class=HelpFormatter, **options)
         self._negative_number_matcher = re.compile(r"-\.?\d")       # argparse's lacks -1e-3
 
+    def group(self, title):
+        """The group of flags whose title begins so, made if there is none."""
+        for group in self._action_groups:
+            if group.title and group.title.startswith(title):
+                return group
+        return self.add_argument_group(title)
+
     def _read_args_from_files(self, words, within=()):
         found, options = [], self._option_string_actions.items()
         for word in words:

@@ -225,24 +225,23 @@ def token_texts(ids, tokenizer):
 
 
 @torch.no_grad()
-def drift(part, logps, old_logps, entropy):
+def drift(part, logps, entropy):
     """A micro-batch's part of the metrics that tell how far the distributions have moved.
 
     Means over its tokens: entropy, in nats; ppo_kl, log pi_old - log pi; rollout_probs_diff,
-    between the probabilities of sampler and trainer: 0 up to rounding, or one of the two is wrong;
-    teacher_kl, log pi_old - log pi_teacher; rollout_is, the weight between sampler and trainer,
-    and Kish's effective sample size, (sum w)² / sum w², as a share of the tokens (verl's). Over
-    completions: rollout_log_ratio, the absolute log of the product of a completion's weights,
-    before any bound. Completions without a gradient are in no micro-batch, and so not in these.
+    between the probabilities of sampler and trainer: 0 up to rounding, or one of the two is wrong.
+    Over completions: rollout_log_ratio, the absolute log of the product of pi_old / pi_sampler.
+    Completions without a gradient are in no micro-batch, and so not in these.
     """
     tokens, completions = part.mask.sum(), part.mask.any(1).sum()
 
     def total(x):
         return (x * part.mask).sum()
 
-    log_ratio = ((old_logps - part.sampling_logps) * part.mask).sum(1).abs()            # (n,)
-    difference = (old_logps.exp() - part.sampling_logps.exp()).abs() * part.mask
-    metrics = {
+    old_logps, sampling_logps = part.old_logps, part.sampling_logps
+    log_ratio = ((old_logps - sampling_logps) * part.mask).sum(1).abs()                 # (n,)
+    difference = (old_logps.exp() - sampling_logps.exp()).abs() * part.mask
+    return {
         "entropy": Mean(total(entropy), tokens),
         "ppo_kl": Mean(total(old_logps - logps), tokens),
         "rollout_probs_diff_mean": Mean(total(difference), tokens),
@@ -251,11 +250,3 @@ def drift(part, logps, old_logps, entropy):
         "rollout_log_ratio_mean": Mean(log_ratio.sum(), completions),
         "rollout_log_ratio_max": Max(log_ratio.max()),
     }
-    if part.teacher_logps is not None:
-        metrics["teacher_kl"] = Mean(total(old_logps - part.teacher_logps), tokens)
-    weights = part.sampler_weights
-    if weights is not None:
-        metrics["rollout_is_mean"] = Mean(total(weights), tokens)
-        metrics["rollout_is_eff_sample_size"] = EffectiveShare(
-            total(weights), total(weights.square()), tokens)
-    return metrics

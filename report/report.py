@@ -95,13 +95,16 @@ class Report:
 
     # --- called by the training loop --------------------------------------------------------------
 
-    def intro(self, policy, device, num_processes, num_prompts, num_heldout):
-        """Print what is about to be trained, on what, and where the files go."""
+    def intro(self, t, num_prompts, num_heldout):
+        """Print what is about to be trained, on what, and where the files go.
+
+        t: the bundle that train_grpo.prepare returns.
+        """
         if not self.active:
             return
-        args = self.args
+        args, policy, num_processes = self.args, t.policy, t.world.size
         size = sum(parameter.numel() for parameter in policy.parameters())
-        copies = 4 if args.ref_model_sync_steps else 3      # weights, two moments, a reference
+        copies = 3 + len(t.saved)       # weights, two moments, and what an option saves
         prompts = min(args.batch_size * args.accumulation_steps,
                       num_prompts // num_processes) * num_processes
         steps = str(self.total_steps)
@@ -117,7 +120,8 @@ class Report:
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             "run by": run_by,
-            "device": f"{num_processes} x {device.type}",
+            "device": f"{num_processes} x {t.world.device.type}",
+            "options": ", ".join(t.edges),
             "prompts": f"{num_prompts:,} in {short(args.data_path)}",
             "held out": held_out,
             "rewards": " + ".join(f"{weight:g} {name}" for weight, name in

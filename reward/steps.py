@@ -39,14 +39,6 @@ def process_advantages(step_rewards, step_ends, num_generations, mask, *, eps=1e
     return advantages * mask
 
 
-def process_supervision(rollout, rewards, tokenizer, args):
-    """`process_advantages` of a rollout, whose outcomes are `rewards` (N,)."""
-    # A step earns 0 or 1. Divided by the sum of the weights, so does the outcome, about.
-    outcomes = (rewards / sum(map(abs, args.reward_weights))).tolist()
-    steps = judge_steps(rollout.completions, rollout.token_ids(), tokenizer, outcomes)
-    return process_advantages(*steps, args.num_generations, rollout.mask)
-
-
 def judge_steps(completions, completion_ids, tokenizer, outcomes):
     """The rewards of each completion's steps, and the index of each step's last token.
 

@@ -1,10 +1,9 @@
 """vLLM in place of the sampler, --sampler vllm. requirements-vllm.txt says what to install.
 
 Each rank has an engine, made in its own process at the first call. The optimizer tells it when
-weights have changed (train_grpo.choose_pair), and the next call hands all of them over. Tensors
-would not tell: AdamW's fused step leaves a tensor's version as it was.
+weights have changed, and the next call hands all of them over. Tensors would not tell: AdamW's
+fused step leaves a tensor's version as it was.
 """
-import functools
 import os
 import tempfile
 from pathlib import Path
@@ -20,29 +19,27 @@ from ..storage.write import hub_config, write_json
 
 class Engine:
     """`sample` of model/sampler.py, but greedy log-probs are those at temperature 1. UserError if
-    vLLM is missing or can't start. On a GPU it sleeps, which frees its memory, while others compute
-    log-probabilities.
+    vLLM is missing or can't start. On a GPU it sleeps, which frees its memory, from the phase after
+    the rollout until it samples again.
     """
 
-    def __init__(self, world, args):
+    def __init__(self, world, args, optimizer):
         self.world, self.args, self.llm = world, args, None
         self.may_sleep = world.device.type == "cuda"
         self.is_asleep, self.is_outdated = False, True
+        optimizer.register_step_post_hook(self.outdate)
+        world.at_phase.append(self.sleep)
 
     def outdate(self, *_):
         """The policy's weights have changed: a hook of the optimizer, after its step."""
         self.is_outdated = True
 
-    def while_asleep(self, token_logps):
-        """`token_logps`, for which the engine goes to sleep until it samples again."""
-        @functools.wraps(token_logps)
-        def with_room(*args, **options):
-            if self.may_sleep and self.llm is not None and not self.is_asleep:
-                self.llm.sleep(level=2)         # frees weights and cache
-                self.is_asleep, self.is_outdated = True, True
-            return token_logps(*args, **options)
-
-        return with_room
+    def sleep(self, phase):
+        """What comes after sampling needs the room."""
+        samples = phase in (None, "rollout", "eval")
+        if self.may_sleep and self.llm is not None and not self.is_asleep and not samples:
+            self.llm.sleep(level=2)             # frees weights and cache
+            self.is_asleep, self.is_outdated = True, True
 
     @torch.no_grad()
     def __call__(self, model, prompt_ids, prompt_mask, **options):

@@ -1,5 +1,4 @@
 """What stands around the loop of train_grpo.py: reports, evaluations, checkpoints, and the end."""
-import math
 
 from report import Report, UserError, describe
 from report.metrics import rollout_metrics
@@ -32,7 +31,7 @@ class Run:
     def begin(self, num_prompts, num_heldout):
         """Says what is about to be trained, and how well it does before."""
         t = self.t
-        self.report.intro(t.policy, t.world.device, t.world.size, num_prompts, num_heldout)
+        self.report.intro(t, num_prompts, num_heldout)
         if t.args.eval_interval and self.steps_done == 0:
             self.report.evaluation(0, *self.evaluate(0))
         stop_on_signals(t.world)                # from here on a signal lets the step end
@@ -43,21 +42,20 @@ class Run:
         rows = world.gather(describe(rollout, t.tokenizer, args.num_generations))
         failures = world.gather([(judge.__name__, judge.failed.total(), judge.reason)
                                  for judge in t.reward_funcs if judge.failed])
+        learned = "loss" in metrics         # else no rank had a reward
         of_rollout = rollout_metrics(rows, args.num_generations, failures,
-                                     warn=world.rank == 0 and not args.teacher_path)
+                                     warn=world.rank == 0 and not learned)
         if args.eval_interval and (step % args.eval_interval == 0 or step == self.last_step):
             world.phase("eval")
             metrics |= report.evaluation(step, *self.evaluate(step))
         world.phase(None)
         report.step(step, metrics | of_rollout, rows, world.timings)
         world.timings.clear()
-        if not args.teacher_path:       # it teaches without a reward
-            self.unjudged = self.unjudged + 1 if math.isnan(of_rollout["reward"]) else 0
+        self.unjudged = 0 if learned else self.unjudged + 1
         is_due, self.signal = self.saver.is_due(step, self.last_step)
         if is_due or self.unjudged == MOST_UNJUDGED:
             world.phase("checkpoint")           # it counts towards the next step
-            self.saver.save(step, report.num_tokens, t.policy, t.tokenizer, t.optimizer,
-                            t.reference)
+            self.saver.save(step, report.num_tokens, t.policy, t.tokenizer, t.optimizer, t.saved)
             report.draw()
 
     def finish(self):

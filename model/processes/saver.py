@@ -19,7 +19,7 @@ from ..storage.any_model import AnyModel
 from ..storage.files import AGAIN, explained, read_json, read_tensors
 from ..storage.read import load_pretrained, read_state, shapes
 from ..storage.write import save_adapter, save_pretrained
-from .models import checksum
+from .backends import checksum
 from .shard import load_parts, part_of, part_of_optimizer, whole_state
 from .watch import SIGNALS, Stopped, under_torchrun
 from .world import GO_ON
@@ -59,11 +59,13 @@ class Saver:
             if (self.run_dir / name).exists():              # whole, so nobody needs the one before
                 shutil.rmtree(self.run_dir / f"{name}.old", ignore_errors=True)
 
-    def resume(self, policy, optimizer, reference):
-        """Restores the run's checkpoint; returns (steps done, tokens sampled)."""
+    def resume(self, policy, optimizer, others):
+        """Restores the run's checkpoint; returns (steps done, tokens sampled).
+
+        others: {name: a model that is saved beside the policy}.
+        """
         refuse_changes(self.run_dir, self.args)
-        done, num_tokens = load_checkpoint(self.run_dir / "checkpoint", policy, optimizer,
-                                           reference)
+        done, num_tokens = load_checkpoint(self.run_dir / "checkpoint", policy, optimizer, others)
         if not self.args.shard:
             self.world.agree(**{"checksum of the checkpoint": checksum(policy)})
         self._advise(done)
@@ -79,13 +81,13 @@ class Saver:
         signal = max(self.world.gather([signal]))
         return signal > 0 or step % int(self.args.save_interval) == 0, signal
 
-    def save(self, step, num_tokens, policy, tokenizer, optimizer, reference):
+    def save(self, step, num_tokens, policy, tokenizer, optimizer, others):
         """Write a checkpoint; all ranks wait until it is whole."""
         policy, optimizer_state = self._whole(policy), whole_state(optimizer, self.writes)
-        reference = self._whole(reference) if self.args.ref_model_sync_steps else None
+        others = {name: self._whole(model) for name, model in others.items()}
         if self.writes:
             save_checkpoint(
-                self.run_dir / "checkpoint", policy, tokenizer, optimizer_state, reference,
+                self.run_dir / "checkpoint", policy, tokenizer, optimizer_state, others,
                 step=step, num_tokens=num_tokens)
         self.world.gather([step])           # the others wait until rank 0 has saved
         self._advise(step)
@@ -174,13 +176,13 @@ def lock(run_dir):
 # --- a checkpoint ---------------------------------------------------------------------------------
 
 
-def save_checkpoint(folder, model, tokenizer, optimizer_state, reference=None, **progress):
+def save_checkpoint(folder, model, tokenizer, optimizer_state, others=None, **progress):
     """Write all that a resume needs: weights, tokenizer, optimizer, progress (step, num_tokens).
 
-    Of a model with adapters only these: the base stays as it was loaded. reference: give it only if
-    it changes during training.
+    Of a model with adapters only these: the base stays as it was loaded. others: {name: a model
+    that changes beside the policy}.
     """
-    moved = {"reference": reference.state_dict()} if reference is not None else {}
+    moved = {name: other.state_dict() for name, other in (others or {}).items()}
     with written_whole(folder) as new:
         if adapters(model):
             save_adapter(model, new)
@@ -189,8 +191,8 @@ def save_checkpoint(folder, model, tokenizer, optimizer_state, reference=None, *
         torch.save({"optimizer": optimizer_state, **moved, **progress}, new / "optimizer.pt")
 
 
-def load_checkpoint(folder, model, optimizer, reference=None):
-    """Restore weights, optimizer and reference in place; returns (steps done, tokens sampled).
+def load_checkpoint(folder, model, optimizer, others=None):
+    """Restore weights, optimizer and others in place; returns (steps done, tokens sampled).
 
     What is saved is whole, and of sharded models each rank takes its part.
     """
@@ -211,8 +213,8 @@ def load_checkpoint(folder, model, optimizer, reference=None):
         moments = {"state": saved["optimizer"]["state"],
                    "param_groups": optimizer.state_dict()["param_groups"]}
         optimizer.load_state_dict(part_of_optimizer(moments, optimizer))
-        if "reference" in saved and reference is not None:
-            load_parts(reference, saved["reference"])
+        for name, other in (others or {}).items():
+            load_parts(other, saved[name])
         return int(saved["step"]), int(saved["num_tokens"])
 
 

@@ -48,7 +48,12 @@ def shard(model, world, dtype, path):
             model.load_state_dict({name: part}, assign=True, strict=False)
     model.tie_weights()
     model.whole = functools.partial(whole_model, model, blank, world)
-    model.run = lambda *args, **options: inside(*args, **options)
+
+    def run(*args, **options):      # FSDP gathers what it reads: every rank takes part
+        with world.collective():
+            return inside(*args, **options)
+
+    model.run = run
 
 
 class Inside(nn.Module):

@@ -1,20 +1,13 @@
-"""The processes that train one model together, and the collectives they use.
-
-Below them stands what --dtype, --shard and --rollout_batch_size make of the two functions that run
-the policy. main passes the sampler through `for_sampling` and token_logps through `for_learning`.
-Neither function knows of any of this, so one of your own needs nothing of it either.
-"""
+"""The processes that train one model together, and the collectives they use."""
 import faulthandler
 import json
 import os
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils.rnn import pad_sequence
 
 from report import UserError
 from report.text import to_json
@@ -43,6 +36,7 @@ class World:
         self.device, self.seed = choose_device(device, self.size), seed
         self.timings = Counter()    # timing_s/<phase> -> seconds, until a run has reported them
         self.running = None, 0.0    # the phase that is being timed, and since when
+        self.at_phase = []          # functions that are called with the name of each new phase
         self.signal = 0             # the number of the signal that asked the run to stop (watch.py)
         self.saved = 0, None        # the step and the folder of the last checkpoint
         self.ends = ExitStack()     # ends.callback(f) calls f when the run ends, well or not
@@ -62,10 +56,6 @@ class World:
         if hang_timeout is None:
             self.hang_timeout = HALF_AN_HOUR if self.size > 1 else 0
         self.alive()
-        if self.size > 1:
-            limit = timedelta(seconds=self.hang_timeout or A_YEAR)
-            dist.init_process_group("nccl" if on_cuda else "gloo", timeout=limit,
-                                    device_id=self.device if on_cuda else None)
 
     @property
     def advice(self):
@@ -84,11 +74,26 @@ class World:
         if before:
             self.timings[f"timing_s/{before}"] += now - since
         self.running = name, now
+        for listener in self.at_phase:
+            listener(name)
 
     def alive(self):
         """What this rank does next may take --hang_timeout; else it ends, with its traceback."""
         if self.hang_timeout:
             faulthandler.dump_traceback_later(self.hang_timeout, exit=True)
+
+    @contextmanager
+    def working(self):
+        """Around what runs a network: it may take --hang_timeout, as may what follows.
+
+        Matrix products are those of --dtype, while weights and log-softmax stay float32.
+        """
+        self.alive()
+        # No cache: it would keep a copy of every weight, and a forward pass reads a weight once.
+        with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False,
+                            enabled=self.matrix_dtype == torch.bfloat16):
+            yield
+        self.alive()
 
     @contextmanager
     def collective(self):
@@ -198,61 +203,3 @@ def sum_together(tensors):
         dist.all_reduce(flat)
         for tensor, summed in zip(small, flat.split([tensor.numel() for tensor in small])):
             tensor.copy_(summed.view_as(tensor))
-
-
-def for_sampling(sample, world, args):
-    """`sample` for this run: in slices, in the precision of matrix products, of a whole model."""
-    most = 0 if args.sampler == "vllm" else args.rollout_batch_size     # an engine slices by itself
-    sample = in_slices(on_time(sample, world), most)
-
-    # FSDP would gather every layer for every token: a copy of the whole lives as long as this runs.
-    def sample_whole(model, *prompts, **options):
-        return sample(model.whole(dtype=world.matrix_dtype), *prompts, **options)
-
-    return sample_whole if args.shard else sample
-
-
-def for_learning(token_logps, world, args):
-    """`token_logps` for this run: in the precision of matrix products, within a sharded model."""
-    def within_shards(model, *sequences, **options):    # FSDP gathers a layer when it is read
-        with world.collective():
-            return model.run(token_logps, *sequences, **options)
-
-    return on_time(within_shards if args.shard else token_logps, world)
-
-
-def on_time(function, world):
-    """The function in that precision; each call, and what follows it, may take --hang_timeout."""
-    def called(*inputs, **options):
-        world.alive()
-        with precision(world):
-            result = function(*inputs, **options)
-        world.alive()
-        return result
-
-    return called
-
-
-def precision(world):
-    """A context: matrix products in --dtype, while weights and log-softmax stay float32."""
-    # No cache: it would keep a copy of every weight, and a forward pass reads a weight once.
-    return torch.autocast(world.device.type, torch.bfloat16, cache_enabled=False,
-                          enabled=world.matrix_dtype == torch.bfloat16)
-
-
-def in_slices(sample, most):
-    """The sampler for at most `most` completions at a time, but whole groups; 0: all at once.
-
-    The cache of keys and values is then that of a slice.
-    """
-    def joined(of_slices, padding):         # rows of a slice have its length
-        return pad_sequence([row for rows in of_slices for row in rows], True, padding)
-
-    def sliced(model, prompt_ids, prompt_mask, *, num_generations, **options):
-        prompts = max(1, most // num_generations)
-        slices = zip(prompt_ids.split(prompts), prompt_mask.split(prompts))
-        parts = [sample(model, *one, num_generations=num_generations, **options) for one in slices]
-        ids, *others = zip(*parts)      # log-probs, and with a tool which tokens were drawn
-        return joined(ids, options["pad_token_id"]), *(joined(other, 0) for other in others)
-
-    return sliced if most else sample

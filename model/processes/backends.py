@@ -1,0 +1,100 @@
+"""What runs a model: its backend, set once where the model is loaded.
+
+`sample` (model/sampler.py) and `token_logps` (train_grpo.py) are the plain ones. Their first lines
+go to a model's own_sample and own_token_logps, if it has them. These are functions, not methods:
+copies of a model, as LoRA makes them, share them.
+"""
+import copy
+import functools
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from .. import fast
+from ..model import MiniMindForCausalLM
+from ..sampler import sample
+from ..storage.read import load_pretrained
+from .shard import shard
+
+
+def load_frozen(path, world, args, *, matrix_dtype="products"):
+    """A model that does not learn, with its backend: a reference, a teacher.
+
+    matrix_dtype: of its matrices, by default the dtype in which products read them anyway; None as
+    in the file, in float32.
+    """
+    matrix_dtype = world.matrix_dtype if matrix_dtype == "products" else matrix_dtype
+    model = load_pretrained(path, dtype=torch.float32, matrix_dtype=matrix_dtype,
+                            device="meta" if args.shard else world.device)
+    model.requires_grad_(False)
+    return with_backend(model, path, world, args)
+
+
+def with_backend(model, path, world, args):
+    """The model, divided over the ranks with --shard, and with what runs it by the flags.
+
+    path: of the weights, the same on all ranks.
+    """
+    own_sample = own_token_logps = None                 # the plain ones
+    network = getattr(model, "policy", model)           # of lora.AdaptersOff
+    if args.sampler != "plain" and isinstance(network, MiniMindForCausalLM):
+        own_sample, own_token_logps = fast.sample, fast.token_logps     # they know our own network
+    if args.rollout_batch_size and args.sampler != "vllm":      # an engine slices by itself
+        own_sample = in_slices(own_sample, args.rollout_batch_size, world)
+    if args.shard:
+        shard(model, world, world.matrix_dtype, path)
+        own_sample, own_token_logps = of_a_whole(own_sample, world), within(own_token_logps, model)
+    else:                                               # sharded, there is one copy
+        world.agree(**{f"checksum of the weights of {path}": checksum(model)})
+    model.own_sample, model.own_token_logps = own_sample, own_token_logps
+    return model
+
+
+def checksum(model):
+    """A number that is another one, almost surely, for other weights."""
+    integers = {2: torch.int16, 4: torch.int32}
+    return sum(int(weight.detach().view(integers[weight.element_size()]).sum(dtype=torch.int64))
+               for weight in model.parameters())
+
+
+def in_slices(own_sample, most, world):
+    """A sampler for at most `most` completions at a time, but whole groups.
+
+    The cache of keys and values is then that of a slice. own_sample: of a slice; None: the plain.
+    """
+    def joined(of_slices, padding):         # rows of a slice have its length
+        return pad_sequence([row for rows in of_slices for row in rows], True, padding)
+
+    def sliced(model, prompt_ids, prompt_mask, *, num_generations, **options):
+        model = copy.copy(model)            # the same weights, with the sampler of a slice
+        model.own_sample, parts = own_sample, []
+        prompts = max(1, most // num_generations)
+        for one in zip(prompt_ids.split(prompts), prompt_mask.split(prompts)):
+            world.alive()
+            parts.append(sample(model, *one, num_generations=num_generations, **options))
+        ids, *others = zip(*parts)      # log-probs, and with a tool which tokens were drawn
+        return joined(ids, options["pad_token_id"]), *(joined(other, 0) for other in others)
+
+    return sliced
+
+
+def of_a_whole(own_sample, world):
+    """A sampler of a sharded model: of a whole copy, which lives as long as it runs.
+
+    FSDP would gather every layer for every token.
+    """
+    def sample_whole(model, *prompts, **options):
+        whole = model.whole(dtype=world.matrix_dtype)
+        whole.own_sample = own_sample
+        return sample(whole, *prompts, **options)
+
+    return sample_whole
+
+
+def within(own_token_logps, model):
+    """The log-probs of a sharded model: within it FSDP has gathered what is in no layer."""
+    if own_token_logps is None:         # the plain ones call the model
+        if isinstance(model, MiniMindForCausalLM):
+            model.forward = functools.partial(model.run, type(model).forward)
+        return None
+    return lambda model, *sequences, **options: model.run(own_token_logps, *sequences, **options)

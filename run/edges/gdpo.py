@@ -1,0 +1,59 @@
+"""--multi_objective_aggregation normalize_then_sum: GDPO, arXiv 2601.05242."""
+import math
+from functools import partial
+
+import torch
+
+from reward.baselines import from_best, nanstd
+
+from . import refuse_other_advantages
+
+NAME = "--multi_objective_aggregation normalize_then_sum"
+DEFAULTS = {}
+EXCLUDES = ("kl_in_reward",)
+
+
+def add_flags(parser):
+    parser.group("3. judge").add_argument(
+        "--multi_objective_aggregation", choices=("sum_then_normalize", "normalize_then_sum"),
+        default="sum_then_normalize", help="normalize_then_sum: divide each reward function by "
+        "its own std in the group, then the sum by that of the step (GDPO)")
+
+
+def is_on(args):
+    return args.multi_objective_aggregation == "normalize_then_sum"
+
+
+def refuse(args):
+    if is_on(args):
+        refuse_other_advantages(NAME, args)
+
+
+def install(t):
+    t.after_advantages.append(partial(
+        normalize_then_sum, world=t.world, num_generations=t.args.num_generations,
+        reward_weights=t.args.reward_weights))
+
+
+def normalize_then_sum(rollout, *, world, num_generations, reward_weights):
+    """The advantages become GDPO's, (N,): each reward function is normalised on its own.
+
+        S = sum over functions k of weight_k (r_k - mean_k(group)) / (std_k(group) + eps)
+        A = (S - mean(S)) / (std(S) + eps)          over the completions of the step, of all ranks
+
+    What a function has not judged adds nothing to S.
+    """
+    rewards = torch.stack([*rollout.rewards_per_func.values()])                 # (functions, N)
+    each = normalized(rewards.view(-1, num_generations)).view_as(rewards)
+    total = torch.tensor(reward_weights, dtype=each.dtype) @ each               # (N,)
+    total = total.where(~rollout.rewards.isnan(), math.nan)
+    of_all = torch.tensor(world.gather([total.tolist()]), dtype=total.dtype)    # (ranks, N)
+    advantages = normalized(of_all.flatten()).view_as(of_all)[world.rank]
+    rollout.advantages = advantages.to(rollout.mask.device)
+
+
+def normalized(x, eps=1e-4):
+    """(x - mean) / (std + eps) over the last dim; 0 for NaN, which counts in neither."""
+    below = from_best(x)
+    difference = below - below.nanmean(-1, keepdim=True)
+    return difference.nan_to_num(0.0) / (nanstd(below) + eps)

@@ -1,0 +1,96 @@
+"""--sampler_correction and --off_policy_mask_threshold: the sampler is not quite the policy."""
+from functools import partial
+
+import torch
+
+from model.objective import ONE_RATIO
+from report import UserError
+from report.command_line import POSITIVE, POSITIVE_OR_0
+from report.metrics import EffectiveShare, Mean
+
+NAME = "--sampler_correction"
+DEFAULTS = {}
+EXCLUDES = ()
+CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def add_flags(parser):
+    flag = parser.group("4. learn (the objective)").add_argument
+    flag(NAME, choices=CORRECTIONS, default="none", help="where the sampler is not the policy: "
+         "weight advantages by pi_old / pi_sampler of the token or the completion; outside of the "
+         "next two bounds by the bound (truncate) or 0 (mask)")
+    flag("--sampler_ratio_min", type=POSITIVE_OR_0, default=0.0, help="lower bound of that weight")
+    flag("--sampler_ratio_max", type=POSITIVE, default=3.0, help="and its upper bound")
+    flag("--off_policy_mask_threshold", type=POSITIVE_OR_0, default=0.0, help="learn nothing from "
+         "bad completions whose mean of log pi_sampler - log pi is above this: 0.5, say; 0: all")
+
+
+def is_on(args):
+    return args.sampler_correction != "none" or args.off_policy_mask_threshold > 0
+
+
+def refuse(args):
+    low, high = args.sampler_ratio_min, args.sampler_ratio_max
+    if not low <= 1 <= high:
+        raise UserError(f"--sampler_ratio_min {low} and --sampler_ratio_max {high} leave out the "
+                        "weight 1 of a sampler that is the policy; give bounds around 1")
+    if args.sampler_correction.startswith("token") and args.loss_type in ONE_RATIO:
+        raise UserError(f"{NAME} {args.sampler_correction} has a weight per token, and --loss_type "
+                        f"{args.loss_type} one ratio per completion; choose one of sequence_...")
+
+
+def install(t):
+    if t.args.off_policy_mask_threshold:
+        t.before_loss.append(partial(near_sampler, threshold=t.args.off_policy_mask_threshold))
+    if t.args.sampler_correction != "none":
+        t.before_loss.append(partial(
+            weighted, correction=t.args.sampler_correction, low=t.args.sampler_ratio_min,
+            high=t.args.sampler_ratio_max))
+
+
+def near_sampler(part, logps, *, threshold):
+    """The advantages become 0 in bad completions that the policy has moved away from.
+
+    The off-policy sequence mask, DeepSeek-V3.2, arXiv 2512.02556, equation 9: where A < 0, and the
+    completion's mean of log pi_sampler - log pi is above the threshold.
+    """
+    log_ratio = (part.sampling_logps - logps.detach()) * part.mask                      # (n, R)
+    left = log_ratio.sum(1, keepdim=True) / part.mask.sum(1, keepdim=True).clamp(min=1)  # (n, 1)
+    part.advantages = part.advantages * ((part.advantages >= 0) | (left <= threshold))
+    return {}
+
+
+@torch.no_grad()
+def weighted(part, logps, *, correction, low, high):
+    """The advantages are multiplied by the weights, which are also metrics.
+
+    rollout_is_mean is the mean over tokens; rollout_is_eff_sample_size Kish's (sum w)² / sum w², as
+    a share of the tokens (verl's).
+    """
+    weights = sampler_weights(part, correction, low, high)                         # (n, 1 or R)
+    part.advantages = weights * part.advantages
+    total, squares = ((x * part.mask).sum() for x in (weights, weights.square()))
+    return {"rollout_is_mean": Mean(total, part.mask.sum()),
+            "rollout_is_eff_sample_size": EffectiveShare(total, squares, part.mask.sum())}
+
+
+def sampler_weights(part, correction, low, high):
+    """Importance weights w = pi_old / pi_sampler, (n, R), or (n, 1) by completion, within bounds.
+
+        token_...       w of each token                 ..._truncate    clip(w, low, high)
+        sequence_...    their product                   ..._mask        0 outside of [low, high]
+
+    For a sampler that rounds differently than the trainer, or more coarsely: TRL's
+    vllm_importance_sampling_mode; of Yao et al., 2025, and IcePop, arXiv 2510.18855 (token_mask).
+    Only the product weights a token's prefix too, at a variance that grows with the length. The
+    weights scale the advantage, and with it all bounds; the KL and the entropy keep weight 1, as in
+    TRL.
+    """
+    log_ratio = (part.old_logps - part.sampling_logps) * part.mask                      # (n, R)
+    level, _, bound = correction.partition("_")
+    if level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True)                                      # (n, 1)
+    weights = log_ratio.exp()
+    if bound == "truncate":
+        return weights.clamp(low, high)
+    return weights.masked_fill((weights < low) | (weights > high), 0.0)

@@ -1,0 +1,71 @@
+"""--teacher_path: on-policy distillation. A teacher's probabilities take the rewards' place."""
+import torch
+
+from model.objective import refuse_one_ratio
+from model.processes.backends import load_frozen
+from model.storage.read import load_tokenizer
+from report import UserError
+from report.metrics import Mean
+
+from . import refuse_other_advantages
+
+NAME = "--teacher_path"
+DEFAULTS = {"beta": 0.0, "loss_type": "bnpo"}
+EXCLUDES = ("process", "gdpo", "kl_in_reward", "oversample")
+
+
+def add_flags(parser):
+    parser.group("3. judge").add_argument(
+        NAME, help="weights with the policy's tokenizer: learn from how likely each sampled token "
+        "is to them, instead of from rewards (on-policy distillation)")
+
+
+def is_on(args):
+    return bool(args.teacher_path)
+
+
+def refuse(args):
+    if is_on(args):
+        refuse_one_ratio(NAME, args)
+        refuse_other_advantages(NAME, args)
+
+
+def install(t):
+    t.remembered |= {"policy_logps": t.policy, "teacher_logps": load_teacher(t)}
+    t.after_advantages.append(towards_teacher)
+    t.before_loss.append(distance)
+
+
+def load_teacher(t):
+    """The frozen model; UserError if its tokens are not the policy's."""
+    path = t.args.teacher_path
+    teacher = load_frozen(path, t.world, t.args)
+    advice = "give a --teacher_path whose tokenizer is the policy's"
+    tokenizer = load_tokenizer(path, teacher.config.vocab_size, advice)
+    if tokenizer.get_vocab() != t.tokenizer.get_vocab():
+        raise UserError(f"{path}: its tokens are not the policy's; {advice}")
+    return teacher
+
+
+def towards_teacher(rollout):
+    """The advantages become those of on-policy distillation, (N, R); arXiv 2306.13649.
+
+        A_t = log pi_teacher(o_t | q, o_<t) - log pi(o_t | q, o_<t)
+
+    Of what pi draws after o_<t, the mean of A_t grad log pi is minus the gradient of the KL there,
+    KL(pi || pi_teacher): it lowers the KL of each token, with its prefix as given. But pi has drawn
+    the prefix, too. For the KL of whole answers, the mean of minus the sum of A_t, a token answers
+    for all that follows: in place of A_t it has the sum of A_u over u >= t, which is noisier.
+    Neither takes a group, a std or a reward; both models are at --temperature. (The paper reads the
+    teacher's whole distribution; the drawn token alone is verl's k1 with use_policy_gradient.)
+    """
+    difference = rollout.per_token["teacher_logps"] - rollout.per_token["policy_logps"]
+    rollout.advantages = difference * rollout.mask
+    rollout.returns = torch.zeros_like(rollout.rewards)     # judged, whatever the rewards say
+
+
+@torch.no_grad()
+def distance(part, logps):
+    """The metric teacher_kl: the mean over tokens of log pi_old - log pi_teacher."""
+    difference = (part.old_logps - part.per_token["teacher_logps"]) * part.mask
+    return {"teacher_kl": Mean(difference.sum(), part.mask.sum())}
