@@ -160,7 +160,7 @@ class Ours:
 
     def rollout(self, batch):
         t = self.t
-        return train_grpo.generate(t.policy, batch, t.tokenizer, t.sample, t.world.rng(1), t.args)
+        return train_grpo.generate(t.policy, batch, t.tokenizer, t.world.rng(1), t.world, t.args)
 
     def step(self, batch):
         train_grpo.grpo_step(self.t, batch, 1, LEARNING_RATE)
@@ -168,7 +168,8 @@ class Ours:
     def learn(self, rollout):
         t = self.t
         updates = train_grpo.minibatches(rollout, t.world, t.args)
-        train_grpo.update_policy(t.policy, t.optimizer, updates, t.logps_of, t.world, t.args)
+        train_grpo.update_policy(t.policy, t.optimizer, updates, t.before_loss, t.loss_options,
+                                 t.world, t.args)
 
 
 def generates(case, path, tokenizer, device):

@@ -15,6 +15,7 @@ from model import World, load_pretrained, sampler
 from model.fast import pair as fast
 from model.fast import vllm_engine
 from model.lora import adapter_state, adapters, merged_state, with_adapters
+from model.processes.backends import with_backend
 from model.processes.shard import shard
 from model.storage.any_model import AnyModel, Cache
 from model.storage.files import read_config
@@ -240,18 +241,20 @@ def test_a_folder_that_does_not_hold_such_a_model_is_refused(change, message, sa
 
 
 def test_the_pair_is_chosen_by_the_flag_and_by_whose_network_the_policy_is(tiny_policy, saved):
-    plain, quick = (sampler.sample, train_grpo.token_logps), (fast.sample, fast.token_logps)
+    plain, quick, world = (None, None), (fast.sample, fast.token_logps), World("cpu")
     ours, other = tiny_policy[1], load_pretrained(saved("GPT2LMHeadModel")[0])
     adapted = with_adapters(copy.deepcopy(ours), rank=2, alpha=4)
     for policy, name, expected in ((ours, "fast", quick), (adapted, "fast", quick),
                                    (ours, "plain", plain), (other, "fast", plain)):
         args = train_grpo.parse_args(["--sampler", name])
-        assert train_grpo.choose_pair(policy, None, World("cpu"), args) == expected
+        with_backend(policy, "x", world, args)
+        assert (policy.own_sample, policy.own_token_logps) == expected
     args = train_grpo.parse_args(["--sampler", "vllm"])
-    for policy, (_, logps_of) in ((ours, quick), (other, plain)):
-        optimizer = torch.optim.AdamW(policy.parameters())
-        engine, chosen = train_grpo.choose_pair(policy, optimizer, World("cpu"), args)
-        assert isinstance(engine, vllm_engine.Engine) and chosen.__wrapped__ is logps_of
+    for policy, (_, own_token_logps) in ((ours, quick), (other, plain)):
+        assert with_backend(policy, "x", world, args).own_token_logps is own_token_logps
+    t = train_grpo.prepare(args, world)
+    assert isinstance(t.policy.own_sample, vllm_engine.Engine)
+    assert t.reference.own_token_logps is fast.token_logps
 
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}

@@ -13,8 +13,7 @@ import train_grpo
 from model import load_pretrained
 from model.fast import pair as fast
 from model.model import Head
-from model.objective import CORRECTIONS, corrected, near_sampler, sampler_weights
-from model.processes.world import precision
+from run.edges import sampler_correction
 from train_grpo import World, minibatches, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -70,7 +69,7 @@ def test_the_head_in_chunks_is_float32_with_its_gradients_too(monkeypatch):
 
 
 def test_autocast_keeps_no_copies_of_weights():
-    with precision(World("cpu", "bfloat16")):
+    with World("cpu", "bfloat16").working():
         assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
 
 
@@ -101,7 +100,7 @@ def test_ratios_are_exactly_1_while_the_policy_has_not_moved(flags, tmp_path, mo
 
 
 def test_the_parts_of_a_step_by_hand(six):
-    six.ref_logps, six.advantages = None, torch.tensor([1.0, 2.0, 0.0, 4.0, 5.0, 6.0])
+    six.per_token, six.advantages = {}, torch.tensor([1.0, 2.0, 0.0, 4.0, 5.0, 6.0])
     args = arguments(num_minibatches=2, micro_batch_size=2, mask_truncated_completions=True)
 
     def found():
@@ -139,11 +138,13 @@ def test_importance_weights_by_hand(six, flags, expected):
     six.mask = torch.tensor([[1, 1, 1, 0]])
     six.sampling_logps = torch.tensor([[0.1, 0.4, 0.8, 1.0]]).log()
     old_logps = torch.tensor([[0.2, 0.2, 0.2, 1.0]]).log()      # ratios 2, 1/2 and 1/4
-    weights = sampler_weights(six, old_logps, arguments(*flags.split()))
+    six.old_logps, args = old_logps, arguments(*flags.split())
+    weights = sampler_correction.sampler_weights(
+        six, args.sampler_correction, args.sampler_ratio_min, args.sampler_ratio_max)
     assert weights[0].tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS[1:])
+@pytest.mark.parametrize("correction", sampler_correction.CORRECTIONS[1:])
 @pytest.mark.parametrize("loss_type, level", [
     ("grpo", "token"), ("dppo", "token"), ("bnpo", "sequence"), ("r1", "token")])
 def test_a_corrected_loss_and_its_gradient_equal_a_loop(loss_type, level, correction):
@@ -158,12 +159,11 @@ def test_a_corrected_loss_and_its_gradient_equal_a_loop(loss_type, level, correc
             w = math.prod(ratios) if "sequence" in correction else w
             clipped = min(max(w, 0.7), 1.4)
             weighted[i, t] = A * (clipped if "truncate" in correction else w * (w == clipped))
-    args = arguments("--loss_type", loss_type, "--importance_sampling_level", level, CORRECTION,
-                     correction, "--sampler_ratio_min", "0.7", "--sampler_ratio_max", "1.4")
-    part = SimpleNamespace(mask=mask, sampling_logps=sampling_logps)
-    found = corrected(advantages[:, None], part, logps, old_logps, args)
+    part = SimpleNamespace(mask=mask, sampling_logps=sampling_logps, old_logps=old_logps,
+                           advantages=advantages[:, None])
+    sampler_correction.weighted(part, logps, correction=correction, low=0.7, high=1.4)
     loss, _ = train_grpo.grpo_loss(
-        logps.requires_grad_(), old_logps, found, mask, ref_logps=ref_logps, beta=0.3,
+        logps.requires_grad_(), old_logps, part.advantages, mask, ref_logps=ref_logps, beta=0.3,
         loss_type=loss_type, importance_sampling_level=level)
     loss.backward()
     again = logps.detach().requires_grad_()
@@ -176,23 +176,24 @@ def test_a_corrected_loss_and_its_gradient_equal_a_loop(loss_type, level, correc
 
 
 def test_bad_completions_that_the_policy_has_left_teach_nothing(six, policy):
-    six.ref_logps = six.old_logps = None
+    six.per_token, six.old_logps = {}, None
     six.advantages = torch.tensor([1.0, -0.5, -0.3, -1.2, 0.0, 0.1])
     # The means of log pi_sampler - log pi; those above 0.5 with A < 0 are rows 1 and 3.
     left = torch.tensor([9.0, 0.51, 0.49, 9.0, 9.0, -9.0])
     uneven = torch.tensor([1.5, 0.5]).repeat(6, 6)
     uneven = uneven / ((uneven * six.mask).sum(1) / six.lengths)[:, None]
     logps, six.sampling_logps = six.sampling_logps, six.sampling_logps + left[:, None] * uneven
-    args = arguments(off_policy_mask_threshold=0.5)
     kept = torch.tensor([1.0, 0, -0.3, 0, 0, 0.1])
-    assert near_sampler(six.advantages[:, None], six, logps, args)[:, 0].tolist() == kept.tolist()
+    part = replace(six, advantages=six.advantages[:, None])
+    sampler_correction.near_sampler(part, logps, threshold=0.5)
+    assert part.advantages[:, 0].tolist() == kept.tolist()
     masked, _ = gradient(policy, six, token_logps, off_policy_mask_threshold=0.5)
     expected, _ = gradient(policy, replace(six, advantages=kept), token_logps)
     assert (masked - expected).norm() < 1e-6 * expected.norm()
     six.advantages = six.advantages[:, None].repeat(1, 12)
     six.advantages[1, 3] = 2.0                                  # a good token of a bad completion
-    found = near_sampler(six.advantages, six, logps, args)
-    assert found[1].tolist() == [0, 0, 0, 2.0, *[0] * 8]
+    sampler_correction.near_sampler(six, logps, threshold=0.5)
+    assert six.advantages[1].tolist() == [0, 0, 0, 2.0, *[0] * 8]
 
 
 @pytest.mark.parametrize("loss_type, single", [

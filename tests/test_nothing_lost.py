@@ -1,4 +1,5 @@
 """What a run must not lose, and mistakes that it must not pass over in silence."""
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +12,6 @@ import train_grpo
 from conftest import ROOT, jsonl, turns, write
 from dataset import PromptDataset, batches_from, guess
 from model import World
-from model.processes.models import load_models, load_teacher
 from model.processes.saver import load_checkpoint, save_checkpoint
 from model.processes.world import rank_and_size
 from model.storage.files import read_json
@@ -88,19 +88,19 @@ def test_ranks_with_other_flags_or_weights_stop_before_the_first_step(flag, thei
         """As if rank 1 had this other flag, or in its weights one other number."""
         other = {name: theirs if name == flag else value for name, value in rows[0].items()}
         for name in other:
-            if name.startswith("checksum") and ("teacher" in name) == (flag == "--teacher_path"):
+            if name.startswith("checksum") and name.endswith(paths.get(flag, "none")):
                 other[name] = 0
         return [*rows, other]
 
-    args = train_grpo.parse_args([*SMALL, "--teacher_path", str(POLICY)])
+    paths = {f"--{name}_path": str(ROOT / f"model/weights/{folder}")
+             for name, folder in (("model", "reason_128"), ("teacher", "full_sft_128"))}
+    args = train_grpo.parse_args([*SMALL, *itertools.chain(*paths.items())])
     world = World("cpu")
-    tokenizer = load_models(args, world)[0]
-    load_teacher(args, world, tokenizer)
+    train_grpo.prepare(args, world)
     monkeypatch.setattr(World, "gather", rows_of_two)
     name = flag if theirs else "checksum of the"
     with pytest.raises(UserError, match=f"{name}.* on rank 0, but .* on rank 1"):
-        load_models(args, world)
-        load_teacher(args, world, tokenizer)
+        train_grpo.prepare(args, world)
 
 
 def test_a_reward_that_judges_nothing_says_so_with_the_columns_there_are(tmp_path, capsys):
@@ -206,7 +206,7 @@ def test_escape_codes_in_a_path_do_not_reach_the_terminal(tmp_path, capsys):
 def test_a_run_without_a_step_or_inside_another_runs_files_writes_nothing(tmp_path, capsys):
     args = train_grpo.parse_args(["--batch_size", "1"])
     with pytest.raises(UserError, match="1 prompts are too few for 2 processes"):
-        batches_from(1, [{}], None, SimpleNamespace(size=2), args)
+        batches_from(1, [{}], None, 1, SimpleNamespace(size=2), args)
     rows = [{"prompt": "1?"}, {"prompt": "2?"}]
     data = ["--data_path", str(write(tmp_path / "data.jsonl", rows))]
     run(tmp_path, *data, "--max_steps", "1")

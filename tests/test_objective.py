@@ -12,7 +12,7 @@ import train_grpo
 from model import MiniMindConfig, MiniMindForCausalLM
 from model.fast import pair as fast
 from report import UserError
-from reward import baselines
+from run.edges import gdpo
 from train_grpo import World, completion_mask, group_advantages, grpo_loss, kl_penalty
 
 NAN = float("nan")
@@ -78,8 +78,8 @@ def test_gdpo_normalises_each_function_in_its_group_and_then_their_sum_over_the_
     rollout = SimpleNamespace(
         rewards=torch.stack([*per_func.values()]).nanmean(0), rewards_per_func=per_func,
         mask=torch.ones(8, 1))
-    args = SimpleNamespace(num_generations=4, reward_weights=weights)
-    found = baselines.normalize_then_sum(rollout, group_advantages, World("cpu"), args)
+    gdpo.normalize_then_sum(rollout, world=World("cpu"), num_generations=4, reward_weights=weights)
+    found = rollout.advantages
     expected = torch.tensor(normalised(total), dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 

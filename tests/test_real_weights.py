@@ -295,4 +295,4 @@ def test_a_few_steps_of_grpo_train_experts_too(tmp_path):
 def test_the_flag_gradient_checkpointing_reaches_the_model():
     args = train_grpo.parse_args(["--model_path", SHIPPED, "--reward_funcs", "format",
                                   "--gradient_checkpointing"])
-    assert train_grpo.load_models(args, World("cpu"))[1].model.gradient_checkpointing
+    assert train_grpo.load_models(args, World("cpu"))[0].model.gradient_checkpointing

@@ -10,7 +10,8 @@ import random
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
-from unittest.mock import Mock
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -20,12 +21,11 @@ from transformers import AutoTokenizer
 import train_grpo
 from conftest import ROOT, jsonl, turns
 from dataset import PromptCollator
-from model import load_pretrained, sampler
+from model import load_pretrained
 from model.fast import pair as fast
 from model.processes import world as world_module
-from model.processes.models import sync_reference
 from report import UserError
-from reward import baselines
+from run.edges import moving_reference, oversample, teacher
 from train_grpo import Rollout, World, completion_mask, minibatches, token_logps, update_policy
 
 POLICY = ROOT / "model/weights/reason_128"
@@ -103,8 +103,8 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return compute_rewards(*args)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train_grpo, "compute_rewards", interrupted)
+    with monkeypatch.context() as until, pytest.raises(KeyboardInterrupt):
+        until.setattr(train_grpo, "compute_rewards", interrupted)
         train_grpo.main([*flags, "--run_name", "broken"])
     # Step 3 was reported, but the checkpoint is that of step 2.
     assert len(jsonl(tmp_path / "broken/metrics.jsonl")) == 3
@@ -133,7 +133,7 @@ def test_evaluation_by_a_reward_of_ones_own():
     args = arguments("--max_gen_len", "2")
     policy, tokenizer = load_pretrained(POLICY), AutoTokenizer.from_pretrained(POLICY)
     results, first = train_grpo.evaluate(policy, rows, [judge], PromptCollator(tokenizer, 99),
-                                         sampler.sample, World("cpu"), args, 0)
+                                         World("cpu"), args, 0)
     assert first.rewards.tolist() == pytest.approx([0.5, 1.0, NAN, 0.0], nan_ok=True)
     # The third problem was not judged. Sampled right: 1 of 2, 2 of 2, 0 of 2.
     assert results["eval/accuracy"] == pytest.approx(1.5 / 3)
@@ -147,8 +147,8 @@ def test_the_eos_is_learned_with_the_rest_and_padding_is_not():
     tokenizer.pad_token, eos = None, tokenizer.eos_token_id
     items = [{"messages": [{"role": "user", "content": text}]} for text in ("2?", "What is 3 + 4?")]
     rollout = train_grpo.generate(
-        policy, PromptCollator(tokenizer, 99)(items), tokenizer, sampler.sample,
-        torch.Generator().manual_seed(0), arguments(max_gen_len=28), 4)
+        policy, PromptCollator(tokenizer, 99)(items), tokenizer, torch.Generator().manual_seed(0),
+        World("cpu"), arguments(max_gen_len=28), 4)
     assert rollout.ended.any() and not rollout.ended.all()
     for ids, mask, ended in zip(rollout.completion_ids, rollout.mask, rollout.ended):
         learned = ids[mask.bool()].tolist()
@@ -162,9 +162,10 @@ def test_weights_that_give_no_probabilities_are_refused(policy):
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     batch = PromptCollator(tokenizer, 99)([{"messages": turns("2+3?")}])
     policy.model.layers[1].mlp.up_proj.weight.data[0, 0] = NAN
+    policy.own_sample = fast.sample
     with pytest.raises(UserError, match="not finite.*--model_path"):
-        train_grpo.generate(policy, batch, tokenizer, fast.sample,
-                            torch.Generator().manual_seed(0), arguments())
+        train_grpo.generate(policy, batch, tokenizer, torch.Generator().manual_seed(0),
+                            World("cpu"), arguments())
 
 
 def test_countdown_runs_from_its_file_of_flags(tmp_path):
@@ -214,19 +215,21 @@ def rollout_of_six(model, token_logps=fast.token_logps):
     prompt_mask[3:, :4] = 0
     mask = completion_mask(completion_ids, 2)
     rewards = torch.tensor([2.0, 0.5, NAN, 0.0, 1.0, 1.5])
+    model.own_token_logps = None if token_logps is train_grpo.token_logps else token_logps
     rollout = Known(
         prompts=[*"aaabbb"], columns={"answer": [*"111222"], "number": [0, 1, 2, 3, 4, 5]},
         prefills=[""] * 3 + ["<think>\n"] * 3, completions=[*"uvwxyz"], prompt_ids=prompt_ids,
         prompt_mask=prompt_mask, completion_ids=completion_ids,
         attention=mask, mask=mask,
         ended=mask.sum(1) < 12, sampling_logps=torch.zeros(6, 12), rewards=rewards,
-        rewards_per_func={"half": rewards / 2, "rest": rewards - rewards / 2},
+        rewards_per_func={"half": rewards / 2, "rest": rewards - rewards / 2}, returns=rewards,
         advantages=torch.tensor([1.0, -0.5, 0.3, -1.2, 0.0, 0.1]))
-    logps = train_grpo.compute_logps(model, rollout, token_logps, arguments())
+    logps = train_grpo.compute_logps(model, rollout, World("cpu"), arguments())
     rollout.sampling_logps = logps
-    rollout.old_logps, rollout.ref_logps, rollout.teacher_logps = (
+    rollout.old_logps, ref_logps, teacher_logps = (
         logps + 0.3 * torch.randn(6, 12, generator=rng) for _ in range(3))
-    rollout.policy_logps = logps
+    rollout.per_token = {"ref_logps": ref_logps, "teacher_logps": teacher_logps,
+                         "policy_logps": logps}
     return rollout
 
 
@@ -246,8 +249,8 @@ def test_selecting_rows_drops_columns_of_padding_only(six):
     assert [len(ids) for ids in six.token_ids()] == six.lengths.tolist() == [3, 12, 5, 1, 7, 12]
     assert part.mask.tolist() == [[1] * 7, [1] + [0] * 6]
     assert part.advantages.tolist() == six.advantages[[4, 3]].tolist()
-    for name in ("sampling_logps", "ref_logps"):
-        assert torch.equal(getattr(part, name), getattr(six, name)[[4, 3], :7])
+    assert torch.equal(part.sampling_logps, six.sampling_logps[[4, 3], :7])
+    assert torch.equal(part.per_token["ref_logps"], six.per_token["ref_logps"][[4, 3], :7])
     kept = torch.tensor([True] * 4 + [False] * 2)
     assert six.select(torch.tensor([4, 3]), kept).mask.sum(1).tolist() == [0, 1]
     input_ids, attention_mask, R = part.sequences()
@@ -264,11 +267,14 @@ def test_the_groups_with_the_largest_spread_are_selected_whole_and_in_order(six)
         [7.0, 7.0, 7.0],        # 0
         [0.0, 2.0, 1.0],        # 1
         [NAN, NAN, NAN]]).flatten()
-    for oversample, groups in ((6, [2]), (3, [2, 4]), (2, [0, 2, 4])):
-        args = arguments("--num_generations", "3", "--oversample", str(oversample))
-        rows = [3 * group + i for group in groups for i in range(3)]
-        assert baselines.best_rows(six, args).tolist() == rows
-    assert baselines.best_rows(six, arguments()).tolist() == [0, 1, 2, 3, 4, 5]
+    for times, groups in ((6, [2]), (3, [2, 4]), (2, [0, 2, 4])):
+        oversample.best_rows(six, times=times, num_generations=3)
+        assert six.chosen.tolist() == [3 * group + i for group in groups for i in range(3)]
+    six.chosen = torch.tensor([1, 2, 5])
+    (minibatch,) = minibatches(six, World("cpu"), arguments())
+    assert torch.cat([part.advantages for part in minibatch.micro_batches]).tolist() == (
+        six.advantages[[1, 2, 5]].tolist())
+    assert minibatch.totals == {"num_sequences": 3, "num_tokens": 12 + 5 + 12}
 
 
 # --- the gradient ---------------------------------------------------------------------------------
@@ -288,14 +294,38 @@ ADVANTAGES = [{"multi_objective_aggregation": "normalize_then_sum", "reward_weig
               {"scale_rewards": "batch"}, {"advantage_estimator": "rloo"}]
 
 
+def bundle(policy, args, world):
+    """What prepare returns without what it loads, and with the changes of the edges that are on."""
+    t = SimpleNamespace(
+        policy=policy, args=args, world=world, loss_options=train_grpo.loss_options(args),
+        remembered={}, before_advantages=[], after_advantages=[], before_loss=[], after_step=[])
+    with patch.object(teacher, "load_teacher"):
+        for edge in train_grpo.EDGES:
+            if edge.is_on(args):
+                edge.install(t)
+    return t
+
+
+def advantages_of(rollout, world, args):
+    t, rollout.returns = bundle(None, args, world), rollout.rewards
+    for change in t.before_advantages:
+        change(rollout)
+    rollout.advantages = train_grpo.compute_advantages(rollout, world, args)
+    for change in t.after_advantages:
+        change(rollout)
+    return rollout.advantages
+
+
 def gradient(model, rollout, token_logps, world=None, **changes):
     """The gradient of the last update of a pass, as one vector, and the metrics of the pass."""
+    model.own_token_logps = None if token_logps is train_grpo.token_logps else token_logps
     world, args, found = world or World("cpu"), arguments(**changes), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.step = lambda: found.append(torch.cat(
         [parameter.grad.flatten() for parameter in model.parameters()]))
     updates = minibatches(rollout, world, args)
-    metrics = update_policy(model, optimizer, updates, token_logps, world, args)
+    t = bundle(model, args, world)
+    metrics = update_policy(model, optimizer, updates, t.before_loss, t.loss_options, world, args)
     assert all(parameter.grad is None for parameter in model.parameters())
     return found[-1], metrics
 
@@ -310,28 +340,28 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
     if world_size > 1:
         # The gradient of a norm goes alone, shorter ones together.
         world_module.JOINED_BELOW = 128
-    world, model = World("cpu"), load_pretrained(POLICY, dtype=torch.float64)
+    world = train_grpo.join_processes(arguments("--device", "cpu"))
+    model = load_pretrained(POLICY, dtype=torch.float64)
     rows, six = torch.arange(6).tensor_split(world_size)[rank], rollout_of_six(model, token_logps)
     six.mask = six.mask.clone()
     six.mask[[1, 4], 2:5] = 0                   # these are a tool's
     share, results = some(six, rows), []
     for objective in OBJECTIVES:
-        ref_logps = share.ref_logps if "beta" in objective else None
-        part = replace(share, ref_logps=ref_logps)
+        part = replace(share, per_token=share.per_token.copy())
+        if "beta" not in objective:
+            del part.per_token["ref_logps"]
         if "teacher_path" in objective:
-            part.advantages = train_grpo.compute_advantages(part, None, world,
-                                                            arguments(**objective))
+            teacher.towards_teacher(part)
         results.append(gradient(model, part, token_logps, world,
                                 micro_batch_size=micro_batch_size, **objective))
     args = arguments(num_iterations=2, num_minibatches=2, grad_clip=1.0, beta=0.1,
                      micro_batch_size=micro_batch_size)
     update_policy(model, torch.optim.AdamW(model.parameters(), lr=1e-3),
-                  minibatches(share, world, args), token_logps, world, args)
+                  minibatches(share, world, args), [], train_grpo.loss_options(args), world, args)
     share.rewards = share.rewards / 2           # from 0 to 1
     share.rewards_per_func["half"] = (share.rewards > 0.3).float()
     advantages = torch.stack([
-        train_grpo.compute_advantages(share, None, world,
-                                      arguments(num_generations=3, **options))
+        advantages_of(share, world, arguments(num_generations=3, **options))
         for options in ADVANTAGES])
     torch.save((results, model.state_dict(), advantages), Path(folder) / f"{rank}.pt")
     world.close()
@@ -384,8 +414,8 @@ def test_what_has_no_gradient_is_not_computed_but_counts(policy, six):
 
     # A reference, even of weight 0, wants all rows for its metric.
     six.advantages = torch.tensor([1.0, -0.5, 0.0, 0.0, 0.0, 0.0])
-    for ref_logps in (None, six.ref_logps):
-        vector, metrics = gradient(policy, replace(six, ref_logps=ref_logps), spy)
+    for per_token in ({}, six.per_token):
+        vector, metrics = gradient(policy, replace(six, per_token=per_token), spy)
         gradients.append(vector)
     assert seen() == [2, 6]
     assert (gradients[0] - gradients[1]).norm() < 1e-6 * gradients[1].norm()
@@ -398,11 +428,12 @@ def test_what_has_no_gradient_is_not_computed_but_counts(policy, six):
             of_tokens(difference).item(), rel=1e-4)
 
     spy.reset_mock()
-    six.ref_logps, six.advantages = None, torch.zeros(6, 12)
+    six.per_token, six.advantages = {}, torch.zeros(6, 12)
     assert gradient(policy, six, spy)[1]["grad_norm"] == 0 and seen() == []
     # The entropy's bonus has one: a tenth of the mean over all tokens of a distribution's entropy.
     bonus, _ = gradient(policy, six, spy, entropy_coef=0.1)
     assert bonus.any() and seen() == [6]
+    policy.own_token_logps = None
     _, entropy = token_logps(policy, *six.sequences(), with_entropy=True)
     mean = entropy[counted].mean()
     found = torch.autograd.grad(-0.1 * mean, [*policy.parameters()])
@@ -412,7 +443,7 @@ def test_what_has_no_gradient_is_not_computed_but_counts(policy, six):
 
 def test_an_update_that_reads_no_row_clips_nothing_and_counts(policy, six, monkeypatch):
     monkeypatch.setattr(train_grpo, "compute_old_logps", lambda *unused: None)      # six has them
-    six.ref_logps, six.advantages = None, torch.tensor([-1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+    six.per_token, six.advantages = {}, torch.tensor([-1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
     both = gradient(policy, six, token_logps, num_minibatches=2)[1]
     alone = gradient(policy, some(six, torch.arange(3)), token_logps)[1]
     for name in ("low", "high", "region"):
@@ -429,7 +460,8 @@ def test_every_update_is_compared_with_the_policy_before_the_first(policy, six, 
         args = arguments(num_iterations=passes)
         updates = minibatches(six, World("cpu"), args)
         spy.reset_mock()
-        update_policy(policy, optimizer, updates, token_logps, World("cpu"), args)
+        update_policy(policy, optimizer, updates, [], train_grpo.loss_options(args), World("cpu"),
+                      args)
         assert (updates[0].micro_batches[0].old_logps is None) == (passes == 1)
         logps, old_logps = zip(*(call.args[:2] for call in spy.mock_calls))
         assert len(logps) == passes and all(torch.equal(old, logps[0]) for old in old_logps)
@@ -438,7 +470,7 @@ def test_every_update_is_compared_with_the_policy_before_the_first(policy, six, 
 
 def test_truncated_completions_count_nothing_but_as_sequences(policy, six):
     assert six.ended.tolist() == [True, False, True, True, True, False]
-    six.ref_logps, rows = None, torch.tensor([0, 2, 3, 4])
+    six.per_token, rows = {}, torch.tensor([0, 2, 3, 4])
     six.advantages = torch.tensor([1.0, 5.0, 0.3, -1.2, 0.9, -7.0])
     masked, _ = gradient(policy, six, token_logps, mask_truncated_completions=True)
     kept, _ = gradient(policy, some(six, rows), token_logps)
@@ -489,7 +521,7 @@ def test_a_step_without_a_judged_completion_moves_nothing_and_ten_in_a_row_end_t
 
 
 def test_a_rank_without_a_judged_completion_learns_with_the_others(six):
-    six.rewards = torch.full((6,), NAN)
+    six.returns = torch.full((6,), NAN)
     world = World("cpu")
     assert minibatches(six, world, arguments()) == []
     world.sum = lambda tensor: tensor + 1               # another rank has a judged one
@@ -503,11 +535,12 @@ def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1_and_not_in_the_loss(po
     ids = torch.tensor([[5, 5, 2], [5, 2, 0], [2, 0, 0], [2, 0, 0], [5, 5, 5], [5, 2, 0]])
     rollout = replace(
         six, mask=completion_mask(ids, 2), rewards=torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 3.0]),
-        policy_logps=torch.full((6, 3), -1.0), ref_logps=torch.full((6, 3), -3.0))
-    rollout.policy_logps[3] = -3.5             # k1 = -0.5 at its one token; it is 2 elsewhere
+        per_token={"policy_logps": torch.full((6, 3), -1.0), "ref_logps": torch.full((6, 3), -3.0)})
+    # k1 is -0.5 at the one token of this row, and 2 elsewhere.
+    rollout.per_token["policy_logps"][3] = -3.5
     kl = torch.tensor([2.0 * 3, 2.0 * 2, 2.0 * 1, -0.5 * 1, 2.0 * 3, 2.0 * 2])
     args = arguments(beta=0.1, kl_in_reward=True, num_generations=3, scale_rewards="none")
-    advantages = train_grpo.compute_advantages(rollout, None, World("cpu"), args)
+    advantages = advantages_of(rollout, World("cpu"), args)
     rewards = rollout.rewards - 0.1 * kl
     expected = rewards - rewards.view(2, 3).mean(1).repeat_interleave(3)
     assert advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
@@ -516,9 +549,9 @@ def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1_and_not_in_the_loss(po
 def test_the_reference_moves_towards_the_policy():
     reference, policy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     before, ours = reference.weight.clone(), policy.weight.clone()
-    args = arguments("--ref_model_sync_steps", "3", "--ref_model_mixup_alpha", "0.6")
     for step, alpha in ((2, 0.0), (3, 0.6)):
-        sync_reference(reference, policy, step, args)
+        moving_reference.sync_reference(step, reference=reference, policy=policy, every=3,
+                                        alpha=0.6)
         assert torch.allclose(reference.weight, alpha * ours + (1 - alpha) * before)
     assert torch.equal(policy.weight, ours)
 

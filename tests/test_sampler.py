@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import train_grpo
-from model import MiniMindConfig, MiniMindForCausalLM, sampler
+from model import MiniMindConfig, MiniMindForCausalLM, World, sampler
 from model.fast import pair as fast
-from model.processes.world import in_slices
+from model.processes.backends import in_slices
 from model.sampler import next_token
 from train_grpo import completion_mask
 
@@ -120,7 +120,7 @@ def test_slices_are_whole_groups_and_give_what_all_at_once_does(most, expected_s
         sizes.append(len(prompt_ids))
         return fast.sample(model, prompt_ids, *others, **options)
 
-    sliced = in_slices(counting, most)
+    sliced = in_slices(counting, most, World("cpu"))
     ids, logps = draw(sliced, model, num_generations=2, greedy=True)
     expected_ids, expected_logps = draw(fast.sample, model, num_generations=2, greedy=True)
     assert sizes == expected_sizes and torch.equal(ids, expected_ids)

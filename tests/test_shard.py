@@ -121,7 +121,7 @@ def test_another_number_of_ranks_resumes_it(name, flags, out, monkeypatch):
                                   "--reward_funcs", "test_shard:unequal"])
     world = SimpleNamespace(device=torch.device("cpu"), matrix_dtype=torch.float32,
                             agree=lambda **values: None)
-    _, policy, _ = train_grpo.load_models(args, world)
+    policy, _ = train_grpo.load_models(args, world)
     optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
     done, _ = load_checkpoint(out / name / "checkpoint", policy, optimizer)
     assert done == STEPS

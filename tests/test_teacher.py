@@ -11,10 +11,9 @@ from test_run import POLICY, SMALL
 
 import train_grpo
 from conftest import ROOT, edit, jsonl
-from model import load_tokenizer
-from model.processes.models import load_teacher
+from model import fast, load_tokenizer
 from report import UserError
-from reward.baselines import towards_teacher
+from run.edges.teacher import load_teacher, towards_teacher
 from train_grpo import World, grpo_loss, parse_args
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,8 +30,11 @@ def test_the_mean_gradient_is_that_of_each_tokens_kl_and_of_the_whole_with_all_l
     ours, theirs = policy.log_softmax(1), teacher.log_softmax(1)
     logps, teacher_logps = ours[places, answers], theirs[places, answers]               # (16, 2)
     mask, p = torch.ones(V * V, 2), logps.sum(1).exp()                                  # (16,)
-    advantages = towards_teacher(SimpleNamespace(
-        policy_logps=logps.detach(), teacher_logps=teacher_logps, mask=mask))
+    rollout = SimpleNamespace(mask=mask, rewards=torch.full((V * V,), torch.nan), per_token={
+        "policy_logps": logps.detach(), "teacher_logps": teacher_logps})
+    towards_teacher(rollout)
+    advantages = rollout.advantages
+    assert not rollout.returns.any()
     kl = (ours.exp() * (ours - theirs)).sum(1)[places]                                  # (16, 2)
     expected = (p.detach()[:, None] * kl).sum()                         # the prefix as given
     if whole:
@@ -64,13 +66,13 @@ def test_a_teacher_teaches_without_a_reward(tmp_path, own_module, recwarn, capsy
     assert "has a reward" not in said and "the same reward" not in said
 
 
-def test_a_teacher_with_other_tokens_or_of_another_family_is_refused(tmp_path):
+def test_a_teacher_with_other_tokens_is_refused_and_one_of_another_family_is_read(tmp_path):
     tokenizer, world = load_tokenizer(POLICY, 10**9), World("cpu")
 
     def loaded(path, *flags):
-        return load_teacher(parse_args(["--teacher_path", str(path), *flags]), world, tokenizer)
+        args = parse_args(["--teacher_path", str(path), *flags])
+        return load_teacher(SimpleNamespace(args=args, world=world, tokenizer=tokenizer))
 
-    assert load_teacher(parse_args([]), world, tokenizer) is None
     assert not any(weight.requires_grad for weight in loaded(POLICY).parameters())
     shutil.copytree(POLICY, tmp_path / "other")
     file = tmp_path / "other/tokenizer.json"
@@ -82,6 +84,5 @@ def test_a_teacher_with_other_tokens_or_of_another_family_is_refused(tmp_path):
     config = transformers.GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(UserError, match="--teacher_path .*gpt2 .* add --sampler plain"):
-        loaded(tmp_path / "gpt2")
-    assert loaded(tmp_path / "gpt2", "--sampler", "plain") is not None
+    assert loaded(tmp_path / "gpt2").own_token_logps is None
+    assert loaded(POLICY).own_token_logps is fast.token_logps

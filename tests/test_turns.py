@@ -17,7 +17,7 @@ from dataset.guess import MOST_GUESSES, PROMPT, games
 from model import World, load_pretrained, sampler
 from model.commands import train_sft
 from model.fast import pair as fast
-from model.processes.world import in_slices
+from model.processes.backends import in_slices
 from report import UserError
 from reward import accuracy_reward
 from reward.rules import guess_reward
@@ -56,16 +56,17 @@ dice.stop = "\n"
 def rollout_of(sample, policy, tokenizer, function=dice, count=4, **changes):
     args = train_grpo.parse_args(["--max_gen_len", "40"])
     vars(args).update(changes)
+    policy.own_sample = None if sample is sampler.sample else sample
     items = PromptDataset(ROOT / "dataset/heldout.jsonl")[:count]
     return train_grpo.generate(
-        policy, PromptCollator(tokenizer, 99)(items), tokenizer, sample,
-        torch.Generator().manual_seed(0), args, 6, tool=Tool(function, tokenizer, 3))
+        policy, PromptCollator(tokenizer, 99)(items), tokenizer, torch.Generator().manual_seed(0),
+        World("cpu"), args, 6, tool=Tool(function, tokenizer, 3))
 
 
 @pytest.mark.parametrize("most", [0, 12])
 def test_both_samplers_play_the_same_game_and_know_what_they_drew(policy, tokenizer, most):
-    plain, fast_one = (rollout_of(in_slices(pair.sample, most), policy, tokenizer)
-                       for pair in (sampler, fast))
+    plain, fast_one = (rollout_of(in_slices(own, most or 99, World("cpu")), policy, tokenizer)
+                       for own in (None, fast.sample))
     for name in ("completion_ids", "attention", "mask", "ended"):
         assert torch.equal(getattr(plain, name), getattr(fast_one, name)), name
     assert plain.turns == fast_one.turns and plain.completions == fast_one.completions
@@ -77,8 +78,7 @@ def test_both_samplers_play_the_same_game_and_know_what_they_drew(policy, tokeni
         assert len(ids) - mask.sum() == sum(map(len, forced))
     chosen = plain.mask.bool()
     assert not plain.sampling_logps[~chosen].any()
-    trained = train_grpo.compute_logps(policy, plain, train_grpo.token_logps,
-                                       train_grpo.parse_args([]))
+    trained = train_grpo.compute_logps(policy, plain, World("cpu"), train_grpo.parse_args([]))
     torch.testing.assert_close(trained * chosen, plain.sampling_logps, atol=1e-5, rtol=1e-5)
     assert trained[plain.attention.bool() & ~chosen].all()      # read, but not learned
 
@@ -87,12 +87,13 @@ def test_the_gradient_is_that_of_a_loop_that_skips_the_tools_words(policy, token
     """-1/N sum over completions of A / length sum over chosen tokens of log pi, in float64."""
     rollout = rollout_of(sampler.sample, policy, tokenizer, count=1)
     assert (rollout.attention != rollout.mask).any()
-    rollout.rewards, rollout.advantages = torch.arange(6.0), torch.randn(6)
+    rollout.returns, rollout.advantages = torch.arange(6.0), torch.randn(6)
     args = train_grpo.parse_args(["--beta", "0", "--grad_clip", "1e9", "--micro_batch_size", "4"])
     (minibatch,) = train_grpo.minibatches(rollout, World("cpu"), args)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
-    before = deepcopy(policy).double()
-    train_grpo.optimizer_step(policy, optimizer, minibatch, fast.token_logps, World("cpu"), args)
+    before, policy.own_token_logps = deepcopy(policy).double(), fast.token_logps
+    train_grpo.optimizer_step(policy, optimizer, minibatch, [], train_grpo.loss_options(args),
+                              World("cpu"), args)
     loss = 0
     for i, ids in enumerate(rollout.token_ids()):
         prompt = rollout.prompt_ids[i][rollout.prompt_mask[i].bool()].tolist()
@@ -146,7 +147,7 @@ def test_a_scripted_reply(monkeypatch, policy, tokenizer, stop, answers, drawn, 
     function.stop = stop
     args = train_grpo.parse_args(["--max_gen_len", "10"])
     batch = PromptCollator(tokenizer, 99)([{"messages": turns("?")}])
-    rollout = train_grpo.generate(policy, batch, tokenizer, sampler.sample, torch.Generator(), args,
+    rollout = train_grpo.generate(policy, batch, tokenizer, torch.Generator(), World("cpu"), args,
                                   1, tool=Tool(function, tokenizer, 2))
     assert rollout.token_ids() == [script] and rollout.ended.tolist() == [ended]
     assert rollout.mask[0, :len(script)].tolist() == is_drawn and next(draws, None) is None

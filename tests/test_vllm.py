@@ -23,7 +23,6 @@ import train_grpo
 from conftest import ROOT, jsonl
 from model import World, load_pretrained, load_tokenizer
 from model.fast import pair, vllm_engine
-from model.processes.world import for_sampling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None,
@@ -115,10 +114,14 @@ def made(tmp_path_factory):
     args = train_grpo.parse_args(["--sampler", "vllm", "--device", "cpu", "--max_seq_len", "200",
                                   "--out_dir", str(tmp_path_factory.mktemp("vllm"))])
     world = World("cpu", args.dtype)
-    engine = vllm_engine.Engine(world, args)
     policy = load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32)
+    engine = vllm_engine.Engine(world, args, torch.optim.AdamW(policy.parameters()))
     threads = torch.get_num_threads()
-    sample = for_sampling(engine, world, args)
+
+    def sample(*inputs, **options):
+        with world.working():
+            return engine(*inputs, **options)
+
     draw(sample, policy)
     assert torch.get_num_threads() == threads
     yield engine, sample, policy

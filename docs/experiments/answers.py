@@ -139,7 +139,7 @@ def sampled(weights, prompts, each, seed):
     gradients = torch.zeros(prompts * each, SKETCH)
     for number in range(prompts):
         batch = collate([problems[number]])
-        rollout = generate(t.policy, batch, t.tokenizer, t.sample, rng, args, each)
+        rollout = generate(t.policy, batch, t.tokenizer, rng, world, args, each)
         total, by_name = compute_rewards(rollout, t.reward_funcs, args.reward_weights)
         right, form = by_name["accuracy_reward"], by_name["format_reward"]
         answers = [tuple(ids) for ids in rollout.token_ids()]

@@ -13,7 +13,7 @@ import train_grpo
 from model.fast import pair
 from model.sampler import next_token
 from report import user_errors
-from reward import baselines
+from run.edges import teacher
 
 
 def noisy_token(logits, temperature, generator, greedy, *, scale):
@@ -46,12 +46,14 @@ def above_0(_):
 
 def whole_answers(_):
     """A teacher's gradient of the KL of whole answers: a token answers for all that follows."""
-    right = baselines.towards_teacher
+    right = teacher.towards_teacher
 
     def towards_teacher(rollout):
-        return right(rollout).flip(1).cumsum(1).flip(1) * rollout.mask          # (N, R)
+        right(rollout)
+        of_later = rollout.advantages.flip(1).cumsum(1).flip(1)                         # (N, R)
+        rollout.advantages = of_later * rollout.mask
 
-    baselines.towards_teacher = towards_teacher
+    teacher.towards_teacher = towards_teacher
 
 
 CHANGES = {"noise": noise, "above_0": above_0, "whole_answers": whole_answers}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 import train_grpo
-from model import fast, load_pretrained, load_tokenizer, rng_of
+from model import World, fast, load_pretrained, load_tokenizer, rng_of
 from report.text import read_jsonl
 from train_grpo import KL_TYPES
 
@@ -27,12 +27,13 @@ def exact_kl(run_dir):
     args = SimpleNamespace(**json.loads((run_dir / "args.json").read_text(encoding="utf-8")))
     policy, reference = (load_pretrained(path, dtype=torch.float32)
                          for path in (run_dir / "final", args.model_path))
+    policy.own_sample = fast.sample
     tokenizer = load_tokenizer(args.model_path, policy.config.vocab_size)
     collate, problems, _ = train_grpo.read_prompts(args, tokenizer)
     rng, exact, k3, tokens = rng_of(args.seed, 2), 0.0, 0.0, 0
     for start in range(0, PROMPTS, AT_ONCE):
         batch = collate(problems[start:start + AT_ONCE])
-        rollout = train_grpo.generate(policy, batch, tokenizer, fast.sample, rng, args, EACH)
+        rollout = train_grpo.generate(policy, batch, tokenizer, rng, World("cpu"), args, EACH)
         ids, attention, R = rollout.sequences()
         logps, ref_logps = (
             model(ids, attention, logits_to_keep=R + 1)[:, :-1].log_softmax(-1)         # (N, R, V)

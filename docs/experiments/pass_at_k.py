@@ -87,13 +87,14 @@ def answer_all(args, never_give_up):
     """Rows of completions.jsonl, and of each problem how many of its answers are right."""
     world = World(args.device, args.dtype, args.seed)
     t = train_grpo.prepare(args, world)
-    sample = partial(persistent_sample, tokenizer=t.tokenizer) if never_give_up else t.sample
+    if never_give_up:
+        t.policy.own_sample = partial(persistent_sample, tokenizer=t.tokenizer)
     collate, _, problems = read_prompts(args, t.tokenizer)
     rows, counts, n = [], [], args.num_generations_eval
     for i, problem in enumerate(problems):
         rewards, rng = [], world.rng(i, evaluating=True)
         for done in range(0, n, AT_ONCE):
-            rollout = train_grpo.generate(t.policy, collate([problem]), t.tokenizer, sample, rng,
+            rollout = train_grpo.generate(t.policy, collate([problem]), t.tokenizer, rng, world,
                                           args, min(AT_ONCE, n - done))
             rollout.rewards, rollout.rewards_per_func = train_grpo.compute_rewards(
                 rollout, t.eval_funcs, [1.0] * len(t.eval_funcs))

@@ -36,7 +36,7 @@ class Engine:
 
     def sleep(self, phase):
         """What comes after sampling needs the room."""
-        samples = phase in (None, "rollout", "eval")
+        samples = phase in (None, "rollout", "eval", "checkpoint")
         if self.may_sleep and self.llm is not None and not self.is_asleep and not samples:
             self.llm.sleep(level=2)             # frees weights and cache
             self.is_asleep, self.is_outdated = True, True
