@@ -37,7 +37,6 @@ Where we differ from the papers and from other code, on purpose:
   - averages run over the whole optimizer step, all micro-batches and ranks, so that neither
     micro_batch_size nor the number of processes changes the gradient of the same completions.
 """
-import argparse
 import inspect
 import math
 import os
@@ -54,34 +53,22 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 import torch.distributed as dist
 
-from dataset import batches_from, read_prompts
+from dataset import batches_from, prompts, read_prompts
 from model import Saver, World, eos_token_ids, load_pretrained, load_tokenizer, objective, sample
 from model.fast.vllm_engine import Engine
 from model.lora import AdaptersOff, with_adapters
-from model.objective import choice
-from model.processes.backends import load_frozen, with_backend
+from model.processes import backends
 from model.processes.run import Run
 from model.processes.watch import all_or_none
-from model.processes.world import A_YEAR, rank_and_size
+from model.processes.world import A_YEAR
 from model.rollout import Minibatch, Rollout
-from model.storage.read import find_weights
-from report import Parser, UserError, folder_name, user_errors
+from report import Parser, UserError, user_errors
 from report.command_line import COUNT, COUNT_OR_0, FINITE, POSITIVE, POSITIVE_OR_0, number
 from report.metrics import Mean, Share, drift, no_clips, over_ranks, over_updates
-from report.text import to_json
-from reward import combine_rewards, load_reward_funcs, load_tool
+from reward import combine, combine_rewards, load_reward_funcs, load_tool, tools
 from reward.baselines import BASELINES, SCALES, from_best, nanstd
-from reward.combine import import_function
-from run import edges
-from run.edges import (
-    gdpo,
-    kl_in_reward,
-    moving_reference,
-    oversample,
-    process,
-    sampler_correction,
-    teacher,
-)
+from run import edges, minimind
+from run.edges import correction, gdpo, kl_in_reward, moving_reference, oversample, process, teacher
 
 # --- the objective --------------------------------------------------------------------------------
 # First the advantages, and the mask of a completion's own tokens. Then the loss, three choices:
@@ -108,9 +95,9 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_s
     mean, std = below.nanmean(1, keepdim=True), nanstd(below)                           # (B, 1)
     difference, scale = below - mean, std + eps
     if advantage_estimator != "grpo":
-        difference = choice(BASELINES, advantage_estimator, "advantage_estimator")(groups)
+        difference = objective.choice(BASELINES, advantage_estimator, "advantage_estimator")(groups)
     if scale_rewards != "group":
-        scale = choice(SCALES, scale_rewards, "scale_rewards")(groups, batch_std, eps)
+        scale = objective.choice(SCALES, scale_rewards, "scale_rewards")(groups, batch_std, eps)
     return (difference.nan_to_num(0.0) / scale).view(-1)
 
 
@@ -177,7 +164,7 @@ LOSS_TYPES = {      # the flags of each: docs/losses.md
     "sapo":    ("sapo",  "completion", {"tau_good": 1.0, "tau_bad": 1.05}),
     "gmpo":    ("gmpo",  "completion", {}),
     "luspo":   ("ppo",   "sum",        {}),     # for GSPO's ratio, arXiv 2602.05261
-}                   # and r1, a whole loss: see one_action_loss
+}                   # and r1, a whole loss: see one_action_loss, behind main
 
 
 # KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. The value is
@@ -203,7 +190,7 @@ KL_TYPES = {
 
 def kl_penalty(logps, ref_logps, *, kl_type="k3"):
     """KL to the reference, estimated at each token, (N, R). GRPO's estimate is k3."""
-    return choice(KL_TYPES, kl_type, "kl_type")(ref_logps - logps)
+    return objective.choice(KL_TYPES, kl_type, "kl_type")(ref_logps - logps)
 
 
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, kl_type="k3",
@@ -217,15 +204,13 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
     call is the step): the parts' losses and metrics then add up to the step's. Rows that are masked
     out count as sequences. use_bias_correction_kl: model/objective.py.
     """
-    chosen = choice(LOSS_TYPES, loss_type, "loss_type")
+    chosen = objective.choice(LOSS_TYPES, loss_type, "loss_type")
     if callable(chosen):                # a whole loss: r1, or one of your own
         return chosen(
             logps, old_logps, advantages, mask, ref_logps=ref_logps, beta=beta, kl_type=kl_type,
             epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta,
-            importance_sampling_level=importance_sampling_level,
-            max_completion_length=max_completion_length,
-            use_bias_correction_kl=use_bias_correction_kl, num_sequences=num_sequences,
-            num_tokens=num_tokens)
+            max_completion_length=max_completion_length, num_sequences=num_sequences,
+            use_bias_correction_kl=use_bias_correction_kl, num_tokens=num_tokens)
     bound, average, numbers = chosen
     if average == "limit" and max_completion_length is None:
         raise ValueError(f"loss_type {loss_type} divides by max_completion_length; give it")
@@ -240,32 +225,14 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
         ratio, advantages, logps, mask, epsilon_low=epsilon_low, epsilon_high=epsilon_high,
         delta=delta, **numbers)                                                       # (N, 1 or R)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                    # (N, 1)
-    by_token = importance_sampling_level == "token"
     metrics = objective.clip_ratios(
-        where, mask / num_tokens if by_token else mask / lengths / num_sequences)
+        where, mask, num_sequences, num_tokens, level=importance_sampling_level)
     if ref_logps is not None:
         kl = kl_penalty(logps, ref_logps, kl_type=kl_type)                              # (N, R)
         metrics["kl"] = (kl.detach() * mask).sum() / num_tokens     # whatever the loss averages
         loss = loss + beta * (ratio * kl if use_bias_correction_kl else kl)
     divided_by = AVERAGES[average](lengths, num_sequences, num_tokens, max_completion_length)
     return (loss * mask / divided_by).sum(), metrics
-
-
-def one_action_loss(logps, old_logps, advantages, mask, *, ref_logps=None, num_sequences=None,
-                    num_tokens=None, **options):
-    """r1, DeepSeek-R1's loss: a completion is one action, with its tokens' summed log-probs."""
-    if advantages.dim() == 2 and advantages.shape[1] > 1:
-        raise ValueError("loss_type r1 has one ratio per completion; give advantages (N,)")
-    logps, old_logps, ref_logps = (
-        None if x is None else (x * mask).sum(1, keepdim=True)
-        for x in (logps, old_logps, ref_logps))                                         # (N, 1)
-    num_sequences = num_sequences or len(mask)
-    return grpo_loss(
-        logps, old_logps, advantages, mask.any(1, keepdim=True).int(), ref_logps=ref_logps,
-        loss_type="luspo", num_sequences=num_sequences, num_tokens=num_sequences, **options)
-
-
-LOSS_TYPES["r1"] = one_action_loss
 
 
 # --- log-probabilities ----------------------------------------------------------------------------
@@ -345,10 +312,9 @@ def compute_advantages(rollout, world, args):
 def minibatches(rollout, world, args):
     """Step 4: a Minibatch for each optimizer step of a pass; none if no rank has a reward.
 
-    Rows are cut evenly, in order: a group may fall into two of them. Not kept are cut-off ones with
-    --mask_truncated_completions. Only kept ones that have a gradient are read: without a KL or an
-    entropy bonus, those whose advantage is not 0. With --shard every row is: a rank that makes
-    fewer passes would leave the others waiting for its part of the weights.
+    Rows are cut evenly, in order, so a group may fall into two. Read are those with a gradient:
+    without a KL or an entropy bonus, where the advantage is not 0. With --shard all are: a rank
+    that makes fewer passes would leave the others waiting for its part of the weights.
     """
     if not world.sum((~rollout.returns.isnan()).sum()):
         return []
@@ -488,7 +454,7 @@ def main(argv=None):
 
 
 # What the step does not know, each option whole in a module, in the order of their changes.
-EDGES = [kl_in_reward, process, gdpo, teacher, oversample, sampler_correction, moving_reference]
+EDGES = [kl_in_reward, process, gdpo, teacher, oversample, correction, moving_reference]
 
 
 def join_processes(args):
@@ -504,9 +470,7 @@ def join_processes(args):
 
 def prepare(args, world):
     """What a step takes: models, optimizer, rewards, and the changes of the edges that are on."""
-    # Else some rank waits for the others, or learns something else, unnoticed.
-    world.agree(**{f"--{name}": value for name, value in to_json(vars(args)).items()
-                   if name != "out_dir" and not name.endswith("_path")})
+    world.agree_on_flags(args)      # else some rank waits for the others, unnoticed
     policy, reference = load_models(args, world)
     tokenizer_path = args.tokenizer_path or args.model_path
     tokenizer = load_tokenizer(tokenizer_path, policy.config.vocab_size)
@@ -557,14 +521,14 @@ def load_models(args, world):
     if args.lora_rank:          # the reference is the policy without its adapters
         reference, policy = policy, with_adapters(
             policy, rank=args.lora_rank, alpha=args.lora_alpha, name=path, seed=args.seed)
-    policy = with_backend(policy, path, world, args)
+    policy = backends.with_backend(policy, path, world, args)
     if args.beta == 0:
         return policy, None
     if not args.lora_rank:
-        return policy, load_frozen(path, world, args)
+        return policy, backends.load_frozen(path, world, args)
     if args.shard:              # the base is let go: it would keep every layer whole on the GPU
         reference = AdaptersOff(policy)
-    return policy, with_backend(reference, path, world, args)
+    return policy, backends.with_backend(reference, path, world, args)
 
 
 def loss_options(args):
@@ -595,10 +559,10 @@ def evaluate(policy, problems, eval_funcs, collate, world, args, step, tool=None
     # one, which isn't counted.
     mine, share = problems[world.rank::world.size], -(-len(problems) // world.size)
     answered = mine + problems[:share - len(mine)]
-    at_once = 256
-    if HERE / "dataset" not in Path(args.data_path).resolve().parents:
-        # What fits into memory in a rollout fits in an evaluation.
-        at_once = max(1, args.batch_size * args.num_generations // k)
+    # What fits into memory in a rollout fits in an evaluation, and a small model fits anyway.
+    at_once = max(1, args.batch_size * args.num_generations // k)
+    if sum(weight.numel() for weight in policy.parameters()) < 10**7:
+        at_once = 256
     for start in range(0, share, at_once):
         batch = collate(answered[start:start + at_once])
         rollouts = [
@@ -625,50 +589,68 @@ def evaluate(policy, problems, eval_funcs, collate, world, args, step, tool=None
             for name, all_of in found.items()}, first
 
 
+# --- what one looks up: whole losses --------------------------------------------------------------
+
+
+def one_action_loss(logps, old_logps, advantages, mask, *, ref_logps=None, num_sequences=None,
+                    num_tokens=None, **options):
+    """r1, DeepSeek-R1's loss: a completion is one action, with its tokens' summed log-probs."""
+    if advantages.dim() == 2 and advantages.shape[1] > 1:
+        raise ValueError("loss_type r1 has one ratio per completion; give advantages (N,)")
+    logps, old_logps, ref_logps = (
+        None if x is None else (x * mask).sum(1, keepdim=True)
+        for x in (logps, old_logps, ref_logps))                                         # (N, 1)
+    num_sequences = num_sequences or len(mask)
+    return grpo_loss(
+        logps, old_logps, advantages, mask.any(1, keepdim=True).int(), ref_logps=ref_logps,
+        loss_type="luspo", num_sequences=num_sequences, num_tokens=num_sequences, **options)
+
+
+LOSS_TYPES["r1"] = one_action_loss
+
+
+def add_own_loss(name):
+    """A row of LOSS_TYPES for `module:function`: a bound, if its first parameter is `ratio`.
+
+    Then it is averaged as GRPO is. Else it is a whole loss, called as grpo_loss is.
+    """
+    function = combine.import_function("--loss_type", name, ", ".join(LOSS_TYPES))
+    LOSS_TYPES[name] = function
+    if next(iter(inspect.signature(function).parameters), None) == "ratio":
+        BOUNDS[name], LOSS_TYPES[name] = function, (name, "completion", {})
+
+
 # --- what one looks up: flags ---------------------------------------------------------------------
+# Those of the algorithm stand here. Others stand beside the code that reads them.
 
 
-HERE = Path(__file__).resolve().parent
-MINIMINDS = {       # MiniMind's flags that are rarely wanted: the end of --help tells of them
-    "accumulation_steps": {"type": COUNT, "default": 1},
-    "epochs": {"type": COUNT, "default": 1},
-    "hidden_size": {"type": COUNT, "default": 128},
-    "use_moe": {"type": int, "choices": (0, 1), "default": 0},
-    "num_hidden_layers": {"type": COUNT},
-    "fast": {"type": int, "choices": (0, 1)},
-    "use_wandb": {"action": "store_true"},
-    "wandb_project": {"default": "MiniGRPO"},
-    "ddp": {"action": "store_true"}, "num_workers": {"type": int}, "log_interval": {"type": int},
-}
+GROUPS = ("the six that matter first", "1. ask (weights, prompts, sampling)",
+          "2. remember (the reference)", "3. judge (rewards, advantages)",
+          "4. learn (the objective)", "4. learn (the optimizer)",
+          "5. report (evaluation, logs, weights)", "the machine")
 
 
 def parse_args(argv=None):
     parser = Parser(usage="%(prog)s [flags] [@file of flags]", description=(
         "Group Relative Policy Optimization. Without flags a small model learns, in minutes, that "
         "thinking before it answers pays. Policy: the model that learns. Reference: the weights it "
-        "started from. Group: the completions of one prompt. Rollout: those of a step."), epilog=(
-        "MiniMind's other flags work too: accumulation_steps multiplies batch_size; epochs bounds "
-        "the passes over the prompts (1); hidden_size (128) and use_moe name the default weights, "
-        "num_hidden_layers refuses others; fast 0 is sampler plain; use_wandb is swanlab online, "
-        "wandb_project its project; ddp, num_workers and log_interval do nothing."))
-    for add_flags in (add_ask_flags, add_judge_flags, add_objective_flags, add_report_flags,
-                      add_machine_flags, *(edge.add_flags for edge in EDGES)):
+        "started from. Group: the completions of one prompt. Rollout: those of a step."))
+    for title in GROUPS:
+        parser.add_argument_group(title)
+    for add_flags in (add_first_flags, add_loss_flags, add_optimizer_flags, add_evaluation_flags):
         add_flags(parser)
-    for name, options in MINIMINDS.items():
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **options)
+    for room in (prompts, tools, combine, Saver, backends, World, minimind, *EDGES):
+        room.add_flags(parser)
     args = parser.parse_args(argv)
     edges.fill_in(EDGES, args)
     fill_in_defaults(args)
     objective.refuse_contradictions(args)
     edges.refuse(EDGES, args)
-    if len(args.reward_weights) != len(args.reward_funcs):
-        parser.error(f"--reward_weights has {len(args.reward_weights)} numbers for "
-                     f"{' '.join(args.reward_funcs)}; give one for each")
     return args
 
 
-def add_ask_flags(parser):
-    flag = parser.add_argument_group("the six that matter first").add_argument
+def add_first_flags(parser):
+    flag = parser.group("the six").add_argument
     flag("--reasoning", type=int, choices=(0, 1), default=1,
          help="1: weights that think between tags, rewards for the tags, and thinking switched on "
          "in chat templates that have the switch; 0: weights without tags")
@@ -680,47 +662,17 @@ def add_ask_flags(parser):
     flag("--max_gen_len", "--max_completion_length", type=COUNT, default=96,
          help="tokens after which a completion is cut off")
     flag("--beta", type=POSITIVE_OR_0, help="weight of the KL penalty, which keeps the policy near "
-         "the reference; 0: none, and no reference in memory (default: 0.02; with a teacher 0)")
+         "the reference; 0: none, and no reference in memory (default: 0.02)")
 
-    flag = parser.add_argument_group("1. ask (weights, prompts, sampling)").add_argument
+    flag = parser.group("1. ask").add_argument
     flag("--model_path", help="the policy: a folder or hub id of Qwen3, Qwen2.5, Llama or "
          "Qwen3-MoE weights, or (slower) of any other causal model of transformers; or MiniMind's "
          ".pth (default: reason_128 or full_sft_128, from out_dir or else from model/weights)")
     flag("--tokenizer_path", help="a folder or hub id, if the tokenizer is not with the weights")
-    flag("--data_path", help="training prompts, a jsonl file (default: dataset/train.jsonl)")
-    flag("--max_seq_len", "--max_prompt_length", type=COUNT, default=66,
-         help="tokens that a prompt may have")
-    flag("--overlong_prompts", choices=("refuse", "cut", "drop"), default="refuse",
-         help="refuse longer prompts, keep their last tokens, or leave them out")
-    flag("--system_prompt", help="for chats without one; r1: a text that asks for the tags")
     flag("--temperature", type=number(float, 0.001), default=1.0,
          help="of sampling, in evaluation too")
-    flag("--rollout_batch_size", type=COUNT_OR_0, default=0, help="completions sampled at once, in "
-         "training and evaluation: fewer need less memory and more time; 0: all of them")
-    flag("--tool", metavar="NAME", help="answers while a completion is written: guess, calculator, "
-         "or your own as module:function; its words are read, but not learned (docs/turns.md)")
-    flag("--max_tool_calls", type=COUNT, default=8, help="answers per completion")
-    parser.add_argument_group("2. remember (the reference)")
 
-
-def add_judge_flags(parser):
-    flag = parser.add_argument_group("3. judge (rewards, advantages)").add_argument
-    flag("--reward_funcs", nargs="+", metavar="NAME", help="format, tag, rm, accuracy, overlong, "
-         "repetition, countdown, sentence, reasoning_gym, or your own as module:function (default: "
-         "format tag rm accuracy; no tags with --reasoning 0, rm only for our data or your model)")
-    flag("--reward_weights", nargs="+", type=FINITE, metavar="W", help="a factor for each of them; "
-         "with 0 it is recorded, but teaches nothing (default: 1)")
-    flag("--reward_model_path", help="what rm is, a folder or hub id: a "
-         "...ForSequenceClassification with one label, InternLM2's, one of "
-         "reward.train_reward_model, or likelihood:PATH, the mean log-prob under a language model "
-         "(default: reward_128, from out_dir or else from reward/weights)")
-    flag("--reward_model_device", help="cpu or cuda:1, say (default: the policy's)")
-    flag("--reward_model_clip", type=POSITIVE_OR_0, default=1.0,
-         help="bounds the score of rm: 1 is worth as much as a right answer; 0: no bound")
-    flag("--reward_model_answer_share", type=number(float, 0, 1), default=0.6,
-         help="with --reasoning 1, weight of the answer's own score; the whole reply has the rest")
-    flag("--reward_timeout", type=POSITIVE_OR_0, default=0,
-         help="seconds per step after which a reward function has failed; 0: no limit")
+    flag = parser.group("3. judge").add_argument
     flag("--scale_rewards", choices=("group", *SCALES), help="divide advantages by the std of the "
          "group, of the step, by nothing, by the group's mean (default: group; none with another "
          "--advantage_estimator)")
@@ -729,12 +681,12 @@ def add_judge_flags(parser):
          "grpo_passk: only the best of a group, with the second best")
 
 
-def add_objective_flags(parser):
-    flag = parser.add_argument_group("4. learn (the objective)").add_argument
+def add_loss_flags(parser):
+    flag = parser.group("4. learn (the objective)").add_argument
     flag("--loss_type", metavar="NAME", help="mean over tokens: of each completion, then of all "
          "(grpo); of all tokens (bnpo, dapo); sum / max_gen_len (dr_grpo); sum (luspo); cispo, "
          "dppo, sapo, gmpo and r1 also change the bound or the ratio; or a bound or a loss of your "
-         "own as module:function (docs/losses.md; default: grpo; bnpo with a teacher)")
+         "own as module:function (docs/losses.md; default: grpo)")
     flag("--importance_sampling_level", choices=("token", "sequence"), default="token",
          help="a ratio pi / pi_old per token, or per completion (GSPO: epsilons of about 3e-4)")
     flag("--epsilon_low", type=POSITIVE_OR_0, default=0.2, help="clip the ratio at 1 - it")
@@ -742,7 +694,7 @@ def add_objective_flags(parser):
          "cispo: the cap itself (default: 5); gmpo: both in log space, 0.4 say; dppo: of pi, 0.15")
     flag("--delta", type=FINITE, help="dual clip: cap on the ratio of bad tokens (default: none)")
     flag("--kl_type", choices=tuple(KL_TYPES), help="estimate of the KL: k2 has its gradient, k3 "
-         "is GRPO's, k3+ its value with k2's gradient (default: k3; k1 with --kl_in_reward)")
+         "is GRPO's, k3+ its value with k2's gradient (default: k3)")
     flag("--use_bias_correction_kl", action="store_true",
          help="multiply the KL by the ratio: with one per token k3 has the KL's gradient, too")
     flag("--entropy_coef", type=POSITIVE_OR_0, default=0.0, help="weight of an entropy bonus")
@@ -753,10 +705,9 @@ def add_objective_flags(parser):
     flag("--num_minibatches", type=COUNT, default=1,
          help="optimizer steps per pass; with a single one in all, no ratio moves and no clip acts")
 
-    flag = parser.add_argument_group("4. learn (the optimizer)").add_argument
-    flag("--lora_rank", type=COUNT_OR_0, default=0,
-         help="train adapters of this rank (LoRA) instead of the weights; 0: the weights")
-    flag("--lora_alpha", type=POSITIVE, default=32, help="alpha / rank scales the adapters")
+
+def add_optimizer_flags(parser):
+    flag = parser.group("4. learn (the optimizer)").add_argument
     flag("--micro_batch_size", type=COUNT, default=64, help="completions per forward pass: lower "
          "it if memory runs out; the result stays the same")
     flag("--gradient_checkpointing", action="store_true", help="less memory, more time")
@@ -766,52 +717,23 @@ def add_objective_flags(parser):
     flag("--grad_clip", "--max_grad_norm", type=POSITIVE, default=1.0, help="the gradient's norm")
 
 
-def add_report_flags(parser):
-    flag = parser.add_argument_group("5. report (evaluation, logs, weights)").add_argument
-    flag("--eval_data_path", help="jsonl with held-out problems (default: dataset/heldout.jsonl)")
+def add_evaluation_flags(parser):
+    flag = parser.group("5. report").add_argument
     flag("--eval_interval", type=COUNT_OR_0, help="steps between evaluations; also before and "
          "after training; 0: none (default: 30; 0 if only data_path is your own)")
-    flag("--eval_samples", type=COUNT, default=1000, help="held-out problems per evaluation")
     flag("--eval_reward_funcs", nargs="+", metavar="NAME", default=["accuracy"], help="by the "
          "names of --reward_funcs: a held-out reply is right if these add up to 1 or more")
     flag("--num_generations_eval", type=COUNT, default=2, help="k, samples per problem (pass@k)")
     flag("--eval_only", action="store_true", help="evaluate the weights and stop")
-    flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
-    flag("--run_name", type=folder_name, help="(default: grpo_<name of the weights>)")
-    flag("--save_interval", type=COUNT, default=30, help="steps between checkpoints")
-    flag("--resume", action="store_true", help="continue exactly from the run's checkpoint")
-    flag("--swanlab", choices=("disabled", "offline", "local", "online"), default="disabled",
-         help="track the run: local for `swanlab watch`, online with an account")
-
-
-def add_machine_flags(parser):
-    flag = parser.add_argument_group("the machine").add_argument
-    flag("--sampler", choices=("fast", "plain", "vllm"), help="fast: the sampler and log-probs of "
-         "model/fast, measured on CPUs only; plain: the ones to read, same numbers; vllm: an "
-         "inference engine samples (requirements-vllm.txt), log-probs are fast's (default: fast)")
-    flag("--vllm_gpu_memory_utilization", type=number(float, 0, 1, above=True), default=0.3,
-         help="the engine's share of a GPU's memory; it is free while the policy learns")
-    flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
-    flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
-         "products; auto: bfloat16 on a GPU that has it, with TF32 for the rest; else float32")
-    flag("--shard", type=int, choices=(0, 1), default=0, help="1: divide weights, gradients and "
-         "moments over the processes (FSDP); to sample, the whole model must fit one GPU")
-    flag("--hang_timeout", type=POSITIVE_OR_0, help="seconds that one batch, or a wait for other "
-         "processes, may take; 0: no limit (default: 1800 with several processes, else 0)")
-    flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
 
 
 def fill_in_defaults(args):
     """The defaults that depend on other flags."""
-    ours = HERE / "dataset/train.jsonl"
-    own_data = Path(args.data_path or ours).resolve() != ours
-    if args.eval_only and own_data and not args.eval_data_path:
-        raise UserError("--eval_only would ask our arithmetic problems, not those of your task; "
-                        "give yours with --eval_data_path")
-    if args.eval_interval is None:      # the arithmetic problems say nothing about another task
-        args.eval_interval = 0 if own_data and not args.eval_data_path else 30
-    args.data_path = args.data_path or str(ours)
-    args.eval_data_path = args.eval_data_path or str(HERE / "dataset/heldout.jsonl")
+    minimind.fill_in(args)
+    prompts.fill_in(args)
+    backends.fill_in(args)
+    combine.fill_in(args)
+    Saver.fill_in(args)
     if args.beta is None:
         args.beta = 0.02
     if args.loss_type is None:
@@ -824,35 +746,6 @@ def fill_in_defaults(args):
         args.epsilon_high = 5.0 if args.loss_type == "cispo" else 0.2
     if args.kl_type is None:
         args.kl_type = "k3"
-    if args.sampler is None:
-        args.sampler = "plain" if args.fast == 0 else "fast"
-    if args.use_wandb:
-        args.swanlab = "online"
-    args.shard = int(args.shard and rank_and_size()[1] > 1)
-    suffix = f"{args.hidden_size}{'_moe' if args.use_moe else ''}"
-    name = f"reason_{suffix}" if args.reasoning else f"full_sft_{suffix}"
-    policy = find_weights(name, args.out_dir, HERE / "model/weights")
-    args.model_path = args.model_path or str(policy)
-    judge = find_weights(f"reward_{suffix}", args.out_dir, HERE / "reward/weights")
-    args.reward_model_path = args.reward_model_path or str(judge)
-    funcs = ["format", "tag"] if args.reasoning else []
-    # Our reward model knows nothing but arithmetic.
-    if not own_data or Path(args.reward_model_path).parent != HERE / "reward/weights":
-        funcs.append("rm")
-    args.reward_funcs = args.reward_funcs or [*funcs, "accuracy"]
-    args.reward_weights = args.reward_weights or [1.0] * len(args.reward_funcs)
-    args.run_name = args.run_name or f"grpo_{Path(args.model_path).name.removesuffix('.pth')}"
-
-
-def add_own_loss(name):
-    """A row of LOSS_TYPES for `module:function`: a bound, if its first parameter is `ratio`.
-
-    Then it is averaged as GRPO is. Else it is a whole loss, called as grpo_loss is.
-    """
-    function = import_function("--loss_type", name, ", ".join(LOSS_TYPES))
-    LOSS_TYPES[name] = function
-    if next(iter(inspect.signature(function).parameters), None) == "ratio":
-        BOUNDS[name], LOSS_TYPES[name] = function, (name, "completion", {})
 
 
 if __name__ == "__main__":

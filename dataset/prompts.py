@@ -4,12 +4,15 @@ import reprlib
 import warnings
 import zlib
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from report import UserError
+from report.command_line import COUNT
 from report.text import parse, read_lines
 
+HERE = Path(__file__).resolve().parent
 PROMPT_FIELDS = ("conversations", "prompt", "question", "problem")
 # Rewards get a line's other fields as keyword arguments, beside these.
 RESERVED = {"prompts", "completions", "messages", "completion_ids", "own_words", "histories",
@@ -218,6 +221,39 @@ def steps_per_epoch(num_rows, prompts_per_rank, world_size=1):
     """Steps that read the file once. A remainder of fewer rows than ranks is skipped."""
     full, rest = divmod(num_rows, prompts_per_rank * world_size)
     return full + (rest >= world_size)
+
+
+# --- of a run -------------------------------------------------------------------------------------
+
+
+def add_flags(parser):
+    flag = parser.group("1. ask").add_argument
+    flag("--data_path", help="training prompts, a jsonl file (default: dataset/train.jsonl)")
+    flag("--max_seq_len", "--max_prompt_length", type=COUNT, default=66,
+         help="tokens that a prompt may have")
+    flag("--overlong_prompts", choices=("refuse", "cut", "drop"), default="refuse",
+         help="refuse longer prompts, keep their last tokens, or leave them out")
+    flag("--system_prompt", help="for chats without one; r1: a text that asks for the tags")
+    flag = parser.group("5. report").add_argument
+    flag("--eval_data_path", help="jsonl with held-out problems (default: dataset/heldout.jsonl)")
+    flag("--eval_samples", type=COUNT, default=1000, help="held-out problems per evaluation")
+
+
+def fill_in(args):
+    """The arithmetic problems, which say nothing about another task."""
+    args.data_path = args.data_path or str(HERE / "train.jsonl")
+    own_data = not is_arithmetic(args.data_path)
+    if args.eval_only and own_data and not args.eval_data_path:
+        raise UserError("--eval_only would ask our arithmetic problems, not those of your task; "
+                        "give yours with --eval_data_path")
+    if args.eval_interval is None:
+        args.eval_interval = 0 if own_data and not args.eval_data_path else 30
+    args.eval_data_path = args.eval_data_path or str(HERE / "heldout.jsonl")
+
+
+def is_arithmetic(path):
+    """Whether these are the default task's training prompts."""
+    return Path(path).resolve() == HERE / "train.jsonl"
 
 
 def read_prompts(args, tokenizer):

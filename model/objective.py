@@ -80,12 +80,14 @@ def pi_region(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, larg
 BOUNDS = {"cispo": cispo_cap, "dppo": pi_region, "sapo": soft_gate, "gmpo": geometric_mean}
 
 
-def clip_ratios(where, weight):
+def clip_ratios(where, mask, num_sequences, num_tokens, *, level):
     """Metrics: the share of tokens at which a bound acts, on each side and on both ("region").
 
-    where: {side: (N, 1 or R)}; weight (N, R): of each token, 1 in all. Tokens have the same, or,
-    if a completion has one ratio, completions have.
+    where: {side: (N, 1 or R)}. If a completion has one ratio, all completions count the same.
     """
+    weight = mask / num_tokens
+    if level == "sequence":
+        weight = mask / mask.sum(1, keepdim=True).clamp(min=1) / num_sequences
     where = where | {"region": where["low"] | where["high"]}
     return {f"clip_ratio/{name}_mean": (acts * weight).sum() for name, acts in where.items()}
 

@@ -10,11 +10,14 @@ import warnings
 from collections import Counter
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 
-from dataset.prompts import RESERVED
+from dataset.prompts import RESERVED, is_arithmetic
+from model.storage.read import find_weights, sized
 from report import UserError, printable, reason
+from report.command_line import FINITE, POSITIVE_OR_0, number
 
 from . import rules
 from .reward_model import load_reward_model, reward_model_reward
@@ -24,6 +27,42 @@ SETTINGS = [        # of torch: what they are called, read and written with
     ("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
     ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     ("default device", torch.get_default_device, torch.set_default_device)]
+
+
+def add_flags(parser):
+    flag = parser.group("3. judge").add_argument
+    flag("--reward_funcs", nargs="+", metavar="NAME", help="format, tag, rm, accuracy, overlong, "
+         "repetition, countdown, sentence, reasoning_gym, or your own as module:function (default: "
+         "format tag rm accuracy; no tags with --reasoning 0, rm only for our data or your model)")
+    flag("--reward_weights", nargs="+", type=FINITE, metavar="W", help="a factor for each of them; "
+         "with 0 it is recorded, but teaches nothing (default: 1)")
+    flag("--reward_model_path", help="what rm is, a folder or hub id: a "
+         "...ForSequenceClassification with one label, InternLM2's, one of "
+         "reward.train_reward_model, or likelihood:PATH, the mean log-prob under a language model "
+         "(default: reward_128, from out_dir or else from reward/weights)")
+    flag("--reward_model_device", help="cpu or cuda:1, say (default: the policy's)")
+    flag("--reward_model_clip", type=POSITIVE_OR_0, default=1.0,
+         help="bounds the score of rm: 1 is worth as much as a right answer; 0: no bound")
+    flag("--reward_model_answer_share", type=number(float, 0, 1), default=0.6,
+         help="with --reasoning 1, weight of the answer's own score; the whole reply has the rest")
+    flag("--reward_timeout", type=POSITIVE_OR_0, default=0,
+         help="seconds per step after which a reward function has failed; 0: no limit")
+
+
+def fill_in(args):
+    """The rewards of a run that names none."""
+    shipped = Path(__file__).resolve().parent / "weights"
+    args.reward_model_path = args.reward_model_path or str(
+        find_weights(sized("reward", args), args.out_dir, shipped))
+    funcs = ["format", "tag"] if args.reasoning else []
+    # Our reward model knows nothing but arithmetic.
+    if is_arithmetic(args.data_path) or Path(args.reward_model_path).parent != shipped:
+        funcs.append("rm")
+    args.reward_funcs = args.reward_funcs or [*funcs, "accuracy"]
+    args.reward_weights = args.reward_weights or [1.0] * len(args.reward_funcs)
+    if len(args.reward_weights) != len(args.reward_funcs):
+        raise UserError(f"--reward_weights has {len(args.reward_weights)} numbers for "
+                        f"{' '.join(args.reward_funcs)}; give one for each")
 
 
 def load_reward_funcs(names, *, reward_model_path=None, device="cpu", max_completion_length=None,

@@ -13,7 +13,7 @@ import train_grpo
 from model import load_pretrained
 from model.fast import pair as fast
 from model.model import Head
-from run.edges import sampler_correction
+from run.edges import correction as correction_edge
 from train_grpo import World, minibatches, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -139,12 +139,12 @@ def test_importance_weights_by_hand(six, flags, expected):
     six.sampling_logps = torch.tensor([[0.1, 0.4, 0.8, 1.0]]).log()
     old_logps = torch.tensor([[0.2, 0.2, 0.2, 1.0]]).log()      # ratios 2, 1/2 and 1/4
     six.old_logps, args = old_logps, arguments(*flags.split())
-    weights = sampler_correction.sampler_weights(
+    weights = correction_edge.sampler_weights(
         six, args.sampler_correction, args.sampler_ratio_min, args.sampler_ratio_max)
     assert weights[0].tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("correction", sampler_correction.CORRECTIONS[1:])
+@pytest.mark.parametrize("correction", correction_edge.CORRECTIONS[1:])
 @pytest.mark.parametrize("loss_type, level", [
     ("grpo", "token"), ("dppo", "token"), ("bnpo", "sequence"), ("r1", "token")])
 def test_a_corrected_loss_and_its_gradient_equal_a_loop(loss_type, level, correction):
@@ -161,7 +161,7 @@ def test_a_corrected_loss_and_its_gradient_equal_a_loop(loss_type, level, correc
             weighted[i, t] = A * (clipped if "truncate" in correction else w * (w == clipped))
     part = SimpleNamespace(mask=mask, sampling_logps=sampling_logps, old_logps=old_logps,
                            advantages=advantages[:, None])
-    sampler_correction.weighted(part, logps, correction=correction, low=0.7, high=1.4)
+    correction_edge.weighted(part, logps, correction=correction, low=0.7, high=1.4)
     loss, _ = train_grpo.grpo_loss(
         logps.requires_grad_(), old_logps, part.advantages, mask, ref_logps=ref_logps, beta=0.3,
         loss_type=loss_type, importance_sampling_level=level)
@@ -185,14 +185,14 @@ def test_bad_completions_that_the_policy_has_left_teach_nothing(six, policy):
     logps, six.sampling_logps = six.sampling_logps, six.sampling_logps + left[:, None] * uneven
     kept = torch.tensor([1.0, 0, -0.3, 0, 0, 0.1])
     part = replace(six, advantages=six.advantages[:, None])
-    sampler_correction.near_sampler(part, logps, threshold=0.5)
+    correction_edge.near_sampler(part, logps, threshold=0.5)
     assert part.advantages[:, 0].tolist() == kept.tolist()
     masked, _ = gradient(policy, six, token_logps, off_policy_mask_threshold=0.5)
     expected, _ = gradient(policy, replace(six, advantages=kept), token_logps)
     assert (masked - expected).norm() < 1e-6 * expected.norm()
     six.advantages = six.advantages[:, None].repeat(1, 12)
     six.advantages[1, 3] = 2.0                                  # a good token of a bad completion
-    sampler_correction.near_sampler(six, logps, threshold=0.5)
+    correction_edge.near_sampler(six, logps, threshold=0.5)
     assert six.advantages[1].tolist() == [0, 0, 0, 2.0, *[0] * 8]
 
 

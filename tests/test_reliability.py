@@ -236,13 +236,15 @@ def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
     before = torch.get_float32_matmul_precision()
-    assert World(None, "bfloat16").device == current.pop() == torch.device("cuda:1")
+    args = train_grpo.parse_args(["--dtype", "bfloat16"])
+    assert train_grpo.join_processes(args).device == current.pop() == torch.device("cuda:1")
     assert torch.get_float32_matmul_precision() == "high"
     torch.set_float32_matmul_precision(before)
     assert (began["backend"], began["device_id"]) == ("nccl", torch.device("cuda:1"))
     assert began["timeout"] == timedelta(minutes=30)
     for seconds, limit in ((5, timedelta(seconds=5)), (0, timedelta(days=365))):
-        assert World("cpu", hang_timeout=seconds).device.type == "cpu" and not current
+        args = train_grpo.parse_args(["--device", "cpu", "--hang_timeout", str(seconds)])
+        assert train_grpo.join_processes(args).device.type == "cpu" and not current
         assert (began["backend"], began["timeout"]) == ("gloo", limit)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for device in (None, "cuda"):

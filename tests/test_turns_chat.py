@@ -7,7 +7,7 @@ import torch
 
 import train_grpo
 from dataset.prompts import PromptCollator, read_row
-from model import MiniMindConfig, MiniMindForCausalLM, sampler
+from model import MiniMindConfig, MiniMindForCausalLM, World, sampler
 from model.fast import pair as fast
 from reward.tools import Tool, tool_calls
 
@@ -69,9 +69,11 @@ def test_the_ids_are_those_of_the_finished_chat_but_for_empty_thoughts(
     monkeypatch.setattr(module, "next_token", next_token)
     prompt = batch["prompt_ids"][0].tolist()
     scripts = [ids[len(prompt):] for ids in expected]
+    policy = MiniMindForCausalLM(MiniMindConfig(len(tokenizer), 16, 16, 1))
+    policy.own_sample = None if module is sampler else module.sample
     rollout = train_grpo.generate(
-        MiniMindForCausalLM(MiniMindConfig(len(tokenizer), 16, 16, 1)), batch, tokenizer,
-        module.sample, torch.Generator(), train_grpo.parse_args(["--max_gen_len", "999"]), 2,
+        policy, batch, tokenizer, torch.Generator(), World("cpu"),
+        train_grpo.parse_args(["--max_gen_len", "999"]), 2,
         tool=Tool(tool_calls([pow]), tokenizer, 8))
     assert [prompt + ids for ids in rollout.token_ids()] == expected and rollout.ended.all()
     assert {own for _, _, own in rollout.turns} == {thought + "It is 8."}

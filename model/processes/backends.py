@@ -6,15 +6,46 @@ copies of a model, as LoRA makes them, share them.
 """
 import copy
 import functools
+from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from report.command_line import COUNT_OR_0, POSITIVE, number
+
 from .. import fast
 from ..model import MiniMindForCausalLM
 from ..sampler import sample
-from ..storage.read import load_pretrained
+from ..storage.read import find_weights, load_pretrained, sized
 from .shard import shard
+from .world import rank_and_size
+
+
+def add_flags(parser):
+    flag = parser.group("1. ask").add_argument
+    flag("--rollout_batch_size", type=COUNT_OR_0, default=0, help="completions sampled at once, in "
+         "training and evaluation: fewer need less memory and more time; 0: all of them")
+    flag = parser.group("4. learn (the optimizer)").add_argument
+    flag("--lora_rank", type=COUNT_OR_0, default=0,
+         help="train adapters of this rank (LoRA) instead of the weights; 0: the weights")
+    flag("--lora_alpha", type=POSITIVE, default=32, help="alpha / rank scales the adapters")
+    flag = parser.group("the machine").add_argument
+    flag("--sampler", choices=("fast", "plain", "vllm"), help="fast: the sampler and log-probs of "
+         "model/fast, measured on CPUs only; plain: the ones to read, same numbers; vllm: an "
+         "inference engine samples (requirements-vllm.txt), log-probs are fast's (default: fast)")
+    flag("--vllm_gpu_memory_utilization", type=number(float, 0, 1, above=True), default=0.3,
+         help="the engine's share of a GPU's memory; it is free while the policy learns")
+    flag("--shard", type=int, choices=(0, 1), default=0, help="1: divide weights, gradients and "
+         "moments over the processes (FSDP); to sample, the whole model must fit one GPU")
+
+
+def fill_in(args):
+    """The shipped weights, and no shards of a single process."""
+    shipped = Path(__file__).resolve().parents[1] / "weights"
+    kind = "reason" if args.reasoning else "full_sft"
+    args.model_path = args.model_path or str(
+        find_weights(sized(kind, args), args.out_dir, shipped))
+    args.shard = int(args.shard and rank_and_size()[1] > 1)
 
 
 def load_frozen(path, world, args, *, matrix_dtype="products"):

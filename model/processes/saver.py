@@ -11,7 +11,8 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from report import UserError, reason
+from report import UserError, folder_name, reason
+from report.command_line import COUNT
 from report.text import to_json
 
 from ..lora import adapter_state, adapters
@@ -58,6 +59,20 @@ class Saver:
             shutil.rmtree(self.run_dir / f"{name}.new", ignore_errors=True)
             if (self.run_dir / name).exists():              # whole, so nobody needs the one before
                 shutil.rmtree(self.run_dir / f"{name}.old", ignore_errors=True)
+
+    @staticmethod
+    def add_flags(parser):
+        flag = parser.group("5. report").add_argument
+        flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
+        flag("--run_name", type=folder_name, help="(default: grpo_<name of the weights>)")
+        flag("--save_interval", type=COUNT, default=30, help="steps between checkpoints")
+        flag("--resume", action="store_true", help="continue exactly from the run's checkpoint")
+        flag("--swanlab", choices=("disabled", "offline", "local", "online"), default="disabled",
+             help="track the run: local for `swanlab watch`, online with an account")
+
+    @staticmethod
+    def fill_in(args):
+        args.run_name = args.run_name or f"grpo_{Path(args.model_path).name.removesuffix('.pth')}"
 
     def resume(self, policy, optimizer, others):
         """Restores the run's checkpoint; returns (steps done, tokens sampled).

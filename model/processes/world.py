@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from report import UserError
+from report.command_line import COUNT_OR_0, POSITIVE_OR_0
 from report.text import to_json
 
 from ..sampler import rng_of
@@ -56,6 +57,16 @@ class World:
         if hang_timeout is None:
             self.hang_timeout = HALF_AN_HOUR if self.size > 1 else 0
         self.alive()
+
+    @staticmethod
+    def add_flags(parser):
+        flag = parser.group("the machine").add_argument
+        flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
+        flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
+             "products; auto: bfloat16 on a GPU that has it, with TF32 for the rest; else float32")
+        flag("--hang_timeout", type=POSITIVE_OR_0, help="seconds that one batch, or a wait for "
+             "others, may take; 0: no limit (default: 1800 with several processes, else 0)")
+        flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
 
     @property
     def advice(self):
@@ -147,6 +158,11 @@ class World:
         """Print on rank 0 only."""
         if self.rank == 0:
             print(json.dumps(to_json(values), indent=2))
+
+    def agree_on_flags(self, args):
+        """UserError unless all ranks have the same flags, but for paths, whose contents count."""
+        self.agree(**{f"--{name}": value for name, value in to_json(vars(args)).items()
+                      if name != "out_dir" and not name.endswith("_path")})
 
     def agree(self, **values):
         """UserError unless all ranks have the same values: else one waits for another forever."""

@@ -165,6 +165,11 @@ def read_weights(path):
     return {name: state[name] for name in state if not name.endswith("rotary_emb.inv_freq")}
 
 
+def sized(kind, args):
+    """The name of the shipped weights of a kind that --hidden_size and --use_moe ask for."""
+    return f"{kind}_{args.hidden_size}{'_moe' if args.use_moe else ''}"
+
+
 def find_weights(name, *folders):
     """The path of the first weights with this name, a folder or a .pth, in any of the folders.
 

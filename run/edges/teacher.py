@@ -17,7 +17,8 @@ EXCLUDES = ("process", "gdpo", "kl_in_reward", "oversample")
 def add_flags(parser):
     parser.group("3. judge").add_argument(
         NAME, help="weights with the policy's tokenizer: learn from how likely each sampled token "
-        "is to them, instead of from rewards (on-policy distillation)")
+        "is to them, instead of from rewards (on-policy distillation; beta is then 0 and "
+        "loss_type bnpo, unless you give others)")
 
 
 def is_on(args):

@@ -1,0 +1,34 @@
+"""MiniMind's flags that have a better name here or are rarely wanted. They work for ever."""
+import argparse
+
+from report.command_line import COUNT
+
+FLAGS = {
+    "accumulation_steps": {"type": COUNT, "default": 1},
+    "epochs": {"type": COUNT, "default": 1},
+    "hidden_size": {"type": COUNT, "default": 128},
+    "use_moe": {"type": int, "choices": (0, 1), "default": 0},
+    "num_hidden_layers": {"type": COUNT},
+    "fast": {"type": int, "choices": (0, 1)},
+    "use_wandb": {"action": "store_true"},
+    "wandb_project": {"default": "MiniGRPO"},
+    "ddp": {"action": "store_true"}, "num_workers": {"type": int}, "log_interval": {"type": int},
+}
+
+
+def add_flags(parser):
+    for name, options in FLAGS.items():
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **options)
+    parser.epilog = (
+        "MiniMind's other flags work too: accumulation_steps multiplies batch_size; epochs bounds "
+        "the passes over the prompts (1); hidden_size (128) and use_moe name the default weights, "
+        "num_hidden_layers refuses others; fast 0 is sampler plain; use_wandb is swanlab online, "
+        "wandb_project its project; ddp, num_workers and log_interval do nothing.")
+
+
+def fill_in(args):
+    """What they say by the names that we have."""
+    if args.sampler is None:
+        args.sampler = "plain" if args.fast == 0 else "fast"
+    if args.use_wandb:
+        args.swanlab = "online"
