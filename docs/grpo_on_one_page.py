@@ -2,23 +2,20 @@
 
     python docs/grpo_on_one_page.py             three to five minutes on two cores, no GPU
 
-A small model does sums such as `What is 34 + 27*6?` in several styles: some work on paper, some
-guess. Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300) lets it find out which
-style pays. Nobody shows it a solution: three rules and a small network score what it wrote. A step:
+A small model does sums such as `What is 34 + 27*6?`. It can work on paper, but often it guesses.
+Group Relative Policy Optimization (arXiv 2402.03300) lets it find out what pays. Nobody shows it a
+solution: three rules score what it wrote. The model that learns is the policy, pi. A step:
 
-    1. ask        the policy answers B prompts, each G times
-    2. remember   how likely each token is under the reference, the first weights, to stay near them
-    3. judge      a reward for each answer; its advantage: how much better is it than its group?
-    4. learn      make the tokens of better answers likelier, those of worse answers less likely
-    5. report     the share of held-out problems that the policy gets right
+    1. ask        generate             the policy writes G completions of each of B prompts
+    2. remember   compute_logps        how likely the reference, the first weights, finds each token
+    3. judge      compute_rewards      a reward for each completion
+                  compute_advantages   ... compared with its group: all completions of its prompt
+    4. learn      update_policy        tokens of better completions get likelier, others less likely
+    5. report     report               what the policy gets right; a group that it has learnt from
 
-Imported are the network, the sampler, the data and the rewards; everything of GRPO is here. The
-same steps, from the shipped weights, with the script that has all options:
-
-    python train_grpo.py --sampler plain --micro_batch_size 128 --max_steps 100 --device cpu
-
-Letters: pi the policy, the model that learns; B prompts, G answers to each, N = B*G answers; P and
-R tokens of a prompt and an answer; V vocabulary.
+Names, and their order, are those of train_grpo.py, the script, which takes the same steps with
+`python train_grpo.py --sampler plain --micro_batch_size 128 --max_steps 100 --device cpu
+--reward_funcs format tag accuracy`. N = B*G; R tokens a completion, T with prompt; V vocabulary.
 """
 import math
 import sys
@@ -32,119 +29,142 @@ sys.path.insert(0, str(ROOT))
 
 from dataset import PromptCollator, PromptDataset, rows_of_step
 from model import eos_token_ids, load_pretrained, load_tokenizer, rng_of, sample
-from reward import accuracy_reward, combine_rewards, load_reward_funcs
+from reward import accuracy_reward, format_reward, tag_reward
 
 WEIGHTS, SEED = ROOT / "model/weights/reason_128", 42
-B, G, MAX_TOKENS = 16, 8, 96            # prompts a step, answers to each, tokens of an answer
+B, G, MAX_GEN_LEN = 16, 8, 96           # prompts a step, completions of each, most tokens of one
+# 0.5 for the format; 0.25 for each of four tags; 1 for the right result. And their weights.
+REWARD_FUNCS, REWARD_WEIGHTS = [format_reward, tag_reward, accuracy_reward], [1.0, 1.0, 1.0]
 EPSILON, BETA = 0.2, 0.02               # no gain from ratios beyond 1 ± 0.2; weight of the KL
 PEAK, WARMUP, MAX_NORM = 3e-4, 3, 1.0   # learning rate, steps up to it, largest gradient norm
-# What is paid: 0.5 for the format, 0.25 for each of four tags, -1 to 1 by a network that has learnt
-# what good answers look like, and 1 for the right result.
-REWARDS = ["format", "tag", "rm", "accuracy"]
+UPDATES = 1     # from each rollout. With one, every ratio is 1, and the clip never acts. Two make a
+                # step 38% dearer, and then it touches 0.03 to 0.6% of the tokens.
 
+def group_advantages(rewards, num_generations):
+    """How much better is each completion than its group, in standard deviations? (N,) -> (N,)"""
+    groups = rewards.view(-1, num_generations)                                          # (B, G)
+    below = groups - groups.amax(1, keepdim=True)   # equal rewards: 0, which no mean can round
+    mean, std = below.mean(1, keepdim=True), below.std(1, keepdim=True)                 # (B, 1)
+    return ((below - mean) / (std + 1e-4)).view(-1)
 
-def ask(policy, tokenizer, batch, count, rng):
-    """1. ask: `count` answers to each prompt, adjacent, drawn from the policy's probabilities."""
-    eos_ids = eos_token_ids(policy, tokenizer)
-    answer_ids, _ = sample(             # _: their log-probs, without a gradient
-        policy, batch["prompt_ids"], batch["prompt_mask"], num_generations=count,
-        max_new_tokens=MAX_TOKENS, eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id,
-        generator=rng)                                                                  # (N, R)
-    is_eos = torch.isin(answer_ids, torch.tensor(eos_ids)).int()
-    mask = (is_eos.cumsum(1) - is_eos == 0).int()       # (N, R) 1 where no EOS stands before
-    # Prompts are padded on the left, so that an answer follows its prompt at once.
-    prompt_ids = batch["prompt_ids"].repeat_interleave(count, 0)                        # (N, P)
-    prompt_mask = batch["prompt_mask"].repeat_interleave(count, 0)
-    return SimpleNamespace(
-        input_ids=torch.cat((prompt_ids, answer_ids), 1), answer_ids=answer_ids, mask=mask,
-        attention_mask=torch.cat((prompt_mask, mask), 1),                               # (N, P+R)
-        prompts=[prompt for prompt in batch["prompts"] for _ in range(count)],
-        texts=tokenizer.batch_decode(answer_ids, skip_special_tokens=True),
-        columns={name: [value for value in values for _ in range(count)]    # right result, chat
-                 for name, values in batch["columns"].items()})
+def completion_mask(completion_ids, eos_token_id):
+    """(N, R): 1 through the first EOS, the token that ends a completion; 0 after it."""
+    is_eos = torch.isin(completion_ids, torch.tensor(eos_token_id)).int()
+    return (is_eos.cumsum(1) - is_eos == 0).int()   # no EOS before this token
 
+def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta):
+    """-(gain - beta KL): its mean over a completion's tokens, then over completions; KL per token.
 
-def token_logps(model, answers):
-    """log pi(token | all before) of each token of the answers, (N, R)."""
-    R = answers.answer_ids.shape[1]
-    # The logits at a position predict the next token: so start one before the answer.
-    logits = model(answers.input_ids, answers.attention_mask)[:, -R - 1:-1]             # (N, R, V)
-    return logits.log_softmax(-1).gather(-1, answers.answer_ids[..., None]).squeeze(-1)
+    Two updates by hand: two completions of one token, A = 1 and -1, each sampled with p = 0.5. So
+    ratio = p / 0.5, and d loss / dp = -A. They share weights: say that update 1 makes both p 0.7.
+    Both ratios are now 1.4, past 1.2. A = 1 gets no more gradient. A = -1 keeps it: p should fall.
 
-
-def group_advantages(rewards):
-    """How much better is each answer than its siblings, in standard deviations? (N,) -> (N,)
-
-    If all answers to a prompt earn the same, their advantages are 0: then only the KL moves them.
+    >>> A, old, mask = torch.tensor([1.0, -1.0]), torch.full((2, 1), 0.5).log(), torch.ones(2, 1)
+    >>> for p in torch.full((2, 1), 0.5), torch.full((2, 1), 0.7):
+    ...     loss, _ = grpo_loss(p.requires_grad_().log(), old, A, mask, ref_logps=old, beta=0.0)
+    ...     torch.autograd.grad(loss, p)[0].flatten()
+    tensor([-1.,  1.])
+    tensor([0., 1.])
     """
-    groups = rewards.view(-1, G)                                                        # (B, G)
-    mean, std = groups.mean(1, keepdim=True), groups.std(1, keepdim=True)
-    return ((groups - mean) / (std + 1e-4)).view(-1)
-
-
-def grpo_loss(logps, old_logps, advantages, mask, ref_logps):
-    """-(gain - beta KL): its mean over an answer's tokens, then the mean of these over answers."""
-    A = advantages[:, None]                     # the same for all tokens of an answer
-    ratio = (logps - old_logps).exp()           # pi / pi_old: pi_old is the policy that answered
+    A = advantages[:, None]                     # (N, 1) the same for all tokens of a completion
+    ratio = (logps - old_logps).exp()           # (N, R) pi / pi_old, the policy that sampled
     clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
-    # A ratio past the bound on the side that A favours has no gradient; on the other side it has.
-    gain = torch.min(ratio * A, clipped * A)
     x = ref_logps - logps
     kl = x.exp() - x - 1            # never negative; on average over pi's tokens KL(pi || pi_ref)
-    per_answer = ((gain - BETA * kl) * mask).sum(1) / mask.sum(1)                       # (N,)
-    return -per_answer.mean()
+    loss = beta * kl - torch.min(ratio * A, clipped * A)                                # (N, R)
+    loss = ((loss * mask).sum(1) / mask.sum(1)).mean()
+    return loss, {"kl": (kl.detach() * mask).sum() / mask.sum()}
 
+def token_logps(model, input_ids, attention_mask, num_completion_tokens):
+    """log pi(token | all before) of the last R = num_completion_tokens of each row, (N, R)."""
+    R = num_completion_tokens       # logits predict the next token: start one before them
+    logits = model(input_ids, attention_mask)[:, -R - 1:-1]                             # (N, R, V)
+    return logits.log_softmax(-1).gather(-1, input_ids[:, -R:, None]).squeeze(-1)
 
-def learning_rate(step, steps):
-    """A linear rise, then a cosine from the peak down to a tenth of it."""
-    if step <= WARMUP:
-        return PEAK * step / WARMUP
-    progress = (step - WARMUP) / max(1, steps - WARMUP)
-    return PEAK * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+def generate(model, batch, tokenizer, rng, num_generations=G):
+    """Step 1: sample G completions of each prompt, a a b b; prompts are padded on the left."""
+    eos_ids = eos_token_ids(model, tokenizer)
+    completion_ids, _ = sample(     # (N, R); _: their log-probs, without a gradient
+        model, batch["prompt_ids"], batch["prompt_mask"], generator=rng, max_new_tokens=MAX_GEN_LEN,
+        eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id, num_generations=num_generations)
+    mask = completion_mask(completion_ids, eos_ids)                                     # (N, R)
+    prompt_of = torch.arange(len(batch["prompts"])).repeat_interleave(num_generations)  # (N,)
+    input_ids = torch.cat((batch["prompt_ids"][prompt_of], completion_ids), 1)          # (N, T)
+    attention_mask = torch.cat((batch["prompt_mask"][prompt_of], mask), 1)              # (N, T)
+    return SimpleNamespace(
+        sequences=(input_ids, attention_mask, mask.shape[1]), mask=mask, lengths=mask.sum(1),
+        completions=tokenizer.batch_decode(completion_ids, skip_special_tokens=True),
+        prompts=[batch["prompts"][i] for i in prompt_of], columns={
+            name: [values[i] for i in prompt_of] for name, values in batch["columns"].items()})
 
+@torch.no_grad()
+def compute_logps(model, rollout):
+    """Step 2: log-probs of all completions, (N, R)."""
+    return token_logps(model, *rollout.sequences)
 
-def report(when, policy, tokenizer, batch):
-    """5. report: the share of these problems that it gets right, answering each once at random."""
-    answers = ask(policy, tokenizer, batch, 1, rng_of(SEED, 1))
-    right = accuracy_reward(answers.prompts, answers.texts, **answers.columns)
-    print(f"{when}: {sum(right) / len(right):.1%} right, for example")
-    print(f"    {answers.columns['messages'][0][-1]['content']} {answers.texts[0]!r}", flush=True)
+def compute_rewards(rollout, reward_funcs, reward_weights):
+    """Step 3: the weighted sum of the rewards, (N,)."""
+    each = [func(rollout.prompts, rollout.completions, **rollout.columns) for func in reward_funcs]
+    return torch.tensor(reward_weights) @ torch.tensor(each)            # (functions, N) -> (N,)
 
+def compute_advantages(rollout):
+    """Step 3: advantages within each group, (N,)."""
+    return group_advantages(rollout.rewards, G)
 
-def train(steps=100, heldout=200):
+def update_policy(policy, optimizer, rollout):
+    """Step 4: UPDATES gradient steps, each an optimizer_step; the metrics of the last."""
+    for update in range(UPDATES):
+        logps = token_logps(policy, *rollout.sequences)                                 # (N, R)
+        if update == 0:     # pi is still pi_old: each ratio is 1, but has the gradient of log pi
+            old_logps = logps.detach()
+        loss, metrics = grpo_loss(logps, old_logps, rollout.advantages, rollout.mask,
+                                  ref_logps=rollout.ref_logps, beta=BETA)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return metrics
+
+def grpo_step(t, batch, step, lr):
+    """A step of GRPO on a batch of prompts: the rollout, and metrics."""
+    rollout = generate(t.policy, batch, t.tokenizer, rng_of(SEED, 0, step, 0))      # 1. ask
+    rollout.ref_logps = compute_logps(t.reference, rollout)                         # 2. remember
+    rollout.rewards = compute_rewards(rollout, REWARD_FUNCS, REWARD_WEIGHTS)        # 3. judge
+    rollout.advantages = compute_advantages(rollout)
+    t.optimizer.param_groups[0]["lr"] = lr
+    return rollout, update_policy(t.policy, t.optimizer, rollout)                   # 4. learn
+
+def main(last_step=100, heldout=200):
     """GRPO, from the weights that we ship; returns the policy."""
     policy, reference = (load_pretrained(WEIGHTS, dtype=torch.float32) for _ in range(2))
     tokenizer = load_tokenizer(WEIGHTS, policy.config.vocab_size)
+    t = SimpleNamespace(policy=policy, reference=reference, tokenizer=tokenizer)
+    t.optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
     collate = PromptCollator(tokenizer, max_seq_len=66)         # no prompt is longer
     problems = PromptDataset(ROOT / "dataset/train.jsonl")
     unseen = collate(PromptDataset(ROOT / "dataset/heldout.jsonl")[:heldout])
-    reward_funcs = load_reward_funcs(
-        REWARDS, reward_model_path=ROOT / "reward/weights/reward_128", clip=1.0)
-    optimizer = torch.optim.AdamW(policy.parameters(), PEAK, betas=(0.9, 0.99), weight_decay=0.0)
-    report("before", policy, tokenizer, unseen)
-    for step in range(1, steps + 1):
+    report(0, t, unseen)
+    for step in range(1, last_step + 1):
         rows = rows_of_step(step, len(problems), B, seed=SEED)  # shuffled anew in each epoch
-        batch = collate([problems[row] for row in rows])
-        answers = ask(policy, tokenizer, batch, G, rng_of(SEED, 0, step, 0))        # 1. ask
-        with torch.no_grad():
-            ref_logps = token_logps(reference, answers)                             # 2. remember
-        rewards, _ = combine_rewards(                                               # 3. judge
-            answers.prompts, answers.texts, reward_funcs, [1.0] * 4, **answers.columns)
-        advantages = group_advantages(rewards)
-        # 4. learn. The policy has not moved since it answered: each ratio is 1, but its gradient is
-        # that of log pi. Only a second update, with the same old_logps, would meet the clip.
-        logps = token_logps(policy, answers)
-        old_logps = logps.detach()
-        loss = grpo_loss(logps, old_logps, advantages, answers.mask, ref_logps)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_NORM)
-        optimizer.param_groups[0]["lr"] = learning_rate(step, steps)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 20 == 0 or step == steps:
-            report(f"step {step}, reward {rewards.mean():.2f}", policy, tokenizer, unseen)
+        progress = max(0, step - WARMUP) / max(1, last_step - WARMUP)   # a cosine, down to 0.1
+        lr = PEAK * min(step / WARMUP, 0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+        rollout, metrics = grpo_step(t, collate([problems[row] for row in rows]), step, lr)
+        if step % 20 == 0 or step == last_step:
+            report(step, t, unseen, rollout, metrics)           # 5. report
     return policy
 
+def report(step, t, unseen, rollout=None, metrics=None):
+    """Step 5: held-out problems, each answered once; then the group whose rewards differ most."""
+    answered = generate(t.policy, unseen, t.tokenizer, rng_of(SEED, 1), 1)
+    right = compute_rewards(answered, [accuracy_reward], [1.0]).mean()
+    print(f"step {step}: {right:.1%} of held-out problems right. The first of them:")
+    print(f"  {unseen['columns']['messages'][0][-1]['content']} {answered.completions[0]!r}")
+    if rollout:
+        length, group = rollout.lengths.float().mean(), rollout.rewards.view(-1, G).std(1).argmax()
+        print(f"  KL per token {metrics['kl']:.4f}, tokens per completion {length:.1f}. One group:")
+        for name in "rewards", "advantages", "lengths":
+            numbers = getattr(rollout, name).view(-1, G)[group].tolist()
+            print(f"  {name:10}", *(f"{number:6.3g}" for number in numbers), flush=True)
 
 if __name__ == "__main__":
-    train()
+    main()

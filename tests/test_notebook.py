@@ -53,10 +53,10 @@ def test_every_cell_runs(monkeypatch):
     assert advantages.tolist() == pytest.approx([(r - mean) / std for r in rewards], abs=1e-3)
     torch.testing.assert_close(names["gradient"].sum(1), -advantages / G)
     # What the page computes, with no KL.
-    monkeypatch.setattr(page, "BETA", 0.0)
-    torch.testing.assert_close(names["advantages"], page.group_advantages(names["rewards"]))
+    torch.testing.assert_close(names["advantages"], page.group_advantages(names["rewards"], G))
     moved = names["after"], names["logps"].detach(), names["advantages"], names["mask"]
-    torch.testing.assert_close(names["clipped_loss"](*moved), page.grpo_loss(*moved, moved[1]))
+    loss, _ = page.grpo_loss(*moved, ref_logps=moved[1], beta=0.0)
+    torch.testing.assert_close(names["clipped_loss"](*moved), loss)
     moved = (names["after"] - names["logps"]).sum(1)
     assert moved[names["best"]] > 0 > moved[names["worst"]]
     for number, source in enumerate(SOURCES[8:], start=9):

@@ -1,4 +1,7 @@
-"""docs/grpo_on_one_page.py computes what train_grpo.py computes."""
+"""docs/grpo_on_one_page.py computes what train_grpo.py computes, under the same names."""
+import doctest
+import inspect
+import re
 import sys
 
 import pytest
@@ -11,34 +14,82 @@ from model import load_pretrained
 sys.path.insert(0, str(ROOT / "docs"))
 import grpo_on_one_page as page  # noqa: E402
 
+FLAGS = re.search("`python train_grpo.py\\s([^`]+)`", page.__doc__)[1].split()
+
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_page_takes_the_steps_of_the_script(tmp_path, capsys, monkeypatch):
-    texts, losses = [], []
-    judge, loss_of = page.combine_rewards, page.grpo_loss
+@pytest.mark.parametrize("updates, prompts, flags", [
+    (1, 16, []), (2, 4, ["--num_iterations", "2", "--batch_size", "4"])])
+def test_the_page_takes_the_steps_of_the_script(updates, prompts, flags, tmp_path, capsys,
+                                                monkeypatch):
+    steps, losses = [], []
+    step_of, loss_of = page.grpo_step, page.grpo_loss
 
-    def spied_judge(prompts, completions, *args, **columns):
-        texts.append(completions)
-        return judge(prompts, completions, *args, **columns)
+    def spied_step(*args):
+        steps.append(step_of(*args))
+        return steps[-1]
 
-    def spied_loss(*args):
-        losses.append(loss_of(*args))
+    def spied_loss(*args, **options):
+        losses.append(loss_of(*args, **options))
         return losses[-1]
 
-    monkeypatch.setattr(page, "combine_rewards", spied_judge)
+    assert (page.UPDATES, page.B) == (1, 16)        # so the first case runs the page as it stands
+    monkeypatch.setattr(page, "UPDATES", updates)
+    monkeypatch.setattr(page, "B", prompts)
+    monkeypatch.setattr(page, "grpo_step", spied_step)
     monkeypatch.setattr(page, "grpo_loss", spied_loss)
-    policy = page.train(steps=2, heldout=20)
-    assert "% right" in capsys.readouterr().out
-    train_grpo.main(["--sampler", "plain", "--micro_batch_size", "128", "--max_steps", "2",
-                     "--eval_interval", "0", "--out_dir", str(tmp_path), "--run_name", "a"])
+    policy = page.main(last_step=2, heldout=20)
+    check_report(capsys.readouterr().out, *steps[-1])
+    train_grpo.main([*FLAGS, *flags, "--max_steps", "2", "--eval_interval", "0",
+                     "--out_dir", str(tmp_path), "--run_name", "a"])
     rows, metrics = (jsonl(tmp_path / f"a/{name}.jsonl") for name in ("completions", "metrics"))
+    assert len(losses) == 2 * updates and len(metrics) == 2
     # In a third step of this size a CPU's rounding has been seen to draw another token.
-    for i, line in enumerate(metrics):
-        assert texts[i] == [row["completion"] for row in rows if row["step"] == i + 1]
-        assert losses[i].item() == pytest.approx(line["loss"], abs=1e-5)
+    for i, (line, (rollout, _)) in enumerate(zip(metrics, steps)):
+        theirs = [row for row in rows if row["step"] == i + 1]
+        assert rollout.completions == [row["completion"] for row in theirs]
+        assert rollout.rewards.tolist() == pytest.approx([row["reward"] for row in theirs])
+        assert rollout.advantages.tolist() == pytest.approx(
+            [row["advantage"] for row in theirs], abs=1e-4)
+        ours = losses[i * updates:(i + 1) * updates]
+        assert sum(loss.item() for loss, _ in ours) / updates == pytest.approx(
+            line["loss"], abs=1e-5)
+        assert sum(of["kl"].item() for _, of in ours) / updates == pytest.approx(
+            line["kl"], abs=1e-5)
+        assert (line["clip_ratio/region_mean"] > 0) == (updates > 1)
     for ours, theirs in zip(policy.parameters(), load_pretrained(tmp_path / "a/final").parameters(),
                             strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def check_report(out, rollout, metrics):
+    """What it prints: two reports, the second with a group of the last rollout."""
+    assert re.findall(r"^step (\d): [\d.]+% of held-out", out, re.MULTILINE) == ["0", "2"]
+    assert out.count("What is 24 + 33*8? '") == 2
+    length = rollout.lengths.float().mean()
+    assert f"KL per token {metrics['kl']:.4f}, tokens per completion {length:.1f}." in out
+    rewards, advantages, lengths = (
+        [float(number) for number in re.search(f"^  {name} +(.*)", out, re.MULTILINE)[1].split()]
+        for name in ("rewards", "advantages", "lengths"))
+    groups = rollout.rewards.view(-1, page.G)
+    i = groups.tolist().index(rewards) * page.G     # two decimals at most: printed as they are
+    assert groups[i // page.G].std() == groups.std(1).max() > 0
+    assert lengths == rollout.lengths[i:i + page.G].tolist()
+    assert advantages == pytest.approx(rollout.advantages[i:i + page.G].tolist(), rel=0.01)
+
+
+def test_it_has_the_names_of_the_script_in_its_order_with_its_first_parameters():
+    ours, theirs = (
+        {name: list(inspect.signature(function).parameters)
+         for name, function in vars(module).items()
+         if inspect.isfunction(function) and function.__module__ == module.__name__}
+        for module in (page, train_grpo))
+    assert list(ours)[-2:] == ["main", "report"] and len(ours) > 10
+    del ours["main"], ours["report"]
+    assert list(ours) == [name for name in theirs if name in ours]
+    for name, parameters in ours.items():
+        assert parameters[:2] == theirs[name][:len(parameters[:2])]
+    assert ours["grpo_loss"] == theirs["grpo_loss"][:6]
 
 
 def test_its_loss_is_that_of_the_script_once_the_policy_has_moved():
@@ -46,10 +97,33 @@ def test_its_loss_is_that_of_the_script_once_the_policy_has_moved():
     old, ref, logps = -torch.rand(3, 16, 5)
     logps.requires_grad_()
     mask = (torch.arange(5) < torch.arange(16)[:, None] % 5 + 1).int()
-    advantages = page.group_advantages(torch.randn(16))
-    ours = page.grpo_loss(logps, old, advantages, mask, ref)
-    theirs, _ = train_grpo.grpo_loss(logps, old, advantages, mask, ref_logps=ref, beta=page.BETA)
+    advantages = page.group_advantages(torch.randn(16), 8)
+    (ours, metrics), (theirs, expected) = (
+        module.grpo_loss(logps, old, advantages, mask, ref_logps=ref, beta=0.02)
+        for module in (page, train_grpo))
     gradients = [torch.autograd.grad(loss, logps)[0] for loss in (ours, theirs)]
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(*gradients)
-    assert (gradients[0] == 0).any() and gradients[0].any()     # some tokens are clipped
+    torch.testing.assert_close(metrics["kl"], expected["kl"])
+    assert expected["clip_ratio/low_mean"] > 0 and expected["clip_ratio/high_mean"] > 0
+
+
+def test_its_example_of_two_updates_is_right():
+    assert doctest.testmod(page) == (0, 2)
+    # A = 1 and A = -1; p was 0.5: in update 2 ratio = 0.7 / 0.5, and past 1.2 it is constant.
+    slopes = []
+    for p in 0.5, 0.7:
+        for A in 1, -1:
+            below, above = (min(q / 0.5 * A, min(q / 0.5, 1.2) * A) for q in (p - 1e-4, p + 1e-4))
+            slopes.append(-(above - below) / 2e-4 / 2)
+    assert slopes == pytest.approx([-1, 1, 0, 1])
+
+
+def test_equal_rewards_have_no_advantage_at_all():
+    torch.manual_seed(0)
+    rewards = torch.rand(1000, 1).repeat(1, 7)
+    assert (rewards - rewards.mean(1, keepdim=True)).any()      # where a mean is rounded
+    assert not page.group_advantages(rewards.flatten(), 7).any()
+    mixed = torch.randn(64)
+    torch.testing.assert_close(page.group_advantages(mixed, 8),
+                               train_grpo.group_advantages(mixed, 8))
