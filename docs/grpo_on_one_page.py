@@ -32,7 +32,7 @@ from model import eos_token_ids, load_pretrained, load_tokenizer, rng_of, sample
 from reward import accuracy_reward, format_reward, tag_reward
 
 WEIGHTS, SEED = ROOT / "model/weights/reason_128", 42
-B, G, MAX_GEN_LEN = 16, 8, 96           # prompts a step, completions of each, most tokens of one
+B, G, MAX_LEN = 16, 8, 96           # prompts a step, completions of each, most tokens of one
 # 0.5 for the format; 0.25 for each of four tags; 1 for the right result. And their weights.
 REWARD_FUNCS, REWARD_WEIGHTS = [format_reward, tag_reward, accuracy_reward], [1.0, 1.0, 1.0]
 EPSILON, BETA = 0.2, 0.02               # no gain from ratios beyond 1 ± 0.2; weight of the KL
@@ -81,11 +81,11 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens):
     logits = model(input_ids, attention_mask)[:, -R - 1:-1]                             # (N, R, V)
     return logits.log_softmax(-1).gather(-1, input_ids[:, -R:, None]).squeeze(-1)
 
-def generate(model, batch, tokenizer, rng, num_generations=G):
+def generate(policy, batch, tokenizer, rng, num_generations=G):
     """Step 1: sample G completions of each prompt, a a b b; prompts are padded on the left."""
-    eos_ids = eos_token_ids(model, tokenizer)
+    eos_ids = eos_token_ids(policy, tokenizer)
     completion_ids, _ = sample(     # (N, R); _: their log-probs, without a gradient
-        model, batch["prompt_ids"], batch["prompt_mask"], generator=rng, max_new_tokens=MAX_GEN_LEN,
+        policy, batch["prompt_ids"], batch["prompt_mask"], generator=rng, max_new_tokens=MAX_LEN,
         eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id, num_generations=num_generations)
     mask = completion_mask(completion_ids, eos_ids)                                     # (N, R)
     prompt_of = torch.arange(len(batch["prompts"])).repeat_interleave(num_generations)  # (N,)
