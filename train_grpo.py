@@ -11,8 +11,7 @@ than their group's average become more likely, worse ones less.
                   - beta KL_t(pi || pi_ref) ]                      KL_t: an estimate, see KL_TYPES
 
 With one update per rollout, the default, every ratio is 1 and nothing clips: the policy's part of
-the loss then has the gradient of -A log pi. KL_t is k3: its value estimates KL(pi || pi_ref), its
-gradient is on average that of KL(pi_ref || pi).
+the loss then has the gradient of -A log pi.
 
 One step, for B prompts and G = num_generations answers to each; 1 to 4 are grpo_step:
     1. ask        generate           sample G completions of every prompt          model/
@@ -37,12 +36,10 @@ Where we differ from the papers and from other code, on purpose:
   - averages run over the whole optimizer step, all micro-batches and ranks, so that neither
     micro_batch_size nor the number of processes changes the gradient of the same completions.
 """
-import inspect
 import math
 import os
 from collections import defaultdict
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,11 +57,10 @@ from model.lora import AdaptersOff, with_adapters
 from model.processes import backends
 from model.processes.run import Run
 from model.processes.watch import all_or_none
-from model.processes.world import A_YEAR
 from model.rollout import Minibatch, Rollout
 from report import Parser, UserError, user_errors
 from report.command_line import COUNT, COUNT_OR_0, FINITE, POSITIVE, POSITIVE_OR_0, number
-from report.metrics import Mean, Share, drift, no_clips, over_ranks, over_updates
+from report.metrics import Mean, drift, no_clips, over_ranks, over_updates, shares
 from reward import combine, combine_rewards, load_reward_funcs, load_tool, tools
 from reward.baselines import BASELINES, SCALES, from_best, nanstd
 from run import edges, minimind
@@ -324,10 +320,8 @@ def minibatches(rollout, world, args):
         has_gradient = kept & rollout.advantages.view(len(kept), -1).any(1)
     if args.shard:
         has_gradient = torch.ones_like(kept)
-    chosen, updates = rollout.chosen, []
-    if chosen is None:
-        chosen = torch.arange(len(kept), device=kept.device)
-    for rows in chosen.tensor_split(min(args.num_minibatches, len(chosen))):
+    updates = []
+    for rows in rollout.chosen.tensor_split(min(args.num_minibatches, len(rollout.chosen))):
         # The loss is divided by the numbers of all rows and all kept tokens, read or not.
         totals = torch.tensor([len(rows), (rollout.lengths * kept)[rows].sum()])
         totals = dict(zip(("num_sequences", "num_tokens"), world.sum(totals).tolist()))
@@ -383,9 +377,7 @@ def optimizer_step(policy, optimizer, minibatch, before_loss, loss_options, worl
             total = (entropy * part.mask).sum()
             loss = loss - args.entropy_coef * total / minibatch.totals["num_tokens"]
         loss.backward()
-        of_loss = {name: Share(value) for name, value in of_loss.items()}
-        metrics.append({"loss": Share(loss.detach())} | of_loss
-                       | drift(part, logps, entropy))
+        metrics.append(shares({"loss": loss.detach()} | of_loss) | drift(part, logps, entropy))
     world.sum_gradients(policy)
     grad_norm = world.clip_gradients(policy, args.grad_clip)
     if grad_norm.isfinite():        # the same on every rank: all take the step, or all skip it
@@ -429,9 +421,7 @@ def main(argv=None):
     world = join_processes(args)
     saver = Saver(Path(args.out_dir) / args.run_name, world, args)
     t = prepare(args, world)        # models, optimizer, rewards, and the edges that are on
-    steps_done, num_tokens = 0, 0
-    if args.resume:
-        steps_done, num_tokens = saver.resume(t.policy, t.optimizer, t.saved)
+    steps_done, num_tokens = saver.resume(t.policy, t.optimizer, t.saved)   # 0, 0 in a new run
     collate, problems, heldout = read_prompts(args, t.tokenizer)
     batches, last_step = batches_from(steps_done + 1, problems, collate, t.num_prompts, world, args)
     evaluate_at = partial(evaluate, t.policy, heldout, t.eval_funcs, collate, world, args,
@@ -462,9 +452,8 @@ def join_processes(args):
     world = World(args.device, args.dtype, args.seed, args.hang_timeout)
     if world.size > 1:
         on_cuda = world.device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if on_cuda else "gloo", timeout=timedelta(seconds=world.hang_timeout or A_YEAR),
-            device_id=world.device if on_cuda else None)
+        dist.init_process_group("nccl" if on_cuda else "gloo", timeout=world.time_limit,
+                                device_id=world.device if on_cuda else None)
     return world
 
 
@@ -616,7 +605,7 @@ def add_own_loss(name):
     """
     function = combine.import_function("--loss_type", name, ", ".join(LOSS_TYPES))
     LOSS_TYPES[name] = function
-    if next(iter(inspect.signature(function).parameters), None) == "ratio":
+    if objective.is_bound(function):
         BOUNDS[name], LOSS_TYPES[name] = function, (name, "completion", {})
 
 

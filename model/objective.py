@@ -7,6 +7,8 @@ advantages.
 use_bias_correction_kl of grpo_loss multiplies the KL's term by the ratio (DeepSeek-V3.2, arXiv
 2512.02556): tokens count as if the policy of now had sampled them, and k3 gets the KL's gradient.
 """
+import inspect
+
 import torch
 
 from report import UserError
@@ -18,6 +20,11 @@ def choice(table, name, option):
     if name not in table:
         raise ValueError(f"{option} is {name!r}; choose {', '.join(table)}")
     return table[name]
+
+
+def is_bound(function):
+    """Whether a user's loss is a bound, by its first parameter, or else a whole loss."""
+    return next(iter(inspect.signature(function).parameters), None) == "ratio"
 
 
 # --- bounds ---------------------------------------------------------------------------------------

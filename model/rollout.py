@@ -54,7 +54,7 @@ class Rollout(Sequences):
     rewards_per_func: dict = None               # name -> (N,)
     returns: torch.Tensor = None                # (N,) what is compared: by default the rewards
     advantages: torch.Tensor = None             # (N,) or (N, R)
-    chosen: torch.Tensor = None                 # the rows to learn from; None: all
+    chosen: torch.Tensor = None                 # the rows to learn from: all, by default
     turns: list = None                          # N lists of texts: own words and a tool's, in turn
     failed_calls: list = None                   # N numbers; both None: no tool
 
@@ -89,7 +89,8 @@ class Rollout(Sequences):
             mask, ended = attention * drawn, ended.to(device)
         rollout = cls(
             **prompts, columns=columns, completions=[], completion_ids=completion_ids,
-            attention=attention, mask=mask, ended=ended, sampling_logps=sampling_logps)
+            attention=attention, mask=mask, ended=ended, sampling_logps=sampling_logps,
+            chosen=torch.arange(len(mask), device=device))
         rollout.completions = tokenizer.batch_decode(rollout.token_ids(), skip_special_tokens=True)
         if turns is not None:
             rollout.turns, rollout.failed_calls = turns.finished(), turns.failures

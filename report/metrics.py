@@ -122,6 +122,11 @@ class Max(NamedTuple):
         return self.largest
 
 
+def shares(values):
+    """These numbers, each a part of one of the whole step."""
+    return {name: Share(value) for name, value in values.items()}
+
+
 def joined(parts):
     """{name: metric as floats} of dicts of metrics; TypeError for a number that has no kind."""
     found = {}
@@ -146,7 +151,7 @@ def no_clips(delta):
     names = ["low", "high", "region"]
     if delta is not None:
         names.append("delta")
-    return {name: Share(0.0) for name in ("loss", *(f"clip_ratio/{side}_mean" for side in names))}
+    return shares({name: 0.0 for name in ("loss", *(f"clip_ratio/{side}_mean" for side in names))})
 
 
 def over_ranks(parts, world):

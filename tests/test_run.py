@@ -199,7 +199,8 @@ def some(rollout, rows):
             return [values[i] for i in rows.tolist()]
         return None if values is None else values[rows]
 
-    return replace(rollout, **{name: pick(values) for name, values in vars(rollout).items()})
+    some = {name: pick(values) for name, values in vars(rollout).items()}
+    return replace(rollout, **some | {"chosen": torch.arange(len(rows))})
 
 
 def rollout_of_six(model, token_logps=fast.token_logps):
@@ -223,6 +224,7 @@ def rollout_of_six(model, token_logps=fast.token_logps):
         attention=mask, mask=mask,
         ended=mask.sum(1) < 12, sampling_logps=torch.zeros(6, 12), rewards=rewards,
         rewards_per_func={"half": rewards / 2, "rest": rewards - rewards / 2}, returns=rewards,
+        chosen=torch.arange(6),
         advantages=torch.tensor([1.0, -0.5, 0.3, -1.2, 0.0, 0.1]))
     logps = train_grpo.compute_logps(model, rollout, World("cpu"), arguments())
     rollout.sampling_logps = logps

@@ -75,10 +75,12 @@ class Saver:
         args.run_name = args.run_name or f"grpo_{Path(args.model_path).name.removesuffix('.pth')}"
 
     def resume(self, policy, optimizer, others):
-        """Restores the run's checkpoint; returns (steps done, tokens sampled).
+        """Restores the checkpoint with --resume; returns (steps done, tokens sampled).
 
         others: {name: a model that is saved beside the policy}.
         """
+        if not self.args.resume:
+            return 0, 0
         refuse_changes(self.run_dir, self.args)
         done, num_tokens = load_checkpoint(self.run_dir / "checkpoint", policy, optimizer, others)
         if not self.args.shard:

@@ -5,6 +5,7 @@ import os
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -67,6 +68,11 @@ class World:
         flag("--hang_timeout", type=POSITIVE_OR_0, help="seconds that one batch, or a wait for "
              "others, may take; 0: no limit (default: 1800 with several processes, else 0)")
         flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
+
+    @property
+    def time_limit(self):
+        """Of a wait in a collective."""
+        return timedelta(seconds=self.hang_timeout or A_YEAR)
 
     @property
     def advice(self):
