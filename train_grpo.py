@@ -51,20 +51,29 @@ import torch
 import torch.distributed as dist
 
 from dataset import batches_from, prompts, read_prompts
-from model import Saver, World, eos_token_ids, load_pretrained, load_tokenizer, objective, sample
+from errors import (
+    COUNT,
+    COUNT_OR_0,
+    POSITIVE,
+    POSITIVE_OR_0,
+    Parser,
+    UserError,
+    number,
+    user_errors,
+)
+from model import eos_token_ids, load_pretrained, load_tokenizer, objective, sample
 from model.fast.vllm_engine import Engine
 from model.lora import AdaptersOff, with_adapters
-from model.processes import backends
-from model.processes.run import Run
-from model.processes.watch import all_or_none
 from model.rollout import Minibatch, Rollout
-from report import Parser, UserError, user_errors
-from report.command_line import COUNT, COUNT_OR_0, FINITE, POSITIVE, POSITIVE_OR_0, number
-from report.metrics import Mean, drift, no_clips, over_ranks, over_updates, shares
 from reward import combine, combine_rewards, load_reward_funcs, load_tool, tools
 from reward.baselines import BASELINES, SCALES, from_best, nanstd
-from run import edges, minimind
+from run import backends, edges, minimind
 from run.edges import correction, gdpo, kl_in_reward, moving_reference, oversample, process, teacher
+from run.loop import Run
+from run.metrics import Mean, drift, no_clips, over_ranks, over_updates, shares
+from run.processes.watch import all_or_none
+from run.processes.world import World
+from run.saver import Saver
 
 # --- the objective --------------------------------------------------------------------------------
 # First the advantages, and the mask of a completion's own tokens. Then the loss, three choices:
@@ -681,7 +690,7 @@ def add_loss_flags(parser):
     flag("--epsilon_low", type=POSITIVE_OR_0, default=0.2, help="clip the ratio at 1 - it")
     flag("--epsilon_high", type=POSITIVE_OR_0, help="and at 1 + it (default: 0.2; DAPO 0.28); "
          "cispo: the cap itself (default: 5); gmpo: both in log space, 0.4 say; dppo: of pi, 0.15")
-    flag("--delta", type=FINITE, help="dual clip: cap on the ratio of bad tokens (default: none)")
+    flag("--delta", type=POSITIVE, help="dual clip: cap on the ratio of bad tokens (default: none)")
     flag("--kl_type", choices=tuple(KL_TYPES), help="estimate of the KL: k2 has its gradient, k3 "
          "is GRPO's, k3+ its value with k2's gradient (default: k3)")
     flag("--use_bias_correction_kl", action="store_true",

@@ -21,8 +21,8 @@ import zlib
 from operator import add, mul, sub, truediv
 from pathlib import Path
 
-from report.command_line import Parser, user_errors
-from report.text import write_jsonl
+from dataset.jsonl import write_jsonl
+from errors import Parser, user_errors
 
 # The shares of the styles in the fine-tuning texts, and of replies with broken tags.
 STYLES = {"steps": 0.27, "operations": 0.23, "guess": 0.25, "empty": 0.25}

@@ -28,8 +28,8 @@ import random
 import zlib
 from pathlib import Path
 
-from report.command_line import Parser, user_errors
-from report.text import write_jsonl
+from dataset.jsonl import write_jsonl
+from errors import Parser, user_errors
 
 from .arithmetic import chat, evaluate, with_tags
 from .prompts import countdown_prompt

@@ -22,8 +22,8 @@ kinds of players, of which one plays a whole game:
 import random
 from pathlib import Path
 
-from report.command_line import Parser, user_errors
-from report.text import write_jsonl
+from dataset.jsonl import write_jsonl
+from errors import Parser, user_errors
 
 LARGEST, MOST_GUESSES = 63, 6
 PROMPT = f"Guess my number from 1 to {LARGEST}."

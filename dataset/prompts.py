@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from report import UserError
-from report.command_line import COUNT
-from report.text import parse, read_lines
+from dataset.jsonl import parse, read_lines
+from errors import COUNT, UserError
 
 HERE = Path(__file__).resolve().parent
 PROMPT_FIELDS = ("conversations", "prompt", "question", "problem")

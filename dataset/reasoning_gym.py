@@ -5,9 +5,8 @@
 import json
 from pathlib import Path
 
-from report import UserError, user_errors
-from report.command_line import COUNT, COUNT_OR_0, Parser
-from report.text import explained, write_jsonl
+from dataset.jsonl import write_jsonl
+from errors import COUNT, COUNT_OR_0, Parser, UserError, explained, user_errors
 
 
 @user_errors("dataset.reasoning_gym")

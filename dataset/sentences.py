@@ -9,8 +9,8 @@ are regular, so that the judge (reward/rules.py) knows each of their forms by a 
 import random
 from pathlib import Path
 
-from report.command_line import Parser, user_errors
-from report.text import write_jsonl
+from dataset.jsonl import write_jsonl
+from errors import Parser, user_errors
 
 # Every third of a list is held out.
 NOUNS = """

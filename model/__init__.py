@@ -5,11 +5,6 @@
     objective.py  relatives of GRPO's loss
     storage/      weights in and out: files.py opens what a stranger wrote, read.py and write.py
                   weights; any_model.py wraps a model of transformers that model.py does not build
-    processes/    several processes that train one model: world.py, where their gradients meet, and
-                  what --dtype and --shard make of the sampler and the log-probabilities; shard.py
-                  divides weights over them; models.py loads what a run needs; run.py stands around
-                  its loop, saver.py writes checkpoints and resumes from them; watch.py ends a run
-                  that is stopped or fails
     commands/     what runs by itself: chat with a policy, train one from chats (train_sft), train a
                   tokenizer, read a GGUF file, foretell the memory that a run takes
     lora.py       adapters; weights/: those that we ship
@@ -24,8 +19,6 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 from .model import MiniMindConfig, MiniMindForCausalLM
-from .processes.saver import Saver, load_checkpoint, save_checkpoint
-from .processes.world import World
 from .rollout import Rollout
 from .sampler import rng_of, sample
 from .storage.files import eos_token_ids
@@ -33,6 +26,5 @@ from .storage.read import find_weights, load_pretrained, load_tokenizer
 from .storage.write import save_pretrained
 
 __all__ = [
-    "MiniMindConfig", "MiniMindForCausalLM", "Rollout", "Saver", "World", "eos_token_ids",
-    "find_weights", "load_checkpoint", "load_pretrained", "load_tokenizer", "rng_of", "sample",
-    "save_checkpoint", "save_pretrained"]
+    "MiniMindConfig", "MiniMindForCausalLM", "Rollout", "eos_token_ids",
+    "find_weights", "load_pretrained", "load_tokenizer", "rng_of", "sample", "save_pretrained"]

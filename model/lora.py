@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from report import UserError
+from errors import UserError
 
 from .model import Head
 

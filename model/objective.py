@@ -11,7 +11,7 @@ import inspect
 
 import torch
 
-from report import UserError
+from errors import UserError
 
 ONE_RATIO = ("r1", "gmpo")      # losses whose ratio is one per completion
 

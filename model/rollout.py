@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from report import UserError
+from errors import UserError
 
 # What an optimizer step learns from: totals over all ranks, named as in grpo_loss, and this rank's
 # parts, a MicroBatch each.

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from report import UserError
+from errors import UserError
 
 
 def from_best(groups):

@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 from dataset.prompts import RESERVED, is_arithmetic
+from errors import FINITE, POSITIVE_OR_0, UserError, number, printable, reason
 from model.storage.read import find_weights, sized
-from report import UserError, printable, reason
-from report.command_line import FINITE, POSITIVE_OR_0, number
 
 from . import rules
 from .reward_model import load_reward_model, reward_model_reward

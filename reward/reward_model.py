@@ -8,12 +8,12 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging
 
+from errors import UserError
 from model import load_pretrained, load_tokenizer, save_pretrained
 from model.model import Decoder
 from model.storage.files import explained, read_json, refuse_code
 from model.storage.read import build, local_path, read_weights
 from model.storage.write import hub_config, save_tensors, save_tokenizer, write_json
-from report import UserError
 
 from .internlm2 import ARCHITECTURE, InternLM2Tokenizer, internlm2_config, internlm2_state
 from .rules import answer_block

@@ -22,7 +22,7 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from numbers import Real
 
-from report import UserError
+from errors import UserError
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # DOTALL: `.` matches line breaks too. (?>...): one beginning is tried, so time is linear, as it is

@@ -12,9 +12,7 @@ import json
 import re
 import warnings
 
-from report import UserError, reason
-from report.command_line import COUNT
-from report.text import cut
+from errors import COUNT, UserError, cut, reason
 
 from .combine import check_columns, copied, import_function, show, unchanged
 from .rules import value_of

@@ -32,14 +32,13 @@ import torch
 import torch.nn.functional as F
 
 from dataset import PromptCollator, PromptDataset
+from dataset.jsonl import read_lines, write_jsonl
 from dataset.prompts import is_chat
+from errors import COUNT, Parser, UserError, number, user_errors
 from model import load_pretrained, load_tokenizer, sample
 from model.commands.train_sft import optimize
 from model.storage.files import explained, read_config
 from model.storage.read import build, read_weights
-from report import UserError
-from report.command_line import COUNT, Parser, number, user_errors
-from report.text import read_lines, write_jsonl
 
 from .reward_model import (
     ANOTHER,

@@ -1,7 +1,7 @@
 """MiniMind's flags that have a better name here or are rarely wanted. They work for ever."""
 import argparse
 
-from report.command_line import COUNT
+from errors import COUNT
 
 FLAGS = {
     "accumulation_steps": {"type": COUNT, "default": 1},

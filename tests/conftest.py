@@ -47,7 +47,7 @@ def report_args(**changed):
 
 def interrupt(number):
     """Send this process a signal; returns once the run has seen it."""
-    from model import World
+    from run.processes.world import World
 
     os.kill(os.getpid(), number)
     until = time.monotonic() + 60
@@ -91,7 +91,7 @@ def no_pictures(request, monkeypatch):
     """A run that a test starts in this process leaves an empty curves.png: to draw it takes longer
     than a few steps. Tests of the picture itself have the fixture `pictures`."""
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("report.curves.draw_curves", lambda run_dirs, path: path.touch())
+        monkeypatch.setattr("run.curves.draw_curves", lambda run_dirs, path: path.touch())
 
 
 @pytest.fixture

@@ -11,15 +11,16 @@ from test_run import measured
 
 import train_grpo
 from conftest import edit, left_padded
-from model import World, load_pretrained, sampler
+from errors import UserError
+from model import load_pretrained, sampler
 from model.fast import pair as fast
 from model.fast import vllm_engine
 from model.lora import adapter_state, adapters, merged_state, with_adapters
-from model.processes.backends import with_backend
-from model.processes.shard import shard
 from model.storage.any_model import AnyModel, Cache
 from model.storage.files import read_config
-from report import UserError
+from run.backends import with_backend
+from run.processes.shard import shard
+from run.processes.world import World
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,7 +9,8 @@ from safetensors import SafetensorError
 
 import train_grpo
 from conftest import ROOT
-from report import curves, reason, sentence, user_errors
+from errors import reason, sentence, user_errors
+from run import curves
 
 WEIGHTS = ROOT / "model/weights/reason_128"
 FILES = {"binary": b"\x80\xff", "itself": b"@other", "other": b"# again\n@itself", "quote": b"'a",
@@ -38,7 +39,7 @@ CHAT, GYM = f"model.commands.chat {WEIGHTS}", "dataset.reasoning_gym chain_sum -
     ("train_grpo --data_path _", "--data_path empty"), ("train_grpo --model_path _", "empty"),
     ("train_grpo @binary", "@binary: utf-8"), ("train_grpo @itself", "@itself itself"),
     ("train_grpo @quote", "@quote quotation"), ("train_grpo @nowhere", "@nowhere: file"),
-    ("report.curves _", "runs empty"),
+    ("run.curves _", "runs empty"),
 ])
 def test_what_a_command_refuses_is_one_sentence_and_exit_code_2(
         command, words, capsys, monkeypatch, tmp_path):

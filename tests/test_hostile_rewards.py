@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from report import UserError
+from errors import UserError
 from reward import llm_judge, load_reward_funcs, rules, steps, tools
 from reward.combine import Judge
 

@@ -13,16 +13,15 @@ from safetensors.torch import load_file, save, save_file
 import train_grpo
 from conftest import Canary, edit
 from dataset import PromptCollator, PromptDataset
+from errors import UserError, printable
 from model.commands.tokenizer import read_chats
 from model.lora import adapter_state, with_adapters
-from model.processes.saver import load_adapter, load_checkpoint, save_checkpoint
 from model.storage import files
 from model.storage.read import load_pretrained, load_tokenizer
 from model.storage.write import save_adapter, save_pretrained
-from report import UserError
-from report.text import printable
 from reward import load_reward_model
 from reward.train_reward_model import read_pairs
+from run.saver import load_adapter, load_checkpoint, save_checkpoint
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 GIT_LFS = b"version https://git-lfs.github.com/spec/v1"

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 import train_grpo
 from conftest import ROOT, left_padded, turns
 from dataset import PromptCollator
+from errors import UserError
 from model import (
     MiniMindConfig,
     MiniMindForCausalLM,
@@ -21,7 +22,6 @@ from model.commands import chat, train_sft
 from model.commands.memory import SIZES, num_parameters, peak_bytes
 from model.commands.tokenizer import CHAT_TEMPLATE, TAGS, train_tokenizer
 from model.model import KVCache, MixtureOfExperts
-from report import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,14 +11,13 @@ import torch
 import train_grpo
 from conftest import ROOT, jsonl, turns, write
 from dataset import PromptDataset, batches_from, guess
-from model import World
-from model.processes.saver import load_checkpoint, save_checkpoint
-from model.processes.world import rank_and_size
+from dataset.jsonl import write_jsonl
+from errors import UserError
 from model.storage.files import read_json
 from model.storage.read import load_tokenizer
-from report import UserError
-from report.report import drop_lines_after
-from report.text import write_jsonl
+from run.processes.world import World, rank_and_size
+from run.report import drop_lines_after
+from run.saver import load_checkpoint, save_checkpoint
 
 POLICY = ROOT / "model/weights/reason_128"
 SMALL = ["--batch_size", "2", "--num_generations", "2", "--max_gen_len", "8", "--beta", "0",

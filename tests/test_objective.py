@@ -9,9 +9,9 @@ import torch
 from test_sampler import batch as one_batch
 
 import train_grpo
+from errors import UserError
 from model import MiniMindConfig, MiniMindForCausalLM
 from model.fast import pair as fast
-from report import UserError
 from run.edges import gdpo
 from train_grpo import World, completion_mask, group_advantages, grpo_loss, kl_penalty
 

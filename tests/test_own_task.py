@@ -235,7 +235,7 @@ def test_a_run_goes_on_without_single_scores_and_ends_without_any(here, server, 
 
     server.answer = answer
     monkeypatch.setattr(llm_judge, "TRIES", 1)
-    monkeypatch.setattr("model.processes.run.MOST_UNJUDGED", 2)
+    monkeypatch.setattr("run.loop.MOST_UNJUDGED", 2)
     flags = [*SMALL, "--max_steps", "9", "--reward_funcs", "reward.llm_judge:judge"]
     with pytest.warns(UserWarning, match="HTTP Error 500"), pytest.raises(SystemExit):
         train_grpo.main(flags)

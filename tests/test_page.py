@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from report import UserError
-from report.page import write_page
-from report.text import to_line
+from dataset.jsonl import to_line
+from errors import UserError
+from run.page import write_page
 
 HOSTILE = [
     "</script><script>document.title = 'owned'</script>",

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 import train_grpo
 from conftest import ROOT, edit, left_padded
-from model import World, eos_token_ids, load_pretrained, load_tokenizer, save_pretrained
+from model import eos_token_ids, load_pretrained, load_tokenizer, save_pretrained
+from run.processes.world import World
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHIPPED = str(ROOT / "model/weights/reason_128")

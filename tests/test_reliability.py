@@ -23,11 +23,11 @@ from torch import multiprocessing
 import chaos
 import train_grpo
 from conftest import ROOT, interrupt
-from model import Saver, World
-from model.processes.saver import written_whole
-from report import Report, UserError
-from report.report import drop_lines_after
-from report.text import read_jsonl
+from dataset.jsonl import read_jsonl
+from errors import UserError
+from run.processes.world import World
+from run.report import Report, drop_lines_after
+from run.saver import Saver, written_whole
 
 FLAGS = ["--batch_size", "2", "--num_generations", "2", "--max_gen_len", "8", "--eval_samples", "2",
          "--eval_interval", "0", "--max_steps", "4", "--save_interval", "2", "--run_name", "run",

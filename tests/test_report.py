@@ -13,21 +13,22 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from conftest import report_args, write
-from model import World
-from report import Report, UserError, describe, user_errors
-from report.curves import Run, draw_curves, draw_time, finish, smooth
-from report.metrics import (
+from errors import UserError, user_errors
+from run.curves import Run, draw_curves, draw_time, finish, smooth
+from run.metrics import (
     EffectiveShare,
     Max,
     Mean,
     Share,
     Std,
+    describe,
     over_ranks,
     over_updates,
     rollout_metrics,
     token_texts,
 )
-from report.report import one_group
+from run.processes.world import World
+from run.report import Report, one_group
 
 
 def metrics(step, **changed):
@@ -164,7 +165,7 @@ def test_a_run_goes_on_after_the_lines_of_its_checkpoint(
 
 def test_pictures_are_drawn_once_a_minute_and_whatever_ends_the_run(tmp_path, monkeypatch):
     drawn, now = [], [0.0]
-    monkeypatch.setattr("report.curves.draw_curves", lambda run_dirs, path: drawn.append(
+    monkeypatch.setattr("run.curves.draw_curves", lambda run_dirs, path: drawn.append(
         len(lines(tmp_path / "metrics.jsonl"))))
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     with pytest.raises(KeyboardInterrupt), Report(tmp_path, report_args(), total_steps=9) as report:

@@ -15,12 +15,13 @@ import torch
 
 import train_grpo
 from conftest import jsonl, turns
+from errors import UserError
 from model import load_pretrained
-from report import UserError, rollout_metrics
 from reward import combine_rewards, load_reward_funcs, rules
 from reward.combine import Judge
 from reward.reward_model import reward_model_reward
 from reward.rules import accuracy_reward, format_reward, tag_reward
+from run.metrics import rollout_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -21,11 +21,11 @@ from transformers import AutoTokenizer
 import train_grpo
 from conftest import ROOT, jsonl, turns
 from dataset import PromptCollator
+from errors import UserError
 from model import load_pretrained
 from model.fast import pair as fast
-from model.processes import world as world_module
-from report import UserError
 from run.edges import moving_reference, oversample, teacher
+from run.processes import world as world_module
 from train_grpo import Rollout, World, completion_mask, minibatches, token_logps, update_policy
 
 POLICY = ROOT / "model/weights/reason_128"

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import train_grpo
-from model import MiniMindConfig, MiniMindForCausalLM, World, sampler
+from model import MiniMindConfig, MiniMindForCausalLM, sampler
 from model.fast import pair as fast
-from model.processes.backends import in_slices
 from model.sampler import next_token
+from run.backends import in_slices
+from run.processes.world import World
 from train_grpo import completion_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,10 +12,11 @@ from torch import multiprocessing
 
 import train_grpo
 from conftest import interrupt, jsonl
-from model import MiniMindConfig, MiniMindForCausalLM, load_checkpoint, save_pretrained
+from model import MiniMindConfig, MiniMindForCausalLM, save_pretrained
 from model.fast import pair as fast
 from model.lora import merged_state
-from report import Report
+from run.report import Report
+from run.saver import load_checkpoint
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="sends itself a signal to stop")
 SHARD = ["--shard", "1"]

@@ -11,8 +11,8 @@ from test_run import POLICY, SMALL
 
 import train_grpo
 from conftest import ROOT, edit, jsonl
+from errors import UserError
 from model import fast, load_tokenizer
-from report import UserError
 from run.edges.teacher import load_teacher, towards_teacher
 from train_grpo import World, grpo_loss, parse_args
 

@@ -14,14 +14,15 @@ import train_grpo
 from conftest import ROOT, jsonl, turns
 from dataset import PromptCollator, PromptDataset
 from dataset.guess import MOST_GUESSES, PROMPT, games
-from model import World, load_pretrained, sampler
+from errors import UserError
+from model import load_pretrained, sampler
 from model.commands import train_sft
 from model.fast import pair as fast
-from model.processes.backends import in_slices
-from report import UserError
 from reward import accuracy_reward
 from reward.rules import guess_reward
 from reward.tools import Tool, guess, load_tool
+from run.backends import in_slices
+from run.processes.world import World
 
 POLICY = ROOT / "model/weights/reason_128"
 SMALL = ["--batch_size", "4", "--num_generations", "4", "--eval_samples", "8",

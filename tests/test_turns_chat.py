@@ -7,9 +7,10 @@ import torch
 
 import train_grpo
 from dataset.prompts import PromptCollator, read_row
-from model import MiniMindConfig, MiniMindForCausalLM, World, sampler
+from model import MiniMindConfig, MiniMindForCausalLM, sampler
 from model.fast import pair as fast
 from reward.tools import Tool, tool_calls
+from run.processes.world import World
 
 # What theirs write of these chats, but for a few words about tools. They differ in KEPT and OPENED.
 TEMPLATE = (

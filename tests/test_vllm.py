@@ -21,8 +21,9 @@ from test_sampler import draw, trained_logps
 
 import train_grpo
 from conftest import ROOT, jsonl
-from model import World, load_pretrained, load_tokenizer
+from model import load_pretrained, load_tokenizer
 from model.fast import pair, vllm_engine
+from run.processes.world import World
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None,

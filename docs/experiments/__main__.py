@@ -30,9 +30,8 @@ from statistics import fmean
 import numpy as np
 
 from dataset.guess import LARGEST
-from report import UserError, user_errors
-from report.command_line import COUNT
-from report.text import columns, is_finite, read_jsonl, rounded, to_line
+from dataset.jsonl import columns, is_finite, read_jsonl, rounded, to_line
+from errors import COUNT, UserError, user_errors
 
 from .figures import draw, draw_against_tokens, draw_arrows, draw_bars
 from .measures import MEASURES

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 import train_grpo
-from model import MiniMindConfig, MiniMindForCausalLM, World
+from model import MiniMindConfig, MiniMindForCausalLM
 from model.model import RMSNorm
+from run.processes.world import World
 from train_grpo import compute_rewards, generate, prepare, read_prompts, token_logps
 
 END, A, B = 0, 1, 2

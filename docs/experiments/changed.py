@@ -10,9 +10,9 @@ from functools import partial
 import torch
 
 import train_grpo
+from errors import user_errors
 from model.fast import pair
 from model.sampler import next_token
-from report import user_errors
 from run.edges import teacher
 
 

@@ -23,8 +23,8 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from report import user_errors
-from report.text import read_jsonl, rounded, to_line
+from dataset.jsonl import read_jsonl, rounded, to_line
+from errors import user_errors
 from train_grpo import AVERAGES as DIVISORS
 from train_grpo import BOUNDS, LOSS_TYPES, group_advantages, importance_ratio, kl_penalty
 

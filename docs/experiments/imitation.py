@@ -11,8 +11,8 @@ from pathlib import Path
 from shlex import join
 
 import train_grpo
-from report import user_errors
-from report.text import read_jsonl, write_jsonl
+from dataset.jsonl import read_jsonl, write_jsonl
+from errors import user_errors
 
 from .__main__ import python, quoted
 from .tasks import is_right

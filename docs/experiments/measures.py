@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import torch
 
 import train_grpo
-from model import World, fast, load_pretrained, load_tokenizer, rng_of
-from report.text import read_jsonl
+from dataset.jsonl import read_jsonl
+from model import fast, load_pretrained, load_tokenizer, rng_of
+from run.processes.world import World
 from train_grpo import KL_TYPES
 
 PROMPTS, EACH, AT_ONCE = 512, 2, 64

@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 
-from report import UserError
+from errors import UserError
 
 from .figures import at_end, holm, interval, p_value, series
 

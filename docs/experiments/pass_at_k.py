@@ -19,11 +19,13 @@ import torch
 import train_grpo
 from dataset import read_prompts
 from dataset.arithmetic import chat
+from dataset.jsonl import read_jsonl, write_jsonl
 from dataset.prompts import countdown_prompt
-from model import World, sampler
+from errors import UserError, user_errors
+from model import sampler
 from model.model import KVCache
-from report import UserError, describe, user_errors
-from report.text import read_jsonl, write_jsonl
+from run.metrics import describe
+from run.processes.world import World
 
 from .__main__ import python, quoted
 

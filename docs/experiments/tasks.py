@@ -14,7 +14,7 @@ import random
 from pathlib import Path
 
 from dataset.arithmetic import chain, chat, evaluate, with_tags
-from report.text import read_jsonl, to_line, write_jsonl
+from dataset.jsonl import read_jsonl, to_line, write_jsonl
 from reward.tools import guess
 
 rng = random.Random(0)

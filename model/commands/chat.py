@@ -13,12 +13,11 @@ import sys
 import torch
 
 from dataset import PromptCollator
-from report import UserError, printable, user_errors
-from report.command_line import COUNT, POSITIVE_OR_0, Parser
+from errors import COUNT, POSITIVE_OR_0, Parser, UserError, printable, user_errors
 
 from .. import eos_token_ids, load_pretrained, load_tokenizer
-from ..processes.world import choose_device
 from ..sampler import next_token
+from ..storage.read import choose_device
 
 
 @torch.no_grad()

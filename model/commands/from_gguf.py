@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from report import UserError, user_errors
-from report.command_line import Parser
+from errors import Parser, UserError, user_errors
 
 from ..model import MiniMindForCausalLM
 from ..storage.files import FAMILIES, explained, read_config

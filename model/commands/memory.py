@@ -13,8 +13,7 @@ import math
 
 import torch
 
-from report import user_errors
-from report.command_line import COUNT, COUNT_OR_0, Parser
+from errors import COUNT, COUNT_OR_0, Parser, user_errors
 
 from ..fast.pair import CHUNK_LOGITS, CHUNK_TOKENS
 from ..model import MiniMindConfig, MiniMindForCausalLM

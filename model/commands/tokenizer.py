@@ -9,10 +9,9 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from dataset.jsonl import read_lines
 from dataset.prompts import is_chat, read_row
-from report import UserError, user_errors
-from report.command_line import Parser, number
-from report.text import read_lines
+from errors import Parser, UserError, number, user_errors
 
 # Ids 0, 1, 2. Special tokens: decoding can skip them, and a user's text should not contain them.
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

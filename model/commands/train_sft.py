@@ -27,8 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from report import UserError
-from report.command_line import COUNT, COUNT_OR_0, Parser, number, user_errors
+from errors import COUNT, COUNT_OR_0, Parser, UserError, number, user_errors
 
 from .. import MiniMindConfig, MiniMindForCausalLM, load_pretrained, load_tokenizer, save_pretrained
 from ..storage.files import explained

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from report import UserError, reason
+from errors import UserError, reason
 
 from ..lora import merged_state
 from ..storage.write import hub_config, write_json

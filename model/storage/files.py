@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from report import UserError
-from report.text import explained
+from errors import UserError, explained
 
 from ..model import MiniMindConfig
 

@@ -10,13 +10,14 @@ tensors' names and shapes. The names are those of transformers' Llama and Qwen3.
 Both have 6,400 tokens, a RoPE base of 1e6, and tied embeddings.
 Source: jingyaogong/minimind, model/model_minimind.py.
 """
+import os
 import re
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
-from report import UserError, printable
+from errors import UserError, printable
 
 from ..model import MiniMindConfig, MiniMindForCausalLM
 from . import any_model, files
@@ -163,6 +164,17 @@ def read_weights(path):
         state |= read_tensors(file)
     # Llama 2's files also hold the RoPE frequencies, which the model computes from its config.
     return {name: state[name] for name in state if not name.endswith("rotary_emb.inv_freq")}
+
+
+def choose_device(name, size):
+    """The device of this process, one of `size`; UserError if it can't have the one it names."""
+    gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    has_mps = torch.backends.mps.is_available() and size == 1   # Gloo cannot sum MPS tensors
+    name = name or ("cuda" if gpus else "mps" if has_mps else "cpu")
+    if name == "cuda" and gpus < here or name == "mps" and not has_mps:
+        raise UserError(f"--device {name} is not there for {here} processes on a machine with "
+                        f"{gpus} GPU(s); choose another, cpu say, or --nproc_per_node")
+    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK') or 0}" if name == "cuda" else name)
 
 
 def sized(kind, args):

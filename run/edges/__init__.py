@@ -13,7 +13,7 @@ micro-batch before its loss, of a step's number after it. No edge imports the sc
 edge, no function of the script is replaced, and without this folder's modules the default run is
 the same. train_grpo.EDGES lists them, in the order of their changes.
 """
-from report import UserError
+from errors import UserError
 
 
 def fill_in(edges, args):

@@ -3,10 +3,10 @@ from functools import partial
 
 import torch
 
+from errors import POSITIVE, POSITIVE_OR_0, UserError
 from model.objective import ONE_RATIO
-from report import UserError
-from report.command_line import POSITIVE, POSITIVE_OR_0
-from report.metrics import EffectiveShare, Mean
+
+from ..metrics import EffectiveShare, Mean
 
 NAME = "--sampler_correction"
 DEFAULTS = {}

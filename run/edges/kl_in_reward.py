@@ -1,7 +1,7 @@
 """--kl_in_reward: beta times the KL comes off the reward, as in PPO, and is not in the loss."""
 from functools import partial
 
-from report import UserError
+from errors import UserError
 
 NAME = "--kl_in_reward"
 DEFAULTS = {"kl_type": "k1"}

@@ -3,9 +3,9 @@ from functools import partial
 
 import torch
 
-from model.processes.backends import load_frozen
-from report import UserError
-from report.command_line import COUNT_OR_0, number
+from errors import COUNT_OR_0, UserError, number
+
+from ..backends import load_frozen
 
 NAME = "--ref_model_sync_steps"
 DEFAULTS = {}

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from report.command_line import COUNT
+from errors import COUNT
 from reward.baselines import nanstd
 
 NAME = "--oversample"

@@ -1,8 +1,8 @@
 """--supervision process: each line of arithmetic is rewarded too (DeepSeekMath, section 4.1.3)."""
 from functools import partial
 
+from errors import UserError
 from model.objective import refuse_one_ratio
-from report import UserError
 from reward.steps import judge_steps, process_advantages
 
 from . import refuse_other_advantages

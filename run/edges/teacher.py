@@ -1,12 +1,12 @@
 """--teacher_path: on-policy distillation. A teacher's probabilities take the rewards' place."""
 import torch
 
+from errors import UserError
 from model.objective import refuse_one_ratio
-from model.processes.backends import load_frozen
 from model.storage.read import load_tokenizer
-from report import UserError
-from report.metrics import Mean
 
+from ..backends import load_frozen
+from ..metrics import Mean
 from . import refuse_other_advantages
 
 NAME = "--teacher_path"

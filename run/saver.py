@@ -11,19 +11,18 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from report import UserError, folder_name, reason
-from report.command_line import COUNT
-from report.text import to_json
+from dataset.jsonl import to_json
+from errors import COUNT, UserError, explained, folder_name, reason
+from model.lora import adapter_state, adapters
+from model.storage.any_model import AnyModel
+from model.storage.files import AGAIN, read_json, read_tensors
+from model.storage.read import load_pretrained, read_state, shapes
+from model.storage.write import save_adapter, save_pretrained
 
-from ..lora import adapter_state, adapters
-from ..storage.any_model import AnyModel
-from ..storage.files import AGAIN, explained, read_json, read_tensors
-from ..storage.read import load_pretrained, read_state, shapes
-from ..storage.write import save_adapter, save_pretrained
 from .backends import checksum
-from .shard import load_parts, part_of, part_of_optimizer, whole_state
-from .watch import SIGNALS, Stopped, under_torchrun
-from .world import GO_ON
+from .processes.shard import load_parts, part_of, part_of_optimizer, whole_state
+from .processes.watch import SIGNALS, Stopped, under_torchrun
+from .processes.world import GO_ON
 
 REPLACED = ("checkpoint", "final", "adapter")
 LAUNCHER = os.getppid()                     # torchrun, if it is there

@@ -1,4 +1,7 @@
-"""What commands share: one line instead of a traceback, numbers within bounds, readable help."""
+"""A user's mistake, in one sentence: the error, what prints it, and flags that are checked.
+
+The ground of the house: all rooms import it, and it imports none.
+"""
 import argparse
 import os
 import re
@@ -8,13 +11,66 @@ import warnings
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
-
-from .text import UserError, explained, printable, text_of
-
 NO_MEMORY = ("out of memory; train_grpo.py needs less with a lower --micro_batch_size or "
              "--rollout_batch_size, with --gradient_checkpointing, or with --lora_rank")
+
+
+class UserError(ValueError):
+    """A user's mistake. Its message is the sentence that the user reads: what, where, what to do.
+
+    All rooms raise it. Any other exception is a mistake in the code, and keeps its traceback.
+    """
+
+
+def printable(text):
+    """The text with a dot for each character that a terminal would obey instead of showing it.
+
+    Escape sequences recolour and overwrite what was printed before; bidirectional marks reorder it.
+    Line breaks and tabs stay, and so do the Chinese space and the joiner inside some emoji.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t\u3000\u200d" else "·" for c in text)
+
+
+def cut(text, room):
+    """The text, or its two ends if it has more than `room` characters: an answer is at the end."""
+    half = max(room // 2 - 20, 1)       # the rest is for what stands between them
+    if len(text) <= room:
+        return text
+    return f"{text[:half]} … [{len(text) - 2 * half:,} characters left out] … {text[-half:]}"
+
+
+def text_of(error):
+    """The message of an exception; "" if to ask for it raises another."""
+    with suppress(Exception):
+        return str(error)
+    return ""
+
+
+def reason(error):
+    """The class of an exception and the first sentence of its message, in one line.
+
+    Further sentences are advice, and that of torch and transformers is to trust the file.
+    """
+    sentence = " ".join(printable(text_of(error)).split()).partition(". ")[0].rstrip(".")[:200]
+    return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__
+
+
+@contextmanager
+def explained(path, what, advice, instead_of=""):
+    """Turns any exception into one sentence: the path, what is wrong, the reason, the advice.
+
+    A parser raises dozens of classes for a broken file, from KeyError to RecursionError. A
+    UserError that begins with the path is such a sentence already; the advice takes the place of
+    `instead_of` in it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) and str(error).startswith(str(path)):
+            if instead_of:
+                raise UserError(str(error).replace(instead_of, advice)) from error
+            raise
+        raise UserError(f"{path}: {what} ({reason(error)}); {advice}") from error
 
 
 def sentence(error):
@@ -25,12 +81,14 @@ def sentence(error):
     if os.environ.get("MINIGRPO_TRACEBACK"):
         return None
     text = text_of(error)
+    kind = type(error).__name__         # torch's and safetensors' classes, without an import
     # Python, a GPU, and the CPU, which has no class of its own for it.
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or (
             isinstance(error, RuntimeError) and "can't allocate memory" in text):
         return NO_MEMORY
     # Nor has tokenizers one for a full disk: "No space left on device (os error 28)".
-    if isinstance(error, (UserError, OSError, SafetensorError)) or "(os error " in text:
+    if (isinstance(error, (UserError, OSError)) or kind == "SafetensorError"
+            or "(os error " in text):
         return " ".join(printable(text).splitlines()) or type(error).__name__
     return None
 

@@ -1,80 +1,8 @@
-"""Files of jsonl, read and written; and numbers, durations and long texts for a terminal."""
+"""Files of jsonl, read and written, in strict JSON."""
 import json
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
-
-class UserError(ValueError):
-    """A user's mistake. Its message is the sentence that the user reads: what, where, what to do.
-
-    All rooms raise it. Any other exception is a mistake in the code, and keeps its traceback.
-    """
-
-
-def number(value, spec=".2f"):
-    """The value in a format spec; "-" for None, NaN and infinity."""
-    return format(value, spec) if is_finite(value) else "-"
-
-
-def duration(seconds):
-    """Seconds in a readable unit: 8.2s, 2m 40s, 1h 03m."""
-    if seconds < 10:
-        return f"{seconds:.1f}s"
-    minutes, seconds = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60}h {minutes % 60:02}m"
-    return f"{minutes}m {seconds:02}s" if minutes else f"{seconds}s"
-
-
-def printable(text):
-    """The text with a dot for each character that a terminal would obey instead of showing it.
-
-    Escape sequences recolour and overwrite what was printed before; bidirectional marks reorder it.
-    Line breaks and tabs stay, and so do the Chinese space and the joiner inside some emoji.
-    """
-    return "".join(c if c.isprintable() or c in "\n\t\u3000\u200d" else "·" for c in text)
-
-
-def cut(text, room):
-    """The text, or its two ends if it has more than `room` characters: an answer is at the end."""
-    half = max(room // 2 - 20, 1)       # the rest is for what stands between them
-    if len(text) <= room:
-        return text
-    return f"{text[:half]} … [{len(text) - 2 * half:,} characters left out] … {text[-half:]}"
-
-
-def text_of(error):
-    """The message of an exception; "" if to ask for it raises another."""
-    with suppress(Exception):
-        return str(error)
-    return ""
-
-
-def reason(error):
-    """The class of an exception and the first sentence of its message, in one line.
-
-    Further sentences are advice, and that of torch and transformers is to trust the file.
-    """
-    sentence = " ".join(printable(text_of(error)).split()).partition(". ")[0].rstrip(".")[:200]
-    return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__
-
-
-@contextmanager
-def explained(path, what, advice, instead_of=""):
-    """Turns any exception into one sentence: the path, what is wrong, the reason, the advice.
-
-    A parser raises dozens of classes for a broken file, from KeyError to RecursionError. A
-    UserError that begins with the path is such a sentence already; the advice takes the place of
-    `instead_of` in it.
-    """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, UserError) and str(error).startswith(str(path)):
-            if instead_of:
-                raise UserError(str(error).replace(instead_of, advice)) from error
-            raise
-        raise UserError(f"{path}: {what} ({reason(error)}); {advice}") from error
+from errors import UserError, explained
 
 
 def is_finite(value):

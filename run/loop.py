@@ -1,9 +1,10 @@
 """What stands around the loop of train_grpo.py: reports, evaluations, checkpoints, and the end."""
 
-from report import Report, UserError, describe
-from report.metrics import rollout_metrics
+from errors import UserError
 
-from .watch import stop_on_signals
+from .metrics import describe, rollout_metrics
+from .processes.watch import stop_on_signals
+from .report import Report
 
 MOST_UNJUDGED = 10      # steps in a row without a reward
 

@@ -1,6 +1,6 @@
 """A run as one page to look into: its curves, and what was answered, step by step, group by group.
 
-    python -m report.page out/run_a                 writes out/run_a/report.html
+    python -m run.page out/run_a                 writes out/run_a/report.html
 
 The page is page.html with the data of the run in it. It needs no network, and what a model wrote is
 only ever text in it. A long run has more completions than a page can hold: it shows some steps,
@@ -12,9 +12,10 @@ import json
 import math
 from pathlib import Path
 
-from .command_line import Parser, user_errors
+from dataset.jsonl import columns, rounded, to_line
+from errors import Parser, cut, explained, user_errors
+
 from .curves import Run
-from .text import columns, cut, explained, rounded, to_line
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_STEPS = 40
@@ -137,9 +138,9 @@ def is_right(row, args):
     return sum(judged) >= 1
 
 
-@user_errors("report.page")
+@user_errors("run.page")
 def main():
-    parser = Parser(prog="python -m report.page",
+    parser = Parser(prog="python -m run.page",
                     description="Write report.html, a page to look into a run.")
     parser.add_argument("run", help="the folder of a run, such as out/run_a")
     path = Path(parser.parse_args().run) / "report.html"

@@ -21,19 +21,10 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from .metrics import training_time
-from .text import (
-    UserError,
-    cut,
-    duration,
-    explained,
-    is_finite,
-    number,
-    printable,
-    reason,
-    to_json,
-    to_line,
-)
+from dataset.jsonl import is_finite, to_json, to_line
+from errors import UserError, cut, explained, printable, reason
+
+from .metrics import duration, number, training_time
 
 # The most common ways a run fails, each with its remedy.
 NO_SIGNAL = ("in most groups every completion got the same reward, so the advantages are 0 and "
@@ -208,14 +199,14 @@ class Report:
     # --- helpers ----------------------------------------------------------------------------------
 
     def _draw(self):
-        # Imported here: `python -m report.page` would warn of a module that it runs a second time.
-        from . import curves, page
+        # Imported here: `python -m run.page` would warn of a module that it runs a second time.
+        from run import curves, page
         try:
             curves.draw_curves([self.run_dir], self.run_dir / "curves.png")
             page.write_page(self.run_dir, self.run_dir / "report.html")
         except Exception as error:      # no picture is worth losing a run for
             self.warn(f"curves.png and report.html could not be drawn ({reason(error)}); "
-                      f"`python -m report.page {short(self.run_dir)}` tries again")
+                      f"`python -m run.page {short(self.run_dir)}` tries again")
         gc.collect()    # a picture is megabytes of objects that refer to each other
 
     def _print(self, part, width=None):

@@ -12,10 +12,9 @@ import functools
 import torch
 from torch import nn
 
-from report import UserError
-
-from ..storage.any_model import AnyModel
-from ..storage.read import local_path, read_state
+from errors import UserError
+from model.storage.any_model import AnyModel
+from model.storage.read import local_path, read_state
 
 
 def shard(model, world, dtype, path):

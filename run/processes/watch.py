@@ -17,7 +17,7 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from report import UserError, reason, sentence
+from errors import UserError, reason, sentence
 
 from .world import World
 

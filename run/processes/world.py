@@ -10,11 +10,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from report import UserError
-from report.command_line import COUNT_OR_0, POSITIVE_OR_0
-from report.text import to_json
+from dataset.jsonl import to_json
+from errors import COUNT_OR_0, POSITIVE_OR_0, UserError
+from model.sampler import rng_of
+from model.storage.read import choose_device
 
-from ..sampler import rng_of
 from .shard import is_sharded, whole
 
 JOINED_BELOW = 2**18                        # gradients with fewer numbers are summed in one call
@@ -201,17 +201,6 @@ def rank_and_size():
         raise UserError(f"the environment has {found}, and one process of several needs "
                         f"{', '.join(names)}; start with torchrun, or unset what was left over")
     return int(rank), int(size)
-
-
-def choose_device(name, size):
-    """The device of this process, one of `size`; UserError if it can't have the one it names."""
-    gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    has_mps = torch.backends.mps.is_available() and size == 1   # Gloo cannot sum MPS tensors
-    name = name or ("cuda" if gpus else "mps" if has_mps else "cpu")
-    if name == "cuda" and gpus < here or name == "mps" and not has_mps:
-        raise UserError(f"--device {name} is not there for {here} processes on a machine with "
-                        f"{gpus} GPU(s); choose another, cpu say, or --nproc_per_node")
-    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK') or 0}" if name == "cuda" else name)
 
 
 def sum_together(tensors):

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from dataset.jsonl import is_finite
+
 
 def rollout_metrics(rows, num_generations, failures=(), *, warn=True):
     """The metrics that follow from a step's completions and their rewards.
@@ -255,3 +257,21 @@ def drift(part, logps, entropy):
         "rollout_log_ratio_mean": Mean(log_ratio.sum(), completions),
         "rollout_log_ratio_max": Max(log_ratio.max()),
     }
+
+
+# --- numbers as text ------------------------------------------------------------------------------
+
+
+def number(value, spec=".2f"):
+    """The value in a format spec; "-" for None, NaN and infinity."""
+    return format(value, spec) if is_finite(value) else "-"
+
+
+def duration(seconds):
+    """Seconds in a readable unit: 8.2s, 2m 40s, 1h 03m."""
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    minutes, seconds = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60}h {minutes % 60:02}m"
+    return f"{minutes}m {seconds:02}s" if minutes else f"{seconds}s"

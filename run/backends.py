@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from report.command_line import COUNT_OR_0, POSITIVE, number
+from errors import COUNT_OR_0, POSITIVE, number
+from model import fast
+from model.model import MiniMindForCausalLM
+from model.sampler import sample
+from model.storage.read import find_weights, load_pretrained, sized
 
-from .. import fast
-from ..model import MiniMindForCausalLM
-from ..sampler import sample
-from ..storage.read import find_weights, load_pretrained, sized
-from .shard import shard
-from .world import rank_and_size
+from .processes.shard import shard
+from .processes.world import rank_and_size
 
 
 def add_flags(parser):
@@ -41,7 +41,7 @@ def add_flags(parser):
 
 def fill_in(args):
     """The shipped weights, and no shards of a single process."""
-    shipped = Path(__file__).resolve().parents[1] / "weights"
+    shipped = Path(__file__).resolve().parents[1] / "model/weights"
     kind = "reason" if args.reasoning else "full_sft"
     args.model_path = args.model_path or str(
         find_weights(sized(kind, args), args.out_dir, shipped))

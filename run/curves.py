@@ -1,7 +1,7 @@
 """Draws the metrics.jsonl and eval.jsonl of a run as one picture that explains itself.
 
-    python -m report.curves out/run_a -o picture.png              one run, in six panels
-    python -m report.curves out/run_a out/run_b -o picture.png    several runs, a colour each
+    python -m run.curves out/run_a -o picture.png              one run, in six panels
+    python -m run.curves out/run_a out/run_b -o picture.png    several runs, a colour each
 """
 import itertools
 from contextlib import contextmanager
@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .command_line import Parser, UserError, user_errors
-from .metrics import training_time
-from .text import duration, explained, is_finite, read_jsonl
+from dataset.jsonl import is_finite, read_jsonl
+from errors import Parser, UserError, explained, user_errors
+
+from .metrics import duration, training_time
 
 # The palette of Okabe and Ito, whose colours colour-blind readers can tell apart. Its yellow is too
 # pale for lines, so brown takes its place.
@@ -327,9 +328,9 @@ def finish(ax, ends, form="", top=None):
                 va="center", color=color, fontsize=8.5)
 
 
-@user_errors("report.curves")
+@user_errors("run.curves")
 def main(argv=None):
-    parser = Parser(prog="python -m report.curves",
+    parser = Parser(prog="python -m run.curves",
                     description="Draw the curves of one or more runs.")
     parser.add_argument("runs", nargs="+", help="folders of runs, such as out/run_a")
     parser.add_argument("-o", "--output", type=Path, default="curves.png", help="to write")
