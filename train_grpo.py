@@ -174,13 +174,15 @@ LOSS_TYPES = {      # the flags of each: docs/losses.md
 
 # KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. The value is
 # right on average where it is unbiased. Its gradient is another matter: autograd does not see that
-# another pi would sample other tokens. k3 clamps x, lest e^x overflow. k3+ is verl's.
+# another pi would sample other tokens. Beyond x = 20, lest e^x overflow, k3 goes on straight: with
+# a bound there it would not pull at all, where pi has left the reference furthest. k3+ is verl's.
 def k2(x):
     return x.pow(2) / 2
 
 
 def k3(x):
-    return x.clamp(max=20).exp() - x.clamp(max=20) - 1
+    near = x.clamp(max=20)
+    return near.exp() * (1 + (x - near)) - x - 1
 
 
 KL_TYPES = {

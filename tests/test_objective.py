@@ -286,8 +286,11 @@ def test_the_mean_of_k3_is_the_kl_and_its_gradient_that_of_the_kl_reversed():
 
 
 def test_k3_overflows_nowhere_and_still_pulls_back_50_nats_away():
-    far = kl_penalty(torch.tensor([-200.0]).double(), torch.tensor([0.0]))      # e^200 is infinite
-    assert far.item() == pytest.approx(math.exp(20) - 20 - 1, rel=1e-12)
+    far = torch.tensor([-200.0], dtype=torch.float64, requires_grad=True)       # e^200 is infinite
+    kl = kl_penalty(far, torch.tensor([0.0]))
+    assert kl.item() == pytest.approx(math.exp(20) * (1 + 180) - 200 - 1, rel=1e-12)
+    kl.backward()
+    assert far.grad.item() == pytest.approx(1 - math.exp(20), rel=1e-12)
     drifted = torch.tensor([0.0], requires_grad=True)
     kl_penalty(drifted, torch.tensor([-50.0])).backward()
     assert drifted.grad.item() == pytest.approx(1.0)
