@@ -80,8 +80,7 @@ def load_reward_funcs(names, *, reward_model_path=None, device="cpu", max_comple
         if name not in functions:
             functions[name] = import_function(
                 "--reward_funcs", name, f"{', '.join(rules.RULES)}, rm, overlong")
-    judges = {name: Judge(functions[name], timeout) for name in names}
-    return [judges[name] for name in names]
+    return [Judge(functions[name], timeout) for name in names]  # each counts its own failures
 
 
 def import_function(flag, name, known):

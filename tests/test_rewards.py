@@ -170,6 +170,9 @@ def test_reward_functions_are_found_by_name_and_in_the_current_folder(tmp_path, 
     monkeypatch.setattr(sys, "path", list(sys.path))
     importlib.invalidate_caches()
     judges = load_reward_funcs(["format", "tag", "accuracy", "my_own:one"])
+    of_training, of_evaluation = load_reward_funcs(["my_own:one"] * 2)
+    of_evaluation.failed["late"] += 1
+    assert not of_training.failed
     assert [judge.function for judge in judges[:3]] == [format_reward, tag_reward, accuracy_reward]
     assert judges[3](completions=[""]) == [1]
 
