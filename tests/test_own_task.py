@@ -71,6 +71,7 @@ def test_the_task_from_nothing_runs(here, monkeypatch, capsys):
             train_grpo.main([*arguments, "--max_steps", "2", "--eval_samples", "8"])
         elif program == "-m":
             monkeypatch.setattr(sys, "argv", arguments)
+            monkeypatch.delitem(sys.modules, arguments[0], raising=False)
             runpy.run_module(arguments[0], run_name="__main__")
         else:
             runpy.run_path(program, run_name="__main__")
