@@ -36,7 +36,8 @@ def best_rows(rollout, *, times, num_generations):
     """The rows to learn from become those of the groups with the largest std of rewards.
 
     One round of DAPO's dynamic sampling, by rank: DAPO drops only the groups without a spread. The
-    std of --scale_rewards batch is still that of all groups, those that are dropped included.
+    rewards count before --kl_in_reward; the std of --scale_rewards batch is that of all groups,
+    those that are dropped included.
     """
     spread = nanstd(rollout.rewards.view(-1, num_generations))[:, 0]                    # (B,)
     groups = spread.topk(math.ceil(len(spread) / times)).indices.sort().values
