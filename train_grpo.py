@@ -391,7 +391,9 @@ def optimizer_step(policy, optimizer, minibatch, before_loss, loss_options, worl
         metrics.append(shares({"loss": loss.detach()} | of_loss) | drift(part, logps, entropy))
     world.sum_gradients(policy)
     grad_norm = world.clip_gradients(policy, args.grad_clip)
-    if grad_norm.isfinite():        # the same on every rank: all take the step, or all skip it
+    # The same on every rank: all take the step, or all skip it. Without a gradient, say if all
+    # advantages are 0 and beta is, too, momentum alone would move the weights.
+    if grad_norm.isfinite() and grad_norm > 0:
         optimizer.step()
     optimizer.zero_grad()           # frees the gradients: the sampler will need the room
     return over_ranks(metrics, world) | {"grad_norm": Mean(grad_norm.item(), 1)}

@@ -319,7 +319,8 @@ def advantages_of(rollout, world, args):
 
 
 def gradient(model, rollout, token_logps, world=None, **changes):
-    """The gradient of the last update of a pass, as one vector, and the metrics of the pass."""
+    """The gradient of the last update of a pass, as one vector, None if that took no step; and the
+    metrics of the pass."""
     model.own_token_logps = None if token_logps is train_grpo.token_logps else token_logps
     world, args, found = world or World("cpu"), arguments(**changes), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -329,7 +330,7 @@ def gradient(model, rollout, token_logps, world=None, **changes):
     t = bundle(model, args, world)
     metrics = update_policy(model, optimizer, updates, t.before_loss, t.loss_options, world, args)
     assert all(parameter.grad is None for parameter in model.parameters())
-    return found[-1], metrics
+    return found[-1] if found else None, metrics
 
 
 def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps, folder):
@@ -431,7 +432,8 @@ def test_what_has_no_gradient_is_not_computed_but_counts(policy, six):
 
     spy.reset_mock()
     six.per_token, six.advantages = {}, torch.zeros(6, 12)
-    assert gradient(policy, six, spy)[1]["grad_norm"] == 0 and seen() == []
+    vector, metrics = gradient(policy, six, spy)
+    assert vector is None and metrics["grad_norm"] == 0 and seen() == []
     # The entropy's bonus has one: a tenth of the mean over all tokens of a distribution's entropy.
     bonus, _ = gradient(policy, six, spy, entropy_coef=0.1)
     assert bonus.any() and seen() == [6]
@@ -441,6 +443,18 @@ def test_what_has_no_gradient_is_not_computed_but_counts(policy, six):
     found = torch.autograd.grad(-0.1 * mean, [*policy.parameters()])
     torch.testing.assert_close(bonus, torch.cat([one.flatten() for one in found]), atol=1e-7,
                                rtol=1e-4)
+
+
+def test_an_update_without_a_gradient_moves_nothing_by_momentum(policy, six):
+    six.per_token, args = {}, arguments()
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    weight, moved = policy.lm_head.weight, []
+    for advantages in (six.advantages, torch.zeros(6)):
+        six.advantages, before = advantages, weight.clone()
+        update_policy(policy, optimizer, minibatches(six, World("cpu"), args), [],
+                      train_grpo.loss_options(args), World("cpu"), args)
+        moved.append(not torch.equal(before, weight))
+    assert moved == [True, False]
 
 
 def test_an_update_that_reads_no_row_clips_nothing_and_counts(policy, six, monkeypatch):
