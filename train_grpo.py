@@ -40,7 +40,6 @@ import math
 import os
 from collections import defaultdict
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,7 +70,7 @@ from run import backends, edges, minimind
 from run.edges import correction, gdpo, kl_in_reward, moving_reference, oversample, process, teacher
 from run.loop import Run
 from run.metrics import Mean, drift, no_clips, over_ranks, over_updates, shares
-from run.processes.watch import all_or_none
+from run.processes.watch import all_or_none, stop_on_signals
 from run.processes.world import World
 from run.saver import Saver
 
@@ -391,8 +390,7 @@ def optimizer_step(policy, optimizer, minibatch, before_loss, loss_options, worl
         metrics.append(shares({"loss": loss.detach()} | of_loss) | drift(part, logps, entropy))
     world.sum_gradients(policy)
     grad_norm = world.clip_gradients(policy, args.grad_clip)
-    # The same on every rank: all take the step, or all skip it. Without a gradient, say if all
-    # advantages are 0 and beta is, too, momentum alone would move the weights.
+    # The same on every rank: all step, or none. Without a gradient momentum alone would move it.
     if grad_norm.isfinite() and grad_norm > 0:
         optimizer.step()
     optimizer.zero_grad()           # frees the gradients: the sampler will need the room
@@ -437,16 +435,17 @@ def main(argv=None):
     steps_done, num_tokens = saver.resume(t.policy, t.optimizer, t.saved)   # 0, 0 in a new run
     collate, problems, heldout = read_prompts(args, t.tokenizer)
     batches, last_step = batches_from(steps_done + 1, problems, collate, t.num_prompts, world, args)
-    evaluate_at = partial(evaluate, t.policy, heldout, t.eval_funcs, collate, world, args,
-                          tool=t.tool)
     if args.eval_only:
-        world.print_json(evaluate_at(steps_done)[0])
+        world.print_json(evaluate(t, heldout, collate, steps_done)[0])
         return world.close()
-    with Run(t, saver, evaluate_at, steps_done, last_step, num_tokens) as run:
+    with Run(t, saver, steps_done, last_step, num_tokens) as run:
         run.begin(len(problems), len(heldout))
+        evaluate_if_due(t, run, heldout, collate, 0)
+        stop_on_signals(world)                  # from here on a signal lets the step end
         for step, batch in enumerate(batches, start=steps_done + 1):
             lr = lr_at(step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
             rollout, metrics = grpo_step(t, batch, step, lr)
+            metrics |= evaluate_if_due(t, run, heldout, collate, step)
             run.record(step, rollout, metrics)  # 5. report: metrics, pictures, weights
             run.stop_if_asked(step)
         run.finish()
@@ -549,12 +548,24 @@ def lr_at(step, last_step, *, peak, warmup_steps):
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-def evaluate(policy, problems, eval_funcs, collate, world, args, step, tool=None):
+def evaluate_if_due(t, run, problems, collate, step):
+    """The metrics of an evaluation, which the run writes and prints; none if none is due."""
+    if not run.evaluates_at(step):
+        return {}
+    if step:                    # the one before the first step counts towards none
+        t.world.phase("eval")
+    metrics, replies = evaluate(t, problems, collate, step)
+    t.world.phase(None)
+    return run.report.evaluation(step, metrics, replies)
+
+
+def evaluate(t, problems, collate, step):
     """Held-out accuracy over all ranks: of k samples the mean, any of them (pass@k), and greedy.
 
     A reply is right if its evaluation rewards add up to at least 1; unjudged problems don't count.
     Returns metrics, and the rollout of greedy replies with the first problem, for a look at one.
     """
+    args, world, policy = t.args, t.world, t.policy
     rng = world.rng(step, evaluating=True)
     k, found = args.num_generations_eval, defaultdict(list)     # metric -> a number per problem
     # Sharded ranks must sample equally often: one with a problem less than others answers another
@@ -568,10 +579,10 @@ def evaluate(policy, problems, eval_funcs, collate, world, args, step, tool=None
     for start in range(0, share, at_once):
         batch = collate(answered[start:start + at_once])
         rollouts = [
-            generate(policy, batch, collate.tokenizer, rng, world, args, n, greedy, tool)
+            generate(policy, batch, collate.tokenizer, rng, world, args, n, greedy, t.tool)
             for n, greedy in ((1, True), (k, False))]
         greedy, sampled = (
-            compute_rewards(rollout, eval_funcs, [1.0] * len(eval_funcs))[0].view(-1, n)
+            compute_rewards(rollout, t.eval_funcs, [1.0] * len(t.eval_funcs))[0].view(-1, n)
             for rollout, n in zip(rollouts, (1, k)))                            # (B, 1), (B, k)
         if start == 0:
             first, first.rewards = rollouts[0], greedy[:, 0]

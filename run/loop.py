@@ -1,9 +1,7 @@
 """What stands around the loop of train_grpo.py: reports, evaluations, checkpoints, and the end."""
-
 from errors import UserError
 
 from .metrics import describe, rollout_metrics
-from .processes.watch import stop_on_signals
 from .report import Report
 
 MOST_UNJUDGED = 10      # steps in a row without a reward
@@ -12,11 +10,11 @@ MOST_UNJUDGED = 10      # steps in a row without a reward
 class Run:
     """A run, as a context manager, so that its files are complete even after an error.
 
-    t is the bundle that train_grpo.prepare returns; evaluate(step) what evaluate there does.
+    t is the bundle that train_grpo.prepare returns.
     """
 
-    def __init__(self, t, saver, evaluate, steps_done, last_step, num_tokens):
-        self.t, self.saver, self.evaluate = t, saver, evaluate
+    def __init__(self, t, saver, steps_done, last_step, num_tokens):
+        self.t, self.saver = t, saver
         self.steps_done, self.last_step = steps_done, last_step
         self.signal, self.unjudged = 0, 0       # what asks the run to stop
         self.report = Report(saver.run_dir, t.args, total_steps=last_step, start_step=steps_done,
@@ -30,15 +28,18 @@ class Run:
         self.report.__exit__(*error)
 
     def begin(self, num_prompts, num_heldout):
-        """Says what is about to be trained, and how well it does before."""
-        t = self.t
-        self.report.intro(t, num_prompts, num_heldout)
-        if t.args.eval_interval and self.steps_done == 0:
-            self.report.evaluation(0, *self.evaluate(0))
-        stop_on_signals(t.world)                # from here on a signal lets the step end
+        """Says what is about to be trained."""
+        self.report.intro(self.t, num_prompts, num_heldout)
+
+    def evaluates_at(self, step):
+        """Whether the policy is evaluated after this step; 0: before the first of a new run."""
+        interval = self.t.args.eval_interval
+        if step == 0:
+            return interval > 0 and self.steps_done == 0
+        return interval > 0 and (step % interval == 0 or step == self.last_step)
 
     def record(self, step, rollout, metrics):
-        """Step 5: writes and prints a step; evaluates, draws and saves when that is due."""
+        """Step 5: writes and prints a step; draws and saves when that is due."""
         t, args, world, report = self.t, self.t.args, self.t.world, self.report
         rows = world.gather(describe(rollout, t.tokenizer, args.num_generations))
         failures = world.gather([(judge.__name__, judge.failed.total(), judge.reason)
@@ -46,10 +47,6 @@ class Run:
         learned = "loss" in metrics         # else no rank had a reward
         of_rollout = rollout_metrics(rows, args.num_generations, failures,
                                      warn=world.rank == 0 and not learned)
-        if args.eval_interval and (step % args.eval_interval == 0 or step == self.last_step):
-            world.phase("eval")
-            metrics |= report.evaluation(step, *self.evaluate(step))
-        world.phase(None)
         report.step(step, metrics | of_rollout, rows, world.timings)
         world.timings.clear()
         self.unjudged = 0 if learned else self.unjudged + 1

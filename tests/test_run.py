@@ -132,8 +132,8 @@ def test_evaluation_by_a_reward_of_ones_own():
     rows = [{"messages": [{"role": "user", "content": "?"}], "target": i} for i in (1, 2, 3, 4)]
     args = arguments("--max_gen_len", "2")
     policy, tokenizer = load_pretrained(POLICY), AutoTokenizer.from_pretrained(POLICY)
-    results, first = train_grpo.evaluate(policy, rows, [judge], PromptCollator(tokenizer, 99),
-                                         World("cpu"), args, 0)
+    t = SimpleNamespace(policy=policy, eval_funcs=[judge], args=args, world=World("cpu"), tool=None)
+    results, first = train_grpo.evaluate(t, rows, PromptCollator(tokenizer, 99), 0)
     assert first.rewards.tolist() == pytest.approx([0.5, 1.0, NAN, 0.0], nan_ok=True)
     # The third problem was not judged. Sampled right: 1 of 2, 2 of 2, 0 of 2.
     assert results["eval/accuracy"] == pytest.approx(1.5 / 3)
