@@ -20,7 +20,7 @@ One step, for B prompts and G = num_generations answers to each; 1 to 4 are grpo
                   compute_advantages ... compared within each group
     4. learn      minibatches        which completions each optimizer step learns from
                   update_policy      gradient steps on the clipped objective
-    5. report     Run.record         metrics, a progress bar, pictures; weights    report/, model/
+    5. report     Run.record         metrics, a progress bar, pictures; weights    run/
 
 Letters: q a prompt, o a completion, r its reward; B prompts, G generations per prompt, N = B*G
 completions; P prompt tokens, R completion tokens, T = P + R; V vocabulary; n rows of a micro-batch.
@@ -49,17 +49,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 import torch.distributed as dist
 
+import errors
 from dataset import batches_from, prompts, read_prompts
-from errors import (
-    COUNT,
-    COUNT_OR_0,
-    POSITIVE,
-    POSITIVE_OR_0,
-    Parser,
-    UserError,
-    number,
-    user_errors,
-)
+from errors import COUNT, COUNT_OR_0, POSITIVE, POSITIVE_OR_0, UserError, number, user_errors
 from model import eos_token_ids, load_pretrained, load_tokenizer, objective, sample
 from model.fast.vllm_engine import Engine
 from model.lora import AdaptersOff, with_adapters
@@ -644,7 +636,7 @@ GROUPS = ("the six that matter first", "1. ask (weights, prompts, sampling)",
 
 
 def parse_args(argv=None):
-    parser = Parser(usage="%(prog)s [flags] [@file of flags]", description=(
+    parser = errors.Parser(usage="%(prog)s [flags] [@file of flags]", description=(
         "Group Relative Policy Optimization. Without flags a small model learns, in minutes, that "
         "thinking before it answers pays. Policy: the model that learns. Reference: the weights it "
         "started from. Group: the completions of one prompt. Rollout: those of a step."))

@@ -59,7 +59,7 @@ def test_nothing_but_the_script_imports_an_edge_and_no_edge_another():
 
 
 def test_no_flag_of_an_edge_is_named_in_the_script():
-    parser, text = train_grpo.Parser(), SCRIPT.read_text(encoding="utf-8")
+    parser, text = train_grpo.errors.Parser(), SCRIPT.read_text(encoding="utf-8")
     for edge in train_grpo.EDGES:
         edge.add_flags(parser)
     flags = [action.dest for action in parser._actions if action.dest != "help"]
