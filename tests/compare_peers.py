@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 import train_grpo  # noqa: E402
-from model import objective  # noqa: E402
 
 N, R, L = 6, 8, 20
 LENGTHS = torch.tensor([1, R, 4, 2, R, 5])
@@ -99,11 +98,10 @@ def trl_loss(case, weights, threshold, options):
 
 def our_loss(case, weights, threshold, options):
     logps, old_logps, advantages, mask, ref_logps, entropy = case
-    advantages = weights.double() * advantages.view(N, -1)          # as objective.corrected has it
+    part = SimpleNamespace(mask=mask, sampling_logps=old_logps, advantages=advantages.view(N, -1))
     if threshold:
-        part = SimpleNamespace(mask=mask, sampling_logps=old_logps)
-        args = SimpleNamespace(off_policy_mask_threshold=threshold)
-        advantages = objective.near_sampler(advantages, part, logps, args)
+        correction.near_sampler(part, logps, threshold=threshold)
+    advantages = weights.double() * part.advantages
     bonus = options["entropy_coef"] * (entropy * mask).sum() / mask.sum()   # as optimizer_step has
     options = {name: value for name, value in options.items() if name != "entropy_coef"}
     return train_grpo.grpo_loss(logps, old_logps, advantages, mask, ref_logps=ref_logps,
@@ -113,7 +111,8 @@ def our_loss(case, weights, threshold, options):
 def with_trl():
     for case, weights, threshold, options in trl_cases():
         inputs = case[0].requires_grad_(), case[5].requires_grad_()
-        with patch.object(objective, "TAU_BAD", torch.tensor(1.05).item()):
+        taus = {"tau_good": 1.0, "tau_bad": torch.tensor(1.05).item()}      # theirs are in float32
+        with patch.dict(train_grpo.LOSS_TYPES, sapo=("sapo", "completion", taus)):
             losses = [loss(case, weights, threshold, options) for loss in (our_loss, trl_loss)]
         yield difference(*losses, inputs)
 
