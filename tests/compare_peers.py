@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 import train_grpo  # noqa: E402
+from run.edges import correction  # noqa: E402
 
 N, R, L = 6, 8, 20
 LENGTHS = torch.tensor([1, R, 4, 2, R, 5])
