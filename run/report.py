@@ -39,6 +39,10 @@ OLD_WEIGHTS = ("the sampler's probabilities are far from the trainer's (rollout_
                "does it sample with old weights, or with others? Compare with --sampler fast; "
                "--sampler_correction token_truncate weights what it samples.")
 
+RUN_BY = {"fast": "model/fast; --sampler plain runs the lines of train_grpo.py",
+          "plain": "the lines of train_grpo.py and model/",
+          "vllm": "vLLM samples, model/fast computes log-probabilities"}
+
 
 class Report:
     """Reports a run into the folder `run_dir`.
@@ -105,9 +109,8 @@ class Report:
         if num_heldout:
             held_out = (f"{num_heldout:,} in {short(args.eval_data_path)}, right if "
                         f"{' + '.join(args.eval_reward_funcs)} is at least 1")
-        run_by = getattr(policy, "run_by", "")      # transformers, if it isn't our own network
-        if not run_by and args.sampler == "fast":
-            run_by = "model/fast; --sampler plain runs the lines of train_grpo.py"
+        # transformers, if it isn't our own network.
+        run_by = getattr(policy, "run_by", "") or RUN_BY[args.sampler]
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             "run by": run_by,
