@@ -16,7 +16,7 @@ the loss then has the gradient of -A log pi.
 One step, for B prompts and G = num_generations answers to each; 1 to 4 are grpo_step:
     1. ask        generate           sample G completions of every prompt          model/
     2. remember   compute_logps      their log-probabilities under the reference, to stay near it
-    3. judge      compute_rewards    one reward per completion                     reward/
+    3. judge      compute_rewards    format, tags, a reward model, accuracy        reward/
                   compute_advantages ... compared within each group
     4. learn      minibatches        which completions each optimizer step learns from
                   update_policy      gradient steps on the clipped objective
@@ -30,6 +30,7 @@ completions; P prompt tokens, R completion tokens, T = P + R; V vocabulary; n ro
     python train_grpo.py --sampler plain            exactly these lines, 3 times slower
     torchrun --nproc_per_node=2 train_grpo.py       on two processes
 
+By default `sample` and `token_logps` hand over to model/fast/pair.py, with the same numbers.
 Where we differ from the papers and from other code, on purpose:
   - log-probabilities (float32, from the head on) are those of the distribution that was sampled:
     the same temperature, no top-k or top-p. The trainer computes pi_old: so ratios start at 1.
@@ -58,7 +59,7 @@ from model.lora import AdaptersOff, with_adapters
 from model.rollout import Minibatch, Rollout
 from reward import combine, combine_rewards, load_reward_funcs, load_tool, tools
 from reward.baselines import BASELINES, SCALES, from_best, nanstd
-from run import backends, edges, minimind
+from run import backends, edges, minimind, report
 from run.edges import correction, gdpo, kl_in_reward, moving_reference, oversample, process, teacher
 from run.loop import Run
 from run.metrics import Mean, drift, no_clips, over_ranks, over_updates, shares
@@ -126,7 +127,7 @@ def ppo_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, delta
     Once a ratio has moved past 1 ± epsilon in the direction that its advantage favours, the clip
     removes its gradient; the min keeps it on the other side. There `delta`, above 1 + epsilon_high,
     also ends that of a bad token, A < 0, whose ratio is large (INTELLECT-2; dual clip, Ye et al.
-    2020). Other bounds read logps and mask.
+    2020). Returns the loss, and masks of where the bound acts, "low" and "high" at least.
     """
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     loss = -torch.min(ratio * advantages, clipped * advantages)
@@ -165,8 +166,8 @@ LOSS_TYPES = {      # the flags of each: docs/losses.md
 
 # KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. The value is
 # right on average where it is unbiased. Its gradient is another matter: autograd does not see that
-# another pi would sample other tokens. Beyond x = 20, lest e^x overflow, k3 goes on straight: with
-# a bound there it would not pull at all, where pi has left the reference furthest. k3+ is verl's.
+# another pi would sample other tokens. Beyond x = 20, lest e^x overflow, k3 goes on as a straight
+# line: a clamp would have no gradient where pi has left the reference furthest. k3+ is verl's.
 def k2(x):
     return x.pow(2) / 2
 
@@ -207,6 +208,7 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
         return chosen(
             logps, old_logps, advantages, mask, ref_logps=ref_logps, beta=beta, kl_type=kl_type,
             epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta,
+            importance_sampling_level=importance_sampling_level,
             max_completion_length=max_completion_length, num_sequences=num_sequences,
             use_bias_correction_kl=use_bias_correction_kl, num_tokens=num_tokens)
     bound, average, numbers = chosen
@@ -245,7 +247,7 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     """
     R = num_completion_tokens
     own_token_logps = getattr(model, "own_token_logps", None)
-    if own_token_logps is not None:     # model/fast's: the same numbers in less time
+    if own_token_logps is not None:     # model/fast/pair.py's, by default
         return own_token_logps(model, input_ids, attention_mask, R, temperature=temperature,
                                with_entropy=with_entropy)
     # The logits at position t predict token t+1, so read those at positions P-1 ... T-2.
@@ -268,7 +270,7 @@ def generate(policy, batch, tokenizer, rng, world, args, num_generations=None, g
     G, eos_ids = num_generations or args.num_generations, eos_token_ids(policy, tokenizer)
     turns = tool and tool.turns(batch, G, rng)      # reward/turns.py; None by default
     with world.working():
-        completion_ids, logps, *drawn = sample(
+        completion_ids, logps, *drawn = sample(     # drawn: with a tool, which tokens are pi's
             policy, batch["prompt_ids"].to(rng.device), batch["prompt_mask"].to(rng.device),
             num_generations=G, max_new_tokens=args.max_gen_len, temperature=args.temperature,
             eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id or 0, generator=rng,
@@ -279,7 +281,7 @@ def generate(policy, batch, tokenizer, rng, world, args, num_generations=None, g
 
 @torch.no_grad()
 def compute_logps(model, rollout, world, args):
-    """Step 2: log-probs of all completions, (N, R)."""
+    """Step 2: log-probs of all completions, (N, R), some at a time, without common padding."""
     logps = torch.zeros_like(rollout.sampling_logps)
     for rows in torch.arange(len(logps), device=logps.device).split(args.micro_batch_size):
         part = rollout.select(rows)
@@ -310,9 +312,9 @@ def compute_advantages(rollout, world, args):
 def minibatches(rollout, world, args):
     """Step 4: a Minibatch for each optimizer step of a pass; none if no rank has a reward.
 
-    Rows are cut evenly, in order, so a group may fall into two. Read are those with a gradient:
-    without a KL or an entropy bonus, where the advantage is not 0. With --shard all are: a rank
-    that makes fewer passes would leave the others waiting for its part of the weights.
+    Rows are cut evenly, in order, so a group may fall into two. By default all are read, for their
+    KL; without a KL or an entropy bonus, those whose advantage is not 0. With --shard all are: a
+    rank that makes fewer passes would leave others waiting for its part of the weights.
     """
     if not world.sum((~rollout.returns.isnan()).sum()):
         return []
@@ -322,7 +324,7 @@ def minibatches(rollout, world, args):
         has_gradient = kept & rollout.advantages.view(len(kept), -1).any(1)
     if args.shard:
         has_gradient = torch.ones_like(kept)
-    updates = []
+    updates = []                # chosen: all rows, unless an edge chooses some
     for rows in rollout.chosen.tensor_split(min(args.num_minibatches, len(rollout.chosen))):
         # The loss is divided by the numbers of all rows and all kept tokens, read or not.
         totals = torch.tensor([len(rows), (rollout.lengths * kept)[rows].sum()])
@@ -358,8 +360,8 @@ def update_policy(policy, optimizer, updates, before_loss, loss_options, world, 
 
 
 def optimizer_step(policy, optimizer, minibatch, before_loss, loss_options, world, args):
-    """Step 4: one gradient step, its norm bounded; metrics by their kind, report/metrics.py."""
-    metrics = [no_clips(args.delta)]        # and those of each micro-batch; a rank may have none
+    """Step 4: one gradient step, its norm bounded; metrics by their kind, run/metrics.py."""
+    metrics = [no_clips(args.delta)]        # a part for each micro-batch; a rank may have none
     for part in minibatch.micro_batches:
         with world.working():
             logps, entropy = token_logps(
@@ -369,8 +371,8 @@ def optimizer_step(policy, optimizer, minibatch, before_loss, loss_options, worl
         # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
         old_logps = logps.detach() if part.old_logps is None else part.old_logps
         advantages = part.advantages.view(len(logps), -1)                       # (n, 1 or R)
-        part = replace(part, old_logps=old_logps, advantages=advantages)
-        for change in before_loss:          # none by default
+        part = replace(part, old_logps=old_logps, advantages=advantages)    # for this pass alone
+        for change in before_loss:          # of edges: none by default
             metrics.append(change(part, logps))
         loss, of_loss = grpo_loss(
             logps, part.old_logps, part.advantages, part.mask,
@@ -394,13 +396,13 @@ def grpo_step(t, batch, step, lr):
     args, world = t.args, t.world
     world.phase("rollout")          # 1. ask: G completions of every prompt
     rollout = generate(t.policy, batch, t.tokenizer, world.rng(step), world, args, tool=t.tool)
-    world.phase("ref_logps")        # 2. remember: log-probs under the reference
+    world.phase("ref_logps")        # 2. remember: by default {"ref_logps": the reference}
     for name, model in t.remembered.items():
         rollout.per_token[name] = compute_logps(model, rollout, world, args)
     world.phase("reward")           # 3. judge: rewards, then advantages within each group
     rollout.rewards, rollout.rewards_per_func = compute_rewards(
         rollout, t.reward_funcs, args.reward_weights)
-    rollout.returns = rollout.rewards
+    rollout.returns = rollout.rewards       # what is compared within each group
     for change in t.before_advantages:      # these lists are empty, unless an edge is on: see EDGES
         change(rollout)
     rollout.advantages = compute_advantages(rollout, world, args)
@@ -447,7 +449,8 @@ def main(argv=None):
 # --- what one looks up: loading, evaluation -------------------------------------------------------
 
 
-# What the step does not know, each option whole in a module, in the order of their changes.
+# Edges: options that the step does not know, each whole in a module. One that is on adds functions
+# to the lists that the step walks, in this order.
 EDGES = [kl_in_reward, process, gdpo, teacher, oversample, correction, moving_reference]
 
 
@@ -464,7 +467,8 @@ def join_processes(args):
 def prepare(args, world):
     """What a step takes: models, optimizer, rewards, and the changes of the edges that are on."""
     world.agree_on_flags(args)      # else some rank waits for the others, unnoticed
-    policy, reference = load_models(args, world)
+    engine = Engine(world, args) if args.sampler == "vllm" else None
+    policy, reference = load_models(args, world, engine)
     tokenizer_path = args.tokenizer_path or args.model_path
     tokenizer = load_tokenizer(tokenizer_path, policy.config.vocab_size)
     if not eos_token_ids(policy, tokenizer):
@@ -477,14 +481,15 @@ def prepare(args, world):
         answer_share=args.reward_model_answer_share)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)   # 0.99: runs are short
-    if args.sampler == "vllm":
-        policy.own_sample = Engine(world, args, optimizer)
+    if engine is not None:
+        optimizer.register_step_post_hook(engine.outdate)
     count = len(args.reward_funcs)
     t = SimpleNamespace(
         args=args, world=world, tokenizer=tokenizer, policy=policy, reference=reference,
         optimizer=optimizer, reward_funcs=funcs[:count], eval_funcs=funcs[count:],
         tool=load_tool(args.tool, tokenizer, args.max_tool_calls),
-        num_prompts=args.batch_size * args.accumulation_steps, loss_options=loss_options(args),
+        num_prompts=args.batch_size * args.accumulation_steps,      # of a step, for each rank
+        loss_options=loss_options(args),
         remembered={} if reference is None else {"ref_logps": reference},
         before_advantages=[], after_advantages=[], before_loss=[], after_step=[],
         saved={},           # models that a checkpoint has beside the policy
@@ -496,7 +501,7 @@ def prepare(args, world):
     return t
 
 
-def load_models(args, world):
+def load_models(args, world, engine=None):
     """The policy, and its reference, the same weights frozen; None with --beta 0.
 
     Weights that learn are float32, so that small updates add up. The matrices of frozen ones have
@@ -506,15 +511,12 @@ def load_models(args, world):
     policy = load_pretrained(path, dtype=torch.float32,
                              matrix_dtype=world.matrix_dtype if args.lora_rank else None,
                              device="meta" if args.shard else world.device)
-    layers = policy.config.num_hidden_layers
-    if args.num_hidden_layers not in (None, layers):
-        raise UserError(f"--num_hidden_layers {args.num_hidden_layers}: {path} has {layers} "
-                        "layers; leave the flag out")
+    minimind.refuse_layers(policy, args)
     policy.model.gradient_checkpointing = args.gradient_checkpointing
     if args.lora_rank:          # the reference is the policy without its adapters
         reference, policy = policy, with_adapters(
             policy, rank=args.lora_rank, alpha=args.lora_alpha, name=path, seed=args.seed)
-    policy = backends.with_backend(policy, path, world, args)
+    policy = backends.with_backend(policy, path, world, args, engine)
     if args.beta == 0:
         return policy, None
     if not args.lora_rank:
@@ -573,17 +575,18 @@ def evaluate(t, problems, collate, step):
         rollouts = [
             generate(policy, batch, collate.tokenizer, rng, world, args, n, greedy, t.tool)
             for n, greedy in ((1, True), (k, False))]
-        greedy, sampled = (
+        of_greedy, sampled = (
             compute_rewards(rollout, t.eval_funcs, [1.0] * len(t.eval_funcs))[0].view(-1, n)
             for rollout, n in zip(rollouts, (1, k)))                            # (B, 1), (B, k)
         if start == 0:
-            first, first.rewards = rollouts[0], greedy[:, 0]
-        judged = ~torch.cat((greedy, sampled), 1).isnan().any(1)                        # (B,)
+            first = rollouts[0]
+            first.rewards = of_greedy[:, 0]
+        judged = ~torch.cat((of_greedy, sampled), 1).isnan().any(1)                     # (B,)
         judged[len(mine) - start:] = False
         right = (sampled >= 1).float()                                                  # (B, k)
         for name, numbers in {
             "accuracy": right.mean(1), "reward": sampled.mean(1), f"pass@{k}": right.amax(1),
-            "greedy_accuracy": (greedy[:, 0] >= 1).float(),
+            "greedy_accuracy": (of_greedy[:, 0] >= 1).float(),
             "mean_length": rollouts[1].lengths.cpu().float().view(-1, k).mean(1),
         }.items():
             found[name] += numbers[judged].tolist()
@@ -644,12 +647,13 @@ def parse_args(argv=None):
         parser.add_argument_group(title)
     for add_flags in (add_first_flags, add_loss_flags, add_optimizer_flags, add_evaluation_flags):
         add_flags(parser)
-    for room in (prompts, tools, combine, Saver, backends, World, minimind, *EDGES):
-        room.add_flags(parser)
+    for module in (prompts, tools, combine, Saver, report, backends, World, minimind, *EDGES):
+        module.add_flags(parser)
     args = parser.parse_args(argv)
     edges.fill_in(EDGES, args)
     fill_in_defaults(args)
-    objective.refuse_contradictions(args)
+    row = LOSS_TYPES[args.loss_type]
+    objective.refuse_contradictions(args, bound=None if callable(row) else row[0])
     edges.refuse(EDGES, args)
     return args
 
@@ -715,6 +719,9 @@ def add_optimizer_flags(parser):
     flag = parser.group("4. learn (the optimizer)").add_argument
     flag("--micro_batch_size", type=COUNT, default=64, help="completions per forward pass: lower "
          "it if memory runs out; the result stays the same")
+    flag("--lora_rank", type=COUNT_OR_0, default=0,
+         help="train adapters of this rank (LoRA) instead of the weights; 0: the weights")
+    flag("--lora_alpha", type=POSITIVE, default=32, help="alpha / rank scales the adapters")
     flag("--gradient_checkpointing", action="store_true", help="less memory, more time")
     flag("--max_steps", type=COUNT_OR_0, default=300, help="at most; 0: one pass over the prompts")
     flag("--warmup_steps", type=COUNT_OR_0, default=3, help="the rate rises, then falls to a tenth")

@@ -102,14 +102,17 @@ def clip_ratios(where, mask, num_sequences, num_tokens, *, level):
 # --- flags ----------------------------------------------------------------------------------------
 
 
-def refuse_contradictions(args):
-    """UserError for flags of the loss that would together learn something else, unnoticed."""
+def refuse_contradictions(args, *, bound):
+    """UserError for flags of the loss that would together learn something else, unnoticed.
+
+    bound: a row of BOUNDS; None, if a whole loss of the user's may do as it likes.
+    """
     loss_type, high, delta = args.loss_type, args.epsilon_high, args.delta
     sequence = args.importance_sampling_level == "sequence"
     for is_there, sentence in [
         (loss_type == "cispo" and high <= 1, f"--epsilon_high {high} is the cap itself with "
          "--loss_type cispo and would scale down every token; give one above 1, or none for 5"),
-        (delta is not None and loss_type in BOUNDS, "--delta belongs to PPO's clip, and "
+        (delta is not None and bound not in ("ppo", None), "--delta belongs to PPO's clip, and "
          f"--loss_type {loss_type} has none; leave it out"),
         (delta is not None and delta <= 1 + high,
          f"--delta {delta} undoes the clip at 1 + epsilon_high = {1 + high}; give a larger one"),
@@ -119,8 +122,6 @@ def refuse_contradictions(args):
          "leave --importance_sampling_level out"),
         (loss_type == "luspo" and not sequence, "--loss_type luspo is for one ratio per "
          "completion; add --importance_sampling_level sequence"),
-        (args.tool and args.sampler == "vllm", "--tool answers between two tokens, and --sampler "
-         "vllm writes a completion in one go; choose --sampler fast"),
     ]:
         if is_there:
             raise UserError(sentence)

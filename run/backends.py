@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from errors import COUNT_OR_0, POSITIVE, number
+from errors import COUNT_OR_0, UserError, number
 from model import fast
 from model.model import MiniMindForCausalLM
 from model.sampler import sample
@@ -25,10 +25,6 @@ def add_flags(parser):
     flag = parser.group("1. ask").add_argument
     flag("--rollout_batch_size", type=COUNT_OR_0, default=0, help="completions sampled at once, in "
          "training and evaluation: fewer need less memory and more time; 0: all of them")
-    flag = parser.group("4. learn (the optimizer)").add_argument
-    flag("--lora_rank", type=COUNT_OR_0, default=0,
-         help="train adapters of this rank (LoRA) instead of the weights; 0: the weights")
-    flag("--lora_alpha", type=POSITIVE, default=32, help="alpha / rank scales the adapters")
     flag = parser.group("the machine").add_argument
     flag("--sampler", choices=("fast", "plain", "vllm"), help="fast: the sampler and log-probs of "
          "model/fast, measured on CPUs only; plain: the ones to read, same numbers; vllm: an "
@@ -40,7 +36,12 @@ def add_flags(parser):
 
 
 def fill_in(args):
-    """The shipped weights, and no shards of a single process."""
+    """The shipped weights, model/fast, and no shards of a single process."""
+    if args.sampler is None:
+        args.sampler = "plain" if args.fast == 0 else "fast"
+    if args.tool and args.sampler == "vllm":
+        raise UserError("--tool answers between two tokens, and --sampler vllm writes a completion "
+                        "in one go; choose --sampler fast")
     shipped = Path(__file__).resolve().parents[1] / "model/weights"
     kind = "reason" if args.reasoning else "full_sft"
     args.model_path = args.model_path or str(
@@ -61,16 +62,18 @@ def load_frozen(path, world, args, *, matrix_dtype="products"):
     return with_backend(model, path, world, args)
 
 
-def with_backend(model, path, world, args):
+def with_backend(model, path, world, args, engine=None):
     """The model, divided over the ranks with --shard, and with what runs it by the flags.
 
-    path: of the weights, the same on all ranks.
+    path: of the weights, the same on all ranks. engine: what samples it, slices and all.
     """
     own_sample = own_token_logps = None                 # the plain ones
     network = getattr(model, "policy", model)           # of lora.AdaptersOff
     if args.sampler != "plain" and isinstance(network, MiniMindForCausalLM):
         own_sample, own_token_logps = fast.sample, fast.token_logps     # they know our own network
-    if args.rollout_batch_size and args.sampler != "vllm":      # an engine slices by itself
+    if engine is not None:
+        own_sample = engine
+    elif args.rollout_batch_size:
         own_sample = in_slices(own_sample, args.rollout_batch_size, world)
     if args.shard:
         shard(model, world, world.matrix_dtype, path)

@@ -106,16 +106,6 @@ class Std(NamedTuple):
         return math.sqrt(max(variance, 0.0) / max(self.count - 1, 1))
 
 
-class EffectiveShare(NamedTuple):
-    """Kish's effective sample size of weights, as a share: 1 if all are equal, 0 if all are 0."""
-    sum: float
-    squares: float
-    count: float
-
-    def value(self):
-        return self.sum**2 / (max(self.count, 1) * self.squares or 1)
-
-
 class Max(NamedTuple):
     """The largest."""
     largest: float
@@ -134,7 +124,7 @@ def joined(parts):
     found = {}
     for part in parts:
         for name, metric in part.items():
-            if not isinstance(metric, (Share, Mean, Std, EffectiveShare, Max)):
+            if not hasattr(metric, "value"):
                 raise TypeError(f"the metric {name} is {metric!r}; make it a Share, a Mean or a "
                                 "Max, which say how the parts of a step become one")
             found.setdefault(name, []).append(metric)

@@ -1,7 +1,7 @@
 """MiniMind's flags that have a better name here or are rarely wanted. They work for ever."""
 import argparse
 
-from errors import COUNT
+from errors import COUNT, UserError
 
 FLAGS = {
     "accumulation_steps": {"type": COUNT, "default": 1},
@@ -28,7 +28,13 @@ def add_flags(parser):
 
 def fill_in(args):
     """What they say by the names that we have."""
-    if args.sampler is None:
-        args.sampler = "plain" if args.fast == 0 else "fast"
     if args.use_wandb:
         args.swanlab = "online"
+
+
+def refuse_layers(policy, args):
+    """UserError if the weights have another number of layers than the flag says."""
+    layers = policy.config.num_hidden_layers
+    if args.num_hidden_layers not in (None, layers):
+        raise UserError(f"--num_hidden_layers {args.num_hidden_layers}: {args.model_path} has "
+                        f"{layers} layers; leave the flag out")

@@ -44,6 +44,12 @@ RUN_BY = {"fast": "model/fast; --sampler plain runs the lines of train_grpo.py",
           "vllm": "vLLM samples, model/fast computes log-probabilities"}
 
 
+def add_flags(parser):
+    parser.group("5. report").add_argument(
+        "--swanlab", choices=("disabled", "offline", "local", "online"), default="disabled",
+        help="track the run: local for `swanlab watch`, online with an account")
+
+
 class Report:
     """Reports a run into the folder `run_dir`.
 
@@ -100,8 +106,7 @@ class Report:
         args, policy, num_processes = self.args, t.policy, t.world.size
         size = sum(parameter.numel() for parameter in policy.parameters())
         copies = 3 + len(t.saved)       # weights, two moments, and what an option saves
-        prompts = min(args.batch_size * args.accumulation_steps,
-                      num_prompts // num_processes) * num_processes
+        prompts = min(t.num_prompts, num_prompts // num_processes) * num_processes
         steps = str(self.total_steps)
         if self.total_steps < (args.max_steps or 0):
             steps += f" (the end of --epochs {args.epochs})"

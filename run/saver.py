@@ -66,8 +66,6 @@ class Saver:
         flag("--run_name", type=folder_name, help="(default: grpo_<name of the weights>)")
         flag("--save_interval", type=COUNT, default=30, help="steps between checkpoints")
         flag("--resume", action="store_true", help="continue exactly from the run's checkpoint")
-        flag("--swanlab", choices=("disabled", "offline", "local", "online"), default="disabled",
-             help="track the run: local for `swanlab watch`, online with an account")
 
     @staticmethod
     def fill_in(args):

@@ -172,7 +172,7 @@ def test_every_flag_in_a_sentence_is_one_of_a_program_that_the_pages_run():
 
 @of_each_page
 def test_the_files_that_a_page_names_exist(page):
-    text, rooms = PAGES[page], "(dataset|docs|images|model|report|reward|tests)"
+    text, rooms = PAGES[page], "(dataset|docs|images|model|reward|run|tests)"
     words = {*sum(commands_of(text), [])}
     files = {word for word in words if re.fullmatch(r"[\w.-]+\.(py|txt|ipynb)", word)}
     files |= {file_of(word) for word in words if re.fullmatch(rf"{rooms}\.\w+", word)}

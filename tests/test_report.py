@@ -15,8 +15,8 @@ from rich.console import Console
 from conftest import report_args, write
 from errors import UserError, user_errors
 from run.curves import Run, draw_curves, draw_time, finish, smooth
+from run.edges.correction import EffectiveShare
 from run.metrics import (
-    EffectiveShare,
     Max,
     Mean,
     Share,

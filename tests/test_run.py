@@ -572,6 +572,10 @@ def test_the_reference_moves_towards_the_policy():
     assert torch.equal(policy.weight, ours)
 
 
+def own_bound(ratio, advantages, logps, mask, **unused):
+    return -ratio * advantages, {"low": ratio < 0, "high": ratio < 0}
+
+
 @pytest.mark.parametrize("flags, words", [
     # What the flags alone tell.
     ("--num_generations 1", "--num_generations 2"),
@@ -586,8 +590,10 @@ def test_the_reference_moves_towards_the_policy():
     ("--loss_type dppo --importance_sampling_level sequence", "dppo --importance_sampling_level"),
     ("--multi_objective_aggregation normalize_then_sum --scale_rewards none", "--scale_rewards"),
     ("--loss_type praise", "--loss_type praise module:function"),
+    ("--loss_type test_run:own_bound --delta 3", "--delta --loss_type test_run:own_bound"),
     ("--sampler_correction token_mask --loss_type gmpo", "token_mask gmpo sequence_"),
-    ("--sampler_ratio_max 0.9", "--sampler_ratio_min 0.0 --sampler_ratio_max 0.9"),
+    ("--sampler_correction token_mask --sampler_ratio_max 0.9",
+     "--sampler_ratio_min 0.0 --sampler_ratio_max 0.9"),
     ("--supervision process --loss_type r1", "--supervision ratio"),
     ("--teacher_path x --importance_sampling_level sequence", "--teacher_path ratio"),
     ("--teacher_path x --oversample 2", "--teacher_path --oversample"),

@@ -8,13 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_run import free_ports
+from test_vllm import FakeLLM
 from torch import multiprocessing
 
 import train_grpo
 from conftest import interrupt, jsonl
 from model import MiniMindConfig, MiniMindForCausalLM, save_pretrained
 from model.fast import pair as fast
+from model.fast import vllm_engine
 from model.lora import merged_state
+from run.processes.shard import is_sharded
 from run.report import Report
 from run.saver import load_checkpoint
 
@@ -28,6 +31,7 @@ RUNS = [        # (name, flags, calls of `unequal` so far)
     ("kl_apart", KL, 100), ("kl_sharded", KL + SHARD, 100),
     ("lora_apart", LORA, 100), ("lora_sharded", LORA + SHARD, 100),
     ("lora_stopped", LORA + SHARD, 0), ("lora_stopped", LORA + SHARD + ["--resume"], 103),
+    ("engine_sharded", SHARD + ["--sampler", "vllm"], 100),
     ("half_sharded", HALF + SHARD, 100),
     ("half_stopped", HALF + SHARD, 0), ("half_stopped", HALF + SHARD + ["--resume"], 103)]
 STEPS, calls = 5, 0
@@ -47,12 +51,23 @@ def unequal(prompts, completions, completion_ids, **columns):
             for i, ids in enumerate(completion_ids)]
 
 
+class Fake(FakeLLM):
+    def collective_rpc(self, method, kwargs):
+        super().collective_rpc(method, kwargs)
+        assert not any(is_sharded(weight) for _, weight in kwargs["weights_iterator"])
+
+
+def start_fake(engine, model):
+    engine.llm, engine.SamplingParams = Fake(), SimpleNamespace
+
+
 def one_rank(rank, ports, weights, out):
     """All runs, one after the other, on one of two ranks."""
     global calls
     torch.set_num_threads(1)
     sys.path.insert(0, os.path.dirname(__file__))
     Report.draw = lambda report: None        # takes longer than a run
+    vllm_engine.Engine._start = start_fake
     for port, (name, flags, calls_before) in zip(ports, RUNS):
         calls = calls_before
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
@@ -107,6 +122,10 @@ def test_sharded_runs_learn_the_same(prefix, out):
 def test_in_bfloat16_a_sharded_policy_starts_as_its_reference(out):
     first, *_, last = jsonl(out / "half_sharded/metrics.jsonl")
     assert first["kl"] == 0 < last["kl"] and first["rollout_probs_diff_max"] < 0.02
+
+
+def test_an_engine_gets_whole_weights(out):
+    assert len(jsonl(out / "engine_sharded/metrics.jsonl")) == STEPS        # see Fake
 
 
 @pytest.mark.parametrize("prefix", ["half_", "lora_"])

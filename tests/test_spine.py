@@ -56,6 +56,7 @@ def test_nothing_but_the_script_imports_an_edge_and_no_edge_another():
                  for edge in EDGES if re.match(rf"run\.edges\.{edge}\b", name)}
         assert bool(names) == (path == SCRIPT), (path, names)
     assert {edge.__name__ for edge in train_grpo.EDGES} == {f"run.edges.{edge}" for edge in EDGES}
+    assert {name for edge in train_grpo.EDGES for name in edge.EXCLUDES} <= {*EDGES}
 
 
 def test_no_flag_of_an_edge_is_named_in_the_script():

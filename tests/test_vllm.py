@@ -66,6 +66,10 @@ class FakeLLM:
                                logprobs=[{token: SimpleNamespace(logprob=-5.0)} for token in ids])
 
 
+def first_token(prompts, completions, completion_ids, **columns):
+    return [float(ids[0]) for ids in completion_ids]
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_weights_are_handed_over_once_an_update_and_the_engine_sleeps_to_learn(
         on_gpu, tmp_path, monkeypatch):
@@ -82,6 +86,7 @@ def test_weights_are_handed_over_once_an_update_and_the_engine_sleeps_to_learn(
     monkeypatch.setattr(train_grpo, "update_policy", update_policy)
     train_grpo.main(["--sampler", "vllm", "--device", "cpu", "--max_steps", "2", "--batch_size",
                      "2", "--num_generations", "2", "--max_gen_len", "8", "--eval_interval", "1",
+                     "--reward_funcs", "test_vllm:first_token",     # else nothing would be learned
                      "--eval_samples", "6", "--out_dir", str(tmp_path)])
     evaluation = ["weights", "reset", *["sample"] * 2]
     learning = ["sleep"] if on_gpu else []
@@ -116,7 +121,7 @@ def made(tmp_path_factory):
                                   "--out_dir", str(tmp_path_factory.mktemp("vllm"))])
     world = World("cpu", args.dtype)
     policy = load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32)
-    engine = vllm_engine.Engine(world, args, torch.optim.AdamW(policy.parameters()))
+    engine = vllm_engine.Engine(world, args)
     threads = torch.get_num_threads()
 
     def sample(*inputs, **options):

@@ -23,11 +23,10 @@ class Engine:
     the rollout until it samples again.
     """
 
-    def __init__(self, world, args, optimizer):
+    def __init__(self, world, args):
         self.world, self.args, self.llm = world, args, None
         self.may_sleep = world.device.type == "cuda"
         self.is_asleep, self.is_outdated = False, True
-        optimizer.register_step_post_hook(self.outdate)
         world.at_phase.append(self.sleep)
 
     def outdate(self, *_):

@@ -5,7 +5,7 @@
     EXCLUDES    the modules that can't be on beside it
     add_flags   adds its flags, in the group of its step
     is_on       whether a run's flags ask for it
-    refuse      UserError for flags that contradict it
+    refuse      UserError for flags that contradict it, if it is on
     install     adds its changes to the lists that the step walks, and what these need to the bundle
 
 A change is a function of data: of the rollout before or after its advantages are computed, of a
@@ -33,7 +33,7 @@ def refuse(edges, args):
             if other in on:
                 raise UserError(f"{edge.NAME} has its own way to advantages, without "
                                 f"{on[other].NAME}; leave one of the two out")
-    for edge in edges:
+    for edge in on.values():
         edge.refuse(args)
 
 

@@ -1,24 +1,35 @@
 """--sampler_correction and --off_policy_mask_threshold: the sampler is not quite the policy."""
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from errors import POSITIVE, POSITIVE_OR_0, UserError
 from model.objective import ONE_RATIO
 
-from ..metrics import EffectiveShare, Mean
+from ..metrics import Mean
 
-NAME = "--sampler_correction"
+NAME = "corrections for the sampler"
 DEFAULTS = {}
 EXCLUDES = ()
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
+class EffectiveShare(NamedTuple):
+    """Kish's effective sample size of weights, as a share: 1 if all are equal, 0 if all are 0."""
+    sum: float
+    squares: float
+    count: float
+
+    def value(self):
+        return self.sum**2 / (max(self.count, 1) * self.squares or 1)
+
+
 def add_flags(parser):
     flag = parser.group("4. learn (the objective)").add_argument
-    flag(NAME, choices=CORRECTIONS, default="none", help="where the sampler is not the policy: "
-         "weight advantages by pi_old / pi_sampler of the token or the completion; outside of the "
-         "next two bounds by the bound (truncate) or 0 (mask)")
+    flag("--sampler_correction", choices=CORRECTIONS, default="none", help="where the sampler is "
+         "not the policy: weight advantages by pi_old / pi_sampler of the token or the completion; "
+         "outside of the next two bounds by the bound (truncate) or 0 (mask)")
     flag("--sampler_ratio_min", type=POSITIVE_OR_0, default=0.0, help="lower bound of that weight")
     flag("--sampler_ratio_max", type=POSITIVE, default=3.0, help="and its upper bound")
     flag("--off_policy_mask_threshold", type=POSITIVE_OR_0, default=0.0, help="learn nothing from "
@@ -35,8 +46,9 @@ def refuse(args):
         raise UserError(f"--sampler_ratio_min {low} and --sampler_ratio_max {high} leave out the "
                         "weight 1 of a sampler that is the policy; give bounds around 1")
     if args.sampler_correction.startswith("token") and args.loss_type in ONE_RATIO:
-        raise UserError(f"{NAME} {args.sampler_correction} has a weight per token, and --loss_type "
-                        f"{args.loss_type} one ratio per completion; choose one of sequence_...")
+        raise UserError(f"--sampler_correction {args.sampler_correction} has a weight per token, "
+                        f"and --loss_type {args.loss_type} one ratio per completion; choose one of "
+                        "sequence_...")
 
 
 def install(t):

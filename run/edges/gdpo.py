@@ -25,8 +25,7 @@ def is_on(args):
 
 
 def refuse(args):
-    if is_on(args):
-        refuse_other_advantages(NAME, args)
+    refuse_other_advantages(NAME, args)
 
 
 def install(t):

@@ -18,10 +18,10 @@ def is_on(args):
 
 
 def refuse(args):
-    if is_on(args) and args.kl_type != "k1":
+    if args.kl_type != "k1":
         raise UserError(f"--kl_type {args.kl_type} is for the KL in the loss, and {NAME} takes k1; "
                         "leave one of the two out")
-    if is_on(args) and not args.beta:
+    if not args.beta:
         raise UserError(f"{NAME} subtracts beta * KL, and --beta is 0; give a --beta above 0")
 
 

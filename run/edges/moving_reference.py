@@ -25,7 +25,7 @@ def is_on(args):
 
 
 def refuse(args):
-    if is_on(args) and (args.lora_rank or not args.beta):
+    if args.lora_rank or not args.beta:
         raise UserError(f"{NAME} moves a reference, and with --beta 0 there is none, with "
                         "--lora_rank it is the frozen base; leave one of the two out")
 

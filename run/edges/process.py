@@ -23,8 +23,6 @@ def is_on(args):
 
 
 def refuse(args):
-    if not is_on(args):
-        return
     refuse_one_ratio(NAME, args)
     refuse_other_advantages(NAME, args)
     if not any(args.reward_weights):

@@ -26,9 +26,8 @@ def is_on(args):
 
 
 def refuse(args):
-    if is_on(args):
-        refuse_one_ratio(NAME, args)
-        refuse_other_advantages(NAME, args)
+    refuse_one_ratio(NAME, args)
+    refuse_other_advantages(NAME, args)
 
 
 def install(t):
