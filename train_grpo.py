@@ -60,7 +60,6 @@ from model.rollout import Minibatch, Rollout
 from reward import combine, combine_rewards, load_reward_funcs, load_tool, tools
 from reward.baselines import BASELINES, SCALES, from_best, nanstd
 from run import backends, edges, minimind, report
-from run.edges import correction, gdpo, kl_in_reward, moving_reference, oversample, process, teacher
 from run.loop import Run
 from run.metrics import Mean, drift, no_clips, over_ranks, over_updates, shares
 from run.processes.watch import all_or_none, stop_on_signals
@@ -450,7 +449,17 @@ def main(argv=None):
 
 
 # Edges: options that the step does not know, each whole in a module. One that is on adds functions
-# to the lists that the step walks, in this order.
+# to the lists that the step walks, in the order of EDGES.
+from run.edges import (
+    correction,
+    gdpo,
+    kl_in_reward,
+    moving_reference,
+    oversample,
+    process,
+    teacher,
+)
+
 EDGES = [kl_in_reward, process, gdpo, teacher, oversample, correction, moving_reference]
 
 

@@ -92,8 +92,8 @@ def test_the_default_run_is_the_same_where_all_edges_are_deleted(tmp_path):
     for edge in EDGES:
         (copy / f"run/edges/{edge}.py").unlink()
     text = SCRIPT.read_text(encoding="utf-8")
-    text, imports = re.subn(r"from run\.edges import .*\n", "", text)
-    text, lists = re.subn(r"\nEDGES = \[.*\]\n", "\nEDGES = []\n", text)
+    text, imports = re.subn(r"from run\.edges import \([^)]*\)\n", "", text)
+    text, lists = re.subn(r"\nEDGES = \[[^]]*\]\n", "\nEDGES = []\n", text)
     assert imports == lists == 1
     (copy / "train_grpo.py").write_text(text, encoding="utf-8")
     (rows, weights), (bare_rows, bare_weights) = (

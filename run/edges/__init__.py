@@ -31,8 +31,8 @@ def refuse(edges, args):
     for edge in on.values():
         for other in edge.EXCLUDES:
             if other in on:
-                raise UserError(f"{edge.NAME} has its own way to advantages, without "
-                                f"{on[other].NAME}; leave one of the two out")
+                raise UserError(f"{edge.NAME} and {on[other].NAME} exclude each other; leave one "
+                                "of the two out")
     for edge in on.values():
         edge.refuse(args)
 
