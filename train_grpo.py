@@ -359,8 +359,11 @@ def update_policy(policy, optimizer, updates, before_loss, loss_options, world, 
 
 
 def optimizer_step(policy, optimizer, minibatch, before_loss, loss_options, world, args):
-    """Step 4: one gradient step, its norm bounded; metrics by their kind, run/metrics.py."""
-    metrics = [no_clips(args.delta)]        # a part for each micro-batch; a rank may have none
+    """Step 4: one gradient step, its norm bounded; metrics by their kind, run/metrics.py.
+
+    Of a Share, such as the loss, the parts of micro-batches add up: totals divided them before.
+    """
+    metrics = [no_clips(args.delta)]        # and a part for each micro-batch: a rank may have none
     for part in minibatch.micro_batches:
         with world.working():
             logps, entropy = token_logps(

@@ -15,7 +15,8 @@ solution: three rules score what it wrote. The model that learns is the policy, 
 
 Names, and their order, are those of train_grpo.py, the script, which takes the same steps with
 `python train_grpo.py --sampler plain --micro_batch_size 128 --max_steps 100 --device cpu
---reward_funcs format tag accuracy`. N = B*G; R tokens a completion, T with prompt; V vocabulary.
+--reward_funcs format tag accuracy`: by default it adds a reward model to the three rules.
+N = B*G completions; R tokens of a completion, T with its prompt; V words of the vocabulary.
 """
 import math
 import sys
@@ -33,17 +34,17 @@ from reward import accuracy_reward, format_reward, tag_reward
 
 WEIGHTS, SEED = ROOT / "model/weights/reason_128", 42
 B, G, MAX_LEN = 16, 8, 96           # prompts a step, completions of each, most tokens of one
-# 0.5 for the format; 0.25 for each of four tags; 1 for the right result. And their weights.
+# 0.5 for the format; 0.25 for each of four tags; 1 for the right result.
 REWARD_FUNCS, REWARD_WEIGHTS = [format_reward, tag_reward, accuracy_reward], [1.0, 1.0, 1.0]
 EPSILON, BETA = 0.2, 0.02               # no gain from ratios beyond 1 ± 0.2; weight of the KL
 PEAK, WARMUP, MAX_NORM = 3e-4, 3, 1.0   # learning rate, steps up to it, largest gradient norm
-UPDATES = 1     # from each rollout. With one, every ratio is 1, and the clip never acts. Two make a
-                # step 38% dearer, and then it touches 0.03 to 0.6% of the tokens.
+UPDATES = 1     # num_iterations there. With one, every ratio is 1, and the clip never acts. Two
+                # make a step 38% dearer, and the clip touches 0.03 to 0.6% of the tokens.
 
 def group_advantages(rewards, num_generations):
     """How much better is each completion than its group, in standard deviations? (N,) -> (N,)"""
     groups = rewards.view(-1, num_generations)                                          # (B, G)
-    below = groups - groups.amax(1, keepdim=True)   # equal rewards: 0, which no mean can round
+    below = groups - groups.amax(1, keepdim=True)   # equal rewards give exactly 0, not rounding
     mean, std = below.mean(1, keepdim=True), below.std(1, keepdim=True)                 # (B, 1)
     return ((below - mean) / (std + 1e-4)).view(-1)
 
@@ -55,9 +56,9 @@ def completion_mask(completion_ids, eos_token_id):
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta):
     """-(gain - beta KL): its mean over a completion's tokens, then over completions; KL per token.
 
-    Two updates by hand: two completions of one token, A = 1 and -1, each sampled with p = 0.5. So
-    ratio = p / 0.5, and d loss / dp = -A. They share weights: say that update 1 makes both p 0.7.
-    Both ratios are now 1.4, past 1.2. A = 1 gets no more gradient. A = -1 keeps it: p should fall.
+    Two updates by hand: two completions of one token, A = 1 and -1, each sampled with p = 0.5. The
+    loss is a mean over two, so d loss / dp = -A. Their weights are shared: say update 1 makes both
+    p 0.7, the ratios 1.4, past 1.2. A = 1 gets no more gradient. A = -1 keeps it: p should fall.
 
     >>> A, old, mask = torch.tensor([1.0, -1.0]), torch.full((2, 1), 0.5).log(), torch.ones(2, 1)
     >>> for p in torch.full((2, 1), 0.5), torch.full((2, 1), 0.7):
@@ -112,7 +113,7 @@ def compute_advantages(rollout):
     return group_advantages(rollout.rewards, G)
 
 def update_policy(policy, optimizer, rollout):
-    """Step 4: UPDATES gradient steps, each an optimizer_step; the metrics of the last."""
+    """Step 4: UPDATES gradient steps; the metrics of the last."""
     for update in range(UPDATES):
         logps = token_logps(policy, *rollout.sequences)                                 # (N, R)
         if update == 0:     # pi is still pi_old: each ratio is 1, but has the gradient of log pi
