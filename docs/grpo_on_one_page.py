@@ -15,7 +15,7 @@ solution: three rules score what it wrote. The model that learns is the policy, 
 
 Names, and their order, are those of train_grpo.py, the script, which takes the same steps with
 `python train_grpo.py --sampler plain --micro_batch_size 128 --max_steps 100 --device cpu
---reward_funcs format tag accuracy`: by default it adds a reward model to the three rules.
+--reward_funcs format tag accuracy`; by default a reward model judges there, too.
 N = B*G completions; R tokens of a completion, T with its prompt; V words of the vocabulary.
 """
 import math
@@ -27,7 +27,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-
 from dataset import PromptCollator, PromptDataset, rows_of_step
 from model import eos_token_ids, load_pretrained, load_tokenizer, rng_of, sample
 from reward import accuracy_reward, format_reward, tag_reward
