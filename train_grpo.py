@@ -27,7 +27,7 @@ completions; P prompt tokens, R completion tokens, T = P + R; V vocabulary; n ro
 
     python docs/grpo_on_one_page.py                 all of GRPO, none of the options
     python train_grpo.py                            two to four minutes on two cores
-    python train_grpo.py --sampler plain            exactly these lines, 3 times slower
+    python train_grpo.py --sampler plain            exactly these lines, and model/sampler.py's
     torchrun --nproc_per_node=2 train_grpo.py       on two processes
 
 By default `sample` and `token_logps` hand over to model/fast/pair.py, with the same numbers.
@@ -139,6 +139,8 @@ def ppo_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, delta
 
 
 BOUNDS = {"ppo": ppo_clip} | objective.BOUNDS
+
+
 # Choice 3, the average: each token's term is divided by one of these, then all are added up.
 # `length` is that of the token's completion, L the maximum; completions and tokens are those of the
 # whole optimizer step, over all micro-batches and ranks. So grpo is a mean over each completion's
@@ -260,7 +262,9 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 
 
 # --- the functions of a step ----------------------------------------------------------------------
-# world.working() surrounds what runs a network: matrix products are in the precision of --dtype.
+# model/rollout.py lists the fields of a rollout, and of the micro-batches that are cut from it.
+# world: the processes, one by default. world.working() surrounds what runs a network, so that
+# matrix products have the precision of --dtype. An edge is an option that is off by default.
 
 
 def generate(policy, batch, tokenizer, rng, world, args, num_generations=None, greedy=False,
@@ -298,7 +302,7 @@ def compute_rewards(rollout, reward_funcs, reward_weights):
 
 
 def compute_advantages(rollout, world, args):
-    """Step 3: the advantage of each completion, (N,)."""
+    """Step 3: the advantage of each completion, (N,), from its return, by default its reward."""
     batch_std = None
     if args.scale_rewards == "batch":
         batch_std = nanstd(torch.tensor(world.gather(rollout.returns.tolist())))
@@ -329,6 +333,7 @@ def minibatches(rollout, world, args):
         totals = torch.tensor([len(rows), (rollout.lengths * kept)[rows].sum()])
         totals = dict(zip(("num_sequences", "num_tokens"), world.sum(totals).tolist()))
         parts = rows[has_gradient[rows]].split(args.micro_batch_size)
+        # With --shard those that are not kept are read, too, but masked.
         parts = [rollout.select(part, kept) for part in parts if len(part)]
         updates.append(Minibatch(totals, parts))
     return updates
@@ -359,11 +364,11 @@ def update_policy(policy, optimizer, updates, before_loss, loss_options, world, 
 
 
 def optimizer_step(policy, optimizer, minibatch, before_loss, loss_options, world, args):
-    """Step 4: one gradient step, its norm bounded; metrics by their kind, run/metrics.py.
+    """Step 4: one gradient step, its norm bounded. Returns metrics by their kind, run/metrics.py:
 
-    Of a Share, such as the loss, the parts of micro-batches add up: totals divided them before.
+    of a Share the parts of micro-batches add up, of a Mean sums and counts do.
     """
-    metrics = [no_clips(args.delta)]        # and a part for each micro-batch: a rank may have none
+    metrics = [no_clips(args.delta)]        # zeros, for a rank that reads no micro-batch
     for part in minibatch.micro_batches:
         with world.working():
             logps, entropy = token_logps(
@@ -373,7 +378,7 @@ def optimizer_step(policy, optimizer, minibatch, before_loss, loss_options, worl
         # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
         old_logps = logps.detach() if part.old_logps is None else part.old_logps
         advantages = part.advantages.view(len(logps), -1)                       # (n, 1 or R)
-        part = replace(part, old_logps=old_logps, advantages=advantages)    # for this pass alone
+        part = replace(part, old_logps=old_logps, advantages=advantages)    # a copy, for this pass
         for change in before_loss:          # of edges: none by default
             metrics.append(change(part, logps))
         loss, of_loss = grpo_loss(
@@ -404,7 +409,7 @@ def grpo_step(t, batch, step, lr):
     world.phase("reward")           # 3. judge: rewards, then advantages within each group
     rollout.rewards, rollout.rewards_per_func = compute_rewards(
         rollout, t.reward_funcs, args.reward_weights)
-    rollout.returns = rollout.rewards       # what is compared within each group
+    rollout.returns = rollout.rewards       # compared within each group; NaN: not judged
     for change in t.before_advantages:      # these lists are empty, unless an edge is on: see EDGES
         change(rollout)
     rollout.advantages = compute_advantages(rollout, world, args)

@@ -37,7 +37,7 @@ B, G, MAX_LEN = 16, 8, 96           # prompts a step, completions of each, most 
 REWARD_FUNCS, REWARD_WEIGHTS = [format_reward, tag_reward, accuracy_reward], [1.0, 1.0, 1.0]
 EPSILON, BETA = 0.2, 0.02               # no gain from ratios beyond 1 ± 0.2; weight of the KL
 PEAK, WARMUP, MAX_NORM = 3e-4, 3, 1.0   # learning rate, steps up to it, largest gradient norm
-UPDATES = 1     # num_iterations there. With one, every ratio is 1, and the clip never acts. Two
+UPDATES = 1     # the flag num_iterations. With 1, every ratio is 1, and the clip never acts. Two
                 # make a step 38% dearer, and the clip touches 0.03 to 0.6% of the tokens.
 
 def group_advantages(rewards, num_generations):
@@ -56,8 +56,8 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta):
     """-(gain - beta KL): its mean over a completion's tokens, then over completions; KL per token.
 
     Two updates by hand: two completions of one token, A = 1 and -1, each sampled with p = 0.5. The
-    loss is a mean over two, so d loss / dp = -A. Their weights are shared: say update 1 makes both
-    p 0.7, the ratios 1.4, past 1.2. A = 1 gets no more gradient. A = -1 keeps it: p should fall.
+    ratio is p / 0.5, the weight of each 1/2, so d loss / dp = -A. As weights are shared, update 1
+    may raise both to 0.7: ratios 1.4, past 1.2. Then A = 1 has no gradient, A = -1 keeps its own.
 
     >>> A, old, mask = torch.tensor([1.0, -1.0]), torch.full((2, 1), 0.5).log(), torch.ones(2, 1)
     >>> for p in torch.full((2, 1), 0.5), torch.full((2, 1), 0.7):
