@@ -19,9 +19,11 @@ arrays of one real rollout. docs/check.md has recipes, and what neither can see.
 import argparse
 import importlib
 import inspect
+import itertools
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import dataclass, replace
 
@@ -123,96 +125,84 @@ class Case:
     mask: torch.Tensor
     beta: float = 0.0
 
+    def rows(self, rows):
+        return Case(self.logps[rows], self.old_logps[rows], self.ref_logps[rows],
+                    self.advantages[rows], self.mask[rows], self.beta)
 
-def random_case(lengths=(6, 3, 4, 2), R=None, seed=0):
+
+def random_case(lengths=(6, 3, 4, 2), R=None, **changes):
     """A case whose three policies are the same: every ratio is 1, every KL 0."""
     N, R = len(lengths), R or max(lengths)
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(0)
     mask = (torch.arange(R) < torch.tensor(lengths)[:, None]).double()
     logps = -0.5 - 1.5 * torch.rand(N, R, generator=rng, dtype=torch.float64)
     signs = torch.tensor([1.0, -1.0] * N, dtype=torch.float64)[:N]
     advantages = signs * (0.6 + torch.rand(N, generator=rng, dtype=torch.float64))
-    return Case(logps, logps.clone(), logps.clone(), advantages, mask)
+    return replace(Case(logps, logps, logps, advantages, mask), **changes)
+
+
+LOGP = "(log_?p|logit|lp$|log_?prob)"
+ROLES = {       # a parameter's name, or its beginning, and what it is; the first that fits
+    "mask": "mask", "advantages": "adv|^A$",
+    "ref_logps": f"ref.*({LOGP}|prob)|{LOGP}.*ref",
+    "old_logps": f"(old|behav|sampl|rollout|gener|infer|prev).*{LOGP}|{LOGP}.*(old|behav|prev)",
+    "beta": "^beta$|^kl_?beta|beta_kl|kl.*(coef|weight|lambda|ctrl|scale)",
+    "num_tokens": "^(num|total|global|batch_num).*(item|token)",
+    "num_sequences": "^(num|total|global).*(seq|sample|completion|example)",
+    "max_length": "max.*len|^L$", "epsilon": "eps|clip", "logps": LOGP}
+GIVEN = {"epsilon": 0.2, "max_length": 50}      # where a function has no default
 
 
 def role_of(name):
     """Which argument a parameter's name means, or None."""
-    short = name.lower().replace("_", "")
-    is_logp = any(part in short for part in ("logp", "logprob", "logit", "lp"))
-    if "mask" in short and "coef" not in short:
-        return "mask"
-    if "adv" in short or name == "A":
-        return "advantages"
-    if "ref" in short and (is_logp or "prob" in short):
-        return "ref_logps"
-    if is_logp and any(part in short for part in (
-            "old", "behav", "sampl", "rollout", "gener", "infer", "prev", "fixed")):
-        return "old_logps"
-    if short in ("beta", "klbeta") or "kl" in short and any(
-            part in short for part in ("coef", "weight", "lambda", "beta", "ctrl", "scale")):
-        return "beta"
-    if short.startswith(("num", "total", "global", "batchnum")) and any(
-            part in short for part in ("item", "token")):
-        return "num_tokens"
-    if short.startswith(("num", "total", "global")) and any(
-            part in short for part in ("seq", "sample", "completion", "row", "example")):
-        return "num_sequences"
-    if "max" in short and "len" in short or short == "L".lower() and name == "L":
-        return "max_length"
-    if any(part in short for part in ("eps", "clip")):
-        return "epsilon"
-    if is_logp:
-        return "logps"
-    return None
+    return next((role for role, pattern in ROLES.items()
+                 if re.search(pattern, name if len(name) == 1 else name.lower())), None)
 
 
 class Box:
     """A loss of anybody's, as a function of a Case: its value, and its gradient (N, R)."""
 
     def __init__(self, function):
-        self.function = function
+        self.function, self.roles, self.constants, lacking = function, {}, {}, []
         target = function.forward if isinstance(function, torch.nn.Module) else function
-        self.roles, self.constants, lacking = {}, {}, []
-        for parameter in inspect.signature(target).parameters.values():
+        for name, parameter in inspect.signature(target).parameters.items():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
-            role, required = role_of(parameter.name), parameter.default is parameter.empty
-            if role == "epsilon":
-                if required or parameter.default is None and "low" not in parameter.name and (
-                        "high" not in parameter.name and "range" in parameter.name):
-                    self.constants[parameter.name] = 0.2
-            elif role == "max_length":
-                if required or parameter.default is None:
-                    self.constants[parameter.name] = 50
-            elif role in ("logps", "old_logps", "ref_logps", "advantages", "mask", "beta",
-                          "num_tokens", "num_sequences") and role not in self.roles.values():
-                self.roles[parameter.name] = role
+            role, required = role_of(name), parameter.default is parameter.empty
+            if role in GIVEN:
+                # A clip range of None is asked for later; a lower or upper one falls back on it.
+                if required or parameter.default is None and not re.search(
+                        "low|high|min|max(?!.*len)|delta|_c$|dual", name.lower()):
+                    self.constants[name] = GIVEN[role]
+            elif role and role not in self.roles.values() and not (
+                    isinstance(parameter.default, (bool, str))):
+                self.roles[name] = role
             elif required:
-                lacking.append(parameter.name)
-        names = set(self.roles.values())
-        if lacking or not {"logps", "advantages"} <= names:
-            what = f"parameters {', '.join(lacking)} are" if lacking else (
-                "no parameter for log-probs or advantages is")
-            raise CannotJudge(
-                f"{what} not known; wrap it:\n\n    def loss(logps, old_logps, advantages, mask, "
-                "ref_logps, beta):\n        return my_loss(...)         # a scalar\n")
-        self.has = names.__contains__
+                lacking.append(name)
+        self.has = set(self.roles.values()).__contains__
+        if lacking or not (self.has("logps") and self.has("advantages")):
+            what = f"{', '.join(lacking)} among its parameters" if lacking else (
+                "its parameters, without log-probs or advantages,")
+            raise CannotJudge(f"""it is not known what {what} mean; wrap it:
+
+    def loss(logps, old_logps, advantages, mask, ref_logps, beta):
+        return my_loss(...)         # a scalar, from (N, R), (N, R), (N,), (N, R), (N, R), 0.1
+""")
         self.style = self.find_style()
 
     def find_style(self):
         """The shape of advantages, and the type of masks, that the function takes."""
-        case, errors = random_case(), []
-        for shape in ("(N,)", "(N, 1)", "(N, R)"):
-            for kind in (torch.float64, torch.bool, torch.int64):
-                self.style = shape, kind
-                try:
-                    value, gradient = self(case)
-                except Exception as error:      # of code that we do not know
-                    errors.append(f"{type(error).__name__}: {error}")
-                    continue
-                if math.isfinite(value) and gradient.isfinite().all():
-                    return self.style
-                errors.append("its loss is not finite")
+        errors = []
+        for self.style in itertools.product(
+                ("(N,)", "(N, 1)", "(N, R)"), (torch.float64, torch.bool, torch.int64)):
+            try:
+                value, gradient = self(random_case())
+            except Exception as error:          # of code that we do not know
+                errors.append(f"{type(error).__name__}: {error}")
+                continue
+            if math.isfinite(value) and gradient.isfinite().all():
+                return self.style
+            errors.append("its loss is not finite")
         raise CannotJudge(f"it can't be called: {errors[0]}")
 
     def __call__(self, case, dtype=torch.float64, totals=None):
@@ -220,32 +210,27 @@ class Box:
         logps = case.logps.to(dtype).detach().clone().requires_grad_()
         advantages = case.advantages.to(dtype)
         if shape != "(N,)":
-            advantages = advantages[:, None]
-        if shape == "(N, R)":
-            advantages = advantages.expand(case.mask.shape).clone()
+            advantages = advantages[:, None].expand(-1, 1 if shape == "(N, 1)" else logps.shape[1])
         tokens, sequences = totals or (case.mask.sum(), len(case.mask))
         values = {
-            "logps": logps, "old_logps": case.old_logps.to(dtype),
-            "ref_logps": case.ref_logps.to(dtype), "advantages": advantages,
+            "logps": logps, "old_logps": case.old_logps.to(dtype).clone(), "num_tokens": tokens,
+            "ref_logps": case.ref_logps.to(dtype).clone(), "advantages": advantages.clone(),
             "mask": case.mask.to(dtype if kind == torch.float64 else kind), "beta": case.beta,
-            "num_tokens": tokens, "num_sequences": sequences}
-        found = self.function(**self.constants, **{
-            name: values[role] for name, role in self.roles.items()})
-        loss = scalar(found, case.mask)
-        if not loss.requires_grad:
-            return float(loss.detach()), torch.zeros_like(logps)
-        gradient, = torch.autograd.grad(loss, logps, allow_unused=True)
-        gradient = torch.zeros_like(logps) if gradient is None else gradient
-        return float(loss.detach()), gradient
+            "num_sequences": sequences}
+        loss = scalar(self.function(**self.constants, **{
+            name: values[role] for name, role in self.roles.items()}), case.mask)
+        gradient = None
+        if loss.requires_grad:
+            gradient, = torch.autograd.grad(loss, logps, allow_unused=True)
+        return float(loss.detach()), torch.zeros_like(logps) if gradient is None else gradient
+
+    def without(self, case):
+        """Value and gradient of what is there without advantages: the KL's."""
+        return self(replace(case, advantages=torch.zeros_like(case.advantages)))
 
     def policy(self, case):
         """The gradient that comes from the advantages."""
-        without = replace(case, advantages=torch.zeros_like(case.advantages))
-        return self(case)[1] - self(without)[1]
-
-    def kl(self, case, beta=1.0):
-        """Value and gradient of what is there without advantages."""
-        return self(replace(case, advantages=torch.zeros_like(case.advantages), beta=beta))
+        return self(case)[1] - self.without(case)[1]
 
 
 def scalar(found, mask):
@@ -254,13 +239,11 @@ def scalar(found, mask):
         found = found.get("loss", list(found.values()))
     found = getattr(found, "loss", found)
     if isinstance(found, (list, tuple)):
-        found = [part for part in found if isinstance(part, torch.Tensor)]
-        found = next((part for part in found if part.requires_grad), found[0] if found else None)
+        tensors = [part for part in found if isinstance(part, torch.Tensor)]
+        found = next((part for part in tensors if part.requires_grad), None)
     if not isinstance(found, torch.Tensor):
-        raise CannotJudge("it returns no tensor")
-    if found.shape == mask.shape:
-        found = found * mask
-    return found.sum()
+        raise CannotJudge("it returns no tensor with a gradient")
+    return (found * mask if found.shape == mask.shape else found).sum()
 
 
 def close(a, b, tolerance=1e-6):
@@ -273,31 +256,30 @@ def near(found, wanted, tolerance=1e-6):
     return all(abs(a - b) <= tolerance * largest for a, b in zip(found, wanted))
 
 
+def same(a, b):
+    return torch.allclose(a, b, rtol=1e-6, atol=1e-12)
+
+
 # --- the policy's term ----------------------------------------------------------------------------
 
 
 def check_gradient(box, report):
-    """Is there any, does it have the right sign, and does each side teach?"""
+    """Is there any, has it the right sign, and does each side teach? False: nothing to go on with.
+    """
     case = random_case()
     gradient = box.policy(case)
-    rows = (gradient * case.mask).sum(1)                                                # (N,)
+    pushes = -(gradient * case.mask).sum(1) * case.advantages.sign()        # above 0: rightly
     if not gradient.any():
         report.add("BUG", "no gradient")
-        return False
-    pushes = -rows * case.advantages.sign()             # above 0: the right way
-    if (pushes < 0).any():
-        moved = dependency(box, case)
-        if moved.diagonal().abs().max() < 1e-9:
-            report.add("BUG", "another row's advantage")
-        else:
-            report.add("BUG", "sign")
-        return True
-    for side, name in ((case.advantages > 0, "good side dead"), (case.advantages < 0,
-                                                                 "bad side dead")):
-        if not rows[side].any():
-            report.add("BUG", name)
-    report.add("ok", "gradient", "good completions become more likely, bad ones less")
-    return True
+    elif (pushes < 0).any():
+        own = dependency(box, case).diagonal().abs().max() > 1e-9
+        report.add("BUG", "sign" if own else "another row's advantage")
+    else:
+        for side, name in ((1, "good side dead"), (-1, "bad side dead")):
+            if not pushes[side * case.advantages > 0].any():
+                report.add("BUG", name)
+        report.add("ok", "gradient", "good completions become more likely, bad ones less")
+    return bool((pushes > 0).any())
 
 
 def dependency(box, case):
@@ -312,33 +294,19 @@ def dependency(box, case):
 
 def check_rows(box, report):
     """Whose advantage moves whom, and does the order of the rows matter?"""
-    case = random_case()
+    case, before = random_case(), box.policy(random_case())
     moved = dependency(box, case)
-    others = moved - moved.diagonal().diag()
-    if others.max() > 1e-6 * moved.max():
-        scaled = box.policy(replace(case, advantages=3 * case.advantages))
-        shifted = box.policy(replace(case, advantages=case.advantages + 0.3))
-        before = box.policy(case)
-        same = [torch.allclose(x, before, rtol=1e-3, atol=1e-9) for x in (scaled, shifted)]
-        if any(same):
-            report.add("note", "normalised again")
-        elif "another row's advantage" not in report.bugs:
-            report.add("BUG", "another row's advantage")
+    others = (moved - moved.diagonal().diag()).max() > 1e-6 * moved.max()
+    if others:
+        changed = (3 * case.advantages, case.advantages + 0.3)
+        again = any(torch.allclose(box.policy(replace(case, advantages=x)), before, rtol=1e-3,
+                                   atol=1e-9) for x in changed)
+        report.add(*("note", "normalised again") if again else ("BUG", "another row's advantage"))
     order = torch.tensor([2, 0, 3, 1])
-    turned = Case(*(x[order] for x in (case.logps, case.old_logps, case.ref_logps, case.advantages,
-                                       case.mask)))
-    if not torch.allclose(box.policy(turned), box.policy(case)[order], rtol=1e-6, atol=1e-12):
+    if not same(box.policy(case.rows(order)), before[order]):
         report.add("BUG", "rows mixed")
-    elif others.max() <= 1e-6 * moved.max():
+    elif not others:
         report.add("ok", "rows", "each completion is taught by its own advantage")
-
-
-def moved_case(box, seed=1):
-    """A case whose three policies differ a little, so that no bound acts."""
-    case, rng = random_case(), torch.Generator().manual_seed(seed)
-    noise = torch.rand(2, *case.logps.shape, generator=rng, dtype=torch.float64)
-    return replace(case, old_logps=case.logps - 0.05 * (noise[0] - 0.5),
-                   ref_logps=case.logps - 0.6 * (noise[1] - 0.3), beta=0.5)
 
 
 def check_padding(box, report):
@@ -346,34 +314,29 @@ def check_padding(box, report):
     if not box.has("mask"):
         report.add("?", "padding", "there is no mask among the parameters")
         return
-    case = random_case()
+    case, bugs = random_case(), len(report.bugs)
     padding, gradient = case.mask == 0, box.policy(case)
-    bug = False
+    wave = torch.linspace(-1, 1, case.mask.numel(), dtype=torch.float64).view_as(case.mask)
+    moved = replace(case, old_logps=case.logps - 0.02 * wave, ref_logps=case.logps - 0.3 * wave,
+                    beta=0.5)
+    last = case.mask.sum(1).long() - 1
     if gradient[padding].any():
         report.add("BUG", "padding trained")
-        bug = True
-    elif box(moved_case(box))[1][padding].any():
+    elif box(moved)[1][padding].any():
         report.add("BUG", "padding trained under the KL")
-        bug = True
-    last = case.mask.sum(1).long() - 1
-    rows = torch.arange(len(last))
-    if not gradient[rows, last].any():
+    if not gradient[torch.arange(len(last)), last].any():
         report.add("BUG", "EOS left out")
-        bug = True
     elif not gradient[:, 0].any():
         report.add("BUG", "mask shifted")
-        bug = True
-    case = moved_case(box)
-    other = replace(case, logps=case.logps.where(~padding, -7.0),
-                    old_logps=case.old_logps.where(~padding, -0.1),
-                    ref_logps=case.ref_logps.where(~padding, -3.0))
-    (value, before), (changed, after) = box(case), box(other)
-    if not close(value, changed, 1e-9) or not torch.allclose(
-            before[~padding], after[~padding], rtol=1e-9, atol=1e-12):
-        if not bug:
-            report.add("BUG", "padding read")
-    elif not bug:
+    other = replace(moved, **{name: getattr(moved, name).where(~padding, value) for name, value in (
+        ("logps", -7.0), ("old_logps", -0.1), ("ref_logps", -3.0))})
+    (value, before), (changed, after) = box(moved), box(other)
+    if len(report.bugs) > bugs:
+        return
+    if close(value, changed, 1e-9) and same(before[~padding], after[~padding]):
         report.add("ok", "padding", "is neither trained nor read, and the EOS is trained")
+    else:
+        report.add("BUG", "padding read")
 
 
 SHAPES = [((6, 3, 4, 2), 6), ((6, 3, 4, 2, 5, 1), 6), ((6, 3, 4, 2), 9), ((7, 2), 7),
@@ -382,279 +345,223 @@ AVERAGES = {    # exponents of N, all tokens, the completion's length, the width
     (-1, 0, -1, 0): "of each completion's tokens, then of completions (GRPO)",
     (0, -1, 0, 0): "of all tokens (DAPO, BNPO)",
     (-1, 0, 0, -1): "sum over tokens / (N R), R the width of the batch, padding included",
+    (-1, 0, 0, 0): "sum over tokens, then of completions",
     (0, 0, 0, 0): "none: a sum over tokens",
     (0, 0, -1, 0): "of each completion's tokens, then a sum over completions",
-    (0, 0, 0, -1): "sum over tokens / the width of the batch",
-}
+    (0, 0, 0, -1): "sum over tokens / the width of the batch"}
 
 
-def fitted(weights_of):
-    """Exponents of N, tokens, length and width in weights_of(case) (N,), and the constant."""
+def average_of(weights_of):
+    """(name, factor) of an average, by a fit of the weights (N,) of a token of each row.
+
+    log weight = a log N + b log tokens + c log length + d log R + log factor, over SHAPES.
+    """
     rows, logs = [], []
     for lengths, R in SHAPES:
         case = random_case(lengths, R)
-        weights, tokens = weights_of(case), case.mask.sum().item()
-        for length, weight in zip(lengths, weights.tolist()):
+        for length, weight in zip(lengths, weights_of(case).tolist()):
             if not weight > 0:
-                return None
-            rows.append([math.log(x) for x in (len(lengths), tokens, length, R)] + [1.0])
+                return None, 1.0
+            rows.append([math.log(x) for x in (len(lengths), sum(lengths), length, R)] + [1.0])
             logs.append(math.log(weight))
     rows, logs = (torch.tensor(x, dtype=torch.float64) for x in (rows, logs))
     found = torch.linalg.lstsq(rows, logs[:, None], driver="gelsd").solution[:, 0]
-    if (rows @ found - logs).abs().max() > 1e-4:
-        return None
-    exponents = tuple(round(x) for x in found[:4].tolist())
-    if max(abs(a - b) for a, b in zip(exponents, found[:4].tolist())) > 1e-3:
-        return None
-    return exponents, math.exp(found[4].item())
-
-
-def named_average(fit):
-    if fit is None:
-        return None
-    exponents, constant = fit
-    if exponents == (-1, 0, 0, 0):
-        if close(constant, 1.0, 1e-3):
-            return "sum over tokens, then of completions"
-        return f"sum over tokens / L, then of completions, with L = {1 / constant:.4g} (Dr. GRPO)"
-    name = AVERAGES.get(exponents)
-    if name and not close(constant, 1.0, 1e-3):
-        name += f", times {constant:.4g}"
-    return name
+    exponents = found[:4].round()
+    if (rows @ found - logs).abs().max() > 1e-4 or (exponents - found[:4]).abs().max() > 1e-3:
+        return None, 1.0
+    return AVERAGES.get(tuple(exponents.int().tolist())), math.exp(found[4].item())
 
 
 def check_average(box, report):
-    """How tokens are weighted, by a fit of their weights in batches of several shapes."""
+    """How tokens are weighted, in batches of several shapes; (name, factor)."""
     def weights_of(case):
-        gradient = -box.policy(case) / case.advantages[:, None]
-        return (gradient * case.mask).sum(1) / case.mask.sum(1)
+        return -box.policy(case)[:, 0] / case.advantages
 
-    name = named_average(fitted(weights_of))
+    if not box.policy(random_case())[:, 0].all():       # another check has said why
+        return None, 1.0
+    name, factor = average_of(weights_of)
     if name is None:
         report.add("?", "average", "the weights of tokens follow no rule that is known here")
-    else:
+    elif close(factor, 1, 1e-3):
         report.add("is", "average", name)
-    return name
+    elif name.startswith("sum over tokens, then"):
+        report.add("is", "average", f"sum over tokens / L, then of completions, L = "
+                                    f"{1 / factor:.4g} (Dr. GRPO)")
+    else:
+        report.add("is", "average", f"{name}, times {factor:.4g}")
+    return name, factor
 
 
 # --- ratio and bound ------------------------------------------------------------------------------
 
 
-def at_ratio(box, d, sign, whole_row, base=None):
-    """The policy's gradient at a token of row 0 whose log-ratio is d, its row's or its own alone."""
-    case = random_case()
-    advantages = case.advantages.clone()
-    advantages[0] = sign
-    old_logps = case.old_logps.clone()
-    logps, ref_logps = case.logps.clone(), case.ref_logps.clone()
-    if base is not None:
-        logps[0, 2] = old_logps[0, 2] = ref_logps[0, 2] = base
-    if whole_row:
-        old_logps[0] = logps[0] - d
-    else:
-        old_logps[0, 2] = logps[0, 2] - d
-    return replace(case, advantages=advantages, old_logps=old_logps, logps=logps,
-                   ref_logps=ref_logps)
+class Curve:
+    """The gradient at one token of row 0 as its log-ratio moves, as a share of that at ratio 1.
+
+    level: "token", or "mean" or "sum" over a completion, whose whole row then moves.
+    """
+
+    def __init__(self, box, level, base=None):
+        self.box, self.whole_row, self.base = box, level != "token", base
+        self.scale = 1 / 6 if level == "sum" else 1.0           # row 0 has six tokens
+
+    def case(self, d, sign, whole_row=None):
+        case = random_case()
+        advantages, logps = case.advantages.clone(), case.logps.clone()
+        advantages[0] = sign
+        if self.base is not None:
+            logps[0, 2] = self.base
+        old_logps = logps.clone()
+        moved = slice(None) if (self.whole_row if whole_row is None else whole_row) else 2
+        old_logps[0, moved] -= d * self.scale
+        return replace(case, advantages=advantages, logps=logps, old_logps=old_logps,
+                       ref_logps=logps)
+
+    def at(self, d, sign):
+        at_1 = self.box.policy(self.case(0.0, sign))[0, 2].item()
+        return self.box.policy(self.case(d, sign))[0, 2].item() / (at_1 or 1.0)
+
+    def of(self, sign):
+        return [self.at(d, sign) for d in CURVE]
+
+    def ends(self, values, sign):
+        """The log-ratios below and above which the gradient is 0; None where it lives on."""
+        middle, found = len(CURVE) // 2, []
+        for way in (-1, 1):
+            place = middle
+            while 0 <= place < len(CURVE) and abs(values[place]) > 1e-9:
+                place += way
+            if not 0 <= place < len(CURVE):
+                found.append(None)
+                continue
+            alive, dead = CURVE[place - way], CURVE[place]
+            for _ in range(40):
+                half = (alive + dead) / 2
+                alive, dead = (half, dead) if abs(self.at(half, sign)) > 1e-9 else (alive, half)
+            found.append((alive + dead) / 2)
+        return found
 
 
 def check_ratio(box, report):
-    """Token or sequence level; none, upside down, to the reference. Returns the level."""
+    """Token or sequence level; none, or to the reference. The level, None without a ratio."""
     if not box.has("old_logps"):
         report.add("is", "ratio", "none: there is no pi_old among the parameters")
         return None
     case = random_case()
     before = box.policy(case)[0]
-    if box.has("ref_logps"):
-        far = replace(case, ref_logps=case.ref_logps - 0.1)
-        if not torch.allclose(box.policy(far)[0], before, rtol=1e-6, atol=1e-12):
-            report.add("BUG", "ratio to the reference")
-            return None
-    d, length = 1e-5, case.mask[0].sum().item()         # no bound is so narrow
-    after = box.policy(at_ratio(box, d, case.advantages[0], False))[0]
+    if box.has("ref_logps") and not same(
+            box.policy(replace(case, ref_logps=case.ref_logps - 1e-3))[0], before):
+        report.add("BUG", "ratio to the reference")
+        return None
+    d = 1e-5                                            # no bound is so narrow
+    after = box.policy(Curve(box, "token").case(d, case.advantages[0]))[0]
     # By how much of d the gradient grows at the token that moved, and at another of its row.
     own, other = (((after[t] / before[t]).item() - 1) / d for t in (2, 0))
     if max(abs(own), abs(other)) < 1e-3:
         report.add("note", "no ratio")
         return None
-    if abs(other) < 1e-3:
-        level, scale = "token", 1.0
-    else:
-        level, scale = ("sum", 1 / length) if abs(other - 1) < 1e-2 else ("mean", 1.0)
-    if level == "token" and abs(own + 1) < 1e-2 and near(
-            curve(box, 1.0, (level, scale)), [math.exp(-d) for d in CURVE], 1e-6):
-        report.add("BUG", "ratio upside down")
-        return None
-    names = {"token": "of each token", "mean": "of a completion: the geometric mean (GSPO)",
-             "sum": "of a completion: the product of its tokens' ratios"}
-    report.add("is", "ratio", names[level])
-    return level, scale
-
-
-def curve(box, sign, level, base=None):
-    """The weight of grad log pi, as a share of that at ratio 1, for each log-ratio in CURVE."""
-    whole_row, scale = level[0] != "token", level[1]
-    at_1 = box.policy(at_ratio(box, 0.0, sign, whole_row, base))[0, 2].item()
-    return [box.policy(at_ratio(box, d * scale, sign, whole_row, base))[0, 2].item() / at_1
-            for d in CURVE]
-
-
-def end_of(box, sign, level, alive, dead, base=None):
-    """The log-ratio between two at which the gradient ends."""
-    whole_row, scale = level[0] != "token", level[1]
-    for _ in range(50):
-        middle = (alive + dead) / 2
-        if box.policy(at_ratio(box, middle * scale, sign, whole_row, base))[0, 2].abs() > 1e-12:
-            alive = middle
-        else:
-            dead = middle
-    return (alive + dead) / 2
-
-
-def ends(box, values, sign, level, base=None):
-    """(log-ratio below which, above which) the gradient is 0; None where it lives on."""
-    zero = [i for i, value in enumerate(values) if abs(value) < 1e-9]
-    middle, low, high = len(CURVE) // 2, None, None
-    below, above = [i for i in zero if i < middle], [i for i in zero if i > middle]
-    if below and below[0] == 0:
-        last = max(i for i in below if set(range(i + 1)) <= set(below))
-        low = end_of(box, sign, level, CURVE[last + 1], CURVE[last], base)
-    if above and above[-1] == len(CURVE) - 1:
-        first = min(i for i in above if set(range(i, len(CURVE))) <= set(above))
-        high = end_of(box, sign, level, CURVE[first - 1], CURVE[first], base)
-    return low, high
+    level = "token" if abs(other) < 1e-3 else "sum" if abs(other - 1) < 0.01 else "mean"
+    report.add("is", "ratio", {
+        "token": "of each token", "mean": "of a completion: the geometric mean (GSPO)",
+        "sum": "of a completion: the product of its tokens' ratios"}[level])
+    return level
 
 
 def check_bound(box, report, level):
     """Which bound, by the curve of the gradient over ratios from e^-4 to e^4."""
-    good, bad = (curve(box, sign, level) for sign in (1.0, -1.0))
-    exponential = [math.exp(d) for d in CURVE]
-    if not all(math.isfinite(x) for x in good + bad):
+    curve = Curve(box, level)
+    good, bad = curve.of(1.0), curve.of(-1.0)
+    both = good + bad
+    if not all(map(math.isfinite, both)):
         report.add("?", "bound", "the gradient is not finite at ratios far from 1")
-        return
-    step = good[len(CURVE) // 2 + 1] if good[len(CURVE) // 2 + 1] else bad[len(CURVE) // 2 + 1]
-    if len({round(x, 12) for x in good[95:106]}) < 6 and not close(good[99], good[101], 1e-12):
+    elif curve.at(1e-7, 1.0) == curve.at(-1e-7, 1.0) == 1 and not close(curve.at(0.01, 1.0), 1):
         report.add("?", "bound", "the loss computes in a coarser precision than float64")
-        return
-    if near(good, exponential) and near(bad, exponential):
+    elif near(both, [math.exp(-d) for d in CURVE] * 2):
+        report.add("BUG", "ratio upside down")
+    elif near(both, [math.exp(d) for d in CURVE] * 2):
         report.add("is", "bound", "none")
-        return
-    if near(good, [1.0] * len(CURVE)) and near(bad, [1.0] * len(CURVE)):
-        report.add("note", "no ratio")
-        return
-    (good_low, good_high), (bad_low, bad_high) = (
-        ends(box, values, sign, level) for values, sign in ((good, 1.0), (bad, -1.0)))
-    inside = [all(value in (0, 1) or abs(value) < 1e-9 or close(value, math.exp(d), 1e-6)
-                  for value, d in zip(values, CURVE)) for values in (good, bad)]
-    sides = tuple(x is not None for x in (good_low, good_high, bad_low, bad_high))
-    if any(sides) and moves_with_pi(box, level, good_high, bad_low):
-        report.add("is", "bound", "a region of probabilities (DPPO)")
-        return
-    if all(inside) and any(sides):
-        report_clip(box, report, level, sides, (good_low, good_high, bad_low, bad_high))
-        return
-    capped = capped_at(good), capped_at(bad)
-    if capped[0] and capped[1] and close(*capped, 1e-6):
-        report.add("is", "bound", f"the ratio as a weight of at most {capped[0]:.4g} (CISPO)")
-        return
+    else:
+        name = clip(curve, good, bad, report) or weight(good, bad)
+        if name is None:
+            report.add("?", "bound", "the curve of its gradient is none that is known here")
+        elif name in WHAT:
+            report.add("BUG", name)
+        else:
+            report.add("is", "bound", name)
+
+
+def clip(curve, good, bad, report):
+    """The name of a bound that ends the gradient, by the sides on which it does."""
+    good_low, good_high = curve.ends(good, 1.0)
+    bad_low, bad_high = curve.ends(bad, -1.0)
+    ends = [x is not None for x in (good_low, good_high, bad_low, bad_high)]
+    if not any(ends):
+        return None
+    if not curve.whole_row and good_high is not None:
+        rare = Curve(curve.box, "token", base=-4.0)
+        after = rare.ends(rare.of(1.0), 1.0)[1]
+        if after is None or not close(after, good_high, 1e-4):
+            return "a region of probabilities (DPPO)"
+    for values, low, high in ((good, good_low, good_high), (bad, bad_low, bad_high)):
+        for value, d in zip(values, CURVE):
+            if (low is None or d > low) and (high is None or d < high) and not close(
+                    value, math.exp(d)):
+                return None
+    epsilons = "" if None in (good_high, bad_low) else (
+        f", epsilons {1 - math.exp(bad_low):.4g} and {math.exp(good_high) - 1:.4g}")
+    if curve.whole_row and good_high is not None and curve.box.policy(
+            curve.case(1.5 * good_high, 1.0, False))[0, 2].abs() < 1e-12 < curve.box.policy(
+            curve.case(0.5 * good_high, 1.0, False))[0, 2].abs() and good_high > 0.1:
+        return f"of each token's log-ratio, {-bad_low:.4g} and {good_high:.4g} (GMPO)"
+    return {
+        (False, True, True, False): f"PPO's clip{epsilons}",
+        (False, True, True, True): f"PPO's clip{epsilons}, and a dual clip at "
+                                   f"{math.exp(bad_high or 0):.4g}",
+        (True, True, True, True): "a mask outside of "
+                                  f"{math.exp(good_low or 0):.4g} to {math.exp(good_high or 0):.4g}"
+                                  if is_mask(curve, good_high) else "no min",
+        (True, False, False, True): "max for min",
+        (False, True, False, True): "above only, for good and bad",
+        (False, True, False, False): f"of good completions only, {math.exp(good_high or 0) - 1:.4g}",
+        (False, False, True, False): "of bad completions only",
+    }.get(tuple(ends), "bound on the wrong side")
+
+
+def is_mask(curve, end):
+    """Outside, is the loss 0 (a mask on both sides, a convention) or a constant (a clip)?"""
+    def of_row(d):
+        case = curve.case(d, 1.0)
+        advantages = case.advantages.clone()
+        advantages[0] = 0.0
+        return curve.box(case)[0] - curve.box(replace(case, advantages=advantages))[0]
+
+    inside, outside = of_row(0.0), of_row((end or 0) + 0.5)
+    return close(outside, 0.0 if curve.whole_row else inside * 5 / 6, 1e-6)
+
+
+def weight(good, bad):
+    """The name of a bound that never ends the gradient."""
+    cap = good[-1]
+    if 1 < cap < 50 and near(good + bad, [min(math.exp(d), cap) for d in CURVE] * 2):
+        return f"the ratio as a weight of at most {cap:.4g} (CISPO)"
     taus = soft(good), soft(bad)
     if all(taus):
-        report.add("is", "bound", f"a soft gate, tau {taus[0]:.4g} and {taus[1]:.4g} (SAPO)")
-        return
-    del step
-    report.add("?", "bound", "the curve of its gradient is none that is known here")
-
-
-def moves_with_pi(box, level, good_high, bad_low):
-    """Whether the ends depend on how likely the token is."""
-    if level[0] != "token":
-        return False
-    for sign, side, before in ((1.0, 1, good_high), (-1.0, 0, bad_low)):
-        if before is not None:
-            values = curve(box, sign, level, base=-4.0)
-            after = ends(box, values, sign, level, base=-4.0)[side]
-            return after is None or not close(after, before, 1e-4)
-    return False
-
-
-def report_clip(box, report, level, sides, at):
-    good_low, good_high, bad_low, bad_high = at
-    if level[0] == "sum":
-        at = tuple(x for x in at)
-    in_log = clips_tokens(box, level, good_high)
-    def shown(low, high):
-        if in_log:
-            return f"-{-low:.4g} and {high:.4g} of the log-ratio (GMPO)"
-        return f"{1 - math.exp(low):.4g} and {math.exp(high) - 1:.4g}"
-
-    if sides == (False, True, True, False):
-        report.add("is", "bound", f"PPO's clip, epsilons {shown(bad_low, good_high)}")
-    elif sides == (False, True, True, True):
-        report.add("is", "bound", f"PPO's clip, epsilons {shown(bad_low, good_high)}, and a dual "
-                                  f"clip at {math.exp(bad_high):.4g}")
-    elif sides == (True, True, True, True):
-        if is_masked(box, level, good_high):
-            report.add("is", "bound", "a mask on both sides of the ratio, "
-                                      f"{math.exp(good_low):.4g} to {math.exp(good_high):.4g}")
-        else:
-            report.add("BUG", "no min")
-    elif sides == (True, False, False, True):
-        report.add("BUG", "max for min")
-    elif sides in ((False, True, False, True), (True, False, True, False)):
-        report.add("is", "bound", "the same side for good and bad completions")
-    elif sides == (False, True, False, False):
-        report.add("is", "bound", f"above only, epsilon {math.exp(good_high) - 1:.4g}")
-    else:
-        report.add("BUG", "bound on the wrong side")
-
-
-def clips_tokens(box, level, good_high):
-    """GMPO: one token far outside loses its gradient, though its completion's mean is inside."""
-    if level[0] != "mean" or good_high is None:
-        return False
-    far = at_ratio(box, 1.5 * good_high, 1.0, False)
-    return box.policy(far)[0, 2].abs().item() < 1e-12
-
-
-def is_masked(box, level, good_high):
-    """Outside, is the loss 0 (a mask), or a constant (a clip)?"""
-    whole_row, scale = level[0] != "token", level[1]
-
-    def of_row(d):
-        case = at_ratio(box, d * scale, 1.0, whole_row)
-        without = case.advantages.clone()
-        without[0] = 0.0
-        return box(case)[0] - box(replace(case, advantages=without))[0]
-
-    inside = of_row(0.0)
-    outside, further = of_row(good_high + 0.3), of_row(good_high + 0.9)
-    if whole_row:
-        return abs(outside) < 1e-9 * abs(inside)
-    length = 6
-    share = inside / length             # of the token, where all have the same weight
-    return close(outside, inside - share, 1e-6) and close(outside, further, 1e-9)
-
-
-def capped_at(values):
-    """c, if the values are min(e^d, c); else None."""
-    cap = values[-1]
-    wanted = [min(math.exp(d), cap) for d in CURVE]
-    return cap if 1 < cap < 0.9 * math.exp(CURVE[-1]) and near(values, wanted) else None
+        return f"a soft gate, tau {taus[0]:.4g} and {taus[1]:.4g} (SAPO)"
+    if all(value > 0 for value in good + bad) and len({round(x, 9) for x in good}) > 100:
+        return "a smooth weight of the ratio, of a kind that is not known here"
+    return None
 
 
 def soft(values):
-    """tau, if the values are those of SAPO's gate; else None."""
+    """tau, if the values are those of SAPO's gate, 4 s (1 - s) e^d, s = sigmoid(tau (e^d - 1))."""
     def gate(tau):
-        gates = [1 / (1 + math.exp(-tau * (math.exp(d) - 1))) for d in CURVE]
-        return [4 * s * (1 - s) * math.exp(d) for s, d in zip(gates, CURVE)]
+        gates = torch.sigmoid(tau * (torch.tensor(CURVE, dtype=torch.float64).exp() - 1))
+        return (4 * gates * (1 - gates) * torch.tensor(CURVE, dtype=torch.float64).exp()).tolist()
 
-    low, high = 0.05, 20.0
-    place = len(CURVE) // 2 + 10
-    for _ in range(80):
-        middle = (low + high) / 2
-        if gate(middle)[place] > values[place]:
-            low = middle
-        else:
-            high = middle
+    low, high, place = 0.05, 20.0, len(CURVE) // 2 + 10
+    for _ in range(50):
+        tau = (low + high) / 2
+        low, high = (tau, high) if gate(tau)[place] > values[place] else (low, tau)
     return low if near(values, gate(low), 1e-5) else None
 
 
@@ -667,25 +574,32 @@ KLS = {         # value, and its gradient with respect to log pi
     "k3": (lambda x: math.exp(x) - x - 1, lambda x: 1 - math.exp(x)),
     "k3+": (lambda x: math.exp(x) - x - 1, lambda x: -x),
     "abs": (abs, lambda x: -math.copysign(1.0, x)),
-}
-REVERSED = {
-    "k1": (lambda x: x, lambda x: -1.0),
-    "k3": (lambda x: math.exp(-x) + x - 1, lambda x: math.exp(-x) - 1),
-}
+    "k3 reversed": (lambda x: math.exp(-x) + x - 1, lambda x: math.exp(-x) - 1)}
 
 
 def named_kl(values, slopes):
-    """(name, scale, reversed) of a KL by its values and gradients at XS; None if it is none."""
-    for table, is_reversed in ((KLS, False), (REVERSED, True)):
-        for name, (value, slope) in table.items():
-            wanted = [value(x) for x in XS]
-            scale = sum(a * b for a, b in zip(values, wanted)) / sum(b * b for b in wanted)
-            if scale and near(values, [scale * b for b in wanted]) and near(
-                    slopes, [scale * slope(x) for x in XS]):
-                if scale < 0 and name == "k1":      # the other sign is the other direction
-                    continue
-                return name, scale, is_reversed
-    return None
+    """(name, scale) of a KL by its values and gradients at XS; (None, 0) if it is none."""
+    for name, (value, slope) in KLS.items():
+        wanted = [value(x) for x in XS]
+        scale = sum(a * b for a, b in zip(values, wanted)) / sum(b * b for b in wanted)
+        if scale and near(values, [scale * b for b in wanted]) and near(
+                slopes, [scale * slope(x) for x in XS]):
+            return name, scale
+    return None, 0.0
+
+
+def verdict(values, slopes):
+    """A line of the report on a KL, (kind, name, text), by its values and gradients at XS."""
+    name, scale = named_kl(values, slopes)
+    if not any(abs(slope) > 1e-12 for slope in slopes):
+        return "BUG", "KL without gradient", ""
+    if name is None:
+        return "?", "KL", "its values and gradients are those of no estimator that is known here"
+    if scale < 0:
+        return "BUG", "KL sign", ""
+    if "reversed" in name:
+        return "BUG", "KL reversed", ""
+    return "is", "KL", name
 
 
 def check_kl(box, report, average):
@@ -693,90 +607,61 @@ def check_kl(box, report, average):
     if not box.has("ref_logps"):
         report.add("is", "KL", "none in this function")
         return
-    case = random_case()
+    case = random_case(beta=1.0)
 
     def at(x, beta=1.0, d=0.0):
-        ref_logps, old_logps = case.ref_logps.clone(), case.old_logps.clone()
+        ref_logps = case.ref_logps.clone()
         ref_logps[0, 2] += x
-        old_logps[0] -= d
-        value, gradient = box.kl(replace(case, ref_logps=ref_logps, old_logps=old_logps), beta)
+        value, gradient = box.without(replace(case, ref_logps=ref_logps, beta=beta,
+                                              old_logps=case.old_logps - d))
         return value, gradient[0, 2].item()
 
-    nothing, slope_0 = at(0.0)
+    nothing, pull = at(0.0)
     values, slopes = zip(*(at(x) for x in XS))
     values = [value - nothing for value in values]
-    if not any(abs(v) > 1e-12 for v in values) and not any(abs(s) > 1e-12 for s in slopes):
+    if not any(abs(x) > 1e-12 for x in (*values, *slopes)):
         report.add("note", "reference ignored")
         return
-    if not any(abs(s) > 1e-12 for s in slopes):
-        report.add("BUG", "KL without gradient")
+    times_ratio = box.has("old_logps") and close(
+        at(0.9, d=0.1)[0] - at(0.0, d=0.1)[0], values[5] * math.exp(0.1)) and values[5] != 0
+    if times_ratio:         # the ratio's own gradient is the KL's value there
+        slopes = [slope - value for slope, value in zip(slopes, values)]
+    line = verdict(values, slopes)
+    report.add(*line)
+    if line[0] != "is":
         return
-    found = named_kl(values, slopes)
-    if found is None:
-        flipped = named_kl([-v for v in values], [-s for s in slopes])
-        if flipped and not flipped[2]:
-            report.add("BUG", "KL sign")
-            return
-        report.add("?", "KL", "its values and gradients are those of no estimator known here")
-        return
-    name, scale, is_reversed = found
-    if scale < 0:
-        report.add("BUG", "KL sign")
-        return
-    if is_reversed:
-        report.add("BUG", "KL reversed")
-        return
-    report.add("is", "KL", name)
-    if not close(nothing, 0, 1e-9) or name != "k1" and abs(slope_0) > 1e-9:
+    if times_ratio:
+        report.add("is", "KL times ratio", "yes (DeepSeek-V3.2)")
+    if not close(nothing, 0, 1e-9) or line[2] != "k1" and abs(pull) > 1e-9:
         report.add("BUG", "KL not 0")
     if box.has("beta"):
         twice = at(0.9, beta=2.0)[0] - at(0.0, beta=2.0)[0]
-        once = at(0.9)[0] - nothing
-        if close(twice, once, 1e-9):
+        if close(twice, values[5], 1e-9):
             report.add("BUG", "beta ignored")
-        elif not close(twice, 2 * once, 1e-6):
-            report.add("?", "beta", "the KL does not grow as beta does")
-    check_kl_weight(box, report, name, average)
-    if box.has("old_logps") and close(at(0.9, d=0.1)[0] - at(0.0, d=0.1)[0],
-                                      (at(0.9)[0] - nothing) * math.exp(0.1), 1e-6):
-        report.add("is", "KL times ratio", "yes, as DeepSeek-V3.2 corrects it")
+        elif not close(twice, 2 * values[5]):
+            report.add("note", "KL scaled", "the KL does not grow as beta does")
+    check_kl_average(box, report, line[2], times_ratio, average)
 
 
-def check_kl_weight(box, report, name, average):
+def check_kl_average(box, report, name, times_ratio, average):
     """Is the KL averaged as the policy's term, and weighted with beta?"""
-    slope = KLS[name][1](0.5)
+    value, slope = (f(0.5) for f in KLS[name])
 
-    def weights_of(case):
-        far = replace(case, ref_logps=case.logps + 0.5)
-        near_to = replace(case, ref_logps=case.logps)
-        gradient = (box.kl(far)[1] - box.kl(near_to)[1] * (name != "k1")) / slope
-        return (gradient * case.mask).sum(1) / case.mask.sum(1)
+    def weights_of(case):       # of the first token of each row, where nothing else has a KL
+        ref_logps = case.ref_logps.clone()
+        ref_logps[:, 0] += 0.5
+        pulled = box.without(replace(case, ref_logps=ref_logps, beta=1.0))[1][:, 0]
+        return pulled / (slope + value * times_ratio)
 
-    fit = fitted(weights_of)
-    if fit is None:
+    found, factor = average_of(weights_of)
+    if found is None:
         report.add("?", "KL average", "its weights follow no rule that is known here")
-        return
-    weight = 1.0
-    if box.has("beta"):
-        bare = named_average((fit[0], 1.0))
-        if named_average(fit) != average and bare and average and bare.split(",")[0] == (
-                average.split(",")[0]):
-            weight = fit[1]
-    named = named_average(fit)
-    if named == average:
-        return
-    if average and named_average(fit) and fit_name(fit) == average.split(", times")[0]:
-        if box.has("beta"):
-            report.add("note", "KL scaled", f"{WHAT['KL scaled']}: {fit[1]:.4g} beta")
-        else:
-            report.add("is", "KL weight", f"{fit[1]:.4g}")
-        return
-    del weight
-    report.add("note", "KL average", f"{WHAT['KL average']}: {named}")
-
-
-def fit_name(fit):
-    return named_average((fit[0], 1.0))
+    elif found != average[0]:
+        report.add("note", "KL average", f"{WHAT['KL average']}: {found}")
+    elif not close(factor, average[1], 1e-3):
+        shown = f"{factor / average[1]:.4g}"
+        report.add(*("note", "KL scaled", f"{WHAT['KL scaled']}: {shown} of it")
+                   if box.has("beta") else ("is", "weight of the KL", shown))
 
 
 # --- odd batches ----------------------------------------------------------------------------------
@@ -784,36 +669,29 @@ def fit_name(fit):
 
 def check_odd(box, report):
     """A = 0, an empty row, float32 far away, and whether micro-batches add up."""
+    def is_fine(case, dtype=torch.float64):
+        value, gradient = box(case, dtype)
+        return math.isfinite(value) and bool(gradient.isfinite().all())
+
     case = random_case()
-    nothing = replace(case, advantages=torch.zeros_like(case.advantages))
-    value, gradient = box(nothing)
-    if not math.isfinite(value) or not gradient.isfinite().all():
+    if not is_fine(replace(case, advantages=torch.zeros_like(case.advantages))):
         report.add("BUG", "NaN")
-    if box.has("mask"):
-        mask = case.mask.clone()
-        mask[1] = 0
-        value, gradient = box(replace(case, mask=mask))
-        if not math.isfinite(value) or not gradient.isfinite().all():
-            report.add("note", "empty row")
-    for name in ("old_logps", "ref_logps"):
-        far = getattr(case, name).clone()
-        far[0, 1] += -100 if name == "old_logps" else 100
-        try:
-            value, gradient = box(replace(case, beta=0.1, **{name: far}), torch.float32)
-        except Exception:       # a loss may insist on its dtype
-            continue
-        if box.has(name) and not (math.isfinite(value) and gradient.isfinite().all()):
+    mask, far = case.mask.clone(), case.ref_logps.clone()
+    mask[1], far[0, 1] = 0, far[0, 1] + 100
+    if box.has("mask") and not is_fine(replace(case, mask=mask)):
+        report.add("note", "empty row")
+    try:
+        if box.has("ref_logps") and not is_fine(replace(case, ref_logps=far, beta=0.1),
+                                                torch.float32):
             report.add("note", "overflow")
-            break
+    except Exception:           # a loss may insist on its dtype
+        pass
     if box.has("num_tokens") or box.has("num_sequences"):
         totals = case.mask.sum(), len(case.mask)
-        parts = [Case(*(x[rows] for x in (case.logps, case.old_logps, case.ref_logps,
-                                          case.advantages, case.mask)))
-                 for rows in (slice(0, 1), slice(1, 4))]
-        whole, sums = box(case)[0], sum(box(part, totals=totals)[0] for part in parts)
-        kind = "ok" if close(whole, sums, 1e-9) else "note"
-        text = "add up" if kind == "ok" else "do not add up with totals of the whole"
-        report.lines.append((kind, "micro-batches", text))
+        parts = [case.rows(rows) for rows in (slice(0, 1), slice(1, 4))]
+        adds = close(box(case)[0], sum(box(part, totals=totals)[0] for part in parts), 1e-9)
+        report.add("ok" if adds else "is", "micro-batches",
+                   f"{'add' if adds else 'do not add'} up, with totals of the whole")
 
 
 # --- the other functions --------------------------------------------------------------------------
@@ -917,24 +795,13 @@ def check_mask(function, report):
 
 
 def check_kl_function(function, report):
-    """A function of logps and ref_logps, or of their difference, by values and gradients."""
+    """A function of logps and ref_logps, by its values and gradients at XS."""
     logps = torch.zeros(len(XS), dtype=torch.float64, requires_grad=True)
     value = function(logps, torch.tensor(XS, dtype=torch.float64))
     slopes = torch.zeros_like(logps)
     if value.requires_grad:
         slopes, = torch.autograd.grad(value.sum(), logps)
-    found = named_kl(value.tolist(), slopes.tolist())
-    if found is None and not slopes.any():
-        report.add("BUG", "KL without gradient")
-    elif found is None:
-        report.add("?", "KL function", "its values and gradients are those of no known estimator")
-    elif found[1] < 0:
-        report.add("BUG", "KL sign")
-    elif found[2]:
-        report.add("BUG", "KL reversed")
-    else:
-        report.add("is", "KL function", found[0] if close(found[1], 1) else
-                   f"{found[1]:.4g} times {found[0]}")
+    report.add(*verdict(value.tolist(), slopes.tolist()))
 
 
 class Bigrams(torch.nn.Module):
@@ -985,12 +852,11 @@ def check(loss=None, *, advantages=None, mask=None, kl=None, logps=None, allow=(
 
 def check_loss(loss, report):
     box = Box(loss)
-    if not check_gradient(box, report):
-        return
+    average, goes_on = (None, 1.0), check_gradient(box, report)
     check_rows(box, report)
     check_padding(box, report)
-    average = check_average(box, report)
-    if "sign" not in report.bugs:
+    if goes_on:
+        average = check_average(box, report)
         level = check_ratio(box, report)
         if level:
             check_bound(box, report, level)
