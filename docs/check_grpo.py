@@ -315,8 +315,9 @@ def check_rows(box, report):
                                    atol=1e-9) for x in changed)
         report.add(*("note", "normalised again") if again else ("BUG", "another row's advantage"))
     # All orders, or those that keep two neighbours together: a prompt's group may be weighted.
-    any_order, by_group = (all(same(box.policy(case.rows(order)), before[order]) for order in orders)
-                           for orders in ([[1, 2, 0, 3]], [[2, 3, 0, 1], [1, 0, 3, 2]]))
+    any_order, by_group = (
+        all(same(box.policy(case.rows(order)), before[order]) for order in orders)
+        for orders in ([[1, 2, 0, 3]], [[2, 3, 0, 1], [1, 0, 3, 2]]))
     if any_order and not others:
         report.add("ok", "rows", "each completion is taught by its own advantage")
     elif not any_order:
@@ -736,7 +737,8 @@ def check_advantages(function, report):
 
     def call(rewards):
         first, *others = inspect.signature(function).parameters
-        sizes = {name: G for name in others if re.search("^[gnk]$|group_?size|generation|num_", name)}
+        sizes = {name: G for name in others
+                 if re.search("^[gnk]$|group_?size|generation|num_", name.lower())}
         for shaped in (rewards.flatten(), rewards):
             try:
                 found = function(shaped, **sizes)
@@ -764,7 +766,7 @@ def check_advantages(function, report):
     if not equal.isfinite().all() or equal.abs().max() > 1e-3:
         report.add("BUG", "equal rewards")
     elif equal.any():
-        report.add("note", "equal rewards", f"they give up to {equal.abs().max():.1g}, not exactly 0")
+        report.add("note", "equal rewards", f"they give up to {equal.abs().max():.1g}, not 0")
     rewards[0, 1] = math.nan
     if call(rewards)[0].isfinite().all():
         report.add("is", "unjudged", "a NaN reward is left out")
