@@ -317,7 +317,7 @@ def check_rows(box, report):
     # All orders, or those that keep two neighbours together: a prompt's group may be weighted.
     any_order, by_group = (
         all(same(box.policy(case.rows(order)), before[order]) for order in orders)
-        for orders in ([[1, 2, 0, 3], [2, 0, 3, 1]], [[2, 3, 0, 1], [1, 0, 3, 2]]))
+        for orders in ([[1, 2, 0, 3], [2, 0, 3, 1]], [[2, 3, 0, 1], [1, 0, 2, 3]]))
     if any_order and not others:
         report.add("ok", "rows", "each completion is taught by its own advantage")
     elif not any_order:
