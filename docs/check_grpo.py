@@ -35,6 +35,7 @@ WHAT = {        # of each BUG and note: what it means
     "sign": "good completions become less likely, and bad ones more",
     "good side dead": "completions with A > 0 teach nothing",
     "bad side dead": "completions with A < 0 teach nothing",
+    "completions left out": "some completions have no gradient, though their advantage is not 0",
     "another row's advantage": "a completion is taught by the advantage of another one",
     "normalised again": "advantages are normalised again in the loss, over this batch",
     "padding trained": "tokens behind the EOS get a gradient",
@@ -62,6 +63,8 @@ WHAT = {        # of each BUG and note: what it means
     "NaN": "an ordinary batch gives no finite loss",
     "empty row": "a completion without a token gives no finite gradient",
     "overflow": "in float32 a log-ratio of 100 gives no finite loss",
+    "weights of other rows": "the ratio of one completion changes the gradients of others",
+    "another term": "something pulls without an advantage or a reference: an entropy bonus?",
     "no ratio": "pi_old is taken, and changes nothing: the policy gradient of one update",
     "groups misordered": "the completions of a prompt are taken to stand G apart",
     "not of these groups": "rewards of another prompt change the advantages",
@@ -145,15 +148,18 @@ def random_case(lengths=(6, 3, 4, 2), R=None, **changes):
 
 
 LOGP = "(log_?p|logit|lp$|log_?prob)"
+REF = "(ref|base|init|sft|anchor|teacher|frozen|prior)"
+OLD = "(old|behav|sampl|rollout|gen|infer|prev|vllm|fixed|prox|stale|mu$|mu_)"
 ROLES = {       # a parameter's name, or its beginning, and what it is; the first that fits
-    "mask": "mask", "advantages": "adv|^A$",
-    "ref_logps": f"ref.*({LOGP}|prob)|{LOGP}.*ref",
-    "old_logps": f"(old|behav|sampl|rollout|gener|infer|prev).*{LOGP}|{LOGP}.*(old|behav|prev)",
+    "mask": "mask", "advantages": "adv|^A$", "one": "^temperature$",
+    "group": "^G$|num_?gen|group_?size|per_prompt|^n_?samples",
+    "ref_logps": f"{REF}.*({LOGP}|prob)|{LOGP}.*{REF}",
+    "old_logps": f"{OLD}.*{LOGP}|{LOGP}.*{OLD}",
     "beta": "^beta$|^kl_?beta|beta_kl|kl.*(coef|weight|lambda|ctrl|scale)",
     "num_tokens": "^(num|total|global|batch_num).*(item|tok)",
-    "num_sequences": "^(num|total|global).*(seq|sample|completion|example)", "one": "^temperature$",
-    "max_length": "max.*len|^L$", "epsilon": "eps|clip", "logps": LOGP}
-GIVEN = {"epsilon": 0.2, "max_length": 50, "one": 1.0}      # where a function has no default
+    "num_sequences": "^(num|total|global).*(seq|sample|completion|example)",
+    "max_length": "max.*len|^L$", "epsilon": "(^|_)eps|epsilon|clip", "logps": LOGP}
+GIVEN = {"epsilon": 0.2, "max_length": 50, "one": 1.0, "group": 2}      # without a default
 
 
 def role_of(name):
@@ -168,7 +174,11 @@ class Box:
     def __init__(self, function):
         self.function, self.roles, self.constants, lacking = function, {}, {}, []
         target = function.forward if isinstance(function, torch.nn.Module) else function
-        for name, parameter in inspect.signature(target).parameters.items():
+        try:
+            parameters = inspect.signature(target).parameters
+        except ValueError as error:             # of compiled code
+            raise CannotJudge(f"its parameters have no names: {error}") from None
+        for name, parameter in parameters.items():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
             role, required = role_of(name), parameter.default is parameter.empty
@@ -178,7 +188,7 @@ class Box:
                         "low|high|min|max(?!.*len)|delta|_c$|dual", name.lower()):
                     self.constants[name] = GIVEN[role]
             elif role and not isinstance(parameter.default, (bool, str)) and (
-                    required or role not in self.roles.values()):
+                    role not in self.roles.values() or required and role == "old_logps"):
                 self.roles[name] = role
             elif required:
                 lacking.append(name)
@@ -226,7 +236,8 @@ class Box:
         values = {
             "logps": logps, "old_logps": case.old_logps.to(dtype).clone(), "num_tokens": tokens,
             "ref_logps": case.ref_logps.to(dtype).clone(), "advantages": advantages.clone(),
-            "mask": case.mask.to(dtype if kind == torch.float64 else kind), "beta": case.beta,
+            "mask": case.mask.clone().to(dtype if kind == torch.float64 else kind),
+            "beta": case.beta,
             "num_sequences": sequences}
         losses = losses_in(self.function(**self.constants, **{
             name: values[role] for name, role in self.roles.items()}))
@@ -287,10 +298,14 @@ def check_gradient(box, report):
         own = dependency(box, case).diagonal().abs().max() > 1e-9
         report.add("BUG", "sign" if own else "another row's advantage")
         return True
-    for side, name in ((1, "good side dead"), (-1, "bad side dead")):
-        if not pushes[side * case.advantages > 0].any():
-            report.add("BUG", name)
-    report.add("ok", "gradient", "good completions become more likely, bad ones less")
+    dead = [name for side, name in ((1, "good side dead"), (-1, "bad side dead"))
+            if not pushes[side * case.advantages > 0].any()]
+    if not dead and not pushes.all():
+        dead = ["completions left out"]
+    for name in dead:
+        report.add("BUG", name)
+    if not dead:
+        report.add("ok", "gradient", "good completions become more likely, bad ones less")
     return True
 
 
@@ -432,10 +447,10 @@ def gradients(box, ds, whole_row=False, base=None):
     logps = case.logps[:1].repeat(len(case.logps), 1)
     logps[:, 1] = logps[:, 1] if base is None else base
     old_logps = logps.clone()
-    old_logps[:, slice(None) if whole_row else slice(1, 2)] -= ds.repeat(2)[:, None]
-    advantages = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat_interleave(len(ds))
+    old_logps[:, slice(None) if whole_row else slice(1, 2)] -= ds.repeat_interleave(2)[:, None]
+    advantages = torch.tensor([1.0, -1.0] * len(ds), dtype=torch.float64)
     found = box.policy(replace(case, logps=logps, old_logps=old_logps, ref_logps=logps,
-                               advantages=advantages)).view(2, -1, 3)
+                               advantages=advantages)).reshape(-1, 2, 3).transpose(0, 1)
     start = found[:, :1]
     return torch.where(start != 0, found / start, 1.0)[:, 1:]
 
@@ -454,7 +469,7 @@ def check_ratio(box, report):
         # How much of d the gradients grow by, at the token that moved and at another of its row:
         # close to 1, where no bound is so narrow, or else (a weight of at most 1, say) further off.
         for ds in ([1e-5, -1e-5], [0.1, -0.1]):
-            growth = ((gradients(box, ds) - 1) / torch.tensor(ds)[:, None]).view(-1, 3)
+            growth = ((gradients(box, ds) - 1) / torch.tensor(ds)[:, None]).reshape(-1, 3)
             own, other = growth[growth.abs().amax(1).argmax()][1:].tolist()
             if max(abs(own), abs(other)) > 1e-3:
                 break
@@ -467,6 +482,10 @@ def check_ratio(box, report):
                 other - 1 / 3) < 1e-2:
             name, level = "of a completion: the geometric mean (GSPO)", "mean"
         report.add("is", "ratio", name)
+        old_logps = case.old_logps.clone()
+        old_logps[0] -= 0.1
+        if not same(box.policy(replace(case, old_logps=old_logps))[1:], box.policy(case)[1:]):
+            report.add("note", "weights of other rows")
         return level
     return None
 
@@ -497,8 +516,9 @@ class Curve:
             alive, dead = CURVE[place - way], CURVE[place]
             for _ in range(5):
                 ds = [alive + (dead - alive) * i / 50 for i in range(51)]
-                first = [abs(x) > 1e-9 for x in self.at(ds)[side]].index(False)
-                alive, dead = ds[first - 1], ds[first]
+                lives = [abs(x) > 1e-9 for x in self.at(ds)[side]]
+                first = max(1, [*lives, False].index(False))
+                alive, dead = ds[first - 1], ds[min(first, 50)]
             found.append((alive + dead) / 2)
         return found
 
@@ -542,6 +562,9 @@ def clip(curve):
     if curve.level == "mean" and good_high and good_high > 0.1 and not gradients(
             curve.box, [1.5 * good_high])[0, 0, 1]:     # one token alone, its mean well inside
         return f"of each token's log-ratio, {-(bad_low or 0):.4g} and {good_high:.4g} (GMPO)"
+    if ends == (True,) * 4 and bad_low - good_low > 1e-3 and bad_high - good_high > 1e-3:
+        return (f"PPO's clip, epsilons {1 - low:.4g} and {high - 1:.4g}, and outer ends at "
+                f"{math.exp(good_low):.4g} and {math.exp(bad_high):.4g}")
     if ends[:2] == ends[2:]:
         return f"a mask outside of {math.exp(good_low or -99):.4g} to {high:.4g}" if is_mask(
             curve.box, good_high or good_low) else "no min"
@@ -567,9 +590,12 @@ def is_mask(box, end):
 
 def weight(good, bad):
     """The name of a bound that never ends the gradient."""
-    cap = good[-1]
+    cap, floor = good[-1], good[0]
     if 1 <= cap < 50 and near(good + bad, [min(math.exp(d), cap) for d in CURVE] * 2):
         return f"the ratio as a weight of at most {cap:.4g} (CISPO)"
+    if floor <= 1 <= cap and near(good + bad, [max(floor, min(math.exp(d), cap))
+                                               for d in CURVE] * 2):
+        return f"the ratio as a weight from {floor:.4g} to {cap:.4g} (CISPO)"
     if all(a >= b for a, b in itertools.pairwise(good)) and good[0] > 1 > good[-1]:
         return "ratio upside down"
     taus = soft(good), soft(bad)
@@ -634,6 +660,8 @@ def check_kl(box, report, average):
     """Which KL, by its value and its gradient; its sign, weight and average."""
     if not box.has("ref_logps"):
         report.add("is", "KL", "none in this function")
+        if box.without(random_case())[1].any():
+            report.add("note", "another term")
         return
     case = random_case(beta=1.0)
 
@@ -859,13 +887,19 @@ def check(loss=None, *, advantages=None, mask=None, kl=None, logps=None, allow=(
         if function is not None:
             try:
                 judge(function, report)
-            except CannotJudge as error:
-                report.add("?", getattr(function, "__name__", "function"), str(error))
+            except Exception as error:          # most often of code that we do not know
+                text = str(error)
+                if not isinstance(error, CannotJudge):
+                    text = f"it failed, with {type(error).__name__}: {error}"
+                report.add("?", getattr(function, "__name__", type(function).__name__), text)
     return report
 
 
 def check_loss(loss, report):
     box = Box(loss)
+    kinds = {torch.float64: "floats", torch.bool: "bools", torch.int64: "integers"}
+    mask = f", a mask of {kinds[box.style[1]]}" if box.has("mask") else ""
+    report.add("is", "called with", f"advantages {box.style[0]}{mask}")
     average, value = (None, 1.0), box.without(random_case())
     if not (math.isfinite(value[0]) and value[1].isfinite().all()):
         report.add("BUG", "NaN")
