@@ -1054,9 +1054,9 @@ def check_eos(ids, mask, eos, report):
 
 def check_sampler(change, x, dx, dy, report):
     """Why do the sampler's log-probs x change in the trainer, if by more than float32's 2e-5?
-    Where completions part dx = dy / temperature, for a top-k too, with a scatter of 0.05 in
-    bfloat16, 0.2 with other weights: 0.1. A top-k lowers 96% in number and sum, others 83%: 90%.
-    Else the std of unsure tokens: 0.04 in bfloat16, 0.4 with other weights: 0.12."""
+    Where completions part, dx = dy / temperature, with a top-k too. The scatter of dx is 0.05 of it
+    in bfloat16, 0.08 in float8, 0.23 with other weights: 0.13. A top-k lowers 96%, by number and by
+    sum, others 83%: 90%. Else the std of unsure tokens: float8 0.08, other weights 0.39: 0.18."""
     moved, unsure, slope, scatter = change[change.abs() > 1e-4], change[x < -0.02], 1.0, 0.0
     spread = unsure.std().item() if len(unsure) > 1 else 0.0
     if len(dx):
@@ -1064,13 +1064,13 @@ def check_sampler(change, x, dx, dy, report):
         scatter = (1 - slope * (dx * dy).sum() / dx.square().sum()).clamp(min=0).sqrt().item()
     if not len(moved):
         report.add("ok", "sampler", "its log-probs are the trainer's")
-    elif not scatter <= 0.1:
+    elif not scatter <= 0.13:
         report.add("BUG", "stale weights")
     elif abs(slope - 1) * len(dx)**0.5 > 0.25:          # 5 errors, at a scatter of 0.05
         report.add("BUG", "another temperature", f"the sampler's is {1 / slope:.2f} times as high")
     elif min((moved < 0).double().mean(), -moved.sum() / moved.abs().sum()) > 0.9:
         report.add("BUG", "top-k or top-p")
-    elif spread < 0.12:
+    elif spread < 0.18:
         report.add("is", "sampler", f"rounds otherwise: log-probs differ by {spread:.1g}")
     else:
         report.add(*("BUG", "stale weights") if len(dx) else ("?", "sampler", "no group shows why"))
