@@ -1,0 +1,77 @@
+"""docs/check_grpo.py on rollouts: right ones have no bug, broken ones the right one."""
+from functools import cache
+
+import pytest
+import torch
+
+import train_grpo
+from conftest import ROOT
+from docs.check_grpo import check_batch, main
+from model.fast import pair
+from train_grpo import World, eos_token_ids, group_advantages, load_pretrained
+
+next_token = pair.next_token
+
+
+def fewer(logits, k, p):
+    """The logits of a top-k and top-p."""
+    probs = logits.softmax(-1).topk(k).values
+    least = probs.where(probs.cumsum(-1) - probs < p, 1.0).amin(-1, keepdim=True)
+    return logits.where(logits.softmax(-1) >= least, -1e9)
+
+
+@cache
+def loaded(*flags):
+    args = train_grpo.parse_args([*flags, "--device=cpu", "--beta=0", "--max_gen_len=48"])
+    t = train_grpo.prepare(args, World("cpu", "float32", 3))
+    collate, problems, _ = train_grpo.read_prompts(args, t.tokenizer)
+    return t, collate(problems[:8])
+
+
+def rollout(monkeypatch, flags=(), k=0, p=1.0, temperature=1.0, dtype="float32", trainer=None):
+    """What check_batch takes of 64 completions of eight prompts; and the Rollout."""
+    (t, asked), world = loaded(*flags), World("cpu", dtype, 3)
+    monkeypatch.setattr(pair, "next_token", lambda logits, _, *rest: next_token(
+        fewer(logits, k, p) if k else logits, temperature, *rest))
+    found = train_grpo.generate(t.policy, asked, t.tokenizer, world.rng(1), world, t.args,
+                                tool=t.tool)
+    policy = load_pretrained(trainer) if trainer else t.policy
+    rewards = train_grpo.compute_rewards(found, t.reward_funcs, t.args.reward_weights)[0]
+    return {"completion_ids": found.completion_ids, "mask": found.mask, "rewards": rewards,
+            "sampler_logps": found.sampling_logps, "num_generations": 8,
+            "trainer_logps": train_grpo.compute_logps(policy, found, t.world, t.args),
+            "advantages": group_advantages(rewards, 8),
+            "eos_token_ids": eos_token_ids(t.policy, t.tokenizer)}, found
+
+
+@pytest.mark.parametrize("bugs, options", [
+    (["another temperature"], {"temperature": 1.3}), (["another temperature"], {"temperature": .7}),
+    (["top-k or top-p"], {"k": 20}), (["top-k or top-p"], {"k": 99, "p": 0.9}),
+    (["stale weights"], {"trainer": ROOT / "model/weights/full_sft_128"}),
+    ([], {"dtype": "bfloat16"}), ([], {"flags": ("@dataset/guess.txt",)})])
+def test_it_says_how_the_sampler_differs(bugs, options, monkeypatch):
+    batch, found = rollout(monkeypatch, **options)
+    report = check_batch(batch)
+    assert report.bugs == bugs and ("sampler" in report.facts) == ("dtype" in options), report
+    if found.turns:
+        assert check_batch(batch | {"mask": found.attention}).bugs == ["tool's words trained"]
+
+
+def test_it_judges_masks_and_advantages(monkeypatch, tmp_path):
+    batch, _ = rollout(monkeypatch)
+    mask, r, a = batch["mask"], batch["rewards"], batch["advantages"]
+    last, step = mask.cumsum(1) == mask.sum(1, keepdim=True), torch.arange(mask.shape[1])
+    crossed = group_advantages(r.view(8, 8).T.flatten(), 8).view(8, 8).T.flatten()
+    right = [group_advantages(r, 8, scale_rewards="none", advantage_estimator=name)
+             for name in ("grpo", "rloo", "grpo_passk")] + [r - 1, a[:, None] * mask, step * mask]
+    for name, bugs, *values in (
+            ("mask", ["EOS not trained"], mask * ~last), ("mask", ["padding trained"], mask | 1),
+            ("advantages", ["groups misordered"], crossed), ("advantages", [], a, *right),
+            ("advantages", ["advantages not of these rewards"], a.flip(0), a.roll(8), -a),
+            *((name, [], None) for name in batch)):
+        for value in values:
+            assert check_batch(batch | {name: value}).bugs == bugs, (name, bugs, value)
+    torch.save(batch, tmp_path / "batch.pt")
+    monkeypatch.setattr("sys.argv", ["check_grpo.py", str(tmp_path / "batch.pt")])
+    with pytest.raises(SystemExit, match="0"):
+        main()
