@@ -1058,7 +1058,8 @@ def main():
     parser.add_argument("--allow", nargs="+", default=[], metavar="NAME", help="of a BUG")
     args = parser.parse_args()
     if args.loss and args.loss.endswith(".pt"):
-        report = check_batch(torch.load(args.loss, weights_only=True), allow=args.allow)
+        report = check_batch(torch.load(args.loss, map_location="cpu",
+                                        weights_only=True), allow=args.allow)
     else:
         functions = {name: imported(getattr(args, name))
                      for name in ("loss", "advantages", "mask", "kl", "logps")
