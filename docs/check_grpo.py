@@ -184,7 +184,7 @@ class Box:
             role, required = role_of(name), parameter.default is parameter.empty
             if role in GIVEN:
                 # A clip range of None is asked for later; a lower or upper one falls back on it.
-                if required or parameter.default is None and not re.search(
+                if required or role == "group" or parameter.default is None and not re.search(
                         "low|high|min|max(?!.*len)|delta|_c$|dual", name.lower()):
                     self.constants[name] = GIVEN[role]
             elif role and not isinstance(parameter.default, (bool, str)) and (
@@ -193,6 +193,7 @@ class Box:
             elif required:
                 lacking.append(name)
         self.has = set(self.roles.values()).__contains__
+        self.of_padding = False
         if lacking or not (self.has("logps") and self.has("advantages")):
             what = f"{', '.join(lacking)} among its parameters" if lacking else (
                 "its parameters, without log-probs or advantages,")
@@ -201,7 +202,10 @@ class Box:
     def loss(logps, old_logps, advantages, mask, ref_logps, beta):
         return my_loss(...)         # a scalar, from (N, R), (N, R), (N,), (N, R), (N, R), 0.1
 """)
-        self.style = self.find_style()
+        self.style, case = self.find_style(), random_case()
+        # A padding mask may be 1 at padding, as torch's are: then the gradient lies behind the EOS.
+        self.of_padding = any(role == "mask" and "pad" in name for name, role in (
+            self.roles.items())) and not self.policy(case)[case.mask == 1].any()
 
     def find_style(self):
         """The shape of advantages, and the type of masks, that the function takes.
@@ -232,11 +236,12 @@ class Box:
         advantages = case.advantages.to(dtype)
         if shape != "(N,)":
             advantages = advantages[:, None].expand(-1, 1 if shape == "(N, 1)" else logps.shape[1])
+        mask = 1 - case.mask if self.of_padding else case.mask
         tokens, sequences = totals or (case.mask.sum(), len(case.mask))
         values = {
             "logps": logps, "old_logps": case.old_logps.to(dtype).clone(), "num_tokens": tokens,
             "ref_logps": case.ref_logps.to(dtype).clone(), "advantages": advantages.clone(),
-            "mask": case.mask.clone().to(dtype if kind == torch.float64 else kind),
+            "mask": mask.clone().to(dtype if kind == torch.float64 else kind),
             "beta": case.beta,
             "num_sequences": sequences}
         losses = losses_in(self.function(**self.constants, **{
@@ -899,6 +904,7 @@ def check_loss(loss, report):
     box = Box(loss)
     kinds = {torch.float64: "floats", torch.bool: "bools", torch.int64: "integers"}
     mask = f", a mask of {kinds[box.style[1]]}" if box.has("mask") else ""
+    mask += ", 1 at padding" if box.of_padding else ""
     report.add("is", "called with", f"advantages {box.style[0]}{mask}")
     average, value = (None, 1.0), box.without(random_case())
     if not (math.isfinite(value[0]) and value[1].isfinite().all()):
