@@ -10,6 +10,7 @@ from itertools import islice
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from conftest import ROOT, jsonl, turns, write
 from dataset import PromptCollator, PromptDataset, arithmetic
@@ -94,6 +95,16 @@ def rows_by_step(steps, num_rows=22, prompts_per_rank=4, world_size=2, seed=0):
     """[step][rank] -> rows"""
     return [[rows_of_step(step, num_rows, prompts_per_rank, rank=rank, world_size=world_size,
                           seed=seed) for rank in range(world_size)] for step in steps]
+
+
+def test_a_prompt_has_the_templates_tokens_alone_where_the_tokenizer_would_add_some(tokenizer):
+    items = [{"messages": turns("2+3?")}]
+    expected = PromptCollator(tokenizer, 99).encode(items)[1]
+    other = copy.deepcopy(tokenizer)            # as Llama's, which begins each text with a BOS
+    other.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_end|> $A", special_tokens=[("<|im_end|>", tokenizer.eos_token_id)])
+    assert other("2")["input_ids"][0] == tokenizer.eos_token_id
+    assert PromptCollator(other, 99).encode(items)[1] == expected
 
 
 def test_an_epoch_over_two_ranks_reads_every_row_once_in_an_order_of_its_own():
