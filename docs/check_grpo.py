@@ -1063,14 +1063,18 @@ def main():
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--allow", nargs="+", default=[], metavar="NAME", help="of a BUG")
     args = parser.parse_args()
-    if args.loss and args.loss.endswith(".pt"):
-        report = check_batch(torch.load(args.loss, map_location="cpu",
-                                        weights_only=True), allow=args.allow)
-    else:
-        functions = {name: imported(getattr(args, name))
-                     for name in ("loss", "advantages", "mask", "kl", "logps")
-                     if getattr(args, name)}
-        report = check(**functions, allow=args.allow)
+    names = {name: value for name, value in vars(args).items() if value and ":" in str(value)}
+    try:
+        if args.loss and args.loss.endswith(".pt"):
+            report = check_batch(torch.load(args.loss, map_location="cpu", weights_only=True),
+                                 allow=args.allow)
+        elif names:
+            report = check(**{name: imported(value) for name, value in names.items()},
+                           allow=args.allow)
+        else:
+            parser.error("give module:function, of a module in this folder, or a .pt")
+    except Exception as error:          # exit code 2: nothing was judged
+        parser.error(f"{type(error).__name__}: {error}")
     if args.json:
         print(json.dumps([{"kind": kind, "name": name, "text": text}
                           for kind, name, text in report.lines], indent=2))
