@@ -30,7 +30,8 @@ completions; P prompt tokens, R completion tokens, T = P + R; V vocabulary; n ro
     python train_grpo.py --sampler plain            exactly these lines, and model/sampler.py's
     torchrun --nproc_per_node=2 train_grpo.py       on two processes
 
-By default `sample` and `token_logps` hand over to model/fast/pair.py, with the same numbers.
+By default `sample` and `token_logps` hand over to model/fast/pair.py: the same up to rounding.
+
 Where we differ from the papers and from other code, on purpose:
   - log-probabilities (float32, from the head on) are those of the distribution that was sampled:
     the same temperature, no top-k or top-p. The trainer computes pi_old: so ratios start at 1.
@@ -162,7 +163,7 @@ LOSS_TYPES = {      # the flags of each: docs/losses.md
     "sapo":    ("sapo",  "completion", {"tau_good": 1.0, "tau_bad": 1.05}),
     "gmpo":    ("gmpo",  "completion", {}),
     "luspo":   ("ppo",   "sum",        {}),     # for GSPO's ratio, arXiv 2602.05261
-}                   # and r1, a whole loss: see one_action_loss, behind main
+}                   # and r1, a whole loss: see one_action_loss, below main
 
 
 # KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. The value is
@@ -364,9 +365,9 @@ def update_policy(policy, optimizer, updates, before_loss, loss_options, world, 
 
 
 def optimizer_step(policy, optimizer, minibatch, before_loss, loss_options, world, args):
-    """Step 4: one gradient step, its norm bounded. Returns metrics by their kind, run/metrics.py:
+    """Step 4: one gradient step, its norm bounded. Returns metrics by their kind.
 
-    of a Share the parts of micro-batches add up, of a Mean sums and counts do.
+    Micro-batches join by it: the parts of a Share add up, as do the sums and counts of a Mean.
     """
     metrics = [no_clips(args.delta)]        # zeros, for a rank that reads no micro-batch
     for part in minibatch.micro_batches:
@@ -391,7 +392,7 @@ def optimizer_step(policy, optimizer, minibatch, before_loss, loss_options, worl
         metrics.append(shares({"loss": loss.detach()} | of_loss) | drift(part, logps, entropy))
     world.sum_gradients(policy)
     grad_norm = world.clip_gradients(policy, args.grad_clip)
-    # The same on every rank: all step, or none. Without a gradient momentum alone would move it.
+    # The same on all ranks: all step, or none. At a gradient of 0 momentum would move the policy.
     if grad_norm.isfinite() and grad_norm > 0:
         optimizer.step()
     optimizer.zero_grad()           # frees the gradients: the sampler will need the room

@@ -38,13 +38,13 @@ WHAT = {        # of each BUG and note: what it means
     "completions left out": "some completions have no gradient, though their advantage is not 0",
     "another row's advantage": "a completion is taught by the advantage of another one",
     "normalised again": "advantages are normalised again in the loss, over this batch",
-    "padding trained": "tokens behind the EOS get a gradient",
-    "padding trained under the KL": "the KL pulls at tokens behind the EOS",
-    "padding read": "what stands behind the EOS changes the loss",
+    "padding trained": "tokens after the EOS get a gradient",
+    "padding trained under the KL": "the KL pulls at tokens after the EOS",
+    "padding read": "what stands after the EOS changes the loss",
     "EOS left out": "the last token of a completion has no gradient: stopping is not learned",
     "mask shifted": "the first token of a completion has no gradient",
     "rows mixed": "the order of the rows changes their gradients",
-    "ratio upside down": "it is pi_old / pi: the gradient fades where pi has not moved",
+    "ratio upside down": "it is pi_old / pi in place of pi / pi_old",
     "ratio to the reference": "it is pi / pi_ref in place of pi / pi_old: another objective",
     "no min": "the clip ends the gradient on both sides: what has gone wrong is not pulled back",
     "max for min": "the clip ends the gradient on the wrong side, and lets the right side run",
@@ -159,7 +159,7 @@ ROLES = {       # a parameter's name, or its beginning, and what it is; the firs
     "num_tokens": "^(num|total|global|batch_num).*(item|tok)",
     "num_sequences": "^(num|total|global).*(seq|sample|completion|example)",
     "max_length": "max.*len|^L$", "epsilon": "(^|_)eps|epsilon|clip", "logps": LOGP}
-GIVEN = {"epsilon": 0.2, "max_length": 50, "one": 1.0, "group": 2}      # without a default
+GIVEN = {"epsilon": 0.2, "max_length": 50, "one": 1.0, "group": 2}      # our batches are even
 
 
 def role_of(name):
@@ -203,7 +203,7 @@ class Box:
         return my_loss(...)         # a scalar, from (N, R), (N, R), (N,), (N, R), (N, R), 0.1
 """)
         self.style, case = self.find_style(), random_case()
-        # A padding mask may be 1 at padding, as torch's are: then the gradient lies behind the EOS.
+        # A padding mask may be 1 at padding, as torch's are: then the gradient is after the EOS.
         self.of_padding = any(role == "mask" and "pad" in name for name, role in (
             self.roles.items())) and not self.policy(case)[case.mask == 1].any()
 
@@ -967,7 +967,7 @@ def without_tool(x, y, mask, report):
 
 
 def check_eos(ids, mask, eos, report):
-    """Is the EOS behind the last trained token trained, and no token straight behind it? Exact."""
+    """Is the EOS after the last trained token trained, and no token right after it? Exact."""
     is_eos, none = torch.isin(ids, eos), torch.zeros_like(mask[:, :1])
     before, after = torch.cat((none, mask[:, :-1]), 1), torch.cat((mask[:, 1:], none), 1)
     last = mask.cumsum(1) == mask.sum(1, keepdim=True)      # a tool's words may hold an EOS, before
@@ -977,7 +977,7 @@ def check_eos(ids, mask, eos, report):
         report.add("BUG", "one EOS only" if len(right) and not torch.isin(wrong, right).any() else
                    "EOS not trained" if left_out.any() else "padding trained")
     else:
-        report.add(*("ok", "EOS", "trained, and nothing behind it") if (is_eos & mask).any() else
+        report.add(*("ok", "EOS", "trained, and nothing after it") if (is_eos & mask).any() else
                    ("?", "EOS", "no trained token is one"))
     return mask & (too_far.cumsum(1) - too_far.int() == 0)
 
@@ -1050,7 +1050,9 @@ def same_order(r, a):
 
 
 def imported(name):
-    module, _, function = name.partition(":")
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise ValueError(f"{name} is no module:function")
     sys.path.insert(0, os.getcwd())
     return getattr(importlib.import_module(module), function)
 
@@ -1063,7 +1065,8 @@ def main():
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--allow", nargs="+", default=[], metavar="NAME", help="of a BUG")
     args = parser.parse_args()
-    names = {name: value for name, value in vars(args).items() if value and ":" in str(value)}
+    names = {name: getattr(args, name) for name in ("loss", "advantages", "mask", "kl", "logps")
+             if getattr(args, name)}
     try:
         if args.loss and args.loss.endswith(".pt"):
             report = check_batch(torch.load(args.loss, map_location="cpu", weights_only=True),
