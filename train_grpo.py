@@ -166,9 +166,9 @@ LOSS_TYPES = {      # the flags of each: docs/losses.md
 }                   # and r1, a whole loss: see one_action_loss, below main
 
 
-# KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. The value is
-# right on average where it is unbiased. Its gradient is another matter: autograd does not see that
-# another pi would sample other tokens. Beyond x = 20, lest e^x overflow, k3 goes on as a straight
+# KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. An unbiased
+# value is the KL's on average. Its gradient is another matter: autograd does not see that another
+# pi would sample other tokens. Beyond x = 20, lest e^x overflow, k3 goes on as a straight
 # line: a clamp would have no gradient where pi has left the reference furthest. k3+ is verl's.
 def k2(x):
     return x.pow(2) / 2
@@ -202,8 +202,8 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
 
     logps, old_logps, mask, ref_logps (N, R); advantages (N,) or (N, R). num_sequences and
     num_tokens are totals of the whole optimizer step, over all micro-batches and ranks (None: this
-    call is the step): the parts' losses and metrics then add up to the step's. Rows that are masked
-    out count as sequences. use_bias_correction_kl: model/objective.py.
+    call is the step): the parts' losses and metrics then add up to its. Rows that are masked
+    out count as sequences. use_bias_correction_kl multiplies the KL by the ratio (DeepSeek-V3.2).
     """
     chosen = objective.choice(LOSS_TYPES, loss_type, "loss_type")
     if callable(chosen):                # a whole loss: r1, or one of your own
@@ -264,8 +264,9 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 
 # --- the functions of a step ----------------------------------------------------------------------
 # model/rollout.py lists the fields of a rollout, and of the micro-batches that are cut from it.
-# world: the processes, one by default. world.working() surrounds what runs a network, so that
-# matrix products have the precision of --dtype. An edge is an option that is off by default.
+# world: the processes, one by default. world.working() surrounds the forward passes of policy and
+# reference: matrix products there have the precision of --dtype. world.phase names what is timed.
+# An edge is an option in a module of its own, which these functions do not know: see EDGES.
 
 
 def generate(policy, batch, tokenizer, rng, world, args, num_generations=None, greedy=False,
@@ -317,24 +318,23 @@ def minibatches(rollout, world, args):
     """Step 4: a Minibatch for each optimizer step of a pass; none if no rank has a reward.
 
     Rows are cut evenly, in order, so a group may fall into two. By default all are read, for their
-    KL; without a KL or an entropy bonus, those whose advantage is not 0. With --shard all are: a
-    rank that makes fewer passes would leave others waiting for its part of the weights.
+    KL; without a KL or an entropy bonus, those whose advantage is not 0. With --shard all are, some
+    of them masked: a rank with fewer passes would leave others waiting for its part of the weights.
     """
     if not world.sum((~rollout.returns.isnan()).sum()):
         return []
     kept = rollout.ended if args.mask_truncated_completions else torch.ones_like(rollout.ended)
-    has_gradient = kept                                                                 # (N,)
+    is_read = kept                                                                      # (N,)
     if "ref_logps" not in rollout.per_token and not args.entropy_coef:
-        has_gradient = kept & rollout.advantages.view(len(kept), -1).any(1)
+        is_read = kept & rollout.advantages.view(len(kept), -1).any(1)
     if args.shard:
-        has_gradient = torch.ones_like(kept)
+        is_read = torch.ones_like(kept)
     updates = []                # chosen: all rows, unless an edge chooses some
     for rows in rollout.chosen.tensor_split(min(args.num_minibatches, len(rollout.chosen))):
         # The loss is divided by the numbers of all rows and all kept tokens, read or not.
         totals = torch.tensor([len(rows), (rollout.lengths * kept)[rows].sum()])
         totals = dict(zip(("num_sequences", "num_tokens"), world.sum(totals).tolist()))
-        parts = rows[has_gradient[rows]].split(args.micro_batch_size)
-        # With --shard those that are not kept are read, too, but masked.
+        parts = rows[is_read[rows]].split(args.micro_batch_size)
         parts = [rollout.select(part, kept) for part in parts if len(part)]
         updates.append(Minibatch(totals, parts))
     return updates
@@ -367,7 +367,8 @@ def update_policy(policy, optimizer, updates, before_loss, loss_options, world, 
 def optimizer_step(policy, optimizer, minibatch, before_loss, loss_options, world, args):
     """Step 4: one gradient step, its norm bounded. Returns metrics by their kind.
 
-    Micro-batches join by it: the parts of a Share add up, as do the sums and counts of a Mean.
+    Micro-batches join by it: the parts of a Share add up, as do sum and count of a Mean. One of
+    your own: metrics.append({"ratio/mean": Mean(ratios.sum(), ratios.numel())}).
     """
     metrics = [no_clips(args.delta)]        # zeros, for a rank that reads no micro-batch
     for part in minibatch.micro_batches:
@@ -387,7 +388,7 @@ def optimizer_step(policy, optimizer, minibatch, before_loss, loss_options, worl
             ref_logps=part.per_token.get("ref_logps"), **minibatch.totals, **loss_options)
         if args.entropy_coef:           # a bonus: the mean entropy of a token
             total = (entropy * part.mask).sum()
-            loss = loss - args.entropy_coef * total / minibatch.totals["num_tokens"]
+            loss = loss - args.entropy_coef * total / max(1, minibatch.totals["num_tokens"])
         loss.backward()
         metrics.append(shares({"loss": loss.detach()} | of_loss) | drift(part, logps, entropy))
     world.sum_gradients(policy)
@@ -400,7 +401,7 @@ def optimizer_step(policy, optimizer, minibatch, before_loss, loss_options, worl
 
 
 def grpo_step(t, batch, step, lr):
-    """A step of GRPO on a batch of prompts, with what `prepare` returns; (rollout, metrics)."""
+    """A step of GRPO on a batch of prompts. t: what `prepare` returns. (rollout, metrics)"""
     args, world = t.args, t.world
     world.phase("rollout")          # 1. ask: G completions of every prompt
     rollout = generate(t.policy, batch, t.tokenizer, world.rng(step), world, args, tool=t.tool)
@@ -600,7 +601,7 @@ def evaluate(t, problems, collate, step):
             first = rollouts[0]
             first.rewards = of_greedy[:, 0]
         judged = ~torch.cat((of_greedy, sampled), 1).isnan().any(1)                     # (B,)
-        judged[len(mine) - start:] = False
+        judged[len(mine) - start:] = False      # the one that isn't counted is the last
         right = (sampled >= 1).float()                                                  # (B, k)
         for name, numbers in {
             "accuracy": right.mean(1), "reward": sampled.mean(1), f"pass@{k}": right.amax(1),

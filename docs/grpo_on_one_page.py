@@ -53,9 +53,9 @@ def completion_mask(completion_ids, eos_token_id):
     return (is_eos.cumsum(1) - is_eos == 0).int()   # no EOS before this token
 
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta):
-    """-(gain - beta KL): its mean over a completion's tokens, then over completions; KL per token.
+    """The loss: a mean over each completion's tokens, then over completions; and KL per token.
 
-    Two updates by hand: two completions of one token, A = 1 and -1, each sampled with p = 0.5. The
+    Two updates by hand: one token each after two prompts, A = 1 and -1, sampled with p = 0.5. The
     ratio is p / 0.5, the weight of each 1/2, so d loss / dp = -A. As weights are shared, update 1
     may raise both to 0.7: ratios 1.4, past 1.2. Then A = 1 has no gradient, A = -1 keeps its own.
 

@@ -88,7 +88,7 @@ BOUNDS = {"cispo": cispo_cap, "dppo": pi_region, "sapo": soft_gate, "gmpo": geom
 
 
 def clip_ratios(where, mask, num_sequences, num_tokens, *, level):
-    """Metrics: the share of tokens at which a bound acts, on each side and on both ("region").
+    """Metrics: the share of tokens at which a bound acts, by sides; "region": low or high.
 
     where: {side: (N, 1 or R)}. If a completion has one ratio, all completions count the same.
     """

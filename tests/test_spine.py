@@ -121,7 +121,7 @@ EXCEPTED = {
     'where["delta"] = (ratio > delta) & (advantages < 0)',
     "loss = torch.where(advantages < 0, torch.min(loss, -delta * advantages), loss)",
     "total = (entropy * part.mask).sum()",
-    'loss = loss - args.entropy_coef * total / minibatch.totals["num_tokens"]',
+    'loss = loss - args.entropy_coef * total / max(1, minibatch.totals["num_tokens"])',
     "return x.pow(2) / 2",                      # k2
     'if level == "sequence":',                  # an importance_sampling_level
     "return (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp()",
@@ -134,8 +134,8 @@ RARE = {            # at most 12
     "batch_std = nanstd(torch.tensor(world.gather(rollout.returns.tolist())))",
     "return chosen(",                           # a whole loss
     "return []",                                # no rank has a reward
-    "has_gradient = kept & rollout.advantages.view(len(kept), -1).any(1)",      # without a KL
-    "has_gradient = torch.ones_like(kept)",     # with --shard
+    "is_read = kept & rollout.advantages.view(len(kept), -1).any(1)",       # without a KL
+    "is_read = torch.ones_like(kept)",          # with --shard
     "change(rollout)",                          # of an edge, before and after the advantages
     "metrics.append(change(part, logps))",      # before the loss
     "change(step)",                             # after the step

@@ -8,10 +8,11 @@
     refuse      UserError for flags that contradict it, if it is on
     install     adds its changes to the lists that the step walks, and what these need to the bundle
 
-A change is a function of data: of the rollout before or after its advantages are computed, of a
-micro-batch before its loss, of a step's number after it. No edge imports the script or another
-edge, no function of the script is replaced, and without this folder's modules the default run is
-the same. train_grpo.EDGES lists them, in the order of their changes.
+A change is a function of data: of the rollout before or after its advantages are computed; of a
+micro-batch and its logps before its loss, and then it returns metrics; of a step's number after it.
+No edge imports the script or another edge, no function of the script is replaced, and without this
+folder's modules the default run is the same. train_grpo.EDGES lists them, in the order of their
+changes.
 """
 from errors import UserError
 
