@@ -57,7 +57,7 @@ WHAT = {        # of each BUG and note: what it means
     "reference ignored": "a reference is taken, and changes nothing",
     "KL scaled": "the KL has another weight than beta",
     "KL leaves tokens out": "some tokens of a completion are not held back by the KL",
-    "KL times the advantage": "the KL's term has the sign and size of the advantage",
+    "KL times the advantage": "the KL pulls otherwise at completions with another advantage",
     "tokens weighted": "at ratio 1 the tokens of a completion have different weights",
     "KL average": "the KL is averaged in another way than the policy's term",
     "NaN": "an ordinary batch gives no finite loss",
@@ -77,6 +77,8 @@ WHAT = {        # of each BUG and note: what it means
     "tool's words trained": "the mask has tokens that the policy did not draw",
     "one EOS only": "of several ids that end a completion, the mask knows fewer",
     "shifted": "log-probs are those of the next or the last token",
+    "temperature ignored": "log-probs at another temperature are those at 1",
+    "unjudged": "a completion without a reward, NaN, is compared as if it had one",
 }
 
 
@@ -706,6 +708,10 @@ def check_kl(box, report, average):
             report.add("BUG", "beta ignored")
         elif not close(twice, 2 * values[5]):
             report.add("note", "KL scaled", "the KL does not grow as beta does")
+    far = replace(case, ref_logps=case.ref_logps - 0.5)
+    if "ratio to the reference" not in report.bugs and not same(
+            box(far)[1] - box(case)[1], box.without(far)[1] - box.without(case)[1]):
+        report.add("BUG", "KL times the advantage")
     check_kl_average(box, report, line[2], times_ratio, average)
 
 
@@ -801,8 +807,10 @@ def check_advantages(function, report):
     elif equal.any():
         report.add("note", "equal rewards", f"they give up to {equal.abs().max():.1g}, not 0")
     rewards[0, 1] = math.nan
-    if call(rewards)[0].isfinite().all():
-        report.add("is", "unjudged", "a NaN reward is left out")
+    unjudged = call(rewards)
+    if unjudged[0].isfinite().all():
+        report.add(*("is", "unjudged", "a NaN reward is left out") if unjudged[0, 1] == 0 else
+                   ("note", "unjudged"))
 
 
 def advantage_formula(found, rewards):
@@ -870,18 +878,24 @@ def check_logps(function, report):
     model, R = Bigrams(), 3
     ids = torch.tensor([[1, 4, 2, 6, 3, 5], [0, 3, 3, 1, 5, 2]])
     attention = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
-    found = function(model, ids, attention, R)
-    found = (found[0] if isinstance(found, tuple) else found).detach().double()
-    table = model.table.detach().log_softmax(-1)
-    wanted = table[ids[:, -R - 1:-1], ids[:, -R:]]
-    if torch.allclose(found, wanted, atol=1e-5):
+
+    def is_those(start, **options):
+        """Are they those of the last R tokens, given the tokens that `start` selects?"""
+        found = function(model, ids, attention, R, **options)
+        found = (found[0] if isinstance(found, tuple) else found).detach().double()
+        table = (model.table.detach() / options.get("temperature", 1.0)).log_softmax(-1)
+        return torch.allclose(found, table[ids[:, start], ids[:, -R:]], atol=1e-5)
+
+    before = slice(-R - 1, -1)
+    if is_those(slice(-R, None)) or is_those(slice(-R - 2, -2)):
+        report.add("BUG", "shifted")
+    elif not is_those(before):
+        report.add("?", "log-probs", "they are not those of the model at temperature 1")
+    elif "temperature" in inspect.signature(function).parameters and not is_those(
+            before, temperature=2.0):
+        report.add("BUG", "temperature ignored")
+    else:
         report.add("ok", "log-probs", "each token's, given what stands before it")
-        return
-    for shifted in (table[ids[:, -R:], ids[:, -R:]], table[ids[:, -R - 2:-2], ids[:, -R:]]):
-        if torch.allclose(found, shifted, atol=1e-5):
-            report.add("BUG", "shifted")
-            return
-    report.add("?", "log-probs", "they are not those of the model at temperature 1")
 
 
 def check(loss=None, *, advantages=None, mask=None, kl=None, logps=None, allow=()):

@@ -2,6 +2,8 @@
 import json
 import sys
 from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 import train_grpo
 from conftest import ROOT
+from docs.experiments import pages
 
 sys.path.insert(0, str(ROOT / "docs"))
 import check_grpo  # noqa: E402
@@ -177,6 +180,7 @@ BUGS = [        # in which loss, the old and the new text, and what the mutant m
     (A, "beta * kl", "beta * kl * mask.sum(1, keepdim=True)", "KL average"),
     (A, "beta * kl", "beta * kl * mask.roll(1, 1)", "KL leaves tokens out"),
     (A, "beta * kl", "beta * kl * A", "KL times the advantage"),
+    (A, "beta * kl", "beta * kl * (A < 0)", "KL times the advantage"),
     (A, ".clamp(min=1)", "", "empty row"),
 ]
 CONVENTIONS = [
@@ -208,6 +212,44 @@ def test_what_is_only_a_convention_is_no_bug():
     for source, old, new, name in CONVENTIONS:
         right, report = report_of(source), report_of(source, old, new)
         assert not report.bugs and report.facts[name] != right.facts[name], str(report)
+
+
+# The museum's exhibits: the function of the script that shows each, and what it is called.
+MUSEUM = {
+    "logits shifted by one": ("logps", "token_logps", "shifted"),
+    "std without eps": ("advantages", "group_advantages", "equal rewards"),
+    "an unjudged reply earns 0": ("advantages", "group_advantages", "unjudged"),
+    "k3 the wrong way round": ("kl", "kl_penalty", "KL reversed"),
+    "temperature in sampling only": ("logps", "token_logps", "temperature ignored"),
+    "the ratio is taken to the reference": ("loss", "grpo_loss", "ratio to the reference"),
+    "padding is trained under the kl": ("loss", "grpo_loss", "padding trained under the KL"),
+    # Seen in the arrays of a rollout: tests/test_check_batch.py makes each.
+    "eos left out of the mask": "EOS not trained",
+    "the sampler keeps its first weights": "stale weights",
+    "the tool's words are trained": "tool's words trained",
+    # Not seen, and why.
+    "the reference is the policy": "a function gets log-probs, and can't know of which weights",
+    "gradients not synchronised": "one process has no others",
+    "micro-batches average alone": "the loss takes totals of the step; its caller leaves them out",
+    "the end of a turn is not trained": "a tool's own words may hold the same id",
+}
+
+
+@pytest.mark.parametrize("exhibit", pages.changes(ROOT / "docs/museum.md"))
+def test_an_exhibit_is_seen_or_it_is_known_why_not(exhibit):
+    if isinstance(MUSEUM[exhibit], str):
+        return
+    diff, _ = pages.changes(ROOT / "docs/museum.md")[exhibit]
+    source = Path(train_grpo.__file__).read_text(encoding="utf-8")
+    reports = []
+    hook, function, name = MUSEUM[exhibit]
+    for text in (source, pages.changed(source, diff, "docs/museum.md")):
+        module = ModuleType("an_exhibit")
+        exec(compile(text, "train_grpo.py", "exec"), module.__dict__)
+        reports.append(check(**{hook: getattr(module, function)}))
+    assert not reports[0].bugs + reports[0].notes + reports[0].questions, str(reports[0])
+    assert name in reports[1].bugs + reports[1].notes, str(reports[1])
+
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     wrong = A.replace("loss(", "wrong(").replace("policy + beta", "policy - beta")
