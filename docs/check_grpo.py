@@ -31,8 +31,10 @@ import torch
 
 CURVE = [i / 12.5 for i in range(-50, 51)]      # log-ratios at which a bound is looked at
 WHAT = {        # of each BUG and note: what it means
-    "no gradient": "nothing is learned: the log-probs are detached, or not used",
-    "sign": "good completions become less likely, and bad ones more",
+    "no gradient": "nothing is learned: log-probs or advantages are detached, or not used",
+    "sign": "good completions become less likely, or bad ones more",
+    "misaligned": "a token meets the old or reference log-prob of another token, or row",
+    "not in proportion": "twice the advantages do not give twice the gradient",
     "good side dead": "completions with A > 0 teach nothing",
     "bad side dead": "completions with A < 0 teach nothing",
     "completions left out": "some completions have no gradient, though their advantage is not 0",
@@ -45,6 +47,7 @@ WHAT = {        # of each BUG and note: what it means
     "mask shifted": "the first token of a completion has no gradient",
     "rows mixed": "the order of the rows changes their gradients",
     "ratio upside down": "it is pi_old / pi in place of pi / pi_old",
+    "ratio over the width": "the mean log-ratio of a completion counts its padding",
     "ratio to the reference": "it is pi / pi_ref in place of pi / pi_old: another objective",
     "no min": "the clip ends the gradient on both sides: what has gone wrong is not pulled back",
     "max for min": "the clip ends the gradient on the wrong side, and lets the right side run",
@@ -64,7 +67,8 @@ WHAT = {        # of each BUG and note: what it means
     "empty row": "a completion without a token gives no finite gradient",
     "overflow": "in float32 a log-ratio of 100 gives no finite loss",
     "weights of other rows": "the ratio of one completion changes the gradients of others",
-    "another term": "something pulls without an advantage or a reference: an entropy bonus?",
+    "another term": "something pulls without an advantage or a reference: an entropy bonus, a "
+                    "penalty to pi_old?",
     "no ratio": "pi_old is taken, and changes nothing: the policy gradient of one update",
     "groups misordered": "a prompt's completions are taken to stand apart: a b a b, not a a b b",
     "not of these groups": "rewards of another prompt change the advantages",
@@ -316,6 +320,21 @@ def check_gradient(box, report):
     return True
 
 
+def check_alignment(box, report):
+    """Does a token meet its own old and reference log-prob? True: yes, or it can't be told."""
+    case = random_case(logps=torch.full((4, 6), -1.0, dtype=torch.float64))
+    case = replace(case, old_logps=case.logps, ref_logps=case.logps, beta=1.0)
+    for name, gradient_of in (("old_logps", box.policy), ("ref_logps", lambda x: box.without(x)[1])):
+        if box.has(name):
+            other = getattr(case, name).clone()
+            other[0, 2] -= 0.01
+            moved = (gradient_of(replace(case, **{name: other})) - gradient_of(case)).abs() > 1e-9
+            if moved.any() and not moved[0, 2]:
+                report.add("BUG", "misaligned")
+                return False
+    return True
+
+
 def dependency(box, case):
     """(N, N): how much the gradient of row i changes with the advantage of row j."""
     before, columns = box.policy(case), []
@@ -340,6 +359,10 @@ def check_rows(box, report):
     any_order, by_group = (
         all(same(box.policy(case.rows(order)), before[order]) for order in orders)
         for orders in ([[1, 2, 0, 3], [2, 0, 3, 1]], [[2, 3, 0, 1], [1, 0, 2, 3]]))
+    far = replace(case, old_logps=case.logps - 2 * (9 * case.logps).sin())     # ratios to e^2
+    twice = replace(far, advantages=2 * far.advantages)
+    if not others and not same(box.policy(twice), 2 * box.policy(far)):
+        report.add("note", "not in proportion")
     if any_order and not others:
         report.add("ok", "rows", "each completion is taught by its own advantage")
     elif not any_order:
@@ -384,7 +407,7 @@ def check_tokens(box, report):
 
 
 SHAPES = [((6, 3, 4, 2), 6), ((6, 3, 4, 2, 5, 1), 6), ((6, 3, 4, 2), 9), ((7, 2), 7),
-          ((6, 6, 5, 1), 8), ((1, 2, 3, 4, 5, 6, 7, 8), 10)]
+          ((6, 6, 5, 1), 8), ((1, 2, 3, 4, 5, 6, 7, 8), 10), ((30, 12), 40)]
 AVERAGES = {    # exponents of N, all tokens, the completion's length, the width R
     (-1, 0, -1, 0): "of each completion's tokens, then of completions (GRPO)",
     (0, -1, 0, 0): "of all tokens (DAPO, BNPO)",
@@ -447,17 +470,18 @@ def check_average(box, report):
 def gradients(box, ds, whole_row=False, base=None):
     """(2, D, 3): at rows of three tokens with A = 1 and -1, as a share of those at ratio 1.
 
-    In row i the log-ratio of the middle token, or of all, is ds[i]; base: its log-prob.
+    In row i the log-ratio of the middle token, or of all, is ds[i]; base: its log-prob. Rows are
+    padded to the width of four.
     """
     ds = torch.tensor([0.0, *ds], dtype=torch.float64)
-    case = random_case((3,) * (2 * len(ds)))
+    case = random_case((3,) * (2 * len(ds)), R=4 if box.has("mask") else 3)
     logps = case.logps[:1].repeat(len(case.logps), 1)
     logps[:, 1] = logps[:, 1] if base is None else base
     old_logps = logps.clone()
     old_logps[:, slice(None) if whole_row else slice(1, 2)] -= ds.repeat_interleave(2)[:, None]
     advantages = torch.tensor([1.0, -1.0] * len(ds), dtype=torch.float64)
     found = box.policy(replace(case, logps=logps, old_logps=old_logps, ref_logps=logps,
-                               advantages=advantages)).reshape(-1, 2, 3).transpose(0, 1)
+                               advantages=advantages))[:, :3].reshape(-1, 2, 3).transpose(0, 1)
     start = found[:, :1]
     return torch.where(start != 0, found / start, 1.0)[:, 1:]
 
@@ -488,6 +512,8 @@ def check_ratio(box, report):
         if level == "mean" and abs(other - 1 / 3) < 1e-2 or abs(own - other) < 1e-2 and abs(
                 other - 1 / 3) < 1e-2:
             name, level = "of a completion: the geometric mean (GSPO)", "mean"
+        if level == "mean" and box.has("mask") and abs(other - 1 / 4) < 1e-2:
+            report.add("BUG", "ratio over the width")
         report.add("is", "ratio", name)
         old_logps = case.old_logps.clone()
         old_logps[0] -= 0.1
@@ -572,7 +598,8 @@ def clip(curve):
     if ends == (True,) * 4 and bad_low - good_low > 1e-3 and bad_high - good_high > 1e-3:
         return (f"PPO's clip, epsilons {1 - low:.4g} and {high - 1:.4g}, and outer ends at "
                 f"{math.exp(good_low):.4g} and {math.exp(bad_high):.4g}")
-    if ends[:2] == ends[2:]:
+    if ends[:2] == ends[2:] and all(
+            x is None or close(x, y, 1e-3) for x, y in zip(curve.good_ends, curve.bad_ends)):
         return f"a mask outside of {math.exp(good_low or -99):.4g} to {high:.4g}" if is_mask(
             curve.box, good_high or good_low) else "no min"
     return {
@@ -582,6 +609,11 @@ def clip(curve):
         (True, False, False, True): "max for min",
         (False, True, False, False): f"of good completions only, epsilon {high - 1:.4g}",
         (False, False, True, False): f"of bad completions only, epsilon {1 - low:.4g}",
+        (False, False, False, True): f"a dual clip at {math.exp(bad_high or 0):.4g}, alone",
+        (False, True, False, True): f"good completions end at {high:.4g}, bad ones at "
+                                    f"{math.exp(bad_high or 0):.4g}",
+        (False, False, True, True): f"of bad completions only, epsilon {1 - low:.4g}, and a dual "
+                                    f"clip at {math.exp(bad_high or 0):.4g}",
     }.get(ends, "bound on the wrong side")
 
 
@@ -608,7 +640,9 @@ def weight(good, bad):
     taus = soft(good), soft(bad)
     if all(taus):
         return f"a soft gate, tau {taus[0]:.4g} and {taus[1]:.4g} (SAPO)"
-    if all(value > 0 for value in good + bad) and len({round(x, 9) for x in good}) > 50:
+    if min(good + bad) > 0 and len({round(x, 9) for x in good}) > 50 and max(
+            abs(math.log(a * c / b**2)) for values in (good, bad)
+            for a, b, c in zip(values, values[1:], values[2:])) < 0.5:
         return "a smooth weight of the ratio, of a kind that is not known here"
     return None
 
@@ -665,10 +699,12 @@ def verdict(values, slopes):
 
 def check_kl(box, report, average):
     """Which KL, by its value and its gradient; its sign, weight and average."""
+    case, pulls = random_case(), box.without(random_case())[1]
+    of_old = not same(box.without(replace(case, old_logps=case.logps - 0.3))[1], pulls)
+    if of_old or pulls.any() and not box.has("ref_logps"):
+        report.add("note", "another term")
     if not box.has("ref_logps"):
         report.add("is", "KL", "none in this function")
-        if box.without(random_case())[1].any():
-            report.add("note", "another term")
         return
     case = random_case(beta=1.0)
 
@@ -924,10 +960,10 @@ def check_loss(loss, report):
     if not (math.isfinite(value[0]) and value[1].isfinite().all()):
         report.add("BUG", "NaN")
         return
-    if check_gradient(box, report):
+    if check_alignment(box, report) and check_gradient(box, report):
         check_rows(box, report)
         check_tokens(box, report)
-    if {"rows mixed", "another row's advantage"} & {*report.bugs}:
+    if {"rows mixed", "another row's advantage", "misaligned"} & {*report.bugs}:
         return              # all else would be an echo
     if "sign" in report.bugs:
         if box.has("old_logps") and near(gradients(box, CURVE)[..., 1].flatten().tolist(),
