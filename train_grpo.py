@@ -176,7 +176,7 @@ def k2(x):
 
 def k3(x):
     near = x.clamp(max=20)
-    return near.exp() * (1 + (x - near)) - x - 1
+    return near.expm1() * (1 + (x - near)) - near     # expm1(x) - x keeps its digits near 0
 
 
 KL_TYPES = {
@@ -218,6 +218,8 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
         raise ValueError(f"loss_type {loss_type} divides by max_completion_length; give it")
     if beta and ref_logps is None:
         raise ValueError("beta weights the KL to the reference; give ref_logps")
+    if use_bias_correction_kl and kl_type not in objective.CORRECTED:
+        raise ValueError(objective.not_corrected(kl_type))
     if delta is not None and bound != "ppo":
         raise ValueError(f"delta belongs to PPO's clip, and {loss_type} has none; leave it out")
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]         # (N, 1 or R)
@@ -723,8 +725,8 @@ def add_loss_flags(parser):
     flag("--delta", type=POSITIVE, help="dual clip: cap on the ratio of bad tokens (default: none)")
     flag("--kl_type", choices=tuple(KL_TYPES), help="estimate of the KL: k2 has its gradient, k3 "
          "is GRPO's, k3+ its value with k2's gradient (default: k3)")
-    flag("--use_bias_correction_kl", action="store_true",
-         help="multiply the KL by the ratio: with one per token k3 has the KL's gradient, too")
+    flag("--use_bias_correction_kl", action="store_true", help="multiply the KL, k1 or k3, by the "
+         "ratio: with one per token it has the KL's gradient, after any number of updates")
     flag("--entropy_coef", type=POSITIVE_OR_0, default=0.0, help="weight of an entropy bonus")
     flag("--mask_truncated_completions", action="store_true",
          help="learn nothing from completions that were cut off")

@@ -70,7 +70,7 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta):
     ratio = (logps - old_logps).exp()           # (N, R) pi / pi_old, the policy that sampled
     clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
     x = ref_logps - logps
-    kl = x.exp() - x - 1            # never negative; on average over pi's tokens KL(pi || pi_ref)
+    kl = x.expm1() - x              # never negative; on average over pi's tokens KL(pi || pi_ref)
     loss = beta * kl - torch.min(ratio * A, clipped * A)                                # (N, R)
     loss = ((loss * mask).sum(1) / mask.sum(1)).mean()
     return loss, {"kl": (kl.detach() * mask).sum() / mask.sum()}

@@ -5,7 +5,9 @@ other. docs/losses.md is the map of the family; reward/baselines.py has those th
 advantages.
 
 use_bias_correction_kl of grpo_loss multiplies the KL's term by the ratio (DeepSeek-V3.2, arXiv
-2512.02556): tokens count as if the policy of now had sampled them, and k3 gets the KL's gradient.
+2512.02556; RPG, 2505.17508): tokens count as if the policy of now had sampled them. The gradient of
+ratio times k is ratio (k + dk / d log pi) grad log pi. That of k3 is -ratio x grad log pi, the
+KL's; that of k1 has the same mean; those of k2, k3+ and abs do not.
 """
 import inspect
 
@@ -14,12 +16,19 @@ import torch
 from errors import UserError
 
 ONE_RATIO = ("r1", "gmpo")      # losses whose ratio is one per completion
+CORRECTED = ("k1", "k3")        # estimates which, times the ratio, have the gradient of the KL
+
 
 def choice(table, name, option):
     """The row of a table; ValueError, if it has none of this name."""
     if name not in table:
         raise ValueError(f"{option} is {name!r}; choose {', '.join(table)}")
     return table[name]
+
+
+def not_corrected(kl_type):
+    return (f"use_bias_correction_kl gives {kl_type} a gradient that is no KL's; take kl_type "
+            f"{' or '.join(CORRECTED)}, or leave it out")
 
 
 def is_bound(function):
@@ -116,6 +125,8 @@ def refuse_contradictions(args, *, bound):
          f"--loss_type {loss_type} has none; leave it out"),
         (delta is not None and delta <= 1 + high,
          f"--delta {delta} undoes the clip at 1 + epsilon_high = {1 + high}; give a larger one"),
+        (args.use_bias_correction_kl and args.kl_type not in CORRECTED,
+         f"--{not_corrected(args.kl_type)}"),
         (loss_type in ONE_RATIO and sequence, f"--loss_type {loss_type} makes one ratio of a "
          "completion's tokens itself; leave --importance_sampling_level out"),
         (loss_type == "dppo" and sequence, "--loss_type dppo bounds the probability of each token; "

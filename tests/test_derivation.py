@@ -190,6 +190,33 @@ def test_the_gradient_of_the_corrected_kl(log_ratio):
     assert torch.allclose(k2, minus_x) and torch.allclose(k3_plus, minus_x)
 
 
+@pytest.mark.parametrize("kl_type", ["k1", "k2", "k3", "k3+", "abs"])
+@pytest.mark.parametrize("moved", [0.0, 0.7])
+def test_the_ratio_corrects_k1_and_k3_and_no_other(kl_type, moved):
+    """By the first logit, on average over what pi_old draws, here two tokens."""
+    logits = torch.tensor([moved, 0.0], dtype=torch.float64, requires_grad=True)
+    logps, old = logits.log_softmax(0), torch.tensor([0.5, 0.5]).double()
+    reference = torch.tensor([0.9, 0.1]).double().log()
+    kl = train_grpo.KL_TYPES[kl_type](reference - logps)
+    drawn = (old * (logps - old.log()).exp() * kl).sum()
+    exact = (logps.exp() * (logps - reference)).sum()
+    found, of_kl = (torch.autograd.grad(value, logits, retain_graph=True)[0][0].item()
+                    for value in (drawn, exact))
+    options = {"ref_logps": reference[:, None], "use_bias_correction_kl": True, "kl_type": kl_type,
+               "beta": 1.0, "loss_type": "bnpo", "importance_sampling_level": "token"}
+    args = logps[:, None], old.log()[:, None], torch.zeros(2), torch.ones(2, 1)
+    if kl_type in ("k1", "k3"):
+        assert found == pytest.approx(of_kl, abs=1e-12)
+        ours, = torch.autograd.grad(grpo_loss(*args, **options)[0], logits)
+        assert ours[0].item() == pytest.approx(of_kl, abs=1e-12)
+        return
+    assert abs(found - of_kl) > 0.1
+    if not moved and kl_type != "abs":
+        assert f"{found:.3f}" in " ".join(TEXT.split())
+    with pytest.raises(ValueError, match="a gradient that is no KL's; take kl_type k1 or k3"):
+        grpo_loss(*args, **options)
+
+
 def test_where_the_kl_leads():
     best = 0.1 * math.exp(1 / 0.5)
     assert f"0.1e^2={best:.3f}" in TEXT

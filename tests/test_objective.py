@@ -206,6 +206,16 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(options, per_token):
     torch.testing.assert_close(logps.grad, inputs[0].grad, **exactly)
 
 
+@pytest.mark.parametrize("drift", [1e-4, 3e-4, 1e-3, 1e-2])
+def test_k3_keeps_its_digits_in_float32_where_the_policies_are_close(drift):
+    x = drift * torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    exact = x.double()
+    series = sum(exact ** n / math.factorial(n) for n in range(2, 9)).mean()
+    found = kl_penalty(torch.zeros(10_000), x)
+    assert found.min() >= 0
+    assert found.double().mean().item() == pytest.approx(series.item(), rel=1e-3)
+
+
 def clip_ratios(low, high):
     return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high,
             "clip_ratio/region_mean": low + high}

@@ -2,6 +2,8 @@
 
     python -m docs.experiments countdown            run what is missing, then draw
     python -m docs.experiments loss_types --draw    only draw, from the results that we ship
+    python -m docs.experiments default --arm "the default run" --seeds 42
+                                                    run this again, and print both ends
     python -m docs.experiments pages                write the numbers of the tables of all pages
     python -m docs.experiments claims               print what the pages claim, and how sure it is
 
@@ -9,13 +11,15 @@ experiments.toml says what each experiment runs and draws, claims.toml which arm
 Every arm runs with every seed, and each run becomes a line of results/<name>.jsonl, with its series
 averaged over each of up to 20 parts:
 
-    {"row", "arm", "seed", "seconds", "steps": [...], "series": {name: [...]}, "eval": {...}}
+    {"row", "arm", "seed", "commit", "machine", "seconds", "steps": [...],
+     "series": {name: [...]}, "eval": {...}}
 
 Interrupted, the same command goes on with the runs that are missing; to run some again, delete
 their lines. At the end the picture images/<name>.png is drawn, and a table printed.
 """
 import argparse
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -28,6 +32,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+import torch
 
 from dataset.guess import LARGEST
 from dataset.jsonl import columns, is_finite, read_jsonl, rounded, to_line
@@ -42,6 +47,7 @@ HERE = Path(__file__).parent
 RESULTS, OUT = HERE / "results", ROOT / "out" / "experiments"
 PARTS, PLACES = 20, 15
 TEN_SEEDS = 42, 1, 2, 3, 4, 5, 6, 7, 8, 9
+FRESH_SEEDS = tuple(range(101, 111))    # of headlines: nobody had seen them when these were written
 EXPERIMENTS = tomllib.loads((HERE / "experiments.toml").read_text(encoding="utf-8"))
 PANELS = EXPERIMENTS.pop("panels")
 CLAIMS = tomllib.loads((HERE / "claims.toml").read_text(encoding="utf-8"))
@@ -60,11 +66,16 @@ def main():
     parser.add_argument("name", choices=(*names, "pages", "claims"))
     parser.add_argument("--draw", action="store_true", help="only draw, from the results so far")
     parser.add_argument("--jobs", type=COUNT, default=2, help="runs at a time (%(default)s)")
+    parser.add_argument("--arm", help="run only this one, also if there are results of it")
+    parser.add_argument("--row", default="", help="of the arm, if there are several")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[42], help="of the arm (42)")
     args = parser.parse_args()
     if args.name == "pages":
         return write_pages()
     if args.name == "claims":
         return print_claims()
+    if args.arm:
+        return repeat(args.name, args.row, args.arm, args.seeds, args.jobs)
     if not args.draw:
         run_all(args.name, args.jobs)
     results = known(args.name)
@@ -97,8 +108,11 @@ def commands_of(experiment):
     return commands
 
 
-def results_of(name):
-    """{(row, arm, seed): the last result, or None}; lines of other arms and seeds are left out."""
+def results_of(name, fresh=False):
+    """{(row, arm, seed): the last result, or None}; lines of other arms and seeds are left out.
+
+    fresh: of headlines, with FRESH_SEEDS.
+    """
     experiment = EXPERIMENTS[name]
     lines = read_jsonl(RESULTS / f"{experiment.get('results', name)}.jsonl")
     if "program" in experiment:
@@ -106,6 +120,8 @@ def results_of(name):
     found = {(line["row"], line["arm"], line["seed"]): line for line in lines}
     runs = [(*arm, seed) for seed in TEN_SEEDS for arm in commands_of(experiment)
             if seed in seeds_of(experiment, *arm)]
+    if fresh:
+        runs = [(*arm, seed) for seed in FRESH_SEEDS for arm in experiment.get("headline", ())]
     return {run: found.get(run) for run in runs}
 
 
@@ -116,8 +132,8 @@ def seeds_of(experiment, row, arm):
     return experiment.get("seeds", (42, 1, 2))
 
 
-def known(name):
-    return [result for result in results_of(name).values() if result]
+def known(name, fresh=False):
+    return [result for result in results_of(name, fresh).values() if result]
 
 
 def table_of(name):
@@ -192,6 +208,19 @@ def run_all(name, jobs):
         prove(experiment["page"])
 
 
+def repeat(name, row, arm, seeds, jobs):
+    """Run an arm again, and print where it and all earlier runs of the same seeds end."""
+    if (row, arm) not in commands_of(EXPERIMENTS[name]):
+        raise UserError(f"{name} has no arm {arm!r} in row {row!r}; its pairs of row and arm are "
+                        f"{[*commands_of(EXPERIMENTS[name])]}")
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda seed: run(name, row, arm, seed), seeds))
+    for line in read_jsonl(RESULTS / f"{name}.jsonl"):
+        if (line["row"], line["arm"]) == (row, arm) and line["seed"] in seeds:
+            ends = {key: values[-1] for key, values in line["eval"].items() if "/" in key}
+            print(line["seed"], line.get("commit", ""), ends or line["series"])
+
+
 def run(name, row, arm, seed):
     """Run an arm with a seed, and append its summary to the results."""
     experiment, out = EXPERIMENTS[name], OUT / name
@@ -204,7 +233,7 @@ def run(name, row, arm, seed):
         where = copy(diff, experiment["page"], folder) if diff else ROOT
         python(f"{command} --seed {seed} --out_dir {quoted(out)} --run_name {run_name}",
                out / f"{run_name}.log", folder=where)
-    line = {"row": row, "arm": arm, "seed": seed,
+    line = {"row": row, "arm": arm, "seed": seed, **where_run(),
             **summary(out / run_name, experiment["panels"] + experiment.get("also", []))}
     if "measure" in experiment:
         line["series"] |= MEASURES[experiment["measure"]](out / run_name)
@@ -213,6 +242,14 @@ def run(name, row, arm, seed):
         file.write(to_line(line))
     shutil.rmtree(out / run_name)           # its completions alone are megabytes
     print(f"{row} {arm}, seed {seed}: done".strip(), flush=True)
+
+
+def where_run():
+    """The commit and the machine of a run: replicates on two of either may differ by rounding."""
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True,
+                          text=True)
+    return {"commit": done.stdout.strip(), "machine": f"{platform.system()} {platform.machine()}, "
+            f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"}
 
 
 def python(arguments, log, folder=ROOT):
