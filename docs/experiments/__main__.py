@@ -246,7 +246,7 @@ def run(name, row, arm, seed):
 
 def where_run():
     """The commit and the machine of a run: replicates on two of either may differ by rounding."""
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True,
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True,
                           text=True)
     return {"commit": done.stdout.strip(), "machine": f"{platform.system()} {platform.machine()}, "
             f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"}
