@@ -76,6 +76,12 @@ def without_pi_old(lp, adv, mask):
     return total / len(mask)
 
 
+def smooth_weight_of_completions(logps, old_logps, advantages, mask):
+    w, a = ((logps - old_logps) * mask).sum(1, keepdim=True).exp().detach(), advantages[:, None]
+    weight = torch.where(a > 0, w**2 * (3 - 3 * w).exp(), w**3 * (2 - 2 * w).exp())
+    return -(weight * a * logps * mask).sum() / mask.sum()
+
+
 def masks_the_ratio(logps, rollout_logps, advantages, mask, low=0.5, high=2.0):
     r = (logps - rollout_logps).exp().detach()
     weight = torch.where((r < low) | (r > high), 0.0, r)
@@ -93,6 +99,7 @@ RIGHT = [
     (dual_clip, by_token | {"bound": "dual clip at 3"}),
     (without_pi_old, by_row | {"ratio": "none", "KL": "none"}),
     (masks_the_ratio, by_token | {"bound": "0.5 to 2"}),
+    (smooth_weight_of_completions, by_token | {"ratio": "product", "bound": "smooth weight"}),
 ]
 OURS = [
     ({"loss_type": "grpo", "beta": 0.1}, ppo | by_row | {"KL": "k3"}),
