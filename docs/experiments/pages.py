@@ -161,11 +161,15 @@ def changes(page):
 
 
 def changed(source, diff, page):
-    """The source with the lines of a diff replaced; UserError if they do not stand there once."""
-    lines = diff.splitlines()
-    before = "\n".join(line[1:] for line in lines if line[0] == "-")
-    after = "\n".join(line[1:] for line in lines if line[0] == "+")
-    if source.count(before) != 1:
-        raise UserError(f"{page}: {before.strip()!r} does not stand in train_grpo.py once; "
-                        "adapt the diff to the code")
-    return source.replace(before, after)
+    """The source with the lines of a diff replaced; UserError if they do not stand there once.
+
+    A line ` ...` stands between two places that change.
+    """
+    for part in diff.split(" ...\n"):
+        lines = part.splitlines()
+        before, after = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
+        if source.count(before) != 1:
+            raise UserError(f"{page}: {before.strip()!r} does not stand in train_grpo.py once; "
+                            "adapt the diff to the code")
+        source = source.replace(before, after)
+    return source
