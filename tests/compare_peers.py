@@ -4,17 +4,20 @@
     python tests/compare_peers.py
 
 Their own functions get the same random tensors as ours: ratios from e^-12 to e^12, either sign of
-A, completions of one token. The largest difference is printed, relative to the largest element of
-the gradient (or to the largest advantage). Where a peer is not installed, it is left out.
+A, completions of one token. A table is printed, the one in docs/losses.md: for each function and
+peer the number of cases and the largest difference, relative to the largest element of the gradient
+(or to the largest advantage). Where a peer is not installed, it is left out.
 
 Guards of theirs, and how we go around them. TRL has SAPO's 1.05 in float32: ours gets that. verl
 clamps log-ratios to ±20 (GSPO's mean at 10) and k3 to ±10: ratios and references are nearer. Its
 dual clip of 3 is always on: ours gets delta 3. It bounds CISPO from below: by 0 here. It adds 1e-8
-to lengths: the mask is float32, where that changes nothing.
+to lengths: the mask is float32, where that changes nothing. Its GDPO computes in float32, with
+1e-8 for our last eps of 1e-4. TRL's advantages are part of its sampling: they can't be called alone.
 """
 import itertools
 import sys
 from collections import defaultdict
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
@@ -23,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 import train_grpo  # noqa: E402
-from run.edges import correction  # noqa: E402
+from run.edges import correction, gdpo  # noqa: E402
+from run.processes.world import World  # noqa: E402
 
 N, R, L = 6, 8, 20
 LENGTHS = torch.tensor([1, R, 4, 2, R, 5])
@@ -110,12 +114,15 @@ def our_loss(case, weights, threshold, options):
 
 
 def with_trl():
+    """Each with and without delta, KL, corrected KL, entropy bonus, weights, off-policy mask."""
     for case, weights, threshold, options in trl_cases():
         inputs = case[0].requires_grad_(), case[5].requires_grad_()
+        per_answer = options["importance_sampling_level"] == "sequence"
+        name = f"`{options['loss_type']}`{', a ratio per answer' if per_answer else ''}"
         taus = {"tau_good": 1.0, "tau_bad": torch.tensor(1.05).item()}      # theirs are in float32
         with patch.dict(train_grpo.LOSS_TYPES, sapo=("sapo", "completion", taus)):
             losses = [loss(case, weights, threshold, options) for loss in (our_loss, trl_loss)]
-        yield difference(*losses, inputs)
+        yield name, difference(*losses, inputs)
 
 
 # --- verl -----------------------------------------------------------------------------------------
@@ -154,7 +161,8 @@ def verl_losses():
                                        max_completion_length=L, **options)
         if name == "r1":            # their value is a sum over tokens
             theirs, ours = theirs - theirs.detach(), ours - ours.detach()
-        yield difference(ours, theirs, (logps,))
+        shown = {"gspo": "`grpo`, a ratio per answer", "r1": "`r1`, gradients at ratio 1"}
+        yield shown.get(name, f"`{name}`"), difference(ours, theirs, (logps,))
 
 
 def verl_kls():
@@ -163,7 +171,7 @@ def verl_kls():
         logps, _, _, mask, ref_logps, _ = random_case(seed, 1.0)
         ours, theirs = (kl(logps.requires_grad_(), ref_logps, **{flag: kl_type}) for kl, flag in (
             (train_grpo.kl_penalty, "kl_type"), (verl.kl_penalty, "kl_penalty")))
-        yield difference((ours * mask).sum(), (theirs * mask).sum(), (logps,))
+        yield f"KL `{kl_type}`", difference((ours * mask).sum(), (theirs * mask).sum(), (logps,))
 
 
 def verl_advantages():
@@ -176,19 +184,46 @@ def verl_advantages():
             index=[0, 0, 0, 1, 1, 1], epsilon=1e-4, config={"norm_adv_by_std_in_grpo": True})
         ours = train_grpo.group_advantages(rewards, 3, scale_rewards=scale,
                                            advantage_estimator=name)
-        yield (ours - theirs[:, 0]).abs().max().item() / theirs.abs().max().item()
+        yield f"advantages `{name}`", relative(ours, theirs[:, 0])
+
+
+def relative(ours, theirs):
+    return (ours - theirs).abs().max().item() / theirs.abs().max().item()
+
+
+def verl_gdpo():
+    from verl.trainer.ppo import core_algos as verl
+    for seed in range(12):
+        rng = torch.Generator().manual_seed(seed)
+        rewards = dict(zip("ab", torch.randn(2, N, generator=rng)))
+        theirs, _ = verl.get_adv_estimator_fn("gdpo")(
+            token_level_rewards=torch.zeros(N, 1), response_mask=torch.ones(N, 1), epsilon=1e-4,
+            index=[0, 0, 0, 1, 1, 1], norm_adv_by_std_in_grpo=True,
+            config={"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0, 0.5]},
+            non_tensor_batch=rewards,
+            batch={"prompts": torch.zeros(N, 1), "attention_mask": torch.ones(N, 2).long()})
+        rollout = SimpleNamespace(rewards=rewards["a"], rewards_per_func=rewards,
+                                  mask=torch.ones(N, 1))
+        gdpo.normalize_then_sum(rollout, world=World("cpu"), num_generations=3,
+                                reward_weights=[1.0, 0.5])
+        yield "advantages GDPO, float32", relative(rollout.advantages, theirs[:, 0])
 
 
 def main():
-    for peer, what, differences in (
-            ("TRL", "losses", with_trl()), ("verl", "losses", verl_losses()),
-            ("verl", "KL estimates", verl_kls()), ("verl", "advantages", verl_advantages())):
+    peers, found = {}, defaultdict(lambda: defaultdict(list))
+    for peer, differences in (("trl", with_trl()), ("verl", verl_losses()), ("verl", verl_kls()),
+                              ("verl", verl_advantages()), ("verl", verl_gdpo())):
         try:
-            found = [*differences]
+            for name, size in differences:
+                found[name][peer].append(size)
+            peers[peer] = f"{peer} {version(peer)}"
         except ImportError as error:
-            print(f"{peer:5}{what:14} left out: {error}")
-            continue
-        print(f"{peer:5}{what:14}{len(found):6,} cases, largest difference {max(found):.0e}")
+            print(f"{peer} is left out: {error}")
+    print(f"| ours | {' | '.join(peers.values())} |", "|---" * (1 + len(peers)) + "|", sep="\n")
+    for name, of_peers in found.items():
+        cells = [f"{len(sizes)} cases, {max(sizes):.0e}".replace(" 0e+00", " 0") if sizes else "-"
+                 for sizes in (of_peers[peer] for peer in peers)]
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

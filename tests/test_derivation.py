@@ -233,6 +233,26 @@ def test_where_the_kl_leads():
                                                     abs=6e-4)      # beta log Z
 
 
+@pytest.mark.parametrize("loss_type, right", [("dr_grpo", 0.451), ("grpo", 0.715)])
+def test_where_k2_leads_depends_on_how_tokens_are_averaged(loss_type, right):
+    """The right answer has 50 tokens, the wrong one 10; the first one decides. Where is it 0?"""
+    assert f"{right}" in " ".join(TEXT.split()).partition("Sums only.")[2]
+    slopes = []
+    for p in (right - 1e-3, right + 1e-3):
+        z = torch.tensor(p, dtype=torch.float64).logit().requires_grad_()
+        slope = 0.0
+        for logp, chance, ref, reward, length in (
+                (z.sigmoid().log(), p, 0.1, 1.0, 50), ((-z).sigmoid().log(), 1 - p, 0.9, 0.0, 10)):
+            logps, refs = (torch.zeros(1, 50, dtype=torch.float64) for _ in range(2))
+            logps[0, 0], refs[0, 0] = logp, math.log(ref)
+            loss, _ = grpo_loss(logps, logps.detach(), torch.tensor([reward - p]).double(),
+                                (torch.arange(50) < length)[None].int(), ref_logps=refs, beta=0.5,
+                                kl_type="k2", loss_type=loss_type, max_completion_length=50)
+            slope += chance * torch.autograd.grad(loss, z)[0].item()
+        slopes.append(slope)
+    assert slopes[0] < 0 < slopes[1]
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "r1"])
 def test_the_weight_of_a_token(loss_type):
     mask = (torch.arange(40) < torch.tensor([[10], [40]])).int()
