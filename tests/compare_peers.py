@@ -11,8 +11,8 @@ peer the number of cases and the largest difference, relative to the largest ele
 Guards of theirs, and how we go around them. TRL has SAPO's 1.05 in float32: ours gets that. verl
 clamps log-ratios to ±20 (GSPO's mean at 10) and k3 to ±10: ratios and references are nearer. Its
 dual clip of 3 is always on: ours gets delta 3. It bounds CISPO from below: by 0 here. It adds 1e-8
-to lengths: the mask is float32, where that changes nothing. Its GDPO computes in float32, with
-1e-8 for our last eps of 1e-4. TRL's advantages are part of its sampling: they can't be called alone.
+to lengths: the mask is float32, where that changes nothing. Its GDPO computes in float32, with 1e-8
+for our last eps of 1e-4. TRL's advantages are part of its sampling, and can't be called alone.
 """
 import itertools
 import sys
