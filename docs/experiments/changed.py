@@ -56,7 +56,24 @@ def whole_answers(_):
     teacher.towards_teacher = towards_teacher
 
 
-CHANGES = {"noise": noise, "above_0": above_0, "whole_answers": whole_answers}
+def moved(_):
+    """Nothing changes, but each step records how far its updates moved the policy, from d = log pi
+    - log pi_old of a token: the mean of e^d - 1 - d, an estimate of KL(pi_old || pi), and the root
+    mean square of d. Both are over all tokens of the rollout, after the last update.
+    """
+    right = train_grpo.grpo_step
+
+    def grpo_step(t, *args):
+        rollout, metrics = right(t, *args)
+        logps = train_grpo.compute_logps(t.policy, rollout, t.world, t.args)            # (N, R)
+        d = (logps - rollout.sampling_logps)[rollout.mask.bool()]
+        return rollout, metrics | {"moved/kl": (d.expm1() - d).mean().item(),
+                                   "moved/rms": d.square().mean().sqrt().item()}
+
+    train_grpo.grpo_step = grpo_step
+
+
+CHANGES = {"noise": noise, "above_0": above_0, "whole_answers": whole_answers, "moved": moved}
 
 
 @user_errors("docs.experiments.changed")

@@ -7,6 +7,7 @@ import torch
 import train_grpo
 from dataset.jsonl import read_jsonl
 from model import fast, load_pretrained, load_tokenizer, rng_of
+from reward import accuracy_reward
 from run.processes.world import World
 from train_grpo import KL_TYPES
 
@@ -48,4 +49,23 @@ def exact_kl(run_dir):
     return {"kl/exact": [exact / tokens], "kl/k3": [k3 / tokens], "kl/largest": [largest]}
 
 
-MEASURES = {"exact_kl": exact_kl}
+def temperatures(run_dir):
+    """Accuracy of the final policy sampled at 0.25, 0.5 and 1, on its evaluation's problems."""
+    torch.set_num_threads(1)
+    args = SimpleNamespace(**json.loads((run_dir / "args.json").read_text(encoding="utf-8")))
+    policy = load_pretrained(run_dir / "final", dtype=torch.float32)
+    policy.own_sample = fast.sample
+    tokenizer = load_tokenizer(args.model_path, policy.config.vocab_size)
+    collate, _, heldout = train_grpo.read_prompts(args, tokenizer)
+    found, world = {}, World("cpu")
+    for args.temperature in (0.25, 0.5, 1.0):
+        right, rng = [], rng_of(args.seed, 3)
+        for start in range(0, len(heldout), 250):
+            batch = collate(heldout[start:start + 250])
+            rollout = train_grpo.generate(policy, batch, tokenizer, rng, world, args, EACH)
+            right += accuracy_reward(rollout.prompts, rollout.replies, **rollout.columns)
+        found[f"right at {args.temperature}"] = [sum(right) / len(right)]
+    return found
+
+
+MEASURES = {"exact_kl": exact_kl, "temperatures": temperatures}

@@ -8,12 +8,16 @@ paper, half are guesses.
     python -m docs.experiments.tasks out/sums.jsonl out/calls.jsonl --calculator
 
 writes sums and products of five levels, and replies: half ask the tool `calculator`, half guess.
+
+    python -m docs.experiments.tasks out/tuning.jsonl out/confirmation.jsonl --new
+
+writes 1,000 new problems of the default task to each, none of them in heldout.jsonl.
 """
 import argparse
 import random
 from pathlib import Path
 
-from dataset.arithmetic import chain, chat, evaluate, with_tags
+from dataset.arithmetic import chain, chat, evaluate, prompts, with_tags
 from dataset.jsonl import read_jsonl, to_line, write_jsonl
 from reward.tools import guess
 
@@ -107,7 +111,15 @@ def main():
     parser.add_argument("chats", type=Path, help="the file to write")
     parser.add_argument("--calculator", action="store_true",
                         help="write the problems, too, for the calculator")
+    parser.add_argument("--new", action="store_true", help="write problems to both, no replies")
     args = parser.parse_args()
+    if args.new:
+        known = [row["conversations"] for row in read_jsonl("dataset/heldout.jsonl")]
+        rows = [row for row in prompts(random.Random(8), 4000, heldout=True)
+                if row["conversations"] not in known]
+        write_jsonl(args.problems, rows[:1000])
+        write_jsonl(args.chats, rows[1000:2000])
+        return
     if args.calculator:
         levels = range(len(LEVELS))
         write_jsonl(args.problems, [calculation(rng.choice(levels)) for _ in range(5000)])
