@@ -21,6 +21,7 @@ from docs.experiments.estimators import (
     mean_advantages,
     on_policy,
     random_steps,
+    resampled,
     stale,
     weights_in,
 )
@@ -239,3 +240,12 @@ def test_the_kl_is_that_of_each_prefix(tiny):
     weights = logps.detach().sum(1).exp()[:, None] / len(PROMPTS) * (logps.detach() - ref_logps)
     gradients, index = tiny.token_gradients()
     assert close(torch.einsum("nr,nrd->d", weights, gradients[index]), truth)
+
+
+def test_parts_by_prompt_add_up_and_a_bootstrap_of_the_truth_with_itself_is_0(answers):
+    rewards = answers.rewards[FOUR]
+    parts = answers.by_prompt(rewards, 0)
+    assert parts.shape[0] == len(PROMPTS) and close(parts.sum(0), answers.mean_gradient(rewards, 0))
+    assert resampled([parts], [parts], draws=20) == pytest.approx([0, 0], abs=1e-3)
+    least, most = resampled([answers.by_prompt(answers.length, 0)], [parts], draws=100)
+    assert 0 < least < degrees([answers.mean_gradient(answers.length, 0)], [parts.sum(0)]) < most

@@ -37,6 +37,13 @@ class Answers:
         shares = self.shares[lot] / (self.prompt.max() + 1)
         return (shares * weight).to(self.gradients) @ self.gradients
 
+    def by_prompt(self, weight, lot):
+        """What each prompt adds to mean_gradient, (prompts, D)."""
+        shares = self.shares[lot] / (self.prompt.max() + 1)
+        weighted = (shares * weight).to(self.gradients)[:, None] * self.gradients
+        prompts = int(self.prompt.max()) + 1
+        return weighted.new_zeros(prompts, weighted.shape[1]).index_add_(0, self.prompt, weighted)
+
 
 class Tiny:
     """A policy with three tokens: end, a and b. Prompt number i, from 0, asks for i + 1 a's among

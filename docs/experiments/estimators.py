@@ -109,21 +109,27 @@ def weights_in(answers, steps, kind, G, average, scale, baseline):
         lengths, STEP, tokens, answers.limit)
 
 
-def expected_update(answers, kind, G, arm, lot, steps):
-    """E[update], (D,): exact, but where bnpo's divisor couples the answers of a step, or rewards
-    have too many values to count all groups: there the mean weight in these random steps."""
+def expected_weights(answers, kind, G, arm, lot, steps):
+    """E[A / divisor] of each answer, (n,): exact, but where bnpo's divisor couples the answers of a
+    step, or rewards have too many values to count all groups: there the mean in these random steps.
+    """
     average, *rest = arm
     if average != "bnpo" and len(answers.rewards[kind].unique()) <= 4:
         advantages = by_value(mean_advantages, answers, kind, lot, G, *rest)
         divisor = DIVISORS[LOSS_TYPES[average][1]](answers.length, 1, None, answers.limit)
-        return answers.mean_gradient(advantages / divisor, lot)
+        return advantages / divisor
     alike = torch.stack((answers.prompt, answers.rewards[kind], answers.length))
     bins = alike.unique(dim=1, return_inverse=True)[1]                                  # (n,)
     weights = weights_in(answers, steps, kind, G, *arm).double() / len(steps)
     total, share = torch.zeros(2, int(bins.max()) + 1, dtype=torch.float64)
     total.index_add_(0, bins[steps].flatten(), weights.flatten())
     share.index_add_(0, bins, answers.shares[lot] / (answers.prompt.max() + 1))
-    return answers.mean_gradient((total / share.clamp(min=1e-300))[bins], lot)
+    return (total / share.clamp(min=1e-300))[bins]
+
+
+def expected_update(answers, kind, G, arm, lot, steps):
+    """E[update], (D,)."""
+    return answers.mean_gradient(expected_weights(answers, kind, G, arm, lot, steps), lot)
 
 
 def inner(a, b):
@@ -141,6 +147,19 @@ def degrees(a, b):
     return math.degrees(math.acos(min(1, max(-1, cosine(a, b)))))
 
 
+def resampled(vectors, others, draws=400):
+    """The 2.5th and the 97.5th percentile of their angle, if other prompts had been drawn.
+
+    vectors, others: of every lot, a part for each prompt, (prompts, D).
+    """
+    rng, angles, prompts = torch.Generator().manual_seed(0), [], len(vectors[0])
+    for _ in range(draws):
+        drawn = torch.randint(prompts, (prompts,), generator=rng)
+        counts = torch.bincount(drawn, minlength=prompts).to(vectors[0])
+        angles.append(degrees([counts @ x for x in vectors], [counts @ x for x in others]))
+    return torch.tensor(angles).quantile(torch.tensor([0.025, 0.975])).tolist()
+
+
 def without(vectors, others):
     """The part of a vector that is orthogonal to another one, in every lot."""
     factor = inner(vectors, others) / inner(others, others)
@@ -151,6 +170,7 @@ def on_policy(answers, seed):
     """Yields (kind of reward, arm, {series/G: number}):
 
     angle, aim  between the update and the truth, and what the arm aims at itself, in degrees
+    from, to    of samples, a 95% interval of the angle: a bootstrap over prompts
     right       the same with the truth of rewards of two values, 1 for right answers
     length      in units of the truth / L, which is dr_grpo's with rloo
     longer      cosine of what is not the truth with what makes answers longer
@@ -162,12 +182,14 @@ def on_policy(answers, seed):
     for kind, rewards in answers.rewards.items():
         truth, right = ([answers.mean_gradient(x, lot) for lot in lots]
                         for x in (rewards, answers.rewards["two values"]))
+        parts = [answers.by_prompt(rewards, lot) for lot in lots]
         across, few = without(lengthens, truth), len(rewards.unique()) <= 4
         found = {arm: {} for arm in ARMS if few or "mean" not in arm}   # MaxRL wants 0 to 1
         drawn = {G: [random_steps(answers, lot, G, 16 * SIMULATED, rng) for lot in lots]
                  for G in SIZES}
         for (G, steps), (arm, numbers) in itertools.product(drawn.items(), found.items()):
-            update = [expected_update(answers, kind, G, arm, lot, steps[lot]) for lot in lots]
+            weights = [expected_weights(answers, kind, G, arm, lot, steps[lot]) for lot in lots]
+            update = [answers.mean_gradient(weights[lot], lot) for lot in lots]
             size, off = math.sqrt(inner(update, update)), without(update, truth)
             is_true = inner(off, off) < 1e-6 * size ** 2
             plane = torch.stack([F.normalize(vector[0], dim=0)
@@ -182,6 +204,9 @@ def on_policy(answers, seed):
                 f"length/{G}": size * answers.limit / math.sqrt(inner(truth, truth)),
                 f"noise/{G}": updates.var(0).sum().sqrt().item(), f"up/{G}": up, f"side/{G}": side,
                 f"together/{G}": spread[0, 1].item() / max(up * side, 1e-300)}
+            if len(lots) > 1:
+                numbers[f"from/{G}"], numbers[f"to/{G}"] = resampled(
+                    [answers.by_prompt(weights[lot], lot) for lot in lots], parts)
             if not is_true:
                 numbers[f"longer/{G}"] = cosine(off, across)
             if few and not (arm[1] != "none" and arm[2] == "grpo_passk"):   # that aims at nothing
