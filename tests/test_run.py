@@ -603,6 +603,9 @@ def own_bound(ratio, advantages, logps, mask, **unused):
     ("--ref_model_sync_steps 5 --beta 0", "--ref_model_sync_steps --beta"),
     ("--eval_only --data_path my.jsonl", "--eval_only --eval_data_path"),
     ("--oversample 0", "--oversample 1"),
+    ("--ref_model_mixup_alpha 0", "--ref_model_mixup_alpha 0 1"),
+    ("--vllm_gpu_memory_utilization 0", "--vllm_gpu_memory_utilization 0 1"),
+    ("--use_bias_correction_kl --kl_type k2", "use_bias_correction_kl k2 k1 k3"),
     # What the run finds.
     ("--model_path nowhere", "nowhere config.json"),
     ("--data_path nowhere.jsonl", "nowhere.jsonl"),
