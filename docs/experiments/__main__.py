@@ -118,7 +118,8 @@ def results_of(name, fresh=False):
     if "program" in experiment:
         return dict(enumerate(lines))
     found = {(line["row"], line["arm"], line["seed"]): line for line in lines}
-    runs = [(*arm, seed) for seed in TEN_SEEDS for arm in commands_of(experiment)
+    seeds = dict.fromkeys((*TEN_SEEDS, *experiment.get("seeds", ())))
+    runs = [(*arm, seed) for seed in seeds for arm in commands_of(experiment)
             if seed in seeds_of(experiment, *arm)]
     if fresh:
         runs = [(*arm, seed) for seed in FRESH_SEEDS for arm in experiment.get("headline", ())]
@@ -137,9 +138,15 @@ def known(name, fresh=False):
 
 
 def table_of(name):
-    """The rows of texts of an experiment's table; or of claims, those of all headlines."""
+    """The rows of texts of an experiment's table; or of claims, those of all headlines.
+
+    A headline has its difference with the first ten seeds, and all numbers with the fresh ones.
+    """
     if name == "claims":
-        return [texts for claim, texts in claims_and_texts() if claim.get("headline", False)]
+        first = [(claim, texts[1]) for claim, texts in claims_and_texts() if "headline" in claim]
+        results = {name: known(name, fresh=True) for name in {c["experiment"] for c, _ in first}}
+        fresh = claim_texts([claim for claim, _ in first], results, PANELS)
+        return [[difference, *texts] for (_, difference), texts in zip(first, fresh)]
     return texts_of(EXPERIMENTS[name], known(name), PANELS)
 
 
