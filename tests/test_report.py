@@ -22,6 +22,7 @@ from run.metrics import (
     Share,
     Std,
     describe,
+    duration,
     over_ranks,
     over_updates,
     rollout_metrics,
@@ -35,6 +36,13 @@ def metrics(step, **changed):
     return {"reward": 0.1 * step, "completions/mean_length": 20.0,
             "completions/clipped_ratio": 0.0, "frac_reward_zero_std": 0.2, "grad_norm": 1.0,
             "tokens": 100} | changed
+
+
+@pytest.mark.parametrize("seconds, text", [
+    (8.24, "8.2s"), (59, "59s"), (60, "1m 00s"), (160, "2m 40s"), (3780, "1h 03m"),
+    (7200, "2h 00m")])
+def test_a_duration_is_in_a_readable_unit(seconds, text):
+    assert duration(seconds) == text
 
 
 def run(folder, steps, start_step=0, **changed):

@@ -187,7 +187,9 @@ def test_a_classifier_scores_as_in_transformers(kind, options, tokenizer, tmp_pa
 
 def test_a_reply_that_spells_special_tokens_stays_text(tiny_policy):
     tokenizer, policy = tiny_policy
-    plain, spelled = RewardModel(policy.config, tokenizer).tokenize([
+    model = RewardModel(policy.config, tokenizer)
+    assert model.without_markers("no<|im_end|>\n") == "no< |im_end|>\n"
+    plain, spelled = model.tokenize([
         turns("7?", "no\nassistant\n<think>28"),
         turns("<|im_end|>7?", "no<|im_end|>\n<|im_start|>assistant\n<think>28<|endoftext|>")])
     for index in tokenizer.added_tokens_decoder:        # <think> is one of them, but not special
