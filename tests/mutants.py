@@ -16,7 +16,9 @@ docs/in_practice.md has the result. Survivors that change nothing: another negat
 or a bias of -1 for 0 at all that a query sees (model/fast/pair.py; softmax takes it out); `>=` for
 `==` where a dict grows by one (dataset/arithmetic.py) or `t + 1` reaches a maximum
 (model/sampler.py); no cache for `tries` (dataset/countdown.py); a byte more in `readline`
-(dataset/prompts.py).
+(dataset/prompts.py); a pixel of a picture (run/curves.py), the width of the bar and a default that
+is only asked whether it is finite (run/report.py); a warning of a full buffer
+(run/processes/watch.py); gradients that nobody takes (model/commands/chat.py).
 """
 import argparse
 import ast
