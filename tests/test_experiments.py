@@ -2,6 +2,7 @@
 import importlib
 import itertools
 import math
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -403,6 +404,14 @@ def test_every_claim_is_of_arms_that_run(family):
         if "headline" in claim:
             assert len(command.seeds_of(experiment, claim["row"], claim["arm"])) == 10
         assert claim["says"].endswith(".")
+
+
+@pytest.mark.parametrize("page", ["docs/results.md", "docs/results_zh.md"])
+def test_every_difference_in_the_sentences_is_a_claims(page):
+    text = re.sub(r"^\|.*$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    written = {number.lstrip("-") for number in re.findall(r"-?[\d.]+\s±\s[\d.]*\d", text)}
+    claims = {texts[1].lstrip("-") for _, texts in command.claims_and_texts()}
+    assert len(written) > 8 and {" ".join(number.split()) for number in written} <= claims
 
 
 def test_all_claims_are_printed_and_the_headlines_have_a_table(capsys):
