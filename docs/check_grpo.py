@@ -727,9 +727,10 @@ def check_kl(box, report, average):
         return
     times_ratio = box.has("old_logps") and close(
         at(0.9, d=0.1)[0] - at(0.0, d=0.1)[0], values[5] * math.exp(0.1)) and values[5] != 0
-    share = case.mask.sum(1)[0].item() if "geometric" in report.facts.get("ratio", "") else 1
-    if times_ratio:         # the ratio's own gradient is the KL's value there, or a share of it
-        slopes = [slope - value / share for slope, value in zip(slopes, values)]
+    of_mean = "geometric" in report.facts.get("ratio", "")
+    if times_ratio:         # the ratio's own gradient is the KL's value, of a mean a token's share
+        share = 1 / case.mask[0].sum().item() if of_mean else 1
+        slopes = [slope - value * share for slope, value in zip(slopes, values)]
         if not any(abs(slope) > 1e-12 for slope in slopes):
             report.add("is", "KL", "in the advantage: its gradient is the ratio's")
             return
@@ -751,13 +752,13 @@ def check_kl(box, report, average):
     if "ratio to the reference" not in report.bugs and not same(
             box(far)[1] - box(case)[1], box.without(far)[1] - box.without(case)[1]):
         report.add("BUG", "KL times the advantage")
-    check_kl_average(box, report, line[2], times_ratio and share, average)
+    check_kl_average(box, report, line[2], times_ratio, of_mean, average)
 
 
-def check_kl_average(box, report, name, times_ratio, average):
+def check_kl_average(box, report, name, times_ratio, of_mean, average):
     """Is the KL averaged as the policy's term, and weighted with beta?
 
-    times_ratio: 0, 1 for a token's ratio, more for one that is a completion's mean.
+    times_ratio: is it multiplied by the ratio? of_mean: is that one a completion's mean?
     """
     value, slope = (f(0.5) for f in KLS[name])
 
@@ -765,7 +766,7 @@ def check_kl_average(box, report, name, times_ratio, average):
         ref_logps = case.ref_logps.clone()
         ref_logps[:, 0] += 0.5
         pulled = box.without(replace(case, ref_logps=ref_logps, beta=1.0))[1][:, 0]
-        share = value / case.mask.sum(1) if times_ratio > 1 else value * times_ratio
+        share = value * times_ratio / (case.mask.sum(1) if of_mean else 1)
         return pulled / (slope + share)
 
     found, factor = average_of(weights_of)
