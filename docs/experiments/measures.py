@@ -14,6 +14,15 @@ from train_grpo import KL_TYPES
 PROMPTS, EACH, AT_ONCE = 512, 2, 64
 
 
+def finished(run_dir):
+    """Arguments, final policy and tokenizer of a run."""
+    torch.set_num_threads(1)
+    args = SimpleNamespace(**json.loads((run_dir / "args.json").read_text(encoding="utf-8")))
+    policy = load_pretrained(run_dir / "final", dtype=torch.float32)
+    policy.own_sample = fast.sample
+    return args, policy, load_tokenizer(args.model_path, policy.config.vocab_size)
+
+
 @torch.no_grad()
 def exact_kl(run_dir):
     """How far a run's policy went from its reference, in nats per token, without an estimate.
@@ -25,12 +34,8 @@ def exact_kl(run_dir):
         kl/k3         the mean of k3 over the very tokens that were sampled
         kl/largest    the largest `kl` that the run logged at a step
     """
-    torch.set_num_threads(1)
-    args = SimpleNamespace(**json.loads((run_dir / "args.json").read_text(encoding="utf-8")))
-    policy, reference = (load_pretrained(path, dtype=torch.float32)
-                         for path in (run_dir / "final", args.model_path))
-    policy.own_sample = fast.sample
-    tokenizer = load_tokenizer(args.model_path, policy.config.vocab_size)
+    args, policy, tokenizer = finished(run_dir)
+    reference = load_pretrained(args.model_path, dtype=torch.float32)
     collate, problems, _ = train_grpo.read_prompts(args, tokenizer)
     rng, exact, k3, tokens = rng_of(args.seed, 2), 0.0, 0.0, 0
     for start in range(0, PROMPTS, AT_ONCE):
@@ -51,11 +56,7 @@ def exact_kl(run_dir):
 
 def temperatures(run_dir):
     """Accuracy of the final policy sampled at 0.25, 0.5 and 1, on its evaluation's problems."""
-    torch.set_num_threads(1)
-    args = SimpleNamespace(**json.loads((run_dir / "args.json").read_text(encoding="utf-8")))
-    policy = load_pretrained(run_dir / "final", dtype=torch.float32)
-    policy.own_sample = fast.sample
-    tokenizer = load_tokenizer(args.model_path, policy.config.vocab_size)
+    args, policy, tokenizer = finished(run_dir)
     collate, _, heldout = train_grpo.read_prompts(args, tokenizer)
     found, world = {}, World("cpu")
     for args.temperature in (0.25, 0.5, 1.0):
