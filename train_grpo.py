@@ -168,8 +168,8 @@ LOSS_TYPES = {      # the flags of each: docs/losses.md
 
 # KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. An unbiased
 # value is the KL's on average. Its gradient is another matter: autograd does not see that another
-# pi would sample other tokens. Beyond x = 20, lest e^x overflow, k3 goes on as a straight
-# line: a clamp would have no gradient where pi has left the reference furthest. k3+ is verl's.
+# pi would sample other tokens. Beyond x = 20, lest e^x overflow, k3 goes on as a straight line: a
+# clamp would have no gradient where pi has left the reference furthest. k3+ is verl's.
 def k2(x):
     return x.pow(2) / 2
 
@@ -202,8 +202,8 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, k
 
     logps, old_logps, mask, ref_logps (N, R); advantages (N,) or (N, R). num_sequences and
     num_tokens are totals of the whole optimizer step, over all micro-batches and ranks (None: this
-    call is the step): the parts' losses and metrics then add up to its. Rows that are masked
-    out count as sequences. use_bias_correction_kl multiplies the KL by the ratio (DeepSeek-V3.2).
+    call is the step): then losses and metrics of the parts add up to those of the step. Rows that
+    are masked out count as sequences. use_bias_correction_kl multiplies the KL by the ratio.
     """
     chosen = objective.choice(LOSS_TYPES, loss_type, "loss_type")
     if callable(chosen):                # a whole loss: r1, or one of your own
@@ -403,7 +403,7 @@ def optimizer_step(policy, optimizer, minibatch, before_loss, loss_options, worl
 
 
 def grpo_step(t, batch, step, lr):
-    """A step of GRPO on a batch of prompts. t: what `prepare` returns. (rollout, metrics)"""
+    """A step of GRPO on a batch of prompts: (rollout, metrics). t is what `prepare` returns."""
     args, world = t.args, t.world
     world.phase("rollout")          # 1. ask: G completions of every prompt
     rollout = generate(t.policy, batch, t.tokenizer, world.rng(step), world, args, tool=t.tool)
