@@ -103,11 +103,16 @@ def adapters(model):
 
 def merged_state(model):
     """The state dict of a plain model that computes the same."""
-    state, layers = model.state_dict(), adapters(model)
-    state |= {f"{name}.base.weight": layer.merged() for name, layer in layers.items()}
+    layers = adapters(model)
+    merged = {f"{name}.weight": layer.merged() for name, layer in layers.items()}
     dtype = next((layer.weight.dtype for layer in layers.values()), None)
-    return {name.replace(".base.", "."): tensor.to(dtype)
-            for name, tensor in state.items() if ".lora_" not in name}
+    return {name: tensor.to(dtype) for name, tensor in (base_state(model) | merged).items()}
+
+
+def base_state(model):
+    """The state dict of the plain model below the adapters."""
+    return {name.replace(".base.", "."): tensor for name, tensor in model.state_dict().items()
+            if ".lora_" not in name}
 
 
 def adapter_state(model):

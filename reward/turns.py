@@ -36,6 +36,15 @@ class Turns:
         """The next `count` rows are to be sampled: a batch may come in slices."""
         self.first, self.end = self.end, self.end + count
 
+    def stops(self, place):
+        """The ids at which a sampler that writes ahead must stop this row of the slice."""
+        asks = self.calls(self.first + place) < self.tool.max_calls
+        return [self.tool.stop_id] if asks else []
+
+    def waits(self, place):
+        """Whether this row of the slice has yet to read words of the tool."""
+        return bool(self.queue[self.first + place])
+
     def take(self, places, tokens, alive):
         """What happens to tokens just drawn, (n,): the tokens, which were drawn, which rows go on.
 

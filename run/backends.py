@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from errors import COUNT_OR_0, UserError, number
+from errors import COUNT_OR_0, number
 from model import fast
 from model.model import MiniMindForCausalLM
 from model.sampler import sample
@@ -39,9 +39,6 @@ def fill_in(args):
     """The shipped weights, model/fast, and no shards of a single process."""
     if args.sampler is None:
         args.sampler = "plain" if args.fast == 0 else "fast"
-    if args.tool and args.sampler == "vllm":
-        raise UserError("--tool answers between two tokens, and --sampler vllm writes a completion "
-                        "in one go; choose --sampler fast")
     shipped = Path(__file__).resolve().parents[1] / "model/weights"
     kind = "reason" if args.reasoning else "full_sft"
     args.model_path = args.model_path or str(

@@ -3,26 +3,33 @@
 What needs vLLM is skipped without it: requirements-vllm.txt. CI has it, in an environment of its
 own.
 """
+import copy
 import importlib.util
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import defaultdict
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from test_sampler import draw, trained_logps
+from test_turns import rollout_of
 
 import train_grpo
 from conftest import ROOT, jsonl
-from model import load_pretrained, load_tokenizer
+from model import load_pretrained, load_tokenizer, sampler
 from model.fast import pair, vllm_engine
+from model.lora import adapters, with_adapters
+from model.storage.files import read_tensors
 from run.processes.world import World
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,8 +42,10 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None,
 class FakeLLM:
     """In place of vLLM: random tokens, and a list of what it was asked to do."""
 
-    def __init__(self):
+    def __init__(self, *weights, **options):
         self.events, self.awake, self.generator = [], True, torch.Generator().manual_seed(0)
+        self.options, self.llm_engine = options, self
+        self.engine_core = SimpleNamespace(shutdown=lambda: None)
 
     def collective_rpc(self, method, kwargs):
         assert method == "reload_weights" and self.awake and kwargs["weights_iterator"]
@@ -54,8 +63,14 @@ class FakeLLM:
         self.awake = False
         self.events.append("sleep")
 
-    def generate(self, prompts, options, use_tqdm):
-        assert self.awake
+    def add_lora(self, request):
+        """As vLLM does: it reads the adapter, in the dtype of its matrices."""
+        self.events.append("adapter")
+        tensors = read_tensors(Path(request.lora_path, "adapter_model.safetensors"))
+        self.adapter = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+
+    def generate(self, prompts, options, use_tqdm, lora_request):
+        assert self.awake and not torch.is_autocast_enabled("cpu")
         self.events.append("sample")
         return [SimpleNamespace(outputs=[self.answer() for _ in range(option.n)])
                 for option in options]
@@ -91,6 +106,137 @@ def test_weights_are_handed_over_once_an_update_and_the_engine_sleeps_to_learn(
     evaluation = ["weights", "reset", *["sample"] * 2]
     learning = ["sleep"] if on_gpu else []
     assert llm.events == [*evaluation, *["sample", *learning, *evaluation] * 2]
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """A module in place of vLLM, and an engine for a policy of a run with these flags."""
+    class Request(SimpleNamespace):
+        def __init__(self, name, number, path):
+            super().__init__(lora_int_id=number, lora_path=path)
+
+    def construct(*weights, **options):
+        torch.set_float32_matmul_precision("highest")       # as vLLM's workers do
+        assert not torch.is_autocast_enabled("cpu")
+        return FakeLLM(*weights, **options)
+
+    def make(*flags, on_gpu=False):
+        args = train_grpo.parse_args(["--sampler", "vllm", "--device", "cpu", *flags])
+        world = World("cpu", args.dtype)
+        engine = vllm_engine.Engine(world, args)
+        engine.may_sleep = on_gpu
+        return engine, world
+
+    vllm = SimpleNamespace(LLM=construct, SamplingParams=lambda n=1, **_: SimpleNamespace(n=n))
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=Request))
+    return make
+
+
+def shipped(rank=0):
+    base = load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32,
+                           matrix_dtype=torch.bfloat16 if rank else None)
+    return with_adapters(base, rank=rank, alpha=32) if rank else base
+
+
+def test_an_update_of_adapters_arrives_in_bfloat16(fake):
+    engine, world = fake("--lora_rank", "12", "--dtype", "bfloat16")
+    policy = shipped(12)
+    with world.working():
+        draw(engine, policy)
+    assert engine.llm.options["max_lora_rank"] == 16        # one of those that vLLM takes
+    layers = adapters(policy)
+    for layer in layers.values():       # AdamW's first step, at a rate of 1e-5
+        layer.lora_B.data = torch.randn_like(layer.lora_B).sign() * 1e-5
+    engine.outdate()
+    with world.working():
+        draw(engine, policy)
+    assert engine.llm.events == ["sample", "weights", "adapter", "reset", "sample",
+                                 "adapter", "reset", "sample"]
+    for name, layer in layers.items():
+        A, B = (engine.llm.adapter[f"base_model.model.{name}.lora_{part}.weight"].float()
+                for part in "AB")
+        update = layer.lora_B @ layer.lora_A
+        assert ((B @ A) * update).sum() / update.square().sum() > 0.99
+
+
+def test_torch_keeps_its_settings_and_gives_its_cache_away_before_the_engine_wakes(
+        fake, monkeypatch):
+    engine, world = fake("--rollout_batch_size", "2", on_gpu=True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: engine.llm.events.append("cache"))
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            draw(engine, shipped())
+            world.phase("update")
+            engine.outdate()
+            draw(engine, shipped())
+            assert torch.is_autocast_enabled("cpu")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert engine.llm.events == ["sample", "weights", "reset", "sample", "sleep",
+                                 "cache", "weights", "reset", "sample"]
+    assert "max_num_seqs" not in engine.llm.options     # slices are another matter
+
+
+def test_under_torchrun_one_rank_finds_the_store_that_is_there(fake, monkeypatch):
+    def rendezvous(*weights, distributed_executor_backend, **options):
+        """What vLLM's executors do: a store of its own, or what the environment names."""
+        method = {"uni": f"tcp://127.0.0.1:{free_port()}", "external_launcher": "env://"}
+        dist.init_process_group("gloo", method[distributed_executor_backend], world_size=1, rank=0,
+                                timeout=timedelta(seconds=3))
+        dist.destroy_process_group()
+        return FakeLLM()
+
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", rendezvous)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)       # torchrun's
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT":
+                        store.port, "TORCHELASTIC_RUN_ID": "run",
+                        "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, str(value))
+    draw(fake()[0], shipped())
+
+
+class WritesAhead(FakeLLM):
+    """Greedy tokens of a policy, up to one of the stop ids: what an engine does with a prompt."""
+
+    def generate(self, prompts, options, use_tqdm, lora_request):
+        for prompt, option in zip(prompts, options):
+            ids, logps = (x[0].tolist() for x in draw(
+                sampler.sample, self.policy, [prompt["prompt_token_ids"]], greedy=True,
+                max_new_tokens=option.max_tokens, eos=option.stop_token_ids))
+            chosen = [{token: SimpleNamespace(logprob=logp)} for token, logp in zip(ids, logps)]
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=chosen)])
+
+
+def greedily(sample):
+    return lambda *inputs, **options: sample(*inputs, **options | {"greedy": True})
+
+
+def same_game(sample, policy):
+    """Both samplers say the same, and so does the tool, which is random, and answers half."""
+    tokenizer = load_tokenizer(ROOT / "model/weights/reason_128", 10**9)
+    ours, theirs = (rollout_of(own, policy, tokenizer) for own in (greedily(pair.sample), sample))
+    assert ours.turns == theirs.turns and {1, 3, 5} <= set(map(len, ours.turns))
+    for name in ("completion_ids", "attention", "mask", "ended"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    torch.testing.assert_close(ours.sampling_logps, theirs.sampling_logps, atol=1e-4, rtol=1e-4)
+
+
+def test_a_tool_is_asked_in_rounds(fake):
+    engine, _ = fake()
+    policy = shipped()
+    engine.llm, engine.SamplingParams, engine.is_outdated = WritesAhead(), SimpleNamespace, False
+    engine.llm.policy = copy.copy(policy)       # without the sampler of the run
+    same_game(greedily(engine), policy)
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
 
 
 # --- the flag -------------------------------------------------------------------------------------
@@ -158,6 +304,12 @@ def test_it_samples_what_the_trainer_computes(made):
 
 
 @needs_vllm
+def test_it_plays_the_same_game_as_fast(made):
+    engine, sample, policy = made
+    same_game(greedily(sample), policy)
+
+
+@needs_vllm
 def test_each_kind_of_tensor_arrives(made):
     engine, sample, policy = made
     kinds, generator = defaultdict(list), torch.Generator().manual_seed(0)
@@ -193,7 +345,8 @@ def start(folder, *flags, ranks=0):
          "4", "--num_generations", "4", "--eval_samples", "4", "--save_interval", "1",
          "--max_steps", "3", *flags],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")},
+        start_new_session=True)
 
 
 def finish(process):
@@ -205,8 +358,9 @@ def finish(process):
 
 
 @needs_vllm
-def test_a_run_that_is_stopped_and_resumed_ends_as_one_that_was_not(tmp_path):
-    whole, parts = (start(tmp_path, "--run_name", name) for name in ("whole", "parts"))
+@pytest.mark.parametrize("tool", [[], ["--tool", "test_turns:dice"]])
+def test_a_run_that_is_stopped_and_resumed_ends_as_one_that_was_not(tool, tmp_path):
+    whole, parts = (start(tmp_path, "--run_name", name, *tool) for name in ("whole", "parts"))
     metrics = tmp_path / "parts/metrics.jsonl"
     while not metrics.exists() or not metrics.read_text():
         assert parts.poll() is None
@@ -216,7 +370,7 @@ def test_a_run_that_is_stopped_and_resumed_ends_as_one_that_was_not(tmp_path):
     assert jsonl(tmp_path / "whole/metrics.jsonl")[2]["kl"] > 1e-5
     finish(parts)
     if parts.returncode:                    # 0: the signal came in its last step
-        finish(start(tmp_path, "--run_name", "parts", "--resume"))
+        finish(start(tmp_path, "--run_name", "parts", "--resume", *tool))
     texts = [Path(tmp_path, name, "completions.jsonl").read_text() for name in ("whole", "parts")]
     assert texts[0] == texts[1]
 
@@ -224,6 +378,7 @@ def test_a_run_that_is_stopped_and_resumed_ends_as_one_that_was_not(tmp_path):
 @needs_vllm
 @pytest.mark.parametrize("flags, ranks, most", [
     ("", 2, 1e-6), ("--lora_rank 4 --shard 1 --dtype bfloat16", 2, 2e-2),
+    ("--lora_rank 12 --learning_rate 1e-2", 1, 1e-6), ("--tool test_turns:dice", 2, 1e-6),
     ("--model_path gpt2 --max_gen_len 16 --reward_funcs repetition", 0, 1e-6)])
 def test_each_rank_has_an_engine_for_our_models_and_others(flags, ranks, most, tmp_path):
     if "gpt2" in flags:

@@ -121,8 +121,10 @@ class Decoding:
         row, tokens (n,), each completion's row and next token -> its new row, (n,). The first
         continuation of a row stays in place; the others fill rows that nobody continues.
         """
-        pairs, child = torch.unique(row * 2**32 + tokens, return_inverse=True)  # a pair, one number
-        parents = pairs >> 32                                       # (num_rows,), sorted
+        # A pair is one number, and a small one: some devices sort the lower 32 bits alone.
+        distinct, rank = tokens.unique(return_inverse=True)
+        pairs, child = torch.unique(row * len(distinct) + rank, return_inverse=True)
+        parents = pairs // len(distinct)                            # (num_rows,), sorted
         self.num_rows, S = len(parents), self.length
         first_child = parents.diff(prepend=parents.new_full((1,), -1)) > 0
         stays = first_child & (parents < self.num_rows)
@@ -193,9 +195,9 @@ def linear(layer):
     base, adapter = layer, None
     if isinstance(layer, LoRALinear):
         base, adapter = layer.base, layer
-    weight, bias, device, dtype = base.weight, base.bias, base.weight.device, base.weight.dtype
+    weight, bias, device = base.weight, base.bias, base.weight.device
+    dtype = products_dtype(device, weight.dtype)
     if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
         if isinstance(layer, Head):
             dtype = torch.float32
     elif adapter is not None:
@@ -216,6 +218,13 @@ def linear(layer):
         return product
     A, B = adapter.lora_A.to(dtype), (adapter.scale * adapter.lora_B).to(dtype)
     return lambda x: product(x) + F.linear(F.linear(x, A), B)
+
+
+def products_dtype(device, dtype):
+    """The dtype that autocast gives to matrix products; without it the weights' own."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return dtype
 
 
 def can_pack(dtype, device):
@@ -242,8 +251,9 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     predicts, row = node.flatten()[wanted].unique(return_inverse=True)          # (m,), (p,)
     tokens, positions, wanted, predicts, row = (
         x.to(device) for x in (tokens, positions, wanted, predicts, row))
-    groups = [(C, real.to(device), nodes.to(device), bias.to(device))
-              for C, real, nodes, bias in groups]
+    dtype = products_dtype(device, model.model.embed_tokens.weight.dtype)
+    groups = [(C, real.to(device), nodes.to(device), causal_bias(start.to(device), C, nodes, dtype))
+              for C, real, nodes, start in groups]
     rotary = rotary_tables(positions, rotary_frequencies(model.config, device))
     attend = functools.partial(attention, groups=groups)
     hidden = model.model.read(tokens, rotary, attend=attend)                            # (n, D)
@@ -266,8 +276,8 @@ def prefix_tree(input_ids, attention_mask, P):
     A node stands for a prefix and holds its last token. Returns the nodes' tokens and positions,
     (n,) each; the node that predicts each completion token, (N, R); and the groups of sequences
     that attention takes together. A group of m sequences, with at most C new nodes and S nodes
-    each, is (C, real, nodes, bias): real, which places of the flattened (m, C) are not padding;
-    nodes (m, S), the node at each position; bias (m, 1, C, S), -inf after a query's own position.
+    each, is (C, real, nodes, start): real, which places of the flattened (m, C) are not padding;
+    nodes (m, S), the node at each position; start (m,), how many of them the sequence shares.
     """
     T = input_ids.shape[1]
     column, lengths = torch.arange(T), attention_mask.sum(1, keepdim=True)
@@ -290,14 +300,25 @@ def prefix_tree(input_ids, attention_mask, P):
     for k in kind[kind >= 0].unique():
         members = order[kind[order] == k]
         C, S = int(count[members].max()), int((start + count)[members].max())
-        query = start[members, None] + column[:C]                                       # (m, C)
         real = (column[:C] < count[members, None]).flatten().nonzero().squeeze(1)
-        bias = torch.where(column[:S] <= query[:, :, None], 0.0, float("-inf"))[:, None]
-        groups.append((C, real, node[members, :S] * is_input[members, :S], bias))
+        groups.append((C, real, node[members, :S] * is_input[members, :S], start[members]))
     positions = new[order].nonzero()[:, 1]                                              # (n,)
     before = attention_mask[:, :P].sum(1, keepdim=True) - 1 + column[:T - P]            # (N, R)
     predicting = node[place].gather(1, before)
     return rows[order][new[order]], positions, predicting * attention_mask[:, P:], groups
+
+
+def causal_bias(start, C, nodes, dtype):
+    """(m, 1, C, S): 0, or -inf after a query's own position.
+
+    Made where it is used, in the dtype of attention: else it would be copied, and cast in each
+    layer.
+    """
+    m, S = nodes.shape
+    positions = torch.arange(max(C, S), device=start.device)
+    hidden = positions[:S] > start[:, None, None] + positions[:C, None]                 # (m, C, S)
+    bias = torch.zeros(m, 1, C, S, dtype=dtype, device=start.device)
+    return bias.masked_fill_(hidden[:, None], float("-inf"))
 
 
 def shared_with_the_row_above(rows):
@@ -326,7 +347,7 @@ def attention(q, k, v, *, groups):
             keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1)
                             for x in (keys, values))
         x = F.scaled_dot_product_attention(
-            padded.transpose(1, 2), keys, values, attn_mask=bias.to(q.dtype),
+            padded.transpose(1, 2), keys, values, attn_mask=bias,
             enable_gqa=keys.shape[1] != q.shape[1])                             # (m, H, C, d)
         out.append(x.transpose(1, 2).flatten(0, 1).index_select(0, real).flatten(1))
     return torch.cat(out)

@@ -1,20 +1,25 @@
 """vLLM in place of the sampler, --sampler vllm. requirements-vllm.txt says what to install.
 
 Each rank has an engine, made in its own process at the first call. The optimizer tells it when
-weights have changed, and the next call hands all of them over. Tensors would not tell: AdamW's
-fused step leaves a tensor's version as it was.
+weights have changed, and the next call hands all of them over; of a policy with adapters only
+these, since bfloat16 would round small updates of a merged matrix away. Tensors would not tell:
+AdamW's fused step leaves a tensor's version as it was.
 """
 import os
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from errors import UserError, reason
 
-from ..lora import merged_state
-from ..storage.write import hub_config, write_json
+from ..lora import adapters, base_state, merged_state
+from ..storage.write import hub_config, save_adapter, write_json
+
+RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512    # of adapters, that vLLM takes
 
 
 class Engine:
@@ -27,6 +32,7 @@ class Engine:
         self.world, self.args, self.llm = world, args, None
         self.may_sleep = world.device.type == "cuda"
         self.is_asleep, self.is_outdated = False, True
+        self.has_base, self.adapter = False, None       # of a policy with adapters
         world.at_phase.append(self.sleep)
 
     def outdate(self, *_):
@@ -38,27 +44,29 @@ class Engine:
         samples = phase in (None, "rollout", "eval", "checkpoint")
         if self.may_sleep and self.llm is not None and not self.is_asleep and not samples:
             self.llm.sleep(level=2)             # frees weights and cache
-            self.is_asleep, self.is_outdated = True, True
+            self.is_asleep, self.is_outdated, self.has_base = True, True, False
 
     @torch.no_grad()
     def __call__(self, model, prompt_ids, prompt_mask, **options):
-        threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
-        try:
+        with as_before(self.world.device):
             if self.llm is None:
                 self._start(model)
             if self.is_outdated:
                 self._hand_over(model)
             return self._sample(prompt_ids, prompt_mask, **options)
-        finally:        # vLLM leaves torch one thread, and a set_num_threads that does nothing
-            torch.set_num_threads = set_num_threads
-            set_num_threads(threads)
 
     def _start(self, model):
-        world, args = self.world, self.args
+        world, args, lora = self.world, self.args, {}
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                        "VLLM_NO_USAGE_STATS": "1"}              # it would tell its makers
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")    # GiB
+        if adapters(model):
+            rank = next((rank for rank in RANKS if rank >= args.lora_rank), args.lora_rank)
+            lora = {"enable_lora": True, "max_lora_rank": rank}
+        # By itself it would open a store of its own. Under torchrun torch has one for all, and
+        # would wait for another process to serve that of vLLM.
+        launched = world.size > 1 or dist.is_torchelastic_launched()
         try:
             with tempfile.TemporaryDirectory() as folder:
                 from vllm import LLM, SamplingParams
@@ -66,47 +74,133 @@ class Engine:
                 self.SamplingParams = SamplingParams
                 self.llm = LLM(
                     folder, load_format="dummy", skip_tokenizer_init=True, dtype=world.matrix_dtype,
-                    max_model_len=args.max_seq_len + args.max_gen_len,
-                    max_num_seqs=args.rollout_batch_size or 256, enable_sleep_mode=self.may_sleep,
+                    max_model_len=args.max_seq_len + args.max_gen_len, **lora,
+                    enable_sleep_mode=self.may_sleep, enforce_eager=not self.may_sleep,
                     gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-                    logprobs_mode="processed_logprobs", enforce_eager=not self.may_sleep,
-                    distributed_executor_backend="external_launcher" if world.size > 1 else "uni")
+                    logprobs_mode="processed_logprobs",
+                    distributed_executor_backend="external_launcher" if launched else "uni")
                 world.ends.callback(self.llm.llm_engine.engine_core.shutdown)
                 # Some models it builds, and says at the first token that it can't run them.
-                self._generate([{"prompt_token_ids": [0]}],
-                               SamplingParams(max_tokens=1, detokenize=False))
+                self._generate([[0]], [SamplingParams(max_tokens=1, detokenize=False)])
         except Exception as error:      # many classes, of vLLM and of what it imports
             raise UserError(f"--sampler vllm: it could not start with {args.model_path} "
                             f"({reason(error)}); see requirements-vllm.txt") from error
 
     def _hand_over(self, model):
         if self.is_asleep:
+            # What learning took at its peak is free, but torch keeps it for itself.
+            torch.cuda.empty_cache()
             self.llm.wake_up()
-        # With the head's own name where it is the embedding, which a checkpoint would leave out: a
-        # CPU's product reads a packed copy of the head, and else that would stay as it was.
-        weights = list(merged_state(model).items())
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if not self.has_base:
+            # With the head's own name where it is the embedding, which a checkpoint would leave
+            # out: a CPU's product reads a packed copy of the head, and else that would stay.
+            state = base_state(model) if adapters(model) else merged_state(model)
+            self.llm.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": list(state.items())})
+        if adapters(model):
+            self.has_base = True
+            self._hand_over_adapter(model)
         self.llm.reset_prefix_cache()       # it was computed with other weights
         self.is_asleep, self.is_outdated = False, False
 
+    def _hand_over_adapter(self, model):
+        from vllm.lora.request import LoRARequest
+        number = 1 + (self.adapter.lora_int_id if self.adapter else 0)      # a new one replaces it
+        with tempfile.TemporaryDirectory() as folder:
+            save_adapter(model, folder)
+            self.adapter = LoRARequest(f"update {number}", number, folder)
+            self.llm.llm_engine.add_lora(self.adapter)
+
     def _generate(self, prompts, options):
-        # Its weights are cast already.
-        with torch.autocast(self.world.device.type, enabled=False):
-            return self.llm.generate(prompts, options, use_tqdm=False)
+        """The answers of each prompt, a list of ids: what vLLM returns."""
+        return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], options,
+                                 use_tqdm=False, lora_request=self.adapter)
 
     def _sample(self, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, temperature=1.0,
-                eos_token_id, pad_token_id, generator=None, greedy=False):
-        n, device = 1 if greedy else num_generations, prompt_ids.device
-        seeds = torch.randint(2**31, (len(prompt_ids),), generator=generator, device=device)
-        options = [self.SamplingParams(
-            n=n, temperature=0.0 if greedy else temperature, seed=seed, max_tokens=max_new_tokens,
-            stop_token_ids=prompt_ids.new_tensor(eos_token_id).flatten().tolist(), ignore_eos=True,
-            logprobs=0, detokenize=False) for seed in seeds.tolist()]
-        prompts = [{"prompt_token_ids": ids[mask.bool()].tolist()}
-                   for ids, mask in zip(prompt_ids, prompt_mask)]
-        answers = self._generate(prompts, options)
-        answers = [answer for group in answers for answer in group.outputs * (num_generations // n)]
-        ids = [prompt_ids.new_tensor(answer.token_ids) for answer in answers]
-        logps = [torch.tensor([of[token].logprob for token, of in zip(x.token_ids, x.logprobs)],
-                              device=device) for x in answers]
-        return pad_sequence(ids, True, pad_token_id), pad_sequence(logps, True)         # (N, R)
+                eos_token_id, pad_token_id, generator=None, greedy=False, tool=None):
+        eos_ids = prompt_ids.new_tensor(eos_token_id).flatten().tolist()
+        prompts = [ids[mask.bool()].tolist() for ids, mask in zip(prompt_ids, prompt_mask)]
+        copies = 1                      # of an answer that is the same for all of a group
+        if greedy and tool is None:
+            num_generations, copies = 1, num_generations
+
+        def write(prompts, n, rooms, stops):
+            """n answers of each prompt as (ids, log-probs), of at most `rooms` tokens."""
+            seeds = torch.randint(2**31, (len(prompts),), generator=generator,
+                                  device=prompt_ids.device)
+            options = [self.SamplingParams(
+                n=n, temperature=0.0 if greedy else temperature, seed=seed, max_tokens=room,
+                stop_token_ids=stop, ignore_eos=True, logprobs=0, detokenize=False)
+                for seed, room, stop in zip(seeds.tolist(), rooms, stops)]
+            return [(list(answer.token_ids), logps_of(answer))
+                    for group in self._generate(prompts, options) for answer in group.outputs]
+
+        if tool is None:
+            count = len(prompts)
+            rows = write(prompts, num_generations, [max_new_tokens] * count, [eos_ids] * count)
+            rows = [row for row in rows for _ in range(copies)]
+        else:
+            prompts = [ids for ids in prompts for _ in range(num_generations)]
+            rows = in_rounds(write, prompts, max_new_tokens, eos_ids, tool, prompt_ids)
+        paddings = pad_token_id, 0.0, 1
+        return tuple(pad_sequence([torch.tensor(x, device=prompt_ids.device) for x in column], True,
+                                  padding) for column, padding in zip(zip(*rows), paddings))
+
+
+@contextmanager
+def as_before(device):
+    """vLLM leaves torch one thread, a set_num_threads that does nothing, and its own precision.
+
+    Its weights are cast already, so autocast is off.
+    """
+    threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+    precision = torch.get_float32_matmul_precision()
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+
+
+def logps_of(answer):
+    return [of[token].logprob for token, of in zip(answer.token_ids, answer.logprobs)]
+
+
+def in_rounds(write, prompts, max_new_tokens, eos_ids, tool, like):
+    """Completions with a tool, a row for each prompt: (ids, log-probs, which tokens were drawn).
+
+    A round: vLLM writes each row up to the token that asks, the tool answers all rows that asked,
+    and its words are appended as ids. The next round goes on from there.
+    """
+    rows, going = [([], [], []) for _ in prompts], list(range(len(prompts)))
+    tool.begin(len(rows))
+
+    def take(places, tokens, logps):
+        """Appends a token to each of these rows, a word of the tool's in its place where one waits.
+
+        Returns the rows that go on.
+        """
+        alive = like.new_tensor([token not in eos_ids for token in tokens]).bool()
+        tokens, is_drawn, alive = tool.take(like.new_tensor(places), like.new_tensor(tokens), alive)
+        for place, *token in zip(places, tokens.tolist(), logps, is_drawn.tolist()):
+            for column, value in zip(rows[place], token):
+                column.append(value)
+        return [place for place, goes_on in zip(places, alive.tolist())
+                if goes_on and len(rows[place][0]) < max_new_tokens]
+
+    while going:
+        written = write([prompts[place] + rows[place][0] for place in going], 1,
+                        [max_new_tokens - len(rows[place][0]) for place in going],
+                        [eos_ids + tool.stops(place) for place in going])
+        last = []
+        for place, (tokens, logps) in zip(going, written):
+            for token, logp in zip(tokens[:-1], logps):
+                take([place], [token], [logp])
+            last.append((place, tokens[-1], logps[-1]))
+        going = take(*zip(*last))           # all rows that ask are answered at once
+        while reading := [place for place in going if tool.waits(place)]:
+            others = set(going) - set(reading)
+            going = sorted(others.union(take(reading, [0] * len(reading), [0.0] * len(reading))))
+    return rows

@@ -170,7 +170,7 @@ def choose_device(name, size):
     """The device of this process, one of `size`; UserError if it can't have the one it names."""
     gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     has_mps = torch.backends.mps.is_available() and size == 1   # Gloo cannot sum MPS tensors
-    name = name or ("cuda" if gpus else "mps" if has_mps else "cpu")
+    name = name or ("cuda" if gpus else "cpu")          # nobody has run it on a Mac's GPU
     if name == "cuda" and gpus < here or name == "mps" and not has_mps:
         raise UserError(f"--device {name} is not there for {here} processes on a machine with "
                         f"{gpus} GPU(s); choose another, cpu say, or --nproc_per_node")

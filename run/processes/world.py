@@ -25,9 +25,9 @@ GO_ON = "go on with the same command and --resume"
 class World:
     """All processes that torchrun started, or this one alone if it was started without torchrun.
 
-    device: cuda, mps or cpu, by default the first of these that is there. dtype: of matrix
-    products, float32 or bfloat16; auto is bfloat16 on a GPU that has it. On CUDA, what is left in
-    float32 beside bfloat16 may be multiplied in TF32, with 10 bits after the point instead of 23.
+    device: cuda, mps or cpu, by default cuda if it is there, else cpu. dtype: of matrix products,
+    float32 or bfloat16; auto is bfloat16 on a GPU that has it. On CUDA, what is left in float32
+    beside bfloat16 may be multiplied in TF32, with 10 bits after the point instead of 23.
     hang_timeout: seconds that a rank may be busy between two calls of `alive`, or wait in a
     collective; 0: no limit, None: half an hour if there are several ranks.
     """
@@ -62,7 +62,8 @@ class World:
     @staticmethod
     def add_flags(parser):
         flag = parser.group("the machine").add_argument
-        flag("--device", choices=("cuda", "mps", "cpu"), help="(default: the first one available)")
+        flag("--device", choices=("cuda", "mps", "cpu"), help="(default: cuda if it is "
+             "there, else cpu)")
         flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
              "products; auto: bfloat16 on a GPU that has it, with TF32 for the rest; else float32")
         flag("--hang_timeout", type=POSITIVE_OR_0, help="seconds that one batch, or a wait for "
@@ -84,8 +85,7 @@ class World:
 
     def phase(self, name):
         """From here to the next phase, time goes to timings["timing_s/<name>"]; None: to none."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()        # a GPU is still working when a call returns
+        self.finish_work()
         now = time.perf_counter()
         before, since = self.running
         if before:
@@ -118,7 +118,13 @@ class World:
         if self.hang_timeout:
             faulthandler.cancel_dump_traceback_later()      # the group has a time limit of its own
         yield
+        self.finish_work()                  # NCCL's calls return before the others have come
         self.alive()
+
+    def finish_work(self):
+        """Waits for the GPU: it is still working when a call returns."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def sum(self, tensor):
         """The sum of this tensor over all ranks."""
