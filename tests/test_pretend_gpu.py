@@ -1,94 +1,29 @@
-"""The script on a GPU that is not there: it never mixes devices.
+"""The script on a GPU that is not there: it never mixes devices, and rarely waits for the card."""
+import faulthandler
+import subprocess
+import sys
 
-All tensors lie on the CPU, and some say cuda:0. Not shown: whether CUDA's own kernels agree, how
-long they take, how much memory; anything about several GPUs.
-"""
 import pytest
 import torch
+import torch.distributed as dist
+from pretend_gpu import CPU, CUDA, pretend_gpu
 from test_real_weights import SHIPPED, reference
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from test_sampler import PAD, PROMPTS, batch, padded, pairs
+from torch.utils.checkpoint import checkpoint
 
 import train_grpo
 from conftest import ROOT, jsonl, write
+from model import load_pretrained, sampler
 from model.fast import pair as fast
+from run.processes.world import World
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.skipif(
     torch.cuda.is_available(), reason="test_cuda.py asks the real one")]
-CPU, CUDA, Tensor = torch.device("cpu"), torch.device("cuda:0"), torch.Tensor
-COPIES = {"to", "copy_", "__set__"}
-
-
-def tensors(*x):
-    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
-
-
-def on_gpu(x):
-    return getattr(x.untyped_storage(), "on_gpu", False)        # a view shares it
-
-
-class PretendGPU(TorchFunctionMode):
-    """While it is active each call of torch passes through it. It refuses what CUDA refuses,
-    tensors of two devices in one operation.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name, kwargs, there = func.__name__, kwargs or {}, any(map(on_gpu, tensors(args, kwargs)))
-        if there and func == Tensor.device.__get__:
-            return CUDA
-        if name in ("_parse_to", "_has_compatible_shallow_copy_type"):      # in a module's `to`
-            return func(*args, **kwargs)
-        if func == Tensor.cpu:
-            func, name, args = Tensor.to, "to", (*args, CPU)
-        targets = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.device)]
-        stays = (targets[0].type == "cuda" if targets else
-                 on_gpu(args[0]) if name == "copy_" else there)         # on the GPU
-
-        # CUDA takes single numbers and indices from the CPU, and nothing else.
-        index = tensors(args[1:2]) if name in ("__getitem__", "__setitem__") else []
-        used = (args[0], args[2:]) if index and on_gpu(args[0]) else args
-        if there and name not in COPIES and any(
-                x.dim() and not on_gpu(x) for x in tensors(used, kwargs)):
-            raise RuntimeError(f"two devices in {name}")
-        if there and kwargs.get("enable_gqa") and kwargs.get("attn_mask") is not None:
-            raise RuntimeError("its fused attention takes no mask where heads share keys")
-
-        if name == "to" and stays != there:
-            args = args[0].clone(), *args[1:]
-        result = func(*tree_map_only(torch.device, self.real, args),
-                      **tree_map_only(torch.device, self.real, kwargs))
-        for x in tensors(result):
-            x.untyped_storage().on_gpu = stays
-        return result
-
-    def real(self, device):
-        return CPU if device.type == "cuda" else device
-
-
-class Generator(torch.Generator):
-    device = None
-
-    def __new__(cls, device=CPU):
-        generator = super().__new__(cls)
-        generator.device = device
-        return generator
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: True)
-    monkeypatch.setattr(Tensor, "is_cuda", True)    # in the backward pass too, which has no modes
-    monkeypatch.setattr(torch, "Generator", Generator)
-    autocast, is_enabled, dtype = (
-        torch.autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: is_enabled("cpu"))
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: dtype("cpu"))
-    monkeypatch.setattr(torch.autocast, "__init__", lambda self, device_type, *args, **options:
-        autocast(self, "cpu", *args, **options))
-    with PretendGPU() as gpu:
+    with pretend_gpu(monkeypatch) as gpu:
         yield gpu
 
 
@@ -97,9 +32,36 @@ def test_it_refuses_two_devices_as_cuda_does(gpu):
     assert x.device == CUDA == (x[2:] + torch.tensor(1.0)).device
     assert x.cpu().device == here.copy_(x).device == CPU
     assert torch.nn.Linear(2, 2).to(CUDA).weight.device == CUDA
-    for mixed in (lambda: x + here, lambda: here[x.long()], lambda: here.add_(x[0])):
+    for mixed in (lambda: x + here, lambda: here[x.long()], lambda: here.add_(x[0]),
+                  lambda: torch.cat((x, here))):
         with pytest.raises(RuntimeError, match="two devices in"):
             mixed()
+    with pytest.raises(RuntimeError, match="a generator of another device"):
+        torch.rand(2, device=CUDA, generator=torch.Generator())
+
+
+def test_it_sees_what_a_backward_pass_computes_again(gpu):
+    x, here, again = torch.ones(2, device=CUDA, requires_grad=True), torch.ones(2), []
+
+    def layer(x):
+        again.append(x.device)
+        return (x * (here if len(again) > 1 else 2.0)).sin()
+
+    loss = checkpoint(layer, x, use_reentrant=False).sum()
+    with pytest.raises(RuntimeError, match="two devices in mul"):
+        loss.backward()
+    assert again == [CUDA, CUDA]
+
+
+def test_it_counts_where_the_cpu_waits(gpu):
+    x = torch.arange(6, device=CUDA)
+    for waits in (lambda: x.max().item(), lambda: x.nonzero(), lambda: x[x > 2], lambda: x.cpu(),
+                  lambda: x.unique(), lambda: bool(x.any()), lambda: x.tolist()):
+        before = gpu.stops.total()
+        waits()
+        assert gpu.stops.total() == before + 1
+    x[torch.arange(2)].sum() + x.cumsum(0)
+    assert gpu.stops.total() == before + 1
 
 
 EVERYTHING = """--save_interval 1 --eval_interval 1 --eval_samples 4 --num_minibatches 2
@@ -132,3 +94,58 @@ def test_a_run_and_a_resume_mix_no_devices(gpu, family, dtype, flags, tmp_path, 
     assert len(metrics) == 2 and all(line["grad_norm"] > 0 for line in metrics)
     most = 1e-4 if dtype == "float32" else 0.1
     assert max(line["rollout_probs_diff_max"] for line in metrics) < most
+
+
+def test_nccls_rules_hold_in_a_run_on_two_cards(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         "tests/pretend_gpu.py", *"--max_steps 2 --batch_size 2 --num_generations 4".split(),
+         *"--max_gen_len 16 --eval_interval 1 --eval_samples 4 --run_name run --out_dir".split(),
+         str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert [line["grad_norm"] > 0 for line in jsonl(tmp_path / "run/metrics.jsonl")] == [True] * 2
+
+
+def test_nccl_takes_contiguous_tensors_of_the_card(gpu):
+    for refused in (torch.ones(2), torch.ones(2, 3, device=CUDA).T):
+        with pytest.raises(RuntimeError, match="NCCL takes contiguous tensors"):
+            dist.all_reduce(refused)
+
+
+def test_the_clock_of_a_rank_stands_while_its_card_waits_for_others(gpu, monkeypatch):
+    """NCCL's calls return at once: a rank would count the wait for others as its own."""
+    armed = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **options: armed.append(1))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", armed.clear)
+    world, waits = World("cuda", hang_timeout=60), []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(len(armed)))
+    with world.collective():
+        assert not armed
+    assert waits == [0] and armed
+
+
+@pytest.mark.parametrize("sample, most", [(sampler.sample, 2), (fast.sample, 8)])
+def test_how_often_sampling_waits_for_the_card_per_token(sample, most, gpu):
+    model, prompts = policy(), [x.to(CUDA) for x in padded(PROMPTS)]
+    counts = []
+    for tokens in (8, 24):
+        gpu.stops.clear()
+        sample(model, *prompts, num_generations=4, max_new_tokens=tokens, eos_token_id=[],
+               pad_token_id=PAD, generator=torch.Generator(CUDA).manual_seed(0))
+        counts.append(gpu.stops.copy())
+    assert (counts[1].total() - counts[0].total()) / 16 <= most
+
+
+@pytest.mark.parametrize("token_logps, most", [
+    (train_grpo.token_logps, 0), (fast.token_logps, 2)])
+def test_how_often_a_micro_batch_waits_for_the_card(token_logps, most, gpu):
+    model, (ids, mask, R) = policy(), batch(pairs())
+    ids, mask = ids.to(CUDA), mask.to(CUDA)
+    gpu.stops.clear()
+    logps, entropy = token_logps(model, ids, mask, R, with_entropy=True)
+    logps.sum().backward()
+    assert gpu.stops.total() <= most
+
+
+def policy():
+    return load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32, device=CUDA)
