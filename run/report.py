@@ -24,6 +24,7 @@ from tqdm import tqdm
 from dataset.jsonl import is_finite, to_json, to_line
 from errors import UserError, cut, explained, printable, reason
 
+from .forecast import forecast
 from .metrics import duration, number, training_time
 
 # The most common ways a run fails, each with its remedy.
@@ -120,6 +121,7 @@ class Report:
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             "run by": run_by,
             "device": f"{num_processes} x {t.world.device.type}",
+            "memory": forecast(t),
             "options": ", ".join(t.edges),
             "prompts": f"{num_prompts:,} in {short(args.data_path)}",
             "held out": held_out,

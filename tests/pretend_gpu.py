@@ -145,6 +145,8 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count",
                         lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda device: SimpleNamespace(total_memory=24 * 2**30))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: True)
     monkeypatch.setattr(Tensor, "is_cuda", property(on_gpu))
     monkeypatch.setattr(torch, "Generator", Generator)
