@@ -168,7 +168,7 @@ def step_bytes(config, *, num_prompts, num_generations, prompt_length, completio
         if lora_rank:           # the base is the reference too
             policy = with_adapters(frozen, rank=lora_rank, alpha=1).to(META)
         policy.model.gradient_checkpointing = checkpointing
-        weights = counted.now
+        weights = counted.most = counted.now
         stack.enter_context(here)
 
         at_once = min(rollout_batch_size or N, N)
