@@ -591,7 +591,7 @@ def evaluate(t, problems, collate, step):
     at_once = max(1, args.batch_size * args.num_generations // k)
     if sum(weight.numel() for weight in policy.parameters()) < 10**7:
         at_once = 256
-    for start in range(0, share, at_once):
+    for start in report.visibly(range(0, share, at_once), "evaluation", world):
         batch = collate(answered[start:start + at_once])
         rollouts = [
             generate(policy, batch, collate.tokenizer, rng, world, args, n, greedy, t.tool)

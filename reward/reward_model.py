@@ -10,8 +10,16 @@ from transformers.utils import logging
 
 from errors import UserError
 from model import load_pretrained, load_tokenizer, save_pretrained
+from model.fast.pair import read_tree
 from model.model import Decoder
-from model.storage.files import explained, read_json, refuse_code
+from model.storage.files import (
+    explained,
+    read_config,
+    read_hub_config,
+    read_json,
+    refuse_code,
+    unbuilt,
+)
 from model.storage.read import build, local_path, read_weights
 from model.storage.write import hub_config, save_tensors, save_tokenizer, write_json
 
@@ -39,6 +47,7 @@ class RewardModel(nn.Module):
         super().__init__()
         self.config, self.tokenizer = config, tokenizer
         self.model = Decoder(config) if backbone is None else backbone
+        self.shares_prefixes = isinstance(self.model, Decoder)
         self.score = nn.Linear(config.hidden_size, 1, bias=False)
         added = tokenizer.added_tokens_decoder.values()
         self.markers = [token.content for token in added if token.special]
@@ -82,19 +91,36 @@ class RewardModel(nn.Module):
         """A score for each chat, a list of {"role", "content"}.
 
         Only the difference between two replies to one prompt means something. Equal chats are
-        scored once. A batch holds chats of similar length, `max_tokens` with their padding; by
-        default few on a CPU, to fit into its cache.
+        scored once, and our own network reads what chats of a batch begin with once. max_tokens: of
+        a batch, with its padding; by default few on a CPU, to fit into its cache.
         """
         on_cpu = self.score.weight.device.type == "cpu"
-        max_tokens = max_tokens or (2048 if on_cpu else self.gpu_tokens)
+        max_tokens = max_tokens or (4096 if on_cpu else self.gpu_tokens)
         ids, scores = [tuple(chat) for chat in self.tokenize(chats)], {}
-        distinct = sorted(dict.fromkeys(ids), key=len, reverse=True)
+        # Side by side are chats that begin alike, or else those of like length.
+        shares = self.shares_prefixes
+        distinct = sorted(dict.fromkeys(ids), key=None if shares else len, reverse=not shares)
         while distinct:
-            size = max(1, max_tokens // len(distinct[0]))
+            size = max(1, max_tokens // max(map(len, distinct)))
             batch, distinct = distinct[:size], distinct[size:]
-            input_ids, last = self.pad(batch)
-            scores |= zip(batch, self(input_ids).gather(1, last[:, None])[:, 0].tolist())
+            last = self.of_tree(batch) if shares else self.of_rows(batch)
+            scores |= zip(batch, last.tolist())
         return [scores[chat] for chat in ids]
+
+    def of_rows(self, ids):
+        """The score of each chat at its last token, (N,)."""
+        input_ids, last = self.pad(ids)
+        return self(input_ids).gather(1, last[:, None])[:, 0]
+
+    def of_tree(self, ids):
+        """The same, where a prefix that chats share is read once."""
+        input_ids, last = self.pad(ids)                                         # on the right
+        T = input_ids.shape[1]
+        # The tree says what predicts a token, so one more follows each chat; it is not read.
+        mask = torch.arange(T + 1, device=last.device) < last[:, None] + 2
+        hidden, predicts, _ = read_tree(self.model, F.pad(input_ids, (0, 1)), mask.int(), 1)
+        row = predicts.gather(1, last[:, None].to(predicts.device))[:, 0].to(hidden.device)
+        return self.score(hidden.index_select(0, row).float())[:, 0]
 
     def get_score(self, chat):
         return self.get_scores([chat])[0]
@@ -128,7 +154,7 @@ class LikelihoodModel(RewardModel):
     def __init__(self, policy, tokenizer, per_token=False):
         super().__init__(policy.config, tokenizer, backbone=policy.model)
         self.policy, self.score = policy, policy.lm_head    # `score` tells get_scores the device
-        self.per_token = per_token
+        self.per_token, self.shares_prefixes = per_token, False     # it reads every token's score
 
         def ids_of(chat, **options):
             return tokenizer.apply_chat_template(chat, return_dict=False, **options)
@@ -212,8 +238,22 @@ def load_internlm2(folder, saved, dtype):
     return model
 
 
+def load_own(folder, state, dtype):
+    """A classifier whose backbone is that of model/model.py."""
+    config = read_config(folder)
+    tokenizer = load_tokenizer(folder, config.vocab_size, ANOTHER)
+    model = build(RewardModel, config, tokenizer, state=state, path=folder, dtype=dtype)
+    model.score.float()
+    return model
+
+
 def load_classifier(folder, saved, dtype):
     refuse_code(saved, folder / "config.json")
+    theirs = read_hub_config(folder)
+    if not unbuilt(theirs) and theirs.num_labels == 1:
+        state = read_weights(folder)
+        if "score.weight" in state:
+            return load_own(folder, state, dtype)
     logging.disable_progress_bar()
     with explained(folder, "transformers finds no reward model there", ANOTHER):
         classifier, info = AutoModelForSequenceClassification.from_pretrained(

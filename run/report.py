@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 import sys
+import threading
 import time
 from collections import Counter, deque
 from contextlib import suppress
@@ -40,6 +41,7 @@ OLD_WEIGHTS = ("the sampler's probabilities are far from the trainer's (rollout_
                "does it sample with old weights, or with others? Compare with --sampler fast; "
                "--sampler_correction token_truncate weights what it samples.")
 
+PATIENCE = 10           # seconds of silence
 RUN_BY = {"fast": "model/fast; --sampler plain runs the lines of train_grpo.py",
           "plain": "the lines of train_grpo.py and model/",
           "vllm": "vLLM samples, model/fast computes log-probabilities"}
@@ -312,6 +314,23 @@ class Report:
             if (self.run_dir / name).exists():
                 facts[label] = short(self.run_dir / name)
         self._print(facts_table(facts))
+
+
+def visibly(parts, what, world):
+    """Yields the parts, a list. Once they have taken ten seconds, rank 0 shows how far they are."""
+    if world.rank:
+        yield from parts
+        return
+    # In a log a line a minute; tqdm itself would wait for the end of the first part.
+    bar = tqdm(parts, desc=what, delay=PATIENCE, leave=False, dynamic_ncols=True,
+               mininterval=0.1 if sys.stderr.isatty() else 60)
+    timer = threading.Timer(PATIENCE, bar.refresh)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield from bar
+    finally:
+        timer.cancel()
 
 
 def start_swanlab(run_dir, args):

@@ -246,6 +246,9 @@ def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
         args = train_grpo.parse_args(["--device", "cpu", "--hang_timeout", str(seconds)])
         assert train_grpo.join_processes(args).device.type == "cpu" and not current
         assert (began["backend"], began["timeout"]) == ("gloo", limit)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert World().device.type == "cpu"         # nobody has run it on a Mac's GPU
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for device in (None, "cuda"):
         with pytest.raises(UserError, match="2 processes on a machine with 1 GPU"):

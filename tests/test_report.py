@@ -29,13 +29,24 @@ from run.metrics import (
     token_texts,
 )
 from run.processes.world import World
-from run.report import Report, one_group
+from run.report import Report, one_group, visibly
 
 
 def metrics(step, **changed):
     return {"reward": 0.1 * step, "completions/mean_length": 20.0,
             "completions/clipped_ratio": 0.0, "frac_reward_zero_std": 0.2, "grad_norm": 1.0,
             "tokens": 100} | changed
+
+
+@pytest.mark.parametrize("rank, waits, is_shown", [(0, 0.5, True), (0, 0, False), (1, 0.5, False)])
+def test_a_long_wait_is_shown_before_its_first_part_is_done(
+        rank, waits, is_shown, monkeypatch, capsys):
+    monkeypatch.setattr("run.report.PATIENCE", 0.2)
+    for part in visibly(range(3), "evaluation", SimpleNamespace(rank=rank)):
+        if part == 0:
+            time.sleep(waits)
+            said = capsys.readouterr().err
+    assert ("evaluation:   0%" in said) == is_shown and ("0/3" in said) == is_shown
 
 
 @pytest.mark.parametrize("seconds, text", [

@@ -244,19 +244,10 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     """
     (N, R), device = (len(input_ids), num_completion_tokens), input_ids.device
     P = input_ids.shape[1] - R
-    # On the CPU, because a GPU would have to stop for each number that a shape depends on.
-    mask = attention_mask.cpu()
-    tokens, positions, node, groups = prefix_tree(input_ids.cpu(), mask, P)
-    wanted = mask[:, P:].flatten().nonzero().squeeze(1)             # (p,) places of N*R
+    hidden, node, mask = read_tree(model.model, input_ids, attention_mask, P)           # (n, D)
+    wanted = mask.flatten().nonzero().squeeze(1)                    # (p,) places of N*R
     predicts, row = node.flatten()[wanted].unique(return_inverse=True)          # (m,), (p,)
-    tokens, positions, wanted, predicts, row = (
-        x.to(device) for x in (tokens, positions, wanted, predicts, row))
-    dtype = products_dtype(device, model.model.embed_tokens.weight.dtype)
-    groups = [(C, real.to(device), nodes.to(device), causal_bias(start.to(device), C, nodes, dtype))
-              for C, real, nodes, start in groups]
-    rotary = rotary_tables(positions, rotary_frequencies(model.config, device))
-    attend = functools.partial(attention, groups=groups)
-    hidden = model.model.read(tokens, rotary, attend=attend)                            # (n, D)
+    wanted, predicts, row = (x.to(device) for x in (wanted, predicts, row))
     sampled, entropy = log_probs(model.lm_head, hidden.index_select(0, predicts), row,
                                  input_ids[:, P:].flatten()[wanted], temperature=temperature,
                                  with_entropy=with_entropy)
@@ -267,6 +258,22 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     if not with_entropy:
         return spread(sampled)
     return spread(sampled), spread(entropy[row])
+
+
+def read_tree(decoder, input_ids, attention_mask, P):
+    """The hidden states of the distinct prefixes of sequences (N, T), which are read once, (n, D).
+
+    Also which of them predicts each token from column P on, (N, R), and the mask there; these two
+    on the CPU, because a GPU would have to stop for each number that a shape depends on.
+    """
+    device, mask = input_ids.device, attention_mask.cpu()
+    tokens, positions, node, groups = prefix_tree(input_ids.cpu(), mask, P)
+    dtype = products_dtype(device, decoder.embed_tokens.weight.dtype)
+    groups = [(C, real.to(device), nodes.to(device), causal_bias(start.to(device), C, nodes, dtype))
+              for C, real, nodes, start in groups]
+    rotary = rotary_tables(positions.to(device), rotary_frequencies(decoder.config, device))
+    attend = functools.partial(attention, groups=groups)
+    return decoder.read(tokens.to(device), rotary, attend=attend), node, mask[:, P:]
 
 
 @torch.no_grad()

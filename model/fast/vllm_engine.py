@@ -67,6 +67,8 @@ class Engine:
         # By itself it would open a store of its own. Under torchrun torch has one for all, and
         # would wait for another process to serve that of vLLM.
         launched = world.size > 1 or dist.is_torchelastic_launched()
+        if world.rank == 0:
+            print("vLLM starts, which may take a minute", flush=True)
         try:
             with tempfile.TemporaryDirectory() as folder:
                 from vllm import LLM, SamplingParams

@@ -47,6 +47,9 @@ class World:
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.set_device(self.device)      # what "cuda" means from now on
+            if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+                # Shapes are always new: segments that grow leave no holes between them.
+                os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
             torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
             # cuDNN's attention makes a plan for each new shape, and here shapes are always new.
             torch.backends.cuda.enable_cudnn_sdp(False)
