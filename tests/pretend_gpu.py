@@ -56,7 +56,7 @@ class PretendGPU(TorchFunctionMode):
         name, kwargs, there = func.__name__, kwargs or {}, any(map(on_gpu, tensors(args, kwargs)))
         if there and func == Tensor.device.__get__:
             return CUDA
-        if name in ("_parse_to", "_has_compatible_shallow_copy_type"):      # in a module's `to`
+        if func is torch.device or name in ("_parse_to", "_has_compatible_shallow_copy_type"):
             return func(*args, **kwargs)
         if func == Tensor.cpu:
             func, name, args = Tensor.to, "to", (*args, CPU)
@@ -135,7 +135,7 @@ class Generator(torch.Generator):
 
     def __new__(cls, device=CPU):
         generator = super().__new__(cls)
-        generator.device = CPU if device == "cpu" else device
+        generator.device = torch.device(device)
         return generator
 
 

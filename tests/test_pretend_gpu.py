@@ -2,7 +2,9 @@
 import faulthandler
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import first_gpu_run
 import pytest
 import torch
 import torch.distributed as dist
@@ -149,3 +151,33 @@ def test_how_often_a_micro_batch_waits_for_the_card(token_logps, most, gpu):
 
 def policy():
     return load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32, device=CUDA)
+
+
+def test_a_row_of_the_first_run_that_fails_leaves_the_others(monkeypatch, capsys):
+    def fails(gpu):
+        raise ValueError("half")
+
+    def skips(gpu):
+        raise first_gpu_run.Skipped("no card")
+
+    expected = {fails: "failed: ValueError: half", skips: "skipped: no card",
+                lambda gpu: torch.ones(1, device=CUDA).device: "ran: cuda:0"}
+    for row, how in expected.items():
+        monkeypatch.setitem(first_gpu_run.ROWS, "lora", row)
+        first_gpu_run.print_row("lora", pretend=True)
+        assert capsys.readouterr().out == f"{how}\n"
+    ends = iter([subprocess.TimeoutExpired("row", 120), SimpleNamespace(
+        returncode=-9, stdout="", stderr="Killed\n"), SimpleNamespace(
+        returncode=0, stdout="a warning\nran: 3\n", stderr="")])
+
+    def end(*command, **options):
+        how = next(ends)
+        if isinstance(how, Exception):
+            raise how
+        return how
+
+    monkeypatch.setattr(first_gpu_run.subprocess, "run", end)
+    monkeypatch.setattr(sys, "argv", ["first_gpu_run.py", "--pretend", "--rows", *["pair"] * 3])
+    first_gpu_run.main()
+    rows = [line.split(" | ")[1].strip(" |") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == ["failed: it took more than 120 s", "failed: Killed", "ran: 3"]

@@ -1,0 +1,289 @@
+"""The first ten minutes with a GPU: what runs, and how fast, as a table for docs/in_practice.md.
+
+    python tests/first_gpu_run.py                       all rows
+    python tests/first_gpu_run.py --rows lora resume    some of them
+    python tests/first_gpu_run.py --pretend             without a GPU: tests/pretend_gpu.py
+
+Each row is a process of its own, with a time limit: one that fails leaves the others. It ends as
+`ran: figures`, `skipped: why` or `failed: error`. The model of the last rows has the shape of
+Qwen3-0.6B and random weights.
+"""
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+SMALL = ["--max_steps", "3", "--batch_size", "4", "--num_generations", "4", "--max_gen_len", "48",
+         "--eval_interval", "0", "--save_interval", "1"]
+
+
+class Skipped(Exception):
+    pass
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS))
+    parser.add_argument("--pretend", action="store_true", help="with a GPU that is not there")
+    parser.add_argument("--row", choices=tuple(ROWS), help=argparse.SUPPRESS)   # of a process
+    args = parser.parse_args()
+    if args.row:
+        return print_row(args.row, args.pretend)
+    print(f"| {'what':44} | how it went |\n|---|---|")
+    for name in args.rows:
+        title, limit = ROWS[name].__doc__, 60 * (2 if args.pretend else 10)
+        command = [sys.executable, __file__, "--row", name, *["--pretend"] * args.pretend]
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit)
+            lines = done.stdout.strip().splitlines()
+            how = lines[-1] if lines and done.returncode == 0 else failure(done.stderr)
+        except subprocess.TimeoutExpired:
+            how = f"failed: it took more than {limit} s"
+        print(f"| {title:44} | {how.replace('|', '/')} |", flush=True)
+
+
+def failure(text):
+    return f"failed: {(text.strip().splitlines() or ['without a word'])[-1]}"
+
+
+def print_row(name, pretend):
+    """In a process of its own: what became of a row, as its last line."""
+    import pytest
+    import torch
+    from pretend_gpu import pretend_gpu
+    try:
+        if not pretend and not torch.cuda.is_available():
+            raise Skipped("torch finds no GPU here")
+        if pretend:
+            with pytest.MonkeyPatch.context() as patch, pretend_gpu(patch) as gpu:
+                how = f"ran: {ROWS[name](gpu)}"
+        else:
+            how = f"ran: {ROWS[name](None)}"
+    except Skipped as reason:
+        how = f"skipped: {reason}"
+    except Exception as error:
+        how = failure(f"{type(error).__name__}: {error}")
+    print(how)
+
+
+def run(pretend, out, *flags, ranks=0):
+    """The metrics of a run of the script, by step; an error with its last line if it fails."""
+    from conftest import jsonl
+    command = [sys.executable]
+    if ranks:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += ["tests/pretend_gpu.py"] if pretend else ["train_grpo.py", "--device", "cuda"]
+    done = subprocess.run([*command, *SMALL, "--out_dir", str(out), *flags], cwd=ROOT,
+                          capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "tests"})
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no word of why"])[-1])
+    return jsonl(next(Path(out).glob("*/metrics.jsonl")))
+
+
+def figures(metrics):
+    last = metrics[-1]
+    return (f"reward {last['reward']:.2f}, gradient norm {last['grad_norm']:.2f}, sampler and "
+            f"trainer differ by {last['rollout_probs_diff_mean']:.1e}")
+
+
+# --- the rows: functions of the pretended GPU, or None --------------------------------------------
+
+
+def suite(gpu):
+    """the suite's CUDA part"""
+    if gpu:
+        raise Skipped("it asks a real one")
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "tests/test_cuda.py"], cwd=ROOT,
+                          capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stdout.strip().splitlines()[-1])
+    return done.stdout.strip().splitlines()[-1]
+
+
+def answers(dtype, pretend, sampler, greedy=True):
+    """Completions of the default task, the trainer's log-probs of them, and their mask."""
+    import train_grpo
+    from dataset import PromptCollator, PromptDataset
+    args = train_grpo.parse_args(["--device", "cuda", "--dtype", dtype, "--sampler", sampler,
+                                  "--reward_funcs", "format"])
+    t = train_grpo.prepare(args, train_grpo.World("cuda", dtype))
+    batch = PromptCollator(t.tokenizer, 99)(PromptDataset(ROOT / "dataset/heldout.jsonl")[:8])
+    rollout = train_grpo.generate(t.policy, batch, t.tokenizer, t.world.rng(1), t.world, args,
+                                  greedy=greedy)
+    logps = train_grpo.compute_logps(t.policy, rollout, t.world, args)
+    return rollout, logps.cpu()
+
+
+def pair(gpu):
+    """plain against fast, float32"""
+    (plain, logps), (fast, others) = (answers("float32", gpu, name) for name in ("plain", "fast"))
+    same = sum(a == b for a, b in zip(plain.completions, fast.completions))
+    width = min(logps.shape[1], others.shape[1])
+    apart = (logps[:, :width] - others[:, :width]).abs().max().item()
+    return f"{same} of {len(plain.completions)} greedy texts the same, log-probs {apart:.1e} apart"
+
+
+def bfloat16(gpu):
+    """bfloat16 against float32"""
+    import train_grpo
+    rollout, logps = answers("bfloat16", gpu, "fast", greedy=False)
+    args = train_grpo.parse_args(["--device", "cuda", "--dtype", "float32", "--reward_funcs",
+                                  "format"])
+    t = train_grpo.prepare(args, train_grpo.World("cuda", "float32"))
+    others = train_grpo.compute_logps(t.policy, rollout, t.world, args).cpu()
+    return f"log-probs {(logps - others).abs().mean():.1e} apart on average"
+
+
+def lora(gpu):
+    """LoRA, three steps"""
+    with tempfile.TemporaryDirectory() as folder:
+        return figures(run(gpu, folder, "--lora_rank", "8"))
+
+
+def two_on_one(gpu):
+    """two processes on one card, by Gloo"""
+    if gpu:
+        raise Skipped("tests/test_pretend_gpu.py has two")
+    with tempfile.TemporaryDirectory() as folder:
+        code = ("import os, sys, torch, torch.distributed as dist; sys.path.insert(0, '.'); "
+                "os.environ['LOCAL_RANK'] = '0'; os.environ['LOCAL_WORLD_SIZE'] = '1'; "
+                "begin = dist.init_process_group; "
+                "dist.init_process_group = lambda kind, timeout, device_id: begin("
+                "'gloo', timeout=timeout); import train_grpo; train_grpo.main(sys.argv[1:])")
+        script = Path(folder, "two.py")
+        script.write_text(code)
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+             str(script), *SMALL, "--device", "cuda", "--out_dir", folder], cwd=ROOT,
+            capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip().splitlines()[-1])
+        return "three steps"
+
+
+def two_on_two(gpu):
+    """two processes on two cards, by NCCL"""
+    import torch
+    if not gpu and torch.cuda.device_count() < 2:
+        raise Skipped("there is one card")
+    with tempfile.TemporaryDirectory() as folder:
+        return figures(run(gpu, folder, ranks=2))
+
+
+def resume(gpu):
+    """a resume"""
+    from conftest import jsonl
+    with tempfile.TemporaryDirectory() as folder:
+        run(gpu, f"{folder}/whole")
+        run(gpu, f"{folder}/parts", "--max_steps", "2")
+        run(gpu, f"{folder}/parts", "--resume")
+        whole, parts = (jsonl(next(Path(folder, name).glob("*/completions.jsonl")))
+                        for name in ("whole", "parts"))
+    same = [a["completion"] == b["completion"] for a, b in zip(whole, parts) if a["step"] == 3]
+    return f"{sum(same)} of {len(same)} texts of the step after it as without a break"
+
+
+def vllm(gpu):
+    """vLLM, one rank under torchrun"""
+    if importlib.util.find_spec("vllm") is None:
+        raise Skipped("vLLM is not installed")
+    if gpu:
+        raise Skipped("vLLM finds no card")
+    with tempfile.TemporaryDirectory() as folder:
+        return figures(run(gpu, folder, "--sampler", "vllm", ranks=1))
+
+
+def random_weights(folder, gpu):
+    """Weights of Qwen3-0.6B's shape, made by transformers' class; a tenth of it for no card."""
+    import transformers
+
+    from model import load_tokenizer
+    from model.commands.memory import SIZES
+    sizes = {name: value for name, value in vars(SIZES["Qwen3-0.6B"]).items() if "rope" not in name}
+    if gpu:
+        sizes |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64,
+                  "vocab_size": 1000}
+    tokenizer = load_tokenizer(ROOT / "model/weights/reason_128", 10**9)
+    config = transformers.Qwen3Config(**sizes | {"eos_token_id": sizes["vocab_size"] - 1})
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return ["--model_path", folder, "--reward_funcs", "repetition", "--batch_size", "8",
+            "--num_generations", "8", "--max_gen_len", "32" if gpu else "512",
+            "--gradient_checkpointing"]
+
+
+def memory(gpu):
+    """the forecast of memory, 0.6B"""
+    import torch
+
+    from model.commands.memory import of_rank, step_bytes
+    from model.storage.files import read_config
+    with tempfile.TemporaryDirectory() as folder:
+        flags = random_weights(folder, gpu)
+        metrics = run(gpu, f"{folder}/out", *flags)
+        forecast = of_rank(step_bytes(
+            read_config(folder), num_prompts=8, num_generations=8, prompt_length=30,
+            completion_length=int(flags[-2]), micro_batch_size=64, reference=True,
+            device=torch.device("cuda:0")))["peak"] / 2**30
+    measured = max(line.get("perf/peak_memory", 0.0) for line in metrics)
+    return f"{forecast:.2f} GiB forecast, {measured:.2f} measured"
+
+
+def speed(gpu):
+    """sampled tokens a second, 0.6B"""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        flags = random_weights(folder, gpu)
+        for sampler in ("plain", "fast", "vllm"):
+            if sampler == "vllm" and (gpu or importlib.util.find_spec("vllm") is None):
+                continue
+            metrics = run(gpu, f"{folder}/{sampler}", *flags, "--sampler", sampler)
+            rate = metrics[-1]["tokens"] / metrics[-1]["timing_s/rollout"]
+            found.append(f"{sampler} {rate:,.0f}")
+        found.append(f"generate {generated(folder, gpu):,.0f}")
+    return ", ".join(found)
+
+
+def generated(folder, gpu):
+    """Tokens a second of transformers' generate, the second time."""
+    import torch
+    import transformers
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model, ids = model.to("cpu" if gpu else "cuda"), torch.full((64, 30), 7)
+    for _ in range(2):
+        start = time.perf_counter()
+        texts = model.generate(ids.to(model.device), max_new_tokens=32 if gpu else 512,
+                               do_sample=True, top_k=0)
+        if not gpu:
+            torch.cuda.synchronize()
+        rate = texts[:, 30:].numel() / (time.perf_counter() - start)
+    return rate
+
+
+def stops(gpu):
+    """stops per sampled token"""
+    before = gpu and gpu.stops.total()
+    if gpu:
+        rollout, _ = answers("float32", gpu, "fast", greedy=False)
+        count = gpu.stops.total() - before
+    else:
+        from torch.profiler import ProfilerActivity, profile
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            rollout, _ = answers("float32", gpu, "fast", greedy=False)
+        count = sum(event.count for event in profiler.key_averages()
+                    if event.key in ("cudaStreamSynchronize", "cudaDeviceSynchronize"))
+    return f"{count / rollout.completion_ids.shape[1]:.1f} in the fast sampler"
+
+
+ROWS = {row.__name__: row for row in (
+    suite, pair, bfloat16, lora, two_on_one, two_on_two, resume, vllm, memory, speed, stops)}
+
+if __name__ == "__main__":
+    main()
