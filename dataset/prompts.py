@@ -1,4 +1,6 @@
 """From a jsonl file to batches of prompts: the chats to complete, and the columns rewards need."""
+import copy
+import math
 import re
 import reprlib
 import warnings
@@ -12,10 +14,12 @@ from dataset.jsonl import parse, read_lines
 from errors import COUNT, UserError
 
 HERE = Path(__file__).resolve().parent
+MOST_STEPS = 300        # of a run that names no number
 PROMPT_FIELDS = ("conversations", "prompt", "question", "problem")
 # Rewards get a line's other fields as keyword arguments, beside these.
 RESERVED = {"prompts", "completions", "messages", "completion_ids", "own_words", "histories",
             "seeds", "reward_funcs", "reward_weights", "self"}
+SWITCHES = "enable_thinking", "open_thinking"       # of chat templates: Qwen3's, MiniMind-3's
 ROLES = ("system", "user", "assistant", "tool")
 # --system_prompt r1: asks for the format that format_reward and tag_reward check.
 R1_SYSTEM_PROMPT = (
@@ -121,16 +125,12 @@ class PromptCollator:
         self.system_prompt = R1_SYSTEM_PROMPT if system_prompt == "r1" else system_prompt
 
     def render(self, messages):
-        """The prompt as text, with thinking on or off in templates that have the switch.
-
-        Qwen3's is called enable_thinking, MiniMind-3's open_thinking; others ignore both.
-        """
+        """The prompt as text, with thinking on or off in templates that have a switch for it."""
         if self.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         tools = messages[0].get("tools")
         render = partial(self.tokenizer.apply_chat_template, messages, tokenize=False,
-                         add_generation_prompt=True, enable_thinking=self.thinking,
-                         open_thinking=self.thinking)
+                         add_generation_prompt=True, **dict.fromkeys(SWITCHES, self.thinking))
         try:
             text = render(tools=tools)
             shown = not tools or text != render()
@@ -177,6 +177,22 @@ class PromptCollator:
         }
 
 
+def asking_as_trained(tokenizer, thinking):
+    """A copy whose template has thinking on or off as in training, unless a caller says otherwise.
+
+    MiniMind-3's default is off, Qwen3's is on.
+    """
+    tokenizer, template = copy.copy(tokenizer), tokenizer.chat_template
+    if isinstance(template, str):           # there may be several, by name
+        template = re.sub(r"\A(\{%- set \w+ = \w+ if \w+ is defined else (true|false) %\})+", "",
+                          template)
+        value = "true" if thinking else "false"
+        tokenizer.chat_template = "".join(
+            f"{{%- set {name} = {name} if {name} is defined else {value} %}}"
+            for name in SWITCHES if name in template) + template
+    return tokenizer
+
+
 def without_overlong(rows, places, collate, overlong):
     """The rows whose prompts fit into max_seq_len tokens; with `overlong` "cut" all of them.
 
@@ -189,10 +205,10 @@ def without_overlong(rows, places, collate, overlong):
         return rows
     longest, place = max(zip(lengths, places), key=lambda pair: pair[0])
     found = f"{len(rows) - len(fitting)} of {len(rows)} prompts are longer than {limit} tokens"
-    if overlong == "refuse" or not fitting:
+    if overlong == "refuse" or overlong == "drop" and not fitting:
         raise UserError(f"{place}: the prompt has {longest} tokens with its chat template, and "
                         f"{found}; raise --max_seq_len to {longest}, or choose --overlong_prompts "
-                        "cut or drop")
+                        f"cut{' or drop' if fitting else ''}")
     if overlong == "cut":
         warnings.warn(f"{found} and lose their beginning, the system prompt first", stacklevel=2)
         return rows
@@ -273,10 +289,21 @@ def read_prompts(args, tokenizer):
     return collate, problems, heldout
 
 
+def last_step_of(args, per_pass):
+    """--max_steps, with as many passes over the prompts as it takes; --epochs bounds them.
+
+    Without --max_steps: --epochs passes (1) and at most MOST_STEPS; with 0: all of them.
+    """
+    passes = (args.epochs or 1) * per_pass
+    if args.max_steps is None:
+        return min(passes, MOST_STEPS)
+    return min(args.max_steps or passes, passes if args.epochs else math.inf)
+
+
 def batches_from(first_step, problems, collate, num_prompts, world, args):
     """This rank's batches from a step on, num_prompts each, and the number of the last step."""
-    last_step = args.epochs * steps_per_epoch(len(problems), num_prompts, world.size)
-    last_step = min(last_step, args.max_steps or last_step)
+    per_pass = steps_per_epoch(len(problems), num_prompts, world.size)
+    last_step = per_pass and last_step_of(args, per_pass)
     if last_step < 1:
         raise UserError(f"{args.data_path}: {len(problems)} prompts are too few for {world.size} "
                         "processes; give one at least to each")

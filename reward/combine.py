@@ -1,5 +1,6 @@
 """From names to reward functions, and from several rewards to one number per completion."""
 import copy
+import functools
 import inspect
 import math
 import os
@@ -21,6 +22,7 @@ from model.storage.read import find_weights, sized
 from . import rules
 from .reward_model import load_reward_model, reward_model_reward
 
+ROOT = Path(__file__).resolve().parents[1]
 LARGEST = 1e12      # of a reward: the squares of larger ones soon overflow in float32
 SETTINGS = [        # of torch: what they are called, read and written with
     ("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
@@ -104,7 +106,7 @@ def combine_rewards(prompts, completions, reward_funcs, reward_weights, **column
     """The weighted sum of all rewards, (N,), and each function's values, {name: (N,)}, in float32.
 
     What a function, or a Judge, has not judged is NaN in its values and adds nothing to the sum. A
-    completion that none judged has a NaN reward.
+    completion that none judged, of those with a weight, has a NaN reward.
     """
     per_function = {}
     for judge in reward_funcs:
@@ -114,9 +116,12 @@ def combine_rewards(prompts, completions, reward_funcs, reward_weights, **column
                             "leave it out")
         values = judge(prompts=prompts, completions=completions, **columns)
         per_function[judge.__name__] = torch.tensor(values)
-    values = torch.stack(list(per_function.values()))                           # (functions, N)
-    rewards = (values * torch.tensor(reward_weights)[:, None]).nansum(0)        # (N,)
-    rewards[values.isnan().all(0) | ~rewards.isfinite()] = math.nan
+    values, weights = torch.stack(list(per_function.values())), torch.tensor(reward_weights)
+    rewards = (values * weights[:, None]).nansum(0)                             # (N,)
+    counts = weights != 0
+    if not counts.any():        # a teacher's word is all that counts: then any judges
+        counts = ~counts
+    rewards[values[counts].isnan().all(0) | ~rewards.isfinite()] = math.nan
     return rewards, per_function
 
 
@@ -154,9 +159,9 @@ class Judge:
             if not self.proven and isinstance(error, UserError):
                 raise UserError(f"{who}: {error}") from error
             if not self.proven and not isinstance(error, TimeoutError):
-                show(error)
-                raise UserError(f"{who} failed in its first call: {reason(error)}; its traceback "
-                                "is above") from error
+                where = show(error, self.function)
+                raise UserError(f"{who} failed in its first call: {reason(error)}; {where}"
+                                ) from error
             self.fail(type(error).__name__, f"judged nothing in this step: {reason(error)}")
             return [math.nan] * count
         self.proven = True
@@ -202,9 +207,37 @@ def copied(arguments):
             for name, values in arguments.items()}
 
 
-def show(error):
-    """Prints the traceback, which may quote a completion, as `printable` has it."""
-    print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+def show(error, function=None):
+    """Prints the traceback from the user's own code on; says where to look, there or else.
+
+    It may quote a completion, so it is printed as `printable` has it.
+    """
+    frame = error.__traceback__
+    while frame is not None and is_ours(frame.tb_frame.f_code.co_filename):
+        frame = frame.tb_next
+    if frame is None:           # a call that could not begin, a value of no use
+        return f"mend it in {place_of(function)}"
+    lines = traceback.format_exception(type(error), error, frame)
+    print(printable("".join(lines)), end="", file=sys.stderr)
+    return "its traceback is above"
+
+
+def is_ours(file):
+    """Whether a frame's code is the project's, or what runs a function in a thread for it."""
+    path = Path(file)
+    return any(path.is_relative_to(ROOT / room) for room in ("dataset", "model", "reward", "run")
+               ) or path == ROOT / "train_grpo.py" or path.parent.name == "futures"
+
+
+def place_of(function):
+    """The file and the line where a function, or the class of a callable, is written."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if code is None:            # written in C
+        return getattr(function, "__name__", "its code")
+    return f"{code.co_filename}, line {code.co_firstlineno}"
 
 
 class GlobalChange(UserError):

@@ -88,11 +88,11 @@ class Tool:
         """Shows the first error of a kind, with its traceback."""
         if type(error) not in self.seen:
             self.seen.add(type(error))
-            show(error)
+            where = show(error, self.function)
             # Not warn(), which would be silent in a second run of the same process.
             warnings.warn_explicit(f"the tool {self.name} raised ({reason(error)}), which is its "
-                                   "answer; from now on this is only counted", UserWarning,
-                                   __file__, 0)
+                                   f"answer; {where}; from now on this is only counted",
+                                   UserWarning, __file__, 0)
 
 
 def load_tool(name, tokenizer, max_calls):

@@ -56,9 +56,9 @@ class Run:
             self.saver.save(step, report.num_tokens, t.policy, t.tokenizer, t.optimizer, t.saved)
             report.draw()
 
-    def finish(self):
-        """Writes the final weights."""
-        self.saver.save_final(self.t.policy, self.t.tokenizer)
+    def finish(self, defaults):
+        """Writes the final weights; their card names the flags that are not the defaults."""
+        self.saver.save_final(self.t.policy, self.t.tokenizer, defaults)
 
     def stop_if_asked(self, step):
         """Ends the run, on all ranks, after a signal or ten steps without a reward; it is saved."""

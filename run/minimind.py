@@ -5,7 +5,6 @@ from errors import COUNT, UserError
 
 FLAGS = {
     "accumulation_steps": {"type": COUNT, "default": 1},
-    "epochs": {"type": COUNT, "default": 1},
     "hidden_size": {"type": COUNT, "default": 128},
     "use_moe": {"type": int, "choices": (0, 1), "default": 0},
     "num_hidden_layers": {"type": COUNT},
@@ -20,10 +19,10 @@ def add_flags(parser):
     for name, options in FLAGS.items():
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **options)
     parser.epilog = (
-        "MiniMind's other flags work too: accumulation_steps multiplies batch_size; epochs bounds "
-        "the passes over the prompts (1); hidden_size (128) and use_moe name the default weights, "
-        "num_hidden_layers refuses others; fast 0 is sampler plain; use_wandb is swanlab online, "
-        "wandb_project its project; ddp, num_workers and log_interval do nothing.")
+        "MiniMind's other flags work too: accumulation_steps multiplies batch_size; hidden_size "
+        "(128) and use_moe name the default weights, num_hidden_layers refuses others; fast 0 is "
+        "sampler plain; use_wandb is, as there, SwanLab: swanlab online, wandb_project its "
+        "project; ddp, num_workers and log_interval do nothing.")
 
 
 def fill_in(args):

@@ -23,6 +23,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from dataset.jsonl import is_finite, to_json, to_line
+from dataset.prompts import MOST_STEPS
 from errors import UserError, cut, explained, printable, reason
 
 from .forecast import forecast
@@ -41,6 +42,7 @@ OLD_WEIGHTS = ("the sampler's probabilities are far from the trainer's (rollout_
                "does it sample with old weights, or with others? Compare with --sampler fast; "
                "--sampler_correction token_truncate weights what it samples.")
 
+FEW_STEPS = 30          # of a run that has hardly learned
 PATIENCE = 10           # seconds of silence
 RUN_BY = {"fast": "model/fast; --sampler plain runs the lines of train_grpo.py",
           "plain": "the lines of train_grpo.py and model/",
@@ -111,8 +113,10 @@ class Report:
         copies = 3 + len(t.saved)       # weights, two moments, and what an option saves
         prompts = min(t.num_prompts, num_prompts // num_processes) * num_processes
         steps = str(self.total_steps)
-        if self.total_steps < (args.max_steps or 0):
+        if args.epochs and self.total_steps < (args.max_steps or MOST_STEPS):
             steps += f" (the end of --epochs {args.epochs})"
+        elif args.max_steps is None and self.total_steps < FEW_STEPS:
+            steps += " (one pass over the prompts; --max_steps 100, say, makes more)"
         held_out = "none"
         if num_heldout:
             held_out = (f"{num_heldout:,} in {short(args.eval_data_path)}, right if "

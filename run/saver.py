@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from dataset.jsonl import to_json
+from dataset.prompts import asking_as_trained
 from errors import COUNT, UserError, explained, folder_name, reason
 from model.lora import adapter_state, adapters
 from model.storage.any_model import AnyModel
@@ -20,6 +21,7 @@ from model.storage.read import load_pretrained, read_state, shapes
 from model.storage.write import save_adapter, save_pretrained
 
 from .backends import checksum
+from .card import write_card
 from .processes.shard import load_parts, part_of, part_of_optimizer, whole_state
 from .processes.watch import SIGNALS, Stopped, under_torchrun
 from .processes.world import GO_ON
@@ -110,12 +112,17 @@ class Saver:
         """The exception that ends a run which a signal has asked to stop, on all ranks."""
         return Stopped(signal, f"after step {step}, which is saved; {GO_ON}")
 
-    def save_final(self, policy, tokenizer):
-        """Write final/, which load_pretrained, transformers and inference servers can load."""
+    def save_final(self, policy, tokenizer, defaults):
+        """Write final/, which load_pretrained, transformers and inference servers can load.
+
+        defaults: the flags of a run that is given none.
+        """
         policy = self._whole(policy)
         if self.writes:
+            tokenizer = asking_as_trained(tokenizer, bool(self.args.reasoning))
             with written_whole(self.run_dir / "final") as folder:
                 save_pretrained(policy, tokenizer, folder)
+                write_card(folder, self.run_dir, self.args, defaults)
             if adapters(policy):
                 with written_whole(self.run_dir / "adapter") as folder:
                     save_adapter(policy, folder)

@@ -102,3 +102,20 @@ def test_our_warnings_are_not_for_others_to_silence(action, own_module):
                f"def judge(**columns):\n    warnings.simplefilter('{action}')\n    return ['x']\n")
     with pytest.warns(UserWarning, match="returned 'x'"):
         ask(*load_reward_funcs(["my_filter:judge"]))
+
+
+def test_a_mistake_is_shown_where_the_user_made_it(own_module, capsys):
+    own_module("my_errors", "import functools\n\ndef few(**columns):\n    return [1.0, 2.0]\n\n"
+               "def needs(completions, *, prompts, **columns):\n    return 1 / 0\n\n"
+               "some = functools.partial(few)\n")
+    import my_errors
+    file = my_errors.__file__
+    for function, line in ((my_errors.few, 3), (my_errors.some, 3)):
+        with pytest.raises(UserError) as error:         # all frames are ours: none is shown
+            ask(Judge(function), "a")
+        assert str(error.value).endswith(f"one for each completion; mend it in {file}, line {line}")
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError, match="its traceback is above"):
+        ask(Judge(my_errors.needs, timeout=9), "a")     # from a thread, too
+    shown = capsys.readouterr().err
+    assert f'File "{file}", line 7, in needs' in shown and "combine.py" not in shown

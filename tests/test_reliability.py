@@ -246,6 +246,15 @@ def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
         args = train_grpo.parse_args(["--device", "cpu", "--hang_timeout", str(seconds)])
         assert train_grpo.join_processes(args).device.type == "cpu" and not current
         assert (began["backend"], began["timeout"]) == ("gloo", limit)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    assert train_grpo.parse_args(["--device", "cuda:1"]).device == "cuda:1"
+    assert World("cuda:1").device == torch.device("cuda:1")
+    with pytest.raises(UserError, match="--device cuda:2 is not there"):
+        World("cuda:2")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2" if "SIZE" in name else "1")
+    assert World("cuda:0").device == torch.device("cuda:1")     # each process has its own
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert World().device.type == "cpu"         # nobody has run it on a Mac's GPU

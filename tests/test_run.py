@@ -16,11 +16,12 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
+from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
 import train_grpo
-from conftest import ROOT, jsonl, turns
-from dataset import PromptCollator
+from conftest import ROOT, jsonl, turns, write
+from dataset import PromptCollator, prompts
 from errors import UserError
 from model import load_pretrained
 from model.fast import pair as fast
@@ -71,6 +72,11 @@ def test_a_run_leaves_all_its_files(tmp_path, capsys, pictures):
     assert json.loads((folder / "args.json").read_text())["num_generations"] == 4
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "checkpoint" / "optimizer.pt").is_file()
+    card = ModelCard.load(folder / "final/README.md")
+    ends = [jsonl(folder / "eval.jsonl")[i]["eval/accuracy"] for i in (0, -1)]
+    assert card.data.library_name == "transformers" and card.data.base_model is None
+    assert "| held-out accuracy | {:.1%} → {:.1%} sampled, ".format(*ends) in card.text
+    assert "`--num_generations 4`" in card.text and str(tmp_path) not in card.text
     printed = capsys.readouterr().out
     assert "held-out accuracy" in printed
     # At each evaluation the same problem; the shipped weights begin carelessly.
@@ -112,6 +118,27 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
     assert_same_weights(tmp_path / "unbroken/final", tmp_path / "broken/final")
     assert measured(tmp_path / "unbroken") == measured(tmp_path / "broken")
     assert len(jsonl(tmp_path / "broken/completions.jsonl")) == 4 * 32      # oversampled prompts
+
+
+@pytest.mark.parametrize("flags, steps", [
+    ("", 4), ("--epochs 2", 8), ("--epochs 99", 300), ("--max_steps 0", 4),         # a pass is 4
+    ("--max_steps 50", 50), ("--max_steps 50 --epochs 2", 8), ("--max_steps 5 --epochs 2", 5),
+    ("--max_steps 0 --epochs 99", 396)])
+def test_how_many_steps_a_run_makes(flags, steps):
+    assert prompts.last_step_of(train_grpo.parse_args(flags.split()), 4) == steps
+
+
+def test_a_resume_in_the_second_pass_reads_what_an_unbroken_run_reads(tmp_path):
+    data = tmp_path / "three.jsonl"
+    write(data, jsonl(ROOT / "dataset/train.jsonl")[:3])
+    flags = [*SMALL, "--batch_size", "2", "--data_path", str(data), "--reward_funcs", "format",
+             "--out_dir", str(tmp_path), "--eval_interval", "0"]
+    train_grpo.main([*flags, "--max_steps", "5", "--run_name", "whole"])
+    train_grpo.main([*flags, "--max_steps", "3", "--run_name", "parts"])
+    train_grpo.main([*flags, "--max_steps", "5", "--run_name", "parts", "--resume"])
+    asked = [[row["prompt"] for row in jsonl(tmp_path / name / "completions.jsonl")]
+             for name in ("whole", "parts")]
+    assert asked[0] == asked[1] and len(set(asked[0])) == 3
 
 
 def test_only_evaluating_prints_the_results(tmp_path, capsys):

@@ -4,9 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import train_grpo
-from dataset.prompts import PromptCollator, read_row
+from dataset.prompts import PromptCollator, asking_as_trained, read_row
 from model import MiniMindConfig, MiniMindForCausalLM, sampler
 from model.fast import pair as fast
 from reward.tools import Tool, tool_calls
@@ -31,6 +32,22 @@ QWEN3, MINIMIND3, QWEN3_2507 = [
         ("true", f"('<think>\n' if open_thinking else {NO!r})"), ("false", "''")]]
 POW = {"name": "pow", "arguments": {"base": 2, "exp": 3}}
 ASK = '<tool_call>\n{"name": "pow", "arguments": {"base": 2, "exp": 3}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("template", [QWEN3, MINIMIND3, QWEN3_2507])
+def test_who_asks_the_final_weights_asks_as_training_did(template, thinking, tokenizer, tmp_path):
+    tokenizer, chat = deepcopy(tokenizer), [{"role": "user", "content": "2**3?"}]
+    tokenizer.chat_template = template
+    trained = PromptCollator(tokenizer, 999, thinking=thinking).render(chat)
+    final = asking_as_trained(asking_as_trained(tokenizer, not thinking), thinking)     # twice
+    final.save_pretrained(tmp_path)
+    ask = partial(AutoTokenizer.from_pretrained(tmp_path).apply_chat_template, chat,
+                  tokenize=False, add_generation_prompt=True)
+    assert ask() == trained and tokenizer.chat_template == template
+    for value in (True, False):         # a caller has the last word
+        words = {"enable_thinking": value, "open_thinking": value}
+        assert ask(**words) == PromptCollator(tokenizer, 999, thinking=value).render(chat)
 
 
 # What the template and the policy write of thoughts; what of these the chat has in both replies.

@@ -171,10 +171,13 @@ def choose_device(name, size):
     gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     has_mps = torch.backends.mps.is_available() and size == 1   # Gloo cannot sum MPS tensors
     name = name or ("cuda" if gpus else "cpu")          # nobody has run it on a Mac's GPU
-    if name == "cuda" and gpus < here or name == "mps" and not has_mps:
+    kind, _, number = name.partition(":")
+    number = number if here == 1 else ""            # of several processes each has its own
+    if kind == "cuda" and gpus < max(here, int(number or 0) + 1) or kind == "mps" and not has_mps:
         raise UserError(f"--device {name} is not there for {here} processes on a machine with "
                         f"{gpus} GPU(s); choose another, cpu say, or --nproc_per_node")
-    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK') or 0}" if name == "cuda" else name)
+    return torch.device(f"cuda:{number or os.environ.get('LOCAL_RANK') or 0}" if kind == "cuda"
+                        else kind)
 
 
 def sized(kind, args):
