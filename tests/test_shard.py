@@ -28,6 +28,7 @@ LORA = ["--beta", "0.1", "--lora_rank", "2"]
 HALF = ["--beta", "0.1", "--dtype", "bfloat16"]
 RUNS = [        # (name, flags, calls of `unequal` so far)
     ("apart", [], 100), ("sharded", SHARD, 100),
+    ("checkpointed", [*SHARD, "--gradient_checkpointing"], 100),
     ("kl_apart", KL, 100), ("kl_sharded", KL + SHARD, 100),
     ("lora_apart", LORA, 100), ("lora_sharded", LORA + SHARD, 100),
     ("lora_stopped", LORA + SHARD, 0), ("lora_stopped", LORA + SHARD + ["--resume"], 103),
@@ -104,15 +105,16 @@ def final(out, name):
     return load_file(out / name / "final/model.safetensors")
 
 
-@pytest.mark.parametrize("prefix", ["", "kl_", "lora_"])
-def test_sharded_runs_learn_the_same(prefix, out):
-    apart, sharded = final(out, f"{prefix}apart"), final(out, f"{prefix}sharded")
+@pytest.mark.parametrize("names", [("apart", "sharded"), ("apart", "checkpointed"),
+                                   ("kl_apart", "kl_sharded"), ("lora_apart", "lora_sharded")])
+def test_sharded_runs_learn_the_same(names, out):
+    apart, sharded = (final(out, name) for name in names)
     start = load_file(out / "weights/model.safetensors")
     assert apart.keys() == sharded.keys()
     for name in apart:
         assert (apart[name] - sharded[name]).abs().max() < 1e-6, name
     assert max((apart[name] - start[name]).abs().max() for name in apart) > 1e-3
-    lines = [jsonl(out / f"{prefix}{kind}/metrics.jsonl") for kind in ("apart", "sharded")]
+    lines = [jsonl(out / name / "metrics.jsonl") for name in names]
     for ours, theirs in zip(*lines):
         for key in ("reward", "grad_norm", "kl", "loss", "eval/mean_length"):
             assert ours.get(key, 0) == pytest.approx(theirs.get(key, 0), rel=1e-4, abs=1e-6), key
