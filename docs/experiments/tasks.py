@@ -12,6 +12,10 @@ writes sums and products of five levels, and replies: half ask the tool `calcula
     python -m docs.experiments.tasks out/tuning.jsonl out/confirmation.jsonl --new
 
 writes 1,000 new problems of the default task to each, none of them in heldout.jsonl.
+
+    python -m docs.experiments.tasks dataset/train.jsonl out/few.jsonl --first 50
+
+copies the first of them.
 """
 import argparse
 import random
@@ -112,7 +116,10 @@ def main():
     parser.add_argument("--calculator", action="store_true",
                         help="write the problems, too, for the calculator")
     parser.add_argument("--new", action="store_true", help="write problems to both, no replies")
+    parser.add_argument("--first", type=int, help="copy so many of the problems, no replies")
     args = parser.parse_args()
+    if args.first:
+        return write_jsonl(args.chats, read_jsonl(args.problems)[:args.first])
     if args.new:
         known = [row["conversations"] for row in read_jsonl("dataset/heldout.jsonl")]
         rows = [row for row in prompts(random.Random(8), 4000, heldout=True)
