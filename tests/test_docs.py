@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from unittest.mock import patch
 
 import pytest
@@ -15,12 +16,14 @@ from torch.distributed.run import get_args_parser
 
 import train_grpo
 from conftest import ROOT
+from errors import Parser
 
+FLAGS = "docs/flags_zh.md"       # of no English page
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in (
     *sorted(ROOT.glob("README*.md")), ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))}
 CHINESE = {page: text for page, text in PAGES.items() if page.endswith("_zh.md")}
 ENGLISH = {page: text for page, text in PAGES.items() if page not in CHINESE}
-PAIRS = [(page.replace("_zh.md", ".md"), page) for page in CHINESE]
+PAIRS = [(page.replace("_zh.md", ".md"), page) for page in CHINESE if page != FLAGS]
 of_each_page = pytest.mark.parametrize("page", PAGES)
 
 # --- what a page consists of ----------------------------------------------------------------------
@@ -143,7 +146,8 @@ def program_of(words):
         if program == "-m":
             module = flags.pop(0)
             program = module if module in NOT_OURS else file_of(module)
-    return ("", []) if program in NOT_OURS | MADE_BY_THE_READER else (program, flags)
+    is_theirs = program in NOT_OURS | MADE_BY_THE_READER | {"eval_llm.py"}      # MiniMind's
+    return ("", []) if is_theirs else (program, flags)
 
 
 @of_each_page
@@ -168,7 +172,7 @@ def test_every_flag_in_a_sentence_is_one_of_a_program_that_the_pages_run():
     known = {flag for program in programs
              for action in parser_of(program)._actions for flag in action.option_strings}
     named = {flag for text in PAGES.values() for code in inline(text)
-             if code.split()[0] not in NOT_OURS
+             if code.split()[0] not in NOT_OURS and "eval_llm.py" not in code
              for flag in re.findall(r"(?<![\w-])--\w[\w-]*", code)}
     assert named - known <= {"--model"}         # vLLM's server has it
 
@@ -181,7 +185,7 @@ def test_the_files_that_a_page_names_exist(page):
     files |= {file_of(word) for word in words if re.fullmatch(rf"{rooms}\.\w+", word)}
     files |= {re.sub(r"NAME|\$\w+", "*", word.lstrip("@").rstrip("/"))
               for word in words | {*inline(text)} if re.fullmatch(rf"@?{rooms}/[\w.$*/-]*", word)}
-    files -= MADE_BY_THE_READER | OF_EARLIER_COMMITS
+    files -= MADE_BY_THE_READER | OF_EARLIER_COMMITS | {"eval_llm.py"}
     assert [name for name in sorted(files) if not any(ROOT.glob(name))] == []
 
 
@@ -189,8 +193,22 @@ def test_the_files_that_a_page_names_exist(page):
 
 
 def test_every_page_is_in_both_languages():
-    assert set(CHINESE) | {"CONTRIBUTING_zh.md"} == {
+    assert set(CHINESE) | {"CONTRIBUTING_zh.md"} == {FLAGS} | {
         page.replace(".md", "_zh.md") for page in ENGLISH}
+
+
+def test_the_chinese_table_of_flags_has_all_flags_and_their_defaults():
+    """--help is in English."""
+    with patch.object(Parser, "parse_args", autospec=True, side_effect=KeyboardInterrupt) as parse:
+        with pytest.raises(KeyboardInterrupt):
+            train_grpo.parse_args([])
+    actions = {action.option_strings[0]: action for action in parse.call_args[0][0]._actions}
+    rows = {row[0].strip("`"): row[1] for table in tables(CHINESE[FLAGS]) for row in table}
+    assert rows.keys() == actions.keys() - {"-h"}
+    for name, action in actions.items():
+        if isinstance(action.default, int | float) and not isinstance(action.default, bool):
+            (default,) = re.findall(r"（([^（）]*)）$", rows[name])
+            assert float(default) == action.default, name
 
 
 @pytest.mark.parametrize("english, chinese", PAIRS)
@@ -222,6 +240,32 @@ def test_links_lead_somewhere(page):
         file = (ROOT / page).parent / path if path else ROOT / page
         assert file.exists(), target
         assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), target
+
+
+def headings_linked_to(page):
+    """How often a page leads to each heading: the page without its language, the number there."""
+    found = Counter()
+    for _, _, target in links(PAGES[page]):
+        path, _, anchor = target.partition("#")
+        if anchor and ":" not in path:
+            file = (ROOT / page).parent.joinpath(path).resolve() if path else ROOT / page
+            text = file.read_text(encoding="utf-8")
+            found[file.name.replace("_zh.", "."), anchors(text).index(anchor)] += 1
+    return found
+
+
+@pytest.mark.parametrize("english, chinese", PAIRS)
+def test_what_leads_to_a_heading_in_english_does_so_in_chinese(english, chinese):
+    assert not headings_linked_to(english) - headings_linked_to(chinese)
+
+
+def test_chinese_pages_use_the_words_that_people_search_for():
+    """Not a translation's: a KL is one 约束, a probability is 提高 or 降低, a run is 训练."""
+    notebook = (ROOT / "grpo_in_ten_cells_zh.ipynb").read_text(encoding="utf-8")
+    words = """换来什么 划算 拿得定主意 什么也教不会 牵绳 弹簧 缰绳 朴素循环 动过手脚 逐比特 往上推 往下推 往下压
+        一次运行 默认运行 这次运行 大家都会问的问题""".split()
+    for page, text in {**CHINESE, "notebook": notebook}.items():
+        assert [word for word in words if word in text] == [], page
 
 
 # --- what pages compute ---------------------------------------------------------------------------

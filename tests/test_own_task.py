@@ -90,6 +90,15 @@ def test_the_two_examples_of_rewards():
         [2 / 3, 0.5, 0])
 
 
+def test_the_style_without_a_right_answer_is_paid_in_steps_and_judged_by_a_line():
+    rewards = {}
+    exec(FILES["style.py"], rewards)
+    replies = ["Hello, thank you.", "Hello " + "word " * 59 + "thanks", "No."]
+    assert rewards["tone"](replies, replies, column=[1] * 3) == pytest.approx(
+        [0.5 + 57 / 120, 0.5, 59 / 120])
+    assert rewards["good"](replies, replies) == [1, 0, 0]
+
+
 MINE = """
 from transformers import LlamaConfig, LlamaForCausalLM
 
