@@ -26,7 +26,7 @@ from dataset.jsonl import is_finite, to_json, to_line
 from dataset.prompts import MOST_STEPS
 from errors import UserError, cut, explained, printable, reason
 
-from .forecast import forecast
+from .backends import forecast
 from .metrics import duration, number, training_time
 
 # The most common ways a run fails, each with its remedy.

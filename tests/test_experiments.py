@@ -6,17 +6,18 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from statistics import stdev
+from statistics import median, stdev
 from types import ModuleType
 
 import numpy as np
 import pytest
+from test_docs import PAGES, tables
 
 import train_grpo
 from conftest import ROOT, jsonl, write
 from docs.experiments import __main__ as command
 from docs.experiments import figures, pages, pass_at_k, tasks
-from docs.experiments.__main__ import EXPERIMENTS
+from docs.experiments.__main__ import EXPERIMENTS, RESULTS
 from errors import UserError
 from model.commands import train_sft
 from reward.tools import calculator
@@ -443,3 +444,18 @@ def test_the_pages_show_the_results():
         text = page.read_text(encoding="utf-8")
         new = pages.filled(text, command.table_of, page.name)
         assert new == text, "run python -m docs.experiments pages"
+
+
+def test_the_minutes_of_the_planning_table_are_the_medians_of_the_results():
+    plan = {row[0]: float(row[-1]) for table in tables(PAGES["docs/own_task.md"]) for row in table
+            if len(row) == 7}
+    for task, name, row, arm in (
+            ("arithmetic, the default", "default", "", "the default run"),
+            ("`@dataset/countdown.txt`", "countdown", "", "the shipped weights"),
+            ("`@dataset/guess.txt`", "guess", "", "nobody halves"),
+            ("`@dataset/sentences.txt`, SmolLM2-135M", "smollm2", "", "the rule alone"),
+            ("sums of reasoning-gym, SmolLM2-135M", "reasoning_gym", "SmolLM2, up to 3 numbers",
+             "paid for the right number")):
+        took = [line["seconds"] for line in jsonl(RESULTS / f"{name}.jsonl")
+                if (line["row"], line["arm"]) == (row, arm)]
+        assert len(took) >= 3 and round(median(took) / 60) == plan[task], task

@@ -12,7 +12,7 @@ from conftest import ROOT
 from model import MiniMindConfig, MiniMindForCausalLM
 from model.commands import memory
 from model.fast import pair
-from run.forecast import forecast
+from run.backends import forecast
 
 SIZES = dict(vocab_size=6000, hidden_size=384, intermediate_size=1024, num_hidden_layers=4,
              num_attention_heads=6, num_key_value_heads=3, head_dim=64, tie_word_embeddings=True)
