@@ -132,7 +132,7 @@ def within(own_token_logps, model):
     return lambda model, *sequences, **options: model.run(own_token_logps, *sequences, **options)
 
 
-# --- whether a run will fit on its GPU --------------------------------------------------------------
+# --- whether a run will fit on its GPU ------------------------------------------------------------
 
 
 def forecast(t):
