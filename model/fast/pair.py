@@ -13,6 +13,9 @@ CPU without each trick (python tests/bench.py --tricks; differences below 0.1 ma
 (Measured before one change: matrices with the same input are no longer joined, which had gained at
 most 5% of the sampling.)
 
+A reward model of our own network reads a tree, too (reward/reward_model.py): of a default step the
+reward takes 0.056 s instead of 0.089.
+
 The tricks know our own network; one of another architecture (storage/any_model.py) runs the plain
 pair. On a GPU nobody has measured any of it. What samples fast there is an inference engine.
 """
