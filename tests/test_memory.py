@@ -16,7 +16,7 @@ from run.backends import forecast
 
 SIZES = dict(vocab_size=6000, hidden_size=384, intermediate_size=1024, num_hidden_layers=4,
              num_attention_heads=6, num_key_value_heads=3, head_dim=64, tie_word_embeddings=True)
-RUN = dict(num_prompts=4, num_generations=4, prompt_length=40, completion_length=120)
+RUN = dict(num_prompts=4, num_generations=4, prompt_length=40, completion_length=64)
 # The same steps with numbers. What a process has before is not counted, nor is a second thread's.
 STEPS = """
 import re, sys
@@ -26,7 +26,7 @@ from model.commands.memory import frozen_copy
 from model.fast import pair
 from model.lora import with_adapters
 
-def steps(sizes, rows, rank, checkpointing, dtype, N=16, G=4, P=40, R=120):
+def steps(sizes, rows, rank, checkpointing, dtype, N=16, G=4, P=40, R=64):
     policy = MiniMindForCausalLM(MiniMindConfig(**sizes))
     if rank:
         policy = with_adapters(frozen_copy(policy, dtype), rank=rank, alpha=1)

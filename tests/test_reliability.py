@@ -237,6 +237,14 @@ def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "1")
     before = torch.get_float32_matmul_precision()
     args = train_grpo.parse_args(["--dtype", "bfloat16"])
+    for theirs, kept in (("", "expandable_segments:True"), ("max_split_size_mb:9",) * 2):
+        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        if theirs:                                              # what the user set, stays
+            monkeypatch.setenv("PYTORCH_ALLOC_CONF", theirs)
+        World(None, "bfloat16")
+        assert os.environ["PYTORCH_ALLOC_CONF"] == kept
+    current.clear()
     assert train_grpo.join_processes(args).device == current.pop() == torch.device("cuda:1")
     assert torch.get_float32_matmul_precision() == "high"
     torch.set_float32_matmul_precision(before)
