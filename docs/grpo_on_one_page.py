@@ -69,8 +69,8 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta):
     A = advantages[:, None]                     # (N, 1) the same for all tokens of a completion
     ratio = (logps - old_logps).exp()           # (N, R) pi / pi_old, the policy that sampled
     clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
-    x = ref_logps - logps
-    kl = x.expm1() - x              # never negative; on average over pi's tokens KL(pi || pi_ref)
+    x = ref_logps - logps           # the mean of -x over pi's tokens is KL(pi || pi_ref)
+    kl = x.expm1() - x              # that of e^x - 1 is 0: added to -x, no value is negative
     loss = beta * kl - torch.min(ratio * A, clipped * A)                                # (N, R)
     loss = ((loss * mask).sum(1) / mask.sum(1)).mean()
     return loss, {"kl": (kl.detach() * mask).sum() / mask.sum()}
