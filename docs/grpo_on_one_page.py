@@ -37,8 +37,8 @@ B, G, MAX_LEN = 16, 8, 96           # prompts a step, completions of each, most 
 REWARD_FUNCS, REWARD_WEIGHTS = [format_reward, tag_reward, accuracy_reward], [1.0, 1.0, 1.0]
 EPSILON, BETA = 0.2, 0.02               # no gain from ratios beyond 1 ± 0.2; weight of the KL
 PEAK, WARMUP, MAX_NORM = 3e-4, 3, 1.0   # learning rate, steps up to it, largest gradient norm
-UPDATES = 1     # the flag num_iterations. With 1, every ratio is 1, and the clip never acts. Two
-                # make a step 38% dearer, and the clip touches 0.03 to 0.6% of the tokens.
+UPDATES = 1     # the flag num_iterations. With 1, every ratio is 1, and the clip never acts. 2
+                # take 38% more time, and the clip then acts on 0.03 to 0.6% of the tokens.
 
 def group_advantages(rewards, num_generations):
     """How much better is each completion than its group, in standard deviations? (N,) -> (N,)"""
@@ -69,8 +69,8 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta):
     A = advantages[:, None]                     # (N, 1) the same for all tokens of a completion
     ratio = (logps - old_logps).exp()           # (N, R) pi / pi_old, the policy that sampled
     clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
-    x = ref_logps - logps           # the mean of -x over pi's tokens is KL(pi || pi_ref)
-    kl = x.expm1() - x              # that of e^x - 1 is 0: added to -x, no value is negative
+    x = ref_logps - logps       # KL(pi || pi_ref) is the mean of -x, over the tokens that pi draws
+    kl = x.expm1() - x          # e^x - 1 = pi_ref / pi - 1 has mean 0; with it no value is below 0
     loss = beta * kl - torch.min(ratio * A, clipped * A)                                # (N, R)
     loss = ((loss * mask).sum(1) / mask.sum(1)).mean()
     return loss, {"kl": (kl.detach() * mask).sum() / mask.sum()}
