@@ -453,7 +453,7 @@ def main(argv=None):
             metrics |= evaluate_if_due(t, run, heldout, collate, step)
             run.record(step, rollout, metrics)  # 5. report: metrics, pictures, weights
             run.stop_if_asked(step)
-        run.finish(parse_args([]))
+        run.finish(parse_args([]))      # final/, and a card of the flags that differ from these
     world.close()
 
 
