@@ -13,6 +13,7 @@ from docs.experiments.estimators import (
     STEP,
     advantages_of,
     aim_weights,
+    by_itself,
     by_value,
     cosine,
     degrees,
@@ -220,6 +221,21 @@ def test_the_product_of_ratios_stays_exact_and_all_begin_exact(monkeypatch):
     share, moves = before.sum(1).exp()[:, None], tiny.logps().detach() - before     # after 5
     distance = ((share * moves.pow(2)).sum() / (share * tiny.mask).sum()).sqrt()
     assert moved["moved"][1] < distance
+
+
+def test_a_bound_that_moves_the_policy_itself_starts_from_the_same_policy_at_each_rate(monkeypatch):
+    monkeypatch.setattr(estimators, "RATES", (1e-4, 3e-4, 1e-4))
+    monkeypatch.setattr(estimators, "TUNED", {
+        "free": RATIOS["ratio per token"], "product": RATIOS["product of ratios"],
+        "tight": ("grpo", "token", {"epsilon_low": 1e-3, "epsilon_high": 1e-3})})
+    tiny = Tiny(2, LIMIT)
+    before = tiny.logps().detach()
+    found = dict(by_itself(tiny, before))
+    assert torch.equal(tiny.logps(), before)
+    for series in found.values():
+        assert series["moved"][0] == series["moved"][2] < series["moved"][1]
+    assert found["tight"]["moved"][0] < found["free"]["moved"][0] / 2
+    assert max(found["product"]["bias"]) < 1e-8 < found["free"]["bias"][0] < found["free"]["bias"][1]
 
 
 def test_the_kl_is_that_of_each_prefix(tiny):

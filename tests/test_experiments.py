@@ -317,7 +317,7 @@ def test_the_interval_is_students():
 def test_students_t(freedom, t, p):
     assert figures.p_value(t, freedom) == figures.p_value(-t, freedom) == pytest.approx(p, rel=2e-3)
     if p == 0.05:
-        assert figures.t_95(freedom + 1) == pytest.approx(t, abs=5e-4)
+        assert figures.t_of(freedom + 1) == pytest.approx(t, abs=5e-4)
 
 
 def test_holms_correction_by_hand():

@@ -38,7 +38,7 @@ from dataset.guess import LARGEST
 from dataset.jsonl import columns, is_finite, read_jsonl, rounded, to_line
 from errors import COUNT, UserError, user_errors
 
-from .figures import draw, draw_against_tokens, draw_arrows, draw_bars
+from .figures import draw, draw_against_tokens, draw_arrows, draw_bars, draw_marks
 from .measures import MEASURES
 from .pages import arms_of, cell_of, changed, changes, claim_texts, filled, texts_of
 
@@ -87,6 +87,8 @@ def main():
         draw_bars(results, experiment, path)
     elif "arrows" in experiment:
         draw_arrows(results, experiment, path)
+    elif "marks" in experiment:
+        draw_marks(results, experiment, PANELS, path)
     elif "against_tokens" in experiment:
         draw_against_tokens(results, experiment["against_tokens"], PANELS, path)
     else:

@@ -13,7 +13,8 @@ so that noise does not pass for direction. Advantages, divisors, ratios, bounds 
 functions of train_grpo.py. Lines of results/NAME.jsonl, by experiments.toml's name:
 
     estimators      on policy
-    stale, stale_kl after the policy that sampled has moved, by so many updates
+    stale, stale_kl after the policy that sampled has moved, by so many updates; or (rows with
+                    "by itself") by 16 of each bound's own, at so high a rate
 """
 import copy
 import itertools
@@ -232,12 +233,20 @@ RATIOS = {      # name: loss_type, level of the ratio, epsilons
     "product of ratios": ("luspo", "sequence", FREE)}
 KLS = {"k1": ("k1", False), "k2": ("k2", False), "k3": ("k3", False), "corrected k3": ("k3", True)}
 UPDATES = 0, 1, 4, 16, 64
+# The bounds as they are tuned in docs/bounds.md, and rates for their own 16 updates.
+TUNED = {
+    "token, no bound": RATIOS["ratio per token"],
+    "token clip": ("grpo", "token", {"epsilon_low": 0.03, "epsilon_high": 0.03}),
+    "sequence, no bound": RATIOS["GSPO, no clip"],
+    "sequence clip": ("grpo", "sequence", {"epsilon_low": 4e-4, "epsilon_high": 4e-4}),
+    "DPPO": ("dppo", "token", {"epsilon_low": 0.05, "epsilon_high": 0.05}),
+    "GMPO": ("gmpo", "token", {"epsilon_low": 0.1, "epsilon_high": 0.1})}
+RATES = 1e-5, 3e-5, 1e-4, 3e-4
 
 
-def policy_loss(logps, old_logps, advantages, mask, name):
+def policy_loss(logps, old_logps, advantages, mask, loss_type, level, epsilons):
     """The loss of each answer, (n,), a sum over its tokens."""
-    loss_type, level, epsilons = RATIOS[name]
-    if name == "product of ratios":     # r1's: an answer is one action
+    if loss_type == "luspo":            # the product of ratios is r1's: an answer is one action
         logps, old_logps = ((x * mask).sum(1, keepdim=True) for x in (logps, old_logps))
         mask = mask.any(1, keepdim=True).int()
     ratio = importance_ratio(logps, old_logps, mask, level=level)
@@ -260,26 +269,58 @@ def stale(tiny, ref_logps):
     standard deviation of one answer; all but angles in units of the truth. moved is the root mean
     square of log pi - log pi_old of a token.
     """
-    old_logps, rewards = tiny.logps().detach(), tiny.rewards["two values"]
-    old = old_logps.sum(1).exp() / len(PROMPTS)                                         # (n,)
-    solved = torch.zeros(len(PROMPTS)).double().index_add(0, tiny.prompt, old * rewards)
-    advantages = (rewards - len(PROMPTS) * solved[tiny.prompt])[:, None]                # (n, 1)
-    optimizer = torch.optim.AdamW(tiny.policy.parameters(), 1e-4, betas=(0.9, 0.99), weight_decay=0)
-    found = {}
+    old_logps, advantages = sampled_by(tiny)
+    optimizer, found = adam(tiny, 1e-4), {}
     for step in range(UPDATES[-1] + 1):
         if step in UPDATES:
             for key, numbers in compared(tiny, old_logps, ref_logps, advantages).items():
                 for name, number in numbers.items():
                     found.setdefault(key, {}).setdefault(name, []).append(number)
-        optimizer.zero_grad()
-        loss = policy_loss(tiny.logps(), old_logps, advantages, tiny.mask, "ratio per token")
-        (old * loss).sum().backward()
-        optimizer.step()
+        climb(tiny, optimizer, old_logps, advantages, RATIOS["ratio per token"])
     for (file, arm), series in found.items():
         yield file, arm, series
 
 
-def compared(tiny, old_logps, ref_logps, advantages):
+def by_itself(tiny, ref_logps):
+    """Yields (arm, {series: its values after 16 updates at each of RATES}), from where tiny stands.
+
+    The series are those of stale(); but each bound of TUNED moves the policy itself.
+    """
+    old_logps, advantages = sampled_by(tiny)
+    for name, ratio in TUNED.items():
+        found = {}
+        for rate in RATES:
+            there = copy.deepcopy(tiny)
+            optimizer = adam(there, rate)
+            for _ in range(16):
+                climb(there, optimizer, old_logps, advantages, ratio)
+            numbers = compared(there, old_logps, ref_logps, advantages, {name: ratio})
+            for key, number in numbers["stale", name].items():
+                found.setdefault(key, []).append(number)
+        yield name, found
+
+
+def sampled_by(tiny):
+    """log pi_old of all answers' tokens (n, R), and A = r - E[r], (n, 1)."""
+    old_logps, rewards = tiny.logps().detach(), tiny.rewards["two values"]
+    old = old_logps.sum(1).exp() / len(PROMPTS)                                         # (n,)
+    solved = torch.zeros(len(PROMPTS)).double().index_add(0, tiny.prompt, old * rewards)
+    return old_logps, (rewards - len(PROMPTS) * solved[tiny.prompt])[:, None]
+
+
+def adam(tiny, rate):
+    return torch.optim.AdamW(tiny.policy.parameters(), rate, betas=(0.9, 0.99), weight_decay=0)
+
+
+def climb(tiny, optimizer, old_logps, advantages, ratio):
+    """One update with the expected loss."""
+    optimizer.zero_grad()
+    loss = policy_loss(tiny.logps(), old_logps, advantages, tiny.mask, *ratio)
+    (old_logps.sum(1).exp() / len(PROMPTS) * loss).sum().backward()
+    optimizer.step()
+
+
+def compared(tiny, old_logps, ref_logps, advantages, ratios=RATIOS):
     """{(name of the file, arm): {series: number}} for the policy as it is now."""
     logps, mask = tiny.logps().detach().requires_grad_(), tiny.mask
     gradients, index = tiny.token_gradients()
@@ -290,8 +331,8 @@ def compared(tiny, old_logps, ref_logps, advantages):
     of_whole_kl = (now * x.sum(1)) @ gradients.sum(1)
     of_kl = torch.einsum("n,nr,nrd->d", now, x, gradients)
     moved = ((old @ (logps - old_logps).detach().pow(2)).sum() / (old @ mask.double()).sum()).sqrt()
-    losses = {("stale", name): -policy_loss(logps, old_logps, advantages, mask, name)
-              for name in RATIOS}
+    losses = {("stale", name): -policy_loss(logps, old_logps, advantages, mask, *ratio)
+              for name, ratio in ratios.items()}
     losses |= {("stale_kl", name): kl_loss(logps, old_logps, ref_logps, mask, name) for name in KLS}
     found = {}
     for key, loss in losses.items():
@@ -340,6 +381,9 @@ def run_tiny(seed, done):
             there = copy.deepcopy(tiny)
             for file, arm, series in list(stale(there, ref_logps)):
                 add(file, name, arm, seed, UPDATES, series)
+        if (f"{name}, by itself", seed) not in done:
+            for arm, series in list(by_itself(tiny, ref_logps)):
+                add("stale", f"{name}, by itself", arm, seed, RATES, series)
 
 
 def run_default(done):

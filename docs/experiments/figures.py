@@ -215,6 +215,37 @@ def draw_against_tokens(results, key, panels, path):
             ax.set_xlabel(counted)
 
 
+def draw_marks(results, experiment, panels, path):
+    """Write a PNG: a panel for each series of the experiment's `marks`, with a mark for each
+    setting: its mean over all evaluations but the first, against how far a rollout's updates moved
+    the policy. Both axes are logarithmic, the second in errors; a ring is an arm's best setting.
+    """
+    legend, best = experiment["legend"], experiment["marks"]["best"]
+    keys = experiment["marks"]["keys"]
+    with picture(path, 10.4, 5.2) as fig:
+        draw_legend(fig, {name: (color, "-") for name, color in legend.items()}, 0.99)
+        axes = fig.subplots(1, len(keys), gridspec_kw={
+            "left": 0.07, "right": 0.98, "top": 0.74, "bottom": 0.1, "wspace": 0.2})
+        for ax, key in zip(axes, keys):
+            above(ax, panels[key][0], -22, 18, fontsize=10, fontweight="bold")
+            above(ax, "mean over the run's evaluations", -22, 6, fontsize=8, color=GREY)
+            for row, arm in dict.fromkeys((run["row"], run["arm"]) for run in results):
+                runs = [run for run in results if (run["row"], run["arm"]) == (row, arm)]
+                steps, moved = series(runs, arm, "moved/rms")
+                color = next(legend[name] for name in legend if arm.startswith(name))
+                is_best = [row, arm] in best
+                ax.plot(np.average(moved, 1, sizes(steps)).mean(),
+                        1 - series(runs, arm, key)[1][:, 1:].mean(), "o", color=color, alpha=0.85,
+                        markersize=9 if is_best else 5, markeredgewidth=2 if is_best else 0,
+                        markeredgecolor="black")
+            ax.set(xscale="log", yscale="log", xlabel=panels["moved/rms"][0])
+            ax.invert_yaxis()
+            ax.xaxis.set_major_formatter("{x:g}")
+            errors = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.9]
+            ax.set_yticks(errors, [f"{1 - error:.0%}" for error in errors])
+            ax.yaxis.set_minor_formatter("")
+
+
 # --- what runs come to ----------------------------------------------------------------------------
 
 def series(runs, arm, key):
@@ -237,17 +268,25 @@ def series(runs, arm, key):
     return np.array(steps), np.array(found, dtype=float, ndmin=2)       # None is NaN
 
 
+def sizes(steps):
+    """Of how many steps each part of a series is the mean, given their mean step."""
+    found = []
+    for step in steps:
+        found.append(2 * (step - sum(found)) - 1)
+    return found
+
+
 def at_end(key, values):
     """Of the values (..., parts) of a series those of its end: the last fifth, or the last one."""
     last = 1 if "eval/" in key else max(1, values.shape[-1] // 5)
     return values[..., -last:]
 
 
-def interval(values):
+def interval(values, outside=0.05):
     """The mean over the runs and half its 95% confidence interval; values (runs, ...)."""
     values = np.ma.masked_invalid(values)
     count = values.count(0)
-    half = np.vectorize(t_95)(count) * np.ma.filled(values.std(0, ddof=1), 0)
+    half = np.vectorize(t_of)(count, outside) * np.ma.filled(values.std(0, ddof=1), 0)
     return np.ma.filled(values.mean(0), math.nan), half / np.sqrt(np.maximum(count, 1))
 
 
@@ -263,12 +302,12 @@ def p_value(t, freedom):
 
 
 @functools.cache
-def t_95(count):
+def t_of(count, outside=0.05):
     """What Student's t of so many values exceeds in 5% of the cases; 0 for a single value."""
     low, high = 0.0, 13.0
     while count > 1 and high - low > 1e-9:      # p falls as t grows, and passes 5% between these
         middle = (low + high) / 2
-        if p_value(middle, count - 1) > 0.05:
+        if p_value(middle, count - 1) > outside:
             low = middle
         else:
             high = middle

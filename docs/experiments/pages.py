@@ -10,7 +10,7 @@ import numpy as np
 
 from errors import UserError
 
-from .figures import at_end, holm, interval, p_value, series
+from .figures import at_end, holm, interval, p_value, series, sizes
 
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n\n)(.*?)(?=\n\n<!-- end -->)", re.DOTALL)
 # 5.0 ± 2.0, perhaps in bold; <0.001
@@ -91,10 +91,10 @@ def text_of(cell, results, panels):
         form, scale = "{end:.1f} ± {half:.1f}", 100
     begin, _ = interval(scale * np.array([*begins.values()]))
     values = scale * np.array([*ends.values()])
-    end, half = interval(values)
+    (end, half), (_, narrow) = interval(values), interval(values, 0.1)
     return (cell.get("form") or form).format(
-        begin=begin, end=end, half=half, median=np.median(values), least=values.min(),
-        most=values.max())
+        begin=begin, end=end, half=half, low=end - narrow, high=end + narrow,
+        median=np.median(values), least=values.min(), most=values.max())
 
 
 def ends_of(cell, arm, results):
@@ -106,7 +106,9 @@ def ends_of(cell, arm, results):
             continue
         steps, values = series([run], arm, cell["key"])
         end = at_end(cell["key"], values)
-        if "at" in cell:
+        if cell.get("at") == "all" and len(steps):
+            end = np.average(values, 1, sizes(steps))
+        elif "at" in cell:
             end = values[:, np.isin(steps, cell["at"])]
         if np.isfinite(end).any():
             begins[seed] = values[0, 0]
