@@ -129,10 +129,10 @@ def results_of(name, fresh=False):
 
 
 def seeds_of(experiment, row, arm):
-    """Those of the experiment; ten for an arm of a headline, the first for one that was dropped."""
+    """Those of the experiment; ten for an arm of a headline, the first for one that is not kept."""
     if [row, arm] in experiment.get("headline", ()):
         return TEN_SEEDS
-    if [row, arm] in experiment.get("dropped", ()):
+    if "kept" in experiment and arm not in experiment["kept"].get(row, ()):
         return experiment["seeds"][:1]
     return experiment.get("seeds", (42, 1, 2))
 
