@@ -235,7 +235,8 @@ def test_a_bound_that_moves_the_policy_itself_starts_from_the_same_policy_at_eac
     for series in found.values():
         assert series["moved"][0] == series["moved"][2] < series["moved"][1]
     assert found["tight"]["moved"][0] < found["free"]["moved"][0] / 2
-    assert max(found["product"]["bias"]) < 1e-8 < found["free"]["bias"][0] < found["free"]["bias"][1]
+    assert max(found["product"]["bias"]) < 1e-8
+    assert 1e-3 < found["free"]["bias"][0] < found["free"]["bias"][1]
 
 
 def test_the_kl_is_that_of_each_prefix(tiny):

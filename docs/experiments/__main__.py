@@ -115,8 +115,8 @@ def results_of(name, fresh=False):
 
     fresh: of headlines, with FRESH_SEEDS.
     """
-    experiment = EXPERIMENTS[name]
-    lines = read_jsonl(RESULTS / f"{experiment.get('results', name)}.jsonl")
+    name = EXPERIMENTS[name].get("results", name)
+    experiment, lines = EXPERIMENTS[name], read_jsonl(RESULTS / f"{name}.jsonl")
     if "program" in experiment:
         return dict(enumerate(lines))
     found = {(line["row"], line["arm"], line["seed"]): line for line in lines}

@@ -238,7 +238,8 @@ def draw_marks(results, experiment, panels, path):
                         1 - series(runs, arm, key)[1][:, 1:].mean(), "o", color=color, alpha=0.85,
                         markersize=9 if is_best else 5, markeredgewidth=2 if is_best else 0,
                         markeredgecolor="black")
-            ax.set(xscale="log", yscale="log", xlabel=panels["moved/rms"][0])
+            ax.set(xscale="log", yscale="log", 
+                   xlabel=", ".join(panels["moved/rms"][:2]))
             ax.invert_yaxis()
             ax.xaxis.set_major_formatter("{x:g}")
             errors = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.9]
