@@ -118,6 +118,12 @@ def test_an_arm_has_the_flags_of_its_row_the_common_ones_and_its_own():
         ("s", "y2"): ["--b", "--c", "--y", "2"]}
 
 
+def test_what_is_not_kept_runs_with_the_first_seed_only():
+    experiment = {"seeds": [5, 6], "kept": {"": ["a"]}}
+    assert command.seeds_of(experiment, "", "a") == [5, 6]
+    assert command.seeds_of(experiment, "", "b") == command.seeds_of(experiment, "x", "a") == [5]
+
+
 def test_a_run_that_fails_stops_the_experiment_and_names_its_log(tmp_path):
     with pytest.raises(UserError, match=r"1/0.*failed.*small\.log"):
         command.python("-c 'print(1/0)'", tmp_path / "logs/small.log")
@@ -371,9 +377,42 @@ def half(*pair):
     ({"rows": [{"arm": "y, $", "minus": "x, $"}], "columns": [{"key": "length", "arm": "1"}]},
      [[f"6.0 ± {half(4, 8):.1f}"]]),
     ({"rows": [{"arm": "x, 1", "seed": 2}], "columns": [{"key": "length", "at": [7, 8],
-      "form": "{end:.0f}, {median:.1f}"}]}, [["21, 21.0"]])])
+      "form": "{end:.0f}, {median:.1f}"}]}, [["21, 21.0"]]),
+    ({"rows": ["y, 1"], "columns": [{"key": "length", "form": "{low:.1f} to {high:.1f}"}]},
+     [[f"{31.5 - 6.314 * 6.5:.1f} to {31.5 + 6.314 * 6.5:.1f}"]])])
 def test_the_numbers_of_a_table(table, texts):
     assert pages.texts_of({"table": table}, RUNS, SHARE) == texts
+
+
+def test_a_mean_over_all_of_a_run_weighs_its_parts_by_their_steps():
+    # Of 30 steps ten parts have two each and ten one: steps 1 and 2, ..., 21, 22, ...
+    steps = [np.mean(part) for part in np.array_split(range(1, 31), 20)]
+    assert figures.sizes(steps) == [2] * 10 + [1] * 10
+    run = result("a", 1, *[0.1] * 10, *[0.4] * 10) | {"steps": steps}
+    table = {"columns": [{"key": "length", "at": "all", "form": "{end:.0f}"}]}
+    assert pages.texts_of({"table": table}, [run], SHARE) == [["20"]]
+
+
+def test_a_setting_is_a_mark_where_it_moved_and_what_it_got_wrong(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    marks, plot = [], Axes.plot
+
+    def spy(ax, x, y, form, color, markersize, **style):
+        marks.append((color, x, y, markersize))
+        return plot(ax, x, y, form, color=color, **style)
+
+    monkeypatch.setattr(Axes, "plot", spy)
+    evals = {"step": [0, 5, 10], "eval/accuracy": [0.1, 0.6, 0.8]}
+    runs = [result("clip, 0.2", seed, 0, **{"moved/rms": [moved]}) | {"steps": [1], "eval": evals}
+            for seed, moved in ((1, 0.2), (2, 0.4))]
+    runs.append(result("free", 1, 0, **{"moved/rms": [0.5]}) | {"steps": [1], "eval": evals})
+    figures.draw_marks(runs, {
+        "legend": {"clip": "blue", "free": "grey"},
+        "marks": {"keys": ["eval/accuracy"] * 2, "best": [["", "free"]]}}, command.PANELS,
+        tmp_path / "a.png")
+    right = ("blue", pytest.approx(0.3), pytest.approx(0.3), 5)
+    assert marks == 2 * [right, ("grey", 0.5, pytest.approx(0.3), 8)]
 
 
 def test_a_claim_is_a_paired_difference_with_its_p():

@@ -236,7 +236,7 @@ def draw_marks(results, experiment, panels, path):
                 is_best = [row, arm] in best
                 ax.plot(np.average(moved, 1, sizes(steps)).mean(),
                         1 - series(runs, arm, key)[1][:, 1:].mean(), "o", color=color, alpha=0.85,
-                        markersize=9 if is_best else 5, markeredgewidth=2 if is_best else 0,
+                        markersize=8 if is_best else 5, markeredgewidth=1.4 if is_best else 0,
                         markeredgecolor="black")
             ax.set(xscale="log", yscale="log", 
                    xlabel=", ".join(panels["moved/rms"][:2]))
