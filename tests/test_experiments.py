@@ -412,7 +412,7 @@ def test_a_setting_is_a_mark_where_it_moved_and_what_it_got_wrong(tmp_path, monk
         "marks": {"keys": ["eval/accuracy"] * 2, "best": [["", "free"]]}}, command.PANELS,
         tmp_path / "a.png")
     right = ("blue", pytest.approx(0.3), pytest.approx(0.3), 5)
-    assert marks == 2 * [right, ("grey", 0.5, pytest.approx(0.3), 8)]
+    assert marks == 2 * [right, ("grey", 0.5, pytest.approx(0.3), 7)]
 
 
 def test_a_claim_is_a_paired_difference_with_its_p():

@@ -218,31 +218,32 @@ def draw_against_tokens(results, key, panels, path):
 def draw_marks(results, experiment, panels, path):
     """Write a PNG: a panel for each series of the experiment's `marks`, with a mark for each
     setting: its mean over all evaluations but the first, against how far a rollout's updates moved
-    the policy. Both axes are logarithmic, the second in errors; a ring is an arm's best setting.
+    the policy. Both axes are logarithmic, the second in errors. A ring is an arm's best setting, a
+    pale mark one of a single seed.
     """
     legend, best = experiment["legend"], experiment["marks"]["best"]
     keys = experiment["marks"]["keys"]
     with picture(path, 10.4, 5.2) as fig:
         draw_legend(fig, {name: (color, "-") for name, color in legend.items()}, 0.99)
         axes = fig.subplots(1, len(keys), gridspec_kw={
-            "left": 0.07, "right": 0.98, "top": 0.74, "bottom": 0.1, "wspace": 0.2})
+            "left": 0.07, "right": 0.98, "top": 0.78, "bottom": 0.1, "wspace": 0.2})
         for ax, key in zip(axes, keys):
             above(ax, panels[key][0], -22, 18, fontsize=10, fontweight="bold")
-            above(ax, "mean over the run's evaluations", -22, 6, fontsize=8, color=GREY)
+            above(ax, "mean over a run's evaluations; the scale is that of the errors' logarithm",
+                  -22, 6, fontsize=8, color=GREY)
             for row, arm in dict.fromkeys((run["row"], run["arm"]) for run in results):
                 runs = [run for run in results if (run["row"], run["arm"]) == (row, arm)]
                 steps, moved = series(runs, arm, "moved/rms")
                 color = next(legend[name] for name in legend if arm.startswith(name))
                 is_best = [row, arm] in best
                 ax.plot(np.average(moved, 1, sizes(steps)).mean(),
-                        1 - series(runs, arm, key)[1][:, 1:].mean(), "o", color=color, alpha=0.85,
-                        markersize=8 if is_best else 5, markeredgewidth=1.4 if is_best else 0,
-                        markeredgecolor="black")
-            ax.set(xscale="log", yscale="log", 
-                   xlabel=", ".join(panels["moved/rms"][:2]))
-            ax.invert_yaxis()
+                        1 - series(runs, arm, key)[1][:, 1:].mean(), "o", color=color,
+                        alpha=0.45 if len(runs) == 1 else 1, markersize=7 if is_best else 5,
+                        markeredgewidth=1.2 if is_best else 0, markeredgecolor="black")
+            ax.set(xscale="log", yscale="log", ylim=(1.1, 0.009),
+                   xlabel=": ".join(panels["moved/rms"][:2]))
             ax.xaxis.set_major_formatter("{x:g}")
-            errors = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.9]
+            errors = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1]
             ax.set_yticks(errors, [f"{1 - error:.0%}" for error in errors])
             ax.yaxis.set_minor_formatter("")
 
