@@ -125,12 +125,16 @@ class PromptCollator:
         self.system_prompt = R1_SYSTEM_PROMPT if system_prompt == "r1" else system_prompt
 
     def render(self, messages):
-        """The prompt as text, with thinking on or off in templates that have a switch for it."""
+        """The prompt as text, with thinking on or off in templates that have a switch for it.
+
+        thinking None: as the template has it by default.
+        """
         if self.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         tools = messages[0].get("tools")
+        switches = {} if self.thinking is None else dict.fromkeys(SWITCHES, self.thinking)
         render = partial(self.tokenizer.apply_chat_template, messages, tokenize=False,
-                         add_generation_prompt=True, **dict.fromkeys(SWITCHES, self.thinking))
+                         add_generation_prompt=True, **switches)
         try:
             text = render(tools=tools)
             shown = not tools or text != render()

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 import train_grpo
 from conftest import ROOT, left_padded, turns
 from dataset import PromptCollator
+from dataset.prompts import asking_as_trained
 from errors import UserError
 from model import (
     MiniMindConfig,
@@ -117,9 +118,13 @@ def test_a_chat_at_temperature_0_says_what_greedy_sampling_says(tokenizer):
     assert text == tokenizer.decode(sampled[0], skip_special_tokens=True) != ""
 
 
-def test_a_chat_has_the_prompts_of_a_run(tokenizer, tmp_path, monkeypatch):
-    save_pretrained(tiny(seed=0, vocab_size=len(tokenizer)), tokenizer, tmp_path)
-    asked, args = [], train_grpo.parse_args(["--system_prompt", "r1"])
+@pytest.mark.parametrize("reasoning", [1, 0])
+def test_a_chat_has_the_prompts_of_a_run(reasoning, tokenizer, tmp_path, monkeypatch):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template += "{{ '' if enable_thinking | default(true) else 'quiet' }}"
+    save_pretrained(tiny(seed=0, vocab_size=len(tokenizer)),
+                    asking_as_trained(tokenizer, bool(reasoning)), tmp_path)
+    asked, args = [], train_grpo.parse_args(["--system_prompt", "r1", f"--reasoning={reasoning}"])
     collate = PromptCollator(tokenizer, 99, args.system_prompt, bool(args.reasoning))
 
     class Watched(type(tokenizer)):
@@ -132,7 +137,7 @@ def test_a_chat_has_the_prompts_of_a_run(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
     chat.main([str(tmp_path), "--system_prompt", "r1", "--max_new_tokens", "1"])
     assert asked == [collate.render([{"role": "user", "content": "one"}])]
-    assert "and </answer>" in asked[0]
+    assert "and </answer>" in asked[0] and asked[0].endswith("quiet") != bool(reasoning)
 
 
 # --- fine-tuning ----------------------------------------------------------------------------------

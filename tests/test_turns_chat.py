@@ -45,6 +45,8 @@ def test_who_asks_the_final_weights_asks_as_training_did(template, thinking, tok
     ask = partial(AutoTokenizer.from_pretrained(tmp_path).apply_chat_template, chat,
                   tokenize=False, add_generation_prompt=True)
     assert ask() == trained and tokenizer.chat_template == template
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    assert PromptCollator(saved, 999, thinking=None).render(chat) == trained        # in a chat
     for value in (True, False):         # a caller has the last word
         words = {"enable_thinking": value, "open_thinking": value}
         assert ask(**words) == PromptCollator(tokenizer, 999, thinking=value).render(chat)

@@ -2,9 +2,9 @@
 
     python -m model.commands.chat out/grpo_reason_128/final
 
-The model reads what it read in training: the same chat template, with thinking switched on where
-there is a switch, and the system prompt if you give it again. An empty line or Ctrl-D ends it. A
-prompt can also come from a pipe:
+The model reads what it read in training: the chat template, which in a run's final/ has thinking on
+or off as the run had, and the system prompt if you give it again. An empty line or Ctrl-D ends it.
+A prompt can also come from a pipe:
 
     echo "What is 7 + 3*7?" | python -m model.commands.chat model/weights/reason_128
 """
@@ -23,7 +23,7 @@ from ..storage.read import choose_device
 @torch.no_grad()
 def stream(model, tokenizer, messages, *, max_new_tokens, temperature, system_prompt=None):
     """Yields the assistant's next turn piece by piece, as it is sampled; temperature 0: greedy."""
-    prompt = PromptCollator(tokenizer, None, system_prompt).render(messages)
+    prompt = PromptCollator(tokenizer, None, system_prompt, thinking=None).render(messages)
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ids = torch.tensor([prompt_ids], device=model.lm_head.weight.device)                # (1, P)
     cache, eos_ids = model.new_cache(), eos_token_ids(model, tokenizer)
