@@ -98,7 +98,7 @@ def test_it_runs_what_is_missing_with_its_flags_seed_and_change(
 def test_the_flags_of_every_arm_go_together(monkeypatch):
     monkeypatch.chdir(ROOT)
     for experiment in EXPERIMENTS.values():
-        if "program" in experiment:
+        if "arms" not in experiment:
             continue
         for flags in command.commands_of(experiment).values():
             flags = shlex.split(flags.format(out="out"))

@@ -247,13 +247,17 @@ def test_the_way_back_to_minimind_is_as_the_page_prints_it(tokenizer, tmp_path, 
     _, path = minimind("minimind3", tmp_path)
     save_pretrained(load_pretrained(path), tokenizer, tmp_path / "out/minimind/final")
     monkeypatch.chdir(tmp_path)
-    (code,) = [text for language, text in blocks(PAGES["docs/coming_from.md"])
-               if language == "python"]
+    code, of_verl = [text for language, text in blocks(PAGES["docs/coming_from.md"])
+                     if language == "python"]
     exec(code, {})
     before, after = (torch.load(file) for file in (path, "grpo_768.pth"))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor.half(), after[name])
+    names = {"compute_score": lambda source, text, gold: float((source, text) == ("sums", gold))}
+    exec(of_verl, names)
+    assert names["score"](["2+3?"] * 2, ["5", "6"], data_source=["sums"] * 2,
+                          reward_model=[{"ground_truth": "5"}] * 2) == [1, 0]
 
 
 def test_a_pth_that_is_something_else_is_refused_by_what_it_is(tmp_path):
