@@ -13,8 +13,8 @@ so that noise does not pass for direction. Advantages, divisors, ratios, bounds 
 functions of train_grpo.py. Lines of results/NAME.jsonl, by experiments.toml's name:
 
     estimators      on policy
-    stale, stale_kl after the policy that sampled has moved, by so many updates; or (rows with
-                    "by itself") by 16 of each bound's own, at so high a rate
+    stale, stale_kl after the policy that sampled has moved, by so many updates; in rows named "by
+                    itself" by 16 updates with each bound's own loss, at each of RATES
 """
 import copy
 import itertools

@@ -285,7 +285,10 @@ def at_end(key, values):
 
 
 def interval(values, outside=0.05):
-    """The mean over the runs and half its 95% confidence interval; values (runs, ...)."""
+    """The mean over the runs and half its confidence interval, 95% by default; values (runs, ...).
+
+    outside: how often the true mean lies outside of it.
+    """
     values = np.ma.masked_invalid(values)
     count = values.count(0)
     half = np.vectorize(t_of)(count, outside) * np.ma.filled(values.std(0, ddof=1), 0)
@@ -305,9 +308,9 @@ def p_value(t, freedom):
 
 @functools.cache
 def t_of(count, outside=0.05):
-    """What Student's t of so many values exceeds in 5% of the cases; 0 for a single value."""
+    """What Student's t of so many values exceeds in this share of cases; 0 for one value."""
     low, high = 0.0, 13.0
-    while count > 1 and high - low > 1e-9:      # p falls as t grows, and passes 5% between these
+    while count > 1 and high - low > 1e-9:      # p falls as t grows, and passes it between these
         middle = (low + high) / 2
         if p_value(middle, count - 1) > outside:
             low = middle
