@@ -745,9 +745,9 @@ def add_optimizer_flags(parser):
     flag("--lora_alpha", type=POSITIVE, default=32, help="alpha / rank scales the adapters")
     flag("--gradient_checkpointing", action="store_true", help="less memory, more time")
     flag("--max_steps", type=COUNT_OR_0, help="with as many passes over the prompts as it takes; "
-         "0: one pass (default: one pass, at most 300 steps)")
-    flag("--epochs", type=COUNT, help="passes over the prompts (default: 1); with --max_steps, "
-         "unlike in TRL, whichever ends first")
+         "0: one pass (default: --epochs; without it one pass, at most 300 steps)")
+    flag("--epochs", type=COUNT, help="passes over the prompts; with --max_steps, unlike in TRL, "
+         "whichever ends first")
     flag("--warmup_steps", type=COUNT_OR_0, default=3, help="the rate rises, then falls to a tenth")
     flag("--weight_decay", type=POSITIVE_OR_0, default=0.0, help="AdamW's")
     flag("--grad_clip", "--max_grad_norm", type=POSITIVE, default=1.0, help="the gradient's norm")

@@ -296,10 +296,10 @@ def read_prompts(args, tokenizer):
 def last_step_of(args, per_pass):
     """--max_steps, with as many passes over the prompts as it takes; --epochs bounds them.
 
-    Without --max_steps: --epochs passes (1) and at most MOST_STEPS; with 0: all of them.
+    With neither: one pass, and at most MOST_STEPS.
     """
     passes = (args.epochs or 1) * per_pass
-    if args.max_steps is None:
+    if args.max_steps is None and not args.epochs:
         return min(passes, MOST_STEPS)
     return min(args.max_steps or passes, passes if args.epochs else math.inf)
 

@@ -23,7 +23,6 @@ from rich.text import Text
 from tqdm import tqdm
 
 from dataset.jsonl import is_finite, to_json, to_line
-from dataset.prompts import MOST_STEPS
 from errors import UserError, cut, explained, printable, reason
 
 from .backends import forecast
@@ -113,7 +112,7 @@ class Report:
         copies = 3 + len(t.saved)       # weights, two moments, and what an option saves
         prompts = min(t.num_prompts, num_prompts // num_processes) * num_processes
         steps = str(self.total_steps)
-        if args.epochs and self.total_steps < (args.max_steps or MOST_STEPS):
+        if args.epochs and self.total_steps < (args.max_steps or math.inf):
             steps += f" (the end of --epochs {args.epochs})"
         elif args.max_steps is None and self.total_steps < FEW_STEPS:
             steps += " (one pass over the prompts; --max_steps 100, say, makes more)"

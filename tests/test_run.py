@@ -121,7 +121,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, steps", [
-    ("", 4), ("--epochs 2", 8), ("--epochs 99", 300), ("--max_steps 0", 4),         # a pass is 4
+    ("", 4), ("--epochs 2", 8), ("--epochs 99", 396), ("--max_steps 0", 4),         # a pass is 4
     ("--max_steps 50", 50), ("--max_steps 50 --epochs 2", 8), ("--max_steps 5 --epochs 2", 5),
     ("--max_steps 0 --epochs 99", 396)])
 def test_how_many_steps_a_run_makes(flags, steps):
