@@ -43,7 +43,8 @@ for name, hidden_size, intermediate_size, layers, heads in (
 LEVERS = {"--beta above 0": {"reference": True}, "--beta 0": {},
           "--lora_rank 16": {"lora_rank": 16}}
 GPUS = {        # name -> GiB of each, ranks that share a model
-    "8": (8, 1), "12": (12, 1), "24": (24, 1), "80": (80, 1), "8x80, --shard 1": (80, 8)}
+    "8": (8, 1), "12": (12, 1), "24": (24, 1), "2x24, --shard 1": (24, 2),
+    "80": (80, 1), "8x80, --shard 1": (80, 8)}
 USABLE = 0.92       # of a GPU: CUDA's context and fragmentation take the rest
 META = torch.device("meta")
 
