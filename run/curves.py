@@ -103,7 +103,8 @@ class Run:
                 parts.append(form.format(values[0], values[-1]))
         count = self.steps[-1]["step"] - self.steps[0]["step"] + 1
         seconds = self.finite("step_time").sum() * count / len(self.steps)
-        return ", ".join([*parts, f"{count:,} steps", duration(seconds)])
+        steps = "1 step" if count == 1 else f"{count:,} steps"
+        return ", ".join([*parts, steps, duration(seconds)])
 
 
 def numbers_in(path):

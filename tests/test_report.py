@@ -203,6 +203,9 @@ def test_the_headline_has_the_first_and_the_last_of_what_was_recorded(tmp_path):
                                     for step, accuracy in ((0, 0.25), (2, 0.75), (4, 0.5))])
     assert Run(tmp_path).headline().startswith(
         "held-out accuracy 25.0% → 50.0%, answers 9 → 9 tokens, 4 steps")
+    (tmp_path / "eval.jsonl").unlink()
+    write(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 0.25, "step_time": 1.5}])
+    assert Run(tmp_path).headline() == "1 step, 1.5s"
 
 
 def test_several_runs_share_a_picture_and_a_folder_without_a_run_is_named(tmp_path):
