@@ -218,8 +218,8 @@ def draw_against_tokens(results, key, panels, path):
 def draw_marks(results, experiment, panels, path):
     """Write a PNG: a panel for each series of the experiment's `marks`, with a mark for each
     setting: its mean over all evaluations but the first, against how far a rollout's updates moved
-    the policy. Both axes are logarithmic, the second in errors. A ring is an arm's best setting, a
-    pale mark one of a single seed.
+    the policy. Both axes are logarithmic, the second in errors. A ring is the setting that was
+    confirmed, a pale mark one of a single seed.
     """
     legend, best = experiment["legend"], experiment["marks"]["best"]
     keys = experiment["marks"]["keys"]
@@ -229,7 +229,7 @@ def draw_marks(results, experiment, panels, path):
             "left": 0.07, "right": 0.98, "top": 0.78, "bottom": 0.1, "wspace": 0.2})
         for ax, key in zip(axes, keys):
             above(ax, panels[key][0], -22, 18, fontsize=10, fontweight="bold")
-            above(ax, "mean over a run's evaluations; the scale is that of the errors' logarithm",
+            above(ax, "mean over a run's evaluations; the errors are on a logarithmic scale",
                   -22, 6, fontsize=8, color=GREY)
             for row, arm in dict.fromkeys((run["row"], run["arm"]) for run in results):
                 runs = [run for run in results if (run["row"], run["arm"]) == (row, arm)]
@@ -239,7 +239,8 @@ def draw_marks(results, experiment, panels, path):
                 ax.plot(np.average(moved, 1, sizes(steps)).mean(),
                         1 - series(runs, arm, key)[1][:, 1:].mean(), "o", color=color,
                         alpha=0.45 if len(runs) == 1 else 1, markersize=7 if is_best else 5,
-                        markeredgewidth=1.2 if is_best else 0, markeredgecolor="black")
+                        markeredgewidth=1.2 if is_best else 0, markeredgecolor="black",
+                        zorder=3 if is_best else 2)
             ax.set(xscale="log", yscale="log", ylim=(1.1, 0.009),
                    xlabel=": ".join(panels["moved/rms"][:2]))
             ax.xaxis.set_major_formatter("{x:g}")
