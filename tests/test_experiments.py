@@ -409,7 +409,7 @@ def test_a_setting_is_a_mark_where_it_moved_and_what_it_got_wrong(tmp_path, monk
     runs.append(result("free", 1, 0, **{"moved/rms": [0.5]}) | {"steps": [1], "eval": evals})
     figures.draw_marks(runs, {
         "legend": {"clip": "blue", "free": "grey"},
-        "marks": {"keys": ["eval/accuracy"] * 2, "best": [["", "free"]]}}, command.PANELS,
+        "marks": {"keys": ["eval/accuracy"] * 2, "ringed": [["", "free"]]}}, command.PANELS,
         tmp_path / "a.png")
     right = ("blue", pytest.approx(0.3), pytest.approx(0.3), 5)
     assert marks == 2 * [right, ("grey", 0.5, pytest.approx(0.3), 7)]

@@ -218,10 +218,10 @@ def draw_against_tokens(results, key, panels, path):
 def draw_marks(results, experiment, panels, path):
     """Write a PNG: a panel for each series of the experiment's `marks`, with a mark for each
     setting: its mean over all evaluations but the first, against how far a rollout's updates moved
-    the policy. Both axes are logarithmic, the second in errors. A ring is the setting that was
-    confirmed, a pale mark one of a single seed.
+    the policy. Both axes are logarithmic, the second in errors. The settings of
+    `marks.ringed` have a ring, those of a single seed are pale.
     """
-    legend, best = experiment["legend"], experiment["marks"]["best"]
+    legend, ringed = experiment["legend"], experiment["marks"]["ringed"]
     keys = experiment["marks"]["keys"]
     with picture(path, 10.4, 5.2) as fig:
         draw_legend(fig, {name: (color, "-") for name, color in legend.items()}, 0.99)
@@ -235,12 +235,12 @@ def draw_marks(results, experiment, panels, path):
                 runs = [run for run in results if (run["row"], run["arm"]) == (row, arm)]
                 steps, moved = series(runs, arm, "moved/rms")
                 color = next(legend[name] for name in legend if arm.startswith(name))
-                is_best = [row, arm] in best
+                has_ring = [row, arm] in ringed
                 ax.plot(np.average(moved, 1, sizes(steps)).mean(),
                         1 - series(runs, arm, key)[1][:, 1:].mean(), "o", color=color,
-                        alpha=0.45 if len(runs) == 1 else 1, markersize=7 if is_best else 5,
-                        markeredgewidth=1.2 if is_best else 0, markeredgecolor="black",
-                        zorder=3 if is_best else 2)
+                        alpha=0.45 if len(runs) == 1 else 1, markersize=7 if has_ring else 5,
+                        markeredgewidth=1.2 if has_ring else 0, markeredgecolor="black",
+                        zorder=3 if has_ring else 2)
             ax.set(xscale="log", yscale="log", ylim=(1.1, 0.009),
                    xlabel=": ".join(panels["moved/rms"][:2]))
             ax.xaxis.set_major_formatter("{x:g}")
