@@ -55,7 +55,7 @@ def test_it_runs_what_is_missing_with_its_flags_seed_and_change(
     page.write_text(f"# T\n\n## Small (in `a`)\n\n```diff\n-{line}\n+{other}\n```\n")
     experiment |= {"page": page, "seeds": [1, 2],
                    "first": ["-m model.commands.train_sft --save {out}/a"],
-                   "arms": {"right": "", "small, b": "--loss_type dapo"}}
+                   "arms": {"right": "", "small, b": "--loss_type dapo --eval_data_path {out}/a"}}
     calls, first = [], []
 
     def python(arguments, log, folder=ROOT):
@@ -88,11 +88,33 @@ def test_it_runs_what_is_missing_with_its_flags_seed_and_change(
     assert jsonl(results) == rows[1:] + rows[:1]
     assert [args.seed for args, _ in calls] == [rows[0]["seed"]]
     command.run_all("tiny", jobs=1)
-    assert len(calls) == 1 and len(first) == 2          # nothing is missing any more
+    assert len(calls) == 1          # nothing is missing any more
+    first.clear()
+    command.repeat("tiny", "", "right", [3], jobs=1)
+    assert len(calls) == 2 and not first                # this arm reads nothing of `first`
+    command.repeat("tiny", "", "small, b", [3], jobs=1)
+    assert len(calls) == 3 and len(first) == 1
     figures.draw(rows, experiment, command.PANELS, tmp_path / "tiny.png")
     assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
     command.print_table(rows, experiment["panels"])
     assert capsys.readouterr().out.endswith("\nsmall, b | 1.50 ± 6.35 | \n")      # none gave up
+
+
+def test_a_result_says_if_its_commit_is_not_the_code_that_ran(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    (tmp_path / "docs/experiments/results").mkdir(parents=True)
+    write(tmp_path / "docs/experiments/results/a.jsonl", [{}])
+    (tmp_path / "script.py").write_text("a = 1\n")
+    command.git("init", "--quiet")
+    command.git("add", ".")
+    command.git("-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "--quiet", "-m", "a")
+    clean = command.where_run("--beta 0")
+    write(tmp_path / "docs/experiments/results/a.jsonl", [{}, {}])
+    assert command.where_run("--beta  0") == clean and "-" not in clean["commit"]
+    (tmp_path / "script.py").write_text("a = 2\n")
+    changed = command.where_run("--beta 1")
+    assert changed["commit"] == f"{clean['commit']}-dirty" and clean["commit"]
+    assert changed["flags"] != clean["flags"]
 
 
 def test_the_flags_of_every_arm_go_together(monkeypatch):

@@ -11,13 +11,17 @@ experiments.toml says what each experiment runs and draws, claims.toml which arm
 Every arm runs with every seed, and each run becomes a line of results/<name>.jsonl, with its series
 averaged over each of up to 20 parts:
 
-    {"row", "arm", "seed", "commit", "machine", "seconds", "steps": [...],
+    {"row", "arm", "seed", "commit", "flags", "machine", "seconds", "steps": [...],
      "series": {name: [...]}, "eval": {...}}
+
+The commit ends in `-dirty` if the code had been changed since, and `flags` is a hash of the arm's
+flags. Lines without `flags` are older: their commit may name a tree that lacks the arm.
 
 Interrupted, the same command goes on with the runs that are missing; to run some again, delete
 their lines. At the end the picture images/<name>.png is drawn, and a table printed.
 """
 import argparse
+import hashlib
 import os
 import platform
 import re
@@ -209,14 +213,20 @@ def run_all(name, jobs):
         python(f"-m {experiment['program']}", OUT / name / "log")
         return
     missing = [key for key, result in results_of(name).items() if not result]
-    for number, line in enumerate(experiment.get("first", ())):
-        if missing:
-            print(f"python {line}", flush=True)
-            python(line.format(out=quoted(OUT / name)), OUT / name / f"first_{number}.log")
+    prepare(name, missing)
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda key: run(name, *key), missing))
     if "page" in experiment:
         prove(experiment["page"])
+
+
+def prepare(name, runs):
+    """Make the files that these runs, (row, arm, seed) each, read: the experiment's `first`."""
+    commands = commands_of(EXPERIMENTS[name])
+    if any("{out}" in commands[row, arm] for row, arm, _ in runs):
+        for number, line in enumerate(EXPERIMENTS[name].get("first", ())):
+            print(f"python {line}", flush=True)
+            python(line.format(out=quoted(OUT / name)), OUT / name / f"first_{number}.log")
 
 
 def repeat(name, row, arm, seeds, jobs):
@@ -224,6 +234,7 @@ def repeat(name, row, arm, seeds, jobs):
     if (row, arm) not in commands_of(EXPERIMENTS[name]):
         raise UserError(f"{name} has no arm {arm!r} in row {row!r}; its pairs of row and arm are "
                         f"{[*commands_of(EXPERIMENTS[name])]}")
+    prepare(name, [(row, arm, seed) for seed in seeds])
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda seed: run(name, row, arm, seed), seeds))
     for line in read_jsonl(RESULTS / f"{name}.jsonl"):
@@ -236,7 +247,8 @@ def run(name, row, arm, seed):
     """Run an arm with a seed, and append its summary to the results."""
     experiment, out = EXPERIMENTS[name], OUT / name
     run_name = re.sub(r"\W", "_", f"{row} {arm} {seed}".strip())
-    command = commands_of(experiment)[row, arm].format(out=quoted(out))
+    flags = commands_of(experiment)[row, arm]
+    command = flags.format(out=quoted(out))
     if not command.lstrip().startswith("-m "):
         command = f"train_grpo.py {command}"
     diff = diff_of(experiment, row, arm)
@@ -244,7 +256,7 @@ def run(name, row, arm, seed):
         where = copy(diff, experiment["page"], folder) if diff else ROOT
         python(f"{command} --seed {seed} --out_dir {quoted(out)} --run_name {run_name}",
                out / f"{run_name}.log", folder=where)
-    line = {"row": row, "arm": arm, "seed": seed, **where_run(),
+    line = {"row": row, "arm": arm, "seed": seed, **where_run(flags),
             **summary(out / run_name, experiment["panels"] + experiment.get("also", []))}
     if "measure" in experiment:
         line["series"] |= MEASURES[experiment["measure"]](out / run_name)
@@ -255,12 +267,22 @@ def run(name, row, arm, seed):
     print(f"{row} {arm}, seed {seed}: done".strip(), flush=True)
 
 
-def where_run():
-    """The commit and the machine of a run: replicates on two of either may differ by rounding."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True,
-                          text=True)
-    return {"commit": done.stdout.strip(), "machine": f"{platform.system()} {platform.machine()}, "
+def where_run(flags):
+    """What made a run, and on which machine: on two machines the same run may round differently."""
+    return {"commit": git("rev-parse", "--short", "HEAD") + "-dirty" * is_dirty(),
+            "flags": hashlib.sha256(" ".join(flags.split()).encode()).hexdigest()[:8],
+            "machine": f"{platform.system()} {platform.machine()}, "
             f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"}
+
+
+def is_dirty():
+    """Whether anything but results and pictures, which runs themselves write, is uncommitted."""
+    return bool(git("status", "--porcelain", "--", ".", ":!docs/experiments/results", ":!images"))
+
+
+def git(*arguments):
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def python(arguments, log, folder=ROOT):
