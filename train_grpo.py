@@ -1,36 +1,44 @@
 """Group Relative Policy Optimization, from scratch.
 
-GRPO (DeepSeekMath, arXiv 2402.03300) teaches a language model from rewards alone, without a critic:
-it answers each prompt several times, and each answer is judged against its siblings. Answers better
-than their group's average become more likely, worse ones less.
+GRPO (DeepSeekMath, arXiv 2402.03300) teaches a language model from rewards alone: numbers that say
+how good an answer was. The model answers each prompt several times, and each answer is judged
+against its siblings. Answers better than their group's average become more likely, worse ones less.
+
+In the formulas q is a prompt, o an answer to it, o_t its token number t, r its reward. pi is the
+policy, the model that learns, and pi(o_t) the probability that it gives to o_t after q and the
+tokens before. pi_old is the policy as it was when it sampled o; pi_ref, the reference, a frozen
+copy of the first weights. clip(x, a, b) is x, but at least a and at most b. eps, beta and the
+epsilons are small numbers; but for eps they are flags.
 
     A_i     = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + eps)       answer i's advantage in its group
-    ratio_t = pi(o_t | q, o_<t) / pi_old(o_t | q, o_<t)            how far pi moved since sampling
+    ratio_t = pi(o_t) / pi_old(o_t)                                how far pi moved since sampling
     loss    = - mean over answers of mean over tokens of [
                   min(ratio_t A_i, clip(ratio_t, 1-epsilon_low, 1+epsilon_high) A_i)
-                  - beta KL_t(pi || pi_ref) ]                      KL_t: an estimate, see KL_TYPES
+                  - beta KL_t(pi || pi_ref) ]                      KL_t: the distance to pi_ref at t
 
-With one update per rollout, the default, every ratio is 1 and nothing clips: the policy's part of
-the loss then has the gradient of -A log pi.
+With one update per sampling, the default, pi is still pi_old: every ratio is 1, nothing clips, and
+the first part of the loss has the gradient of -A log pi.
 
-One step, for B prompts and G = num_generations answers to each; 1 to 4 are grpo_step:
-    1. ask        generate           sample G completions of every prompt          model/
-    2. remember   compute_logps      their log-probabilities under the reference, to stay near it
-    3. judge      compute_rewards    format, tags, a reward model, accuracy        reward/
-                  compute_advantages ... compared within each group
-    4. learn      minibatches        which completions each optimizer step learns from
-                  update_policy      gradient steps on the clipped objective
-    5. report     Run.record         metrics, a progress bar, pictures; weights    run/
+One step, for B prompts and G answers to each:
+    1. ask        generate             the policy samples G completions of every prompt
+    2. remember   compute_logps        how likely the reference finds each of their tokens
+    3. judge      compute_rewards      a reward for each completion: format, tags, a model, accuracy
+                  compute_advantages   ... compared within its group
+    4. learn      update_policy        gradient steps on the loss
+    5. report     run.record           metrics, evaluations, pictures, weights
 
-Letters: q a prompt, o a completion, r its reward; B prompts, G generations per prompt, N = B*G
-completions; P prompt tokens, R completion tokens, T = P + R; V vocabulary; n rows of a micro-batch.
+A completion is an answer as tokens; a rollout, all completions of a step; a minibatch, what one
+optimizer step learns from, by default all of the rollout; a micro-batch, what fits into memory at
+a time. logps are log-probabilities. A mask is 1 where a token counts, 0 at padding. Shapes, in
+comments: N = B*G completions, n of a micro-batch; P prompt tokens, R completion tokens, T = P + R;
+V words of the vocabulary. A rank is a process, of which each has a GPU; by default there is one.
 
     python docs/grpo_on_one_page.py                 all of GRPO, none of the options
     python train_grpo.py                            two to four minutes on two cores
-    python train_grpo.py --sampler plain            exactly these lines, and model/sampler.py's
     torchrun --nproc_per_node=2 train_grpo.py       on two processes
 
-By default `sample` and `token_logps` hand over to model/fast/pair.py: the same up to rounding.
+All that a default run does stands here, down to the end of `main`. An option wraps or replaces one
+of the functions in `TrainState`, where the run is loaded; a run's first lines name them.
 
 Where we differ from the papers and from other code, on purpose:
   - log-probabilities (float32, from the head on) are those of the distribution that was sampled:
@@ -38,64 +46,61 @@ Where we differ from the papers and from other code, on purpose:
   - averages run over the whole optimizer step, all micro-batches and ranks, so that neither
     micro_batch_size nor the number of processes changes the gradient of the same completions.
 """
+import itertools
 import math
 import os
-from collections import defaultdict
-from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
 # Before torch is imported: waiting threads go to sleep soon, so that a busy machine stays usable.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import torch
-import torch.distributed as dist
 
-import errors
-from dataset import batches_from, prompts, read_prompts
-from errors import COUNT, COUNT_OR_0, POSITIVE, POSITIVE_OR_0, UserError, number, user_errors
-from model import eos_token_ids, load_pretrained, load_tokenizer, objective, sample
+from dataset import prompts
+from errors import (
+    COUNT,
+    COUNT_OR_0,
+    POSITIVE,
+    POSITIVE_OR_0,
+    Parser,
+    UserError,
+    number,
+    user_errors,
+)
+from model import Policy, Rollout, eos_token_ids, load_tokenizer
 from model.fast.vllm_engine import Engine
-from model.lora import AdaptersOff, with_adapters
-from model.rollout import Minibatch, Rollout
-from reward import combine, combine_rewards, load_reward_funcs, load_tool, tools
-from reward.baselines import BASELINES, SCALES, from_best, nanstd
-from run import backends, edges, minimind, report
+from reward import combine, unjudged
+from run import backends, evaluation, extensions, minimind, report
 from run.loop import Run
-from run.metrics import Mean, drift, no_clips, over_ranks, over_updates, shares
-from run.processes.watch import all_or_none, stop_on_signals
+from run.metrics import Metrics
+from run.processes.watch import all_or_none
 from run.processes.world import World
 from run.saver import Saver
 
 # --- the objective --------------------------------------------------------------------------------
-# First the advantages, and the mask of a completion's own tokens. Then the loss, three choices:
-# which ratio (importance_ratio), how it is bounded (BOUNDS), how tokens are averaged (AVERAGES).
-# LOSS_TYPES names the last two for each relative of GRPO. grpo_loss adds a KL, one of KL_TYPES.
 
 
-def group_advantages(rewards, num_generations, *, scale_rewards="group", batch_std=None, eps=1e-4,
-                     advantage_estimator="grpo"):
+def group_advantages(rewards, num_generations, eps=1e-4):
     """How much better each completion is than its siblings, in standard deviations of its group.
 
-        A = (r - mean(group)) / (std(group) + eps)         DeepSeekMath 4.1.2; n-1 and eps are TRL's
+        A = (r - mean(group)) / (std(group) + eps)         DeepSeekMath 4.1.2; the std has n-1
 
-    advantage_estimator may name a row of BASELINES instead of the mean, scale_rewards one of SCALES
-    instead of the std; batch_std is the std of all rewards, for "batch". rewards (N,), the G
-    completions of a prompt adjacent -> (N,). NaN: no reward judged it; it is left out of mean and
-    std and gets advantage 0. Four answers, paid 1 for being right and 0.5 for their form, say:
+    rewards (N,), the G completions of a prompt adjacent -> (N,). NaN: no function judged it; it is
+    left out of mean and std and gets advantage 0. Four answers, paid 1 for being right and 0.5 for
+    their form, say:
 
     >>> group_advantages(torch.tensor([0.5, 1.5, 1.0, 0.5]), 4)
     tensor([-0.7832,  1.3053,  0.2611, -0.7832])
     """
-    groups = rewards.view(-1, num_generations)                                          # (B, G)
-    below = from_best(groups)           # the differences of equal rewards are exactly 0
-    mean, std = below.nanmean(1, keepdim=True), nanstd(below)                           # (B, 1)
-    difference, scale = below - mean, std + eps
-    if advantage_estimator != "grpo":
-        difference = objective.choice(BASELINES, advantage_estimator, "advantage_estimator")(groups)
-    if scale_rewards != "group":
-        scale = objective.choice(SCALES, scale_rewards, "scale_rewards")(groups, batch_std, eps)
-    return (difference.nan_to_num(0.0) / scale).view(-1)
+    groups = rewards.double().view(-1, num_generations)     # (B, G) float64: equal ones differ by 0
+    difference = groups - groups.nanmean(1, keepdim=True)
+    judged = (~groups.isnan()).sum(1, keepdim=True)                                     # (B, 1)
+    std = (difference.square().nansum(1, keepdim=True) / (judged - 1).clamp(min=1)).sqrt()
+    return (difference / (std + eps)).nan_to_num(0.0).float().view(-1)
 
 
 def completion_mask(completion_ids, eos_token_id):
@@ -107,136 +112,43 @@ def completion_mask(completion_ids, eos_token_id):
     return (is_eos.cumsum(1) - is_eos == 0).int()   # no EOS before this token; the first one stays
 
 
-def importance_ratio(logps, old_logps, mask, *, level="token"):
-    """Choice 1, the ratio pi / pi_old; with d = log pi - log pi_old at each token:
-
-        token      exp(d)                                     (N, R)    PPO, GRPO
-        sequence   exp(mean of d over the completion)         (N, 1)    GSPO, arXiv 2507.18071
-    """
-    log_ratio = (logps - old_logps) * mask                                              # (N, R)
-    if level == "token":
-        return log_ratio.exp()
-    if level == "sequence":
-        return (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp()
-    raise ValueError(f"importance_sampling_level is {level!r}; choose token or sequence")
-
-
-def ppo_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, delta=None):
-    """Choice 2, the bound: PPO's -min(ratio A, clip(ratio) A); and where it acts, by its sides.
-
-    Once a ratio has moved past 1 ± epsilon in the direction that its advantage favours, the clip
-    removes its gradient; the min keeps it on the other side. There `delta`, above 1 + epsilon_high,
-    also ends that of a bad token, A < 0, whose ratio is large (INTELLECT-2; dual clip, Ye et al.
-    2020). Returns the loss, and masks of where the bound acts, "low" and "high" at least.
-    """
-    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-    loss = -torch.min(ratio * advantages, clipped * advantages)
-    where = {"low": (ratio < 1 - epsilon_low) & (advantages < 0),
-             "high": (ratio > 1 + epsilon_high) & (advantages > 0)}
-    if delta is not None:
-        where["delta"] = (ratio > delta) & (advantages < 0)
-        loss = torch.where(advantages < 0, torch.min(loss, -delta * advantages), loss)
-    return loss, where
-
-
-BOUNDS = {"ppo": ppo_clip} | objective.BOUNDS
-
-
-# Choice 3, the average: each token's term is divided by one of these, then all are added up.
-# `length` is that of the token's completion, L the maximum; completions and tokens are those of the
-# whole optimizer step, over all micro-batches and ranks. So grpo is a mean over each completion's
-# tokens, then over completions; bnpo a mean over all tokens; in dr_grpo no sampled length counts.
-AVERAGES = {
-    "completion": lambda length, completions, tokens, L: completions * length,
-    "tokens":     lambda length, completions, tokens, L: tokens,
-    "limit":      lambda length, completions, tokens, L: completions * L,
-    "sum":        lambda length, completions, tokens, L: completions,
-}
-LOSS_TYPES = {      # the flags of each: docs/losses.md
-    # name      bound    average       numbers of the bound's own
-    "grpo":    ("ppo",   "completion", {}),
-    "bnpo":    ("ppo",   "tokens",     {}),
-    "dr_grpo": ("ppo",   "limit",      {}),
-    "dapo":    ("ppo",   "tokens",     {}),
-    "cispo":   ("cispo", "tokens",     {}),
-    "dppo":    ("dppo",  "tokens",     {"largest_weight": 20.0}),
-    "sapo":    ("sapo",  "completion", {"tau_good": 1.0, "tau_bad": 1.05}),
-    "gmpo":    ("gmpo",  "completion", {}),
-    "luspo":   ("ppo",   "sum",        {}),     # for GSPO's ratio, arXiv 2602.05261
-}                   # and r1, a whole loss: see one_action_loss, below main
-
-
-# KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. An unbiased
-# value is the KL's on average. Its gradient is another matter: autograd does not see that another
-# pi would sample other tokens. Beyond x = 20, lest e^x overflow, k3 goes on as a straight line: a
-# clamp would have no gradient where pi has left the reference furthest. k3+ is verl's.
-def k2(x):
-    return x.pow(2) / 2
-
-
 def k3(x):
-    near = x.clamp(max=20)
-    return near.expm1() * (1 + (x - near)) - near     # expm1(x) - x keeps its digits near 0
+    """GRPO's estimate of KL(pi || pi_ref) at a token that pi sampled; x = log pi_ref - log pi.
 
-
-KL_TYPES = {
-    # name                                                value      mean gradient of
-    "k1":  lambda x: -x,                                # unbiased   0: it pulls nowhere
-    "k2":  k2,                                          # biased     KL(pi || pi_ref)
-    "k3":  k3,                                          # unbiased   KL(pi_ref || pi)
-    "k3+": lambda x: (k3(x) - k2(x)).detach() + k2(x),  # k3's       k2's
-    "abs": lambda x: x.abs(),                           # biased     the sum of |pi - pi_ref|
-}
-
-
-def kl_penalty(logps, ref_logps, *, kl_type="k3"):
-    """KL to the reference, estimated at each token, (N, R). GRPO's estimate is k3."""
-    return objective.choice(KL_TYPES, kl_type, "kl_type")(ref_logps - logps)
-
-
-def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, kl_type="k3",
-              epsilon_low=0.2, epsilon_high=0.2, delta=None, loss_type="grpo",
-              importance_sampling_level="token", max_completion_length=None,
-              use_bias_correction_kl=False, num_sequences=None, num_tokens=None):
-    """The loss of GRPO and its family, and metrics as detached scalars.
-
-    logps, old_logps, mask, ref_logps (N, R); advantages (N,) or (N, R). num_sequences and
-    num_tokens are totals of the whole optimizer step, over all micro-batches and ranks (None: this
-    call is the step): then losses and metrics of the parts add up to those of the step. Rows that
-    are masked out count as sequences. use_bias_correction_kl multiplies the KL by the ratio.
+    The KL is the mean of -x over what pi draws. e^x - 1 = pi_ref / pi - 1 has mean 0: with it the
+    mean is the same, and no value is below 0. Beyond x = 20, lest e^x overflow, a straight line.
     """
-    chosen = objective.choice(LOSS_TYPES, loss_type, "loss_type")
-    if callable(chosen):                # a whole loss: r1, or one of your own
-        return chosen(
-            logps, old_logps, advantages, mask, ref_logps=ref_logps, beta=beta, kl_type=kl_type,
-            epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta,
-            importance_sampling_level=importance_sampling_level,
-            max_completion_length=max_completion_length, num_sequences=num_sequences,
-            use_bias_correction_kl=use_bias_correction_kl, num_tokens=num_tokens)
-    bound, average, numbers = chosen
-    if average == "limit" and max_completion_length is None:
-        raise ValueError(f"loss_type {loss_type} divides by max_completion_length; give it")
-    if beta and ref_logps is None:
-        raise ValueError("beta weights the KL to the reference; give ref_logps")
-    if use_bias_correction_kl and kl_type not in objective.CORRECTED:
-        raise ValueError(objective.not_corrected(kl_type))
-    if delta is not None and bound != "ppo":
-        raise ValueError(f"delta belongs to PPO's clip, and {loss_type} has none; leave it out")
-    advantages = advantages if advantages.dim() == 2 else advantages[:, None]         # (N, 1 or R)
-    num_sequences, num_tokens = num_sequences or len(mask), num_tokens or mask.sum().clamp(min=1)
-    ratio = importance_ratio(logps, old_logps, mask, level=importance_sampling_level)
-    loss, where = BOUNDS[bound](
-        ratio, advantages, logps, mask, epsilon_low=epsilon_low, epsilon_high=epsilon_high,
-        delta=delta, **numbers)                                                       # (N, 1 or R)
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)                                    # (N, 1)
-    metrics = objective.clip_ratios(
-        where, mask, num_sequences, num_tokens, level=importance_sampling_level)
+    near = x.clamp(max=20)
+    return near.expm1() * (1 + (x - near)) - near     # for x <= 20: e^x - 1 - x
+
+
+def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta, epsilon_low, epsilon_high,
+              num_sequences, num_tokens):
+    """GRPO's loss, and metrics as detached scalars.
+
+    logps, old_logps, mask, ref_logps (N, R), the last None without a reference; advantages (N,), or
+    (N, R). num_sequences and num_tokens are totals of the optimizer step, of which this may be one
+    micro-batch: losses and metrics of all of them add up.
+    """
+    A, padding = advantages.view(len(mask), -1), mask == 0              # (N, 1 or R), (N, R)
+    log_ratio = (logps - old_logps).masked_fill(padding, 0)             # (N, R) from here on
+    ratio = log_ratio.clamp(max=80).exp()               # pi / pi_old; e^89 would be infinite
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    # Once a ratio has moved past 1 ± epsilon in the direction that A favours, the clip removes its
+    # gradient; the min keeps it on the other side.
+    loss, metrics = -torch.min(ratio * A, clipped * A), {}
     if ref_logps is not None:
-        kl = kl_penalty(logps, ref_logps, kl_type=kl_type)                              # (N, R)
-        metrics["kl"] = (kl.detach() * mask).sum() / num_tokens     # whatever the loss averages
-        loss = loss + beta * (ratio * kl if use_bias_correction_kl else kl)
-    divided_by = AVERAGES[average](lengths, num_sequences, num_tokens, max_completion_length)
-    return (loss * mask / divided_by).sum(), metrics
+        kl = k3((ref_logps - logps).masked_fill(padding, 0))
+        loss = loss + beta * kl
+        metrics["kl"] = (kl.detach() * mask).sum() / num_tokens
+    # The mean over each completion's tokens, then over all completions.
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)                    # (N, 1)
+    loss = (loss * mask / (num_sequences * lengths)).sum()
+    # The share of tokens at which the clip acts, below 1 and above it.
+    low, high = (ratio < 1 - epsilon_low) & (A < 0), (ratio > 1 + epsilon_high) & (A > 0)
+    for name, acts in {"low": low, "high": high, "region": low | high}.items():
+        metrics[f"clip_ratio/{name}_mean"] = (acts * (mask / num_tokens)).sum()
+    return loss, metrics
 
 
 # --- log-probabilities ----------------------------------------------------------------------------
@@ -247,13 +159,10 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     """log pi(token | all before) of the last R = num_completion_tokens of input_ids (N, T): (N, R).
 
     With `with_entropy` also the entropy of each of these distributions, (N, R), in nats. Both are
-    float32, and 0 at padding.
+    float32, and 0 at padding. model/fast/pair.py computes the same in less time, and is what runs
+    by default: the first call of a run compares the two. --sampler plain runs these lines.
     """
     R = num_completion_tokens
-    own_token_logps = getattr(model, "own_token_logps", None)
-    if own_token_logps is not None:     # model/fast/pair.py's, by default
-        return own_token_logps(model, input_ids, attention_mask, R, temperature=temperature,
-                               with_entropy=with_entropy)
     # The logits at position t predict token t+1, so read those at positions P-1 ... T-2.
     logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, :-1]             # (N, R, V)
     all_logps = (logits.float() / temperature).log_softmax(-1)
@@ -264,168 +173,151 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     return logps, -(all_logps.exp() * all_logps).sum(-1) * mask
 
 
+# --- rewards --------------------------------------------------------------------------------------
+# A reward function judges N completions at a time: a number for each, or None: it does not apply.
+# columns are the data's other fields, N values each: answer, say. (?>...) in a pattern tries one
+# beginning alone: linear time, whatever a policy writes.
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+FORMAT = re.compile(r"(?><think>\n.*?\n</think>\n\n?<answer>\n).*\n</answer>", re.DOTALL)
+
+
+def format_reward(prompts, completions, **columns):
+    """0.5 for `<think>\\n...\\n</think>\\n<answer>\\n...\\n</answer>` and nothing else, else 0."""
+    return [0.5 if FORMAT.fullmatch(completion) else 0.0 for completion in completions]
+
+
+def tag_reward(prompts, completions, **columns):
+    """0.25 for each of the four tags that occurs exactly once: a slope up to the full format."""
+    return [sum(0.25 for tag in TAGS if completion.count(tag) == 1) for completion in completions]
+
+
+# By default a completion earns format + tag + rm + accuracy. rm is a small reward model's opinion,
+# -1 to 1; accuracy is 1 if the answer is right, else 0 (reward/reward_model.py, reward/rules.py).
+REWARD_WEIGHTS = {"format": 1.0, "tag": 1.0, "rm": 1.0, "accuracy": 1.0}
+
+
 # --- the functions of a step ----------------------------------------------------------------------
-# model/rollout.py lists the fields of a rollout, and of the micro-batches that are cut from it.
-# world: the processes, one by default. world.working() surrounds the forward passes of policy and
-# reference: matrix products there have the precision of --dtype. world.phase names what is timed.
-# An edge is an option in a module of its own, which these functions do not know: see EDGES.
+# t, a TrainState (below main), has the flags, t.args; the ranks, t.world; the models; and these
+# functions: t.generate is `generate`, unless an option has wrapped or replaced it. A policy has
+# policy.model and what runs it: policy.sample, and policy.token_logps, which is token_logps or its
+# faster twin. `part` is a micro-batch: rollout.select(rows) cuts it out, without padding that all
+# its rows have, and part.sequences() are what token_logps reads: input_ids, attention_mask, R. Of a
+# part's tokens loss_mask has those that are learned: by default all, through the EOS.
 
 
-def generate(policy, batch, tokenizer, rng, world, args, num_generations=None, greedy=False,
-             tool=None):
-    """Step 1: G completions of each prompt, as a Rollout. rng is on the policy's device."""
-    G, eos_ids = num_generations or args.num_generations, eos_token_ids(policy, tokenizer)
-    turns = tool and tool.turns(batch, G, rng)      # reward/turns.py; None by default
-    with world.working():
-        completion_ids, logps, *drawn = sample(     # drawn: with a tool, which tokens are pi's
-            policy, batch["prompt_ids"].to(rng.device), batch["prompt_mask"].to(rng.device),
-            num_generations=G, max_new_tokens=args.max_gen_len, temperature=args.temperature,
-            eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id or 0, generator=rng,
-            greedy=greedy, tool=turns)                                                  # (N, R)
-    mask = completion_mask(completion_ids, eos_ids)                                     # (N, R)
-    return Rollout.of(batch, completion_ids, mask, logps, eos_ids, tokenizer, turns, *drawn)
+def generate(t, batch, rng, num_generations=None, greedy=False):
+    """Step 1: G completions of each prompt, as a Rollout: model/rollout.py lists its fields."""
+    completion_ids, logps = t.policy.sample(    # (N, R); model/sampler.py. prompt_ids are (B, P)
+        batch["prompt_ids"].to(rng.device), batch["prompt_mask"].to(rng.device),
+        num_generations=num_generations or t.args.num_generations,
+        max_new_tokens=t.args.max_gen_len, temperature=t.args.temperature, eos_token_id=t.eos_ids,
+        pad_token_id=t.tokenizer.pad_token_id or 0, generator=rng, greedy=greedy)
+    mask = completion_mask(completion_ids, t.eos_ids)                                   # (N, R)
+    return Rollout.of(batch, completion_ids, mask, logps, t.eos_ids, t.tokenizer)
 
 
 @torch.no_grad()
-def compute_logps(model, rollout, world, args):
-    """Step 2: log-probs of all completions, (N, R), some at a time, without common padding."""
+def compute_logps(t, policy, rollout):
+    """Step 2: log-probabilities of all completions, (N, R), a micro-batch at a time."""
     logps = torch.zeros_like(rollout.sampling_logps)
-    for rows in torch.arange(len(logps), device=logps.device).split(args.micro_batch_size):
+    for rows in torch.arange(len(logps), device=logps.device).split(t.args.micro_batch_size):
         part = rollout.select(rows)
-        with world.working():
-            logps[rows, :part.mask.shape[1]] = token_logps(
-                model, *part.sequences(), temperature=args.temperature)
+        logps[rows, :part.loss_mask.shape[1]] = policy.token_logps(
+            *part.sequences(), temperature=t.args.temperature)
     return logps
 
 
 def compute_rewards(rollout, reward_funcs, reward_weights):
     """Step 3: the weighted sum of the rewards, (N,), and each function's own, {name: (N,)}."""
-    return combine_rewards(rollout.prompts, rollout.replies, reward_funcs, reward_weights,
-                           completion_ids=rollout.token_ids(), own_words=rollout.own_words,
-                           **rollout.columns)
+    given = rollout.for_rewards()                           # prompts, completions, and columns
+    each = {func.__name__: torch.tensor(func(**given)) for func in reward_funcs}
+    values, weights = torch.stack([*each.values()]), torch.tensor(reward_weights)
+    rewards = (values * weights[:, None]).nansum(0)         # None, and a failure, are NaN: add 0
+    rewards[unjudged(values, weights, rewards)] = math.nan  # where no function has judged
+    return rewards, each
 
 
-def compute_advantages(rollout, world, args):
-    """Step 3: the advantage of each completion, (N,), from its return, by default its reward."""
-    batch_std = None
-    if args.scale_rewards == "batch":
-        batch_std = nanstd(torch.tensor(world.gather(rollout.returns.tolist())))
-    advantages = group_advantages(rollout.returns, args.num_generations, batch_std=batch_std,
-                                  scale_rewards=args.scale_rewards,
-                                  advantage_estimator=args.advantage_estimator)
-    return advantages.to(rollout.mask.device)
+def compute_advantages(t, rollout):
+    """Step 3: the advantage of each completion, (N,)."""
+    return group_advantages(rollout.rewards, t.args.num_generations).to(rollout.loss_mask.device)
 
 
-def minibatches(rollout, world, args):
-    """Step 4: a Minibatch for each optimizer step of a pass; none if no rank has a reward.
+def cut_up(t, rollout):
+    """Step 4: the minibatches of a pass, each a list of micro-batches.
 
-    Rows are cut evenly, in order, so a group may fall into two. By default all are read, for their
-    KL; without a KL or an entropy bonus, those whose advantage is not 0. With --shard all are, some
-    of them masked: a rank with fewer passes would leave others waiting for its part of the weights.
+    Rows are cut evenly, in order, so a group may fall into two. By default all are read. Without a
+    KL, --beta 0, a row of advantage 0 has no gradient and is left out; not with --shard, where
+    ranks must make the same number of forward passes.
     """
-    if not world.sum((~rollout.returns.isnan()).sum()):
-        return []
-    kept = rollout.ended if args.mask_truncated_completions else torch.ones_like(rollout.ended)
-    is_read = kept                                                                      # (N,)
-    if "ref_logps" not in rollout.per_token and not args.entropy_coef:
-        is_read = kept & rollout.advantages.view(len(kept), -1).any(1)
-    if args.shard:
-        is_read = torch.ones_like(kept)
-    updates = []                # chosen: all rows, unless an edge chooses some
-    for rows in rollout.chosen.tensor_split(min(args.num_minibatches, len(rollout.chosen))):
-        # The loss is divided by the numbers of all rows and all kept tokens, read or not.
-        totals = torch.tensor([len(rows), (rollout.lengths * kept)[rows].sum()])
-        totals = dict(zip(("num_sequences", "num_tokens"), world.sum(totals).tolist()))
-        parts = rows[is_read[rows]].split(args.micro_batch_size)
-        parts = [rollout.select(part, kept) for part in parts if len(part)]
-        updates.append(Minibatch(totals, parts))
-    return updates
+    N, found = len(rollout.loss_mask), []
+    is_read = rollout.has_gradient(t.pulls_on_all) | bool(t.args.shard)                 # (N,)
+    for rows in torch.arange(N, device=is_read.device).tensor_split(min(N, t.args.num_minibatches)):
+        # The loss is divided by the numbers of all its rows and tokens, on all ranks, read or not.
+        totals = t.world.sum(torch.tensor([len(rows), rollout.lengths[rows].sum()])).tolist()
+        found.append([rollout.select(part, num_sequences=totals[0], num_tokens=totals[1])
+                      for part in rows[is_read[rows]].split(t.args.micro_batch_size) if len(part)])
+    return found
 
 
-@torch.no_grad()
-def compute_old_logps(policy, updates, world, args):
-    """Step 4: log pi_old, (n, R), of each micro-batch as it will be read: so ratios start at 1."""
-    for minibatch in updates:
-        for part in minibatch.micro_batches:
-            with world.working():
-                part.old_logps = token_logps(policy, *part.sequences(),
-                                             temperature=args.temperature)
+def compute_loss(t, part, logps, entropy):
+    """Step 4: the loss of a micro-batch, its part of the optimizer step's, and metrics."""
+    return t.grpo_loss(logps, part.old_logps, part.advantages, part.loss_mask,
+                       ref_logps=part.ref_logps, beta=t.args.beta, epsilon_low=t.args.epsilon_low,
+                       epsilon_high=t.args.epsilon_high, num_sequences=part.num_sequences,
+                       num_tokens=part.num_tokens)
 
 
-def update_policy(policy, optimizer, updates, before_loss, loss_options, world, args):
-    """Step 4: an optimizer step on each Minibatch, `num_iterations` times; metrics as numbers."""
-    if len(updates) * args.num_iterations > 1:      # else the policy is still pi_old: see below
+def update_policy(t, rollout):
+    """Step 4: passes over the rollout, and in each an optimizer step per minibatch, as in PPO.
+
+    PPO is GRPO's parent. By default there is one pass and one minibatch. Returns {metric: number}.
+    """
+    args, world, policy, metrics = t.args, t.world, t.policy, Metrics(t.world, t.args)
+    if not world.sum((~rollout.rewards.isnan()).sum()):
+        return {}                           # no rank has a reward
+    minibatches = cut_up(t, rollout)
+    if args.num_iterations * len(minibatches) > 1:      # pi will move: note what pi_old says, now
         world.phase("old_logps")
-        compute_old_logps(policy, updates, world, args)
+        with torch.no_grad():
+            for part in itertools.chain(*minibatches):
+                part.old_logps = policy.token_logps(
+                    *part.sequences(), temperature=args.temperature)
         world.phase("update")
-    metrics = []
     for _ in range(args.num_iterations):
-        for minibatch in updates:
-            metrics.append(optimizer_step(policy, optimizer, minibatch, before_loss, loss_options,
-                                          world, args))
-    return over_updates(metrics)
-
-
-def optimizer_step(policy, optimizer, minibatch, before_loss, loss_options, world, args):
-    """Step 4: one gradient step, its norm bounded. Returns metrics by their kind.
-
-    Micro-batches join by it: the parts of a Share add up, as do sum and count of a Mean. One of
-    your own: metrics.append({"ratio/mean": Mean(ratios.sum(), ratios.numel())}).
-    """
-    metrics = [no_clips(args.delta)]        # zeros, for a rank that reads no micro-batch
-    for part in minibatch.micro_batches:
-        with world.working():
-            logps, entropy = token_logps(
-                policy, *part.sequences(), temperature=args.temperature, with_entropy=True)
-        if not args.entropy_coef:           # then it is nothing but a metric
-            entropy = entropy.detach()                                                  # (n, R)
-        # Before it has moved, the policy is the old one: the ratio is 1, its gradient is not 0.
-        old_logps = logps.detach() if part.old_logps is None else part.old_logps
-        advantages = part.advantages.view(len(logps), -1)                       # (n, 1 or R)
-        part = replace(part, old_logps=old_logps, advantages=advantages)    # a copy, for this pass
-        for change in before_loss:          # of edges: none by default
-            metrics.append(change(part, logps))
-        loss, of_loss = grpo_loss(
-            logps, part.old_logps, part.advantages, part.mask,
-            ref_logps=part.per_token.get("ref_logps"), **minibatch.totals, **loss_options)
-        if args.entropy_coef:           # a bonus: the mean entropy of a token
-            total = (entropy * part.mask).sum()
-            loss = loss - args.entropy_coef * total / max(1, minibatch.totals["num_tokens"])
-        loss.backward()
-        metrics.append(shares({"loss": loss.detach()} | of_loss) | drift(part, logps, entropy))
-    world.sum_gradients(policy)
-    grad_norm = world.clip_gradients(policy, args.grad_clip)
-    # The same on all ranks: all step, or none. At a gradient of 0 momentum would move the policy.
-    if grad_norm.isfinite() and grad_norm > 0:
-        optimizer.step()
-    optimizer.zero_grad()           # frees the gradients: the sampler will need the room
-    return over_ranks(metrics, world) | {"grad_norm": Mean(grad_norm.item(), 1)}
+        for minibatch in minibatches:
+            for part in minibatch:          # their gradients add up
+                logps, entropy = policy.token_logps(                                    # (n, R)
+                    *part.sequences(), temperature=args.temperature, with_entropy=True)
+                if part.old_logps is None:  # pi is pi_old: a ratio of 1, whose gradient is not 0
+                    part.old_logps = logps.detach()
+                loss, of_loss = t.compute_loss(t, part, logps, entropy)
+                loss.backward()
+                metrics.add(part, logps, entropy, loss, of_loss)
+            world.sum_gradients(policy.model)       # over the ranks
+            grad_norm = world.clip_gradients(policy.model, args.grad_clip)
+            # grad_norm is the same on all ranks. At a gradient of 0 momentum would move pi.
+            if grad_norm.isfinite() and grad_norm > 0:
+                t.optimizer.step()
+            t.optimizer.zero_grad()     # frees the gradients: the sampler will need the room
+            metrics.end_update(grad_norm)
+    return metrics.means()
 
 
 def grpo_step(t, batch, step, lr):
-    """A step of GRPO on a batch of prompts: (rollout, metrics). t is what `prepare` returns."""
-    args, world = t.args, t.world
+    """A step of GRPO on a batch of prompts: (rollout, metrics). world.phase names what is timed."""
+    world, t.step = t.world, step                   # t.step: for options
     world.phase("rollout")          # 1. ask: G completions of every prompt
-    rollout = generate(t.policy, batch, t.tokenizer, world.rng(step), world, args, tool=t.tool)
-    world.phase("ref_logps")        # 2. remember: by default {"ref_logps": the reference}
-    for name, model in t.remembered.items():
-        rollout.per_token[name] = compute_logps(model, rollout, world, args)
+    rollout = t.generate(t, batch, world.rng(step))
+    world.phase("ref_logps")        # 2. remember: how likely the reference finds them
+    if t.reference is not None:     # None with --beta 0
+        rollout.ref_logps = t.compute_logps(t, t.reference, rollout)
     world.phase("reward")           # 3. judge: rewards, then advantages within each group
-    rollout.rewards, rollout.rewards_per_func = compute_rewards(
-        rollout, t.reward_funcs, args.reward_weights)
-    rollout.returns = rollout.rewards       # compared within each group; NaN: not judged
-    for change in t.before_advantages:      # these lists are empty, unless an edge is on: see EDGES
-        change(rollout)
-    rollout.advantages = compute_advantages(rollout, world, args)
-    for change in t.after_advantages:
-        change(rollout)
-    world.phase("update")           # 4. learn: minibatches, then clipped gradient steps
-    updates = minibatches(rollout, world, args)
+    rollout.rewards, rollout.rewards_per_func = t.compute_rewards(
+        rollout, t.reward_funcs, t.args.reward_weights)
+    rollout.advantages = t.compute_advantages(t, rollout)
+    world.phase("update")           # 4. learn: clipped gradient steps
     t.optimizer.param_groups[0]["lr"] = lr
-    metrics = update_policy(t.policy, t.optimizer, updates, t.before_loss, t.loss_options, world,
-                            args)
-    for change in t.after_step:
-        change(step)
+    metrics = t.update_policy(t, rollout)
     world.phase(None)
     return rollout, metrics | {"learning_rate": lr}
 
@@ -434,125 +326,100 @@ def grpo_step(t, batch, step, lr):
 @all_or_none                        # what ends one rank ends all of them
 def main(argv=None):
     args = parse_args(argv)
-    world = join_processes(args)
-    saver = Saver(Path(args.out_dir) / args.run_name, world, args)
-    t = prepare(args, world)        # models, optimizer, rewards, and the edges that are on
-    steps_done, num_tokens = saver.resume(t.policy, t.optimizer, t.saved)   # 0, 0 in a new run
-    collate, problems, heldout = read_prompts(args, t.tokenizer)
-    batches, last_step = batches_from(steps_done + 1, problems, collate, t.num_prompts, world, args)
-    if args.eval_only:
-        world.print_json(evaluate(t, heldout, collate, steps_done)[0])
-        return world.close()
-    with Run(t, saver, steps_done, last_step, num_tokens) as run:
-        run.begin(len(problems), len(heldout))
-        evaluate_if_due(t, run, heldout, collate, 0)
-        stop_on_signals(world)                  # from here on a signal lets the step end
-        for step, batch in enumerate(batches, start=steps_done + 1):
-            lr = lr_at(step, last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
+    world = World.join(args)        # the processes that torchrun started, or this one alone
+    with Run(args, world) as run:   # its folder and files, checkpoints, evaluations: run/loop.py
+        t = load(args, world)
+        for step, batch in run.begin(t):        # evaluates; with --resume goes on where it ended
+            lr = lr_at(step, run.last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
             rollout, metrics = grpo_step(t, batch, step, lr)
-            metrics |= evaluate_if_due(t, run, heldout, collate, step)
-            run.record(step, rollout, metrics)  # 5. report: metrics, pictures, weights
-            run.stop_if_asked(step)
+            run.record(step, rollout, metrics)  # 5. report: metrics, evaluations, pictures, weights
         run.finish(parse_args([]))      # final/, and a card of the flags that differ from these
     world.close()
 
 
-# --- what one looks up: loading, evaluation -------------------------------------------------------
+# --- what one looks up: loading -------------------------------------------------------------------
 
 
-# Edges: options that the step does not know, each whole in a module. One that is on adds functions
-# to the lists that the step walks, in the order of EDGES.
-from run.edges import (
-    correction,
-    gdpo,
-    kl_in_reward,
-    moving_reference,
-    oversample,
-    process,
-    teacher,
-)
+@dataclass(slots=True)
+class TrainState:
+    """All that a step takes. A mistyped field, or hook, is an AttributeError."""
+    args: Namespace
+    world: World
+    tokenizer: object
+    eos_ids: list                       # the ids that end a reply
+    policy: Policy                      # model/policy.py: a model, its sampler, its token_logps
+    reference: Policy                   # None with --beta 0
+    optimizer: torch.optim.Optimizer
+    reward_funcs: list
+    eval_funcs: list
+    num_prompts: int                    # of a step, for each rank
+    pulls_on_all: bool                  # a KL or an entropy: a row of advantage 0 has a gradient
+    generate: Callable                  # from here on the functions of a step: those above, unless
+    compute_logps: Callable             # an option wraps or replaces them
+    compute_rewards: Callable
+    compute_advantages: Callable
+    compute_loss: Callable
+    grpo_loss: Callable
+    update_policy: Callable
+    token_logps: Callable               # for models that an option loads
+    step: int = 0                       # the one that is being made
+    saved: dict = field(default_factory=dict)       # name -> a model, saved beside the policy
+    changed: dict = field(default_factory=dict)     # function -> by what, for the first lines
 
-EDGES = [kl_in_reward, process, gdpo, teacher, oversample, correction, moving_reference]
+    def wrap(self, flag, **wrappers):
+        """wrapper(inner, ...) takes the place of the function of its name, which is its `inner`."""
+        for name, wrapper in wrappers.items():
+            self._put(name, partial(wrapper, getattr(self, name)), f"wrapped by {flag}", wrapper)
+
+    def replace(self, flag, **functions):
+        """Another function takes the place of the one of its name."""
+        for name, function in functions.items():
+            self._put(name, function, f"replaced by {flag}", function)
+
+    def _put(self, name, function, how, by):
+        if not callable(getattr(self, name)):
+            raise AttributeError(f"{name} is no function of a step")
+        module = getattr(by, "func", by).__module__.replace(".", "/")
+        self.changed.setdefault(name, []).append(f"{how} ({module}.py)")
+        setattr(self, name, function)
 
 
-def join_processes(args):
-    """The processes that torchrun started, or this one alone, each with a device of its own."""
-    world = World(args.device, args.dtype, args.seed, args.hang_timeout)
-    if world.size > 1:
-        on_cuda = world.device.type == "cuda"
-        dist.init_process_group("nccl" if on_cuda else "gloo", timeout=world.time_limit,
-                                device_id=world.device if on_cuda else None)
-    return world
-
-
-def prepare(args, world):
-    """What a step takes: models, optimizer, rewards, and the changes of the edges that are on."""
+def load(args, world):
+    """The TrainState of a run: models, optimizer, rewards, and what its options wrap or replace."""
     world.agree_on_flags(args)      # else some rank waits for the others, unnoticed
     engine = Engine(world, args) if args.sampler == "vllm" else None
-    policy, reference = load_models(args, world, engine)
+    policy, reference = backends.load_models(args, world, token_logps, engine)
     tokenizer_path = args.tokenizer_path or args.model_path
-    tokenizer = load_tokenizer(tokenizer_path, policy.config.vocab_size)
-    if not eos_token_ids(policy, tokenizer):
+    tokenizer = load_tokenizer(tokenizer_path, policy.model.config.vocab_size)
+    eos_ids = eos_token_ids(policy.model, tokenizer)
+    if not eos_ids:
         raise UserError(f"{tokenizer_path}: no EOS token to end an answer with; give another "
                         "--tokenizer_path")
-    funcs = load_reward_funcs(
-        args.reward_funcs + args.eval_reward_funcs, reward_model_path=args.reward_model_path,
+    funcs = combine.load_reward_funcs(
+        args.reward_funcs + args.eval_reward_funcs,
+        known={"format": format_reward, "tag": tag_reward},
+        reward_model_path=args.reward_model_path,
         device=args.reward_model_device or world.device, max_completion_length=args.max_gen_len,
         timeout=args.reward_timeout, reasoning=args.reasoning, clip=args.reward_model_clip,
         answer_share=args.reward_model_answer_share)
-    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), fused=True,
+    count = len(args.reward_funcs)
+    for judges in (funcs[:count], funcs[count:]):
+        combine.refuse_same_names(judges)
+    optimizer = torch.optim.AdamW(policy.model.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)   # 0.99: runs are short
     if engine is not None:
         optimizer.register_step_post_hook(engine.outdate)
-    count = len(args.reward_funcs)
-    t = SimpleNamespace(
-        args=args, world=world, tokenizer=tokenizer, policy=policy, reference=reference,
-        optimizer=optimizer, reward_funcs=funcs[:count], eval_funcs=funcs[count:],
-        tool=load_tool(args.tool, tokenizer, args.max_tool_calls),
-        num_prompts=args.batch_size * args.accumulation_steps,      # of a step, for each rank
-        loss_options=loss_options(args),
-        remembered={} if reference is None else {"ref_logps": reference},
-        before_advantages=[], after_advantages=[], before_loss=[], after_step=[],
-        saved={},           # models that a checkpoint has beside the policy
-        edges=[edge.NAME for edge in EDGES if edge.is_on(args)])
-    for edge in EDGES:
-        if edge.is_on(args):
-            edge.install(t)
+    t = TrainState(
+        args=args, world=world, tokenizer=tokenizer, eos_ids=eos_ids, policy=policy,
+        reference=reference, optimizer=optimizer, reward_funcs=funcs[:count],
+        eval_funcs=funcs[count:], num_prompts=args.batch_size * args.accumulation_steps,
+        pulls_on_all=reference is not None,
+        generate=generate, compute_logps=compute_logps, compute_rewards=compute_rewards,
+        compute_advantages=compute_advantages, compute_loss=compute_loss, grpo_loss=grpo_loss,
+        update_policy=update_policy, token_logps=token_logps)
+    extensions.install(t)
     world.alive()       # loading took its time
     return t
-
-
-def load_models(args, world, engine=None):
-    """The policy, and its reference, the same weights frozen; None with --beta 0.
-
-    Weights that learn are float32, so that small updates add up. The matrices of frozen ones have
-    the dtype in which products read them anyway. with_backend says what runs each of the two.
-    """
-    path, reference = args.model_path, None
-    policy = load_pretrained(path, dtype=torch.float32,
-                             matrix_dtype=world.matrix_dtype if args.lora_rank else None,
-                             device="meta" if args.shard else world.device)
-    minimind.refuse_layers(policy, args)
-    policy.model.gradient_checkpointing = args.gradient_checkpointing
-    if args.lora_rank:          # the reference is the policy without its adapters
-        reference, policy = policy, with_adapters(
-            policy, rank=args.lora_rank, alpha=args.lora_alpha, name=path, seed=args.seed)
-    policy = backends.with_backend(policy, path, world, args, engine)
-    if args.beta == 0:
-        return policy, None
-    if not args.lora_rank:
-        return policy, backends.load_frozen(path, world, args)
-    if args.shard:              # the base is let go: it would keep every layer whole on the GPU
-        reference = AdaptersOff(policy)
-    return policy, backends.with_backend(reference, path, world, args)
-
-
-def loss_options(args):
-    """The keywords of grpo_loss that are flags."""
-    names = ("beta", "kl_type", "epsilon_low", "epsilon_high", "delta", "loss_type",
-             "importance_sampling_level", "use_bias_correction_kl")
-    return {"max_completion_length": args.max_gen_len} | {
-        name: getattr(args, name) for name in names}
 
 
 def lr_at(step, last_step, *, peak, warmup_steps):
@@ -563,95 +430,8 @@ def lr_at(step, last_step, *, peak, warmup_steps):
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-def evaluate_if_due(t, run, problems, collate, step):
-    """The metrics of an evaluation, which the run writes and prints; none if none is due."""
-    if not run.evaluates_at(step):
-        return {}
-    if step:                    # the one before the first step counts towards none
-        t.world.phase("eval")
-    metrics, replies = evaluate(t, problems, collate, step)
-    t.world.phase(None)
-    return run.report.evaluation(step, metrics, replies)
-
-
-def evaluate(t, problems, collate, step):
-    """Held-out accuracy over all ranks: of k samples the mean, any of them (pass@k), and greedy.
-
-    A reply is right if its evaluation rewards add up to at least 1; unjudged problems don't count.
-    Returns metrics, and the rollout of greedy replies with the first problem, for a look at one.
-    """
-    args, world, policy = t.args, t.world, t.policy
-    rng = world.rng(step, evaluating=True)
-    k, found = args.num_generations_eval, defaultdict(list)     # metric -> a number per problem
-    # Sharded ranks must sample equally often: one with a problem less than others answers another
-    # one, which isn't counted.
-    mine, share = problems[world.rank::world.size], -(-len(problems) // world.size)
-    answered = mine + problems[:share - len(mine)]
-    # What fits into memory in a rollout fits in an evaluation, and a small model fits anyway.
-    at_once = max(1, args.batch_size * args.num_generations // k)
-    if sum(weight.numel() for weight in policy.parameters()) < 10**7:
-        at_once = 256
-    for start in report.visibly(range(0, share, at_once), "evaluation", world):
-        batch = collate(answered[start:start + at_once])
-        rollouts = [
-            generate(policy, batch, collate.tokenizer, rng, world, args, n, greedy, t.tool)
-            for n, greedy in ((1, True), (k, False))]
-        of_greedy, sampled = (
-            compute_rewards(rollout, t.eval_funcs, [1.0] * len(t.eval_funcs))[0].view(-1, n)
-            for rollout, n in zip(rollouts, (1, k)))                            # (B, 1), (B, k)
-        if start == 0:
-            first = rollouts[0]
-            first.rewards = of_greedy[:, 0]
-        judged = ~torch.cat((of_greedy, sampled), 1).isnan().any(1)                     # (B,)
-        judged[len(mine) - start:] = False      # the one that isn't counted is the last
-        right = (sampled >= 1).float()                                                  # (B, k)
-        for name, numbers in {
-            "accuracy": right.mean(1), "reward": sampled.mean(1), f"pass@{k}": right.amax(1),
-            "greedy_accuracy": (of_greedy[:, 0] >= 1).float(),
-            "mean_length": rollouts[1].lengths.cpu().float().view(-1, k).mean(1),
-        }.items():
-            found[name] += numbers[judged].tolist()
-    if k == 1:
-        del found["pass@1"]         # it would be the accuracy again
-    found = {f"eval/{name}": world.gather(numbers) for name, numbers in found.items()}
-    return {name: sum(all_of) / len(all_of) if all_of else math.nan
-            for name, all_of in found.items()}, first
-
-
-# --- what one looks up: whole losses --------------------------------------------------------------
-
-
-def one_action_loss(logps, old_logps, advantages, mask, *, ref_logps=None, num_sequences=None,
-                    num_tokens=None, **options):
-    """r1, DeepSeek-R1's loss: a completion is one action, with its tokens' summed log-probs."""
-    if advantages.dim() == 2 and advantages.shape[1] > 1:
-        raise ValueError("loss_type r1 has one ratio per completion; give advantages (N,)")
-    logps, old_logps, ref_logps = (
-        None if x is None else (x * mask).sum(1, keepdim=True)
-        for x in (logps, old_logps, ref_logps))                                         # (N, 1)
-    num_sequences = num_sequences or len(mask)
-    return grpo_loss(
-        logps, old_logps, advantages, mask.any(1, keepdim=True).int(), ref_logps=ref_logps,
-        loss_type="luspo", num_sequences=num_sequences, num_tokens=num_sequences, **options)
-
-
-LOSS_TYPES["r1"] = one_action_loss
-
-
-def add_own_loss(name):
-    """A row of LOSS_TYPES for `module:function`: a bound, if its first parameter is `ratio`.
-
-    Then it is averaged as GRPO is. Else it is a whole loss, called as grpo_loss is.
-    """
-    function = combine.import_function("--loss_type", name, ", ".join(LOSS_TYPES))
-    LOSS_TYPES[name] = function
-    if objective.is_bound(function):
-        BOUNDS[name], LOSS_TYPES[name] = function, (name, "completion", {})
-
-
 # --- what one looks up: flags ---------------------------------------------------------------------
 # Those of the algorithm stand here. Others stand beside the code that reads them.
-
 
 GROUPS = ("the six that matter first", "1. ask (weights, prompts, sampling)",
           "2. remember (the reference)", "3. judge (rewards, advantages)",
@@ -660,26 +440,24 @@ GROUPS = ("the six that matter first", "1. ask (weights, prompts, sampling)",
 
 
 def parse_args(argv=None):
-    parser = errors.Parser(usage="%(prog)s [flags] [@file of flags]", description=(
+    parser = Parser(usage="%(prog)s [flags] [@file of flags]", description=(
         "Group Relative Policy Optimization. Without flags a small model learns, in minutes, that "
         "thinking before it answers pays. Policy: the model that learns. Reference: the weights it "
         "started from. Group: the completions of one prompt. Rollout: those of a step."))
     for title in GROUPS:
         parser.add_argument_group(title)
-    for add_flags in (add_first_flags, add_loss_flags, add_optimizer_flags, add_evaluation_flags):
-        add_flags(parser)
-    for module in (prompts, tools, combine, Saver, report, backends, World, minimind, *EDGES):
-        module.add_flags(parser)
+    add_flags(parser)
+    for owner in (prompts, combine, evaluation, Saver, report, backends, World, minimind,
+                  extensions):
+        owner.add_flags(parser)
     args = parser.parse_args(argv)
-    edges.fill_in(EDGES, args)
+    extensions.fill_in(args)
     fill_in_defaults(args)
-    row = LOSS_TYPES[args.loss_type]
-    objective.refuse_contradictions(args, bound=None if callable(row) else row[0])
-    edges.refuse(EDGES, args)
+    extensions.refuse(args)
     return args
 
 
-def add_first_flags(parser):
+def add_flags(parser):
     flag = parser.group("the six").add_argument
     flag("--reasoning", type=int, choices=(0, 1), default=1,
          help="1: weights that think between tags, rewards for the tags, and thinking switched on "
@@ -702,48 +480,18 @@ def add_first_flags(parser):
     flag("--temperature", type=number(float, 0.001), default=1.0,
          help="of sampling, in evaluation too")
 
-    flag = parser.group("3. judge").add_argument
-    flag("--scale_rewards", choices=("group", *SCALES), help="divide advantages by the std of the "
-         "group, of the step, by nothing, by the group's mean (default: group; none with another "
-         "--advantage_estimator)")
-    flag("--advantage_estimator", choices=("grpo", *BASELINES), default="grpo",
-         help="compare a reward with its group's mean, or with the mean of the others (rloo); "
-         "grpo_passk: only the best of a group, with the second best")
-
-
-def add_loss_flags(parser):
     flag = parser.group("4. learn (the objective)").add_argument
-    flag("--loss_type", metavar="NAME", help="mean over tokens: of each completion, then of all "
-         "(grpo); of all tokens (bnpo, dapo); sum / max_gen_len (dr_grpo); sum (luspo); cispo, "
-         "dppo, sapo, gmpo and r1 also change the bound or the ratio; or a bound or a loss of your "
-         "own as module:function (docs/losses.md; default: grpo)")
-    flag("--importance_sampling_level", choices=("token", "sequence"), default="token",
-         help="a ratio pi / pi_old per token, or per completion (GSPO: epsilons of about 3e-4)")
     flag("--epsilon_low", type=POSITIVE_OR_0, default=0.2, help="clip the ratio at 1 - it")
     flag("--epsilon_high", type=POSITIVE_OR_0, help="and at 1 + it (default: 0.2; DAPO 0.28); "
          "cispo: the cap itself (default: 5); gmpo: both in log space, 0.4 say; dppo: of pi, 0.15")
-    flag("--delta", type=POSITIVE, help="dual clip: cap on the ratio of bad tokens (default: none)")
-    flag("--kl_type", choices=tuple(KL_TYPES), help="estimate of the KL: k2 has its gradient, k3 "
-         "is GRPO's, k3+ its value with k2's gradient (default: k3)")
-    flag("--use_bias_correction_kl", action="store_true", help="multiply the KL, k1 or k3, by the "
-         "ratio: with one per token it has the KL's gradient, after any number of updates")
-    flag("--entropy_coef", type=POSITIVE_OR_0, default=0.0, help="weight of an entropy bonus")
-    flag("--mask_truncated_completions", action="store_true",
-         help="learn nothing from completions that were cut off")
     flag("--num_iterations", type=COUNT, default=1, help="passes over each rollout: more save "
          "sampling, but the policy moves away from the one that sampled")
     flag("--num_minibatches", type=COUNT, default=1,
          help="optimizer steps per pass; with a single one in all, no ratio moves and no clip acts")
 
-
-def add_optimizer_flags(parser):
     flag = parser.group("4. learn (the optimizer)").add_argument
     flag("--micro_batch_size", type=COUNT, default=64, help="completions per forward pass: lower "
          "it if memory runs out; the result stays the same")
-    flag("--lora_rank", type=COUNT_OR_0, default=0,
-         help="train adapters of this rank (LoRA) instead of the weights; 0: the weights")
-    flag("--lora_alpha", type=POSITIVE, default=32, help="alpha / rank scales the adapters")
-    flag("--gradient_checkpointing", action="store_true", help="less memory, more time")
     flag("--max_steps", type=COUNT_OR_0, help="with as many passes over the prompts as it takes; "
          "0: one pass (default: --epochs; without it one pass, at most 300 steps)")
     flag("--epochs", type=COUNT, help="passes over the prompts; with --max_steps, unlike in TRL, "
@@ -753,36 +501,28 @@ def add_optimizer_flags(parser):
     flag("--grad_clip", "--max_grad_norm", type=POSITIVE, default=1.0, help="the gradient's norm")
 
 
-def add_evaluation_flags(parser):
-    flag = parser.group("5. report").add_argument
-    flag("--eval_interval", type=COUNT_OR_0, help="steps between evaluations; also before and "
-         "after training; 0: none (default: 30; 0 if only data_path is your own)")
-    flag("--eval_reward_funcs", nargs="+", metavar="NAME", default=["accuracy"], help="by the "
-         "names of --reward_funcs: a held-out reply is right if these add up to 1 or more")
-    flag("--num_generations_eval", type=COUNT, default=2, help="k, samples per problem (pass@k)")
-    flag("--eval_only", action="store_true", help="evaluate the weights and stop")
-
-
 def fill_in_defaults(args):
     """The defaults that depend on other flags."""
     minimind.fill_in(args)
     prompts.fill_in(args)
     backends.fill_in(args)
-    combine.fill_in(args)
+    combine.fill_in(args, REWARD_WEIGHTS)
     Saver.fill_in(args)
     if args.beta is None:
         args.beta = 0.02
     if args.loss_type is None:
         args.loss_type = "grpo"
-    if args.loss_type not in LOSS_TYPES:
-        add_own_loss(args.loss_type)
     if args.scale_rewards is None:
-        args.scale_rewards = "group" if args.advantage_estimator == "grpo" else "none"
+        args.scale_rewards = "group"
     if args.epsilon_high is None:
-        args.epsilon_high = 5.0 if args.loss_type == "cispo" else 0.2
+        args.epsilon_high = 0.2
     if args.kl_type is None:
         args.kl_type = "k3"
 
+
+# What notebooks import from here as well.
+from model import sample  # noqa: F401
+from run.extensions.losses import kl_penalty  # noqa: F401
 
 if __name__ == "__main__":
     main()

@@ -2,7 +2,7 @@
 
     fast/         pair.py, the sampler and the log-probabilities again, in less time: a run uses
                   these; vllm_engine.py, an engine that samples in their place
-    objective.py  relatives of GRPO's loss
+    policy.py     a model and its pair of functions
     storage/      weights in and out: files.py opens what a stranger wrote, read.py and write.py
                   weights; any_model.py wraps a model of transformers that model.py does not build
     commands/     what runs by itself: chat with a policy, train one from chats (train_sft), train a
@@ -19,6 +19,7 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 from .model import MiniMindConfig, MiniMindForCausalLM
+from .policy import Policy
 from .rollout import Rollout
 from .sampler import rng_of, sample
 from .storage.files import eos_token_ids
@@ -26,5 +27,5 @@ from .storage.read import find_weights, load_pretrained, load_tokenizer
 from .storage.write import save_pretrained
 
 __all__ = [
-    "MiniMindConfig", "MiniMindForCausalLM", "Rollout", "eos_token_ids",
+    "MiniMindConfig", "MiniMindForCausalLM", "Policy", "Rollout", "eos_token_ids",
     "find_weights", "load_pretrained", "load_tokenizer", "rng_of", "sample", "save_pretrained"]

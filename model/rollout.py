@@ -1,41 +1,40 @@
 """A rollout: what one rank sampled in one step, and what the later phases find out about it."""
-from collections import namedtuple
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
 from errors import UserError
 
-# What an optimizer step learns from: totals over all ranks, named as in grpo_loss, and this rank's
-# parts, a MicroBatch each.
-Minibatch = namedtuple("Minibatch", "totals micro_batches")
-
 
 class Sequences:
     """Prompts and completions, side by side."""
+    __slots__ = ()          # in a subclass a mistyped field is an AttributeError
 
     def sequences(self):
         """input_ids and attention_mask (N, T), and R: what `token_logps` reads."""
         input_ids = torch.cat((self.prompt_ids, self.completion_ids), dim=1)
-        mask = torch.cat((self.prompt_mask, self.attention), dim=1)
-        return input_ids, mask, self.attention.shape[1]
+        mask = torch.cat((self.prompt_mask, self.completion_mask), dim=1)
+        return input_ids, mask, self.completion_mask.shape[1]
 
 
-@dataclass
+@dataclass(slots=True)
 class MicroBatch(Sequences):
-    """What learning needs of n completions of a rollout."""
+    """What learning needs of n completions, some of those of an optimizer step."""
     prompt_ids: torch.Tensor                    # (n, P) padded on the left
     prompt_mask: torch.Tensor                   # (n, P)
     completion_ids: torch.Tensor                # (n, R) padded on the right
-    attention: torch.Tensor                     # (n, R) 1 through the EOS; 0 if the row is not kept
-    mask: torch.Tensor                          # (n, R) the same without a tool's tokens
+    completion_mask: torch.Tensor               # (n, R) 1 through the EOS
+    loss_mask: torch.Tensor                     # (n, R) 1 where it learns: by default the same
     sampling_logps: torch.Tensor                # (n, R)
-    per_token: dict                             # name -> (n, R): ref_logps, unless beta is 0
+    ref_logps: torch.Tensor                     # (n, R); None with --beta 0
     advantages: torch.Tensor                    # (n,) or (n, R); None: not known yet
-    old_logps: torch.Tensor = None              # (n, R); None: pi moves once
+    extra: dict                                 # name -> (n, R), of options
+    num_sequences: int = None                   # of the optimizer step, on all ranks
+    num_tokens: int = None                      # of its loss_mask
+    old_logps: torch.Tensor = None              # (n, R) under pi_old
 
 
-@dataclass
+@dataclass(slots=True)
 class Rollout(Sequences):
     """All that one rank knows of the completions of one step, a row each; groups are adjacent."""
     prompts: list                               # N texts, each prompt G times
@@ -45,26 +44,21 @@ class Rollout(Sequences):
     prompt_mask: torch.Tensor                   # (N, P)
     completions: list                           # N texts, without the EOS
     completion_ids: torch.Tensor                # (N, R) padded on the right
-    attention: torch.Tensor                     # (N, R) 1 through the EOS: what the network reads
-    mask: torch.Tensor                          # (N, R) of these, what the policy chose
+    completion_mask: torch.Tensor               # (N, R) 1 through the EOS: what the network reads
+    loss_mask: torch.Tensor                     # (N, R) of these, where it learns: by default all
     ended: torch.Tensor                         # (N,) False: cut off at the length limit
     sampling_logps: torch.Tensor                # (N, R) as the sampler computed them
-    per_token: dict = field(default_factory=dict)   # name -> (N, R): ref_logps, unless beta is 0
+    ref_logps: torch.Tensor = None              # (N, R) under the reference; None with --beta 0
     rewards: torch.Tensor = None                # (N,) on the CPU; NaN: not judged
     rewards_per_func: dict = None               # name -> (N,)
-    returns: torch.Tensor = None                # (N,) what is compared: by default the rewards
     advantages: torch.Tensor = None             # (N,) or (N, R)
-    chosen: torch.Tensor = None                 # the rows to learn from: all, by default
+    extra: dict = field(default_factory=dict)   # name -> (N, R), of options
     turns: list = None                          # N lists of texts: own words and a tool's, in turn
     failed_calls: list = None                   # N numbers; both None: no tool
 
     @classmethod
-    def of(cls, batch, completion_ids, attention, sampling_logps, eos_ids, tokenizer, turns=None,
-           drawn=None):
+    def of(cls, batch, completion_ids, completion_mask, sampling_logps, eos_ids, tokenizer):
         """What a sampler returned, (N, R) each, for the prompts of a batch (dataset/prompts.py).
-
-        attention is 1 through the first EOS. With a tool, whose words may hold one, its Turns know
-        better; drawn (N, R) is 1 for what the policy chose.
 
         UserError if no completion begins with a probability: then the weights are broken.
         """
@@ -81,25 +75,18 @@ class Rollout(Sequences):
         columns = {name: repeat(values) for name, values in batch["columns"].items()}
         prompts = {name: repeat(batch[name])
                    for name in ("prompts", "prefills", "prompt_ids", "prompt_mask")}
-        ended = torch.isin(completion_ids, torch.tensor(eos_ids, device=device)).any(1)
-        mask = attention
-        if turns is not None:
-            lengths, ended = torch.tensor(turns.lengths), torch.tensor(turns.ended)
-            attention = (torch.arange(drawn.shape[1]) < lengths[:, None]).int().to(device)
-            mask, ended = attention * drawn, ended.to(device)
         rollout = cls(
             **prompts, columns=columns, completions=[], completion_ids=completion_ids,
-            attention=attention, mask=mask, ended=ended, sampling_logps=sampling_logps,
-            chosen=torch.arange(len(mask), device=device))
+            completion_mask=completion_mask, loss_mask=completion_mask,
+            ended=torch.isin(completion_ids, torch.tensor(eos_ids, device=device)).any(1),
+            sampling_logps=sampling_logps)
         rollout.completions = tokenizer.batch_decode(rollout.token_ids(), skip_special_tokens=True)
-        if turns is not None:
-            rollout.turns, rollout.failed_calls = turns.finished(), turns.failures
         return rollout
 
     @property
     def lengths(self):
         """(N,) in tokens that the policy chose, the EOS included."""
-        return self.mask.sum(1)
+        return self.loss_mask.sum(1)
 
     @property
     def replies(self):
@@ -115,23 +102,46 @@ class Rollout(Sequences):
 
     def token_ids(self):
         """The completions as N lists of ids, through their EOS."""
-        pairs = zip(self.completion_ids.tolist(), self.attention.sum(1).tolist())
+        pairs = zip(self.completion_ids.tolist(), self.completion_mask.sum(1).tolist())
         return [ids[:length] for ids, length in pairs]
 
-    def select(self, rows, kept=None):
-        """A MicroBatch of these rows, (n,), without positions that are padding in all of them.
+    def has_gradient(self, pulls_on_all):
+        """(N,): whether a row has tokens to learn, and something that moves their probabilities:
 
-        kept (N,): a row that is not has no token that counts.
+        an advantage that is not 0, or `pulls_on_all`, a KL say.
         """
-        longest = [mask[rows].sum(1).max() for mask in (self.prompt_mask, self.attention)]
+        moves = self.advantages.view(len(self.loss_mask), -1).any(1) | pulls_on_all
+        return self.loss_mask.any(1) & moves
+
+    def for_rewards(self):
+        """What a reward function is called with: reward/rules.py."""
+        return {**self.columns, "prompts": self.prompts, "completions": self.replies,
+                "completion_ids": self.token_ids(), "own_words": self.own_words}
+
+    def only(self, rows):
+        """The Rollout of these rows, (n,)."""
+        def cut(value):
+            if isinstance(value, torch.Tensor):
+                return value[rows.to(value.device)]
+            if isinstance(value, dict):
+                return {name: cut(one) for name, one in value.items()}
+            return value and [value[row] for row in rows.tolist()]
+
+        return replace(self, **{one.name: cut(getattr(self, one.name)) for one in fields(self)})
+
+    def select(self, rows, **totals):
+        """A MicroBatch of these rows, (n,), without positions that are padding in all of them."""
+        longest = [mask[rows].sum(1).max() for mask in (self.prompt_mask, self.completion_mask)]
         P, R = torch.stack(longest).tolist()
 
-        attention, mask, advantages = self.attention[rows, :R], self.mask[rows, :R], self.advantages
-        if kept is not None:
-            attention, mask = attention * kept[rows, None], mask * kept[rows, None]
+        def cut(tokens):                            # (N, R) or None
+            return None if tokens is None else tokens[rows, :R]
+
+        advantages = self.advantages
         if advantages is not None:
-            advantages = advantages[rows] if advantages.dim() == 1 else advantages[rows, :R]
+            advantages = advantages[rows] if advantages.dim() == 1 else cut(advantages)
         return MicroBatch(
-            self.prompt_ids[rows, -P:], self.prompt_mask[rows, -P:], self.completion_ids[rows, :R],
-            attention, mask, self.sampling_logps[rows, :R],
-            {name: values[rows, :R] for name, values in self.per_token.items()}, advantages)
+            self.prompt_ids[rows, -P:], self.prompt_mask[rows, -P:], cut(self.completion_ids),
+            cut(self.completion_mask), cut(self.loss_mask), cut(self.sampling_logps),
+            cut(self.ref_logps), advantages,
+            {name: cut(values) for name, values in self.extra.items()}, **totals)

@@ -15,16 +15,7 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
 
     With a tool (reward/turns.py) some tokens are its words instead, with log-probability 0; then it
     also returns which ones were drawn, (N, R) of 0 and 1.
-
-    A model with a sampler of its own, in a run usually that of model/fast, is sampled by that one.
     """
-    own_sample = getattr(model, "own_sample", None)
-    if own_sample is not None:
-        options = {} if tool is None else {"tool": tool}
-        return own_sample(
-            model, prompt_ids, prompt_mask, num_generations=num_generations,
-            max_new_tokens=max_new_tokens, temperature=temperature, eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id, generator=generator, greedy=greedy, **options)
     N, device = len(prompt_ids) * num_generations, prompt_ids.device
     eos_ids = prompt_ids.new_tensor(eos_token_id)
     completion_ids = torch.full((N, max_new_tokens), pad_token_id, device=device)

@@ -1,7 +1,6 @@
-"""A std that leaves out missing rewards; other baselines and scales.
+"""Other baselines and scales than those of train_grpo.group_advantages: docs/losses.md.
 
-BASELINES and SCALES are choices of train_grpo.group_advantages. docs/losses.md is the map of the
-family.
+`estimate` chooses among them; with its defaults it equals group_advantages.
 """
 import math
 
@@ -66,3 +65,16 @@ SCALES = {
     "none":  lambda groups, std, eps: 1.0,      # Dr. GRPO: a small std blows up tiny differences
     "mean":  group_mean,
 }
+
+
+def estimate(rewards, num_generations, *, baseline="grpo", scale="group", batch_std=None, eps=1e-4):
+    """Advantages (N,) of rewards (N,): minus one of BASELINES or the mean, over one of SCALES or
+    the std. batch_std: of all rewards, for scale "batch". NaN: not judged, advantage 0."""
+    groups = rewards.view(-1, num_generations)                                          # (B, G)
+    below = from_best(groups)           # the differences of equal rewards are exactly 0
+    difference, divisor = below - below.nanmean(1, keepdim=True), nanstd(below) + eps
+    if baseline != "grpo":
+        difference = BASELINES[baseline](groups)
+    if scale != "group":
+        divisor = SCALES[scale](groups, batch_std, eps)
+    return (difference.nan_to_num(0.0) / divisor).view(-1)

@@ -50,29 +50,33 @@ def add_flags(parser):
          help="seconds per step after which a reward function has failed; 0: no limit")
 
 
-def fill_in(args):
-    """The rewards of a run that names none."""
+def fill_in(args, weights):
+    """The rewards of a run that names none: of these, {name: weight}, those that fit."""
     shipped = Path(__file__).resolve().parent / "weights"
     args.reward_model_path = args.reward_model_path or str(
         find_weights(sized("reward", args), args.out_dir, shipped))
-    funcs = ["format", "tag"] if args.reasoning else []
+    unfit = set() if args.reasoning else {"format", "tag"}
     # Our reward model knows nothing but arithmetic.
-    if is_arithmetic(args.data_path) or Path(args.reward_model_path).parent != shipped:
-        funcs.append("rm")
-    args.reward_funcs = args.reward_funcs or [*funcs, "accuracy"]
-    args.reward_weights = args.reward_weights or [1.0] * len(args.reward_funcs)
+    if not is_arithmetic(args.data_path) and Path(args.reward_model_path).parent == shipped:
+        unfit.add("rm")
+    if not args.reward_weights:
+        args.reward_weights = [weight for name, weight in weights.items() if name not in unfit]
+        if args.reward_funcs:
+            args.reward_weights = [1.0] * len(args.reward_funcs)
+    args.reward_funcs = args.reward_funcs or [name for name in weights if name not in unfit]
     if len(args.reward_weights) != len(args.reward_funcs):
         raise UserError(f"--reward_weights has {len(args.reward_weights)} numbers for "
                         f"{' '.join(args.reward_funcs)}; give one for each")
 
 
-def load_reward_funcs(names, *, reward_model_path=None, device="cpu", max_completion_length=None,
-                      timeout=0, **reward_model_options):
+def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
+                      max_completion_length=None, timeout=0, **reward_model_options):
     """A Judge for each of these names, where `module:function` names a function of your own.
 
-    A function has failed after `timeout` seconds (0: no limit).
+    known: {name: function} beside RULES. A function has failed after `timeout` seconds (0: no
+    limit).
     """
-    functions = dict(rules.RULES)
+    functions = rules.RULES | dict(known)
     if "rm" in names:
         model = load_reward_model(reward_model_path, device=device)
         functions["rm"] = reward_model_reward(model, **reward_model_options)
@@ -83,6 +87,25 @@ def load_reward_funcs(names, *, reward_model_path=None, device="cpu", max_comple
             functions[name] = import_function(
                 "--reward_funcs", name, f"{', '.join(rules.RULES)}, rm, overlong")
     return [Judge(functions[name], timeout) for name in names]  # each counts its own failures
+
+
+def refuse_same_names(judges):
+    """UserError for two of them whose values would have one name."""
+    names = [judge.__name__ for judge in judges]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"two of --reward_funcs are called {name}; rename one, or leave it out")
+
+
+def unjudged(values, weights, rewards):
+    """(N,): completions without a reward: no function that counts has judged them, or it is none.
+
+    values (functions, N) with NaNs, weights (functions,), rewards (N,) their sum.
+    """
+    counts = weights != 0
+    if not counts.any():        # a teacher's word is all that counts: then any judges
+        counts = ~counts
+    return values[counts].isnan().all(0) | ~rewards.isfinite()
 
 
 def import_function(flag, name, known):
@@ -100,29 +123,6 @@ def import_function(flag, name, known):
             raise UserError(f"{flag} {name}: {reason(error)}; choose from {known}, or write module:"
                             "function, with a module that Python can import from this folder"
                             ) from error
-
-
-def combine_rewards(prompts, completions, reward_funcs, reward_weights, **columns):
-    """The weighted sum of all rewards, (N,), and each function's values, {name: (N,)}, in float32.
-
-    What a function, or a Judge, has not judged is NaN in its values and adds nothing to the sum. A
-    completion that none judged, of those with a weight, has a NaN reward.
-    """
-    per_function = {}
-    for judge in reward_funcs:
-        judge = judge if isinstance(judge, Judge) else Judge(judge)
-        if judge.__name__ in per_function:
-            raise UserError(f"two of --reward_funcs are called {judge.__name__}; rename one, or "
-                            "leave it out")
-        values = judge(prompts=prompts, completions=completions, **columns)
-        per_function[judge.__name__] = torch.tensor(values)
-    values, weights = torch.stack(list(per_function.values())), torch.tensor(reward_weights)
-    rewards = (values * weights[:, None]).nansum(0)                             # (N,)
-    counts = weights != 0
-    if not counts.any():        # a teacher's word is all that counts: then any judges
-        counts = ~counts
-    rewards[values[counts].isnan().all(0) | ~rewards.isfinite()] = math.nan
-    return rewards, per_function
 
 
 class Judge:

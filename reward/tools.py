@@ -12,20 +12,13 @@ import json
 import re
 import warnings
 
-from errors import COUNT, UserError, cut, reason
+from errors import UserError, cut, reason
 
 from .combine import check_columns, copied, import_function, show, unchanged
 from .rules import value_of
 from .turns import Turns
 
 MOST_CHARACTERS = 4000      # of an answer
-
-
-def add_flags(parser):
-    flag = parser.group("1. ask").add_argument
-    flag("--tool", metavar="NAME", help="answers while a completion is written: guess, calculator, "
-         "or your own as module:function; its words are read, but not learned (docs/turns.md)")
-    flag("--max_tool_calls", type=COUNT, default=8, help="answers per completion")
 
 
 class Tool:

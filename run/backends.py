@@ -1,31 +1,39 @@
-"""What runs a model: its backend, set once where the model is loaded.
+"""Loads models, and chooses what runs them: a Policy is a model with its pair of functions.
 
-`sample` (model/sampler.py) and `token_logps` (train_grpo.py) are the plain ones. Their first lines
-go to a model's own_sample and own_token_logps, if it has them. These are functions, not methods:
-copies of a model, as LoRA makes them, share them.
+`sample` (model/sampler.py) and `token_logps` (train_grpo.py, which hands it over) are the plain
+ones. Others wrap or replace them here, once, where the model is loaded.
 """
-import copy
-import functools
 from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from errors import COUNT_OR_0, number
+from errors import COUNT_OR_0, POSITIVE, UserError, number
 from model import fast
 from model.commands.memory import USABLE, of_rank, step_bytes
+from model.lora import AdaptersOff, with_adapters
 from model.model import MiniMindForCausalLM
+from model.policy import Policy
 from model.sampler import sample
 from model.storage.read import find_weights, load_pretrained, sized
 
+from . import minimind
 from .processes.shard import shard
 from .processes.world import rank_and_size
+
+MOST_LOGITS = 2**25         # of the comparison of model/fast with the script
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}      # of a log-probability
 
 
 def add_flags(parser):
     flag = parser.group("1. ask").add_argument
     flag("--rollout_batch_size", type=COUNT_OR_0, default=0, help="completions sampled at once, in "
          "training and evaluation: fewer need less memory and more time; 0: all of them")
+    flag = parser.group("4. learn (the optimizer)").add_argument
+    flag("--lora_rank", type=COUNT_OR_0, default=0,
+         help="train adapters of this rank (LoRA) instead of the weights; 0: the weights")
+    flag("--lora_alpha", type=POSITIVE, default=32, help="alpha / rank scales the adapters")
+    flag("--gradient_checkpointing", action="store_true", help="less memory, more time")
     flag = parser.group("the machine").add_argument
     flag("--sampler", choices=("fast", "plain", "vllm"), help="fast: the sampler and log-probs of "
          "model/fast, measured on CPUs only; plain: the ones to read, same numbers; vllm: an "
@@ -47,8 +55,34 @@ def fill_in(args):
     args.shard = int(args.shard and rank_and_size()[1] > 1)
 
 
-def load_frozen(path, world, args, *, matrix_dtype="products"):
-    """A model that does not learn, with its backend: a reference, a teacher.
+def load_models(args, world, token_logps, engine=None):
+    """The policy, and its reference, the same weights frozen; None with --beta 0.
+
+    Weights that learn are float32, so that small updates add up. The matrices of frozen ones have
+    the dtype in which products read them anyway. token_logps: the script's.
+    """
+    path = args.model_path
+    model = load_pretrained(path, dtype=torch.float32,
+                            matrix_dtype=world.matrix_dtype if args.lora_rank else None,
+                            device="meta" if args.shard else world.device)
+    minimind.refuse_layers(model, args)
+    model.model.gradient_checkpointing = args.gradient_checkpointing
+    base = model
+    if args.lora_rank:          # the reference is the policy without its adapters
+        model = with_adapters(
+            base, rank=args.lora_rank, alpha=args.lora_alpha, name=path, seed=args.seed)
+    policy = policy_of(model, path, world, args, token_logps, engine, learns=True)
+    if args.beta == 0:
+        return policy, None
+    if not args.lora_rank:
+        return policy, load_frozen(path, world, args, token_logps)
+    if args.shard:              # the base is let go: it would keep every layer whole on the GPU
+        base = AdaptersOff(model)
+    return policy, policy_of(base, path, world, args, token_logps)
+
+
+def load_frozen(path, world, args, token_logps, *, matrix_dtype="products"):
+    """A Policy that does not learn: a reference, a teacher.
 
     matrix_dtype: of its matrices, by default the dtype in which products read them anyway; None as
     in the file, in float32.
@@ -57,29 +91,58 @@ def load_frozen(path, world, args, *, matrix_dtype="products"):
     model = load_pretrained(path, dtype=torch.float32, matrix_dtype=matrix_dtype,
                             device="meta" if args.shard else world.device)
     model.requires_grad_(False)
-    return with_backend(model, path, world, args)
+    return policy_of(model, path, world, args, token_logps)
 
 
-def with_backend(model, path, world, args, engine=None):
-    """The model, divided over the ranks with --shard, and with what runs it by the flags.
+def policy_of(model, path, world, args, token_logps, engine=None, *, learns=False):
+    """The model, divided over the ranks with --shard, with the pair that runs it by the flags.
 
     path: of the weights, the same on all ranks. engine: what samples it, slices and all.
     """
-    own_sample = own_token_logps = None                 # the plain ones
+    sampler, reader = sample, token_logps               # the plain ones
     network = getattr(model, "policy", model)           # of lora.AdaptersOff
     if args.sampler != "plain" and isinstance(network, MiniMindForCausalLM):
-        own_sample, own_token_logps = fast.sample, fast.token_logps     # they know our own network
+        sampler, reader = fast.sample, checked(
+            fast.token_logps, token_logps, world, learns)
     if engine is not None:
-        own_sample = engine
+        sampler = engine
     elif args.rollout_batch_size:
-        own_sample = in_slices(own_sample, args.rollout_batch_size, world)
+        sampler = in_slices(sampler, args.rollout_batch_size, world)
     if args.shard:
         shard(model, world, world.matrix_dtype, path)
-        own_sample, own_token_logps = of_a_whole(own_sample, world), within(own_token_logps, model)
+        sampler, reader = of_a_whole(sampler, world), within(reader)
     else:                                               # sharded, there is one copy
         world.agree(**{f"checksum of the weights of {path}": checksum(model)})
-    model.own_sample, model.own_token_logps = own_sample, own_token_logps
-    return model
+    return Policy(model, sampler, reader, world)
+
+
+def checked(fast_logps, plain_logps, world, learns):
+    """fast_logps, whose first call is compared with the script's own on a few of its rows.
+
+    UserError where the two differ by more than rounding. learns: the policy, which says so.
+    """
+    differences = []
+
+    def reader(model, input_ids, attention_mask, R, **options):
+        found = fast_logps(model, input_ids, attention_mask, R, **options)
+        if not differences:
+            ours = found[0] if options.get("with_entropy") else found
+            rows, P = max(1, MOST_LOGITS // (R * model.config.vocab_size)), input_ids.shape[1] - R
+            short = min(R, max(1, MOST_LOGITS // model.config.vocab_size))
+            with torch.no_grad():
+                theirs = plain_logps(model, input_ids[:rows, :P + short],
+                                     attention_mask[:rows, :P + short], short, **options)
+            theirs = theirs[0] if options.get("with_entropy") else theirs
+            differences.append((ours[:rows, :short].detach() - theirs).abs().max().item())
+            if not differences[0] <= TOLERANCE[world.matrix_dtype]:
+                raise UserError(f"the log-probabilities of model/fast and of token_logps differ by "
+                                f"{differences[0]:.1g} on this machine; add --sampler plain")
+            if world.rank == 0 and learns:
+                print(f"token_logps  model/fast, equal to the script's within {differences[0]:.0e}",
+                      flush=True)
+        return found
+
+    return reader
 
 
 def checksum(model):
@@ -89,47 +152,37 @@ def checksum(model):
                for weight in model.parameters())
 
 
-def in_slices(own_sample, most, world):
+def in_slices(sampler, most, world):
     """A sampler for at most `most` completions at a time, but whole groups.
 
-    The cache of keys and values is then that of a slice. own_sample: of a slice; None: the plain.
+    The cache of keys and values is then that of a slice. sampler: of a slice.
     """
     def joined(of_slices, padding):         # rows of a slice have its length
         return pad_sequence([row for rows in of_slices for row in rows], True, padding)
 
     def sliced(model, prompt_ids, prompt_mask, *, num_generations, **options):
-        model = copy.copy(model)            # the same weights, with the sampler of a slice
-        model.own_sample, parts = own_sample, []
-        prompts = max(1, most // num_generations)
+        parts, prompts = [], max(1, most // num_generations)
         for one in zip(prompt_ids.split(prompts), prompt_mask.split(prompts)):
             world.alive()
-            parts.append(sample(model, *one, num_generations=num_generations, **options))
+            parts.append(sampler(model, *one, num_generations=num_generations, **options))
         ids, *others = zip(*parts)      # log-probs, and with a tool which tokens were drawn
         return joined(ids, options["pad_token_id"]), *(joined(other, 0) for other in others)
 
     return sliced
 
 
-def of_a_whole(own_sample, world):
+def of_a_whole(sampler, world):
     """A sampler of a sharded model: of a whole copy, which lives as long as it runs.
 
     FSDP would gather every layer for every token.
     """
-    def sample_whole(model, *prompts, **options):
-        whole = model.whole(dtype=world.matrix_dtype)
-        whole.own_sample = own_sample
-        return sample(whole, *prompts, **options)
-
-    return sample_whole
+    return lambda model, *prompts, **options: sampler(
+        model.whole(dtype=world.matrix_dtype), *prompts, **options)
 
 
-def within(own_token_logps, model):
+def within(reader):
     """The log-probs of a sharded model: within it FSDP has gathered what is in no layer."""
-    if own_token_logps is None:         # the plain ones call the model
-        if isinstance(model, MiniMindForCausalLM):
-            model.forward = functools.partial(model.run, type(model).forward)
-        return None
-    return lambda model, *sequences, **options: model.run(own_token_logps, *sequences, **options)
+    return lambda model, *sequences, **options: model.run(reader, *sequences, **options)
 
 
 # --- whether a run will fit on its GPU ------------------------------------------------------------
@@ -138,14 +191,14 @@ def within(own_token_logps, model):
 def forecast(t):
     """A sentence for the first lines of a run; none on a CPU, and none for other networks.
 
-    t: the bundle that train_grpo.prepare returns. Prompts and completions are taken to be as long
+    t: the bundle that train_grpo.load returns. Prompts and completions are taken to be as long
     as they may be.
     """
     args, world = t.args, t.world
-    if world.device.type != "cuda" or not isinstance(t.policy, MiniMindForCausalLM):
+    if world.device.type != "cuda" or not isinstance(t.policy.model, MiniMindForCausalLM):
         return ""
     step = step_bytes(
-        t.policy.config, num_prompts=t.num_prompts, num_generations=args.num_generations,
+        t.policy.model.config, num_prompts=t.num_prompts, num_generations=args.num_generations,
         prompt_length=args.max_seq_len, completion_length=args.max_gen_len,
         micro_batch_size=args.micro_batch_size, reference=t.reference is not None,
         lora_rank=args.lora_rank, rollout_batch_size=args.rollout_batch_size,

@@ -1,8 +1,14 @@
-"""What stands around the loop of train_grpo.py: reports, evaluations, checkpoints, and the end."""
+"""What stands around the loop of train_grpo.py: its data, evaluations, reports, checkpoints."""
+from pathlib import Path
+
+from dataset import batches_from, read_prompts
 from errors import UserError
 
+from .evaluation import evaluate
 from .metrics import describe, rollout_metrics
+from .processes.watch import stop_on_signals
 from .report import Report
+from .saver import Saver
 
 MOST_UNJUDGED = 10      # steps in a row without a reward
 
@@ -10,37 +16,65 @@ MOST_UNJUDGED = 10      # steps in a row without a reward
 class Run:
     """A run, as a context manager, so that its files are complete even after an error.
 
-    t is the bundle that train_grpo.prepare returns.
+    From its beginning on its folder is locked.
     """
 
-    def __init__(self, t, saver, steps_done, last_step, num_tokens):
-        self.t, self.saver = t, saver
-        self.steps_done, self.last_step = steps_done, last_step
+    def __init__(self, args, world):
+        self.args, self.world = args, world
+        self.saver = Saver(Path(args.out_dir) / args.run_name, world, args)
+        self.t, self.report = None, None
         self.signal, self.unjudged = 0, 0       # what asks the run to stop
-        self.report = Report(saver.run_dir, t.args, total_steps=last_step, start_step=steps_done,
-                             num_tokens=num_tokens, active=t.world.rank == 0)
 
     def __enter__(self):
-        self.report.__enter__()
         return self
 
     def __exit__(self, *error):
-        self.report.__exit__(*error)
+        if self.report is not None:
+            self.report.__exit__(*error)
 
-    def begin(self, num_prompts, num_heldout):
-        """Says what is about to be trained."""
-        self.report.intro(self.t, num_prompts, num_heldout)
+    def begin(self, t):
+        """Resumes, says what is about to be trained, evaluates; the steps that are left.
 
-    def evaluates_at(self, step):
-        """Whether the policy is evaluated after this step; 0: before the first of a new run."""
-        interval = self.t.args.eval_interval
+        (step, batch) each; none with --eval_only. t is a TrainState.
+        """
+        self.t, args, world = t, self.args, self.world
+        self.steps_done, num_tokens = self.saver.resume(t.policy.model, t.optimizer, t.saved)
+        self.collate, problems, self.heldout = read_prompts(args, t.tokenizer)
+        batches, self.last_step = batches_from(
+            self.steps_done + 1, problems, self.collate, t.num_prompts, world, args)
+        if args.eval_only:
+            world.print_json(evaluate(t, self.heldout, self.collate, self.steps_done)[0])
+            return ()
+        self.report = Report(
+            self.saver.run_dir, args, total_steps=self.last_step, start_step=self.steps_done,
+            num_tokens=num_tokens, active=world.rank == 0).__enter__()
+        self.report.intro(t, len(problems), len(self.heldout))
+        self.evaluate_if_due(0)
+        stop_on_signals(world)                  # from here on a signal lets the step end
+        return enumerate(batches, start=self.steps_done + 1)
+
+    def evaluate_if_due(self, step):
+        """The metrics of an evaluation, which are written and printed; none if none is due."""
+        interval = self.args.eval_interval
         if step == 0:
-            return interval > 0 and self.steps_done == 0
-        return interval > 0 and (step % interval == 0 or step == self.last_step)
+            due = interval > 0 and self.steps_done == 0     # before the first step of a new run
+        else:
+            due = interval > 0 and (step % interval == 0 or step == self.last_step)
+        if not due:
+            return {}
+        if step:                    # the one before the first step counts towards none
+            self.world.phase("eval")
+        metrics, replies = evaluate(self.t, self.heldout, self.collate, step)
+        self.world.phase(None)
+        return self.report.evaluation(step, metrics, replies)
 
     def record(self, step, rollout, metrics):
-        """Step 5: writes and prints a step; draws and saves when that is due."""
-        t, args, world, report = self.t, self.t.args, self.t.world, self.report
+        """Step 5: evaluates, writes and prints a step; draws and saves when that is due.
+
+        Ends the run, on all ranks, after a signal or ten steps without a reward; it is saved.
+        """
+        t, args, world, report = self.t, self.args, self.world, self.report
+        metrics = metrics | self.evaluate_if_due(step)
         rows = world.gather(describe(rollout, t.tokenizer, args.num_generations))
         failures = world.gather([(judge.__name__, judge.failed.total(), judge.reason)
                                  for judge in t.reward_funcs if judge.failed])
@@ -53,17 +87,16 @@ class Run:
         is_due, self.signal = self.saver.is_due(step, self.last_step)
         if is_due or self.unjudged == MOST_UNJUDGED:
             world.phase("checkpoint")           # it counts towards the next step
-            self.saver.save(step, report.num_tokens, t.policy, t.tokenizer, t.optimizer, t.saved)
+            self.saver.save(
+                step, report.num_tokens, t.policy.model, t.tokenizer, t.optimizer, t.saved)
             report.draw()
-
-    def finish(self, defaults):
-        """Writes the final weights; their card names the flags that are not the defaults."""
-        self.saver.save_final(self.t.policy, self.t.tokenizer, defaults)
-
-    def stop_if_asked(self, step):
-        """Ends the run, on all ranks, after a signal or ten steps without a reward; it is saved."""
         if self.signal:
             raise self.saver.stopped(step, self.signal)
         if self.unjudged == MOST_UNJUDGED:
             raise UserError(f"no completion of the last {MOST_UNJUDGED} steps has a reward; check "
                             "that --reward_funcs fit the data")
+
+    def finish(self, defaults):
+        """Writes the final weights; their card names the flags that are not the defaults."""
+        if not self.args.eval_only:
+            self.saver.save_final(self.t.policy.model, self.t.tokenizer, defaults)

@@ -115,8 +115,9 @@ class Max(NamedTuple):
 
 
 def shares(values):
-    """These numbers, each a part of one of the whole step."""
-    return {name: Share(value) for name, value in values.items()}
+    """These numbers, each a part of one of the whole step, but for those that have a kind."""
+    return {name: value if hasattr(value, "value") else Share(value)
+            for name, value in values.items()}
 
 
 def joined(parts):
@@ -136,6 +137,32 @@ def joined(parts):
             fields = map(sum, zip(*metrics))
         one[name] = type(metrics[0])(*map(float, fields))
     return one
+
+
+class Metrics:
+    """The metrics of a step: over all tokens of its micro-batches, on all ranks; of its updates.
+
+    A number of grpo_loss is a part of the optimizer step's, and the parts add up; others say how
+    they do: Mean, Max.
+    """
+
+    def __init__(self, world, args):
+        self.world, self.delta, self.updates = world, args.delta, []
+        self.parts = [no_clips(self.delta)]     # zeros, for a rank that reads no micro-batch
+
+    def add(self, part, logps, entropy, loss, of_loss):
+        """Of a micro-batch."""
+        self.parts.append(shares({"loss": loss.detach()} | of_loss) | drift(part, logps, entropy))
+
+    def end_update(self, grad_norm):
+        """Of an optimizer step."""
+        self.updates.append(over_ranks(self.parts, self.world)
+                            | {"grad_norm": Mean(grad_norm.item(), 1)})
+        self.parts = [no_clips(self.delta)]
+
+    def means(self):
+        """{name: number}"""
+        return over_updates(self.updates)
 
 
 def no_clips(delta):
@@ -175,7 +202,7 @@ def describe(rollout, tokenizer, num_generations):
     0 for a tool's.
     """
     N = len(rollout.completions)
-    lengths, ended = rollout.mask.sum(1).tolist(), rollout.ended.tolist()
+    lengths, ended = rollout.loss_mask.sum(1).tolist(), rollout.ended.tolist()
     advantages = rollout.advantages.reshape(N, -1).tolist()             # from (N,) or (N, R)
     rows = [{
         "prompt": rollout.prompts[i],
@@ -191,8 +218,8 @@ def describe(rollout, tokenizer, num_generations):
     if rollout.advantages.dim() == 2:
         fields["token_advantages"] = advantages
     if rollout.turns is not None:
-        fields["token_drawn"] = rollout.mask[:num_generations].tolist()
-        tool_tokens = (rollout.attention - rollout.mask).sum(1).tolist()
+        fields["token_drawn"] = rollout.loss_mask[:num_generations].tolist()
+        tool_tokens = (rollout.completion_mask - rollout.loss_mask).sum(1).tolist()
         for i, row in enumerate(rows):
             row |= {"turns": rollout.turns[i], "failed_calls": rollout.failed_calls[i],
                     "tool_tokens": tool_tokens[i]}
@@ -230,14 +257,14 @@ def drift(part, logps, entropy):
     Over completions: rollout_log_ratio, the absolute log of the product of pi_old / pi_sampler.
     Completions without a gradient are in no micro-batch, and so not in these.
     """
-    tokens, completions = part.mask.sum(), part.mask.any(1).sum()
+    tokens, completions = part.loss_mask.sum(), part.loss_mask.any(1).sum()
 
     def total(x):
-        return (x * part.mask).sum()
+        return (x * part.loss_mask).sum()
 
     old_logps, sampling_logps = part.old_logps, part.sampling_logps
-    log_ratio = ((old_logps - sampling_logps) * part.mask).sum(1).abs()                 # (n,)
-    difference = (old_logps.exp() - sampling_logps.exp()).abs() * part.mask
+    log_ratio = ((old_logps - sampling_logps) * part.loss_mask).sum(1).abs()                 # (n,)
+    difference = (old_logps.exp() - sampling_logps.exp()).abs() * part.loss_mask
     return {
         "entropy": Mean(total(entropy), tokens),
         "ppo_kl": Mean(total(old_logps - logps), tokens),

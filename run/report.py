@@ -103,11 +103,11 @@ class Report:
     def intro(self, t, num_prompts, num_heldout):
         """Print what is about to be trained, on what, and where the files go.
 
-        t: the bundle that train_grpo.prepare returns.
+        t: the bundle that train_grpo.load returns.
         """
         if not self.active:
             return
-        args, policy, num_processes = self.args, t.policy, t.world.size
+        args, policy, num_processes = self.args, t.policy.model, t.world.size
         size = sum(parameter.numel() for parameter in policy.parameters())
         copies = 3 + len(t.saved)       # weights, two moments, and what an option saves
         prompts = min(t.num_prompts, num_prompts // num_processes) * num_processes
@@ -127,7 +127,7 @@ class Report:
             "run by": run_by,
             "device": f"{num_processes} x {t.world.device.type}",
             "memory": forecast(t),
-            "options": ", ".join(t.edges),
+            **{name: "; ".join(by) for name, by in t.changed.items()},
             "prompts": f"{num_prompts:,} in {short(args.data_path)}",
             "held out": held_out,
             "rewards": " + ".join(f"{weight:g} {name}" for weight, name in

@@ -64,6 +64,16 @@ class World:
             self.hang_timeout = HALF_AN_HOUR if self.size > 1 else 0
         self.alive()
 
+    @classmethod
+    def join(cls, args):
+        """The processes that torchrun started, or this one alone, each with a device of its own."""
+        world = cls(args.device, args.dtype, args.seed, args.hang_timeout)
+        if world.size > 1:
+            on_cuda = world.device.type == "cuda"
+            dist.init_process_group("nccl" if on_cuda else "gloo", timeout=world.time_limit,
+                                    device_id=world.device if on_cuda else None)
+        return world
+
     @staticmethod
     def add_flags(parser):
         flag = parser.group("the machine").add_argument

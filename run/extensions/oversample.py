@@ -1,15 +1,17 @@
 """--oversample: sample more prompts, and learn from the groups with the largest spread."""
 import math
-from functools import partial
 
 import torch
 
 from errors import COUNT
 from reward.baselines import nanstd
 
+from . import no_defaults, nothing_to_refuse
+
 NAME = "--oversample"
-DEFAULTS = {}
 EXCLUDES = ()
+defaults = no_defaults
+refuse = nothing_to_refuse
 
 
 def add_flags(parser):
@@ -22,24 +24,20 @@ def is_on(args):
     return args.oversample > 1
 
 
-def refuse(args):
-    pass
-
-
 def install(t):
     t.num_prompts *= t.args.oversample
-    t.after_advantages.append(partial(
-        best_rows, times=t.args.oversample, num_generations=t.args.num_generations))
+    t.wrap(NAME, update_policy=from_best_groups)
 
 
-def best_rows(rollout, *, times, num_generations):
-    """The rows to learn from become those of the groups with the largest std of rewards.
+def from_best_groups(inner, t, rollout):
+    """Learns from the rows of the groups with the largest std of rewards alone.
 
     One round of DAPO's dynamic sampling, by rank: DAPO drops only the groups without a spread. The
     rewards count before --kl_in_reward; the std of --scale_rewards batch is that of all groups,
     those that are dropped included.
     """
-    spread = nanstd(rollout.rewards.view(-1, num_generations))[:, 0]                    # (B,)
-    groups = spread.topk(math.ceil(len(spread) / times)).indices.sort().values
-    rows = groups[:, None] * num_generations + torch.arange(num_generations)
-    rollout.chosen = rows.flatten().to(rollout.mask.device)
+    G = t.args.num_generations
+    spread = nanstd(rollout.rewards.view(-1, G))[:, 0]                                  # (B,)
+    groups = spread.topk(math.ceil(len(spread) / t.args.oversample)).indices.sort().values
+    rows = groups[:, None] * G + torch.arange(G)
+    return inner(t, rollout.only(rows.flatten()))

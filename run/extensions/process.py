@@ -1,15 +1,13 @@
 """--supervision process: each line of arithmetic is rewarded too (DeepSeekMath, section 4.1.3)."""
-from functools import partial
-
 from errors import UserError
-from model.objective import refuse_one_ratio
 from reward.steps import judge_steps, process_advantages
 
-from . import refuse_other_advantages
+from . import no_defaults, refuse_other_advantages
+from .losses import refuse_one_ratio
 
 NAME = "--supervision process"
-DEFAULTS = {}
 EXCLUDES = ("gdpo",)
+defaults = no_defaults
 
 
 def add_flags(parser):
@@ -34,14 +32,12 @@ def refuse(args):
 
 
 def install(t):
-    t.after_advantages.append(partial(
-        of_steps, tokenizer=t.tokenizer, num_generations=t.args.num_generations,
-        reward_weights=t.args.reward_weights))
+    t.replace(NAME, compute_advantages=of_steps)
 
 
-def of_steps(rollout, *, tokenizer, num_generations, reward_weights):
-    """The advantages become those of steps, (N, R); the last step of each is its outcome."""
+def of_steps(t, rollout):
+    """The advantages of steps, (N, R); the last step of each completion is its outcome."""
     # A step earns 0 or 1. Divided by the sum of the weights, so does the outcome, about.
-    outcomes = (rollout.returns / sum(map(abs, reward_weights))).tolist()
-    steps = judge_steps(rollout.completions, rollout.token_ids(), tokenizer, outcomes)
-    rollout.advantages = process_advantages(*steps, num_generations, rollout.mask)
+    outcomes = (rollout.rewards / sum(map(abs, t.args.reward_weights))).tolist()
+    steps = judge_steps(rollout.completions, rollout.token_ids(), t.tokenizer, outcomes)
+    return process_advantages(*steps, t.args.num_generations, rollout.loss_mask)

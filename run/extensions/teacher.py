@@ -1,16 +1,17 @@
 """--teacher_path: on-policy distillation. A teacher's probabilities take the rewards' place."""
+from dataclasses import replace
+
 import torch
 
 from errors import UserError
-from model.objective import refuse_one_ratio
 from model.storage.read import load_tokenizer
 
 from ..backends import load_frozen
 from ..metrics import Mean
 from . import refuse_other_advantages
+from .losses import refuse_one_ratio
 
 NAME = "--teacher_path"
-DEFAULTS = {"beta": 0.0, "loss_type": "bnpo"}
 EXCLUDES = ("process", "gdpo", "kl_in_reward", "oversample")
 
 
@@ -25,30 +26,39 @@ def is_on(args):
     return bool(args.teacher_path)
 
 
+def defaults(args):
+    return {"beta": 0.0, "loss_type": "bnpo"}
+
+
 def refuse(args):
     refuse_one_ratio(NAME, args)
     refuse_other_advantages(NAME, args)
 
 
 def install(t):
-    t.remembered |= {"policy_logps": t.policy, "teacher_logps": load_teacher(t)}
-    t.after_advantages.append(towards_teacher)
-    t.before_loss.append(distance)
+    teacher = load_teacher(t)
+
+    def compute_advantages(t, rollout):
+        rollout.extra["teacher_logps"] = t.compute_logps(t, teacher, rollout)
+        return towards_teacher(rollout, t.compute_logps(t, t.policy, rollout))
+
+    t.replace(NAME, compute_advantages=compute_advantages)
+    t.wrap(NAME, update_policy=as_if_judged, compute_loss=with_distance)
 
 
 def load_teacher(t):
     """The frozen model; UserError if its tokens are not the policy's."""
     path = t.args.teacher_path
-    teacher = load_frozen(path, t.world, t.args)
+    teacher = load_frozen(path, t.world, t.args, t.token_logps)
     advice = "give a --teacher_path whose tokenizer is the policy's"
-    tokenizer = load_tokenizer(path, teacher.config.vocab_size, advice)
+    tokenizer = load_tokenizer(path, teacher.model.config.vocab_size, advice)
     if tokenizer.get_vocab() != t.tokenizer.get_vocab():
         raise UserError(f"{path}: its tokens are not the policy's; {advice}")
     return teacher
 
 
-def towards_teacher(rollout):
-    """The advantages become those of on-policy distillation, (N, R); arXiv 2306.13649.
+def towards_teacher(rollout, policy_logps):
+    """The advantages of on-policy distillation, (N, R); arXiv 2306.13649.
 
         A_t = log pi_teacher(o_t | q, o_<t) - log pi(o_t | q, o_<t)
 
@@ -59,13 +69,16 @@ def towards_teacher(rollout):
     Neither takes a group, a std or a reward; both models are at --temperature. (The paper reads the
     teacher's whole distribution; the drawn token alone is verl's k1 with use_policy_gradient.)
     """
-    difference = rollout.per_token["teacher_logps"] - rollout.per_token["policy_logps"]
-    rollout.advantages = difference * rollout.mask
-    rollout.returns = torch.zeros_like(rollout.rewards)     # judged, whatever the rewards say
+    return (rollout.extra["teacher_logps"] - policy_logps) * rollout.loss_mask
 
 
-@torch.no_grad()
-def distance(part, logps):
+def as_if_judged(inner, t, rollout):
+    """Learns, whatever the rewards say."""
+    return inner(t, replace(rollout, rewards=torch.zeros_like(rollout.rewards)))
+
+
+def with_distance(inner, t, part, logps, entropy):
     """The metric teacher_kl: the mean over tokens of log pi_old - log pi_teacher."""
-    difference = (part.old_logps - part.per_token["teacher_logps"]) * part.mask
-    return {"teacher_kl": Mean(difference.sum(), part.mask.sum())}
+    loss, metrics = inner(t, part, logps, entropy)
+    difference = (part.old_logps - part.extra["teacher_logps"]) * part.loss_mask
+    return loss, metrics | {"teacher_kl": Mean(difference.sum(), part.loss_mask.sum())}

@@ -1,16 +1,15 @@
 """--multi_objective_aggregation normalize_then_sum: GDPO, arXiv 2601.05242."""
 import math
-from functools import partial
 
 import torch
 
 from reward.baselines import from_best, nanstd
 
-from . import refuse_other_advantages
+from . import no_defaults, refuse_other_advantages
 
 NAME = "--multi_objective_aggregation normalize_then_sum"
-DEFAULTS = {}
 EXCLUDES = ("kl_in_reward",)
+defaults = no_defaults
 
 
 def add_flags(parser):
@@ -29,13 +28,11 @@ def refuse(args):
 
 
 def install(t):
-    t.after_advantages.append(partial(
-        normalize_then_sum, world=t.world, num_generations=t.args.num_generations,
-        reward_weights=t.args.reward_weights))
+    t.replace(NAME, compute_advantages=normalize_then_sum)
 
 
-def normalize_then_sum(rollout, *, world, num_generations, reward_weights):
-    """The advantages become GDPO's, (N,): each reward function is normalised on its own.
+def normalize_then_sum(t, rollout):
+    """GDPO's advantages, (N,): each reward function is normalised on its own.
 
         S = sum over functions k of weight_k (r_k - mean_k(group)) / (std_k(group) + eps)
         A = (S - mean(S)) / (std(S) + eps)          over the completions of the step, of all ranks
@@ -43,12 +40,12 @@ def normalize_then_sum(rollout, *, world, num_generations, reward_weights):
     What a function has not judged adds nothing to S.
     """
     rewards = torch.stack([*rollout.rewards_per_func.values()])                 # (functions, N)
-    each = normalized(rewards.view(-1, num_generations)).view_as(rewards)
-    total = torch.tensor(reward_weights, dtype=each.dtype) @ each               # (N,)
+    each = normalized(rewards.view(-1, t.args.num_generations)).view_as(rewards)
+    total = torch.tensor(t.args.reward_weights, dtype=each.dtype) @ each               # (N,)
     total = total.where(~rollout.rewards.isnan(), math.nan)
-    of_all = torch.tensor(world.gather([total.tolist()]), dtype=total.dtype)    # (ranks, N)
-    advantages = normalized(of_all.flatten()).view_as(of_all)[world.rank]
-    rollout.advantages = advantages.to(rollout.mask.device)
+    of_all = torch.tensor(t.world.gather([total.tolist()]), dtype=total.dtype)    # (ranks, N)
+    advantages = normalized(of_all.flatten()).view_as(of_all)[t.world.rank]
+    return advantages.to(rollout.loss_mask.device)
 
 
 def normalized(x, eps=1e-4):

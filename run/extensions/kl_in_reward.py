@@ -1,10 +1,9 @@
 """--kl_in_reward: beta times the KL comes off the reward, as in PPO, and is not in the loss."""
-from functools import partial
+from dataclasses import replace
 
 from errors import UserError
 
 NAME = "--kl_in_reward"
-DEFAULTS = {"kl_type": "k1"}
 EXCLUDES = ()
 
 
@@ -17,6 +16,10 @@ def is_on(args):
     return args.kl_in_reward
 
 
+def defaults(args):
+    return {"kl_type": "k1"}
+
+
 def refuse(args):
     if args.kl_type != "k1":
         raise UserError(f"--kl_type {args.kl_type} is for the KL in the loss, and {NAME} takes k1; "
@@ -26,15 +29,18 @@ def refuse(args):
 
 
 def install(t):
-    t.remembered["policy_logps"] = t.policy
-    t.loss_options["beta"] = 0.0
-    t.before_advantages.append(partial(minus_kl, beta=t.args.beta))
+    t.wrap(NAME, compute_advantages=of_rewards_minus_kl, grpo_loss=without_kl)
 
 
-def minus_kl(rollout, *, beta):
-    """The returns become the rewards less beta times the KL of the whole completion, (N,).
+def of_rewards_minus_kl(inner, t, rollout):
+    """The advantages of the rewards less beta times the KL of the whole completion, (N,).
 
     k1 = log pi - log pi_ref: its value is right, and its gradient does not count here.
     """
-    kl = rollout.per_token["policy_logps"] - rollout.per_token["ref_logps"]             # (N, R)
-    rollout.returns = rollout.rewards - beta * (kl * rollout.mask).sum(1).cpu()
+    kl = t.compute_logps(t, t.policy, rollout) - rollout.ref_logps                      # (N, R)
+    rewards = rollout.rewards - t.args.beta * (kl * rollout.loss_mask).sum(1).cpu()
+    return inner(t, replace(rollout, rewards=rewards))
+
+
+def without_kl(inner, *tensors, **options):
+    return inner(*tensors, **options | {"beta": 0.0})

@@ -1,15 +1,14 @@
 """--ref_model_sync_steps: the reference follows the policy (TR-DPO, arXiv 2404.09656)."""
-from functools import partial
-
 import torch
 
 from errors import COUNT_OR_0, UserError, number
 
 from ..backends import load_frozen
+from . import no_defaults
 
 NAME = "--ref_model_sync_steps"
-DEFAULTS = {}
 EXCLUDES = ()
+defaults = no_defaults
 
 
 def add_flags(parser):
@@ -32,17 +31,21 @@ def refuse(args):
 
 def install(t):
     if t.world.matrix_dtype != torch.float32:       # else small moves would be rounded away
-        t.reference = load_frozen(t.args.model_path, t.world, t.args, matrix_dtype=None)
-        t.remembered["ref_logps"] = t.reference
-    t.saved["reference"] = t.reference
-    t.after_step.append(partial(
-        sync_reference, reference=t.reference, policy=t.policy,
-        every=t.args.ref_model_sync_steps, alpha=t.args.ref_model_mixup_alpha))
+        t.reference = load_frozen(
+            t.args.model_path, t.world, t.args, t.token_logps, matrix_dtype=None)
+    t.saved["reference"] = t.reference.model
+    t.wrap(NAME, update_policy=then_sync_reference)
 
 
 @torch.no_grad()
-def sync_reference(step, *, reference, policy, every, alpha):
-    """Now and then reference <- alpha policy + (1 - alpha) reference."""
-    if step % every == 0:
-        for theirs, ours in zip(reference.parameters(), policy.parameters()):
-            theirs.lerp_(ours, alpha)
+def sync_reference(reference, policy, alpha):
+    """reference <- alpha policy + (1 - alpha) reference"""
+    for theirs, ours in zip(reference.parameters(), policy.parameters()):
+        theirs.lerp_(ours, alpha)
+
+
+def then_sync_reference(inner, t, rollout):
+    metrics = inner(t, rollout)
+    if t.step % t.args.ref_model_sync_steps == 0:
+        sync_reference(t.reference.model, t.policy.model, t.args.ref_model_mixup_alpha)
+    return metrics

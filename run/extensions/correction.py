@@ -1,17 +1,16 @@
 """--sampler_correction and --off_policy_mask_threshold: the sampler is not quite the policy."""
-from functools import partial
+from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
 from errors import POSITIVE, POSITIVE_OR_0, UserError
-from model.objective import ONE_RATIO
 
 from ..metrics import Mean
+from . import no_defaults
+from .losses import ONE_RATIO
 
 NAME = "corrections for the sampler"
-DEFAULTS = {}
 EXCLUDES = ()
+defaults = no_defaults
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -52,38 +51,40 @@ def refuse(args):
 
 
 def install(t):
-    if t.args.off_policy_mask_threshold:
-        t.before_loss.append(partial(near_sampler, threshold=t.args.off_policy_mask_threshold))
     if t.args.sampler_correction != "none":
-        t.before_loss.append(partial(
-            weighted, correction=t.args.sampler_correction, low=t.args.sampler_ratio_min,
-            high=t.args.sampler_ratio_max))
+        t.wrap("--sampler_correction", compute_loss=weighted)
+    if t.args.off_policy_mask_threshold:                # called before the weights
+        t.wrap("--off_policy_mask_threshold", compute_loss=near_sampler)
 
 
-def near_sampler(part, logps, *, threshold):
+def near_sampler(inner, t, part, logps, entropy):
     """The advantages become 0 in bad completions that the policy has moved away from.
 
     The off-policy sequence mask, DeepSeek-V3.2, arXiv 2512.02556, equation 9: where A < 0, and the
     completion's mean of log pi_sampler - log pi is above the threshold.
     """
-    log_ratio = (part.sampling_logps - logps.detach()) * part.mask                      # (n, R)
-    left = log_ratio.sum(1, keepdim=True) / part.mask.sum(1, keepdim=True).clamp(min=1)  # (n, 1)
-    part.advantages = part.advantages * ((part.advantages >= 0) | (left <= threshold))
-    return {}
+    log_ratio = (part.sampling_logps - logps.detach()) * part.loss_mask                 # (n, R)
+    lengths = part.loss_mask.sum(1, keepdim=True).clamp(min=1)
+    left = log_ratio.sum(1, keepdim=True) / lengths                                     # (n, 1)
+    advantages = part.advantages.view(len(logps), -1)
+    kept = (advantages >= 0) | (left <= t.args.off_policy_mask_threshold)
+    return inner(t, replace(part, advantages=advantages * kept), logps, entropy)
 
 
-@torch.no_grad()
-def weighted(part, logps, *, correction, low, high):
+def weighted(inner, t, part, logps, entropy):
     """The advantages are multiplied by the weights, which are also metrics.
 
     rollout_is_mean is the mean over tokens; rollout_is_eff_sample_size Kish's (sum w)² / sum w², as
     a share of the tokens (verl's).
     """
-    weights = sampler_weights(part, correction, low, high)                         # (n, 1 or R)
-    part.advantages = weights * part.advantages
-    total, squares = ((x * part.mask).sum() for x in (weights, weights.square()))
-    return {"rollout_is_mean": Mean(total, part.mask.sum()),
-            "rollout_is_eff_sample_size": EffectiveShare(total, squares, part.mask.sum())}
+    args, advantages = t.args, part.advantages.view(len(logps), -1)
+    weights = sampler_weights(                                                     # (n, 1 or R)
+        part, args.sampler_correction, args.sampler_ratio_min, args.sampler_ratio_max)
+    total, squares = ((x * part.loss_mask).sum() for x in (weights, weights.square()))
+    loss, metrics = inner(t, replace(part, advantages=weights * advantages), logps, entropy)
+    tokens = part.loss_mask.sum()
+    return loss, metrics | {"rollout_is_mean": Mean(total, tokens),
+                            "rollout_is_eff_sample_size": EffectiveShare(total, squares, tokens)}
 
 
 def sampler_weights(part, correction, low, high):
@@ -98,7 +99,7 @@ def sampler_weights(part, correction, low, high):
     weights scale the advantage, and with it all bounds; the KL and the entropy keep weight 1, as in
     TRL.
     """
-    log_ratio = (part.old_logps - part.sampling_logps) * part.mask                      # (n, R)
+    log_ratio = (part.old_logps - part.sampling_logps) * part.loss_mask                 # (n, R)
     level, _, bound = correction.partition("_")
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True)                                      # (n, 1)

@@ -1,0 +1,61 @@
+"""Held-out problems, answered and judged."""
+import math
+from collections import defaultdict
+
+import torch
+
+from errors import COUNT, COUNT_OR_0
+
+from . import report
+
+
+def add_flags(parser):
+    flag = parser.group("5. report").add_argument
+    flag("--eval_interval", type=COUNT_OR_0, help="steps between evaluations; also before and "
+         "after training; 0: none (default: 30; 0 if only data_path is your own)")
+    flag("--eval_reward_funcs", nargs="+", metavar="NAME", default=["accuracy"], help="by the "
+         "names of --reward_funcs: a held-out reply is right if these add up to 1 or more")
+    flag("--num_generations_eval", type=COUNT, default=2, help="k, samples per problem (pass@k)")
+    flag("--eval_only", action="store_true", help="evaluate the weights and stop")
+
+
+def evaluate(t, problems, collate, step):
+    """Held-out accuracy over all ranks: of k samples the mean, any of them (pass@k), and greedy.
+
+    A reply is right if its evaluation rewards add up to at least 1; unjudged problems don't count.
+    Returns metrics, and the rollout of greedy replies with the first problem, for a look at one.
+    """
+    args, world = t.args, t.world
+    rng = world.rng(step, evaluating=True)
+    k, found = args.num_generations_eval, defaultdict(list)     # metric -> a number per problem
+    # Sharded ranks must sample equally often: one with a problem less than others answers another
+    # one, which isn't counted.
+    mine, share = problems[world.rank::world.size], -(-len(problems) // world.size)
+    answered = mine + problems[:share - len(mine)]
+    # What fits into memory in a rollout fits in an evaluation, and a small model fits anyway.
+    at_once = max(1, args.batch_size * args.num_generations // k)
+    if sum(weight.numel() for weight in t.policy.model.parameters()) < 10**7:
+        at_once = 256
+    for start in report.visibly(range(0, share, at_once), "evaluation", world):
+        batch = collate(answered[start:start + at_once])
+        rollouts = [t.generate(t, batch, rng, n, greedy) for n, greedy in ((1, True), (k, False))]
+        of_greedy, sampled = (
+            t.compute_rewards(rollout, t.eval_funcs, [1.0] * len(t.eval_funcs))[0].view(-1, n)
+            for rollout, n in zip(rollouts, (1, k)))                            # (B, 1), (B, k)
+        if start == 0:
+            first = rollouts[0]
+            first.rewards = of_greedy[:, 0]
+        judged = ~torch.cat((of_greedy, sampled), 1).isnan().any(1)                     # (B,)
+        judged[len(mine) - start:] = False      # the one that isn't counted is the last
+        right = (sampled >= 1).float()                                                  # (B, k)
+        for name, numbers in {
+            "accuracy": right.mean(1), "reward": sampled.mean(1), f"pass@{k}": right.amax(1),
+            "greedy_accuracy": (of_greedy[:, 0] >= 1).float(),
+            "mean_length": rollouts[1].lengths.cpu().float().view(-1, k).mean(1),
+        }.items():
+            found[name] += numbers[judged].tolist()
+    if k == 1:
+        del found["pass@1"]         # it would be the accuracy again
+    found = {f"eval/{name}": world.gather(numbers) for name, numbers in found.items()}
+    return {name: sum(all_of) / len(all_of) if all_of else math.nan
+            for name, all_of in found.items()}, first

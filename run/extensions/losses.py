@@ -1,0 +1,341 @@
+"""The relatives of GRPO's loss: --loss_type and the other flags of the objective.
+
+`family_loss` is the loss of them all. On the default it equals the script's grpo_loss, to the bit.
+It takes its place where a flag asks for another ratio (`importance_ratio`), bound (BOUNDS), average
+(AVERAGES) or KL (KL_TYPES). LOSS_TYPES names bound and average of each. docs/losses.md is the map
+of the family; reward/baselines.py has those that differ in the advantages.
+
+use_bias_correction_kl multiplies the KL's term by the ratio (DeepSeek-V3.2, arXiv 2512.02556; RPG,
+2505.17508): tokens count as if the policy of now had sampled them. The gradient of ratio times k is
+ratio (k + dk / d log pi) grad log pi. That of k3 is -ratio x grad log pi, the KL's; that of k1 has
+the same mean; those of k2, k3+ and abs do not.
+"""
+import inspect
+from functools import partial
+
+import torch
+
+from errors import POSITIVE, UserError
+from reward import combine
+
+NAME = "--loss_type and its like"
+EXCLUDES = ()
+ONE_RATIO = ("r1", "gmpo")      # losses whose ratio is one per completion
+CORRECTED = ("k1", "k3")        # estimates which, times the ratio, have the gradient of the KL
+
+
+# --- the ratio ------------------------------------------------------------------------------------
+
+
+def importance_ratio(logps, old_logps, mask, *, level="token"):
+    """pi / pi_old; with d = log pi - log pi_old at each token:
+
+        token      exp(d)                                     (N, R)    PPO, GRPO
+        sequence   exp(mean of d over the completion)         (N, 1)    GSPO, arXiv 2507.18071
+    """
+    log_ratio = (logps - old_logps).masked_fill(mask == 0, 0)                           # (N, R)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return log_ratio.clamp(max=LARGEST).exp()
+
+
+LARGEST = 80        # of a log-ratio: e^89 is infinite in float32
+
+
+# --- bounds ---------------------------------------------------------------------------------------
+# All are called as ppo_clip is, with numbers of their own from LOSS_TYPES, and return the same: the
+# loss, (N, 1 or R), and where they act.
+
+
+def ppo_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, delta=None):
+    """PPO's -min(ratio A, clip(ratio) A); and where it acts, by its sides.
+
+    `delta`, above 1 + epsilon_high, also ends the gradient of a bad token, A < 0, whose ratio is
+    large (INTELLECT-2; dual clip, Ye et al. 2020).
+    """
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    loss = -torch.min(ratio * advantages, clipped * advantages)
+    where = {"low": (ratio < 1 - epsilon_low) & (advantages < 0),
+             "high": (ratio > 1 + epsilon_high) & (advantages > 0)}
+    if delta is not None:
+        where["delta"] = (ratio > delta) & (advantages < 0)
+        loss = torch.where(advantages < 0, torch.min(loss, -delta * advantages), loss)
+    return loss, where
+
+
+def cispo_cap(ratio, advantages, logps, mask, *, epsilon_high, **unused):
+    """CISPO's -sg[min(ratio, epsilon_high)] A log pi, arXiv 2506.13585.
+
+    The ratio is a weight without gradient, sg, and epsilon_high the cap itself: no token ever loses
+    its gradient. There is no lower bound.
+    """
+    weight = ratio.detach().clamp(max=epsilon_high)
+    high = (ratio > epsilon_high) & (advantages > 0)        # as TRL counts
+    return -weight * advantages * logps, {"low": torch.zeros_like(high), "high": high}
+
+
+def soft_gate(ratio, advantages, logps, mask, *, tau_good, tau_bad, **unused):
+    """SAPO's -(4 / tau) sigmoid(tau (ratio - 1)) A, arXiv 2511.20347: nothing is clipped.
+
+    While the ratio is 1 the gradient is that of ratio A; the further it moves, either way, the more
+    it fades. A bit sooner where A < 0: pushing a token down pushes up all others.
+    """
+    tau = torch.full_like(advantages, tau_bad).masked_fill(advantages > 0, tau_good)
+    loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+    nowhere = torch.zeros_like(loss, dtype=torch.bool)
+    return loss, {"low": nowhere, "high": nowhere}
+
+
+def geometric_mean(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, **unused):
+    """GMPO's -A exp(mean over tokens of d, bounded), d = log ratio, arXiv 2507.20673; (N, 1).
+
+    d is at most epsilon_high where A > 0, at least -epsilon_low where A < 0. Here ratio, bound and
+    average are one: a completion's ratio is a mean over tokens, each of which was bounded before.
+    """
+    d = ratio.clamp(min=1e-30).log()                                                    # (N, R)
+    bounded = torch.where(advantages > 0, d.clamp(max=epsilon_high), d.clamp(min=-epsilon_low))
+    mean = (bounded * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return -mean.exp() * advantages, {"low": (d < -epsilon_low) & (advantages < 0),
+                                      "high": (d > epsilon_high) & (advantages > 0)}
+
+
+def pi_region(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, largest_weight,
+              **unused):
+    """DPPO's -sg[min(ratio, 20)] A log pi in a region of probabilities, arXiv 2602.04879; (N, R).
+
+    A token loses its gradient once pi - pi_old > epsilon_high where A > 0, or pi_old - pi >
+    epsilon_low where A < 0: the paper's binary total variation. So a rare token may become many
+    times as likely, and a frequent one, whose ratio hardly moves, soon stops.
+    """
+    ratio, pi = ratio.detach(), logps.detach().exp()
+    gained = pi - pi / ratio                                              # pi - pi_old, (N, R)
+    low = (gained < -epsilon_low) & (advantages < 0)
+    high = (gained > epsilon_high) & (advantages > 0)
+    weight = ratio.clamp(max=largest_weight).masked_fill(low | high, 0.0)
+    return -weight * advantages * logps, {"low": low, "high": high}
+
+
+BOUNDS = {"ppo": ppo_clip, "cispo": cispo_cap, "dppo": pi_region, "sapo": soft_gate,
+          "gmpo": geometric_mean}
+# Each token's term is divided by one of these, then all are added up. `length` is that of the
+# token's completion, L the maximum; completions and tokens are those of the whole optimizer step.
+AVERAGES = {
+    "completion": lambda length, completions, tokens, L: completions * length,
+    "tokens":     lambda length, completions, tokens, L: tokens,
+    "limit":      lambda length, completions, tokens, L: completions * L,
+    "sum":        lambda length, completions, tokens, L: completions,
+}
+LOSS_TYPES = {      # the flags of each: docs/losses.md
+    # name      bound    average       numbers of the bound's own
+    "grpo":    ("ppo",   "completion", {}),
+    "bnpo":    ("ppo",   "tokens",     {}),
+    "dr_grpo": ("ppo",   "limit",      {}),
+    "dapo":    ("ppo",   "tokens",     {}),
+    "cispo":   ("cispo", "tokens",     {}),
+    "dppo":    ("dppo",  "tokens",     {"largest_weight": 20.0}),
+    "sapo":    ("sapo",  "completion", {"tau_good": 1.0, "tau_bad": 1.05}),
+    "gmpo":    ("gmpo",  "completion", {}),
+    "luspo":   ("ppo",   "sum",        {}),     # for GSPO's ratio, arXiv 2602.05261
+}                   # and r1, a whole loss: one_action_loss
+
+
+# KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. An unbiased
+# value is the KL's on average. Its gradient is another matter: autograd does not see that another
+# pi would sample other tokens. k3+ is verl's.
+def k2(x):
+    return x.pow(2) / 2
+
+
+def k3(x):
+    near = x.clamp(max=20)
+    return near.expm1() * (1 + (x - near)) - near     # as in the script
+
+
+KL_TYPES = {
+    # name                                                value      mean gradient of
+    "k1":  lambda x: -x,                                # unbiased   0: it pulls nowhere
+    "k2":  k2,                                          # biased     KL(pi || pi_ref)
+    "k3":  k3,                                          # unbiased   KL(pi_ref || pi)
+    "k3+": lambda x: (k3(x) - k2(x)).detach() + k2(x),  # k3's       k2's
+    "abs": lambda x: x.abs(),                           # biased     the sum of |pi - pi_ref|
+}
+
+
+def kl_penalty(logps, ref_logps, *, kl_type="k3"):
+    """KL to the reference, estimated at each token, (N, R)."""
+    return choice(KL_TYPES, kl_type, "kl_type")(ref_logps - logps)
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+def family_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, epsilon_low=0.2,
+                epsilon_high=0.2, num_sequences=None, num_tokens=None, loss_type="grpo",
+                kl_type="k3", delta=None, importance_sampling_level="token",
+                max_completion_length=None, use_bias_correction_kl=False):
+    """The loss of GRPO and its family, and metrics: as the script's grpo_loss, with its options.
+
+    num_sequences and num_tokens None: this call is the whole optimizer step.
+    """
+    options = dict(ref_logps=ref_logps, beta=beta, epsilon_low=epsilon_low,
+                   epsilon_high=epsilon_high, num_sequences=num_sequences, num_tokens=num_tokens,
+                   kl_type=kl_type, delta=delta, max_completion_length=max_completion_length,
+                   importance_sampling_level=importance_sampling_level,
+                   use_bias_correction_kl=use_bias_correction_kl)
+    bound, average, numbers = row_of(loss_type)
+    if average is None:                 # a whole loss: r1, or one of your own
+        return bound(logps, old_logps, advantages, mask, **options)
+    if average == "limit" and max_completion_length is None:
+        raise ValueError(f"loss_type {loss_type} divides by max_completion_length; give it")
+    if beta and ref_logps is None:
+        raise ValueError("beta weights the KL to the reference; give ref_logps")
+    if use_bias_correction_kl and kl_type not in CORRECTED:
+        raise ValueError(not_corrected(kl_type))
+    if delta is not None and bound is not ppo_clip:
+        raise ValueError(f"delta belongs to PPO's clip, and {loss_type} has none; leave it out")
+    advantages = advantages.view(len(mask), -1)                                       # (N, 1 or R)
+    num_sequences, num_tokens = num_sequences or len(mask), num_tokens or mask.sum().clamp(min=1)
+    ratio = importance_ratio(logps, old_logps, mask, level=importance_sampling_level)
+    loss, where = bound(ratio, advantages, logps, mask, epsilon_low=epsilon_low,
+                        epsilon_high=epsilon_high, delta=delta, **numbers)            # (N, 1 or R)
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)                                    # (N, 1)
+    metrics = clip_ratios(where, mask, num_sequences, num_tokens, level=importance_sampling_level)
+    if ref_logps is not None:
+        x = (ref_logps - logps).masked_fill(mask == 0, 0)
+        kl = choice(KL_TYPES, kl_type, "kl_type")(x)                                    # (N, R)
+        metrics["kl"] = (kl.detach() * mask).sum() / num_tokens     # whatever the loss averages
+        loss = loss + beta * (ratio * kl if use_bias_correction_kl else kl)
+    divided_by = AVERAGES[average](lengths, num_sequences, num_tokens, max_completion_length)
+    return (loss * mask / divided_by).sum(), metrics
+
+
+def row_of(loss_type):
+    """(bound, average, numbers) of a loss; (function, None, {}) of a whole loss.
+
+    `module:function` is a bound, if its first parameter is `ratio`; then it is averaged as GRPO is.
+    It is looked up anew each time, and written down nowhere.
+    """
+    if loss_type == "r1":
+        return one_action_loss, None, {}
+    if loss_type in LOSS_TYPES:
+        bound, average, numbers = LOSS_TYPES[loss_type]
+        return BOUNDS[bound], average, numbers
+    function = combine.import_function("--loss_type", loss_type, ", ".join([*LOSS_TYPES, "r1"]))
+    is_bound = next(iter(inspect.signature(function).parameters), None) == "ratio"
+    return function, "completion" if is_bound else None, {}
+
+
+def one_action_loss(logps, old_logps, advantages, mask, *, ref_logps=None, num_sequences=None,
+                    num_tokens=None, **options):
+    """r1, DeepSeek-R1's loss: a completion is one action, with its tokens' summed log-probs."""
+    if advantages.dim() == 2 and advantages.shape[1] > 1:
+        raise ValueError("loss_type r1 has one ratio per completion; give advantages (N,)")
+    logps, old_logps, ref_logps = (
+        None if x is None else (x * mask).sum(1, keepdim=True)
+        for x in (logps, old_logps, ref_logps))                                         # (N, 1)
+    num_sequences = num_sequences or len(mask)
+    return family_loss(
+        logps, old_logps, advantages, mask.any(1, keepdim=True).int(), ref_logps=ref_logps,
+        loss_type="luspo", num_sequences=num_sequences, num_tokens=num_sequences, **options)
+
+
+def choice(table, name, option):
+    """The row of a table; ValueError, if it has none of this name."""
+    if name not in table:
+        raise ValueError(f"{option} is {name!r}; choose {', '.join(table)}")
+    return table[name]
+
+
+def not_corrected(kl_type):
+    return (f"use_bias_correction_kl gives {kl_type} a gradient that is no KL's; take kl_type "
+            f"{' or '.join(CORRECTED)}, or leave it out")
+
+
+def clip_ratios(where, mask, num_sequences, num_tokens, *, level):
+    """Metrics: the share of tokens at which a bound acts, by sides; "region": low or high.
+
+    where: {side: (N, 1 or R)}. If a completion has one ratio, all completions count the same.
+    """
+    weight = mask / num_tokens
+    if level == "sequence":
+        weight = mask / mask.sum(1, keepdim=True).clamp(min=1) / num_sequences
+    where = where | {"region": where["low"] | where["high"]}
+    return {f"clip_ratio/{name}_mean": (acts * weight).sum() for name, acts in where.items()}
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def add_flags(parser):
+    flag = parser.group("4. learn (the objective)").add_argument
+    flag("--loss_type", metavar="NAME", help="mean over tokens: of each completion, then of all "
+         "(grpo); of all tokens (bnpo, dapo); sum / max_gen_len (dr_grpo); sum (luspo); cispo, "
+         "dppo, sapo, gmpo and r1 also change the bound or the ratio; or a bound or a loss of your "
+         "own as module:function (docs/losses.md; default: grpo)")
+    flag("--importance_sampling_level", choices=("token", "sequence"), default="token",
+         help="a ratio pi / pi_old per token, or per completion (GSPO: epsilons of about 3e-4)")
+    flag("--delta", type=POSITIVE, help="dual clip: cap on the ratio of bad tokens (default: none)")
+    flag("--kl_type", choices=tuple(KL_TYPES), help="estimate of the KL: k2 has its gradient, k3 "
+         "is GRPO's, k3+ its value with k2's gradient (default: k3)")
+    flag("--use_bias_correction_kl", action="store_true", help="multiply the KL, k1 or k3, by the "
+         "ratio: with one per token it has the KL's gradient, after any number of updates")
+
+
+def defaults(args):
+    return {"epsilon_high": 5.0} if args.loss_type == "cispo" else {}
+
+
+def reasons(args):
+    """The flags that ask for another loss than the script's."""
+    return [f"--{name}" for name, usual in (
+        ("loss_type", (None, "grpo")), ("importance_sampling_level", ("token",)),
+        ("delta", (None,)), ("kl_type", (None, "k3")), ("use_bias_correction_kl", (False,)))
+        if getattr(args, name) not in usual]
+
+
+def is_on(args):
+    return bool(reasons(args))
+
+
+def install(t):
+    args = t.args
+    row_of(args.loss_type)              # a user's own is imported before the run begins
+    t.replace(", ".join(reasons(args)), grpo_loss=partial(
+        family_loss, loss_type=args.loss_type, kl_type=args.kl_type, delta=args.delta,
+        importance_sampling_level=args.importance_sampling_level,
+        max_completion_length=args.max_gen_len,
+        use_bias_correction_kl=args.use_bias_correction_kl))
+
+
+def refuse(args):
+    """UserError for flags of the loss that would together learn something else, unnoticed."""
+    bound, average, _ = row_of(args.loss_type)
+    may_do_as_it_likes = average is None
+    loss_type, high, delta = args.loss_type, args.epsilon_high, args.delta
+    sequence = args.importance_sampling_level == "sequence"
+    for is_there, sentence in [
+        (loss_type == "cispo" and high <= 1, f"--epsilon_high {high} is the cap itself with "
+         "--loss_type cispo and would scale down every token; give one above 1, or none for 5"),
+        (delta is not None and bound is not ppo_clip and not may_do_as_it_likes,
+         "--delta belongs to PPO's clip, and "
+         f"--loss_type {loss_type} has none; leave it out"),
+        (delta is not None and delta <= 1 + high,
+         f"--delta {delta} undoes the clip at 1 + epsilon_high = {1 + high}; give a larger one"),
+        (args.use_bias_correction_kl and args.kl_type not in CORRECTED,
+         f"--{not_corrected(args.kl_type)}"),
+        (loss_type in ONE_RATIO and sequence, f"--loss_type {loss_type} makes one ratio of a "
+         "completion's tokens itself; leave --importance_sampling_level out"),
+        (loss_type == "dppo" and sequence, "--loss_type dppo bounds the probability of each token; "
+         "leave --importance_sampling_level out"),
+        (loss_type == "luspo" and not sequence, "--loss_type luspo is for one ratio per "
+         "completion; add --importance_sampling_level sequence"),
+    ]:
+        if is_there:
+            raise UserError(sentence)
+
+
+def refuse_one_ratio(name, args):
+    """UserError if advantages of tokens, which `name` makes, would meet a ratio of completions."""
+    if args.loss_type in ONE_RATIO or args.importance_sampling_level == "sequence":
+        raise UserError(f"{name} gives each token an advantage, and this loss has one ratio per "
+                        "completion; change one of the two")
