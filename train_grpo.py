@@ -1,52 +1,56 @@
-"""Group Relative Policy Optimization, from scratch.
+"""Group Relative Policy Optimization (GRPO), from scratch.
 
-GRPO (DeepSeekMath, arXiv 2402.03300) teaches a language model from rewards alone: numbers that say
-how good an answer was. The model answers each prompt several times, and each answer is judged
-against its siblings. Answers better than their group's average become more likely, worse ones less.
+GRPO (DeepSeekMath, arXiv 2402.03300) trains a language model from rewards, numbers that say how
+good a completion is. The model completes each prompt several times. Training then makes the
+completions that beat the average of their group more likely, and the others less likely.
 
-In the formulas q is a prompt, o an answer to it, o_t its token number t, r its reward. pi is the
-policy, the model that learns, and pi(o_t) the probability that it gives to o_t after q and the
-tokens before. pi_old is the policy as it was when it sampled o; pi_ref, the reference, a frozen
-copy of the first weights. clip(x, a, b) is x, but at least a and at most b. eps, beta and the
-epsilons are small numbers; but for eps they are flags.
+In the formulas q is a prompt, o a completion of it, o_t the completion's token number t, and r its
+reward. pi is the policy, the model being trained, and pi(o_t) the probability that it gives to o_t
+after q and the tokens before o_t. pi_old is the policy as it was when it sampled o. pi_ref, the
+reference, is a frozen copy of the initial weights. clip(x, a, b) limits x to the range a to b.
 
-    A_i     = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + eps)       answer i's advantage in its group
-    ratio_t = pi(o_t) / pi_old(o_t)                                how far pi moved since sampling
-    loss    = - mean over answers of mean over tokens of [
+    A_i     = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + eps)       advantage of completion i
+    ratio_t = pi(o_t) / pi_old(o_t)
+    loss    = - mean over completions of mean over tokens of [
                   min(ratio_t A_i, clip(ratio_t, 1-epsilon_low, 1+epsilon_high) A_i)
-                  - beta KL_t(pi || pi_ref) ]                      KL_t: the distance to pi_ref at t
+                  - beta KL_t(pi || pi_ref) ]
 
-With one update per sampling, the default, pi is still pi_old: every ratio is 1, nothing clips, and
-the first part of the loss has the gradient of -A log pi.
+The tokens were drawn by pi_old, and the ratio corrects for that once an update has moved pi. The
+clip ends a token's gradient when pi has moved far enough in the direction that A asks for. The KL
+penalizes drift from the reference. By default each rollout gets a single update, during which pi
+is still pi_old: every ratio is 1, nothing is clipped, and the first part of the loss has the
+gradient of -A log pi.
 
-One step, for B prompts and G answers to each:
-    1. ask        generate             the policy samples G completions of every prompt
-    2. remember   compute_logps        how likely the reference finds each of their tokens
-    3. judge      compute_rewards      a reward for each completion: format, tags, a model, accuracy
-                  compute_advantages   ... compared within its group
-    4. learn      update_policy        gradient steps on the loss
-    5. report     run.record           metrics, evaluations, pictures, weights
+A step takes B prompts and G completions of each (beta, the epsilons and sizes are flags):
+    1. generate               generate             the policy samples the completions
+    2. reference log-probs    compute_logps        how likely each token is under the reference
+    3. rewards                compute_rewards      a number for each completion
+       and advantages         compute_advantages   each reward relative to its group
+    4. update                 update_policy        gradient steps on the loss
+    5. log                    run.record           metrics, evaluations, pictures, checkpoints
 
-A completion is an answer as tokens; a rollout, all completions of a step; a minibatch, what one
-optimizer step learns from, by default all of the rollout; a micro-batch, what fits into memory at
-a time. logps are log-probabilities. A mask is 1 where a token counts, 0 at padding. Shapes, in
-comments: N = B*G completions, n of a micro-batch; P prompt tokens, R completion tokens, T = P + R;
-V words of the vocabulary. A rank is a process, of which each has a GPU; by default there is one.
+A rollout is all completions of a step; a minibatch, what one optimizer step learns from (by default
+the whole rollout); a micro-batch, what goes through the model at a time, to save memory. A rank is
+one of torchrun's processes; by default there is one. logps are log-probabilities. A mask is 1 where a token counts
+and 0 at padding. Comments give shapes: N = B*G completions, n of a micro-batch; P prompt tokens, R
+completion tokens, T = P + R; V entries in the vocabulary.
 
-    python docs/grpo_on_one_page.py                 all of GRPO, none of the options
+    python docs/grpo_on_one_page.py                 read this one first: the same, without options
     python train_grpo.py                            two to four minutes on two cores
     torchrun --nproc_per_node=2 train_grpo.py       on two processes
 
-All that a default run does stands here, down to the end of `main`. An option wraps or replaces one
-of the functions in `TrainState`, where the run is loaded; a run's first lines name them.
+GRPO's own steps are in this file, above the end of `main`. The sampler, two of the four rewards,
+and bookkeeping are not. By default model/fast replaces the sampler and `token_logps` with faster
+versions that agree up to rounding, and each run checks `token_logps`; `--sampler plain` runs the
+readable ones. Any other option wraps or replaces one of the functions below when the run is loaded,
+and the first lines of a run name each function that is not this file's.
 
-Where we differ from the papers and from other code, on purpose:
-  - log-probabilities (float32, from the head on) are those of the distribution that was sampled:
-    the same temperature, no top-k or top-p. The trainer computes pi_old: so ratios start at 1.
-  - averages run over the whole optimizer step, all micro-batches and ranks, so that neither
-    micro_batch_size nor the number of processes changes the gradient of the same completions.
+The trainer, not the sampler, computes pi_old. Two things differ from the papers on purpose:
+  - Log-probabilities are computed in float32 from the output head onward, under the distribution
+    that completions are sampled from: the same temperature, without top-k or top-p.
+  - Averages are over the whole optimizer step, that is, all its micro-batches on all ranks. So
+    neither micro_batch_size nor the number of ranks changes the gradient of given completions.
 """
-import itertools
 import math
 import os
 import re
@@ -73,7 +77,7 @@ from errors import (
 )
 from model import Policy, Rollout, eos_token_ids, load_tokenizer
 from model.fast.vllm_engine import Engine
-from reward import combine, unjudged
+from reward import combine
 from reward.baselines import from_best, nanstd
 from run import backends, evaluation, extensions, minimind, report
 from run.loop import Run
@@ -86,13 +90,13 @@ from run.saver import Saver
 
 
 def group_advantages(rewards, num_generations, eps=1e-4):
-    """How much better each completion is than its siblings, in standard deviations of its group.
+    """How far each reward is above its group's mean, in standard deviations of the group.
 
         A = (r - mean(group)) / (std(group) + eps)         DeepSeekMath 4.1.2; the std has n-1
 
-    rewards (N,), the G completions of a prompt adjacent -> (N,). NaN: no function judged it; it is
-    left out of mean and std and gets advantage 0. Four answers, paid 1 for being right and 0.5 for
-    their form, say:
+    rewards (N,), with the G completions of a prompt adjacent -> (N,). NaN marks a completion that
+    no function has scored: it is left out of mean and std, and its advantage is 0. For example,
+    four completions are rewarded 1 for the right answer and 0.5 for the right format:
 
     >>> group_advantages(torch.tensor([0.5, 1.5, 1.0, 0.5]), 4)
     tensor([-0.7832,  1.3053,  0.2611, -0.7832])
@@ -103,9 +107,10 @@ def group_advantages(rewards, num_generations, eps=1e-4):
 
 
 def completion_mask(completion_ids, eos_token_id):
-    """(N, R): 1 through the first EOS, the token that ends an answer; all 1 without one.
+    """The mask of completions (N, R): 1 through the first EOS token, all 1 without one.
 
-    The EOS is trained: stopping is a skill. eos_token_id is an int or a list of ints.
+    The EOS itself is trained, because ending is part of the answer. eos_token_id is an int or a
+    list of ints.
     """
     is_eos = torch.isin(completion_ids, completion_ids.new_tensor(eos_token_id)).int()
     return (is_eos.cumsum(1) - is_eos == 0).int()   # no EOS before this token; the first one stays
@@ -114,8 +119,9 @@ def completion_mask(completion_ids, eos_token_id):
 def k3(x):
     """GRPO's estimate of KL(pi || pi_ref) at a token that pi sampled; x = log pi_ref - log pi.
 
-    The KL is the mean of -x over what pi draws. e^x - 1 = pi_ref / pi - 1 has mean 0: with it the
-    mean is the same, and no value is below 0. Beyond x = 20, lest e^x overflow, a straight line.
+    The KL is the mean of -x over pi's tokens. Adding e^x - 1, which is pi_ref / pi - 1 and has mean
+    0, keeps that mean and makes every value at least 0. Beyond x = 20, k3 continues as a straight
+    line so that e^x can't overflow.
     """
     near = x.clamp(max=20)
     return near.expm1() * (1 + (x - near)) - near     # for x <= 20: e^x - 1 - x
@@ -123,18 +129,19 @@ def k3(x):
 
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta, epsilon_low, epsilon_high,
               num_sequences, num_tokens):
-    """GRPO's loss, and metrics as detached scalars.
+    """Returns GRPO's loss, and metrics as detached scalars.
 
-    logps, old_logps, mask, ref_logps (N, R), the last None without a reference; advantages (N,), or
-    (N, R). num_sequences and num_tokens are totals of the optimizer step, of which this may be one
-    micro-batch: losses and metrics of all of them add up.
+    logps, old_logps, mask and ref_logps are (N, R), the last one None without a reference;
+    advantages are (N,), or (N, R) if each token has its own. num_sequences and num_tokens count the
+    completions and tokens of the whole optimizer step, of which this call may see one micro-batch:
+    the losses and the metrics of all calls add up. Only metrics are divided by num_tokens.
     """
     A, padding = advantages.view(len(mask), -1), mask == 0              # (N, 1 or R), (N, R)
     log_ratio = (logps - old_logps).masked_fill(padding, 0)             # (N, R) from here on
     ratio = log_ratio.clamp(max=80).exp()               # pi / pi_old; e^89 would be infinite
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-    # Once a ratio has moved past 1 ± epsilon in the direction that A favours, the clip removes its
-    # gradient; the min keeps it on the other side.
+    # Beyond 1 ± epsilon the clipped term is constant. The min takes it only if the ratio has moved
+    # in the direction that A asks for; a ratio that has moved the other way keeps its gradient.
     loss, metrics = -torch.min(ratio * A, clipped * A), {}
     if ref_logps is not None:
         kl = k3((ref_logps - logps).masked_fill(padding, 0))
@@ -143,7 +150,7 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta, epsilon_lo
     # The mean over each completion's tokens, then over all completions.
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                    # (N, 1)
     loss = (loss * mask / (num_sequences * lengths)).sum()
-    # The share of tokens at which the clip acts, below 1 and above it.
+    # The share of tokens that the clip deprives of their gradient, below 1 and above it.
     low, high = (ratio < 1 - epsilon_low) & (A < 0), (ratio > 1 + epsilon_high) & (A > 0)
     for name, acts in {"low": low, "high": high, "region": low | high}.items():
         metrics[f"clip_ratio/{name}_mean"] = (acts * (mask / num_tokens)).sum()
@@ -155,11 +162,10 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta, epsilon_lo
 
 def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temperature=1.0,
                 with_entropy=False):
-    """log pi(token | all before) of the last R = num_completion_tokens of input_ids (N, T): (N, R).
+    """Returns log pi(token | all before) of the last R = num_completion_tokens of each row, (N, R).
 
-    With `with_entropy` also the entropy of each of these distributions, (N, R), in nats. Both are
-    float32, and 0 at padding. model/fast/pair.py computes the same in less time, and is what runs
-    by default: the first call of a run compares the two. --sampler plain runs these lines.
+    input_ids and attention_mask are (N, T). With `with_entropy` it also returns the entropy of each
+    token's distribution in nats, (N, R). Both are float32, and 0 at padding.
     """
     R = num_completion_tokens
     # The logits at position t predict token t+1, so read those at positions P-1 ... T-2.
@@ -173,9 +179,9 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 
 
 # --- rewards --------------------------------------------------------------------------------------
-# A reward function judges N completions at a time: a number for each, or None: it does not apply.
-# columns are the data's other fields, N values each: answer, say. (?>...) in a pattern tries one
-# beginning alone: linear time, whatever a policy writes.
+# A reward function scores N completions at once: a number for each, or None if it does not apply.
+# `columns` are the other fields of the data, N values each, for example `answer`. In the pattern,
+# (?>...) never tries a second match, so its time is linear in the length of a completion.
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 FORMAT = re.compile(r"(?><think>\n.*?\n</think>\n\n?<answer>\n).*\n</answer>", re.DOTALL)
 
@@ -186,201 +192,232 @@ def format_reward(prompts, completions, **columns):
 
 
 def tag_reward(prompts, completions, **columns):
-    """0.25 for each of the four tags that occurs exactly once: a slope up to the full format."""
+    """0.25 for each of the four tags that occurs exactly once: partial credit for the format."""
     return [sum(0.25 for tag in TAGS if completion.count(tag) == 1) for completion in completions]
 
 
-# By default a completion earns format + tag + rm + accuracy. rm is a small reward model's opinion,
-# -1 to 1; accuracy is 1 if the answer is right, else 0 (reward/reward_model.py, reward/rules.py).
+# The default reward is format + tag + rm + accuracy. rm is the score of a small reward model, from
+# -1 to 1; accuracy is 1 for the right answer and 0 otherwise. Both are in reward/.
 REWARD_WEIGHTS = {"format": 1.0, "tag": 1.0, "rm": 1.0, "accuracy": 1.0}
 
 
 # --- the functions of a step ----------------------------------------------------------------------
-# t, a TrainState (below main), has the flags, t.args; the ranks, t.world; the models; and these
-# functions: t.generate is `generate`, unless an option has wrapped or replaced it. A policy has
-# policy.model and what runs it: policy.sample, and policy.token_logps, which is token_logps or its
-# faster twin. `part` is a micro-batch: rollout.select(rows) cuts it out, without padding that all
-# its rows have, and part.sequences() are what token_logps reads: input_ids, attention_mask, R. Of a
-# part's tokens loss_mask has those that are learned: by default all, through the EOS.
+# `state` is a TrainState, declared right below main: the flags, state.args; the ranks, state.world;
+# the models; and these functions. state.generate(batch, rng) calls generate(state, batch, rng),
+# unless an option has taken its place.
+#
+# A Rollout (model/rollout.py) has a row for each completion. This file uses of it:
+#     loss_mask                  (N, R) the tokens that are trained, by default all through the EOS
+#     sampling_logps, ref_logps  (N, R) as the sampler computed them; under the reference
+#     rewards, advantages        (N,); rewards_per_func {name: (N,)}
+#     select(rows)               a MicroBatch of these rows; its R is that of its longest completion
+#     sequences()                input_ids and attention_mask (N, T), and R: what token_logps reads
 
 
-def generate(t, batch, rng, num_generations=None, greedy=False):
-    """Step 1: G completions of each prompt, as a Rollout: model/rollout.py lists its fields."""
-    completion_ids, logps = t.policy.sample(    # (N, R); model/sampler.py. prompt_ids are (B, P)
+def generate(state, batch, rng, num_generations=None, greedy=False):
+    """1. Samples G completions of each prompt of a batch (dataset/prompts.py): a Rollout."""
+    args = state.args
+    completion_ids, logps = state.policy.sample(    # (N, R); prompt_ids are (B, P)
         batch["prompt_ids"].to(rng.device), batch["prompt_mask"].to(rng.device),
-        num_generations=num_generations or t.args.num_generations,
-        max_new_tokens=t.args.max_gen_len, temperature=t.args.temperature, eos_token_id=t.eos_ids,
-        pad_token_id=t.tokenizer.pad_token_id or 0, generator=rng, greedy=greedy)
-    mask = completion_mask(completion_ids, t.eos_ids)                                   # (N, R)
-    return Rollout.of(batch, completion_ids, mask, logps, t.eos_ids, t.tokenizer)
+        num_generations=num_generations or args.num_generations, max_new_tokens=args.max_gen_len,
+        temperature=args.temperature, eos_token_id=state.eos_ids,
+        pad_token_id=state.tokenizer.pad_token_id or 0, generator=rng, greedy=greedy)
+    mask = completion_mask(completion_ids, state.eos_ids)                               # (N, R)
+    return Rollout.of(batch, completion_ids, mask, logps, state.eos_ids, state.tokenizer)
 
 
 @torch.no_grad()
-def compute_logps(t, policy, rollout):
-    """Step 2: log-probabilities of all completions, (N, R), a micro-batch at a time."""
+def compute_logps(state, policy, rollout):
+    """2. Computes all log-probabilities under a policy, (N, R), one micro-batch at a time."""
     logps = torch.zeros_like(rollout.sampling_logps)
-    for rows in torch.arange(len(logps), device=logps.device).split(t.args.micro_batch_size):
+    for rows in torch.arange(len(logps), device=logps.device).split(state.args.micro_batch_size):
         part = rollout.select(rows)
         logps[rows, :part.loss_mask.shape[1]] = policy.token_logps(
-            *part.sequences(), temperature=t.args.temperature)
+            *part.sequences(), temperature=state.args.temperature)
     return logps
 
 
-def compute_rewards(rollout, reward_funcs, reward_weights):
-    """Step 3: the weighted sum of the rewards, (N,), and each function's own, {name: (N,)}."""
+def compute_rewards(state, rollout, reward_funcs, reward_weights):
+    """3. Returns the weighted sum of the rewards, (N,), and each function's own, {name: (N,)}.
+
+    Each function is wrapped (reward/combine.py) so that it returns floats, with NaN for None and
+    for a call that failed. A completion that no function has scored gets NaN.
+    """
     given = rollout.for_rewards()                           # prompts, completions, and columns
     each = {func.__name__: torch.tensor(func(**given)) for func in reward_funcs}
     values, weights = torch.stack([*each.values()]), torch.tensor(reward_weights)
-    rewards = (values * weights[:, None]).nansum(0)         # None, and a failure, are NaN: add 0
-    rewards[unjudged(values, weights, rewards)] = math.nan  # where no function has judged
+    rewards = (values * weights[:, None]).nansum(0)                                     # (N,)
+    counts = weights != 0 if weights.any() else weights == 0
+    rewards[values[counts].isnan().all(0)] = math.nan
     return rewards, each
 
 
-def compute_advantages(t, rollout):
-    """Step 3: the advantage of each completion, (N,)."""
-    return group_advantages(rollout.rewards, t.args.num_generations).to(rollout.loss_mask.device)
+def compute_advantages(state, rollout):
+    """3. Returns the advantage of each completion, (N,)."""
+    advantages = group_advantages(rollout.rewards, state.args.num_generations)
+    return advantages.to(rollout.loss_mask.device)
 
 
-def cut_up(t, rollout):
-    """Step 4: the minibatches of a pass, each a list of micro-batches.
+def compute_loss(state, part, logps, entropy):
+    """4. Returns a micro-batch's part of the loss of its optimizer step, and metrics."""
+    args = state.args
+    return state.grpo_loss(logps, part.old_logps, part.advantages, part.loss_mask,
+                           ref_logps=part.ref_logps, beta=args.beta, epsilon_low=args.epsilon_low,
+                           epsilon_high=args.epsilon_high, num_sequences=part.num_sequences,
+                           num_tokens=part.num_tokens)
 
-    Rows are cut evenly, in order, so a group may fall into two. By default all are read. Without a
-    KL, --beta 0, a row of advantage 0 has no gradient and is left out; not with --shard, where
-    ranks must make the same number of forward passes.
+
+def update_policy(state, rollout):
+    """4. Makes an optimizer step for each minibatch, num_iterations times, as PPO does.
+
+    PPO is the algorithm that GRPO comes from. By default there is one minibatch and one iteration.
+    Returns {metric: number}, empty if no completion on any rank has a reward.
     """
-    N, found = len(rollout.loss_mask), []
-    is_read = rollout.has_gradient(t.pulls_on_all) | bool(t.args.shard)                 # (N,)
-    for rows in torch.arange(N, device=is_read.device).tensor_split(min(N, t.args.num_minibatches)):
-        # The loss is divided by the numbers of all its rows and tokens, on all ranks, read or not.
-        totals = t.world.sum(torch.tensor([len(rows), rollout.lengths[rows].sum()])).tolist()
-        found.append([rollout.select(part, num_sequences=totals[0], num_tokens=totals[1])
-                      for part in rows[is_read[rows]].split(t.args.micro_batch_size) if len(part)])
-    return found
-
-
-def compute_loss(t, part, logps, entropy):
-    """Step 4: the loss of a micro-batch, its part of the optimizer step's, and metrics."""
-    return t.grpo_loss(logps, part.old_logps, part.advantages, part.loss_mask,
-                       ref_logps=part.ref_logps, beta=t.args.beta, epsilon_low=t.args.epsilon_low,
-                       epsilon_high=t.args.epsilon_high, num_sequences=part.num_sequences,
-                       num_tokens=part.num_tokens)
-
-
-def update_policy(t, rollout):
-    """Step 4: passes over the rollout, and in each an optimizer step per minibatch, as in PPO.
-
-    PPO is GRPO's parent. By default there is one pass and one minibatch. Returns {metric: number}.
-    """
-    args, world, policy, metrics = t.args, t.world, t.policy, Metrics(t.world, t.args)
+    args, world, policy = state.args, state.world, state.policy
+    metrics, minibatches = Metrics(world, args), []
     if not world.sum((~rollout.rewards.isnan()).sum()):
-        return {}                           # no rank has a reward
-    minibatches = cut_up(t, rollout)
-    if args.num_iterations * len(minibatches) > 1:      # pi will move: note what pi_old says, now
-        world.phase("old_logps")
+        return {}
+    # A row of advantage 0 need not be read if nothing else, such as a KL, gives it a gradient. All
+    # shards (FSDP) must read equally often, so with --shard they read every row.
+    read = rollout.has_gradient(state.every_row_has_gradient) | bool(args.shard)        # (N,)
+    for parts, counts in rollout.minibatches(args.num_minibatches, args.micro_batch_size, read):
+        # The averages in the loss are over all completions and tokens of the minibatch, on all
+        # ranks, whether they are read or not.
+        num_sequences, num_tokens = world.sum(counts).tolist()
+        for part in parts:
+            part.num_sequences, part.num_tokens = num_sequences, num_tokens
+        minibatches.append(parts)
+
+    if args.num_iterations * len(minibatches) > 1:      # pi will move away from pi_old, so compute
+        world.phase("old_logps")                        # pi_old's log-probabilities beforehand
         with torch.no_grad():
-            for part in itertools.chain(*minibatches):
+            for part in sum(minibatches, []):
                 part.old_logps = policy.token_logps(
                     *part.sequences(), temperature=args.temperature)
         world.phase("update")
+
     for _ in range(args.num_iterations):
         for minibatch in minibatches:
-            for part in minibatch:          # their gradients add up
+            for part in minibatch:          # the gradients of micro-batches add up
                 logps, entropy = policy.token_logps(                                    # (n, R)
                     *part.sequences(), temperature=args.temperature, with_entropy=True)
                 if part.old_logps is None:  # pi is pi_old: a ratio of 1, whose gradient is not 0
                     part.old_logps = logps.detach()
-                loss, of_loss = t.compute_loss(t, part, logps, entropy)
+                loss, of_loss = state.compute_loss(part, logps, entropy)
                 loss.backward()
                 metrics.add(part, logps, entropy, loss, of_loss)
             world.sum_gradients(policy.model)       # over the ranks
             grad_norm = world.clip_gradients(policy.model, args.grad_clip)
-            # grad_norm is the same on all ranks. At a gradient of 0 momentum would move pi.
+            # At a gradient of 0 the optimizer's momentum would still move the policy.
             if grad_norm.isfinite() and grad_norm > 0:
-                t.optimizer.step()
-            t.optimizer.zero_grad()     # frees the gradients: the sampler will need the room
+                state.optimizer.step()
+            state.optimizer.zero_grad()     # frees the gradients; sampling needs the memory
             metrics.end_update(grad_norm)
+    # A number of the loss is summed over micro-batches and ranks, and averaged over updates.
     return metrics.means()
 
 
-def grpo_step(t, batch, step, lr):
-    """A step of GRPO on a batch of prompts: (rollout, metrics). world.phase names what is timed."""
-    world, t.step = t.world, step                   # t.step: for options
-    world.phase("rollout")          # 1. ask: G completions of every prompt
-    rollout = t.generate(t, batch, world.rng(step))
-    world.phase("ref_logps")        # 2. remember: how likely the reference finds them
-    if t.reference is not None:     # None with --beta 0
-        rollout.ref_logps = t.compute_logps(t, t.reference, rollout)
-    world.phase("reward")           # 3. judge: rewards, then advantages within each group
-    rollout.rewards, rollout.rewards_per_func = t.compute_rewards(
-        rollout, t.reward_funcs, t.args.reward_weights)
-    rollout.advantages = t.compute_advantages(t, rollout)
-    world.phase("update")           # 4. learn: clipped gradient steps
-    t.optimizer.param_groups[0]["lr"] = lr
-    metrics = t.update_policy(t, rollout)
+def grpo_step(state, batch, step, lr):
+    """Takes a step of GRPO on a batch of prompts: (rollout, metrics).
+
+    state.generate is `generate` above, unless an option has replaced it, and so are the others.
+    world.phase starts the clock of a phase.
+    """
+    world, state.step = state.world, step           # extensions read state.step
+
+    world.phase("rollout")          # 1. generate
+    rollout = state.generate(batch, world.rng(step))
+
+    world.phase("ref_logps")        # 2. reference log-probs; there is no reference with --beta 0
+    if state.reference is not None:
+        rollout.ref_logps = state.compute_logps(state.reference, rollout)
+
+    world.phase("reward")           # 3. rewards and advantages
+    rollout.rewards, rollout.rewards_per_func = state.compute_rewards(
+        rollout, state.reward_funcs, state.args.reward_weights)
+    rollout.advantages = state.compute_advantages(rollout)
+
+    world.phase("update")           # 4. update
+    state.optimizer.param_groups[0]["lr"] = lr
+    metrics = state.update_policy(rollout)
     world.phase(None)
     return rollout, metrics | {"learning_rate": lr}
 
 
-@user_errors("train_grpo.py")       # a user's mistake is one line, without a traceback
-@all_or_none                        # what ends one rank ends all of them
+@user_errors("train_grpo.py")       # prints a user's mistake as one sentence, without a traceback
+@all_or_none                        # ends all ranks if one of them fails
 def main(argv=None):
     args = parse_args(argv)
     world = World.join(args)        # the processes that torchrun started, or this one alone
-    with Run(args, world) as run:   # its folder and files, checkpoints, evaluations: run/loop.py
-        t = load(args, world)
-        for step, batch in run.begin(t):        # evaluates; with --resume goes on where it ended
+    with Run(args, world) as run:   # files, checkpoints, and evaluations: run/loop.py
+        state = load(args, world)
+        for step, batch in run.steps(state):        # resumes with --resume; evaluates before step 1
             lr = lr_at(step, run.last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
-            rollout, metrics = grpo_step(t, batch, step, lr)
-            run.record(step, rollout, metrics)  # 5. report: metrics, evaluations, pictures, weights
-        run.finish(parse_args([]))      # final/, and a card of the flags that differ from these
+            rollout, metrics = grpo_step(state, batch, step, lr)
+            run.record(step, rollout, metrics)      # 5. log
+        run.finish(parse_args([]))                  # writes final/
     world.close()
 
 
 # --- what one looks up: loading -------------------------------------------------------------------
 
 
+# The functions of a step that are bound to their state.
+BOUND = ("generate", "compute_logps", "compute_rewards", "compute_advantages", "compute_loss",
+         "update_policy")
+
+
 @dataclass(slots=True)
 class TrainState:
-    """All that a step takes. A mistyped field, or hook, is an AttributeError."""
+    """All that a step needs. A mistyped field or function is an AttributeError."""
     args: Namespace
     world: World
     tokenizer: object
-    eos_ids: list                       # the ids that end a reply
+    eos_ids: list                       # ids of the tokens that end a completion
     policy: Policy                      # model/policy.py: a model, its sampler, its token_logps
     reference: Policy                   # None with --beta 0
     optimizer: torch.optim.Optimizer
     reward_funcs: list
     eval_funcs: list
-    num_prompts: int                    # of a step, for each rank
-    pulls_on_all: bool                  # a KL or an entropy: a row of advantage 0 has a gradient
-    generate: Callable                  # from here on the functions of a step: those above, unless
-    compute_logps: Callable             # an option wraps or replaces them
+    num_prompts: int                    # per step and rank
+    every_row_has_gradient: bool        # a KL, say, gives a row of advantage 0 a gradient
+    generate: Callable                  # from here on this file's functions, unless an option
+    compute_logps: Callable             # wraps or replaces them
     compute_rewards: Callable
     compute_advantages: Callable
     compute_loss: Callable
-    grpo_loss: Callable
     update_policy: Callable
+    grpo_loss: Callable                 # the last two are not bound
     token_logps: Callable               # for models that an option loads
-    step: int = 0                       # the one that is being made
-    saved: dict = field(default_factory=dict)       # name -> a model, saved beside the policy
-    changed: dict = field(default_factory=dict)     # function -> by what, for the first lines
+    step: int = 0                       # the current step
+    saved: dict = field(default_factory=dict)       # {name: model}, saved beside the policy
+    changed: dict = field(default_factory=dict)     # {function: by which flags and files}
+
+    def __post_init__(self):
+        for name in BOUND:
+            setattr(self, name, partial(getattr(self, name), self))
 
     def wrap(self, flag, **wrappers):
-        """wrapper(inner, ...) takes the place of the function of its name, which is its `inner`."""
+        """Puts wrapper(inner, state, ...) in the place of a function, which is called inner(...).
+
+        grpo_loss has no state: its wrapper is wrapper(inner, ...).
+        """
         for name, wrapper in wrappers.items():
             self._put(name, partial(wrapper, getattr(self, name)), f"wrapped by {flag}", wrapper)
 
     def replace(self, flag, **functions):
-        """Another function takes the place of the one of its name."""
+        """Puts function(state, ...) in the place of the one of its name, before any wrapper."""
         for name, function in functions.items():
+            if name in self.changed:
+                raise RuntimeError(f"{flag} would undo that {name} is {self.changed[name][-1]}")
             self._put(name, function, f"replaced by {flag}", function)
 
     def _put(self, name, function, how, by):
-        if not callable(getattr(self, name)):
-            raise AttributeError(f"{name} is no function of a step")
+        if name not in (*BOUND, "grpo_loss"):
+            raise AttributeError(f"{name} is not a function of a step")
         module = getattr(by, "func", by).__module__.replace(".", "/")
         self.changed.setdefault(name, []).append(f"{how} ({module}.py)")
-        setattr(self, name, function)
+        setattr(self, name, partial(function, self) if name in BOUND else function)
 
 
 def load(args, world):
@@ -408,17 +445,17 @@ def load(args, world):
                                   weight_decay=args.weight_decay)   # 0.99: runs are short
     if engine is not None:
         optimizer.register_step_post_hook(engine.outdate)
-    t = TrainState(
+    state = TrainState(
         args=args, world=world, tokenizer=tokenizer, eos_ids=eos_ids, policy=policy,
         reference=reference, optimizer=optimizer, reward_funcs=funcs[:count],
         eval_funcs=funcs[count:], num_prompts=args.batch_size * args.accumulation_steps,
-        pulls_on_all=reference is not None,
+        every_row_has_gradient=reference is not None,
         generate=generate, compute_logps=compute_logps, compute_rewards=compute_rewards,
         compute_advantages=compute_advantages, compute_loss=compute_loss, grpo_loss=grpo_loss,
         update_policy=update_policy, token_logps=token_logps)
-    extensions.install(t)
+    extensions.install(state)
     world.alive()       # loading took its time
-    return t
+    return state
 
 
 def lr_at(step, last_step, *, peak, warmup_steps):
@@ -432,10 +469,9 @@ def lr_at(step, last_step, *, peak, warmup_steps):
 # --- what one looks up: flags ---------------------------------------------------------------------
 # Those of the algorithm stand here. Others stand beside the code that reads them.
 
-GROUPS = ("the six that matter first", "1. ask (weights, prompts, sampling)",
-          "2. remember (the reference)", "3. judge (rewards, advantages)",
-          "4. learn (the objective)", "4. learn (the optimizer)",
-          "5. report (evaluation, logs, weights)", "the machine")
+GROUPS = ("the six that matter first", "1. generate (weights, prompts, sampling)",
+          "2. reference log-probs", "3. rewards and advantages", "4. update (the objective)",
+          "4. update (the optimizer)", "5. log (evaluation, files, weights)", "the machine")
 
 
 def parse_args(argv=None):
@@ -452,7 +488,7 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     extensions.fill_in(args)
     fill_in_defaults(args)
-    extensions.refuse(args)
+    extensions.check(args)
     return args
 
 
@@ -471,7 +507,7 @@ def add_flags(parser):
     flag("--beta", type=POSITIVE_OR_0, help="weight of the KL penalty, which keeps the policy near "
          "the reference; 0: none, and no reference in memory (default: 0.02)")
 
-    flag = parser.group("1. ask").add_argument
+    flag = parser.group("1. generate").add_argument
     flag("--model_path", help="the policy: a folder or hub id of Qwen3, Qwen2.5, Llama or "
          "Qwen3-MoE weights, or (slower) of any other causal model of transformers; or MiniMind's "
          ".pth (default: reason_128 or full_sft_128, from out_dir or else from model/weights)")
@@ -479,7 +515,7 @@ def add_flags(parser):
     flag("--temperature", type=number(float, 0.001), default=1.0,
          help="of sampling, in evaluation too")
 
-    flag = parser.group("4. learn (the objective)").add_argument
+    flag = parser.group("4. update (the objective)").add_argument
     flag("--epsilon_low", type=POSITIVE_OR_0, default=0.2, help="clip the ratio at 1 - it")
     flag("--epsilon_high", type=POSITIVE_OR_0, help="and at 1 + it (default: 0.2; DAPO 0.28); "
          "cispo: the cap itself (default: 5); gmpo: both in log space, 0.4 say; dppo: of pi, 0.15")
@@ -488,7 +524,7 @@ def add_flags(parser):
     flag("--num_minibatches", type=COUNT, default=1,
          help="optimizer steps per pass; with a single one in all, no ratio moves and no clip acts")
 
-    flag = parser.group("4. learn (the optimizer)").add_argument
+    flag = parser.group("4. update (the optimizer)").add_argument
     flag("--micro_batch_size", type=COUNT, default=64, help="completions per forward pass: lower "
          "it if memory runs out; the result stays the same")
     flag("--max_steps", type=COUNT_OR_0, help="with as many passes over the prompts as it takes; "

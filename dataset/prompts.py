@@ -246,14 +246,14 @@ def steps_per_epoch(num_rows, prompts_per_rank, world_size=1):
 
 
 def add_flags(parser):
-    flag = parser.group("1. ask").add_argument
+    flag = parser.group("1. generate").add_argument
     flag("--data_path", help="training prompts, a jsonl file (default: dataset/train.jsonl)")
     flag("--max_seq_len", "--max_prompt_length", type=COUNT, default=66,
          help="tokens that a prompt may have")
     flag("--overlong_prompts", choices=("refuse", "cut", "drop"), default="refuse",
          help="refuse longer prompts, keep their last tokens, or leave them out")
     flag("--system_prompt", help="for chats without one; r1: a text that asks for the tags")
-    flag = parser.group("5. report").add_argument
+    flag = parser.group("5. log").add_argument
     flag("--eval_data_path", help="jsonl with held-out problems (default: dataset/heldout.jsonl)")
     flag("--eval_samples", type=COUNT, default=1000, help="held-out problems per evaluation")
 

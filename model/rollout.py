@@ -105,12 +105,13 @@ class Rollout(Sequences):
         pairs = zip(self.completion_ids.tolist(), self.completion_mask.sum(1).tolist())
         return [ids[:length] for ids, length in pairs]
 
-    def has_gradient(self, pulls_on_all):
-        """(N,): whether a row has tokens to learn, and something that moves their probabilities:
+    def has_gradient(self, every_row_has_gradient):
+        """(N,): whether a row has tokens to train, and something that gives them a gradient.
 
-        an advantage that is not 0, or `pulls_on_all`, a KL say.
+        That is an advantage that is not 0, or `every_row_has_gradient`, because of a KL for
+        example.
         """
-        moves = self.advantages.view(len(self.loss_mask), -1).any(1) | pulls_on_all
+        moves = self.advantages.view(len(self.loss_mask), -1).any(1) | every_row_has_gradient
         return self.loss_mask.any(1) & moves
 
     def for_rewards(self):
@@ -129,7 +130,19 @@ class Rollout(Sequences):
 
         return replace(self, **{one.name: cut(getattr(self, one.name)) for one in fields(self)})
 
-    def select(self, rows, **totals):
+    def minibatches(self, number, micro_batch_size, read):
+        """Cuts the rows evenly, in order: (micro-batches, counts) for each of `number` minibatches.
+
+        So a group may fall into two minibatches. read (N,): which rows the micro-batches hold.
+        counts: the number of all completions of a minibatch, and of their trained tokens, (2,).
+        """
+        for rows in torch.arange(len(read), device=read.device).tensor_split(
+                min(len(read), number)):
+            parts = rows[read[rows]].split(micro_batch_size)
+            yield ([self.select(part) for part in parts if len(part)],
+                   torch.tensor([len(rows), self.lengths[rows].sum()]))
+
+    def select(self, rows):
         """A MicroBatch of these rows, (n,), without positions that are padding in all of them."""
         longest = [mask[rows].sum(1).max() for mask in (self.prompt_mask, self.completion_mask)]
         P, R = torch.stack(longest).tolist()
@@ -144,4 +157,4 @@ class Rollout(Sequences):
             self.prompt_ids[rows, -P:], self.prompt_mask[rows, -P:], cut(self.completion_ids),
             cut(self.completion_mask), cut(self.loss_mask), cut(self.sampling_logps),
             cut(self.ref_logps), advantages,
-            {name: cut(values) for name, values in self.extra.items()}, **totals)
+            {name: cut(values) for name, values in self.extra.items()})

@@ -31,7 +31,7 @@ SETTINGS = [        # of torch: what they are called, read and written with
 
 
 def add_flags(parser):
-    flag = parser.group("3. judge").add_argument
+    flag = parser.group("3. rewards").add_argument
     flag("--reward_funcs", nargs="+", metavar="NAME", help="format, tag, rm, accuracy, overlong, "
          "repetition, countdown, sentence, reasoning_gym, or your own as module:function (default: "
          "format tag rm accuracy; no tags with --reasoning 0, rm only for our data or your model)")
@@ -95,17 +95,6 @@ def refuse_same_names(judges):
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"two of --reward_funcs are called {name}; rename one, or leave it out")
-
-
-def unjudged(values, weights, rewards):
-    """(N,): completions without a reward: no function that counts has judged them, or it is none.
-
-    values (functions, N) with NaNs, weights (functions,), rewards (N,) their sum.
-    """
-    counts = weights != 0
-    if not counts.any():        # a teacher's word is all that counts: then any judges
-        counts = ~counts
-    return values[counts].isnan().all(0) | ~rewards.isfinite()
 
 
 def import_function(flag, name, known):

@@ -25,9 +25,7 @@ from numbers import Real
 from errors import UserError
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# DOTALL: `.` matches line breaks too. (?>...): one beginning is tried, so time is linear, as it is
-# wherever a reply is read here: a policy may write anything.
-FORMAT = re.compile(r"(?><think>\n.*?\n</think>\n\n?<answer>\n).*\n</answer>", re.DOTALL)
+# DOTALL: `.` matches line breaks, too.
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 NUMBER = re.compile(r"-?\d+(?:,\d{3}(?!\d))*(?:\.\d+)?")
 WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*\.?")
@@ -59,19 +57,6 @@ def check(column, value, is_right, needed):
     if not is_right:
         raise UserError(f"the column {column} must be {needed}, but a row has "
                         f"{reprlib.repr(value)}; mend the data")
-
-
-def format_reward(prompts, completions, **columns):
-    """0.5 for `<think>\\n...\\n</think>\\n<answer>\\n...\\n</answer>` and nothing else, else 0.
-
-    There may be an empty line between the two blocks.
-    """
-    return [0.5 if FORMAT.fullmatch(completion) else 0.0 for completion in completions]
-
-
-def tag_reward(prompts, completions, **columns):
-    """0.25 for each of the four tags that occurs exactly once: a slope up to the full format."""
-    return [sum(0.25 for tag in TAGS if completion.count(tag) == 1) for completion in completions]
 
 
 def accuracy_reward(prompts, completions, answer=None, own_words=None, **columns):
@@ -343,6 +328,6 @@ def reasoning_gym_reward(prompts, completions, answer, metadata, **columns):
 
 
 # By the names that --reward_funcs knows.
-RULES = {"format": format_reward, "tag": tag_reward, "accuracy": accuracy_reward,
+RULES = {"accuracy": accuracy_reward,
          "repetition": repetition_reward, "countdown": countdown_reward, "guess": guess_reward,
          "calls": calls_reward, "sentence": sentence_reward, "reasoning_gym": reasoning_gym_reward}

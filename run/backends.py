@@ -21,15 +21,15 @@ from . import minimind
 from .processes.shard import shard
 from .processes.world import rank_and_size
 
-MOST_LOGITS = 2**25         # of the comparison of model/fast with the script
+ROWS, MOST_LOGITS = 8, 2**25        # of the comparison of model/fast with the script
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}      # of a log-probability
 
 
 def add_flags(parser):
-    flag = parser.group("1. ask").add_argument
+    flag = parser.group("1. generate").add_argument
     flag("--rollout_batch_size", type=COUNT_OR_0, default=0, help="completions sampled at once, in "
          "training and evaluation: fewer need less memory and more time; 0: all of them")
-    flag = parser.group("4. learn (the optimizer)").add_argument
+    flag = parser.group("4. update (the optimizer)").add_argument
     flag("--lora_rank", type=COUNT_OR_0, default=0,
          help="train adapters of this rank (LoRA) instead of the weights; 0: the weights")
     flag("--lora_alpha", type=POSITIVE, default=32, help="alpha / rank scales the adapters")
@@ -117,29 +117,33 @@ def policy_of(model, path, world, args, token_logps, engine=None, *, learns=Fals
 
 
 def checked(fast_logps, plain_logps, world, learns):
-    """fast_logps, whose first call is compared with the script's own on a few of its rows.
+    """fast_logps, whose first call is compared with plain_logps on a few of its rows.
 
-    UserError where the two differ by more than rounding. learns: the policy, which says so.
+    Raises a UserError if the two differ by more than rounding. The policy, which learns, prints by
+    how much. At most ROWS rows and MOST_LOGITS logits are compared, because plain_logps holds all
+    logits in memory at once.
     """
-    differences = []
+    compared = False
 
-    def reader(model, input_ids, attention_mask, R, **options):
-        found = fast_logps(model, input_ids, attention_mask, R, **options)
-        if not differences:
-            ours = found[0] if options.get("with_entropy") else found
-            rows, P = max(1, MOST_LOGITS // (R * model.config.vocab_size)), input_ids.shape[1] - R
-            short = min(R, max(1, MOST_LOGITS // model.config.vocab_size))
-            with torch.no_grad():
-                theirs = plain_logps(model, input_ids[:rows, :P + short],
-                                     attention_mask[:rows, :P + short], short, **options)
-            theirs = theirs[0] if options.get("with_entropy") else theirs
-            differences.append((ours[:rows, :short].detach() - theirs).abs().max().item())
-            if not differences[0] <= TOLERANCE[world.matrix_dtype]:
-                raise UserError(f"the log-probabilities of model/fast and of token_logps differ by "
-                                f"{differences[0]:.1g} on this machine; add --sampler plain")
-            if world.rank == 0 and learns:
-                print(f"token_logps  model/fast, equal to the script's within {differences[0]:.0e}",
-                      flush=True)
+    def reader(model, input_ids, attention_mask, R, *, with_entropy=False, **options):
+        nonlocal compared
+        found = fast_logps(
+            model, input_ids, attention_mask, R, with_entropy=with_entropy, **options)
+        if compared:
+            return found
+        compared, V = True, model.config.vocab_size
+        short = min(R, max(1, MOST_LOGITS // V))
+        rows, T = min(ROWS, max(1, MOST_LOGITS // (short * V))), input_ids.shape[1] - R + short
+        with torch.no_grad():
+            plain = plain_logps(model, input_ids[:rows, :T], attention_mask[:rows, :T], short,
+                                with_entropy=with_entropy, **options)
+        ours, theirs = (one[0] if with_entropy else one for one in (found, plain))
+        difference = (ours[:rows, :short].detach() - theirs).abs().max().item()
+        if not difference <= TOLERANCE[world.matrix_dtype]:
+            raise UserError(f"model/fast and token_logps differ by {difference:.1g} in a log-"
+                            "probability on this machine; pass --sampler plain, and report it")
+        if world.rank == 0 and learns:
+            print(f"model/fast equals token_logps within {difference:.0e}", flush=True)
         return found
 
     return reader
@@ -188,19 +192,20 @@ def within(reader):
 # --- whether a run will fit on its GPU ------------------------------------------------------------
 
 
-def forecast(t):
+def forecast(state):
     """A sentence for the first lines of a run; none on a CPU, and none for other networks.
 
-    t: the bundle that train_grpo.load returns. Prompts and completions are taken to be as long
+    state: the bundle that train_grpo.load returns. Prompts and completions are taken to be as long
     as they may be.
     """
-    args, world = t.args, t.world
-    if world.device.type != "cuda" or not isinstance(t.policy.model, MiniMindForCausalLM):
+    args, world = state.args, state.world
+    if world.device.type != "cuda" or not isinstance(state.policy.model, MiniMindForCausalLM):
         return ""
     step = step_bytes(
-        t.policy.model.config, num_prompts=t.num_prompts, num_generations=args.num_generations,
+        state.policy.model.config, num_prompts=state.num_prompts,
+        num_generations=args.num_generations,
         prompt_length=args.max_seq_len, completion_length=args.max_gen_len,
-        micro_batch_size=args.micro_batch_size, reference=t.reference is not None,
+        micro_batch_size=args.micro_batch_size, reference=state.reference is not None,
         lora_rank=args.lora_rank, rollout_batch_size=args.rollout_batch_size,
         checkpointing=args.gradient_checkpointing, dtype=world.matrix_dtype, device=world.device)
     card = torch.cuda.get_device_properties(world.device).total_memory

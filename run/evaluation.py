@@ -10,7 +10,7 @@ from . import report
 
 
 def add_flags(parser):
-    flag = parser.group("5. report").add_argument
+    flag = parser.group("5. log").add_argument
     flag("--eval_interval", type=COUNT_OR_0, help="steps between evaluations; also before and "
          "after training; 0: none (default: 30; 0 if only data_path is your own)")
     flag("--eval_reward_funcs", nargs="+", metavar="NAME", default=["accuracy"], help="by the "
@@ -19,14 +19,14 @@ def add_flags(parser):
     flag("--eval_only", action="store_true", help="evaluate the weights and stop")
 
 
-def evaluate(t, problems, collate, step):
+def evaluate(state, problems, collate, step):
     """Held-out accuracy over all ranks: of k samples the mean, any of them (pass@k), and greedy.
 
     A reply is right if its evaluation rewards add up to at least 1; unjudged problems don't count.
     Returns metrics, and the rollout of greedy replies with the first problem, for a look at one.
     """
-    args, world = t.args, t.world
-    rng = world.rng(step, evaluating=True)
+    args, world = state.args, state.world
+    rng, weights = world.rng(step, evaluating=True), [1.0] * len(state.eval_funcs)
     k, found = args.num_generations_eval, defaultdict(list)     # metric -> a number per problem
     # Sharded ranks must sample equally often: one with a problem less than others answers another
     # one, which isn't counted.
@@ -34,13 +34,13 @@ def evaluate(t, problems, collate, step):
     answered = mine + problems[:share - len(mine)]
     # What fits into memory in a rollout fits in an evaluation, and a small model fits anyway.
     at_once = max(1, args.batch_size * args.num_generations // k)
-    if sum(weight.numel() for weight in t.policy.model.parameters()) < 10**7:
+    if sum(weight.numel() for weight in state.policy.model.parameters()) < 10**7:
         at_once = 256
     for start in report.visibly(range(0, share, at_once), "evaluation", world):
         batch = collate(answered[start:start + at_once])
-        rollouts = [t.generate(t, batch, rng, n, greedy) for n, greedy in ((1, True), (k, False))]
+        rollouts = [state.generate(batch, rng, n, greedy) for n, greedy in ((1, True), (k, False))]
         of_greedy, sampled = (
-            t.compute_rewards(rollout, t.eval_funcs, [1.0] * len(t.eval_funcs))[0].view(-1, n)
+            state.compute_rewards(rollout, state.eval_funcs, weights)[0].view(-1, n)
             for rollout, n in zip(rollouts, (1, k)))                            # (B, 1), (B, k)
         if start == 0:
             first = rollouts[0]

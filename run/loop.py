@@ -22,7 +22,7 @@ class Run:
     def __init__(self, args, world):
         self.args, self.world = args, world
         self.saver = Saver(Path(args.out_dir) / args.run_name, world, args)
-        self.t, self.report = None, None
+        self.state, self.report = None, None
         self.signal, self.unjudged = 0, 0       # what asks the run to stop
 
     def __enter__(self):
@@ -32,23 +32,24 @@ class Run:
         if self.report is not None:
             self.report.__exit__(*error)
 
-    def begin(self, t):
+    def steps(self, state):
         """Resumes, says what is about to be trained, evaluates; the steps that are left.
 
-        (step, batch) each; none with --eval_only. t is a TrainState.
+        (step, batch) each; none with --eval_only. state is a TrainState.
         """
-        self.t, args, world = t, self.args, self.world
-        self.steps_done, num_tokens = self.saver.resume(t.policy.model, t.optimizer, t.saved)
-        self.collate, problems, self.heldout = read_prompts(args, t.tokenizer)
+        self.state, args, world = state, self.args, self.world
+        self.steps_done, num_tokens = self.saver.resume(
+            state.policy.model, state.optimizer, state.saved)
+        self.collate, problems, self.heldout = read_prompts(args, state.tokenizer)
         batches, self.last_step = batches_from(
-            self.steps_done + 1, problems, self.collate, t.num_prompts, world, args)
+            self.steps_done + 1, problems, self.collate, state.num_prompts, world, args)
         if args.eval_only:
-            world.print_json(evaluate(t, self.heldout, self.collate, self.steps_done)[0])
+            world.print_json(evaluate(state, self.heldout, self.collate, self.steps_done)[0])
             return ()
         self.report = Report(
             self.saver.run_dir, args, total_steps=self.last_step, start_step=self.steps_done,
             num_tokens=num_tokens, active=world.rank == 0).__enter__()
-        self.report.intro(t, len(problems), len(self.heldout))
+        self.report.intro(state, len(problems), len(self.heldout))
         self.evaluate_if_due(0)
         stop_on_signals(world)                  # from here on a signal lets the step end
         return enumerate(batches, start=self.steps_done + 1)
@@ -64,7 +65,7 @@ class Run:
             return {}
         if step:                    # the one before the first step counts towards none
             self.world.phase("eval")
-        metrics, replies = evaluate(self.t, self.heldout, self.collate, step)
+        metrics, replies = evaluate(self.state, self.heldout, self.collate, step)
         self.world.phase(None)
         return self.report.evaluation(step, metrics, replies)
 
@@ -73,11 +74,11 @@ class Run:
 
         Ends the run, on all ranks, after a signal or ten steps without a reward; it is saved.
         """
-        t, args, world, report = self.t, self.args, self.world, self.report
+        state, args, world, report = self.state, self.args, self.world, self.report
         metrics = metrics | self.evaluate_if_due(step)
-        rows = world.gather(describe(rollout, t.tokenizer, args.num_generations))
+        rows = world.gather(describe(rollout, state.tokenizer, args.num_generations))
         failures = world.gather([(judge.__name__, judge.failed.total(), judge.reason)
-                                 for judge in t.reward_funcs if judge.failed])
+                                 for judge in state.reward_funcs if judge.failed])
         learned = "loss" in metrics         # else no rank had a reward
         of_rollout = rollout_metrics(rows, args.num_generations, failures,
                                      warn=world.rank == 0 and not learned)
@@ -87,8 +88,8 @@ class Run:
         is_due, self.signal = self.saver.is_due(step, self.last_step)
         if is_due or self.unjudged == MOST_UNJUDGED:
             world.phase("checkpoint")           # it counts towards the next step
-            self.saver.save(
-                step, report.num_tokens, t.policy.model, t.tokenizer, t.optimizer, t.saved)
+            self.saver.save(step, report.num_tokens, state.policy.model, state.tokenizer,
+                            state.optimizer, state.saved)
             report.draw()
         if self.signal:
             raise self.saver.stopped(step, self.signal)
@@ -99,4 +100,4 @@ class Run:
     def finish(self, defaults):
         """Writes the final weights; their card names the flags that are not the defaults."""
         if not self.args.eval_only:
-            self.saver.save_final(self.t.policy.model, self.t.tokenizer, defaults)
+            self.saver.save_final(self.state.policy.model, self.state.tokenizer, defaults)

@@ -49,7 +49,7 @@ RUN_BY = {"fast": "model/fast; --sampler plain runs the lines of train_grpo.py",
 
 
 def add_flags(parser):
-    parser.group("5. report").add_argument(
+    parser.group("5. log").add_argument(
         "--swanlab", choices=("disabled", "offline", "local", "online"), default="disabled",
         help="track the run: local for `swanlab watch`, online with an account")
 
@@ -100,17 +100,17 @@ class Report:
 
     # --- called by the training loop --------------------------------------------------------------
 
-    def intro(self, t, num_prompts, num_heldout):
+    def intro(self, state, num_prompts, num_heldout):
         """Print what is about to be trained, on what, and where the files go.
 
-        t: the bundle that train_grpo.load returns.
+        state: the bundle that train_grpo.load returns.
         """
         if not self.active:
             return
-        args, policy, num_processes = self.args, t.policy.model, t.world.size
+        args, policy, num_processes = self.args, state.policy.model, state.world.size
         size = sum(parameter.numel() for parameter in policy.parameters())
-        copies = 3 + len(t.saved)       # weights, two moments, and what an option saves
-        prompts = min(t.num_prompts, num_prompts // num_processes) * num_processes
+        copies = 3 + len(state.saved)       # weights, two moments, and what an option saves
+        prompts = min(state.num_prompts, num_prompts // num_processes) * num_processes
         steps = str(self.total_steps)
         if args.epochs and self.total_steps < (args.max_steps or math.inf):
             steps += f" (the end of --epochs {args.epochs})"
@@ -125,9 +125,9 @@ class Report:
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             "run by": run_by,
-            "device": f"{num_processes} x {t.world.device.type}",
-            "memory": forecast(t),
-            **{name: "; ".join(by) for name, by in t.changed.items()},
+            "device": f"{num_processes} x {state.world.device.type}",
+            "memory": forecast(state),
+            **{name: "; ".join(by) for name, by in state.changed.items()},
             "prompts": f"{num_prompts:,} in {short(args.data_path)}",
             "held out": held_out,
             "rewards": " + ".join(f"{weight:g} {name}" for weight, name in

@@ -63,7 +63,7 @@ class Saver:
 
     @staticmethod
     def add_flags(parser):
-        flag = parser.group("5. report").add_argument
+        flag = parser.group("5. log").add_argument
         flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
         flag("--run_name", type=folder_name, help="(default: grpo_<name of the weights>)")
         flag("--save_interval", type=COUNT, default=30, help="steps between checkpoints")

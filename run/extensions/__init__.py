@@ -1,19 +1,19 @@
-"""Extensions: options that the step of train_grpo.py does not know. Each module holds all of one.
+"""Extensions: options that the training step of train_grpo.py does not know, one module each.
 
-    NAME        its flag, as sentences and a run's first lines call it
-    EXCLUDES    the modules that can't be on beside it
-    add_flags   adds its flags, in the group of its step
-    defaults    {flag: value}, of other flags that were not given, while it is on
+    NAME        its flag, as error messages and a run's first lines call it
+    add_flags   adds its flags, in the group of their phase
     is_on       whether a run's flags ask for it
-    refuse      UserError for flags that contradict it, if it is on
     install     wraps or replaces functions of the TrainState, and adds what these need
 
-A wrapper has the wrapped function as its first parameter, `inner`. An extension never imports the
-script, which runs as __main__ and would be loaded a second time: it gets the script's functions
-from the TrainState. Without these modules the default run is the same.
+and, if it needs them,
 
-EXTENSIONS, below, lists them. Each wraps what those before it have made, so a later one is called
-first; by the same order a later one sets the defaults of those before it.
+    EXCLUDES    names of modules that can't be on at the same time
+    defaults    {flag: value} for other flags that were not given, while it is on
+    check       raises a UserError for flags that contradict it
+
+A wrapper has the wrapped function as its first parameter, `inner`. An extension never imports the
+script, which runs as __main__ and would be loaded a second time. It finds the script's functions in
+the TrainState.
 """
 from errors import UserError
 
@@ -24,39 +24,32 @@ def add_flags(parser):
 
 
 def fill_in(args):
-    """Gives flags that were not given the defaults of the extensions that are on."""
+    """Sets flags that were not given to the defaults of the extensions that are on."""
     for extension in reversed(EXTENSIONS):
-        if extension.is_on(args):
+        if hasattr(extension, "defaults") and extension.is_on(args):
             for name, value in extension.defaults(args).items():
                 if getattr(args, name) is None:
                     setattr(args, name, value)
 
 
-def refuse(args):
-    """UserError for flags that an extension can't have beside it."""
+def check(args):
+    """Raises a UserError if two flags contradict each other."""
     on = {one.__name__.rpartition(".")[2]: one for one in EXTENSIONS if one.is_on(args)}
     for extension in on.values():
-        for other in extension.EXCLUDES:
+        for other in getattr(extension, "EXCLUDES", ()):
             if other in on:
                 raise UserError(f"{extension.NAME} and {on[other].NAME} exclude each other; leave "
                                 "one of the two out")
     for extension in on.values():
-        extension.refuse(args)
+        if hasattr(extension, "check"):
+            extension.check(args)
 
 
-def install(t):
+def install(state):
     """Wraps and replaces functions of a TrainState, as its flags ask."""
     for extension in EXTENSIONS:
-        if extension.is_on(t.args):
-            extension.install(t)
-
-
-def no_defaults(args):
-    return {}
-
-
-def nothing_to_refuse(args):
-    pass
+        if extension.is_on(state.args):
+            extension.install(state)
 
 
 def refuse_other_advantages(name, args):
@@ -66,7 +59,7 @@ def refuse_other_advantages(name, args):
                         "--advantage_estimator out")
 
 
-# Below, since they import what stands above.
+# Imported down here, because they import what stands above.
 from . import (
     advantages,
     correction,
@@ -82,5 +75,9 @@ from . import (
     truncated,
 )
 
-EXTENSIONS = [losses, advantages, process, gdpo, teacher, kl_in_reward, entropy, correction,
-              truncated, oversample, moving_reference, tool]
+# In the order in which they are installed. Those that replace a function come first, because they
+# would undo a wrapper (TrainState.replace refuses that). Of two that wrap one function the later
+# one is called first: entropy, correction, and teacher wrap compute_loss, and each leaves alone
+# what the others read and return; of those that wrap update_policy, the reference moves last.
+EXTENSIONS = [losses, advantages, process, gdpo, teacher, tool, kl_in_reward, entropy, correction,
+              truncated, oversample, moving_reference]

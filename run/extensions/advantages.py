@@ -3,15 +3,11 @@ import torch
 
 from reward.baselines import BASELINES, SCALES, estimate, nanstd
 
-from . import nothing_to_refuse
-
 NAME = "--scale_rewards, --advantage_estimator"
-EXCLUDES = ()
-refuse = nothing_to_refuse
 
 
 def add_flags(parser):
-    flag = parser.group("3. judge").add_argument
+    flag = parser.group("3. rewards").add_argument
     flag("--scale_rewards", choices=("group", *SCALES), help="divide advantages by the std of the "
          "group, of the step, by nothing, by the group's mean (default: group; none with another "
          "--advantage_estimator)")
@@ -28,13 +24,13 @@ def is_on(args):
     return args.advantage_estimator != "grpo" or args.scale_rewards not in (None, "group")
 
 
-def install(t):
-    t.replace(NAME, compute_advantages=compute_advantages)
+def install(state):
+    state.replace(NAME, compute_advantages=compute_advantages)
 
 
-def compute_advantages(t, rollout):
-    args, batch_std = t.args, None
+def compute_advantages(state, rollout):
+    args, batch_std = state.args, None
     if args.scale_rewards == "batch":
-        batch_std = nanstd(torch.tensor(t.world.gather(rollout.rewards.tolist())))
+        batch_std = nanstd(torch.tensor(state.world.gather(rollout.rewards.tolist())))
     return estimate(rollout.rewards, args.num_generations, baseline=args.advantage_estimator,
                     scale=args.scale_rewards, batch_std=batch_std).to(rollout.loss_mask.device)

@@ -5,12 +5,9 @@ from typing import NamedTuple
 from errors import POSITIVE, POSITIVE_OR_0, UserError
 
 from ..metrics import Mean
-from . import no_defaults
 from .losses import ONE_RATIO
 
 NAME = "corrections for the sampler"
-EXCLUDES = ()
-defaults = no_defaults
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -25,7 +22,7 @@ class EffectiveShare(NamedTuple):
 
 
 def add_flags(parser):
-    flag = parser.group("4. learn (the objective)").add_argument
+    flag = parser.group("4. update (the objective)").add_argument
     flag("--sampler_correction", choices=CORRECTIONS, default="none", help="where the sampler is "
          "not the policy: weight advantages by pi_old / pi_sampler of the token or the completion; "
          "outside of the next two bounds by the bound (truncate) or 0 (mask)")
@@ -39,7 +36,7 @@ def is_on(args):
     return args.sampler_correction != "none" or args.off_policy_mask_threshold > 0
 
 
-def refuse(args):
+def check(args):
     low, high = args.sampler_ratio_min, args.sampler_ratio_max
     if not low <= 1 <= high:
         raise UserError(f"--sampler_ratio_min {low} and --sampler_ratio_max {high} leave out the "
@@ -50,14 +47,14 @@ def refuse(args):
                         "sequence_...")
 
 
-def install(t):
-    if t.args.sampler_correction != "none":
-        t.wrap("--sampler_correction", compute_loss=weighted)
-    if t.args.off_policy_mask_threshold:                # called before the weights
-        t.wrap("--off_policy_mask_threshold", compute_loss=near_sampler)
+def install(state):
+    if state.args.sampler_correction != "none":
+        state.wrap("--sampler_correction", compute_loss=weighted)
+    if state.args.off_policy_mask_threshold:                # called before the weights
+        state.wrap("--off_policy_mask_threshold", compute_loss=near_sampler)
 
 
-def near_sampler(inner, t, part, logps, entropy):
+def near_sampler(inner, state, part, logps, entropy):
     """The advantages become 0 in bad completions that the policy has moved away from.
 
     The off-policy sequence mask, DeepSeek-V3.2, arXiv 2512.02556, equation 9: where A < 0, and the
@@ -67,21 +64,21 @@ def near_sampler(inner, t, part, logps, entropy):
     lengths = part.loss_mask.sum(1, keepdim=True).clamp(min=1)
     left = log_ratio.sum(1, keepdim=True) / lengths                                     # (n, 1)
     advantages = part.advantages.view(len(logps), -1)
-    kept = (advantages >= 0) | (left <= t.args.off_policy_mask_threshold)
-    return inner(t, replace(part, advantages=advantages * kept), logps, entropy)
+    kept = (advantages >= 0) | (left <= state.args.off_policy_mask_threshold)
+    return inner(replace(part, advantages=advantages * kept), logps, entropy)
 
 
-def weighted(inner, t, part, logps, entropy):
+def weighted(inner, state, part, logps, entropy):
     """The advantages are multiplied by the weights, which are also metrics.
 
     rollout_is_mean is the mean over tokens; rollout_is_eff_sample_size Kish's (sum w)² / sum w², as
     a share of the tokens (verl's).
     """
-    args, advantages = t.args, part.advantages.view(len(logps), -1)
+    args, advantages = state.args, part.advantages.view(len(logps), -1)
     weights = sampler_weights(                                                     # (n, 1 or R)
         part, args.sampler_correction, args.sampler_ratio_min, args.sampler_ratio_max)
     total, squares = ((x * part.loss_mask).sum() for x in (weights, weights.square()))
-    loss, metrics = inner(t, replace(part, advantages=weights * advantages), logps, entropy)
+    loss, metrics = inner(replace(part, advantages=weights * advantages), logps, entropy)
     tokens = part.loss_mask.sum()
     return loss, metrics | {"rollout_is_mean": Mean(total, tokens),
                             "rollout_is_eff_sample_size": EffectiveShare(total, squares, tokens)}

@@ -1,16 +1,11 @@
 """--entropy_coef: a bonus for the mean entropy of a token's distribution, as in PPO."""
 from errors import POSITIVE_OR_0
 
-from . import no_defaults, nothing_to_refuse
-
 NAME = "--entropy_coef"
-EXCLUDES = ()
-defaults = no_defaults
-refuse = nothing_to_refuse
 
 
 def add_flags(parser):
-    parser.group("4. learn (the objective)").add_argument(
+    parser.group("4. update (the objective)").add_argument(
         NAME, type=POSITIVE_OR_0, default=0.0, help="weight of an entropy bonus")
 
 
@@ -18,12 +13,13 @@ def is_on(args):
     return args.entropy_coef > 0
 
 
-def install(t):
-    t.policy.entropy_learns = t.pulls_on_all = True     # in a completion of advantage 0, too
-    t.wrap(NAME, compute_loss=minus_entropy)
+def install(state):
+    state.policy.entropy_learns = True
+    state.every_row_has_gradient = True         # a completion of advantage 0 has an entropy, too
+    state.wrap(NAME, compute_loss=minus_entropy)
 
 
-def minus_entropy(inner, t, part, logps, entropy):
-    loss, metrics = inner(t, part, logps, entropy)
+def minus_entropy(inner, state, part, logps, entropy):
+    loss, metrics = inner(part, logps, entropy)
     total = (entropy * part.loss_mask).sum()
-    return loss - t.args.entropy_coef * total / max(1, part.num_tokens), metrics
+    return loss - state.args.entropy_coef * total / max(1, part.num_tokens), metrics

@@ -5,15 +5,14 @@ import torch
 
 from reward.baselines import from_best, nanstd
 
-from . import no_defaults, refuse_other_advantages
+from . import refuse_other_advantages
 
 NAME = "--multi_objective_aggregation normalize_then_sum"
 EXCLUDES = ("kl_in_reward",)
-defaults = no_defaults
 
 
 def add_flags(parser):
-    parser.group("3. judge").add_argument(
+    parser.group("3. rewards").add_argument(
         "--multi_objective_aggregation", choices=("sum_then_normalize", "normalize_then_sum"),
         default="sum_then_normalize", help="normalize_then_sum: divide each reward function by "
         "its own std in the group, then the sum by that of the step (GDPO)")
@@ -23,15 +22,15 @@ def is_on(args):
     return args.multi_objective_aggregation == "normalize_then_sum"
 
 
-def refuse(args):
+def check(args):
     refuse_other_advantages(NAME, args)
 
 
-def install(t):
-    t.replace(NAME, compute_advantages=normalize_then_sum)
+def install(state):
+    state.replace(NAME, compute_advantages=normalize_then_sum)
 
 
-def normalize_then_sum(t, rollout):
+def normalize_then_sum(state, rollout):
     """GDPO's advantages, (N,): each reward function is normalised on its own.
 
         S = sum over functions k of weight_k (r_k - mean_k(group)) / (std_k(group) + eps)
@@ -40,11 +39,11 @@ def normalize_then_sum(t, rollout):
     What a function has not judged adds nothing to S.
     """
     rewards = torch.stack([*rollout.rewards_per_func.values()])                 # (functions, N)
-    each = normalized(rewards.view(-1, t.args.num_generations)).view_as(rewards)
-    total = torch.tensor(t.args.reward_weights, dtype=each.dtype) @ each               # (N,)
+    each = normalized(rewards.view(-1, state.args.num_generations)).view_as(rewards)
+    total = torch.tensor(state.args.reward_weights, dtype=each.dtype) @ each               # (N,)
     total = total.where(~rollout.rewards.isnan(), math.nan)
-    of_all = torch.tensor(t.world.gather([total.tolist()]), dtype=total.dtype)    # (ranks, N)
-    advantages = normalized(of_all.flatten()).view_as(of_all)[t.world.rank]
+    of_all = torch.tensor(state.world.gather([total.tolist()]), dtype=total.dtype)    # (ranks, N)
+    advantages = normalized(of_all.flatten()).view_as(of_all)[state.world.rank]
     return advantages.to(rollout.loss_mask.device)
 
 

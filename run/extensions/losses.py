@@ -11,6 +11,7 @@ ratio (k + dk / d log pi) grad log pi. That of k3 is -ratio x grad log pi, the K
 the same mean; those of k2, k3+ and abs do not.
 """
 import inspect
+import math
 from functools import partial
 
 import torch
@@ -19,7 +20,9 @@ from errors import POSITIVE, UserError
 from reward import combine
 
 NAME = "--loss_type and its like"
-EXCLUDES = ()
+OF_EVERY_LOSS = {"epsilon_low", "epsilon_high", "delta", "ref_logps", "beta", "num_sequences",
+                 "num_tokens", "kl_type", "max_completion_length", "importance_sampling_level",
+                 "use_bias_correction_kl"}
 ONE_RATIO = ("r1", "gmpo")      # losses whose ratio is one per completion
 CORRECTED = ("k1", "k3")        # estimates which, times the ratio, have the gradient of the KL
 
@@ -172,7 +175,7 @@ def kl_penalty(logps, ref_logps, *, kl_type="k3"):
 def family_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, epsilon_low=0.2,
                 epsilon_high=0.2, num_sequences=None, num_tokens=None, loss_type="grpo",
                 kl_type="k3", delta=None, importance_sampling_level="token",
-                max_completion_length=None, use_bias_correction_kl=False):
+                max_completion_length=None, use_bias_correction_kl=False, loss_options=()):
     """The loss of GRPO and its family, and metrics: as the script's grpo_loss, with its options.
 
     num_sequences and num_tokens None: this call is the whole optimizer step.
@@ -182,9 +185,9 @@ def family_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0,
                    kl_type=kl_type, delta=delta, max_completion_length=max_completion_length,
                    importance_sampling_level=importance_sampling_level,
                    use_bias_correction_kl=use_bias_correction_kl)
-    bound, average, numbers = row_of(loss_type)
+    bound, average, numbers = row_of(loss_type, loss_options)
     if average is None:                 # a whole loss: r1, or one of your own
-        return bound(logps, old_logps, advantages, mask, **options)
+        return bound(logps, old_logps, advantages, mask, **options | numbers)
     if average == "limit" and max_completion_length is None:
         raise ValueError(f"loss_type {loss_type} divides by max_completion_length; give it")
     if beta and ref_logps is None:
@@ -209,20 +212,40 @@ def family_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0,
     return (loss * mask / divided_by).sum(), metrics
 
 
-def row_of(loss_type):
-    """(bound, average, numbers) of a loss; (function, None, {}) of a whole loss.
+def row_of(loss_type, options=()):
+    """Returns (bound, average, numbers) of a loss, or (function, None, numbers) of a whole loss.
 
-    `module:function` is a bound, if its first parameter is `ratio`; then it is averaged as GRPO is.
-    It is looked up anew each time, and written down nowhere.
+    `module:function` is a bound if its first parameter is `ratio`, and is then averaged as GRPO is.
+    It is imported anew each time. options, such as "width=0.2", change the numbers: the keywords of
+    a function that are not those of every bound. A ValueError names the keywords that there are.
     """
     if loss_type == "r1":
-        return one_action_loss, None, {}
-    if loss_type in LOSS_TYPES:
+        function, average, numbers = one_action_loss, None, {}
+    elif loss_type in LOSS_TYPES:
         bound, average, numbers = LOSS_TYPES[loss_type]
-        return BOUNDS[bound], average, numbers
-    function = combine.import_function("--loss_type", loss_type, ", ".join([*LOSS_TYPES, "r1"]))
-    is_bound = next(iter(inspect.signature(function).parameters), None) == "ratio"
-    return function, "completion" if is_bound else None, {}
+        function = BOUNDS[bound]
+    else:
+        known = ", ".join([*LOSS_TYPES, "r1"])
+        function = combine.import_function("--loss_type", loss_type, known)
+        is_bound = next(iter(inspect.signature(function).parameters), None) == "ratio"
+        average, numbers = "completion" if is_bound else None, {}
+    own = [one.name for one in inspect.signature(function).parameters.values()
+           if one.kind is one.KEYWORD_ONLY and one.name not in OF_EVERY_LOSS]
+    for option in options:
+        name, _, value = option.partition("=")
+        if name not in own:
+            raise ValueError(f"--loss_options {option}: --loss_type {loss_type} has no number "
+                             f"{name}; it has {', '.join(own) or 'none'}")
+        numbers = numbers | {name: float(value)}
+    return function, average, numbers
+
+
+def loss_option(text):
+    """The type of --loss_options: name=number."""
+    name, _, value = text.partition("=")
+    if not name.isidentifier() or not math.isfinite(float(value)):
+        raise ValueError
+    return text
 
 
 def one_action_loss(logps, old_logps, advantages, mask, *, ref_logps=None, num_sequences=None,
@@ -267,11 +290,13 @@ def clip_ratios(where, mask, num_sequences, num_tokens, *, level):
 
 
 def add_flags(parser):
-    flag = parser.group("4. learn (the objective)").add_argument
+    flag = parser.group("4. update (the objective)").add_argument
     flag("--loss_type", metavar="NAME", help="mean over tokens: of each completion, then of all "
          "(grpo); of all tokens (bnpo, dapo); sum / max_gen_len (dr_grpo); sum (luspo); cispo, "
          "dppo, sapo, gmpo and r1 also change the bound or the ratio; or a bound or a loss of your "
          "own as module:function (docs/losses.md; default: grpo)")
+    flag("--loss_options", nargs="+", type=loss_option, default=[], metavar="NAME=NUMBER",
+         help="numbers of the loss type, for example tau_bad=1.1 for sapo, or of your own")
     flag("--importance_sampling_level", choices=("token", "sequence"), default="token",
          help="a ratio pi / pi_old per token, or per completion (GSPO: epsilons of about 3e-4)")
     flag("--delta", type=POSITIVE, help="dual clip: cap on the ratio of bad tokens (default: none)")
@@ -289,7 +314,8 @@ def reasons(args):
     """The flags that ask for another loss than the script's."""
     return [f"--{name}" for name, usual in (
         ("loss_type", (None, "grpo")), ("importance_sampling_level", ("token",)),
-        ("delta", (None,)), ("kl_type", (None, "k3")), ("use_bias_correction_kl", (False,)))
+        ("delta", (None,)), ("kl_type", (None, "k3")), ("use_bias_correction_kl", (False,)),
+        ("loss_options", ([],)))
         if getattr(args, name) not in usual]
 
 
@@ -297,19 +323,21 @@ def is_on(args):
     return bool(reasons(args))
 
 
-def install(t):
-    args = t.args
-    row_of(args.loss_type)              # a user's own is imported before the run begins
-    t.replace(", ".join(reasons(args)), grpo_loss=partial(
+def install(state):
+    args = state.args
+    state.replace(", ".join(reasons(args)), grpo_loss=partial(
         family_loss, loss_type=args.loss_type, kl_type=args.kl_type, delta=args.delta,
         importance_sampling_level=args.importance_sampling_level,
         max_completion_length=args.max_gen_len,
-        use_bias_correction_kl=args.use_bias_correction_kl))
+        use_bias_correction_kl=args.use_bias_correction_kl, loss_options=args.loss_options))
 
 
-def refuse(args):
+def check(args):
     """UserError for flags of the loss that would together learn something else, unnoticed."""
-    bound, average, _ = row_of(args.loss_type)
+    try:
+        bound, average, _ = row_of(args.loss_type, args.loss_options)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     may_do_as_it_likes = average is None
     loss_type, high, delta = args.loss_type, args.epsilon_high, args.delta
     sequence = args.importance_sampling_level == "sequence"

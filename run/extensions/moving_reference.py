@@ -4,15 +4,12 @@ import torch
 from errors import COUNT_OR_0, UserError, number
 
 from ..backends import load_frozen
-from . import no_defaults
 
 NAME = "--ref_model_sync_steps"
-EXCLUDES = ()
-defaults = no_defaults
 
 
 def add_flags(parser):
-    flag = parser.group("2. remember").add_argument
+    flag = parser.group("2. reference").add_argument
     flag(NAME, type=COUNT_OR_0, default=0, help="steps between moves of the reference towards the "
          "policy, in long runs; 0: it stays")
     flag("--ref_model_mixup_alpha", type=number(float, 0, 1, above=True), default=0.6,
@@ -23,18 +20,18 @@ def is_on(args):
     return args.ref_model_sync_steps > 0
 
 
-def refuse(args):
+def check(args):
     if args.lora_rank or not args.beta:
         raise UserError(f"{NAME} moves a reference, and with --beta 0 there is none, with "
                         "--lora_rank it is the frozen base; leave one of the two out")
 
 
-def install(t):
-    if t.world.matrix_dtype != torch.float32:       # else small moves would be rounded away
-        t.reference = load_frozen(
-            t.args.model_path, t.world, t.args, t.token_logps, matrix_dtype=None)
-    t.saved["reference"] = t.reference.model
-    t.wrap(NAME, update_policy=then_sync_reference)
+def install(state):
+    if state.world.matrix_dtype != torch.float32:       # else small moves would be rounded away
+        state.reference = load_frozen(
+            state.args.model_path, state.world, state.args, state.token_logps, matrix_dtype=None)
+    state.saved["reference"] = state.reference.model
+    state.wrap(NAME, update_policy=then_sync_reference)
 
 
 @torch.no_grad()
@@ -44,8 +41,8 @@ def sync_reference(reference, policy, alpha):
         theirs.lerp_(ours, alpha)
 
 
-def then_sync_reference(inner, t, rollout):
-    metrics = inner(t, rollout)
-    if t.step % t.args.ref_model_sync_steps == 0:
-        sync_reference(t.reference.model, t.policy.model, t.args.ref_model_mixup_alpha)
+def then_sync_reference(inner, state, rollout):
+    metrics = inner(rollout)
+    if state.step % state.args.ref_model_sync_steps == 0:
+        sync_reference(state.reference.model, state.policy.model, state.args.ref_model_mixup_alpha)
     return metrics

@@ -2,16 +2,15 @@
 from errors import UserError
 from reward.steps import judge_steps, process_advantages
 
-from . import no_defaults, refuse_other_advantages
+from . import refuse_other_advantages
 from .losses import refuse_one_ratio
 
 NAME = "--supervision process"
 EXCLUDES = ("gdpo",)
-defaults = no_defaults
 
 
 def add_flags(parser):
-    parser.group("3. judge").add_argument(
+    parser.group("3. rewards").add_argument(
         "--supervision", choices=("outcome", "process"), default="outcome",
         help="process: also reward each right line of arithmetic with 1")
 
@@ -20,7 +19,7 @@ def is_on(args):
     return args.supervision == "process"
 
 
-def refuse(args):
+def check(args):
     refuse_one_ratio(NAME, args)
     refuse_other_advantages(NAME, args)
     if not any(args.reward_weights):
@@ -31,13 +30,13 @@ def refuse(args):
                         "too; leave --supervision or --tool out")
 
 
-def install(t):
-    t.replace(NAME, compute_advantages=of_steps)
+def install(state):
+    state.replace(NAME, compute_advantages=of_steps)
 
 
-def of_steps(t, rollout):
+def of_steps(state, rollout):
     """The advantages of steps, (N, R); the last step of each completion is its outcome."""
     # A step earns 0 or 1. Divided by the sum of the weights, so does the outcome, about.
-    outcomes = (rollout.rewards / sum(map(abs, t.args.reward_weights))).tolist()
-    steps = judge_steps(rollout.completions, rollout.token_ids(), t.tokenizer, outcomes)
-    return process_advantages(*steps, t.args.num_generations, rollout.loss_mask)
+    outcomes = (rollout.rewards / sum(map(abs, state.args.reward_weights))).tolist()
+    steps = judge_steps(rollout.completions, rollout.token_ids(), state.tokenizer, outcomes)
+    return process_advantages(*steps, state.args.num_generations, rollout.loss_mask)

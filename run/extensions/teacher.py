@@ -16,7 +16,7 @@ EXCLUDES = ("process", "gdpo", "kl_in_reward", "oversample")
 
 
 def add_flags(parser):
-    parser.group("3. judge").add_argument(
+    parser.group("3. rewards").add_argument(
         NAME, help="weights with the policy's tokenizer: learn from how likely each sampled token "
         "is to them, instead of from rewards (on-policy distillation; beta is then 0 and "
         "loss_type bnpo, unless you give others)")
@@ -30,29 +30,29 @@ def defaults(args):
     return {"beta": 0.0, "loss_type": "bnpo"}
 
 
-def refuse(args):
+def check(args):
     refuse_one_ratio(NAME, args)
     refuse_other_advantages(NAME, args)
 
 
-def install(t):
-    teacher = load_teacher(t)
+def install(state):
+    teacher = load_teacher(state)
 
-    def compute_advantages(t, rollout):
-        rollout.extra["teacher_logps"] = t.compute_logps(t, teacher, rollout)
-        return towards_teacher(rollout, t.compute_logps(t, t.policy, rollout))
+    def compute_advantages(state, rollout):
+        rollout.extra["teacher_logps"] = state.compute_logps(teacher, rollout)
+        return towards_teacher(rollout, state.compute_logps(state.policy, rollout))
 
-    t.replace(NAME, compute_advantages=compute_advantages)
-    t.wrap(NAME, update_policy=as_if_judged, compute_loss=with_distance)
+    state.replace(NAME, compute_advantages=compute_advantages)
+    state.wrap(NAME, update_policy=as_if_judged, compute_loss=with_distance)
 
 
-def load_teacher(t):
+def load_teacher(state):
     """The frozen model; UserError if its tokens are not the policy's."""
-    path = t.args.teacher_path
-    teacher = load_frozen(path, t.world, t.args, t.token_logps)
+    path = state.args.teacher_path
+    teacher = load_frozen(path, state.world, state.args, state.token_logps)
     advice = "give a --teacher_path whose tokenizer is the policy's"
     tokenizer = load_tokenizer(path, teacher.model.config.vocab_size, advice)
-    if tokenizer.get_vocab() != t.tokenizer.get_vocab():
+    if tokenizer.get_vocab() != state.tokenizer.get_vocab():
         raise UserError(f"{path}: its tokens are not the policy's; {advice}")
     return teacher
 
@@ -72,13 +72,13 @@ def towards_teacher(rollout, policy_logps):
     return (rollout.extra["teacher_logps"] - policy_logps) * rollout.loss_mask
 
 
-def as_if_judged(inner, t, rollout):
+def as_if_judged(inner, state, rollout):
     """Learns, whatever the rewards say."""
-    return inner(t, replace(rollout, rewards=torch.zeros_like(rollout.rewards)))
+    return inner(replace(rollout, rewards=torch.zeros_like(rollout.rewards)))
 
 
-def with_distance(inner, t, part, logps, entropy):
+def with_distance(inner, state, part, logps, entropy):
     """The metric teacher_kl: the mean over tokens of log pi_old - log pi_teacher."""
-    loss, metrics = inner(t, part, logps, entropy)
+    loss, metrics = inner(part, logps, entropy)
     difference = (part.old_logps - part.extra["teacher_logps"]) * part.loss_mask
     return loss, metrics | {"teacher_kl": Mean(difference.sum(), part.loss_mask.sum())}

@@ -5,16 +5,11 @@ from errors import COUNT
 from model import Rollout
 from reward.tools import load_tool
 
-from . import no_defaults, nothing_to_refuse
-
 NAME = "--tool"
-EXCLUDES = ()
-defaults = no_defaults
-refuse = nothing_to_refuse
 
 
 def add_flags(parser):
-    flag = parser.group("1. ask").add_argument
+    flag = parser.group("1. generate").add_argument
     flag("--tool", metavar="NAME", help="answers while a completion is written: guess, calculator, "
          "or your own as module:function; its words are read, but not learned (docs/turns.md)")
     flag("--max_tool_calls", type=COUNT, default=8, help="answers per completion")
@@ -24,27 +19,29 @@ def is_on(args):
     return args.tool is not None
 
 
-def install(t):
-    tool = load_tool(t.args.tool, t.tokenizer, t.args.max_tool_calls)
+def install(state):
+    tool = load_tool(state.args.tool, state.tokenizer, state.args.max_tool_calls)
 
-    def generate(t, batch, rng, num_generations=None, greedy=False):
-        return in_turns(tool, t, batch, rng, num_generations or t.args.num_generations, greedy)
+    def generate(state, batch, rng, num_generations=None, greedy=False):
+        G = num_generations or state.args.num_generations
+        return in_turns(tool, state, batch, rng, G, greedy)
 
-    t.replace(NAME, generate=generate)
+    state.replace(NAME, generate=generate)
 
 
-def in_turns(tool, t, batch, rng, G, greedy):
+def in_turns(tool, state, batch, rng, G, greedy):
     """G completions of each prompt, in which some words are the tool's: read, and not learned."""
-    args, turns = t.args, tool.turns(batch, G, rng)
-    completion_ids, logps, drawn = t.policy.sample(                                     # (N, R)
+    args, turns = state.args, tool.turns(batch, G, rng)
+    completion_ids, logps, drawn = state.policy.sample(                                     # (N, R)
         batch["prompt_ids"].to(rng.device), batch["prompt_mask"].to(rng.device),
         num_generations=G, max_new_tokens=args.max_gen_len, temperature=args.temperature,
-        eos_token_id=t.eos_ids, pad_token_id=t.tokenizer.pad_token_id or 0, generator=rng,
+        eos_token_id=state.eos_ids, pad_token_id=state.tokenizer.pad_token_id or 0, generator=rng,
         greedy=greedy, tool=turns)
     # The tool's words may hold an EOS, so the turns know the lengths.
     lengths = torch.tensor(turns.lengths)[:, None]
     completion_mask = (torch.arange(drawn.shape[1]) < lengths).int().to(drawn.device)
-    rollout = Rollout.of(batch, completion_ids, completion_mask, logps, t.eos_ids, t.tokenizer)
+    rollout = Rollout.of(
+        batch, completion_ids, completion_mask, logps, state.eos_ids, state.tokenizer)
     rollout.loss_mask, rollout.ended = completion_mask * drawn, torch.tensor(turns.ended)
     rollout.ended = rollout.ended.to(drawn.device)
     rollout.turns, rollout.failed_calls = turns.finished(), turns.failures
