@@ -15,13 +15,15 @@ from conftest import ROOT, jsonl, turns
 from dataset import PromptCollator, PromptDataset
 from dataset.guess import MOST_GUESSES, PROMPT, games
 from errors import UserError
-from model import load_pretrained, sampler
+from model import Policy, eos_token_ids, load_pretrained, sampler
 from model.commands import train_sft
 from model.fast import pair as fast
 from reward import accuracy_reward
 from reward.rules import guess_reward
 from reward.tools import Tool, guess, load_tool
 from run.backends import in_slices
+from run.extensions.losses import family_loss
+from run.extensions.tool import in_turns
 from run.processes.world import World
 
 POLICY = ROOT / "model/weights/reason_128"
@@ -54,52 +56,61 @@ def dice(histories, answer, seeds, **columns):
 dice.stop = "\n"
 
 
-def rollout_of(sample, policy, tokenizer, function=dice, count=4, **changes):
-    args = train_grpo.parse_args(["--max_gen_len", "40"])
-    vars(args).update(changes)
-    policy.own_sample = None if sample is sampler.sample else sample
+def state_of(model, tokenizer, flags=(), sample=sampler.sample, reader=train_grpo.token_logps,
+             **changes):
+    """A TrainState of a loaded model without a reference, whose functions are all the script's."""
+    world, functions = World("cpu"), (*train_grpo.BOUND, "grpo_loss", "token_logps")
+    return train_grpo.TrainState(**{
+        **{name: getattr(train_grpo, name) for name in functions},
+        "args": train_grpo.parse_args([*flags]), "world": world, "tokenizer": tokenizer,
+        "eos_ids": eos_token_ids(model, tokenizer), "reference": None, "reward_funcs": [],
+        "eval_funcs": [], "num_prompts": 4, "every_row_has_gradient": False,
+        "policy": Policy(model, sample, reader, world),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1.0), **changes})
+
+
+def rollout_of(sample, policy, tokenizer, function=dice, count=4):
     items = PromptDataset(ROOT / "dataset/heldout.jsonl")[:count]
-    return train_grpo.generate(
-        policy, PromptCollator(tokenizer, 99)(items), tokenizer, torch.Generator().manual_seed(0),
-        World("cpu"), args, 6, tool=Tool(function, tokenizer, 3))
+    return in_turns(
+        Tool(function, tokenizer, 3),
+        state_of(policy, tokenizer, ["--max_gen_len", "40"], sample),
+        PromptCollator(tokenizer, 99)(items), torch.Generator().manual_seed(0), 6, greedy=False)
 
 
 @pytest.mark.parametrize("most", [0, 12])
 def test_both_samplers_play_the_same_game_and_know_what_they_drew(policy, tokenizer, most):
     plain, fast_one = (rollout_of(in_slices(own, most or 99, World("cpu")), policy, tokenizer)
-                       for own in (None, fast.sample))
-    for name in ("completion_ids", "attention", "mask", "ended"):
+                       for own in (sampler.sample, fast.sample))
+    for name in ("completion_ids", "completion_mask", "loss_mask", "ended"):
         assert torch.equal(getattr(plain, name), getattr(fast_one, name)), name
     assert plain.turns == fast_one.turns and plain.completions == fast_one.completions
     assert {1, 3, 5} <= set(map(len, plain.turns))
     # Every text is there, once, as it was said.
-    for ids, turn, mask in zip(plain.token_ids(), plain.turns, plain.mask):
+    for ids, turn, mask in zip(plain.token_ids(), plain.turns, plain.loss_mask):
         assert tokenizer.decode(ids).removesuffix("<|im_end|>") == "".join(turn)
         forced = [tokenizer(text)["input_ids"] for text in turn[1::2]]
         assert len(ids) - mask.sum() == sum(map(len, forced))
-    chosen = plain.mask.bool()
+    chosen = plain.loss_mask.bool()
     assert not plain.sampling_logps[~chosen].any()
-    trained = train_grpo.compute_logps(policy, plain, World("cpu"), train_grpo.parse_args([]))
+    state = state_of(policy, tokenizer)
+    trained = state.compute_logps(state.policy, plain)
     torch.testing.assert_close(trained * chosen, plain.sampling_logps, atol=1e-5, rtol=1e-5)
-    assert trained[plain.attention.bool() & ~chosen].all()      # read, but not learned
+    assert trained[plain.completion_mask.bool() & ~chosen].all()      # read, but not learned
 
 
 def test_the_gradient_is_that_of_a_loop_that_skips_the_tools_words(policy, tokenizer):
     """-1/N sum over completions of A / length sum over chosen tokens of log pi, in float64."""
     rollout = rollout_of(sampler.sample, policy, tokenizer, count=1)
-    assert (rollout.attention != rollout.mask).any()
-    rollout.returns, rollout.advantages = torch.arange(6.0), torch.randn(6)
-    args = train_grpo.parse_args(["--beta", "0", "--grad_clip", "1e9", "--micro_batch_size", "4"])
-    (minibatch,) = train_grpo.minibatches(rollout, World("cpu"), args)
-    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
-    before, policy.own_token_logps = deepcopy(policy).double(), fast.token_logps
-    train_grpo.optimizer_step(policy, optimizer, minibatch, [], train_grpo.loss_options(args),
-                              World("cpu"), args)
+    assert (rollout.completion_mask != rollout.loss_mask).any()
+    rollout.rewards, rollout.advantages = torch.arange(6.0), torch.randn(6)
+    before = deepcopy(policy).double()
+    flags = ["--beta", "0", "--grad_clip", "1e9", "--micro_batch_size", "4"]
+    state_of(policy, tokenizer, flags, reader=fast.token_logps).update_policy(rollout)
     loss = 0
     for i, ids in enumerate(rollout.token_ids()):
         prompt = rollout.prompt_ids[i][rollout.prompt_mask[i].bool()].tolist()
         logps = before(torch.tensor([prompt + ids]))[0].log_softmax(-1)
-        chosen = rollout.mask[i].nonzero().flatten().tolist()
+        chosen = rollout.loss_mask[i].nonzero().flatten().tolist()
         terms = [logps[len(prompt) + t - 1, ids[t]] for t in chosen]
         loss = loss - rollout.advantages[i].double() * sum(terms) / len(terms) / 6
     loss.backward()
@@ -107,13 +118,16 @@ def test_the_gradient_is_that_of_a_loop_that_skips_the_tools_words(policy, token
         torch.testing.assert_close(old - new, old.grad, atol=2e-6, rtol=1e-3, check_dtype=False)
 
 
-def test_the_loss_does_not_depend_on_the_tools_words(policy, tokenizer):
-    mask = rollout_of(sampler.sample, policy, tokenizer).mask
+@pytest.mark.parametrize("grpo_loss", [train_grpo.grpo_loss, family_loss])
+def test_the_loss_does_not_depend_on_the_tools_words(policy, tokenizer, grpo_loss):
+    mask = rollout_of(sampler.sample, policy, tokenizer).loss_mask
     old, ref, advantages = -torch.rand(mask.shape), -torch.rand(mask.shape), torch.randn(len(mask))
     gradients = []
     for of_tool in (-0.5, -7.0):
         logps = torch.where(mask.bool(), old + 0.1, of_tool).requires_grad_()
-        loss, metrics = train_grpo.grpo_loss(logps, old, advantages, mask, ref_logps=ref, beta=0.1)
+        loss, metrics = grpo_loss(
+            logps, old, advantages, mask, ref_logps=ref, beta=0.1, epsilon_low=0.2,
+            epsilon_high=0.2, num_sequences=len(mask), num_tokens=mask.sum())
         (gradient,) = torch.autograd.grad(loss, logps)
         gradients.append((loss.item(), metrics["kl"].item(), gradient.tolist()))
     assert gradients[0] == gradients[1] and not gradient[mask == 0].any()
@@ -146,12 +160,12 @@ def test_a_scripted_reply(monkeypatch, policy, tokenizer, stop, answers, drawn, 
         return [next(left)]
 
     function.stop = stop
-    args = train_grpo.parse_args(["--max_gen_len", "10"])
     batch = PromptCollator(tokenizer, 99)([{"messages": turns("?")}])
-    rollout = train_grpo.generate(policy, batch, tokenizer, torch.Generator(), World("cpu"), args,
-                                  1, tool=Tool(function, tokenizer, 2))
+    rollout = in_turns(Tool(function, tokenizer, 2),
+                       state_of(policy, tokenizer, ["--max_gen_len", "10"]), batch,
+                       torch.Generator(), 1, greedy=False)
     assert rollout.token_ids() == [script] and rollout.ended.tolist() == [ended]
-    assert rollout.mask[0, :len(script)].tolist() == is_drawn and next(draws, None) is None
+    assert rollout.loss_mask[0, :len(script)].tolist() == is_drawn and next(draws, None) is None
     assert rollout.sampling_logps[0, :len(script)].tolist() == [-1.0 * own for own in is_drawn]
     said = "".join(rollout.turns[0]).removesuffix("<|im_end|>")
     assert said == re.sub("[()]", "", drawn).removesuffix("<|im_end|>")
@@ -246,10 +260,10 @@ def test_a_run_with_a_tool_resumes_as_if_it_had_never_stopped(tmp_path, own_modu
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
         step = train_grpo.grpo_step
 
-        def until_third(t, batch, number, lr):
+        def until_third(state, batch, number, lr):
             if number == 3:
                 raise KeyboardInterrupt
-            return step(t, batch, number, lr)
+            return step(state, batch, number, lr)
 
         patch.setattr(train_grpo, "grpo_step", until_third)
         train_grpo.main([*parts, "--max_steps", "4"])

@@ -4,14 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from test_turns import state_of
 from transformers import AutoTokenizer
 
-import train_grpo
 from dataset.prompts import PromptCollator, asking_as_trained, read_row
 from model import MiniMindConfig, MiniMindForCausalLM, sampler
 from model.fast import pair as fast
 from reward.tools import Tool, tool_calls
-from run.processes.world import World
+from run.extensions.tool import in_turns
 
 # What theirs write of these chats, but for a few words about tools. They differ in KEPT and OPENED.
 TEMPLATE = (
@@ -89,12 +89,10 @@ def test_the_ids_are_those_of_the_finished_chat_but_for_empty_thoughts(
     monkeypatch.setattr(module, "next_token", next_token)
     prompt = batch["prompt_ids"][0].tolist()
     scripts = [ids[len(prompt):] for ids in expected]
-    policy = MiniMindForCausalLM(MiniMindConfig(len(tokenizer), 16, 16, 1))
-    policy.own_sample = None if module is sampler else module.sample
-    rollout = train_grpo.generate(
-        policy, batch, tokenizer, torch.Generator(), World("cpu"),
-        train_grpo.parse_args(["--max_gen_len", "999"]), 2,
-        tool=Tool(tool_calls([pow]), tokenizer, 8))
+    model = MiniMindForCausalLM(MiniMindConfig(len(tokenizer), 16, 16, 1))
+    state = state_of(model, tokenizer, ["--max_gen_len", "999"], module.sample)
+    rollout = in_turns(Tool(tool_calls([pow]), tokenizer, 8), state, batch, torch.Generator(), 2,
+                       greedy=False)
     assert [prompt + ids for ids in rollout.token_ids()] == expected and rollout.ended.all()
     assert {own for _, _, own in rollout.turns} == {thought + "It is 8."}
 
