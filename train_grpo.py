@@ -31,9 +31,9 @@ A step takes B prompts and G completions of each (beta, the epsilons and sizes a
 
 A rollout is all completions of a step; a minibatch, what one optimizer step learns from (by default
 the whole rollout); a micro-batch, what goes through the model at a time, to save memory. A rank is
-one of torchrun's processes; by default there is one. logps are log-probabilities. A mask is 1 where a token counts
-and 0 at padding. Comments give shapes: N = B*G completions, n of a micro-batch; P prompt tokens, R
-completion tokens, T = P + R; V entries in the vocabulary.
+one of torchrun's processes; by default there is one. logps are log-probabilities. A mask is 1 where
+a token counts and 0 at padding. Comments give shapes: N = B*G completions, n of a micro-batch; P
+prompt tokens, R completion tokens, T = P + R; V entries in the vocabulary.
 
     python docs/grpo_on_one_page.py                 read this one first: the same, without options
     python train_grpo.py                            two to four minutes on two cores
@@ -398,10 +398,7 @@ class TrainState:
             setattr(self, name, partial(getattr(self, name), self))
 
     def wrap(self, flag, **wrappers):
-        """Puts wrapper(inner, state, ...) in the place of a function, which is called inner(...).
-
-        grpo_loss has no state: its wrapper is wrapper(inner, ...).
-        """
+        """Puts wrapper(inner, state, ...) in the place of a function, which it calls inner(...)."""
         for name, wrapper in wrappers.items():
             self._put(name, partial(wrapper, getattr(self, name)), f"wrapped by {flag}", wrapper)
 
@@ -438,19 +435,18 @@ def load(args, world):
         device=args.reward_model_device or world.device, max_completion_length=args.max_gen_len,
         timeout=args.reward_timeout, reasoning=args.reasoning, clip=args.reward_model_clip,
         answer_share=args.reward_model_answer_share)
-    count = len(args.reward_funcs)
-    for judges in (funcs[:count], funcs[count:]):
-        combine.refuse_same_names(judges)
+    reward_funcs, eval_funcs = funcs[:len(args.reward_funcs)], funcs[len(args.reward_funcs):]
+    combine.refuse_same_names(reward_funcs, eval_funcs)
     optimizer = torch.optim.AdamW(policy.model.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)   # 0.99: runs are short
     if engine is not None:
         optimizer.register_step_post_hook(engine.outdate)
     state = TrainState(
         args=args, world=world, tokenizer=tokenizer, eos_ids=eos_ids, policy=policy,
-        reference=reference, optimizer=optimizer, reward_funcs=funcs[:count],
-        eval_funcs=funcs[count:], num_prompts=args.batch_size * args.accumulation_steps,
-        every_row_has_gradient=reference is not None,
-        generate=generate, compute_logps=compute_logps, compute_rewards=compute_rewards,
+        reference=reference, optimizer=optimizer, reward_funcs=reward_funcs, eval_funcs=eval_funcs,
+        num_prompts=args.batch_size * args.accumulation_steps,
+        every_row_has_gradient=reference is not None, generate=generate,
+        compute_logps=compute_logps, compute_rewards=compute_rewards,
         compute_advantages=compute_advantages, compute_loss=compute_loss, grpo_loss=grpo_loss,
         update_policy=update_policy, token_logps=token_logps)
     extensions.install(state)

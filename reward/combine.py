@@ -89,11 +89,13 @@ def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
     return [Judge(functions[name], timeout) for name in names]  # each counts its own failures
 
 
-def refuse_same_names(judges):
-    """UserError for two of them whose values would have one name."""
-    names = [judge.__name__ for judge in judges]
-    for name in names:
-        if names.count(name) > 1:
+def refuse_same_names(*lists):
+    """UserError for two functions of one list whose values would have one name."""
+    for judges in lists:
+        names = [judge.__name__ for judge in judges]
+        for name in names:
+            if names.count(name) == 1:
+                continue
             raise UserError(f"two of --reward_funcs are called {name}; rename one, or leave it out")
 
 
