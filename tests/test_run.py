@@ -23,11 +23,13 @@ import train_grpo
 from conftest import ROOT, jsonl, turns, write
 from dataset import PromptCollator, prompts
 from errors import UserError
-from model import load_pretrained
+from model import Policy, eos_token_ids, load_pretrained
 from model.fast import pair as fast
-from run.edges import moving_reference, oversample, teacher
+from reward.combine import Judge
+from run.evaluation import evaluate
+from run.extensions import install, moving_reference, oversample, teacher
 from run.processes import world as world_module
-from train_grpo import Rollout, World, completion_mask, minibatches, token_logps, update_policy
+from train_grpo import Rollout, TrainState, World, completion_mask, token_logps
 
 POLICY = ROOT / "model/weights/reason_128"
 SMALL = ["--batch_size", "4", "--num_generations", "4", "--eval_samples", "16",
@@ -42,6 +44,21 @@ def arguments(*flags, **changes):
     args = train_grpo.parse_args(list(flags))
     vars(args).update({"beta": 0.0, "grad_clip": 1e9, "max_gen_len": 12} | changes)
     return args
+
+
+def state_of(model, args, world=None, reader=fast.token_logps, **fields):
+    """The TrainState of a model, with what its flags wrap or replace, but without a reference."""
+    world = world or World("cpu")
+    functions = {name: getattr(train_grpo, name)
+                 for name in (*train_grpo.BOUND, "grpo_loss", "token_logps")}
+    state = TrainState(**{
+        "args": args, "world": world, "policy": Policy(model, fast.sample, reader, world),
+        "tokenizer": None, "eos_ids": [2], "reference": None, "optimizer": None,
+        "reward_funcs": [], "eval_funcs": [], "num_prompts": args.batch_size,
+        "every_row_has_gradient": False} | functions | fields)
+    with patch.object(teacher, "load_teacher"):
+        install(state)
+    return state
 
 
 def test_a_run_leaves_all_its_files(tmp_path, capsys, pictures):
@@ -158,9 +175,9 @@ def test_evaluation_by_a_reward_of_ones_own():
 
     rows = [{"messages": [{"role": "user", "content": "?"}], "target": i} for i in (1, 2, 3, 4)]
     args = arguments("--max_gen_len", "2")
-    policy, tokenizer = load_pretrained(POLICY), AutoTokenizer.from_pretrained(POLICY)
-    t = SimpleNamespace(policy=policy, eval_funcs=[judge], args=args, world=World("cpu"), tool=None)
-    results, first = train_grpo.evaluate(t, rows, PromptCollator(tokenizer, 99), 0)
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    state = state_of(load_pretrained(POLICY), args, tokenizer=tokenizer, eval_funcs=[Judge(judge)])
+    results, first = evaluate(state, rows, PromptCollator(tokenizer, 99), 0)
     assert first.rewards.tolist() == pytest.approx([0.5, 1.0, NAN, 0.0], nan_ok=True)
     # The third problem was not judged. Sampled right: 1 of 2, 2 of 2, 0 of 2.
     assert results["eval/accuracy"] == pytest.approx(1.5 / 3)
@@ -173,15 +190,16 @@ def test_the_eos_is_learned_with_the_rest_and_padding_is_not():
     policy, tokenizer = load_pretrained(POLICY), AutoTokenizer.from_pretrained(POLICY)
     tokenizer.pad_token, eos = None, tokenizer.eos_token_id
     items = [{"messages": [{"role": "user", "content": text}]} for text in ("2?", "What is 3 + 4?")]
-    rollout = train_grpo.generate(
-        policy, PromptCollator(tokenizer, 99)(items), tokenizer, torch.Generator().manual_seed(0),
-        World("cpu"), arguments(max_gen_len=28), 4)
+    state = state_of(policy, arguments(max_gen_len=28), tokenizer=tokenizer,
+                     eos_ids=eos_token_ids(policy, tokenizer))
+    rollout = state.generate(
+        PromptCollator(tokenizer, 99)(items), torch.Generator().manual_seed(0), 4)
     assert rollout.ended.any() and not rollout.ended.all()
-    for ids, mask, ended in zip(rollout.completion_ids, rollout.mask, rollout.ended):
+    for ids, mask, ended in zip(rollout.completion_ids, rollout.loss_mask, rollout.ended):
         learned = ids[mask.bool()].tolist()
         assert eos not in learned[:-1] and (learned[-1] == eos) == ended
     for ids, mask in ((rollout.prompt_ids, rollout.prompt_mask),
-                      (rollout.completion_ids, rollout.mask)):
+                      (rollout.completion_ids, rollout.completion_mask)):
         assert (mask == 0).any() and not ids[mask == 0].any()
 
 
@@ -189,10 +207,9 @@ def test_weights_that_give_no_probabilities_are_refused(policy):
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     batch = PromptCollator(tokenizer, 99)([{"messages": turns("2+3?")}])
     policy.model.layers[1].mlp.up_proj.weight.data[0, 0] = NAN
-    policy.own_sample = fast.sample
+    state = state_of(policy, arguments(), tokenizer=tokenizer)
     with pytest.raises(UserError, match="not finite.*--model_path"):
-        train_grpo.generate(policy, batch, tokenizer, torch.Generator().manual_seed(0),
-                            World("cpu"), arguments())
+        state.generate(batch, torch.Generator().manual_seed(0))
 
 
 def test_countdown_runs_from_its_file_of_flags(tmp_path):
@@ -210,24 +227,11 @@ class Known(Rollout):
     """A rollout whose old_logps are given, instead of those of the policy before an update."""
     old_logps: torch.Tensor = None
 
-    def select(self, rows, kept=None):
-        part = super().select(rows, kept)
+    def select(self, rows):
+        part = Rollout.select(self, rows)
         if self.old_logps is not None:
-            part.old_logps = self.old_logps[rows, :part.mask.shape[1]]
+            part.old_logps = self.old_logps[rows, :part.loss_mask.shape[1]]
         return part
-
-
-def some(rollout, rows):
-    """These rows of a rollout, as one of its own."""
-    def pick(values):
-        if isinstance(values, dict):
-            return {name: pick(column) for name, column in values.items()}
-        if isinstance(values, list):
-            return [values[i] for i in rows.tolist()]
-        return None if values is None else values[rows]
-
-    some = {name: pick(values) for name, values in vars(rollout).items()}
-    return replace(rollout, **some | {"chosen": torch.arange(len(rows))})
 
 
 def rollout_of_six(model, token_logps=fast.token_logps):
@@ -243,22 +247,19 @@ def rollout_of_six(model, token_logps=fast.token_logps):
     prompt_mask[3:, :4] = 0
     mask = completion_mask(completion_ids, 2)
     rewards = torch.tensor([2.0, 0.5, NAN, 0.0, 1.0, 1.5])
-    model.own_token_logps = None if token_logps is train_grpo.token_logps else token_logps
     rollout = Known(
         prompts=[*"aaabbb"], columns={"answer": [*"111222"], "number": [0, 1, 2, 3, 4, 5]},
         prefills=[""] * 3 + ["<think>\n"] * 3, completions=[*"uvwxyz"], prompt_ids=prompt_ids,
         prompt_mask=prompt_mask, completion_ids=completion_ids,
-        attention=mask, mask=mask,
+        completion_mask=mask, loss_mask=mask,
         ended=mask.sum(1) < 12, sampling_logps=torch.zeros(6, 12), rewards=rewards,
-        rewards_per_func={"half": rewards / 2, "rest": rewards - rewards / 2}, returns=rewards,
-        chosen=torch.arange(6),
+        rewards_per_func={"half": rewards / 2, "rest": rewards - rewards / 2},
         advantages=torch.tensor([1.0, -0.5, 0.3, -1.2, 0.0, 0.1]))
-    logps = train_grpo.compute_logps(model, rollout, World("cpu"), arguments())
-    rollout.sampling_logps = logps
-    rollout.old_logps, ref_logps, teacher_logps = (
+    state = state_of(model, arguments(), reader=token_logps)
+    rollout.sampling_logps = logps = state.compute_logps(state.policy, rollout)
+    rollout.old_logps, rollout.ref_logps, teacher_logps = (
         logps + 0.3 * torch.randn(6, 12, generator=rng) for _ in range(3))
-    rollout.per_token = {"ref_logps": ref_logps, "teacher_logps": teacher_logps,
-                         "policy_logps": logps}
+    rollout.extra = {"teacher_logps": teacher_logps}
     return rollout
 
 
@@ -276,12 +277,11 @@ def test_selecting_rows_drops_columns_of_padding_only(six):
     part = six.select(torch.tensor([4, 3]))         # the short prompt, 7 and 1 tokens, turned round
     assert six.replies[2:4] == ["w", "<think>\nx"]
     assert [len(ids) for ids in six.token_ids()] == six.lengths.tolist() == [3, 12, 5, 1, 7, 12]
-    assert part.mask.tolist() == [[1] * 7, [1] + [0] * 6]
+    assert part.loss_mask.tolist() == [[1] * 7, [1] + [0] * 6]
     assert part.advantages.tolist() == six.advantages[[4, 3]].tolist()
     assert torch.equal(part.sampling_logps, six.sampling_logps[[4, 3], :7])
-    assert torch.equal(part.per_token["ref_logps"], six.per_token["ref_logps"][[4, 3], :7])
-    kept = torch.tensor([True] * 4 + [False] * 2)
-    assert six.select(torch.tensor([4, 3]), kept).mask.sum(1).tolist() == [0, 1]
+    assert torch.equal(part.ref_logps, six.ref_logps[[4, 3], :7])
+    assert torch.equal(part.extra["teacher_logps"], six.extra["teacher_logps"][[4, 3], :7])
     input_ids, attention_mask, R = part.sequences()
     assert attention_mask.tolist() == [[1] * (5 + 7), [1] * 6 + [0] * 6] and R == 7
     ids = torch.cat((six.prompt_ids[[4, 3], 4:], six.completion_ids[[4, 3], :7]), 1)
@@ -289,21 +289,23 @@ def test_selecting_rows_drops_columns_of_padding_only(six):
 
 
 def test_the_groups_with_the_largest_spread_are_selected_whole_and_in_order(six):
-    six.rewards = torch.tensor([
+    groups = six.only(torch.arange(6).repeat(3))
+    groups.advantages, groups.rewards = torch.arange(18.0), torch.tensor([
         [0.0, 0.0, 1.0],        # std 0.6
         [NAN, NAN, 9.0],        # nothing to compare with
         [0.0, NAN, 3.0],        # 2.1
         [7.0, 7.0, 7.0],        # 0
         [0.0, 2.0, 1.0],        # 1
         [NAN, NAN, NAN]]).flatten()
-    for times, groups in ((6, [2]), (3, [2, 4]), (2, [0, 2, 4])):
-        oversample.best_rows(six, times=times, num_generations=3)
-        assert six.chosen.tolist() == [3 * group + i for group in groups for i in range(3)]
-    six.chosen = torch.tensor([1, 2, 5])
-    (minibatch,) = minibatches(six, World("cpu"), arguments())
-    assert torch.cat([part.advantages for part in minibatch.micro_batches]).tolist() == (
+    for times, best in ((6, [2]), (3, [2, 4]), (2, [0, 2, 4])):
+        state = SimpleNamespace(args=arguments(oversample=times, num_generations=3))
+        chosen = oversample.from_best_groups(lambda rollout: rollout, state, groups)
+        assert chosen.advantages.tolist() == [3 * group + i for group in best for i in range(3)]
+        assert chosen.columns["number"] == [int(i) % 6 for i in chosen.advantages]
+    (parts, counts), = six.only(torch.tensor([1, 2, 5])).minibatches(1, 64, torch.ones(3).bool())
+    assert torch.cat([part.advantages for part in parts]).tolist() == (
         six.advantages[[1, 2, 5]].tolist())
-    assert minibatch.totals == {"num_sequences": 3, "num_tokens": 12 + 5 + 12}
+    assert counts.tolist() == [3, 12 + 5 + 12]
 
 
 # --- the gradient ---------------------------------------------------------------------------------
@@ -323,39 +325,15 @@ ADVANTAGES = [{"multi_objective_aggregation": "normalize_then_sum", "reward_weig
               {"scale_rewards": "batch"}, {"advantage_estimator": "rloo"}]
 
 
-def bundle(policy, args, world):
-    """What prepare returns without what it loads, and with the changes of the edges that are on."""
-    t = SimpleNamespace(
-        policy=policy, args=args, world=world, loss_options=train_grpo.loss_options(args),
-        remembered={}, before_advantages=[], after_advantages=[], before_loss=[], after_step=[])
-    with patch.object(teacher, "load_teacher"):
-        for edge in train_grpo.EDGES:
-            if edge.is_on(args):
-                edge.install(t)
-    return t
-
-
-def advantages_of(rollout, world, args):
-    t, rollout.returns = bundle(None, args, world), rollout.rewards
-    for change in t.before_advantages:
-        change(rollout)
-    rollout.advantages = train_grpo.compute_advantages(rollout, world, args)
-    for change in t.after_advantages:
-        change(rollout)
-    return rollout.advantages
-
-
 def gradient(model, rollout, token_logps, world=None, **changes):
-    """The gradient of the last update of a pass, as one vector, None if that took no step; and the
-    metrics of the pass."""
-    model.own_token_logps = None if token_logps is train_grpo.token_logps else token_logps
-    world, args, found = world or World("cpu"), arguments(**changes), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    """The gradient of the last update of a step, as one vector, None if that took no step; and the
+    metrics of the step."""
+    found, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.step = lambda: found.append(torch.cat(
         [parameter.grad.flatten() for parameter in model.parameters()]))
-    updates = minibatches(rollout, world, args)
-    t = bundle(model, args, world)
-    metrics = update_policy(model, optimizer, updates, t.before_loss, t.loss_options, world, args)
+    state = state_of(model, arguments(**changes), world, token_logps, optimizer=optimizer,
+                     every_row_has_gradient=rollout.ref_logps is not None)
+    metrics = state.update_policy(rollout)
     assert all(parameter.grad is None for parameter in model.parameters())
     return found[-1] if found else None, metrics
 
@@ -370,28 +348,27 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
     if world_size > 1:
         # The gradient of a norm goes alone, shorter ones together.
         world_module.JOINED_BELOW = 128
-    world = train_grpo.join_processes(arguments("--device", "cpu"))
+    world = World.join(arguments("--device", "cpu"))
     model = load_pretrained(POLICY, dtype=torch.float64)
     rows, six = torch.arange(6).tensor_split(world_size)[rank], rollout_of_six(model, token_logps)
-    six.mask = six.mask.clone()
-    six.mask[[1, 4], 2:5] = 0                   # these are a tool's
-    share, results = some(six, rows), []
+    six.loss_mask = six.loss_mask.clone()
+    six.loss_mask[[1, 4], 2:5] = 0              # these are a tool's
+    share, results = six.only(rows), []
     for objective in OBJECTIVES:
-        part = replace(share, per_token=share.per_token.copy())
-        if "beta" not in objective:
-            del part.per_token["ref_logps"]
+        part = replace(share, ref_logps=share.ref_logps if "beta" in objective else None)
         if "teacher_path" in objective:
-            teacher.towards_teacher(part)
+            part.advantages = teacher.towards_teacher(part, part.sampling_logps)
         results.append(gradient(model, part, token_logps, world,
                                 micro_batch_size=micro_batch_size, **objective))
     args = arguments(num_iterations=2, num_minibatches=2, grad_clip=1.0, beta=0.1,
                      micro_batch_size=micro_batch_size)
-    update_policy(model, torch.optim.AdamW(model.parameters(), lr=1e-3),
-                  minibatches(share, world, args), [], train_grpo.loss_options(args), world, args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    state_of(model, args, world, token_logps, optimizer=optimizer,
+             every_row_has_gradient=True).update_policy(share)
     share.rewards = share.rewards / 2           # from 0 to 1
     share.rewards_per_func["half"] = (share.rewards > 0.3).float()
     advantages = torch.stack([
-        advantages_of(share, world, arguments(num_generations=3, **options))
+        state_of(None, arguments(num_generations=3, **options), world).compute_advantages(share)
         for options in ADVANTAGES])
     torch.save((results, model.state_dict(), advantages), Path(folder) / f"{rank}.pt")
     world.close()
@@ -444,12 +421,12 @@ def test_what_has_no_gradient_is_not_computed_but_counts(policy, six):
 
     # A reference, even of weight 0, wants all rows for its metric.
     six.advantages = torch.tensor([1.0, -0.5, 0.0, 0.0, 0.0, 0.0])
-    for per_token in ({}, six.per_token):
-        vector, metrics = gradient(policy, replace(six, per_token=per_token), spy)
+    for ref_logps in (None, six.ref_logps):
+        vector, metrics = gradient(policy, replace(six, ref_logps=ref_logps), spy)
         gradients.append(vector)
     assert seen() == [2, 6]
     assert (gradients[0] - gradients[1]).norm() < 1e-6 * gradients[1].norm()
-    counted = six.mask.bool()
+    counted = six.loss_mask.bool()
     moved = (six.old_logps - six.sampling_logps)[counted]
     difference = (six.old_logps.exp() - six.sampling_logps.exp())[counted].abs()
     assert metrics["ppo_kl"] == pytest.approx(moved.mean().item(), abs=1e-5)
@@ -458,13 +435,12 @@ def test_what_has_no_gradient_is_not_computed_but_counts(policy, six):
             of_tokens(difference).item(), rel=1e-4)
 
     spy.reset_mock()
-    six.per_token, six.advantages = {}, torch.zeros(6, 12)
+    six.ref_logps, six.advantages = None, torch.zeros(6, 12)
     vector, metrics = gradient(policy, six, spy)
     assert vector is None and metrics["grad_norm"] == 0 and seen() == []
     # The entropy's bonus has one: a tenth of the mean over all tokens of a distribution's entropy.
     bonus, _ = gradient(policy, six, spy, entropy_coef=0.1)
     assert bonus.any() and seen() == [6]
-    policy.own_token_logps = None
     _, entropy = token_logps(policy, *six.sequences(), with_entropy=True)
     mean = entropy[counted].mean()
     found = torch.autograd.grad(-0.1 * mean, [*policy.parameters()])
@@ -473,39 +449,37 @@ def test_what_has_no_gradient_is_not_computed_but_counts(policy, six):
 
 
 def test_an_update_without_a_gradient_moves_nothing_by_momentum(policy, six):
-    six.per_token, args = {}, arguments()
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    weight, moved = policy.lm_head.weight, []
+    six.ref_logps, weight, moved = None, policy.lm_head.weight, []
+    state = state_of(policy, arguments(),
+                     optimizer=torch.optim.AdamW(policy.parameters(), lr=1e-3))
     for advantages in (six.advantages, torch.zeros(6)):
         six.advantages, before = advantages, weight.clone()
-        update_policy(policy, optimizer, minibatches(six, World("cpu"), args), [],
-                      train_grpo.loss_options(args), World("cpu"), args)
+        state.update_policy(six)
         moved.append(not torch.equal(before, weight))
     assert moved == [True, False]
 
 
-def test_an_update_that_reads_no_row_clips_nothing_and_counts(policy, six, monkeypatch):
-    monkeypatch.setattr(train_grpo, "compute_old_logps", lambda *unused: None)      # six has them
-    six.per_token, six.advantages = {}, torch.tensor([-1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
-    both = gradient(policy, six, token_logps, num_minibatches=2)[1]
-    alone = gradient(policy, some(six, torch.arange(3)), token_logps)[1]
+def test_an_update_that_reads_no_row_clips_nothing_and_counts(policy, six):
+    def reader(*sequences, with_entropy=False, **options):      # pi_old is the one that six has
+        found = token_logps(*sequences, with_entropy=with_entropy, **options)
+        return found if with_entropy else six.old_logps[:3]
+
+    six.ref_logps, six.advantages = None, torch.tensor([-1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+    both = gradient(policy, six, reader, num_minibatches=2)[1]
+    alone = gradient(policy, six.only(torch.arange(3)), token_logps)[1]
     for name in ("low", "high", "region"):
         name = f"clip_ratio/{name}_mean"
         assert both[name] == pytest.approx(alone[name] / 2)
     assert alone["clip_ratio/region_mean"] > 0
 
 
-def test_every_update_is_compared_with_the_policy_before_the_first(policy, six, monkeypatch):
-    spy = Mock(wraps=train_grpo.grpo_loss)
-    monkeypatch.setattr(train_grpo, "grpo_loss", spy)
+def test_every_update_is_compared_with_the_policy_before_the_first(policy, six):
     six.old_logps, optimizer = None, torch.optim.SGD(policy.parameters(), lr=0.1)
     for passes in (1, 3):
-        args = arguments(num_iterations=passes)
-        updates = minibatches(six, World("cpu"), args)
-        spy.reset_mock()
-        update_policy(policy, optimizer, updates, [], train_grpo.loss_options(args), World("cpu"),
-                      args)
-        assert (updates[0].micro_batches[0].old_logps is None) == (passes == 1)
+        reader, spy = Mock(wraps=fast.token_logps), Mock(wraps=train_grpo.grpo_loss)
+        state_of(policy, arguments(num_iterations=passes), None, reader, optimizer=optimizer,
+                 every_row_has_gradient=True, grpo_loss=spy).update_policy(six)
+        assert len(reader.mock_calls) == passes + (passes > 1)
         logps, old_logps = zip(*(call.args[:2] for call in spy.mock_calls))
         assert len(logps) == passes and all(torch.equal(old, logps[0]) for old in old_logps)
         assert all((now - then).abs().max() > 1e-3 for now, then in zip(logps[1:], logps))
@@ -513,16 +487,16 @@ def test_every_update_is_compared_with_the_policy_before_the_first(policy, six, 
 
 def test_truncated_completions_count_nothing_but_as_sequences(policy, six):
     assert six.ended.tolist() == [True, False, True, True, True, False]
-    six.per_token, rows = {}, torch.tensor([0, 2, 3, 4])
+    six.ref_logps, rows = None, torch.tensor([0, 2, 3, 4])
     six.advantages = torch.tensor([1.0, 5.0, 0.3, -1.2, 0.9, -7.0])
     masked, _ = gradient(policy, six, token_logps, mask_truncated_completions=True)
-    kept, _ = gradient(policy, some(six, rows), token_logps)
+    kept, _ = gradient(policy, six.only(rows), token_logps)
     assert torch.allclose(masked, kept * 4 / 6, atol=1e-6 * kept.abs().max())
     six.advantages = torch.tensor([-1.0, 5.0, -0.3, -1.2, -0.9, -7.0])
     for flags in ({"importance_sampling_level": "sequence", "epsilon_low": 0.01}, {"delta": 1.21}):
         (_, of_all), (_, of_kept) = (
             gradient(policy, part, token_logps, mask_truncated_completions=True, **flags)
-            for part in (six, some(six, rows)))
+            for part in (six, six.only(rows)))
         # A share of all completions; tokens that are left out are not counted.
         share = 4 / 6 if "importance_sampling_level" in flags else 1
         for name in of_all:
@@ -563,12 +537,13 @@ def test_a_step_without_a_judged_completion_moves_nothing_and_ten_in_a_row_end_t
     assert "error: " in error and "10 steps" in error and "--reward_funcs" in error
 
 
-def test_a_rank_without_a_judged_completion_learns_with_the_others(six):
-    six.returns = torch.full((6,), NAN)
-    world = World("cpu")
-    assert minibatches(six, world, arguments()) == []
-    world.sum = lambda tensor: tensor + 1               # another rank has a judged one
-    assert len(minibatches(six, world, arguments())) == 1
+def test_a_rank_without_a_judged_completion_learns_with_the_others(policy, six):
+    six.rewards, weight = torch.full((6,), NAN), policy.lm_head.weight.clone()
+    state = state_of(policy, arguments(),
+                     optimizer=torch.optim.SGD(policy.parameters(), lr=1e-3))
+    assert state.update_policy(six) == {} and torch.equal(weight, policy.lm_head.weight)
+    state.world.sum = lambda tensor: tensor + 1         # another rank has a judged one
+    assert "loss" in state.update_policy(six) and not torch.equal(weight, policy.lm_head.weight)
 
 
 def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1_and_not_in_the_loss(policy, six):
@@ -577,13 +552,15 @@ def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1_and_not_in_the_loss(po
     assert torch.equal(without, in_reward)
     ids = torch.tensor([[5, 5, 2], [5, 2, 0], [2, 0, 0], [2, 0, 0], [5, 5, 5], [5, 2, 0]])
     rollout = replace(
-        six, mask=completion_mask(ids, 2), rewards=torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 3.0]),
-        per_token={"policy_logps": torch.full((6, 3), -1.0), "ref_logps": torch.full((6, 3), -3.0)})
+        six, loss_mask=completion_mask(ids, 2), ref_logps=torch.full((6, 3), -3.0),
+        rewards=torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 3.0]))
     # k1 is -0.5 at the one token of this row, and 2 elsewhere.
-    rollout.per_token["policy_logps"][3] = -3.5
+    policy_logps = torch.full((6, 3), -1.0)
+    policy_logps[3] = -3.5
     kl = torch.tensor([2.0 * 3, 2.0 * 2, 2.0 * 1, -0.5 * 1, 2.0 * 3, 2.0 * 2])
     args = arguments(beta=0.1, kl_in_reward=True, num_generations=3, scale_rewards="none")
-    advantages = advantages_of(rollout, World("cpu"), args)
+    advantages = state_of(policy, args, compute_logps=lambda *unused: policy_logps
+                          ).compute_advantages(rollout)
     rewards = rollout.rewards - 0.1 * kl
     expected = rewards - rewards.view(2, 3).mean(1).repeat_interleave(3)
     assert advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
@@ -593,8 +570,10 @@ def test_the_reference_moves_towards_the_policy():
     reference, policy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     before, ours = reference.weight.clone(), policy.weight.clone()
     for step, alpha in ((2, 0.0), (3, 0.6)):
-        moving_reference.sync_reference(step, reference=reference, policy=policy, every=3,
-                                        alpha=0.6)
+        state = SimpleNamespace(
+            step=step, args=arguments(ref_model_sync_steps=3, ref_model_mixup_alpha=0.6),
+            reference=SimpleNamespace(model=reference), policy=SimpleNamespace(model=policy))
+        assert moving_reference.then_sync_reference(lambda rollout: rollout, state, 7) == 7
         assert torch.allclose(reference.weight, alpha * ours + (1 - alpha) * before)
     assert torch.equal(policy.weight, ours)
 
