@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +39,7 @@ def main():
         return print_row(args.row, args.pretend)
     print(f"| {'what':44} | how it went |\n|---|---|")
     for name in args.rows:
-        title, limit = ROWS[name].__doc__, 60 * (2 if args.pretend else 10)
+        title, limit = ROWS[name].__doc__, 60 * (5 if args.pretend else 10)
         command = [sys.executable, __file__, "--row", name, *["--pretend"] * args.pretend]
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit)
@@ -107,38 +108,56 @@ def suite(gpu):
     return done.stdout.strip().splitlines()[-1]
 
 
-def answers(dtype, pretend, sampler, greedy=True):
-    """Completions of the default task, the trainer's log-probs of them, and their mask."""
+def loaded(dtype, sampler="fast", *flags):
     import train_grpo
-    from dataset import PromptCollator, PromptDataset
     args = train_grpo.parse_args(["--device", "cuda", "--dtype", dtype, "--sampler", sampler,
-                                  "--reward_funcs", "format"])
-    t = train_grpo.prepare(args, train_grpo.World("cuda", dtype))
-    batch = PromptCollator(t.tokenizer, 99)(PromptDataset(ROOT / "dataset/heldout.jsonl")[:8])
-    rollout = train_grpo.generate(t.policy, batch, t.tokenizer, t.world.rng(1), t.world, args,
-                                  greedy=greedy)
-    logps = train_grpo.compute_logps(t.policy, rollout, t.world, args)
-    return rollout, logps.cpu()
+                                  "--reward_funcs", "format", *flags])
+    return train_grpo.load(args, train_grpo.World("cuda", dtype))
+
+
+def answers(state, prompts=8, greedy=False):
+    """A rollout of the default task."""
+    from dataset import PromptCollator, PromptDataset
+    problems = PromptDataset(ROOT / "dataset/heldout.jsonl")[:prompts]
+    return state.generate(PromptCollator(state.tokenizer, 99)(problems), state.world.rng(1),
+                          greedy=greedy)
+
+
+def read(state, rollout, reader):
+    """The log-probs of a rollout by this reader, without the comparison that a run begins with."""
+    return state.compute_logps(replace(state.policy, reader=reader), rollout).cpu()
+
+
+def readers(state, rollout):
+    """How far model/fast and token_logps are apart at a token of this rollout."""
+    import train_grpo
+    from model import fast
+    ours, theirs = (read(state, rollout, one) for one in (
+        fast.token_logps, train_grpo.token_logps))
+    apart = (ours - theirs).abs()[rollout.completion_mask.cpu() == 1]
+    return (f"model/fast and token_logps at most {apart.max():.1e} apart, on average "
+            f"{apart.mean():.1e}, at {len(apart)} tokens")
 
 
 def pair(gpu):
     """plain against fast, float32"""
-    (plain, logps), (fast, others) = (answers("float32", gpu, name) for name in ("plain", "fast"))
+    states = [loaded("float32", name) for name in ("plain", "fast")]
+    plain, fast = (answers(state, greedy=True) for state in states)
     same = sum(a == b for a, b in zip(plain.completions, fast.completions))
-    width = min(logps.shape[1], others.shape[1])
-    apart = (logps[:, :width] - others[:, :width]).abs().max().item()
-    return f"{same} of {len(plain.completions)} greedy texts the same, log-probs {apart:.1e} apart"
+    return (f"{same} of {len(plain.completions)} greedy texts the same, "
+            f"{readers(states[1], answers(states[1]))}")
 
 
 def bfloat16(gpu):
     """bfloat16 against float32"""
-    import train_grpo
-    rollout, logps = answers("bfloat16", gpu, "fast", greedy=False)
-    args = train_grpo.parse_args(["--device", "cuda", "--dtype", "float32", "--reward_funcs",
-                                  "format"])
-    t = train_grpo.prepare(args, train_grpo.World("cuda", "float32"))
-    others = train_grpo.compute_logps(t.policy, rollout, t.world, args).cpu()
-    return f"log-probs {(logps - others).abs().mean():.1e} apart on average"
+    from model import fast
+    state = loaded("bfloat16")
+    rollout = answers(state)
+    found = readers(state, rollout)
+    logps = read(state, rollout, fast.token_logps)
+    others = read(loaded("float32"), rollout, fast.token_logps)
+    apart = (logps - others).abs()[rollout.completion_mask.cpu() == 1]
+    return f"log-probs {apart.mean():.1e} apart on average, {found}"
 
 
 def lora(gpu):
@@ -269,16 +288,19 @@ def generated(folder, gpu):
 
 def stops(gpu):
     """stops per sampled token"""
-    before = gpu and gpu.stops.total()
+    state = loaded("float32", "fast", "--max_gen_len", "16", "--num_generations", "4")
+    answers(state, 2)       # what only the first call does is not counted
     if gpu:
-        rollout, _ = answers("float32", gpu, "fast", greedy=False)
+        before = gpu.stops.total()
+        rollout = answers(state, 2)
         count = gpu.stops.total() - before
     else:
         from torch.profiler import ProfilerActivity, profile
+        # A few tokens of few completions: the profiler keeps each operation, and that takes long.
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            rollout, _ = answers("float32", gpu, "fast", greedy=False)
-        count = sum(event.count for event in profiler.key_averages()
-                    if event.key in ("cudaStreamSynchronize", "cudaDeviceSynchronize"))
+            rollout = answers(state, 2)
+        count = sum(event.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize")
+                    for event in profiler.events())
     return f"{count / rollout.completion_ids.shape[1]:.1f} in the fast sampler"
 
 

@@ -166,7 +166,7 @@ def test_a_row_of_the_first_run_that_fails_leaves_the_others(monkeypatch, capsys
         monkeypatch.setitem(first_gpu_run.ROWS, "lora", row)
         first_gpu_run.print_row("lora", pretend=True)
         assert capsys.readouterr().out == f"{how}\n"
-    ends = iter([subprocess.TimeoutExpired("row", 120), SimpleNamespace(
+    ends = iter([subprocess.TimeoutExpired("row", 300), SimpleNamespace(
         returncode=-9, stdout="", stderr="Killed\n"), SimpleNamespace(
         returncode=0, stdout="a warning\nran: 3\n", stderr="")])
 
@@ -180,4 +180,4 @@ def test_a_row_of_the_first_run_that_fails_leaves_the_others(monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", ["first_gpu_run.py", "--pretend", "--rows", *["pair"] * 3])
     first_gpu_run.main()
     rows = [line.split(" | ")[1].strip(" |") for line in capsys.readouterr().out.splitlines()[2:]]
-    assert rows == ["failed: it took more than 120 s", "failed: Killed", "ran: 3"]
+    assert rows == ["failed: it took more than 300 s", "failed: Killed", "ran: 3"]
