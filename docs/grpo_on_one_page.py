@@ -6,12 +6,12 @@ A small model does sums such as `What is 34 + 27*6?`. It can work on paper, but 
 Group Relative Policy Optimization (arXiv 2402.03300) lets it find out what pays. Nobody shows it a
 solution: three rules score what it wrote. The model that learns is the policy, pi. A step:
 
-    1. ask        generate             the policy writes G completions of each of B prompts
-    2. remember   compute_logps        how likely the reference, the first weights, finds each token
-    3. judge      compute_rewards      a reward for each completion
-                  compute_advantages   ... compared with its group: all completions of its prompt
-    4. learn      update_policy        tokens of better completions get likelier, others less likely
-    5. report     report               what the policy gets right; a group that it has learnt from
+    1. generate             generate            the policy writes G completions of B prompts each
+    2. reference log-probs  compute_logps       how likely the initial weights find each token
+    3. rewards              compute_rewards     a reward for each completion
+       and advantages       group_advantages    ... compared with its group, those of its prompt
+    4. update               update_policy       makes tokens of better completions likelier
+    5. log                  report              what the policy gets right; one group of the step
 
 Names, and their order, are those of train_grpo.py, the script, which takes the same steps with
 `python train_grpo.py --sampler plain --micro_batch_size 128 --max_steps 100 --device cpu
@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from dataset import PromptCollator, PromptDataset, rows_of_step
 from model import eos_token_ids, load_pretrained, load_tokenizer, rng_of, sample
-from reward import accuracy_reward, format_reward, tag_reward
+from reward import accuracy_reward
+from train_grpo import format_reward, tag_reward
 
 WEIGHTS, SEED = ROOT / "model/weights/reason_128", 42
 B, G, MAX_LEN = 16, 8, 96           # prompts a step, completions of each, most tokens of one
@@ -78,11 +79,12 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta):
 def token_logps(model, input_ids, attention_mask, num_completion_tokens):
     """log pi(token | all before) of the last R = num_completion_tokens of each row, (N, R)."""
     R = num_completion_tokens       # logits predict the next token: start one before them
-    logits = model(input_ids, attention_mask)[:, -R - 1:-1]                             # (N, R, V)
+    logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, :-1]             # (N, R, V)
     return logits.log_softmax(-1).gather(-1, input_ids[:, -R:, None]).squeeze(-1)
 
-def generate(policy, batch, tokenizer, rng, num_generations=G):
-    """Step 1: sample G completions of each prompt, a a b b; prompts are padded on the left."""
+def generate(state, batch, rng, num_generations=G):
+    """1. Samples G completions of each prompt, a a b b; prompts are padded on the left."""
+    policy, tokenizer = state.policy, state.tokenizer
     eos_ids = eos_token_ids(policy, tokenizer)
     completion_ids, _ = sample(     # (N, R); _: their log-probs, without a gradient
         policy, batch["prompt_ids"], batch["prompt_mask"], generator=rng, max_new_tokens=MAX_LEN,
@@ -98,64 +100,60 @@ def generate(policy, batch, tokenizer, rng, num_generations=G):
             name: [values[i] for i in prompt_of] for name, values in batch["columns"].items()})
 
 @torch.no_grad()
-def compute_logps(model, rollout):
-    """Step 2: log-probs of all completions, (N, R)."""
-    return token_logps(model, *rollout.sequences)
+def compute_logps(policy, rollout):
+    """2. Computes the log-probabilities of all completions, (N, R)."""
+    return token_logps(policy, *rollout.sequences)
 
 def compute_rewards(rollout, reward_funcs, reward_weights):
-    """Step 3: the weighted sum of the rewards, (N,)."""
+    """3. Returns the weighted sum of the rewards, (N,)."""
     each = [func(rollout.prompts, rollout.completions, **rollout.columns) for func in reward_funcs]
     return torch.tensor(reward_weights) @ torch.tensor(each)            # (functions, N) -> (N,)
 
-def compute_advantages(rollout):
-    """Step 3: advantages within each group, (N,)."""
-    return group_advantages(rollout.rewards, G)
-
-def update_policy(policy, optimizer, rollout):
-    """Step 4: UPDATES gradient steps; the metrics of the last."""
+def update_policy(state, rollout):
+    """4. Takes UPDATES gradient steps; returns the metrics of the last."""
     for update in range(UPDATES):
-        logps = token_logps(policy, *rollout.sequences)                                 # (N, R)
+        logps = token_logps(state.policy, *rollout.sequences)                           # (N, R)
         if update == 0:     # pi is still pi_old: each ratio is 1, but has the gradient of log pi
             old_logps = logps.detach()
         loss, metrics = grpo_loss(logps, old_logps, rollout.advantages, rollout.mask,
                                   ref_logps=rollout.ref_logps, beta=BETA)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
+        torch.nn.utils.clip_grad_norm_(state.policy.parameters(), MAX_NORM)
+        state.optimizer.step()
+        state.optimizer.zero_grad()
     return metrics
 
-def grpo_step(t, batch, step, lr):
-    """A step of GRPO on a batch of prompts: the rollout, and metrics."""
-    rollout = generate(t.policy, batch, t.tokenizer, rng_of(SEED, 0, step, 0))      # 1. ask
-    rollout.ref_logps = compute_logps(t.reference, rollout)                         # 2. remember
-    rollout.rewards = compute_rewards(rollout, REWARD_FUNCS, REWARD_WEIGHTS)        # 3. judge
-    rollout.advantages = compute_advantages(rollout)
-    t.optimizer.param_groups[0]["lr"] = lr
-    return rollout, update_policy(t.policy, t.optimizer, rollout)                   # 4. learn
+def grpo_step(state, batch, step, lr):
+    """Takes a step of GRPO on a batch of prompts: the rollout, and metrics."""
+    rollout = generate(state, batch, rng_of(SEED, 0, step, 0))                  # 1. generate
+    rollout.ref_logps = compute_logps(state.reference, rollout)                 # 2. reference
+    rollout.rewards = compute_rewards(rollout, REWARD_FUNCS, REWARD_WEIGHTS)    # 3. rewards
+    rollout.advantages = group_advantages(rollout.rewards, G)                   #    and advantages
+    state.optimizer.param_groups[0]["lr"] = lr
+    return rollout, update_policy(state, rollout)                               # 4. update
 
 def main(last_step=100, heldout=200):
     """GRPO, from the weights that we ship; returns the policy."""
     policy, reference = (load_pretrained(WEIGHTS, dtype=torch.float32) for _ in range(2))
     tokenizer = load_tokenizer(WEIGHTS, policy.config.vocab_size)
-    t = SimpleNamespace(policy=policy, reference=reference, tokenizer=tokenizer)
-    t.optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
+    state = SimpleNamespace(policy=policy, reference=reference, tokenizer=tokenizer)
+    state.optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
     collate = PromptCollator(tokenizer, max_seq_len=66)         # no prompt is longer
     problems = PromptDataset(ROOT / "dataset/train.jsonl")
     unseen = collate(PromptDataset(ROOT / "dataset/heldout.jsonl")[:heldout])
-    report(0, t, unseen)
+    report(0, state, unseen)
     for step in range(1, last_step + 1):
         rows = rows_of_step(step, len(problems), B, seed=SEED)  # shuffled anew in each epoch
         progress = max(0, step - WARMUP) / max(1, last_step - WARMUP)   # a cosine, down to 0.1
         lr = PEAK * min(step / WARMUP, 0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-        rollout, metrics = grpo_step(t, collate([problems[row] for row in rows]), step, lr)
+        rollout, metrics = grpo_step(state, collate([problems[row] for row in rows]), step, lr)
         if step % 20 == 0 or step == last_step:
-            report(step, t, unseen, rollout, metrics)           # 5. report
+            report(step, state, unseen, rollout, metrics)       # 5. log
     return policy
 
-def report(step, t, unseen, rollout=None, metrics=None):
-    """Step 5: held-out problems, each answered once; then the group whose rewards differ most."""
-    answered = generate(t.policy, unseen, t.tokenizer, rng_of(SEED, 1), 1)
+def report(step, state, unseen, rollout=None, metrics=None):
+    """5. Prints held-out accuracy, one answer each; then the group whose rewards differ most."""
+    answered = generate(state, unseen, rng_of(SEED, 1), 1)
     right = compute_rewards(answered, [accuracy_reward], [1.0]).mean()
     print(f"step {step}: {right:.1%} of held-out problems right. The first of them:")
     print(f"  {unseen['columns']['messages'][0][-1]['content']} {answered.completions[0]!r}")
