@@ -7,6 +7,7 @@ import re
 from copy import deepcopy
 
 import pytest
+import test_run
 import torch
 from transformers import AutoTokenizer
 
@@ -56,17 +57,13 @@ def dice(histories, answer, seeds, **columns):
 dice.stop = "\n"
 
 
-def state_of(model, tokenizer, flags=(), sample=sampler.sample, reader=train_grpo.token_logps,
-             **changes):
-    """A TrainState of a loaded model without a reference, whose functions are all the script's."""
-    world, functions = World("cpu"), (*train_grpo.BOUND, "grpo_loss", "token_logps")
-    return train_grpo.TrainState(**{
-        **{name: getattr(train_grpo, name) for name in functions},
-        "args": train_grpo.parse_args([*flags]), "world": world, "tokenizer": tokenizer,
-        "eos_ids": eos_token_ids(model, tokenizer), "reference": None, "reward_funcs": [],
-        "eval_funcs": [], "num_prompts": 4, "every_row_has_gradient": False,
-        "policy": Policy(model, sample, reader, world),
-        "optimizer": torch.optim.SGD(model.parameters(), lr=1.0), **changes})
+def state_of(model, tokenizer, flags=(), sample=sampler.sample, reader=train_grpo.token_logps):
+    """A TrainState of a loaded model, without a reference."""
+    world = World("cpu")
+    return test_run.state_of(
+        model, train_grpo.parse_args([*flags]), world, tokenizer=tokenizer,
+        eos_ids=eos_token_ids(model, tokenizer), policy=Policy(model, sample, reader, world),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
 
 
 def rollout_of(sample, policy, tokenizer, function=dice, count=4):
