@@ -1,8 +1,10 @@
 """The objective and its log-probabilities: numbers by hand, and an independent float64 loop."""
+import itertools
 import math
 from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ import train_grpo
 from errors import UserError
 from model import MiniMindConfig, MiniMindForCausalLM
 from model.fast import pair as fast
-from run.edges import gdpo
+from reward.baselines import estimate, from_best, nanstd
+from run.extensions import gdpo, losses
+from run.extensions.losses import LOSS_TYPES, family_loss
 from train_grpo import World, completion_mask, group_advantages, grpo_loss, kl_penalty
 
 NAN = float("nan")
@@ -41,23 +45,23 @@ def test_advantages_stay_within_their_group_and_leave_out_the_unjudged(estimator
     # Squared deviations add up to 14 and 4.5.
     stds = torch.tensor([math.sqrt(14 / 2)] * 3 + [math.sqrt(4.5)] * 3 + [0.0] * 6)
     of_all = stdev([1, 2, 6, 4, 1, 7, 5, 5])
-    for scale_rewards, batch_std, divisor in (("group", None, stds + 1e-4), ("none", None, 1.0),
-                                              ("batch", None, of_all + 1e-4),
-                                              ("batch", 2.0, 2.0001)):
-        advantages = group_advantages(REWARDS, 3, scale_rewards=scale_rewards, batch_std=batch_std,
-                                      advantage_estimator=estimator)
+    for scale, batch_std, divisor in (("group", None, stds + 1e-4), ("none", None, 1.0),
+                                      ("batch", None, of_all + 1e-4), ("batch", 2.0, 2.0001)):
+        advantages = estimate(REWARDS, 3, baseline=estimator, scale=scale, batch_std=batch_std)
         torch.testing.assert_close(advantages, torch.tensor(deviations) / divisor)
+        if (estimator, scale) == ("grpo", "group"):
+            torch.testing.assert_close(group_advantages(REWARDS, 3), advantages)
 
 
 def test_maxrl_divides_by_the_mean_of_rewards_from_0_to_1():
     rewards = torch.tensor([1.0, 0, 0, 0, NAN, 0, 1, 1, 0, 0, 0, 0]).double()
-    advantages = group_advantages(rewards, 4, scale_rewards="mean")     # means 1/4, 2/3, 0
+    advantages = estimate(rewards, 4, scale="mean")     # means 1/4, 2/3, 0
     expected = torch.tensor([3, -1, -1, -1, 0, -1, 0.5, 0.5, 0, 0, 0, 0]).double()
     torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
     for reward in (-0.1, 1.5):
         rewards[0] = reward
         with pytest.raises(UserError, match=rf"--scale_rewards mean .* {reward}; choose"):
-            group_advantages(rewards, 4, scale_rewards="mean")
+            estimate(rewards, 4, scale="mean")
 
 
 def test_gdpo_normalises_each_function_in_its_group_and_then_their_sum_over_the_step():
@@ -77,9 +81,9 @@ def test_gdpo_normalises_each_function_in_its_group_and_then_their_sum_over_the_
     per_func = {name: torch.tensor(each[name], dtype=torch.float64) for name in each}
     rollout = SimpleNamespace(
         rewards=torch.stack([*per_func.values()]).nanmean(0), rewards_per_func=per_func,
-        mask=torch.ones(8, 1))
-    gdpo.normalize_then_sum(rollout, world=World("cpu"), num_generations=4, reward_weights=weights)
-    found = rollout.advantages
+        loss_mask=torch.ones(8, 1))
+    args = SimpleNamespace(num_generations=4, reward_weights=weights)
+    found = gdpo.normalize_then_sum(SimpleNamespace(args=args, world=World("cpu")), rollout)
     expected = torch.tensor(normalised(total), dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -87,7 +91,8 @@ def test_gdpo_normalises_each_function_in_its_group_and_then_their_sum_over_the_
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "grpo_passk"])
 def test_equal_rewards_teach_nothing_whatever_their_rounding(estimator):
     rewards = torch.full((6,), 2.35)
-    assert not group_advantages(rewards, 6, advantage_estimator=estimator).any()
+    assert not estimate(rewards, 6, baseline=estimator).any()
+    assert not group_advantages(rewards, 6).any()
 
 
 def test_mask_ends_with_the_first_eos_and_keeps_it():
@@ -99,7 +104,7 @@ def test_mask_ends_with_the_first_eos_and_keeps_it():
 
 def loop_loss(logps, old_logps, advantages, mask, ref_logps, *, beta=0.0, kl_type="k3",
               epsilon_low=0.2, epsilon_high=0.2, delta=math.inf, loss_type="grpo", level="token",
-              L=None, corrected=False):
+              L=None, corrected=False, largest_weight=20, tau_good=1.0, tau_bad=1.05):
     """The same formulas, a token at a time, with Python's min and max; autograd sees scalars.
 
     The loss, and the KL of a token, or of a completion that is one action, in the mean.
@@ -132,9 +137,9 @@ def loop_loss(logps, old_logps, advantages, mask, ref_logps, *, beta=0.0, kl_typ
             elif loss_type == "dppo":
                 gained = (torch.exp(logp[k]) - torch.exp(logp[k] - d[k])) * A[k].sign()
                 inside = gained <= (epsilon_high if A[k] > 0 else epsilon_low)
-                policy = -min(ratio.detach(), 20) * A[k] * logp[k] * inside
+                policy = -min(ratio.detach(), largest_weight) * A[k] * logp[k] * inside
             elif loss_type == "sapo":
-                tau = 1.0 if A[k] > 0 else 1.05
+                tau = tau_good if A[k] > 0 else tau_bad
                 policy = -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * A[k]
             elif loss_type == "gmpo":
                 policy = -A[k] * torch.exp(sum(bounded) / len(d))
@@ -177,6 +182,8 @@ FAMILY = [
     SEQUENCE | {"loss_type": "luspo", "beta": 0.3} | CORRECTED,
     {"beta": 0.3} | CORRECTED,
     {"loss_type": "r1", "beta": 0.3} | CORRECTED,
+    {"loss_type": "sapo", "loss_options": ["tau_good=0.7", "tau_bad=2"]},
+    {"loss_type": "dppo", "loss_options": ["largest_weight=1.5"]},
 ]
 
 
@@ -190,20 +197,42 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(options, per_token):
         advantages = torch.randn(mask.shape, generator=rng, dtype=torch.float64)
         if options.get("loss_type") == "r1":
             with pytest.raises(ValueError, match=r"r1 has one ratio per completion.*\(N,\)"):
-                grpo_loss(logps, old_logps, advantages, mask, ref_logps=ref_logps, **options)
+                family_loss(logps, old_logps, advantages, mask, ref_logps=ref_logps, **options)
             return
-    loss, metrics = grpo_loss(
+    loss, metrics = family_loss(
         logps.requires_grad_(), old_logps, advantages, mask, ref_logps=ref_logps, **options)
     loss.backward()
     short = {"importance_sampling_level": "level", "max_completion_length": "L",
              "use_bias_correction_kl": "corrected"}
+    numbers = dict(option.split("=") for option in options.get("loss_options", ()))
     inputs = logps.detach().requires_grad_(), old_logps, advantages, mask, ref_logps
-    expected, kl = loop_loss(*inputs, **{short.get(name, name): options[name] for name in options})
+    expected, kl = loop_loss(*inputs, **{
+        short.get(name, name): options[name] for name in options if name != "loss_options"},
+        **{name: float(number) for name, number in numbers.items()})
     expected.backward()
     exactly = {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(loss, expected, **exactly)
     torch.testing.assert_close(metrics["kl"], kl, **exactly)        # without beta it is only seen
     torch.testing.assert_close(logps.grad, inputs[0].grad, **exactly)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("reference", [False, True])
+def test_the_general_loss_is_the_scripts_on_the_default_to_the_bit(per_token, reference):
+    for seed, dtype in itertools.product(range(20), (torch.float32, torch.float64)):
+        far = (1, 40)[seed % 2]     # with ratios that are held at e^80, and KLs beyond x = 20
+        logps, old_logps, A, mask, ref_logps = (x.to(dtype) for x in random_case(seed))
+        A, found = A[:, None] * logps if per_token else A, []
+        for loss_of in (grpo_loss, family_loss):
+            leaf = logps.clone().requires_grad_()
+            loss, metrics = loss_of(
+                leaf, far * old_logps, A, mask.int(), ref_logps=far * ref_logps if reference else
+                None, beta=0.3 * reference, epsilon_low=0.1, epsilon_high=0.4, num_sequences=11,
+                num_tokens=40)
+            loss.backward()
+            found.append({"loss": loss, "gradient": leaf.grad} | metrics)
+        assert found[0].keys() == found[1].keys()
+        assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 @pytest.mark.parametrize("drift", [1e-4, 3e-4, 1e-3, 1e-2])
@@ -224,7 +253,7 @@ def clip_ratios(low, high):
 @pytest.mark.parametrize("delta, third, slope", [(None, 1.5, 1.5 / 5), (1.4, 1.4, 0.0)])
 def test_a_clipped_token_has_no_gradient_and_is_counted(delta, third, slope):
     logps = torch.tensor([1.5, 0.5, 1.5, 0.5, 1.0]).log()[:, None].requires_grad_()
-    loss, metrics = grpo_loss(logps, torch.zeros(5, 1), torch.tensor([1.0, 1.0, -1.0, -1.0, 3.0]),
+    loss, metrics = family_loss(logps, torch.zeros(5, 1), torch.tensor([1.0, 1.0, -1.0, -1.0, 3.0]),
                               torch.ones(5, 1), delta=delta)
     loss.backward()
     # Ratio 1.5 with A > 0 and 0.5 with A < 0 have gone far enough; the next two are pushed back,
@@ -236,6 +265,30 @@ def test_a_clipped_token_has_no_gradient_and_is_counted(delta, third, slope):
     assert metrics == pytest.approx(clip_ratios(0.2, 0.2))
 
 
+@pytest.mark.parametrize("loss_type", [None, *LOSS_TYPES, "r1"])
+def test_a_log_ratio_of_100_and_infinities_under_the_mask_do_no_harm(loss_type):
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
+    loss_of, common, each = grpo_loss, {"epsilon_high": 5.0 if loss_type == "cispo" else 0.2}, [{}]
+    if loss_type:                               # None: the script's
+        loss_of, common = family_loss, common | {"loss_type": loss_type, "max_completion_length": 9}
+        each = [SEQUENCE, *({"kl_type": name} for name in losses.KL_TYPES),
+                *({"kl_type": name} | CORRECTED for name in losses.CORRECTED)]
+    for infinite, beta, options in itertools.product(
+            ((), (0,), (1,), (2,), (0, 1, 2)), (0.0, 0.1), each):
+        logps, old_logps, ref_logps = (
+            torch.full((3, 4), value).masked_fill(mask == 0, -math.inf if i in infinite else 0)
+            for i, value in enumerate((-0.1, -100.1, -1.0)))
+        loss, metrics = loss_of(
+            logps.requires_grad_(), old_logps, torch.ones(3), mask, epsilon_low=0.2, beta=beta,
+            ref_logps=ref_logps if beta else None, num_sequences=3, num_tokens=5,
+            **common, **options)
+        loss.backward()
+        for numbers in (loss, logps.grad, *metrics.values()):
+            assert numbers.isfinite().all(), (infinite, beta, options)
+        if not beta:        # CISPO caps the weight of log pi, but no token loses its gradient
+            assert logps.grad.equal((-1.0 if loss_type == "cispo" else 0.0) * mask)
+
+
 def test_dppo_bounds_the_change_of_a_probability_and_lets_a_rare_token_move():
     # pi_old, pi, A; the weight of log pi: the ratio, at most 20, or 0 where pi has moved too far.
     rows = [(0.001, 0.012, 1.0, 12), (0.001, 0.05, 1.0, 20), (0.5, 0.64, 1.0, 1.28),
@@ -243,7 +296,7 @@ def test_dppo_bounds_the_change_of_a_probability_and_lets_a_rare_token_move():
             (0.5, 0.9, -1.0, 1.8), (0.9, 0.1, 1.0, 1 / 9)]      # pushed back: never too far
     old, pi, advantages, weights = torch.tensor(rows, dtype=torch.float64).T
     logps = pi.log()[:, None].requires_grad_()
-    loss, metrics = grpo_loss(logps, old.log()[:, None], advantages, torch.ones(8, 1),
+    loss, metrics = family_loss(logps, old.log()[:, None], advantages, torch.ones(8, 1),
                               loss_type="dppo", epsilon_low=0.15, epsilon_high=0.15)
     loss.backward()
     assert logps.grad[:, 0].tolist() == pytest.approx((-weights * advantages / 8).tolist())
@@ -266,18 +319,18 @@ def test_clipped_tokens_count_by_token_and_clipped_completions_by_completion(opt
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])   # the last one is left out
     logps = torch.tensor([0.5, 1.0, 1.5, 1.5]).log()[:, None].expand(4, 3) * mask
     advantages = torch.tensor([-1.0, 1.0, 1.0, 1.0])
-    _, metrics = grpo_loss(logps, torch.zeros(4, 3), advantages, mask, **options)
+    _, metrics = family_loss(logps, torch.zeros(4, 3), advantages, mask, **options)
     assert metrics == pytest.approx(clip_ratios(low, high))
     # What has no advantage is not clipped.
     for far in (logps - 2, logps + 2):
-        metrics = grpo_loss(far, torch.zeros(4, 3), torch.zeros(4), mask, **options)[1]
+        metrics = family_loss(far, torch.zeros(4, 3), torch.zeros(4), mask, **options)[1]
         assert metrics == pytest.approx(clip_ratios(0, 0))
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dppo", "gmpo", "r1"])
 def test_completions_that_are_all_masked_out_have_loss_0(loss_type):
     logps = torch.zeros(2, 3, requires_grad=True)
-    loss, metrics = grpo_loss(logps, logps.detach(), torch.ones(2), torch.zeros(2, 3).int(),
+    loss, metrics = family_loss(logps, logps.detach(), torch.ones(2), torch.zeros(2, 3).int(),
                               loss_type=loss_type, ref_logps=logps.detach(), beta=0.1)
     loss.backward()
     assert loss == 0 and not logps.grad.any() and not any(metrics.values())
@@ -310,7 +363,7 @@ def test_k3_overflows_nowhere_and_still_pulls_back_50_nats_away():
 def test_a_delta_is_refused_where_the_bound_has_none(loss_type):
     logps, old_logps, advantages, mask, *_ = random_case(1)
     with pytest.raises(ValueError, match="delta"):
-        grpo_loss(logps, old_logps, advantages, mask, loss_type=loss_type, delta=3.0)
+        family_loss(logps, old_logps, advantages, mask, loss_type=loss_type, delta=3.0)
 
 
 OWN_LOSSES = """
@@ -325,29 +378,57 @@ def constant(logps, old_logps, advantages, mask, *, num_sequences=None, **option
 
 def test_a_bound_and_a_whole_loss_of_ones_own(own_module, monkeypatch):
     own_module("own_losses", OWN_LOSSES)
-    for table in ("BOUNDS", "LOSS_TYPES"):
-        monkeypatch.setattr(train_grpo, table, dict(getattr(train_grpo, table)))
     logps, old_logps, advantages, mask, *_ = random_case(1)
     names = [f"own_losses:{name}" for name in ("quarter", "constant")]
     assert [train_grpo.parse_args(["--loss_type", name]).loss_type for name in names] == names
-    found, metrics = grpo_loss(logps, old_logps, advantages, mask, loss_type=names[0])
+    found, metrics = family_loss(logps, old_logps, advantages, mask, loss_type=names[0])
     rows = [-0.25 * a * (row.exp() * of_row).sum() / of_row.sum() for a, row, of_row in zip(
         advantages, logps - old_logps, mask) if of_row.any()]
     assert found.item() == pytest.approx(sum(rows).item() / len(mask), rel=1e-12)
     high = ((logps - old_logps).exp() > 1.2) * mask
     assert metrics["clip_ratio/high_mean"].item() == pytest.approx((high.sum() / mask.sum()).item())
-    loss, metrics = grpo_loss(logps, old_logps, advantages, mask, loss_type=names[1],
+    loss, metrics = family_loss(logps, old_logps, advantages, mask, loss_type=names[1],
                               num_sequences=7)
     assert loss == 7 and metrics == {"seen": mask.sum()}
 
 
-def test_the_objective_runs_as_a_cell_after_the_imports():
+@pytest.mark.parametrize("loss_type, option, names", [
+    ("sapo", "tau_bad=3", "tau_good, tau_bad"), ("dppo", "largest_weight=2", "largest_weight"),
+    ("own_losses:quarter", "scale=0.5", "scale"), ("own_losses:constant", None, "none"),
+    ("grpo", None, "none"), ("r1", None, "none")])
+def test_the_numbers_of_a_loss_are_those_of_its_flag(loss_type, option, names, own_module):
+    own_module("own_losses", OWN_LOSSES)
+    *case, _ = random_case(1)
+
+    def loss_by(*flags):
+        state = Mock(args=train_grpo.parse_args(["--loss_type", loss_type, *flags]))
+        losses.install(state)
+        return state.replace.call_args.kwargs["grpo_loss"](*case)[0]
+
+    if option:
+        by_flag = loss_by("--loss_options", option)
+        assert by_flag == family_loss(*case, loss_type=loss_type, loss_options=[option])[0]
+        usual = family_loss(*case, loss_type=loss_type)[0]
+        assert by_flag == 2 * usual if names == "scale" else by_flag != usual
+    wrong = f"no number width; it has {names}$"
+    with pytest.raises(ValueError, match=wrong):
+        family_loss(*case, loss_type=loss_type, loss_options=["width=0.2"])
+    with pytest.raises(UserError, match=wrong):
+        loss_by("--loss_options", "width=0.2")
+
+
+def test_the_objective_and_the_log_probabilities_run_as_cells_after_import_torch():
     source = Path(train_grpo.__file__).read_text(encoding="utf-8")
-    names, logps = {}, torch.randn(4, 3, requires_grad=True)
-    exec(source[:source.index("# --- log-probabilities")], names)
+    source = source[source.index("# --- the objective"):source.index("# --- rewards")]
+    names, logits = {"from_best": from_best, "nanstd": nanstd}, torch.randn(4, 4, 9)
+    exec("import torch\n" + source, names)
+    ids, options = torch.tensor([[7, 5, 2, 2]] * 4), {"epsilon_low": 0.2, "epsilon_high": 0.2}
     advantages = names["group_advantages"](torch.tensor([0.1, 1.1, 1.0, 0.1]), 4)
-    mask = names["completion_mask"](torch.tensor([[5, 2, 2]] * 4), 2)
-    names["grpo_loss"](logps, logps.detach(), advantages, mask)[0].backward()
+    mask = names["completion_mask"](ids[:, 1:], 2)
+    logps = names["token_logps"](lambda *_, **keep: logits.requires_grad_(), ids, ids.ne(0), 3)
+    logps.retain_grad()
+    names["grpo_loss"](logps, logps.detach(), advantages, mask, ref_logps=logps.detach(), beta=0.1,
+                       num_sequences=4, num_tokens=8, **options)[0].backward()
     assert (logps.grad[:, :2] != 0).all() and (logps.grad[:, 2] == 0).all()
 
 

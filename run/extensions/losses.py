@@ -199,8 +199,8 @@ def family_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0,
     advantages = advantages.view(len(mask), -1)                                       # (N, 1 or R)
     num_sequences, num_tokens = num_sequences or len(mask), num_tokens or mask.sum().clamp(min=1)
     ratio = importance_ratio(logps, old_logps, mask, level=importance_sampling_level)
-    loss, where = bound(ratio, advantages, logps, mask, epsilon_low=epsilon_low,
-                        epsilon_high=epsilon_high, delta=delta, **numbers)            # (N, 1 or R)
+    loss, where = bound(ratio, advantages, logps.masked_fill(mask == 0, 0), mask,     # (N, 1 or R)
+                        epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta, **numbers)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                    # (N, 1)
     metrics = clip_ratios(where, mask, num_sequences, num_tokens, level=importance_sampling_level)
     if ref_logps is not None:
@@ -254,7 +254,7 @@ def one_action_loss(logps, old_logps, advantages, mask, *, ref_logps=None, num_s
     if advantages.dim() == 2 and advantages.shape[1] > 1:
         raise ValueError("loss_type r1 has one ratio per completion; give advantages (N,)")
     logps, old_logps, ref_logps = (
-        None if x is None else (x * mask).sum(1, keepdim=True)
+        None if x is None else x.masked_fill(mask == 0, 0).sum(1, keepdim=True)
         for x in (logps, old_logps, ref_logps))                                         # (N, 1)
     num_sequences = num_sequences or len(mask)
     return family_loss(
