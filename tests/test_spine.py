@@ -1,23 +1,20 @@
-"""The spine: what one reads in train_grpo.py is what runs, and it knows none of its edges."""
+"""The spine: what one reads in train_grpo.py is what runs, and options take its places alone."""
 import ast
-import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+import trace  # tests/trace.py
+from dataclasses import replace
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from test_run import assert_same_weights, measured
 
 import train_grpo
-from conftest import ROOT, jsonl
+from conftest import ROOT
+from run import extensions
+from train_grpo import BOUND, Rollout, World
 
 SMALL = ["--batch_size", "2", "--num_generations", "4", "--max_gen_len", "24", "--eval_samples",
          "8", "--device", "cpu", "--dtype", "float32"]
 ROOMS = ["errors", "dataset", "model", "reward", "run", "train_grpo"]     # the ground first
-EDGES = sorted(path.stem for path in ROOT.glob("run/edges/[!_]*.py"))
-SCRIPT = ROOT / "train_grpo.py"
+NAMES = {one.__name__.rpartition(".")[2] for one in extensions.EXTENSIONS}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,145 +32,91 @@ def imported(path):
     return names
 
 
-def sources():
-    return [path for path in [*ROOT.glob("*.py"), *(
-        path for room in ROOMS[1:-1] for path in ROOT.glob(f"{room}/**/*.py"))]
-        if path.relative_to(ROOT).parts[0].removesuffix(".py") in ROOMS]
-
-
 def test_imports_run_one_way():
-    found = {}
-    for path in sources():
+    """So no extension imports the script, which runs as __main__ and would be loaded twice."""
+    found, paths = {}, [*ROOT.glob("*.py"), *(
+        path for room in ROOMS[1:-1] for path in ROOT.glob(f"{room}/**/*.py"))]
+    for path in paths:
         room = path.relative_to(ROOT).parts[0].removesuffix(".py")
-        above = ROOMS[ROOMS.index(room) + 1:]
-        found[path] = {name for name in imported(path) if name.partition(".")[0] in above}
+        if room in ROOMS:
+            above = ROOMS[ROOMS.index(room) + 1:]
+            found[path] = {name for name in imported(path) if name.partition(".")[0] in above}
     assert len(found) > 40 and not any(found.values()), found
 
 
-def test_nothing_but_the_script_imports_an_edge_and_no_edge_another():
-    for path in sources():
-        names = {name for name in imported(path)
-                 for edge in EDGES if re.match(rf"run\.edges\.{edge}\b", name)}
-        assert bool(names) == (path == SCRIPT), (path, names)
-    assert {edge.__name__ for edge in train_grpo.EDGES} == {f"run.edges.{edge}" for edge in EDGES}
-    assert {name for edge in train_grpo.EDGES for name in edge.EXCLUDES} <= {*EDGES}
+def test_what_is_read_is_what_runs():
+    found = trace.measure()
+    assert len(found["above"]) <= 8 and found["token_logps"] == []
+    assert len(found["names"]) <= 10, found["names"]
+    for name, most in (("lines to the end of main", 360), ("lines of the script", 560),
+                       ("parameters of grpo_loss", 10), ("lines before a tensor", 2)):
+        assert found[name] <= most, name
 
 
-def test_no_flag_of_an_edge_is_named_in_the_script():
-    parser, text = train_grpo.errors.Parser(), SCRIPT.read_text(encoding="utf-8")
-    for edge in train_grpo.EDGES:
-        edge.add_flags(parser)
-    flags = [action.dest for action in parser._actions if action.dest != "help"]
-    assert len(flags) >= 11
-    # `kl_in_reward` is also the name of its module, which stands in the list and its import.
-    assert [flag for flag in flags if re.search(rf"--{flag}\b|\.{flag}\b", text)] == []
-    assert [flag for flag in flags if flag not in EDGES and flag in text] == []
+# --- options --------------------------------------------------------------------------------------
 
 
-# --- without edges --------------------------------------------------------------------------------
+def loaded(*flags):
+    return train_grpo.load(train_grpo.parse_args([*SMALL, *flags]), World("cpu"))
 
 
-def trained(folder, script=SCRIPT, steps=2):
-    """The metrics without clocks, and the weights, of a short run by a script."""
-    subprocess.run([sys.executable, script, *SMALL, "--max_steps", str(steps), "--eval_interval",
-                    "0", "--out_dir", folder, "--run_name", "short"], check=True,
-                   stdout=subprocess.DEVNULL)
-    rows = [{name: value for name, value in row.items()
-             if not re.match("timing|step_time|perf", name)}
-            for row in jsonl(Path(folder, "short/metrics.jsonl"))]
-    return rows, load_file(Path(folder, "short/final/model.safetensors"))
+def test_without_options_all_functions_are_the_scripts_and_two_runs_do_not_meet():
+    first, second = loaded("--loss_type", "dapo", "--oversample", "2"), loaded()
+    assert second.changed == {} and second.grpo_loss is train_grpo.grpo_loss
+    for name in BOUND:
+        bound = getattr(second, name)
+        assert bound.func is getattr(train_grpo, name) and bound.args == (second,)
+    assert first.changed.keys() == {"grpo_loss", "update_policy"}
+    assert first.grpo_loss is not second.grpo_loss and first.num_prompts == 2 * second.num_prompts
 
 
-def test_the_default_run_is_the_same_where_all_edges_are_deleted(tmp_path):
-    copy = tmp_path / "copy"
-    for name in ROOMS[1:-1]:
-        shutil.copytree(ROOT / name, copy / name)
-    shutil.copy(ROOT / "errors.py", copy)
-    for edge in EDGES:
-        (copy / f"run/edges/{edge}.py").unlink()
-    text = SCRIPT.read_text(encoding="utf-8")
-    text, imports = re.subn(r"from run\.edges import \([^)]*\)\n", "", text)
-    text, lists = re.subn(r"\nEDGES = \[[^]]*\]\n", "\nEDGES = []\n", text)
-    assert imports == lists == 1
-    (copy / "train_grpo.py").write_text(text, encoding="utf-8")
-    (rows, weights), (bare_rows, bare_weights) = (
-        trained(tmp_path / name, script) for name, script in (
-            ("whole", SCRIPT), ("bare", copy / "train_grpo.py")))
-    assert rows == bare_rows and len(rows) == 2
-    assert all(torch.equal(weight, bare_weights[name]) for name, weight in weights.items())
+def test_options_that_wrap_one_function_do_so_in_the_declared_order():
+    flags = """--ref_model_sync_steps 1 --oversample 2 --mask_truncated_completions
+        --off_policy_mask_threshold 0.5 --sampler_correction token_mask --entropy_coef 0.1
+        --kl_in_reward --scale_rewards none --loss_type bnpo"""
+    assert loaded(*flags.split()).changed == {name: [
+        f"{how} (run/extensions/{module}.py)" for how, module in by] for name, by in {
+            "grpo_loss": [("replaced by --loss_type, --kl_type", "losses"),
+                          ("wrapped by --kl_in_reward", "kl_in_reward")],
+            "compute_advantages": [
+                ("replaced by --scale_rewards, --advantage_estimator", "advantages"),
+                ("wrapped by --kl_in_reward", "kl_in_reward")],
+            "compute_loss": [("wrapped by --entropy_coef", "entropy"),
+                             ("wrapped by --sampler_correction", "correction"),
+                             ("wrapped by --off_policy_mask_threshold", "correction")],
+            "update_policy": [("wrapped by --mask_truncated_completions", "truncated"),
+                              ("wrapped by --oversample", "oversample"),
+                              ("wrapped by --ref_model_sync_steps", "moving_reference")],
+        }.items()}
+    assert {name for one in extensions.EXTENSIONS for name in getattr(one, "EXCLUDES", ())} <= NAMES
 
 
-@pytest.mark.parametrize("edge", EDGES)
-def test_a_run_needs_no_single_edge(edge, tmp_path, monkeypatch):
-    others = [other for other in train_grpo.EDGES if other.__name__ != f"run.edges.{edge}"]
-    assert len(others) == len(EDGES) - 1
-    monkeypatch.setattr(train_grpo, "EDGES", others)
-    train_grpo.main([*SMALL, "--max_steps", "2", "--eval_interval", "0", "--out_dir",
-                     str(tmp_path), "--run_name", "short"])
-    assert len(jsonl(tmp_path / "short/metrics.jsonl")) == 2
+def test_mistyped_hooks_and_fields_fail_and_no_wrapper_is_undone():
+    state = loaded()
+    for attach in (state.wrap, state.replace):
+        with pytest.raises(AttributeError, match="compute_los"):
+            attach("--mine", compute_los=print)
+        with pytest.raises(AttributeError):
+            attach("--mine", token_logps=print)         # a field, but no function of a step
+    with pytest.raises(AttributeError):
+        state.every_row_has_gradients = True
+    for one in (Rollout, train_grpo.Policy):
+        with pytest.raises(AttributeError):
+            object.__new__(one).completions_mask = None
+    state.wrap("--first", compute_loss=lambda inner, state, part: inner(part) + [state.step])
+    with pytest.raises(RuntimeError, match="--second would undo .* wrapped by --first"):
+        state.replace("--second", compute_loss=print)
+    other = replace(state, compute_loss=lambda state, part: [part])     # a state of its own
+    other.wrap("--last", compute_loss=lambda inner, state, part: [state.step, *inner(part)])
+    other.step = 3
+    assert other.compute_loss(7) == [3, 7]
 
 
-# --- what one reads is what runs ------------------------------------------------------------------
-
-# Above the end of main these statements, and no others, run in none of the three runs below. First
-# what no reader would look for there: switches of one to three lines, rows of tables, --eval_only.
-EXCEPTED = {
-    'where["delta"] = (ratio > delta) & (advantages < 0)',
-    "loss = torch.where(advantages < 0, torch.min(loss, -delta * advantages), loss)",
-    "total = (entropy * part.mask).sum()",
-    'loss = loss - args.entropy_coef * total / max(1, minibatch.totals["num_tokens"])',
-    "return x.pow(2) / 2",                      # k2
-    'if level == "sequence":',                  # an importance_sampling_level
-    "return (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp()",
-    "world.print_json(evaluate(t, heldout, collate, steps_done)[0])",
-    "return world.close()",
-}
-RARE = {            # at most 12
-    'difference = objective.choice(BASELINES, advantage_estimator, "advantage_estimator")(groups)',
-    'scale = objective.choice(SCALES, scale_rewards, "scale_rewards")(groups, batch_std, eps)',
-    "batch_std = nanstd(torch.tensor(world.gather(rollout.returns.tolist())))",
-    "return chosen(",                           # a whole loss
-    "return []",                                # no rank has a reward
-    "is_read = kept & rollout.advantages.view(len(kept), -1).any(1)",       # without a KL
-    "is_read = torch.ones_like(kept)",          # with --shard
-    "change(rollout)",                          # of an edge, before and after the advantages
-    "metrics.append(change(part, logps))",      # before the loss
-    "change(step)",                             # after the step
-}
-
-
-def statements():
-    """{line: statement} of the functions of the script, to the end of main; no raises."""
-    tree, found = ast.parse(SCRIPT.read_text(encoding="utf-8")), {}
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    for function in functions.values():
-        if function.lineno <= functions["main"].lineno:
-            for node in ast.walk(function):
-                if isinstance(node, ast.stmt) and node is not function and not isinstance(
-                        node, ast.Raise) and not (isinstance(node, ast.Expr) and isinstance(
-                            node.value, ast.Constant)):
-                    found[node.lineno] = node
-    return found
-
-
-def test_every_statement_above_the_end_of_main_runs(tmp_path):
-    seen = set()
-
-    def of_script(frame, event, argument):
-        if frame.f_code.co_filename != train_grpo.__file__:
-            return None
-        seen.add(frame.f_lineno)
-        return of_script
-
-    sys.settrace(of_script)
-    try:
-        for flags in ([], ["--sampler", "plain", "--num_minibatches", "2"],
-                      ["--max_steps", "3", "--resume"]):
-            train_grpo.main([*SMALL, "--max_steps", "2", "--out_dir", str(tmp_path), "--run_name",
-                             "plain" if "plain" in flags else "fast", *flags])
-    finally:
-        sys.settrace(None)
-    source = SCRIPT.read_text(encoding="utf-8").splitlines()
-    missed = {source[line - 1].strip() for line, node in statements().items() if not any(
-        line <= one <= node.end_lineno for one in seen)}
-    assert sorted(missed) == sorted(EXCEPTED | RARE) and len(RARE) <= 12
+def test_a_run_is_the_same_without_the_options_that_it_does_not_use(tmp_path, monkeypatch):
+    for name in ("whole", "bare"):
+        train_grpo.main([*SMALL, "--max_steps", "2", "--eval_interval", "0", "--out_dir",
+                         str(tmp_path), "--run_name", name])
+        # The script itself fills in the defaults of these two.
+        monkeypatch.setattr(extensions, "EXTENSIONS", [extensions.losses, extensions.advantages])
+    assert measured(tmp_path / "whole") == measured(tmp_path / "bare")
+    assert_same_weights(tmp_path / "whole/final", tmp_path / "bare/final")
