@@ -95,11 +95,11 @@ def test_ranks_with_other_flags_or_weights_stop_before_the_first_step(flag, thei
              for name, folder in (("model", "reason_128"), ("teacher", "full_sft_128"))}
     args = train_grpo.parse_args([*SMALL, *itertools.chain(*paths.items())])
     world = World("cpu")
-    train_grpo.prepare(args, world)
+    train_grpo.load(args, world)
     monkeypatch.setattr(World, "gather", rows_of_two)
     name = flag if theirs else "checksum of the"
     with pytest.raises(UserError, match=f"{name}.* on rank 0, but .* on rank 1"):
-        train_grpo.prepare(args, world)
+        train_grpo.load(args, world)
 
 
 def test_a_reward_that_judges_nothing_says_so_with_the_columns_there_are(tmp_path, capsys):

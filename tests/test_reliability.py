@@ -245,14 +245,14 @@ def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
         World(None, "bfloat16")
         assert os.environ["PYTORCH_ALLOC_CONF"] == kept
     current.clear()
-    assert train_grpo.join_processes(args).device == current.pop() == torch.device("cuda:1")
+    assert World.join(args).device == current.pop() == torch.device("cuda:1")
     assert torch.get_float32_matmul_precision() == "high"
     torch.set_float32_matmul_precision(before)
     assert (began["backend"], began["device_id"]) == ("nccl", torch.device("cuda:1"))
     assert began["timeout"] == timedelta(minutes=30)
     for seconds, limit in ((5, timedelta(seconds=5)), (0, timedelta(days=365))):
         args = train_grpo.parse_args(["--device", "cpu", "--hang_timeout", str(seconds)])
-        assert train_grpo.join_processes(args).device.type == "cpu" and not current
+        assert World.join(args).device.type == "cpu" and not current
         assert (began["backend"], began["timeout"]) == ("gloo", limit)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name)

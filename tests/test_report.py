@@ -15,7 +15,7 @@ from rich.console import Console
 from conftest import report_args, write
 from errors import UserError, user_errors
 from run.curves import Run, draw_curves, draw_time, finish, smooth
-from run.edges.correction import EffectiveShare
+from run.extensions.correction import EffectiveShare
 from run.metrics import (
     Max,
     Mean,
@@ -336,7 +336,7 @@ def test_a_rollout_is_described_one_row_per_completion():
         prompts=["q", "q"], completions=["1", "11"],
         columns={"messages": chats, "nums": [[7, 3], None], "reward": ["of the file"] * 2,
                  "step": ["x"] * 2, "tokens": [9] * 2},
-        mask=torch.tensor([[1, 0], [1, 1]]), ended=torch.tensor([True, False]),
+        loss_mask=torch.tensor([[1, 0], [1, 1]]), ended=torch.tensor([True, False]),
         rewards=torch.tensor([1.5, 0.0]), advantages=torch.tensor([0.5, -0.5]),
         rewards_per_func={"tag_reward": torch.tensor([0.5, 0.0])},
         sampling_logps=-torch.arange(4.0).reshape(2, 2) / 8, token_ids=lambda: [b"1", b"11"],
@@ -354,7 +354,8 @@ def test_a_rollout_is_described_one_row_per_completion():
     rows[0]["token_advantages"], rows[1]["token_advantages"] = [0.5], [-0.5, 0.5]
     assert describe(rollout, Bytes(), 2) == rows
     rollout.turns, rollout.failed_calls = [["1"], ["1", "1", ""]], [0, 1]
-    rollout.attention, rollout.mask = rollout.mask, torch.tensor([[1, 0], [1, 0]])
+    rollout.completion_mask = rollout.loss_mask
+    rollout.loss_mask = torch.tensor([[1, 0], [1, 0]])
     rows[0] |= {"turns": ["1"], "failed_calls": 0, "tool_tokens": 0, "token_drawn": [1]}
     rows[1] |= {"turns": rollout.turns[1], "failed_calls": 1, "tool_tokens": 1,
                 "token_drawn": [1, 0], "length": 1}

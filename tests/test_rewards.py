@@ -17,11 +17,14 @@ import train_grpo
 from conftest import jsonl, turns
 from errors import UserError
 from model import load_pretrained
-from reward import combine_rewards, load_reward_funcs, rules
-from reward.combine import Judge
+from reward import load_reward_funcs, rules
+from reward.combine import Judge, refuse_same_names
 from reward.reward_model import reward_model_reward
-from reward.rules import accuracy_reward, format_reward, tag_reward
+from reward.rules import accuracy_reward
 from run.metrics import rollout_metrics
+from train_grpo import format_reward, tag_reward
+
+KNOWN = {"format": format_reward, "tag": tag_reward}       # the script hands these over
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -73,8 +76,8 @@ def test_no_column_is_an_option_of_a_rule():
     known = {"prompts": ["p"], "completions": ["a"], "completion_ids": [[1, 2, 3, 4] * 3],
              "answer": [None], "nums": [None], "target": [None], "words": [None],
              "secret": [None], "own_words": ["a"]}
-    names = {*rules.RULES, "overlong"} - {"reasoning_gym"}        # a package that may be missing
-    for judge in load_reward_funcs(names, max_completion_length=10):
+    names = {*KNOWN, *rules.RULES, "overlong"} - {"reasoning_gym"}     # it may be missing
+    for judge in load_reward_funcs(names, known=KNOWN, max_completion_length=10):
         options = inspect.signature(judge.function).parameters
         named = {name: ["x"] for name in ("n", "cache", *options) if name != "columns"}
         assert judge.function(**named | known) == judge.function(**known)
@@ -95,9 +98,6 @@ def test_what_reads_replies_as_mathematics_or_a_task_has_seconds_in_a_thread_too
     for judge in load_reward_funcs(names, timeout=60):
         assert judge(prompts=[""], completions=["<answer>x</answer>"], answer=[r"\sqrt{2}"],
                      metadata=[{"source_dataset": "any"}]) == [0]
-
-
-# --- the reward model's score as a reward ---------------------------------------------------------
 
 
 # --- the reward model's score as a reward ---------------------------------------------------------
@@ -147,7 +147,10 @@ def judge_of(returned):
 
 
 def combined(functions, weights, completions, **columns):
-    return combine_rewards(["p"] * len(completions), completions, functions, weights, **columns)
+    given = {"prompts": ["p"] * len(completions), "completions": completions, **columns}
+    judges = [one if isinstance(one, Judge) else Judge(one) for one in functions]
+    return train_grpo.compute_rewards(
+        None, SimpleNamespace(for_rewards=lambda: given), judges, weights)
 
 
 def test_rewards_are_weighted_and_what_was_not_judged_adds_nothing():
@@ -161,7 +164,7 @@ def test_rewards_are_weighted_and_what_was_not_judged_adds_nothing():
     rewards, _ = combined([lengths], [3e38], ["a", "", "a" * 9])        # the sum is finite or NaN
     assert rewards[0] == torch.tensor(3e38) and rewards[1] == 0 and rewards[2].isnan()
     with pytest.raises(UserError, match="two of --reward_funcs are called gold"):
-        combined([gold, gold], [1.0, 1.0], ["a"], answer=[1])
+        refuse_same_names([Judge(gold), Judge(gold)])
 
 
 def test_reward_functions_are_found_by_name_and_in_the_current_folder(tmp_path, monkeypatch):
@@ -169,7 +172,7 @@ def test_reward_functions_are_found_by_name_and_in_the_current_folder(tmp_path, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     importlib.invalidate_caches()
-    judges = load_reward_funcs(["format", "tag", "accuracy", "my_own:one"])
+    judges = load_reward_funcs(["format", "tag", "accuracy", "my_own:one"], known=KNOWN)
     of_training, of_evaluation = load_reward_funcs(["my_own:one"] * 2)
     of_evaluation.failed["late"] += 1
     assert not of_training.failed
@@ -184,7 +187,7 @@ def test_an_unknown_or_broken_reward_is_named_and_only_its_own_mistake_shown(
         name, shown, own_module, capsys):
     own_module("my_mistake", "import math\n\nmath.nothing()\n")
     with pytest.raises(UserError, match=name):
-        load_reward_funcs(["format", name])
+        load_reward_funcs(["format", name], known=KNOWN)
     error = capsys.readouterr().err
     assert shown in error and bool(shown) == bool(error)
 
@@ -192,11 +195,10 @@ def test_an_unknown_or_broken_reward_is_named_and_only_its_own_mistake_shown(
 # --- a reward function must never harm a run ------------------------------------------------------
 
 def ask(judge, completions=("a", "b"), **columns):
-    """One call through combine_rewards: the rewards, and the texts of the warnings."""
+    """One call through compute_rewards: the rewards, and the texts of the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")        # as in a run, where Python drops repeated ones
-        rewards, _ = combine_rewards(["p"] * len(completions), list(completions), [judge], [1.0],
-                                     **columns)
+        rewards, _ = combined([judge], [1.0], list(completions), **columns)
     return rewards.tolist(), [str(warning.message) for warning in caught]
 
 
