@@ -85,7 +85,7 @@ def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
     for name in names:
         if name not in functions:
             functions[name] = import_function(
-                "--reward_funcs", name, f"{', '.join(rules.RULES)}, rm, overlong")
+                "--reward_funcs", name, ", ".join([*known, *rules.RULES, "rm", "overlong"]))
     return [Judge(functions[name], timeout) for name in names]  # each counts its own failures
 
 
