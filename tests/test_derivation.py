@@ -9,7 +9,9 @@ import torch
 from test_docs import PAGES, floats, tables
 
 import train_grpo
-from train_grpo import group_advantages, grpo_loss
+from reward.baselines import estimate
+from run.extensions.losses import KL_TYPES, family_loss
+from train_grpo import grpo_loss
 
 # Without the tables that come from runs, which test_experiments.py holds.
 TEXT = re.sub("<!-- results: .*?<!-- end -->", "", PAGES["docs/derivation.md"], flags=re.DOTALL)
@@ -20,7 +22,7 @@ TEXT = re.sub("<!-- results: .*?<!-- end -->", "", PAGES["docs/derivation.md"], 
 def mean_over_groups(p, low, high, G=8, gradients=(-1.0, 1.0), **options):
     """Of A times the answer's gradient (low's, high's), over all groups of G rewards: exactly."""
     is_high = torch.tensor([[i >> j & 1 for j in range(G)] for i in range(2 ** G)]).double()
-    advantages = group_advantages((low + (high - low) * is_high).flatten(), G, **options)
+    advantages = estimate((low + (high - low) * is_high).flatten(), G, **options)
     gradient = gradients[0] + (gradients[1] - gradients[0]) * is_high
     mean = (advantages.view_as(is_high) * gradient).mean(1)                             # (2^G,)
     return (mean * (p * is_high + (1 - p) * (1 - is_high)).prod(1)).sum().item()
@@ -86,14 +88,14 @@ def test_a_baseline_changes_the_noise_and_with_a_mean_over_tokens_the_gradient()
             digits = len(promise.partition(".")[2])
             assert float(promise) == pytest.approx(value, abs=0.5001 * 10 ** -digits)
         for loss_type, value in (("r1", of_sum), ("grpo", of_mean)):
-            loss, _ = grpo_loss(logps, logps.detach(), torch.tensor([1.1, 0.1, 0.1, 0.1]) + shift,
+            loss, _ = family_loss(logps, logps.detach(), torch.tensor([1.1, 0.1, 0.1, 0.1]) + shift,
                                 mask, loss_type=loss_type)
             gradient, = torch.autograd.grad(-loss, z, retain_graph=True)
             assert gradient.item() == pytest.approx(value, abs=1e-6)
 
 
 def test_the_groups_mean_shortens_the_gradient_and_the_std_weighs_prompts():
-    example = mean_over_groups(0.25, 0.1, 1.1, scale_rewards="none", gradients=(-0.25, 0.75))
+    example = mean_over_groups(0.25, 0.1, 1.1, scale="none", gradients=(-0.25, 0.75))
     assert example == pytest.approx(7 / 8 * 0.1875) and f"{example:.4f}" in TEXT
     # With gradients of -1/(1-p) and 1/p, whose mean is 0, the gradient of p itself is 1.
     head = re.search(r"^\| advantage \| weight \|(.*)\|$", TEXT, re.MULTILINE)[1].split("|")
@@ -101,12 +103,12 @@ def test_the_groups_mean_shortens_the_gradient_and_the_std_weighs_prompts():
             head, *(row[2:] for row in WEIGHTS), strict=True):
         for p, of_p in zip(floats(probabilities), floats(by_mean), strict=True):
             gradients = (-1 / (1 - p), 1 / p)
-            assert mean_over_groups(p, 0.0, 1.0, scale_rewards="none",
+            assert mean_over_groups(p, 0.0, 1.0, scale="none",
                                     gradients=gradients) == pytest.approx(float(plain))
             for low, high in ((0.0, 1.0), (-2.0, 5.0)):
                 assert mean_over_groups(p, low, high, gradients=gradients) == pytest.approx(
                     float(scaled), abs=0.05)
-            maxrl = mean_over_groups(p, 0.0, 1.0, scale_rewards="mean", gradients=gradients)
+            maxrl = mean_over_groups(p, 0.0, 1.0, scale="mean", gradients=gradients)
             assert maxrl == pytest.approx(value_of(WEIGHTS[2][1], p=p, G=8))
             assert f"{maxrl:.1f}" == f"{of_p}"
     assert value_of(WEIGHTS[0][1], p=0.5, G=8) == float(WEIGHTS[0][2])
@@ -116,7 +118,7 @@ def test_the_groups_mean_shortens_the_gradient_and_the_std_weighs_prompts():
     assert f"at most {times} times" in " ".join(TEXT.split())
     assert weight(0.5, G) == pytest.approx(1 / math.sqrt(0.25), rel=1e-3)
     for margin in (0.1, 10.0):
-        won, lost = group_advantages(torch.tensor([2.0 + margin, 2.0]), 2)
+        won, lost = estimate(torch.tensor([2.0 + margin, 2.0]), 2)
         assert f"±{won:.2f}" in TEXT and lost == -won
 
 
@@ -134,7 +136,9 @@ def test_the_four_cases_of_the_clip():
     assert len(CASES) == 4
     for A, ratio, _, _, least, promised, _ in CASES:
         logps = torch.tensor([[float(ratio)]]).log().requires_grad_()
-        loss, _ = grpo_loss(logps, torch.zeros(1, 1), torch.tensor([float(A)]), torch.ones(1, 1))
+        loss, _ = grpo_loss(
+            logps, torch.zeros(1, 1), torch.tensor([float(A)]), torch.ones(1, 1), ref_logps=None,
+            beta=0.0, epsilon_low=0.2, epsilon_high=0.2, num_sequences=1, num_tokens=1)
         loss.backward()
         assert [-loss.item(), -logps.grad.item()] == pytest.approx([float(least), float(promised)])
     for A, ratio, free, clipped, least, *_ in [[float(x) for x in row[:5]] for row in CASES]:
@@ -181,7 +185,7 @@ def test_the_gradient_of_the_corrected_kl(log_ratio):
     gradients = []
     for options in ({"use_bias_correction_kl": True}, {"kl_type": "k2"}, {"kl_type": "k3+"}):
         logps = (old + log_ratio).requires_grad_()
-        loss, _ = grpo_loss(logps, old, torch.zeros(1), torch.ones(1, 2), ref_logps=reference,
+        loss, _ = family_loss(logps, old, torch.zeros(1), torch.ones(1, 2), ref_logps=reference,
                             beta=1.0, loss_type="bnpo", **options)
         loss.backward()
         gradients.append(2 * logps.grad)                            # bnpo: divided by 2 tokens
@@ -198,7 +202,7 @@ def test_the_ratio_corrects_k1_and_k3_and_no_other(kl_type, moved):
     logits = torch.tensor([moved, 0.0], dtype=torch.float64, requires_grad=True)
     logps, old = logits.log_softmax(0), torch.tensor([0.5, 0.5]).double()
     reference = torch.tensor([0.9, 0.1]).double().log()
-    kl = train_grpo.KL_TYPES[kl_type](reference - logps)
+    kl = KL_TYPES[kl_type](reference - logps)
     drawn = (old * (logps - old.log()).exp() * kl).sum()
     exact = (logps.exp() * (logps - reference)).sum()
     found, of_kl = (torch.autograd.grad(value, logits, retain_graph=True)[0][0].item()
@@ -208,14 +212,14 @@ def test_the_ratio_corrects_k1_and_k3_and_no_other(kl_type, moved):
     args = logps[:, None], old.log()[:, None], torch.zeros(2), torch.ones(2, 1)
     if kl_type in ("k1", "k3"):
         assert found == pytest.approx(of_kl, abs=1e-12)
-        ours, = torch.autograd.grad(grpo_loss(*args, **options)[0], logits)
+        ours, = torch.autograd.grad(family_loss(*args, **options)[0], logits)
         assert ours[0].item() == pytest.approx(of_kl, abs=1e-12)
         return
     assert abs(found - of_kl) > 0.1
     if not moved and kl_type != "abs":
         assert f"{found:.3f}" in " ".join(TEXT.split())
     with pytest.raises(ValueError, match="a gradient that is no KL's; take kl_type k1 or k3"):
-        grpo_loss(*args, **options)
+        family_loss(*args, **options)
 
 
 def test_where_the_kl_leads():
@@ -246,7 +250,7 @@ def test_where_k2_leads_depends_on_how_tokens_are_averaged(loss_type, right):
                 (z.sigmoid().log(), p, 0.1, 1.0, 50), ((-z).sigmoid().log(), 1 - p, 0.9, 0.0, 10)):
             logps, refs = (torch.zeros(1, 50, dtype=torch.float64) for _ in range(2))
             logps[0, 0], refs[0, 0] = logp, math.log(ref)
-            loss, _ = grpo_loss(logps, logps.detach(), torch.tensor([reward - p]).double(),
+            loss, _ = family_loss(logps, logps.detach(), torch.tensor([reward - p]).double(),
                                 (torch.arange(50) < length)[None].int(), ref_logps=refs, beta=0.5,
                                 kl_type="k2", loss_type=loss_type, max_completion_length=50)
             slope += chance * torch.autograd.grad(loss, z)[0].item()
@@ -258,7 +262,7 @@ def test_where_k2_leads_depends_on_how_tokens_are_averaged(loss_type, right):
 def test_the_weight_of_a_token(loss_type):
     mask = (torch.arange(40) < torch.tensor([[10], [40]])).int()
     logps = torch.full((2, 40), -1.0, requires_grad=True)
-    loss, _ = grpo_loss(logps, logps.detach(), torch.tensor([1.0, -1.0]), mask,
+    loss, _ = family_loss(logps, logps.detach(), torch.tensor([1.0, -1.0]), mask,
                         loss_type=loss_type, max_completion_length=96)
     loss.backward()
     promised = [floats(cell)[-1] for cell in row(AVERAGES, f"`{loss_type}`")[1:3]]
@@ -280,7 +284,7 @@ FEATURES, THETA, REWARDS = (torch.randn(size, generator=RANDOM).double()
 THREE_VALUES = torch.tensor([answer.count("x") % 3 for answer in ANSWERS]).double()
 RIGHT = (THREE_VALUES == 1).double()
 SHORT = 1 / MASK.sum(1).double()                                                    # s = 1 / |o|
-NONE, PASSK = {"scale_rewards": "none"}, {"advantage_estimator": "grpo_passk"}
+NONE, PASSK = {"scale": "none"}, {"baseline": "grpo_passk"}
 grad, jacobian = torch.func.grad, torch.func.jacrev
 
 
@@ -303,15 +307,15 @@ def all_groups(n, G):
 
 
 def update(rewards, G, loss_type="dr_grpo", logps_of=tree, mask=MASK, **options):
-    """-grad grpo_loss, averaged over all groups, as a function of the weights."""
+    """-grad family_loss, averaged over all groups, as a function of the weights."""
     groups = all_groups(len(mask), G)
     rows = groups.flatten()
-    advantages = group_advantages(rewards[rows], G, eps=1e-300, **options)
+    advantages = estimate(rewards[rows], G, eps=1e-300, **options)
 
     def surrogate(theta, old_theta):
         old = logps_of(old_theta)
         chances = old.sum(1)[groups].sum(1).exp().repeat_interleave(G)
-        return -grpo_loss(logps_of(theta)[rows], old[rows], chances * advantages, mask[rows],
+        return -family_loss(logps_of(theta)[rows], old[rows], chances * advantages, mask[rows],
                           loss_type=loss_type, max_completion_length=1, num_sequences=G)[0]
     return lambda theta: grad(surrogate)(theta, theta)
 
@@ -336,7 +340,7 @@ def test_what_sums_over_tokens_climb():
     of_r, of_p = grad(mean)(THETA, REWARDS), grad(mean)(THETA, RIGHT)
     assert of_p.abs().min() > 1e-3
     assert close(update(REWARDS, 3, **NONE)(THETA), factor("sum over tokens, no std", 3) * of_r)
-    assert close(update(REWARDS, 3, advantage_estimator="rloo", **NONE)(THETA), of_r)
+    assert close(update(REWARDS, 3, baseline="rloo", **NONE)(THETA), of_r)
     assert close(update(RIGHT, 4)(THETA), factor("sum, with the std", 4) * of_p)
     assert curl(update(RIGHT, 4)).abs().max() < 1e-12 < 1e-4 < (
         curl(update(THREE_VALUES, 3)).abs().max())
@@ -347,7 +351,7 @@ def test_what_sums_over_tokens_climb():
     def best(theta, rewards, groups):
         return tree(theta).sum(1)[groups].sum(1).exp() @ rewards[groups].amax(1)
 
-    maxrl = update(RIGHT, 3, scale_rewards="mean")(THETA)
+    maxrl = update(RIGHT, 3, scale="mean")(THETA)
     assert close(maxrl, factor("sum, MaxRL", 3) * of_p)
     assert close(maxrl, grad(pass_at)(THETA, 1) + grad(pass_at)(THETA, 2) / 2)
     passk = update(RIGHT, 3, **PASSK, **NONE)(THETA)
@@ -418,7 +422,7 @@ def test_what_a_ratio_per_token_leaves_out(step):
     d = tree(theta) - old                           # (15, 3)
 
     def surrogate(theta, loss_type):
-        return -grpo_loss(tree(theta), old, weighted, MASK, loss_type=loss_type, epsilon_low=9,
+        return -family_loss(tree(theta), old, weighted, MASK, loss_type=loss_type, epsilon_low=9,
                           epsilon_high=9, max_completion_length=1, num_sequences=1)[0]
 
     def first_order(theta):
