@@ -6,8 +6,8 @@ A small model does sums such as `What is 34 + 27*6?`. It can work on paper, but 
 Group Relative Policy Optimization (arXiv 2402.03300) lets it find out what pays. Nobody shows it a
 solution: three rules score what it wrote. The model that learns is the policy, pi. A step:
 
-    1. generate             generate            the policy writes G completions of B prompts each
-    2. reference log-probs  compute_logps       how likely the initial weights find each token
+    1. generate             generate            the policy writes G completions of each of B prompts
+    2. reference log-probs  compute_logps       how likely they are under the initial weights
     3. rewards              compute_rewards     a reward for each completion
        and advantages       group_advantages    ... compared with its group, those of its prompt
     4. update               update_policy       makes tokens of better completions likelier

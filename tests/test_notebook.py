@@ -17,9 +17,10 @@ SOURCES = ["".join(cell["source"]) for cell in CODE]
 # What the last cell proposes to change in cell 5, as it is written there; the assert has to change,
 # too.
 PROPOSED = [("return ((groups - mean) / (std + 1e-4)).view(-1)", "return (groups - mean).view(-1)"),
-            ("group_advantages(rewards, G)", 'group_advantages(rewards, G, scale_rewards="none")')]
+            ("from train_grpo import group_advantages", "from reward.baselines import estimate"),
+            ("group_advantages(rewards, G)", 'estimate(rewards, G, scale="none")')]
 # Mistakes in the short functions, by cell: its assert against train_grpo.py notices them.
-MISTAKES = {5: [("std + 1e-4", "std + 1e-2"), ("groups - mean", "groups"), *PROPOSED],
+MISTAKES = {5: [("std + 1e-4", "std + 1e-2"), ("groups - mean", "groups"), PROPOSED[0]],
             6: [("- is_end == 0", "== 0"), ("-R - 1:-1", "-R:")],
             7: [("1.2", "1.3"), ("torch.min", "torch.max"), ("-per_answer.mean()", "-gain.mean()")]}
 
@@ -42,10 +43,12 @@ def test_every_cell_runs(monkeypatch):
         run(number, source, names)
         if number == 5:
             proposed = dict(names)
-            for old, new in PROPOSED:
-                assert all(json.dumps(new)[1:-1] in text for text in TEXTS)
+            assert all(json.dumps(new)[1:-1] in text for text in TEXTS for _, new in PROPOSED)
+            for old, new in PROPOSED[:0:-1]:
                 source = source.replace(old, new)
-            run(5, source, proposed)
+            with pytest.raises(AssertionError):     # the first of them not yet made
+                run(5, source, dict(names))
+            run(5, source.replace(*PROPOSED[0]), proposed)
             deviations = proposed["rewards"] - proposed["rewards"].mean()
             torch.testing.assert_close(proposed["advantages"], deviations)
     G, rewards, advantages = names["G"], names["rewards"].tolist(), names["advantages"]
