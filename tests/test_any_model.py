@@ -12,13 +12,12 @@ from test_run import measured
 import train_grpo
 from conftest import edit, left_padded
 from errors import UserError
-from model import load_pretrained, sampler
-from model.fast import pair as fast
+from model import fast, load_pretrained, sampler
 from model.fast import vllm_engine
 from model.lora import adapter_state, adapters, merged_state, with_adapters
 from model.storage.any_model import AnyModel, Cache
 from model.storage.files import read_config
-from run.backends import with_backend
+from run import backends
 from run.processes.shard import shard
 from run.processes.world import World
 
@@ -241,21 +240,26 @@ def test_a_folder_that_does_not_hold_such_a_model_is_refused(change, message, sa
         load_pretrained(tmp_path)
 
 
-def test_the_pair_is_chosen_by_the_flag_and_by_whose_network_the_policy_is(tiny_policy, saved):
-    plain, quick, world = (None, None), (fast.sample, fast.token_logps), World("cpu")
-    ours, other = tiny_policy[1], load_pretrained(saved("GPT2LMHeadModel")[0])
+def test_the_pair_is_chosen_by_the_flag_and_by_whose_network_the_policy_is(
+        tiny_policy, saved, monkeypatch):
+    plain, quick = (sampler.sample, train_grpo.token_logps), (fast.sample, fast.token_logps)
+    ours, other, world = tiny_policy[1], load_pretrained(saved("GPT2LMHeadModel")[0]), World("cpu")
     adapted = with_adapters(copy.deepcopy(ours), rank=2, alpha=4)
-    for policy, name, expected in ((ours, "fast", quick), (adapted, "fast", quick),
-                                   (ours, "plain", plain), (other, "fast", plain)):
+    monkeypatch.setattr(backends, "checked", lambda fast_logps, *_: fast_logps)
+
+    def pair_of(model, name, engine=None):
         args = train_grpo.parse_args(["--sampler", name])
-        with_backend(policy, "x", world, args)
-        assert (policy.own_sample, policy.own_token_logps) == expected
-    args = train_grpo.parse_args(["--sampler", "vllm"])
-    for policy, (_, own_token_logps) in ((ours, quick), (other, plain)):
-        assert with_backend(policy, "x", world, args).own_token_logps is own_token_logps
-    t = train_grpo.prepare(args, world)
-    assert isinstance(t.policy.own_sample, vllm_engine.Engine)
-    assert t.reference.own_token_logps is fast.token_logps
+        policy = backends.policy_of(model, "x", world, args, train_grpo.token_logps, engine)
+        return policy.sampler, policy.reader
+
+    for model, name, expected in ((ours, "fast", quick), (adapted, "fast", quick),
+                                  (ours, "plain", plain), (other, "fast", plain)):
+        assert pair_of(model, name) == expected
+    for model, (_, reader) in ((ours, quick), (other, plain)):
+        assert pair_of(model, "vllm", "an engine") == ("an engine", reader)
+    state = train_grpo.load(train_grpo.parse_args(["--sampler", "vllm"]), world)
+    assert isinstance(state.policy.sampler, vllm_engine.Engine)
+    assert (state.reference.sampler, state.reference.reader) == quick
 
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}

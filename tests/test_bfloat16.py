@@ -7,14 +7,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_objective import loop_loss, random_case
-from test_run import POLICY, SMALL, arguments, gradient, jsonl, rollout_of_six
+from test_run import POLICY, SMALL, arguments, gradient, jsonl, rollout_of_six, state_of
 
 import train_grpo
 from model import load_pretrained
 from model.fast import pair as fast
 from model.model import Head
-from run.edges import correction as correction_edge
-from train_grpo import World, minibatches, token_logps
+from model.rollout import MicroBatch
+from run.extensions import correction as of_sampler
+from run.extensions.losses import family_loss
+from train_grpo import World, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -82,13 +84,13 @@ def test_autocast_keeps_no_copies_of_weights():
     "--importance_sampling_level sequence --sampler_correction token_truncate --kl_in_reward",
 ])
 def test_ratios_are_exactly_1_while_the_policy_has_not_moved(flags, tmp_path, monkeypatch):
-    calls, loss = [], train_grpo.grpo_loss
+    calls, compute_loss = [], train_grpo.compute_loss
 
-    def spy(logps, old_logps, advantages, mask, **options):
-        calls.append((logps - old_logps)[mask.bool()].abs().max().item())
-        return loss(logps, old_logps, advantages, mask, **options)
+    def spy(state, part, logps, entropy):
+        calls.append((logps - part.old_logps)[part.loss_mask.bool()].abs().max().item())
+        return compute_loss(state, part, logps, entropy)
 
-    monkeypatch.setattr(train_grpo, "grpo_loss", spy)
+    monkeypatch.setattr(train_grpo, "compute_loss", spy)
     monkeypatch.setattr(train_grpo, "lr_at", lambda *args, **options: 0.0)
     train_grpo.main([*SMALL, *flags.split(), "--dtype", "bfloat16", "--micro_batch_size", "5",
                      "--num_iterations", "2", "--num_minibatches", "3", "--max_steps", "1",
@@ -99,24 +101,30 @@ def test_ratios_are_exactly_1_while_the_policy_has_not_moved(flags, tmp_path, mo
     assert metrics["ppo_kl"] == 0 and metrics["timing_s/old_logps"] > 0
 
 
-def test_the_parts_of_a_step_by_hand(six):
-    six.per_token, six.advantages = {}, torch.tensor([1.0, 2.0, 0.0, 4.0, 5.0, 6.0])
-    args = arguments(num_minibatches=2, micro_batch_size=2, mask_truncated_completions=True)
+def test_the_parts_of_a_step_by_hand(six, policy):
+    six.old_logps, six.ref_logps = None, None
+    six.advantages = torch.tensor([1.0, 2.0, 0.0, 4.0, 5.0, 6.0])
 
-    def found():
-        return [(update.totals["num_sequences"], update.totals["num_tokens"],
-                 [part.advantages.tolist() for part in update.micro_batches])
-                for update in minibatches(six, World("cpu"), args)]
+    def found(**flags):
+        """The parts that the losses are computed of."""
+        parts = []
+        state = state_of(policy, arguments(num_minibatches=2, micro_batch_size=2, **flags),
+                         optimizer=torch.optim.SGD(policy.parameters(), lr=0.0))
+        compute_loss = state.compute_loss
+        state.compute_loss = lambda part, *read: parts.append(part) or compute_loss(part, *read)
+        state.update_policy(six)
+        return parts
+
+    def numbers(parts):
+        return [(part.num_sequences, part.num_tokens, part.advantages.tolist()) for part in parts]
 
     # Lengths 3, 12 (cut off), 5 (no advantage); 1, 7, 12 (cut off).
-    assert found() == [(3, 8, [[1]]), (3, 8, [[4, 5]])]
-    args.mask_truncated_completions, args.entropy_coef = False, 0.1
-    assert found() == [(3, 20, [[1, 2], [0]]), (3, 20, [[4, 5], [6]])]
+    assert numbers(found(mask_truncated_completions=True)) == [(3, 8, [1]), (3, 8, [4, 5])]
+    assert numbers(found(entropy_coef=0.1)) == [
+        (3, 20, [1, 2]), (3, 20, [0]), (3, 20, [4, 5]), (3, 20, [6])]
     # Sharded ranks read every row, as often as the others; no token of one left out counts.
-    args.shard, args.mask_truncated_completions = 1, True
-    parts = [part for update in minibatches(six, World("cpu"), args)
-             for part in update.micro_batches]
-    assert [part.mask.sum(1).tolist() for part in parts] == [[3, 0], [5], [1, 7], [0]]
+    parts = found(entropy_coef=0.1, mask_truncated_completions=True, shard=1)
+    assert [part.loss_mask.sum(1).tolist() for part in parts] == [[3, 0], [5], [1, 7], [0]]
 
 
 # --- weights between sampler and trainer ----------------------------------------------------------
@@ -135,16 +143,16 @@ CORRECTION = "--sampler_correction"
     (f"{CORRECTION} sequence_mask --loss_type r1", [0.25]),
 ])
 def test_importance_weights_by_hand(six, flags, expected):
-    six.mask = torch.tensor([[1, 1, 1, 0]])
+    six.loss_mask = torch.tensor([[1, 1, 1, 0]])
     six.sampling_logps = torch.tensor([[0.1, 0.4, 0.8, 1.0]]).log()
     old_logps = torch.tensor([[0.2, 0.2, 0.2, 1.0]]).log()      # ratios 2, 1/2 and 1/4
     six.old_logps, args = old_logps, arguments(*flags.split())
-    weights = correction_edge.sampler_weights(
+    weights = of_sampler.sampler_weights(
         six, args.sampler_correction, args.sampler_ratio_min, args.sampler_ratio_max)
     assert weights[0].tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("correction", correction_edge.CORRECTIONS[1:])
+@pytest.mark.parametrize("correction", of_sampler.CORRECTIONS[1:])
 @pytest.mark.parametrize("loss_type, level", [
     ("grpo", "token"), ("dppo", "token"), ("bnpo", "sequence"), ("r1", "token")])
 def test_a_corrected_loss_and_its_gradient_equal_a_loop(loss_type, level, correction):
@@ -159,12 +167,16 @@ def test_a_corrected_loss_and_its_gradient_equal_a_loop(loss_type, level, correc
             w = math.prod(ratios) if "sequence" in correction else w
             clipped = min(max(w, 0.7), 1.4)
             weighted[i, t] = A * (clipped if "truncate" in correction else w * (w == clipped))
-    part = SimpleNamespace(mask=mask, sampling_logps=sampling_logps, old_logps=old_logps,
-                           advantages=advantages[:, None])
-    correction_edge.weighted(part, logps, correction=correction, low=0.7, high=1.4)
-    loss, _ = train_grpo.grpo_loss(
-        logps.requires_grad_(), old_logps, part.advantages, mask, ref_logps=ref_logps, beta=0.3,
-        loss_type=loss_type, importance_sampling_level=level)
+    part = MicroBatch(None, None, None, None, mask, sampling_logps, ref_logps, advantages, {},
+                      old_logps=old_logps)
+    state = SimpleNamespace(args=SimpleNamespace(
+        sampler_correction=correction, sampler_ratio_min=0.7, sampler_ratio_max=1.4))
+
+    def compute_loss(part, logps, entropy):
+        return family_loss(logps, part.old_logps, part.advantages, mask, ref_logps=ref_logps,
+                           beta=0.3, loss_type=loss_type, importance_sampling_level=level)
+
+    loss, _ = of_sampler.weighted(compute_loss, state, part, logps.requires_grad_(), None)
     loss.backward()
     again = logps.detach().requires_grad_()
     expected, _ = loop_loss(
@@ -176,24 +188,26 @@ def test_a_corrected_loss_and_its_gradient_equal_a_loop(loss_type, level, correc
 
 
 def test_bad_completions_that_the_policy_has_left_teach_nothing(six, policy):
-    six.per_token, six.old_logps = {}, None
+    six.old_logps = None
     six.advantages = torch.tensor([1.0, -0.5, -0.3, -1.2, 0.0, 0.1])
     # The means of log pi_sampler - log pi; those above 0.5 with A < 0 are rows 1 and 3.
     left = torch.tensor([9.0, 0.51, 0.49, 9.0, 9.0, -9.0])
     uneven = torch.tensor([1.5, 0.5]).repeat(6, 6)
-    uneven = uneven / ((uneven * six.mask).sum(1) / six.lengths)[:, None]
+    uneven = uneven / ((uneven * six.loss_mask).sum(1) / six.lengths)[:, None]
     logps, six.sampling_logps = six.sampling_logps, six.sampling_logps + left[:, None] * uneven
     kept = torch.tensor([1.0, 0, -0.3, 0, 0, 0.1])
-    part = replace(six, advantages=six.advantages[:, None])
-    correction_edge.near_sampler(part, logps, threshold=0.5)
-    assert part.advantages[:, 0].tolist() == kept.tolist()
+    state = SimpleNamespace(args=SimpleNamespace(off_policy_mask_threshold=0.5))
+
+    def advantages():
+        return of_sampler.near_sampler(lambda part, *read: part.advantages, state, six, logps, None)
+
+    assert advantages()[:, 0].tolist() == kept.tolist()
     masked, _ = gradient(policy, six, token_logps, off_policy_mask_threshold=0.5)
     expected, _ = gradient(policy, replace(six, advantages=kept), token_logps)
     assert (masked - expected).norm() < 1e-6 * expected.norm()
     six.advantages = six.advantages[:, None].repeat(1, 12)
     six.advantages[1, 3] = 2.0                                  # a good token of a bad completion
-    correction_edge.near_sampler(six, logps, threshold=0.5)
-    assert six.advantages[1].tolist() == [0, 0, 0, 2.0, *[0] * 8]
+    assert advantages()[1].tolist() == [0, 0, 0, 2.0, *[0] * 8]
 
 
 @pytest.mark.parametrize("loss_type, single", [
@@ -209,7 +223,7 @@ def test_importance_weights_multiply_the_policy_term_alone(six, policy, loss_typ
     six.sampling_logps = six.sampling_logps - ratios.log()
     weighted, metrics = gradient(policy, six, token_logps, sampler_correction="token_truncate",
                                  sampler_ratio_max=2.0, **options)
-    counted = six.mask.bool()
+    counted = six.loss_mask.bool()
     assert metrics["rollout_is_mean"] == pytest.approx(weights[counted].mean().item(), rel=1e-4)
     share = weights[counted].mean() ** 2 / weights[counted].square().mean()
     assert metrics["rollout_is_eff_sample_size"] == pytest.approx(share.item(), rel=1e-4)

@@ -2,6 +2,7 @@
 
 The fast functions promise the numbers of the plain ones, and nothing here looks at how they do it.
 """
+import contextlib
 import functools
 import math
 
@@ -277,6 +278,26 @@ def test_the_head_keeps_one_chunk_of_logits_for_the_backward_pass(monkeypatch):
         fast.log_probs(head, torch.randn(256, 4), tokens, tokens, temperature=1.0,
                        with_entropy=True)
     assert sum(kept) < 64 * 1000
+
+
+@pytest.mark.parametrize("dtype, wrong", [("float32", 0.0), ("float32", 0.05), ("bfloat16", 0.5)])
+def test_a_run_compares_the_two_and_ends_if_they_differ(dtype, wrong, tmp_path, monkeypatch, capsys):
+    def token_logps(model, ids, *others, **options):
+        logps, *entropy = fast.token_logps(model, ids, *others, **options)
+        logps[-1, 0] += wrong           # of the first micro-batch's two rows
+        return logps, *entropy
+
+    monkeypatch.setattr("model.fast.token_logps", token_logps)
+    flags = ("--batch_size 1 --num_generations 2 --max_gen_len 8 --max_steps 2 --beta 0 "
+             f"--eval_interval 0 --loss_type bnpo --entropy_coef 0.1 --dtype {dtype}").split()
+    ends = pytest.raises(SystemExit) if wrong else contextlib.nullcontext()
+    with ends as error:
+        train_grpo.main([*flags, "--out_dir", str(tmp_path)])
+    out, err = capsys.readouterr()
+    if wrong:
+        assert error.value.code == 2 and f"model/fast and token_logps differ by {wrong:.1g} in a " in err
+    else:
+        assert out.count("model/fast equals token_logps within ") == 1
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """`sample` and `token_logps` again: same signatures, same weights, same numbers, in less time.
 
---sampler plain runs the plain pair instead. How many times as long sampling or learning takes on a
+Each run compares the two `token_logps` once (run/backends.py); --sampler plain runs the plain pair
+instead. How many times as long sampling or learning takes on a
 CPU without each trick (python tests/bench.py --tricks; differences below 0.1 may be noise):
 
     without ...                                          default   trained   1.7M   26M
