@@ -1,0 +1,120 @@
+"""Options wrap or replace the functions of a step: by name, in a declared order, run by run."""
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_run import POLICY, SMALL, state_of
+from transformers import AutoTokenizer
+
+import train_grpo
+from conftest import ROOT, jsonl
+from errors import UserError
+from model import Policy
+from model.rollout import MicroBatch, Rollout
+from run import extensions
+from run.extensions import correction, entropy, moving_reference, oversample, teacher, truncated
+from train_grpo import TrainState
+
+FLAGS = {       # how each is switched on
+    "losses": "--loss_type dapo", "advantages": "--scale_rewards batch",
+    "process": "--supervision process", "tool": "--tool guess",
+    "gdpo": "--multi_objective_aggregation normalize_then_sum",
+    "teacher": f"--teacher_path {POLICY}", "kl_in_reward": "--kl_in_reward",
+    "correction": "--sampler_correction token_mask --off_policy_mask_threshold 1",
+    "entropy": "--entropy_coef 0.1", "truncated": "--mask_truncated_completions",
+    "oversample": "--oversample 2", "moving_reference": "--ref_model_sync_steps 1 --beta 0.1"}
+APART = """advantages process, advantages gdpo, advantages teacher, process gdpo, process teacher,
+process tool, gdpo teacher, gdpo kl_in_reward, teacher kl_in_reward, teacher oversample"""
+TOKENIZER = AutoTokenizer.from_pretrained(POLICY)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def state_with(*names, **fields):
+    """A TrainState with these extensions on; its models are stand-ins."""
+    args, model = " ".join(FLAGS[name] for name in names).split(), torch.nn.Linear(1, 1)
+    return state_of(model, train_grpo.parse_args(args), tokenizer=TOKENIZER, **{
+        "reference": Policy(model, None, None, None)} | fields)
+
+
+def test_nothing_that_the_script_loads_imports_the_script():
+    """It runs as __main__, so that an import would load it a second time, with other functions."""
+    program = ("import importlib, pkgutil, sys, dataset, model, reward, run\n"
+               "sys.modules['train_grpo'] = None       # an import of it raises\n"
+               "for room in dataset, model, reward, run:\n"
+               "    for one in pkgutil.walk_packages(room.__path__, f'{room.__name__}.'):\n"
+               "        print(importlib.import_module(one.name).__name__)\n")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert {f"run.extensions.{name}" for name in FLAGS} <= {*done.stdout.split()}, done.stderr
+
+
+def test_a_mistyped_hook_or_field_is_an_error():
+    state = state_with()
+    for change in (state.wrap, state.replace):
+        with pytest.raises(AttributeError, match="update_polcy"):
+            change("--it", update_polcy=print)
+        with pytest.raises(AttributeError, match="policy is not a function of a step"):
+            change("--it", policy=print)
+    for kind in (TrainState, Rollout, MicroBatch):
+        with pytest.raises(AttributeError, match="advantage_"):
+            kind.__new__(kind).advantage_ = 1
+
+
+def test_who_replaces_a_function_would_undo_what_wraps_it():
+    state = state_with()
+    state.replace("--a", grpo_loss=max)
+    state.wrap("--b", grpo_loss=lambda inner, *numbers: 10 * inner(*numbers))
+    assert state.grpo_loss(1, 2) == 20
+    with pytest.raises(RuntimeError, match="--c would undo that grpo_loss is wrapped by --b"):
+        state.replace("--c", grpo_loss=min)
+
+
+def test_every_pair_of_extensions_is_refused_or_can_be_installed():
+    assert {f"run.extensions.{name}" for name in FLAGS} == {
+        one.__name__ for one in extensions.EXTENSIONS}
+    changed, refused = {name: {*state_with(name).changed} for name in FLAGS}, []
+    for one, other in itertools.combinations(FLAGS, 2):
+        try:
+            state = state_with(one, other)
+        except UserError:
+            refused.append(f"{one} {other}")
+        else:
+            assert changed[one] | changed[other] == {*state.changed}, (one, other)
+    assert {*refused} == {*APART.replace("\n", " ").split(", ")}
+
+
+@pytest.mark.parametrize("hook, names, order", [
+    ("update_policy", ("truncated", "oversample", "moving_reference"),
+     [moving_reference.then_sync_reference, oversample.from_best_groups,
+      truncated.from_whole_completions]),
+    ("compute_loss", ("correction", "entropy", "teacher"),
+     [correction.near_sampler, correction.weighted, entropy.minus_entropy, teacher.with_distance])])
+def test_wrappers_are_called_in_the_declared_order(monkeypatch, hook, names, order):
+    calls = []
+    for wrapper in order:
+        def spy(inner, state, *given, name=wrapper.__name__):
+            calls.append(name)
+            return inner(*given)
+        monkeypatch.setattr(sys.modules[wrapper.__module__], wrapper.__name__, spy)
+    state = state_with(*names, **{hook: lambda state, *given: calls.append(given)})
+    getattr(state, hook)(1, 2)
+    assert calls == [*(wrapper.__name__ for wrapper in order), (1, 2)]
+
+
+def test_two_runs_do_not_meet_and_each_says_whose_functions_it_calls(tmp_path, capsys):
+    metrics, printed = [], []
+    for flags in ("", "--kl_in_reward --loss_type dapo --entropy_coef 0.1", ""):
+        train_grpo.main([*SMALL, "--max_steps", "2", "--eval_interval", "0", *flags.split(),
+                         "--out_dir", str(tmp_path), "--run_name", f"run{len(metrics)}"])
+        rows = jsonl(tmp_path / f"run{len(metrics)}/metrics.jsonl")
+        metrics.append([{name: row[name] for name in row
+                         if "tim" not in name and "perf" not in name} for row in rows])
+        printed.append(" ".join(capsys.readouterr().out.split()))
+    assert metrics[0] == metrics[2] and metrics[0][0]["loss"] != metrics[1][0]["loss"]
+    in_reward = "wrapped by --kl_in_reward (run/extensions/kl_in_reward.py)"
+    for line in (f"compute_advantages {in_reward}", "grpo_loss replaced by --loss_type, --kl_type "
+                 f"(run/extensions/losses.py); {in_reward}",
+                 "compute_loss wrapped by --entropy_coef (run/extensions/entropy.py)"):
+        assert line in printed[1], printed[1]
+    assert "run/extensions" not in printed[0] + printed[2]
