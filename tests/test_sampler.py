@@ -281,7 +281,8 @@ def test_the_head_keeps_one_chunk_of_logits_for_the_backward_pass(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype, wrong", [("float32", 0.0), ("float32", 0.05), ("bfloat16", 0.5)])
-def test_a_run_compares_the_two_and_ends_if_they_differ(dtype, wrong, tmp_path, monkeypatch, capsys):
+def test_a_run_compares_the_two_and_ends_if_they_differ(
+        dtype, wrong, tmp_path, monkeypatch, capsys):
     def token_logps(model, ids, *others, **options):
         logps, *entropy = fast.token_logps(model, ids, *others, **options)
         logps[-1, 0] += wrong           # of the first micro-batch's two rows
@@ -295,7 +296,8 @@ def test_a_run_compares_the_two_and_ends_if_they_differ(dtype, wrong, tmp_path, 
         train_grpo.main([*flags, "--out_dir", str(tmp_path)])
     out, err = capsys.readouterr()
     if wrong:
-        assert error.value.code == 2 and f"model/fast and token_logps differ by {wrong:.1g} in a " in err
+        assert error.value.code == 2
+        assert f"error: model/fast and token_logps differ by {wrong:.1g} in a log-prob" in err
     else:
         assert out.count("model/fast equals token_logps within ") == 1
 

@@ -1,8 +1,8 @@
 """`sample` and `token_logps` again: same signatures, same weights, same numbers, in less time.
 
 Each run compares the two `token_logps` once (run/backends.py); --sampler plain runs the plain pair
-instead. How many times as long sampling or learning takes on a
-CPU without each trick (python tests/bench.py --tricks; differences below 0.1 may be noise):
+instead. How many times as long sampling or learning takes on a CPU without each trick (python
+tests/bench.py --tricks; differences below 0.1 may be noise):
 
     without ...                                          default   trained   1.7M   26M
     sampling: completions that agree so far are one row    1.27      2.44    1.03   0.90
