@@ -19,7 +19,6 @@ with the weights that a package ships. In the others weights and rewards are arb
 completion can end early.
 """
 import argparse
-import copy
 import importlib.metadata
 import importlib.util
 import logging
@@ -51,9 +50,11 @@ from model import (  # noqa: E402
 )
 from model.fast import pair as fast  # noqa: E402
 from model.commands.memory import SIZES  # noqa: E402
+from reward.combine import Judge  # noqa: E402
 from reward.rules import RULES  # noqa: E402
 
 SHIPPED = ROOT / "model/weights/reason_128"
+OF_SCRIPT = {"format": train_grpo.format_reward, "tag": train_grpo.tag_reward}
 NO_EOS = 1_000_000          # an id that no model here can sample
 LEARNING_RATE = 1e-6        # moves the weights, but too little for the sides to sample differently
 HAS_TRL, HAS_VLLM = (importlib.util.find_spec(name) is not None for name in ("trl", "vllm"))
@@ -96,7 +97,7 @@ def rewards_of(case):
     if case.config:
         return [arbitrary]
     names = ["sentence"] if case.package else ["format", "tag", "accuracy"]
-    return [RULES[name] for name in names]
+    return [OF_SCRIPT.get(name) or RULES[name] for name in names]
 
 
 def weights_of(case, folder):
@@ -149,27 +150,21 @@ class Ours:
             "--sampler", sampler, "--beta", str(beta), "--max_gen_len", str(case.new_tokens),
             "--num_generations", str(case.generations), "--micro_batch_size", str(case.micro_batch),
             "--reward_funcs", "format"])
-        self.t = train_grpo.prepare(args, train_grpo.World(device, case.dtype))
-        self.t.optimizer.param_groups[0]["lr"] = LEARNING_RATE
-        self.t.reward_funcs = rewards_of(case)
-        args.reward_weights = [1.0] * len(self.t.reward_funcs)
+        self.state = train_grpo.load(args, train_grpo.World(device, case.dtype))
+        self.state.optimizer.param_groups[0]["lr"] = LEARNING_RATE
+        self.state.reward_funcs = [Judge(function) for function in rewards_of(case)]
+        args.reward_weights = [1.0] * len(self.state.reward_funcs)
         if case.config:
-            self.t.tokenizer = copy.deepcopy(self.t.tokenizer)
-            self.t.policy.config.eos_token_id, self.t.policy.generation_config = NO_EOS, {}
-            self.t.tokenizer.eos_token = None
+            self.state.eos_ids = [NO_EOS]
 
     def rollout(self, batch):
-        t = self.t
-        return train_grpo.generate(t.policy, batch, t.tokenizer, t.world.rng(1), t.world, t.args)
+        return self.state.generate(batch, self.state.world.rng(1))
 
     def step(self, batch):
-        train_grpo.grpo_step(self.t, batch, 1, LEARNING_RATE)
+        train_grpo.grpo_step(self.state, batch, 1, LEARNING_RATE)
 
     def learn(self, rollout):
-        t = self.t
-        updates = train_grpo.minibatches(rollout, t.world, t.args)
-        train_grpo.update_policy(t.policy, t.optimizer, updates, t.before_loss, t.loss_options,
-                                 t.world, t.args)
+        self.state.update_policy(rollout)
 
 
 def generates(case, path, tokenizer, device):
@@ -246,7 +241,7 @@ def turns_of_rollouts(case, path, batches, device):
         names.append("vllm")
     ours = {name: Ours(case, path, 0.0, sampler=name, device=device) for name in names}
     sides = {name: side.rollout for name, side in ours.items()}
-    sides["generate"] = generates(case, path, ours["fast"].t.tokenizer, device)
+    sides["generate"] = generates(case, path, ours["fast"].state.tokenizer, device)
     taken = {name: [] for name in sides}
     for batch in batches:
         for name, rollout in sides.items():
@@ -317,7 +312,7 @@ def worth_of_tricks(case, repetitions):
     with prepared(case, 1) as (_, path, (batch,)):
         ours, plain = (Ours(case, path, 0.0, sampler=name) for name in ("fast", "plain"))
     rollout, ratios = ours.rollout(batch), defaultdict(list)
-    rollout.rewards = rollout.advantages = torch.randn(len(rollout.mask))
+    rollout.rewards = rollout.advantages = torch.randn(len(rollout.loss_mask))
 
     def run(what, side=ours):
         task = (side.rollout, batch) if what == "sampling" else (side.learn, rollout)

@@ -25,8 +25,9 @@ from unittest.mock import Mock, patch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
-import train_grpo  # noqa: E402
-from run.edges import correction, gdpo  # noqa: E402
+from model.rollout import MicroBatch  # noqa: E402
+from reward.baselines import estimate  # noqa: E402
+from run.extensions import correction, gdpo, losses  # noqa: E402
 from run.processes.world import World  # noqa: E402
 
 N, R, L = 6, 8, 20
@@ -103,14 +104,16 @@ def trl_loss(case, weights, threshold, options):
 
 def our_loss(case, weights, threshold, options):
     logps, old_logps, advantages, mask, ref_logps, entropy = case
-    part = SimpleNamespace(mask=mask, sampling_logps=old_logps, advantages=advantages.view(N, -1))
     if threshold:
-        correction.near_sampler(part, logps, threshold=threshold)
-    advantages = weights.double() * part.advantages
-    bonus = options["entropy_coef"] * (entropy * mask).sum() / mask.sum()   # as optimizer_step has
+        part = MicroBatch(None, None, None, None, mask, old_logps, ref_logps, advantages, {})
+        state = SimpleNamespace(args=SimpleNamespace(off_policy_mask_threshold=threshold))
+        advantages = correction.near_sampler(
+            lambda part, *read: part.advantages, state, part, logps, entropy)
+    advantages = weights.double() * advantages.view(N, -1)
+    bonus = options["entropy_coef"] * (entropy * mask).sum() / mask.sum()   # as --entropy_coef has
     options = {name: value for name, value in options.items() if name != "entropy_coef"}
-    return train_grpo.grpo_loss(logps, old_logps, advantages, mask, ref_logps=ref_logps,
-                                max_completion_length=L, **options)[0] - bonus
+    return losses.family_loss(logps, old_logps, advantages, mask, ref_logps=ref_logps,
+                              max_completion_length=L, **options)[0] - bonus
 
 
 def with_trl():
@@ -120,9 +123,9 @@ def with_trl():
         per_answer = options["importance_sampling_level"] == "sequence"
         name = f"`{options['loss_type']}`{', a ratio per answer' if per_answer else ''}"
         taus = {"tau_good": 1.0, "tau_bad": torch.tensor(1.05).item()}      # theirs are in float32
-        with patch.dict(train_grpo.LOSS_TYPES, sapo=("sapo", "completion", taus)):
-            losses = [loss(case, weights, threshold, options) for loss in (our_loss, trl_loss)]
-        yield name, difference(*losses, inputs)
+        with patch.dict(losses.LOSS_TYPES, sapo=("sapo", "completion", taus)):
+            both = [loss(case, weights, threshold, options) for loss in (our_loss, trl_loss)]
+        yield name, difference(*both, inputs)
 
 
 # --- verl -----------------------------------------------------------------------------------------
@@ -157,8 +160,8 @@ def verl_losses():
         theirs, _ = verl.get_policy_loss_fn(policy_loss)(
             old_logps, logps.requires_grad_(), advantages[:, None].expand(N, R), mask,
             average or "token-mean", config)
-        ours, _ = train_grpo.grpo_loss(logps, old_logps, advantages, mask,
-                                       max_completion_length=L, **options)
+        ours, _ = losses.family_loss(logps, old_logps, advantages, mask, max_completion_length=L,
+                                     **options)
         if name == "r1":            # their value is a sum over tokens
             theirs, ours = theirs - theirs.detach(), ours - ours.detach()
         shown = {"gspo": "`grpo`, a ratio per answer", "r1": "`r1`, gradients at ratio 1"}
@@ -170,7 +173,7 @@ def verl_kls():
     for kl_type, seed in itertools.product(("k1", "k2", "k3", "k3+", "abs"), range(12)):
         logps, _, _, mask, ref_logps, _ = random_case(seed, 1.0)
         ours, theirs = (kl(logps.requires_grad_(), ref_logps, **{flag: kl_type}) for kl, flag in (
-            (train_grpo.kl_penalty, "kl_type"), (verl.kl_penalty, "kl_penalty")))
+            (losses.kl_penalty, "kl_type"), (verl.kl_penalty, "kl_penalty")))
         yield f"KL `{kl_type}`", difference((ours * mask).sum(), (theirs * mask).sum(), (logps,))
 
 
@@ -182,8 +185,7 @@ def verl_advantages():
         theirs, _ = verl.get_adv_estimator_fn(name)(
             token_level_rewards=rewards[:, None].clone(), response_mask=torch.ones(N, 1),
             index=[0, 0, 0, 1, 1, 1], epsilon=1e-4, config={"norm_adv_by_std_in_grpo": True})
-        ours = train_grpo.group_advantages(rewards, 3, scale_rewards=scale,
-                                           advantage_estimator=name)
+        ours = estimate(rewards, 3, baseline=name, scale=scale)
         yield f"advantages `{name}`", relative(ours, theirs[:, 0])
 
 
@@ -203,10 +205,11 @@ def verl_gdpo():
             non_tensor_batch=rewards,
             batch={"prompts": torch.zeros(N, 1), "attention_mask": torch.ones(N, 2).long()})
         rollout = SimpleNamespace(rewards=rewards["a"], rewards_per_func=rewards,
-                                  mask=torch.ones(N, 1))
-        gdpo.normalize_then_sum(rollout, world=World("cpu"), num_generations=3,
-                                reward_weights=[1.0, 0.5])
-        yield "advantages GDPO, float32", relative(rollout.advantages, theirs[:, 0])
+                                  loss_mask=torch.ones(N, 1))
+        state = SimpleNamespace(world=World("cpu"), args=SimpleNamespace(
+            num_generations=3, reward_weights=[1.0, 0.5]))
+        ours = gdpo.normalize_then_sum(state, rollout)
+        yield "advantages GDPO, float32", relative(ours, theirs[:, 0])
 
 
 def main():

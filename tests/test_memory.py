@@ -104,7 +104,8 @@ def test_the_first_lines_say_whether_a_run_fits(flags, MiB, first, monkeypatch):
     with torch.device("meta"):
         policy = MiniMindForCausalLM(MiniMindConfig(**SIZES))
     world = SimpleNamespace(device=torch.device("cuda:0"), size=1, matrix_dtype=torch.bfloat16)
-    said = forecast(SimpleNamespace(args=args, world=world, policy=policy, reference=None,
+    said = forecast(SimpleNamespace(args=args, world=world, reference=None,
+                                    policy=SimpleNamespace(model=policy),
                                     num_prompts=args.batch_size))
     assert said.startswith("about ") and f"of {MiB / 1024:.1f} GiB" in said
     assert said.partition("what helps: ")[2].split(", ")[0] == first

@@ -13,8 +13,9 @@ import train_grpo
 from conftest import ROOT, jsonl, turns, write
 from dataset import PromptCollator, PromptDataset, read_prompts
 from model import Rollout
-from reward import accuracy_reward, format_reward, load_reward_model, rules, tag_reward
-from train_grpo import completion_mask, compute_rewards
+from reward import accuracy_reward, load_reward_model, rules
+from reward.combine import Judge
+from train_grpo import completion_mask, compute_rewards, format_reward, tag_reward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ["--batch_size", "4", "--num_generations", "4", "--max_gen_len", "64",
@@ -141,8 +142,8 @@ def test_where_the_template_opens_the_thinking_rewards_see_the_whole_reply(openi
                   padding_side="right", return_tensors="pt")["input_ids"]
     mask, eos_ids = completion_mask(ids, opening.eos_token_id), [opening.eos_token_id]
     rollout = Rollout.of(batch, ids, mask, torch.zeros(mask.shape), eos_ids, opening)
-    rewards, per_function = compute_rewards(
-        rollout, [format_reward, tag_reward, accuracy_reward, spy], [1.0, 2.0, 1.0, 1.0])
+    judges = [Judge(one) for one in (format_reward, tag_reward, accuracy_reward, spy)]
+    rewards, per_function = compute_rewards(None, rollout, judges, [1.0, 2.0, 1.0, 1.0])
     assert rollout.completions == texts and seen == ["<think>\n" + text for text in texts]
     values = [values.tolist() for values in per_function.values()]
     assert values[:3] == [[0.5, 0.0], [1.0, 0.25], [1.0, 0.0]] and rewards.tolist() == [3.5, 0.5]

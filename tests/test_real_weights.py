@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 import train_grpo
 from conftest import ROOT, edit, left_padded
 from model import eos_token_ids, load_pretrained, load_tokenizer, save_pretrained
+from run.backends import load_models
 from run.processes.world import World
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -300,4 +301,5 @@ def test_a_few_steps_of_grpo_train_experts_too(tmp_path):
 def test_the_flag_gradient_checkpointing_reaches_the_model():
     args = train_grpo.parse_args(["--model_path", SHIPPED, "--reward_funcs", "format",
                                   "--gradient_checkpointing"])
-    assert train_grpo.load_models(args, World("cpu"))[0].model.gradient_checkpointing
+    policy, _ = load_models(args, World("cpu"), train_grpo.token_logps)
+    assert policy.model.model.gradient_checkpointing

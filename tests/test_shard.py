@@ -17,6 +17,7 @@ from model import MiniMindConfig, MiniMindForCausalLM, save_pretrained
 from model.fast import pair as fast
 from model.fast import vllm_engine
 from model.lora import merged_state
+from run.backends import load_models
 from run.processes.shard import is_sharded
 from run.report import Report
 from run.saver import load_checkpoint
@@ -35,7 +36,8 @@ RUNS = [        # (name, flags, calls of `unequal` so far)
     ("engine_sharded", SHARD + ["--sampler", "vllm"], 100),
     ("half_sharded", HALF + SHARD, 100),
     ("half_stopped", HALF + SHARD, 0), ("half_stopped", HALF + SHARD + ["--resume"], 103)]
-STEPS, calls = 5, 0
+STEPS, calls, read = 5, 0, []       # read: the log-probs of the script's token_logps
+token_logps = train_grpo.token_logps
 
 
 def unequal(prompts, completions, completion_ids, **columns):
@@ -50,6 +52,14 @@ def unequal(prompts, completions, completion_ids, **columns):
     dead = os.environ["RANK"] == "1"
     return [0.0 if dead and i // 4 % 3 else float(sum(ids) % 5)
             for i, ids in enumerate(completion_ids)]
+
+
+def watched(model, *sequences, **options):
+    """token_logps, which finds the head whole: within the FSDP module it has been gathered."""
+    assert not is_sharded(model.lm_head.weight)
+    found = token_logps(model, *sequences, **options)
+    read.append((found if isinstance(found, torch.Tensor) else found[0]).detach().clone())
+    return found
 
 
 class Fake(FakeLLM):
@@ -69,6 +79,7 @@ def one_rank(rank, ports, weights, out):
     sys.path.insert(0, os.path.dirname(__file__))
     Report.draw = lambda report: None        # takes longer than a run
     vllm_engine.Engine._start = start_fake
+    train_grpo.token_logps = watched
     for port, (name, flags, calls_before) in zip(ports, RUNS):
         calls = calls_before
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
@@ -87,6 +98,9 @@ def one_rank(rank, ports, weights, out):
         except SystemExit as error:
             code = error.code
         assert code == expected, name
+        if "--fast" in flags:
+            torch.save(read, f"{out}/{name}_{rank}.pt")
+        read.clear()
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +135,14 @@ def test_sharded_runs_learn_the_same(names, out):
     assert len(lines[1]) == STEPS
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_shards_run_the_scripts_token_logps_within_the_module(rank, out):
+    apart, sharded = (torch.load(out / f"kl_{name}_{rank}.pt") for name in ("apart", "sharded"))
+    assert len(apart) == len(sharded) == 2 * 6 * STEPS      # reference and policy, 2 rows each
+    for ours, theirs in zip(apart, sharded):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
 def test_in_bfloat16_a_sharded_policy_starts_as_its_reference(out):
     first, *_, last = jsonl(out / "half_sharded/metrics.jsonl")
     assert first["kl"] == 0 < last["kl"] and first["rollout_probs_diff_max"] < 0.02
@@ -143,7 +165,7 @@ def test_another_number_of_ranks_resumes_it(name, flags, out, monkeypatch):
                                   "--reward_funcs", "test_shard:unequal"])
     world = SimpleNamespace(device=torch.device("cpu"), matrix_dtype=torch.float32,
                             agree=lambda **values: None)
-    policy, _ = train_grpo.load_models(args, world)
+    policy = load_models(args, world, train_grpo.token_logps)[0].model
     optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
     done, _ = load_checkpoint(out / name / "checkpoint", policy, optimizer)
     assert done == STEPS

@@ -3,7 +3,6 @@
 What needs vLLM is skipped without it: requirements-vllm.txt. CI has it, in an environment of its
 own.
 """
-import copy
 import importlib.util
 import os
 import re
@@ -220,7 +219,7 @@ def same_game(sample, policy):
     tokenizer = load_tokenizer(ROOT / "model/weights/reason_128", 10**9)
     ours, theirs = (rollout_of(own, policy, tokenizer) for own in (greedily(pair.sample), sample))
     assert ours.turns == theirs.turns and {1, 3, 5} <= set(map(len, ours.turns))
-    for name in ("completion_ids", "attention", "mask", "ended"):
+    for name in ("completion_ids", "completion_mask", "loss_mask", "ended"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     torch.testing.assert_close(ours.sampling_logps, theirs.sampling_logps, atol=1e-4, rtol=1e-4)
 
@@ -229,7 +228,7 @@ def test_a_tool_is_asked_in_rounds(fake):
     engine, _ = fake()
     policy = shipped()
     engine.llm, engine.SamplingParams, engine.is_outdated = WritesAhead(), SimpleNamespace, False
-    engine.llm.policy = copy.copy(policy)       # without the sampler of the run
+    engine.llm.policy = policy
     same_game(greedily(engine), policy)
 
 
