@@ -52,8 +52,7 @@ def test_each_step_stands_beside_a_line_of_its_function(language):
     assert len(rows) == 8
     for _, _, lines, where in rows:
         name = re.search(r"`(\w+)`", where)[1]
-        there = getattr(train_grpo, name)
-        source = inspect.getsource(there if callable(there) else train_grpo)
+        source = inspect.getsource(getattr(train_grpo, name))
         for line in re.findall(r"`([^`]+)`", lines):
             assert line in " ".join(source.split()), name
 

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 import train_grpo
+from dataset import read_prompts
 from model import MiniMindConfig, MiniMindForCausalLM
 from model.model import RMSNorm
 from run.processes.world import World
-from train_grpo import compute_rewards, generate, prepare, read_prompts, token_logps
 
 END, A, B = 0, 1, 2
 PROMPTS = [(A, A), (A, B), (B, A), (B, B)]
@@ -138,24 +138,25 @@ def sampled(weights, prompts, each, seed):
     args = train_grpo.parse_args([
         "--model_path", str(weights), "--beta", "0", "--device", "cpu", "--seed", str(seed)])
     world = World("cpu", "float32", seed)
-    t = prepare(args, world)
-    collate, problems, _ = read_prompts(args, t.tokenizer)
-    parameters, rng = list(t.policy.parameters()), world.rng(1)
+    state = train_grpo.load(args, world)
+    collate, problems, _ = read_prompts(args, state.tokenizer)
+    model, rng = state.policy.model, world.rng(1)
+    parameters = list(model.parameters())
     bucket = torch.randint(SKETCH, (sum(p.numel() for p in parameters),), generator=rng)
     sign = torch.randint(2, bucket.shape, generator=rng) * 2.0 - 1
     rows = []           # prompt, length, share in each lot, rewards of each kind
     gradients = torch.zeros(prompts * each, SKETCH)
     for number in range(prompts):
         batch = collate([problems[number]])
-        rollout = generate(t.policy, batch, t.tokenizer, rng, world, args, each)
-        total, by_name = compute_rewards(rollout, t.reward_funcs, args.reward_weights)
+        rollout = state.generate(batch, rng, each)
+        total, by_name = state.compute_rewards(rollout, state.reward_funcs, args.reward_weights)
         right, form = by_name["accuracy_reward"], by_name["format_reward"]
         answers = [tuple(ids) for ids in rollout.token_ids()]
         lots = [Counter(answers[lot::2]) for lot in (0, 1)]
         first = {answer: i for i, answer in reversed(list(enumerate(answers)))}
         for answer, i in first.items():
             ids = torch.cat((batch["prompt_ids"], torch.tensor([answer])), 1)
-            logps = token_logps(t.policy, ids, torch.ones_like(ids), len(answer))
+            logps = train_grpo.token_logps(model, ids, torch.ones_like(ids), len(answer))
             gradient = flat(torch.autograd.grad(logps.sum(), parameters))
             gradients[len(rows)].index_add_(0, bucket, gradient * sign)
             rows.append([number, len(answer), *(2 * lot[answer] / each for lot in lots),

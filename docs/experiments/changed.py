@@ -13,7 +13,7 @@ import train_grpo
 from errors import user_errors
 from model.fast import pair
 from model.sampler import next_token
-from run.edges import teacher
+from run.extensions import teacher
 
 
 def noisy_token(logits, temperature, generator, greedy, *, scale):
@@ -40,18 +40,27 @@ def noise(scale):
 
 def above_0(_):
     """Answers worse than their group's mean teach nothing."""
-    right = train_grpo.group_advantages
-    train_grpo.group_advantages = lambda *args, **options: right(*args, **options).clamp(min=0)
+    right = train_grpo.load
+
+    def load(*args):
+        state = right(*args)
+        state.wrap("--change", compute_advantages=at_least_0)
+        return state
+
+    train_grpo.load = load
+
+
+def at_least_0(inner, state, rollout):
+    return inner(rollout).clamp(min=0)
 
 
 def whole_answers(_):
     """A teacher's gradient of the KL of whole answers: a token answers for all that follows."""
     right = teacher.towards_teacher
 
-    def towards_teacher(rollout):
-        right(rollout)
-        of_later = rollout.advantages.flip(1).cumsum(1).flip(1)                         # (N, R)
-        rollout.advantages = of_later * rollout.mask
+    def towards_teacher(rollout, policy_logps):
+        advantages = right(rollout, policy_logps)                                       # (N, R)
+        return advantages.flip(1).cumsum(1).flip(1) * rollout.loss_mask
 
     teacher.towards_teacher = towards_teacher
 
@@ -63,10 +72,10 @@ def moved(_):
     """
     right = train_grpo.grpo_step
 
-    def grpo_step(t, *args):
-        rollout, metrics = right(t, *args)
-        logps = train_grpo.compute_logps(t.policy, rollout, t.world, t.args)            # (N, R)
-        d = (logps - rollout.sampling_logps)[rollout.mask.bool()]
+    def grpo_step(state, *args):
+        rollout, metrics = right(state, *args)
+        logps = state.compute_logps(state.policy, rollout)                              # (N, R)
+        d = (logps - rollout.sampling_logps)[rollout.loss_mask.bool()]
         return rollout, metrics | {"moved/kl": (d.expm1() - d).mean().item(),
                                    "moved/rms": d.square().mean().sqrt().item()}
 

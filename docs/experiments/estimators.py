@@ -9,8 +9,9 @@ On policy all ratios are 1, and an answer weighs by its prompt, reward and lengt
 The truth is the same with r(o) in place of E[A | r(o)] / divisor: grad E[r]. Two sets of answers
 (answers.py): of a tiny policy all of them, so that both sums are exact; and 65,536 samples of the
 default task. Where an update is known from samples, angles are taken between two independent lots,
-so that noise does not pass for direction. Advantages, divisors, ratios, bounds and KL are the
-functions of train_grpo.py. Lines of results/NAME.jsonl, by experiments.toml's name:
+so that noise does not pass for direction. Advantages are those of reward/baselines.py; divisors,
+ratios, bounds and KL those of run/extensions/losses.py. Lines of results/NAME.jsonl, by
+experiments.toml's name:
 
     estimators      on policy
     stale, stale_kl after the policy that sampled has moved, by so many updates; in rows named "by
@@ -26,8 +27,9 @@ import torch.nn.functional as F
 
 from dataset.jsonl import read_jsonl, rounded, to_line
 from errors import user_errors
-from train_grpo import AVERAGES as DIVISORS
-from train_grpo import BOUNDS, LOSS_TYPES, group_advantages, importance_ratio, kl_penalty
+from reward.baselines import estimate
+from run.extensions.losses import AVERAGES as DIVISORS
+from run.extensions.losses import BOUNDS, LOSS_TYPES, importance_ratio, kl_penalty
 
 from .__main__ import OUT, RESULTS, ROOT, python, quoted
 from .answers import PROMPTS, Tiny, fewer_numbers, sampled
@@ -45,7 +47,7 @@ ARMS += [(average, "none", "REINFORCE") for average in AVERAGES]
 def advantages_of(rewards, G, scale, baseline):
     if baseline == "REINFORCE":
         return rewards
-    return group_advantages(rewards, G, scale_rewards=scale, advantage_estimator=baseline)
+    return estimate(rewards, G, baseline=baseline, scale=scale)
 
 
 @cache

@@ -88,20 +88,19 @@ def make_policy(own, flags, weights, folder):
 def answer_all(args, never_give_up):
     """Rows of completions.jsonl, and of each problem how many of its answers are right."""
     world = World(args.device, args.dtype, args.seed)
-    t = train_grpo.prepare(args, world)
+    state = train_grpo.load(args, world)
     if never_give_up:
-        t.policy.own_sample = partial(persistent_sample, tokenizer=t.tokenizer)
-    collate, _, problems = read_prompts(args, t.tokenizer)
+        state.policy.sampler = partial(persistent_sample, tokenizer=state.tokenizer)
+    collate, _, problems = read_prompts(args, state.tokenizer)
     rows, counts, n = [], [], args.num_generations_eval
     for i, problem in enumerate(problems):
         rewards, rng = [], world.rng(i, evaluating=True)
         for done in range(0, n, AT_ONCE):
-            rollout = train_grpo.generate(t.policy, collate([problem]), t.tokenizer, rng, world,
-                                          args, min(AT_ONCE, n - done))
-            rollout.rewards, rollout.rewards_per_func = train_grpo.compute_rewards(
-                rollout, t.eval_funcs, [1.0] * len(t.eval_funcs))
+            rollout = state.generate(collate([problem]), rng, min(AT_ONCE, n - done))
+            rollout.rewards, rollout.rewards_per_func = state.compute_rewards(
+                rollout, state.eval_funcs, [1.0] * len(state.eval_funcs))
             rollout.advantages = rollout.rewards        # nothing is compared
-            rows += describe(rollout, t.tokenizer, num_generations=0)
+            rows += describe(rollout, state.tokenizer, num_generations=0)
             rewards += rollout.rewards.tolist()
         counts.append(sum(reward >= 1 for reward in rewards))
         print(f"problem {i + 1} of {len(problems)}: {counts[-1]} right", flush=True)
