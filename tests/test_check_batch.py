@@ -6,9 +6,12 @@ import torch
 
 import train_grpo
 from conftest import ROOT
+from dataset import read_prompts
 from docs.check_grpo import check_batch, main
+from model import Policy, load_pretrained
 from model.fast import pair
-from train_grpo import World, eos_token_ids, group_advantages, load_pretrained
+from reward.baselines import estimate
+from train_grpo import World, group_advantages
 
 next_token = pair.next_token
 
@@ -23,25 +26,25 @@ def fewer(logits, k, p):
 @cache
 def loaded(*flags):
     args = train_grpo.parse_args([*flags, "--device=cpu", "--beta=0", "--max_gen_len=48"])
-    t = train_grpo.prepare(args, World("cpu", "float32", 3))
-    collate, problems, _ = train_grpo.read_prompts(args, t.tokenizer)
-    return t, collate(problems[:8])
+    state = train_grpo.load(args, World("cpu", "float32", 3))
+    collate, problems, _ = read_prompts(args, state.tokenizer)
+    return state, collate(problems[:8])
 
 
 def rollout(monkeypatch, flags=(), k=0, p=1.0, temperature=1.0, dtype="float32", trainer=None):
     """What check_batch takes of 64 completions of eight prompts; and the Rollout."""
-    (t, asked), world = loaded(*flags), World("cpu", dtype, 3)
+    (state, asked), world = loaded(*flags), World("cpu", dtype, 3)
     monkeypatch.setattr(pair, "next_token", lambda logits, _, *rest: next_token(
         fewer(logits, k, p) if k else logits, temperature, *rest))
-    found = train_grpo.generate(t.policy, asked, t.tokenizer, world.rng(1), world, t.args,
-                                tool=t.tool)
-    policy = load_pretrained(trainer) if trainer else t.policy
-    rewards = train_grpo.compute_rewards(found, t.reward_funcs, t.args.reward_weights)[0]
-    return {"completion_ids": found.completion_ids, "mask": found.mask, "rewards": rewards,
+    monkeypatch.setattr(state.policy, "world", world)
+    found = state.generate(asked, world.rng(1))
+    model = load_pretrained(trainer) if trainer else state.policy.model
+    policy = Policy(model, None, train_grpo.token_logps, state.world)
+    rewards = state.compute_rewards(found, state.reward_funcs, state.args.reward_weights)[0]
+    return {"completion_ids": found.completion_ids, "mask": found.loss_mask, "rewards": rewards,
             "sampler_logps": found.sampling_logps, "num_generations": 8,
-            "trainer_logps": train_grpo.compute_logps(policy, found, t.world, t.args),
-            "advantages": group_advantages(rewards, 8),
-            "eos_token_ids": eos_token_ids(t.policy, t.tokenizer)}, found
+            "trainer_logps": state.compute_logps(policy, found),
+            "advantages": group_advantages(rewards, 8), "eos_token_ids": state.eos_ids}, found
 
 
 @pytest.mark.parametrize("bugs, options", [
@@ -54,7 +57,7 @@ def test_it_says_how_the_sampler_differs(bugs, options, monkeypatch):
     report = check_batch(batch)
     assert report.bugs == bugs and ("sampler" in report.facts) == ("dtype" in options), report
     if found.turns:
-        assert check_batch(batch | {"mask": found.attention}).bugs == ["tool's words trained"]
+        assert check_batch(batch | {"mask": found.completion_mask}).bugs == ["tool's words trained"]
 
 
 def test_it_judges_masks_and_advantages(monkeypatch, tmp_path):
@@ -62,7 +65,7 @@ def test_it_judges_masks_and_advantages(monkeypatch, tmp_path):
     mask, r, a = batch["mask"], batch["rewards"], batch["advantages"]
     last, step = mask.cumsum(1) == mask.sum(1, keepdim=True), torch.arange(mask.shape[1])
     crossed = group_advantages(r.view(8, 8).T.flatten(), 8).view(8, 8).T.flatten()
-    right = [group_advantages(r, 8, scale_rewards="none", advantage_estimator=name)
+    right = [estimate(r, 8, scale="none", baseline=name)
              for name in ("grpo", "rloo", "grpo_passk")] + [r - 1, a[:, None] * mask, step * mask]
     for name, bugs, *values in (
             ("mask", ["EOS not trained"], mask * ~last), ("mask", ["padding trained"], mask | 1),

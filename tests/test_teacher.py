@@ -3,6 +3,7 @@ import itertools
 import json
 import shutil
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import train_grpo
 from conftest import ROOT, edit, jsonl
 from errors import UserError
 from model import fast, load_tokenizer
-from run.edges.teacher import load_teacher, towards_teacher
-from train_grpo import World, grpo_loss, parse_args
+from run.extensions.losses import family_loss
+from run.extensions.teacher import load_teacher, towards_teacher
+from train_grpo import World, parse_args, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,11 +32,8 @@ def test_the_mean_gradient_is_that_of_each_tokens_kl_and_of_the_whole_with_all_l
     ours, theirs = policy.log_softmax(1), teacher.log_softmax(1)
     logps, teacher_logps = ours[places, answers], theirs[places, answers]               # (16, 2)
     mask, p = torch.ones(V * V, 2), logps.sum(1).exp()                                  # (16,)
-    rollout = SimpleNamespace(mask=mask, rewards=torch.full((V * V,), torch.nan), per_token={
-        "policy_logps": logps.detach(), "teacher_logps": teacher_logps})
-    towards_teacher(rollout)
-    advantages = rollout.advantages
-    assert not rollout.returns.any()
+    rollout = SimpleNamespace(loss_mask=mask, extra={"teacher_logps": teacher_logps})
+    advantages = towards_teacher(rollout, logps.detach())
     kl = (ours.exp() * (ours - theirs)).sum(1)[places]                                  # (16, 2)
     expected = (p.detach()[:, None] * kl).sum()                         # the prefix as given
     if whole:
@@ -42,7 +41,7 @@ def test_the_mean_gradient_is_that_of_each_tokens_kl_and_of_the_whole_with_all_l
         expected = (p * (logps - teacher_logps).sum(1)).sum()
     # All answers once, instead of each as often as pi would draw it; bnpo divides by their tokens.
     weighted = advantages * p.detach()[:, None] * V * V
-    loss, _ = grpo_loss(logps, logps.detach(), weighted, mask, loss_type="bnpo")
+    loss, _ = family_loss(logps, logps.detach(), weighted, mask, loss_type="bnpo")
     found, wanted = (torch.autograd.grad(x, policy, retain_graph=True)[0]
                      for x in (loss, expected / 2))
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
@@ -66,14 +65,16 @@ def test_a_teacher_teaches_without_a_reward(tmp_path, own_module, recwarn, capsy
     assert "has a reward" not in said and "the same reward" not in said
 
 
-def test_a_teacher_with_other_tokens_is_refused_and_one_of_another_family_is_read(tmp_path):
+def test_a_teacher_with_other_tokens_is_refused_and_one_of_another_family_is_read(
+        tmp_path, monkeypatch):
     tokenizer, world = load_tokenizer(POLICY, 10**9), World("cpu")
 
     def loaded(path, *flags):
         args = parse_args(["--teacher_path", str(path), *flags])
-        return load_teacher(SimpleNamespace(args=args, world=world, tokenizer=tokenizer))
+        return load_teacher(SimpleNamespace(
+            args=args, world=world, tokenizer=tokenizer, token_logps=token_logps))
 
-    assert not any(weight.requires_grad for weight in loaded(POLICY).parameters())
+    assert not any(weight.requires_grad for weight in loaded(POLICY).model.parameters())
     shutil.copytree(POLICY, tmp_path / "other")
     file = tmp_path / "other/tokenizer.json"
     tokens = json.loads(file.read_text(encoding="utf-8"))["model"]
@@ -84,5 +85,9 @@ def test_a_teacher_with_other_tokens_is_refused_and_one_of_another_family_is_rea
     config = transformers.GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
-    assert loaded(tmp_path / "gpt2").own_token_logps is None
-    assert loaded(POLICY).own_token_logps is fast.token_logps
+    ids = torch.tensor([[5, 6, 7]])
+    monkeypatch.setattr(fast, "token_logps", Mock(wraps=fast.token_logps))
+    for path in ("gpt2", POLICY):       # model/fast knows our own network
+        assert fast.token_logps.call_count == 0
+        assert loaded(tmp_path / path).token_logps(ids, torch.ones_like(ids), 2).shape == (1, 2)
+    assert fast.token_logps.call_count == 1
