@@ -387,8 +387,9 @@ class TrainState:
     compute_advantages: Callable
     compute_loss: Callable
     update_policy: Callable
-    grpo_loss: Callable                 # the last two are not bound
+    grpo_loss: Callable                 # the last three are not bound
     token_logps: Callable               # for models that an option loads
+    k3: Callable                        # for other losses
     step: int = 0                       # the current step
     saved: dict = field(default_factory=dict)       # {name: model}, saved beside the policy
     changed: dict = field(default_factory=dict)     # {function: by which flags and files}
@@ -448,7 +449,7 @@ def load(args, world):
         every_row_has_gradient=reference is not None, generate=generate,
         compute_logps=compute_logps, compute_rewards=compute_rewards,
         compute_advantages=compute_advantages, compute_loss=compute_loss, grpo_loss=grpo_loss,
-        update_policy=update_policy, token_logps=token_logps)
+        update_policy=update_policy, token_logps=token_logps, k3=k3)
     extensions.install(state)
     world.alive()       # loading took its time
     return state
@@ -539,21 +540,17 @@ def fill_in_defaults(args):
     backends.fill_in(args)
     combine.fill_in(args, REWARD_WEIGHTS)
     Saver.fill_in(args)
-    if args.beta is None:
-        args.beta = 0.02
-    if args.loss_type is None:
-        args.loss_type = "grpo"
-    if args.scale_rewards is None:
-        args.scale_rewards = "group"
-    if args.epsilon_high is None:
-        args.epsilon_high = 0.2
-    if args.kl_type is None:
-        args.kl_type = "k3"
+    for name, value in {"beta": 0.02, "loss_type": "grpo", "kl_type": "k3", "epsilon_high": 0.2,
+                        "scale_rewards": "group"}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
 
 
 # What notebooks import from here as well.
 from model import sample  # noqa: F401
-from run.extensions.losses import kl_penalty  # noqa: F401
+from run.extensions import losses
+
+family_loss, kl_penalty = (partial(f, k3=k3) for f in (losses.family_loss, losses.kl_penalty))
 
 if __name__ == "__main__":
     main()

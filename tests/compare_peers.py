@@ -25,6 +25,7 @@ from unittest.mock import Mock, patch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
+import train_grpo  # noqa: E402
 from model.rollout import MicroBatch  # noqa: E402
 from reward.baselines import estimate  # noqa: E402
 from run.extensions import correction, gdpo, losses  # noqa: E402
@@ -112,7 +113,7 @@ def our_loss(case, weights, threshold, options):
     advantages = weights.double() * advantages.view(N, -1)
     bonus = options["entropy_coef"] * (entropy * mask).sum() / mask.sum()   # as --entropy_coef has
     options = {name: value for name, value in options.items() if name != "entropy_coef"}
-    return losses.family_loss(logps, old_logps, advantages, mask, ref_logps=ref_logps,
+    return train_grpo.family_loss(logps, old_logps, advantages, mask, ref_logps=ref_logps,
                               max_completion_length=L, **options)[0] - bonus
 
 
@@ -160,7 +161,7 @@ def verl_losses():
         theirs, _ = verl.get_policy_loss_fn(policy_loss)(
             old_logps, logps.requires_grad_(), advantages[:, None].expand(N, R), mask,
             average or "token-mean", config)
-        ours, _ = losses.family_loss(logps, old_logps, advantages, mask, max_completion_length=L,
+        ours, _ = train_grpo.family_loss(logps, old_logps, advantages, mask, max_completion_length=L,
                                      **options)
         if name == "r1":            # their value is a sum over tokens
             theirs, ours = theirs - theirs.detach(), ours - ours.detach()
@@ -173,7 +174,7 @@ def verl_kls():
     for kl_type, seed in itertools.product(("k1", "k2", "k3", "k3+", "abs"), range(12)):
         logps, _, _, mask, ref_logps, _ = random_case(seed, 1.0)
         ours, theirs = (kl(logps.requires_grad_(), ref_logps, **{flag: kl_type}) for kl, flag in (
-            (losses.kl_penalty, "kl_type"), (verl.kl_penalty, "kl_penalty")))
+            (train_grpo.kl_penalty, "kl_type"), (verl.kl_penalty, "kl_penalty")))
         yield f"KL `{kl_type}`", difference((ours * mask).sum(), (theirs * mask).sum(), (logps,))
 
 

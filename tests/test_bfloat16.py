@@ -15,8 +15,7 @@ from model.fast import pair as fast
 from model.model import Head
 from model.rollout import MicroBatch
 from run.extensions import correction as of_sampler
-from run.extensions.losses import family_loss
-from train_grpo import World, token_logps
+from train_grpo import World, family_loss, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

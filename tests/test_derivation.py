@@ -10,8 +10,8 @@ from test_docs import PAGES, floats, tables
 
 import train_grpo
 from reward.baselines import estimate
-from run.extensions.losses import KL_TYPES, family_loss
-from train_grpo import grpo_loss
+from run.extensions.losses import KL_TYPES
+from train_grpo import family_loss, grpo_loss, k3
 
 # Without the tables that come from runs, which test_experiments.py holds.
 TEXT = re.sub("<!-- results: .*?<!-- end -->", "", PAGES["docs/derivation.md"], flags=re.DOTALL)
@@ -201,7 +201,7 @@ def test_the_ratio_corrects_k1_and_k3_and_no_other(kl_type, moved):
     logits = torch.tensor([moved, 0.0], dtype=torch.float64, requires_grad=True)
     logps, old = logits.log_softmax(0), torch.tensor([0.5, 0.5]).double()
     reference = torch.tensor([0.9, 0.1]).double().log()
-    kl = KL_TYPES[kl_type](reference - logps)
+    kl = KL_TYPES[kl_type](reference - logps, k3)
     drawn = (old * (logps - old.log()).exp() * kl).sum()
     exact = (logps.exp() * (logps - reference)).sum()
     found, of_kl = (torch.autograd.grad(value, logits, retain_graph=True)[0][0].item()

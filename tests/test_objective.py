@@ -16,8 +16,15 @@ from model import MiniMindConfig, MiniMindForCausalLM
 from model.fast import pair as fast
 from reward.baselines import estimate, from_best, nanstd
 from run.extensions import gdpo, losses
-from run.extensions.losses import LOSS_TYPES, family_loss
-from train_grpo import World, completion_mask, group_advantages, grpo_loss, kl_penalty
+from run.extensions.losses import LOSS_TYPES
+from train_grpo import (
+    World,
+    completion_mask,
+    family_loss,
+    group_advantages,
+    grpo_loss,
+    kl_penalty,
+)
 
 NAN = float("nan")
 

@@ -14,9 +14,8 @@ import train_grpo
 from conftest import ROOT, edit, jsonl
 from errors import UserError
 from model import fast, load_tokenizer
-from run.extensions.losses import family_loss
 from run.extensions.teacher import load_teacher, towards_teacher
-from train_grpo import World, parse_args, token_logps
+from train_grpo import World, family_loss, parse_args, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

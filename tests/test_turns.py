@@ -23,9 +23,9 @@ from reward import accuracy_reward
 from reward.rules import guess_reward
 from reward.tools import Tool, guess, load_tool
 from run.backends import in_slices
-from run.extensions.losses import family_loss
 from run.extensions.tool import in_turns
 from run.processes.world import World
+from train_grpo import family_loss
 
 POLICY = ROOT / "model/weights/reason_128"
 SMALL = ["--batch_size", "4", "--num_generations", "4", "--eval_samples", "8",

@@ -29,7 +29,8 @@ from dataset.jsonl import read_jsonl, rounded, to_line
 from errors import user_errors
 from reward.baselines import estimate
 from run.extensions.losses import AVERAGES as DIVISORS
-from run.extensions.losses import BOUNDS, LOSS_TYPES, importance_ratio, kl_penalty
+from run.extensions.losses import BOUNDS, LOSS_TYPES, importance_ratio
+from train_grpo import kl_penalty
 
 from .__main__ import OUT, RESULTS, ROOT, python, quoted
 from .answers import PROMPTS, Tiny, fewer_numbers, sampled

@@ -149,36 +149,32 @@ def k2(x):
     return x.pow(2) / 2
 
 
-def k3(x):
-    near = x.clamp(max=20)
-    return near.expm1() * (1 + (x - near)) - near     # as in the script
-
-
-KL_TYPES = {
-    # name                                                value      mean gradient of
-    "k1":  lambda x: -x,                                # unbiased   0: it pulls nowhere
-    "k2":  k2,                                          # biased     KL(pi || pi_ref)
-    "k3":  k3,                                          # unbiased   KL(pi_ref || pi)
-    "k3+": lambda x: (k3(x) - k2(x)).detach() + k2(x),  # k3's       k2's
-    "abs": lambda x: x.abs(),                           # biased     the sum of |pi - pi_ref|
+KL_TYPES = {        # each is called with x and the script's k3
+    # name                                                    value      mean gradient of
+    "k1":  lambda x, k3: -x,                                # unbiased   0: it pulls nowhere
+    "k2":  lambda x, k3: k2(x),                             # biased     KL(pi || pi_ref)
+    "k3":  lambda x, k3: k3(x),                             # unbiased   KL(pi_ref || pi)
+    "k3+": lambda x, k3: (k3(x) - k2(x)).detach() + k2(x),  # k3's       k2's
+    "abs": lambda x, k3: x.abs(),                           # biased     the sum of |pi - pi_ref|
 }
 
 
-def kl_penalty(logps, ref_logps, *, kl_type="k3"):
+def kl_penalty(logps, ref_logps, *, k3, kl_type="k3"):
     """KL to the reference, estimated at each token, (N, R)."""
-    return choice(KL_TYPES, kl_type, "kl_type")(ref_logps - logps)
+    return choice(KL_TYPES, kl_type, "kl_type")(ref_logps - logps, k3)
 
 
 # --- the loss -------------------------------------------------------------------------------------
 
 
-def family_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0, epsilon_low=0.2,
-                epsilon_high=0.2, num_sequences=None, num_tokens=None, loss_type="grpo",
+def family_loss(logps, old_logps, advantages, mask, *, k3, ref_logps=None, beta=0.0,
+                epsilon_low=0.2, epsilon_high=0.2, num_sequences=None, num_tokens=None, loss_type="grpo",
                 kl_type="k3", delta=None, importance_sampling_level="token",
                 max_completion_length=None, use_bias_correction_kl=False, loss_options=()):
     """The loss of GRPO and its family, and metrics: as the script's grpo_loss, with its options.
 
-    num_sequences and num_tokens None: this call is the whole optimizer step.
+    k3 is the script's: `train_grpo.family_loss` has it. num_sequences and num_tokens None: this
+    call is the whole optimizer step.
     """
     options = dict(ref_logps=ref_logps, beta=beta, epsilon_low=epsilon_low,
                    epsilon_high=epsilon_high, num_sequences=num_sequences, num_tokens=num_tokens,
@@ -186,6 +182,8 @@ def family_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0,
                    importance_sampling_level=importance_sampling_level,
                    use_bias_correction_kl=use_bias_correction_kl)
     bound, average, numbers = row_of(loss_type, loss_options)
+    if bound is one_action_loss:
+        numbers = numbers | {"k3": k3}
     if average is None:                 # a whole loss: r1, or one of your own
         return bound(logps, old_logps, advantages, mask, **options | numbers)
     if average == "limit" and max_completion_length is None:
@@ -205,7 +203,7 @@ def family_loss(logps, old_logps, advantages, mask, *, ref_logps=None, beta=0.0,
     metrics = clip_ratios(where, mask, num_sequences, num_tokens, level=importance_sampling_level)
     if ref_logps is not None:
         x = (ref_logps - logps).masked_fill(mask == 0, 0)
-        kl = choice(KL_TYPES, kl_type, "kl_type")(x)                                    # (N, R)
+        kl = choice(KL_TYPES, kl_type, "kl_type")(x, k3)                                # (N, R)
         metrics["kl"] = (kl.detach() * mask).sum() / num_tokens     # whatever the loss averages
         loss = loss + beta * (ratio * kl if use_bias_correction_kl else kl)
     divided_by = AVERAGES[average](lengths, num_sequences, num_tokens, max_completion_length)
@@ -326,7 +324,7 @@ def is_on(args):
 def install(state):
     args = state.args
     state.replace(", ".join(reasons(args)), grpo_loss=partial(
-        family_loss, loss_type=args.loss_type, kl_type=args.kl_type, delta=args.delta,
+        family_loss, k3=state.k3, loss_type=args.loss_type, kl_type=args.kl_type, delta=args.delta,
         importance_sampling_level=args.importance_sampling_level,
         max_completion_length=args.max_gen_len,
         use_bias_correction_kl=args.use_bias_correction_kl, loss_options=args.loss_options))
