@@ -16,10 +16,11 @@ import pytest
 import torch
 import transformers
 from test_docs import ENGLISH, blocks, commands_of
+from test_rewards import combined
 
 import train_grpo
 from conftest import ROOT, jsonl, turns
-from reward import combine_rewards, llm_judge
+from reward import llm_judge
 
 PAGE = ENGLISH["docs/own_task.md"]
 # Its files by their name, which their first line has; the script runs sorting.py.
@@ -230,9 +231,9 @@ def test_what_none_costs():
 
     nan = math.nan      # one of weight 0 judges nothing; of those where all have it, any does
     for weights, expected in (([1, 1], [1.3, 0.5]), ([1, 0], [0.8, nan]), ([0, 0], [0.0, 0.0])):
-        rewards, _ = combine_rewards([""] * 2, ["a", "b"], [judge, form], weights)
+        rewards, _ = combined([judge, form], weights, ["a", "b"])
         assert rewards.tolist() == pytest.approx(expected, nan_ok=True)
-    rewards, _ = combine_rewards([""] * 2, ["a", "b"], [judge], [1.0])
+    rewards, _ = combined([judge], [1.0], ["a", "b"])
     assert rewards[0] == pytest.approx(0.8) and rewards[1].isnan()
 
 
