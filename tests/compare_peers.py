@@ -161,8 +161,8 @@ def verl_losses():
         theirs, _ = verl.get_policy_loss_fn(policy_loss)(
             old_logps, logps.requires_grad_(), advantages[:, None].expand(N, R), mask,
             average or "token-mean", config)
-        ours, _ = train_grpo.family_loss(logps, old_logps, advantages, mask, max_completion_length=L,
-                                     **options)
+        ours, _ = train_grpo.family_loss(logps, old_logps, advantages, mask,
+                                         max_completion_length=L, **options)
         if name == "r1":            # their value is a sum over tokens
             theirs, ours = theirs - theirs.detach(), ours - ours.detach()
         shown = {"gspo": "`grpo`, a ratio per answer", "r1": "`r1`, gradients at ratio 1"}

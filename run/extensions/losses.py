@@ -168,8 +168,8 @@ def kl_penalty(logps, ref_logps, *, k3, kl_type="k3"):
 
 
 def family_loss(logps, old_logps, advantages, mask, *, k3, ref_logps=None, beta=0.0,
-                epsilon_low=0.2, epsilon_high=0.2, num_sequences=None, num_tokens=None, loss_type="grpo",
-                kl_type="k3", delta=None, importance_sampling_level="token",
+                epsilon_low=0.2, epsilon_high=0.2, num_sequences=None, num_tokens=None,
+                loss_type="grpo", kl_type="k3", delta=None, importance_sampling_level="token",
                 max_completion_length=None, use_bias_correction_kl=False, loss_options=()):
     """The loss of GRPO and its family, and metrics: as the script's grpo_loss, with its options.
 
