@@ -62,6 +62,7 @@ WHAT = {        # of each BUG and note: what it means
     "KL leaves tokens out": "some tokens of a completion are not held back by the KL",
     "KL times the advantage": "the KL pulls otherwise at completions with another advantage",
     "tokens weighted": "at ratio 1 the tokens of a completion have different weights",
+    "k1 in the loss": "on policy its gradient is 0 on average: as a penalty it holds nothing back",
     "KL average": "the KL is averaged in another way than the policy's term",
     "NaN": "an ordinary batch gives no finite loss",
     "empty row": "a completion without a token gives no finite gradient",
@@ -72,6 +73,8 @@ WHAT = {        # of each BUG and note: what it means
     "no ratio": "pi_old is taken, and A's gradient knows nothing of it: right for one update only",
     "groups misordered": "a prompt's completions are taken to stand apart: a b a b, not a a b b",
     "not of these groups": "rewards of another prompt change the advantages",
+    "advantage falls": "in a group, a completion with more reward has less advantage: a wrong "
+                       "sign, another order, or a square?",
     "equal rewards": "equal rewards give advantages other than exactly 0",
     "EOS not trained": "an EOS was sampled, and the mask leaves it out",
     "advantages not of these rewards": "in its group, a completion's does not go with its reward",
@@ -153,6 +156,13 @@ def random_case(lengths=(6, 3, 4, 2), R=None, **changes):
     return replace(Case(logps, logps, logps, advantages, mask), **changes)
 
 
+def moved_case():
+    """A case with ratios from e^-2 to e^2, a reference elsewhere and a beta of 0.5."""
+    case = random_case()
+    return replace(case, old_logps=case.logps - 2 * (9 * case.logps).sin(), beta=0.5,
+                   ref_logps=case.logps + (7 * case.logps).sin())
+
+
 LOGP = "(log_?p|logit|lp$|log_?prob)"
 REF = "(ref|base|init|sft|anchor|teacher|frozen|prior)"
 OLD = "(old|behav|sampl|rollout|gen|infer|prev|vllm|fixed|prox|stale|mu$|mu_)"
@@ -227,11 +237,13 @@ class Box:
                 errors.append(f"{type(error).__name__}: {error}")
                 continue
             if math.isfinite(value) and gradient.isfinite().all():
-                taught = []
+                taught, first = [], []
                 for part in range(self.parts):
                     self.part = part
+                    first.append(self.at_moved())
                     taught.append(bool(self.policy(random_case()).any()))
                 self.part = taught.index(True) if any(taught) else 0
+                self.first = first[self.part]
                 return self.style
             errors.append("its loss is not finite")
         raise CannotJudge(f"it can't be called: {errors[0]}")
@@ -258,6 +270,25 @@ class Box:
         if loss.requires_grad:
             gradient, = torch.autograd.grad(loss, logps, allow_unused=True)
         return float(loss.detach()), torch.zeros_like(logps) if gradient is None else gradient
+
+    def at_moved(self):
+        """The loss at moved_case(), and its gradient there, as one tensor."""
+        value, gradient = self(moved_case())
+        return torch.cat((gradient.new_tensor([value]), gradient.flatten()))
+
+    def check_repeats(self):
+        """Raises CannotJudge if the inputs of the first calls don't give now what they gave then.
+
+        Eight calls, because a loss may also count modulo a small number.
+        """
+        for _ in range(8):
+            now = self.at_moved()
+            if not torch.allclose(now, self.first, rtol=1e-9, atol=1e-12, equal_nan=True):
+                raise CannotJudge(
+                    "the loss or its gradient is another one for the same inputs (the loss is "
+                    f"{self.first[0]:.6g}, then {now[0]:.6g}), because it keeps state or draws "
+                    "random numbers, so nothing is said about it; pass a function that makes a new "
+                    "loss in each call, or switch the noise off")
 
     def without(self, case):
         """Value and gradient of what is there without advantages: the KL's."""
@@ -359,7 +390,7 @@ def check_rows(box, report):
     any_order, by_group = (
         all(same(box.policy(case.rows(order)), before[order]) for order in orders)
         for orders in ([[1, 2, 0, 3], [2, 0, 3, 1]], [[2, 3, 0, 1], [1, 0, 2, 3]]))
-    far = replace(case, old_logps=case.logps - 2 * (9 * case.logps).sin())     # ratios to e^2
+    far = replace(moved_case(), ref_logps=case.logps, beta=0.0)
     twice = replace(far, advantages=2 * far.advantages)
     if not others and not same(box.policy(twice), 2 * box.policy(far)):
         report.add("note", "not in proportion")
@@ -740,6 +771,8 @@ def check_kl(box, report, average):
         return
     if times_ratio:
         report.add("is", "KL times ratio", "yes (DeepSeek-V3.2)")
+    elif line[2] == "k1":
+        report.add("note", "k1 in the loss")
     if abs(nothing) > 1e-6 * max(values) or line[2] != "k1" and abs(pull) > 1e-6 * max(slopes):
         report.add("BUG", "KL not 0")
     if box.has("beta"):
@@ -815,8 +848,11 @@ def check_odd(box, report):
 
 def check_advantages(function, report):
     """The formula, its std and eps; whose rewards count; equal rewards; unjudged ones."""
-    B, G = 3, 4
-    rewards = torch.randn(B, G, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    # No group is in order, so sorted advantages show. Each has a 0 and a 1, because some functions
+    # count right answers, and no reward is negative, because MaxRL divides by their mean.
+    rewards = torch.tensor([[0.3, 1.0, 0.0, 0.8], [0.9, 0.0, 0.4, 1.0], [1.0, 0.2, 0.6, 0.0]],
+                           dtype=torch.float64)
+    B, G = rewards.shape
 
     def call(rewards):
         first, *others = inspect.signature(function).parameters
@@ -829,7 +865,7 @@ def check_advantages(function, report):
                 reason = f"{type(error).__name__}: {error}"
                 continue
             found = found[0] if isinstance(found, tuple) else found
-            return found.detach().reshape(B, G)
+            return found.detach().double().reshape(B, G)
         raise CannotJudge(f"it can't be called as f(rewards (N,), num_generations): {reason}")
 
     found, other = call(rewards), rewards.clone()
@@ -838,13 +874,20 @@ def check_advantages(function, report):
     if formula is None and advantage_formula(found.reshape(G, B).T, rewards.reshape(G, B).T):
         report.add("BUG", "groups misordered")
         return
-    if formula is None and not torch.allclose(call(other)[:2], found[:2]):
+    # Without their scale, because GDPO divides by the std of the batch.
+    before, after = (torch.nn.functional.normalize(x[:2].flatten(), dim=0)
+                     for x in (found, call(other)))
+    if formula is None and not torch.allclose(before, after):
         ratio = found / (rewards - rewards.mean())
         if not torch.allclose(ratio, ratio[0, 0].expand_as(ratio), rtol=1e-5):
             report.add("BUG", "not of these groups")
             return
         formula = "normalised over the batch, without groups"
-    report.add("is", "advantages", formula or "of each group, by a formula that is not known here")
+    if same_order(rewards, found)[0]:
+        formula = formula or "of each group, by a formula that is not known here"
+        report.add("is", "advantages", formula)
+    else:
+        report.add("BUG", "advantage falls")
     equal = call(torch.full((B, G), 2.35))
     if not equal.isfinite().all() or equal.abs().max() > 1e-3:
         report.add("BUG", "equal rewards")
@@ -959,7 +1002,21 @@ def check(loss=None, *, advantages=None, mask=None, kl=None, logps=None, allow=(
 
 
 def check_loss(loss, report):
+    """Judges a loss, and takes all back if the inputs of its first calls give something else now.
+
+    Two calls in a row show neither a moving average nor a decay that begins late.
+    """
     box = Box(loss)
+    try:
+        check_function(box, report)
+    finally:
+        lines, report.lines = report.lines, []
+        box.check_repeats()
+        report.lines = lines
+
+
+def check_function(box, report):
+    """Judges a loss that gives the same for the same inputs."""
     kinds = {torch.float64: "floats", torch.bool: "bools", torch.int64: "integers"}
     mask = f", a mask of {kinds[box.style[1]]}" if box.has("mask") else ""
     mask += ", 1 at padding" if box.of_padding else ""

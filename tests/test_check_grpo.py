@@ -221,6 +221,85 @@ def test_what_is_only_a_convention_is_no_bug():
         assert not report.bugs and report.facts[name] != right.facts[name], str(report)
 
 
+# What keeps state or draws random numbers, in A: two calls in a row show only some of these.
+STATE = """
+import itertools
+calls, average, coefficient = itertools.count(1), 0.0, 1.0
+
+def moving(x):
+    global average
+    average = 0.9 * average + 0.1 * float(x)
+    return average
+
+def adapted(distance):
+    global coefficient
+    coefficient *= 1.1 if distance > 0.1 else 0.9
+    return coefficient
+"""
+
+
+@pytest.mark.parametrize("old, new", [
+    ("rows.mean()", "rows.mean() / next(calls)"),
+    ("rows.mean()", "rows.mean() * (next(calls) % 4 == 1)"),
+    ("= advantages[", "= (advantages - moving(advantages.mean()))["),
+    ("beta * kl", "beta * adapted((kl * mask).sum()) * kl"),
+    ("beta * kl", "beta * 0.99 ** max(0, next(calls) - 99) * kl"),
+    ("= advantages[", "= (advantages + 0.1 * torch.randn(len(advantages)))["),
+    ("(logps - old", "(torch.dropout(logps, 0.1, True) - old"),
+], ids=["counter", "accumulation", "average", "adaptive", "late decay", "noise", "dropout"])
+def test_a_loss_with_state_or_noise_is_not_judged(old, new):
+    report = report_of(STATE + A, old, new)
+    assert [(kind, name) for kind, name, _ in report.lines] == [("?", "loss")], str(report)
+    assert "keeps state" in str(report) and report.exit_code == 2
+
+
+def test_k1_is_worth_a_note_unless_it_is_multiplied_by_the_ratio():
+    for corrected, notes in (False, ["k1 in the loss"]), (True, []):
+        report = check(partial(train_grpo.grpo_loss, kl_type="k1",
+                               use_bias_correction_kl=corrected))
+        assert (report.facts["KL"], report.notes) == ("k1", notes), str(report)
+
+
+def normal(rewards, G):
+    r = rewards.view(-1, G)
+    return (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)
+
+
+def pass_at_2(rewards, G):
+    """Of right and wrong answers, arXiv 2508.10751."""
+    right = (rewards == 1).view(-1, G)
+    n, pairs = G - right.sum(1, keepdim=True), G * (G - 1)                  # wrong ones
+    mean = 1 - n * (n - 1) / pairs
+    return torch.where(right, 1 - mean, 1 - mean - (n - 1) / (G - 1)) / (
+        (mean * (1 - mean)).sqrt() + 1e-4)
+
+
+def gdpo(rewards, G):
+    """Of one reward function, (N,), or of several, (N, F)."""
+    total = sum(normal(r.contiguous(), G) for r in rewards.view(len(rewards), -1).T)
+    return (total - total.mean()) / (total.std() + 1e-4)
+
+
+def gdpo_of_two(rewards, G):
+    return gdpo(rewards[:, :2], G)      # one function's rewards have no second dimension
+
+
+@pytest.mark.parametrize("bugs, function", [
+    (["advantage falls"], lambda rewards, G: -normal(rewards, G)),
+    (["advantage falls"], lambda rewards, G: normal(rewards, G).sort(1).values),
+    (["advantage falls"], lambda rewards, G: normal(rewards, G).sort(1, descending=True).values),
+    (["advantage falls"], lambda rewards, G: normal(rewards, G).square()),
+    (["advantage falls"], lambda rewards, G: -pass_at_2(rewards, G)),
+    ([], lambda rewards, G: normal(rewards, G).clamp(min=0)),
+    ([], lambda rewards, G: (rewards.view(-1, G) / rewards.view(-1, G).mean(1)[:, None] - 1) / 2),
+    ([], partial(train_grpo.group_advantages, advantage_estimator="grpo_passk")),
+    ([], pass_at_2), ([], gdpo), ([], gdpo_of_two)])
+def test_advantages_may_not_fall_where_rewards_rise(bugs, function):
+    report = check(advantages=function)
+    assert report.bugs == bugs, str(report)
+    assert bool(report.questions) == (function is gdpo_of_two)
+
+
 # The museum's exhibits: the function of the script that shows each, and what it is called.
 MUSEUM = {
     "logits shifted by one": ("logps", "token_logps", "shifted"),

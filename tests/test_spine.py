@@ -1,4 +1,4 @@
-"""The spine: what one reads in train_grpo.py is what runs, and it needs none of its options."""
+"""The script: by default nearly all of what one reads runs, and it needs none of its options."""
 import ast
 import trace  # tests/trace.py
 
