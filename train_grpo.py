@@ -249,7 +249,7 @@ def compute_rewards(state, rollout, reward_funcs, reward_weights):
     rewards = (values * weights[:, None]).nansum(0)                                     # (N,)
     # A function of weight 0 is only recorded, unless all are, as a teacher's run may have it.
     counts = weights != 0 if weights.any() else weights == 0
-    rewards[values[counts].isnan().all(0)] = math.nan
+    rewards[values[counts].isnan().all(0) | ~rewards.isfinite()] = math.nan
     return rewards, each
 
 

@@ -3,6 +3,7 @@
 `sample` (model/sampler.py) and `token_logps` (train_grpo.py, which hands it over) are the plain
 ones. Others wrap or replace them here, once, where the model is loaded.
 """
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -143,7 +144,8 @@ def checked(fast_logps, plain_logps, world, learns):
             raise UserError(f"model/fast and token_logps differ by {difference:.1g} in a log-"
                             "probability on this machine; pass --sampler plain, and report it")
         if world.rank == 0 and learns:
-            print(f"model/fast equals token_logps within {difference:.0e}", flush=True)
+            with suppress(OSError):         # nobody may be reading any more
+                print(f"model/fast equals token_logps within {difference:.0e}", flush=True)
         return found
 
     return reader
