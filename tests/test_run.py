@@ -50,7 +50,7 @@ def state_of(model, args, world=None, reader=fast.token_logps, **fields):
     """The TrainState of a model, with what its flags wrap or replace, but without a reference."""
     world = world or World("cpu")
     functions = {name: getattr(train_grpo, name)
-                 for name in (*train_grpo.BOUND, "grpo_loss", "token_logps")}
+                 for name in (*train_grpo.BOUND, "grpo_loss", "token_logps", "k3")}
     state = TrainState(**{
         "args": args, "world": world, "policy": Policy(model, fast.sample, reader, world),
         "tokenizer": None, "eos_ids": [2], "reference": None, "optimizer": None,
