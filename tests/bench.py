@@ -31,7 +31,7 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -161,10 +161,12 @@ class Ours:
         return self.state.generate(batch, self.state.world.rng(1))
 
     def step(self, batch):
-        train_grpo.grpo_step(self.state, batch, 1, LEARNING_RATE)
+        with redirect_stdout(None):     # the first one says that model/fast equals token_logps
+            train_grpo.grpo_step(self.state, batch, 1, LEARNING_RATE)
 
     def learn(self, rollout):
-        self.state.update_policy(rollout)
+        with redirect_stdout(None):
+            self.state.update_policy(rollout)
 
 
 def generates(case, path, tokenizer, device):
