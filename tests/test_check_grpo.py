@@ -12,6 +12,7 @@ from torch import nn
 import train_grpo
 from conftest import ROOT
 from docs.experiments import pages
+from reward.baselines import estimate
 
 sys.path.insert(0, str(ROOT / "docs"))
 import check_grpo  # noqa: E402
@@ -119,7 +120,7 @@ OURS = [
 
 
 @pytest.mark.parametrize("loss, facts", RIGHT + [
-    (partial(train_grpo.grpo_loss, **options), facts) for options, facts in OURS])
+    (partial(train_grpo.family_loss, **options), facts) for options, facts in OURS])
 def test_a_right_loss_gives_no_bug_and_its_conventions(loss, facts):
     report = check(loss)
     assert (report.bugs, report.questions) == ([], []), str(report)
@@ -255,7 +256,7 @@ def test_a_loss_with_state_or_noise_is_not_judged(old, new):
 
 def test_k1_is_worth_a_note_unless_it_is_multiplied_by_the_ratio():
     for corrected, notes in (False, ["k1 in the loss"]), (True, []):
-        report = check(partial(train_grpo.grpo_loss, kl_type="k1",
+        report = check(partial(train_grpo.family_loss, kl_type="k1",
                                use_bias_correction_kl=corrected))
         assert (report.facts["KL"], report.notes) == ("k1", notes), str(report)
 
@@ -292,7 +293,7 @@ def gdpo_of_two(rewards, G):
     (["advantage falls"], lambda rewards, G: -pass_at_2(rewards, G)),
     ([], lambda rewards, G: normal(rewards, G).clamp(min=0)),
     ([], lambda rewards, G: (rewards.view(-1, G) / rewards.view(-1, G).mean(1)[:, None] - 1) / 2),
-    ([], partial(train_grpo.group_advantages, advantage_estimator="grpo_passk")),
+    ([], partial(estimate, baseline="grpo_passk", scale="none")),
     ([], pass_at_2), ([], gdpo), ([], gdpo_of_two)])
 def test_advantages_may_not_fall_where_rewards_rise(bugs, function):
     report = check(advantages=function)
@@ -305,7 +306,7 @@ MUSEUM = {
     "logits shifted by one": ("logps", "token_logps", "shifted"),
     "std without eps": ("advantages", "group_advantages", "equal rewards"),
     "an unjudged reply earns 0": ("advantages", "group_advantages", "unjudged"),
-    "k3 the wrong way round": ("kl", "kl_penalty", "KL reversed"),
+    "k3 the wrong way round": ("loss", "grpo_loss", "KL reversed"),
     "temperature in sampling only": ("logps", "token_logps", "temperature ignored"),
     "the ratio is taken to the reference": ("loss", "grpo_loss", "ratio to the reference"),
     "padding is trained under the kl": ("loss", "grpo_loss", "padding trained under the KL"),

@@ -30,7 +30,6 @@ CHAT, GYM = f"model.commands.chat {WEIGHTS}", "dataset.reasoning_gym chain_sum -
     (f"{JUDGE} --data empty.jsonl --heldout pairs.jsonl", "empty.jsonl: pair"),
     (f"{CHAT} --temperature nan", "--temperature nan"), (f"{CHAT} --max_new_tokens -1", "-1;"),
     ("model.commands.tokenizer --data chats.jsonl --save new --vocab_size 7", "--vocab_size 263"),
-    ("model.commands.memory --num_prompts -1", "--num_prompts -1"),
     ("model.commands.from_gguf _ --save new", "file empty"),
     (f"{GYM} --size -1", "--size -1"), (f"{GYM} --heldout -1", "--heldout -1"),
     *((f"dataset.{name} --out_dir binary/new", "binary/new")

@@ -20,9 +20,6 @@ from errors import POSITIVE, UserError
 from reward import combine
 
 NAME = "--loss_type and its like"
-OF_EVERY_LOSS = {"epsilon_low", "epsilon_high", "delta", "ref_logps", "beta", "num_sequences",
-                 "num_tokens", "kl_type", "max_completion_length", "importance_sampling_level",
-                 "use_bias_correction_kl"}
 ONE_RATIO = ("r1", "gmpo")      # losses whose ratio is one per completion
 CORRECTED = ("k1", "k3")        # estimates which, times the ratio, have the gradient of the KL
 
@@ -161,7 +158,7 @@ KL_TYPES = {        # each is called with x and the script's k3
 
 def kl_penalty(logps, ref_logps, *, k3, kl_type="k3"):
     """KL to the reference, estimated at each token, (N, R)."""
-    return choice(KL_TYPES, kl_type, "kl_type")(ref_logps - logps, k3)
+    return KL_TYPES[kl_type](ref_logps - logps, k3)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -190,10 +187,6 @@ def family_loss(logps, old_logps, advantages, mask, *, k3, ref_logps=None, beta=
         raise ValueError(f"loss_type {loss_type} divides by max_completion_length; give it")
     if beta and ref_logps is None:
         raise ValueError("beta weights the KL to the reference; give ref_logps")
-    if use_bias_correction_kl and kl_type not in CORRECTED:
-        raise ValueError(not_corrected(kl_type))
-    if delta is not None and bound is not ppo_clip:
-        raise ValueError(f"delta belongs to PPO's clip, and {loss_type} has none; leave it out")
     advantages = advantages.view(len(mask), -1)                                       # (N, 1 or R)
     num_sequences, num_tokens = num_sequences or len(mask), num_tokens or mask.sum().clamp(min=1)
     ratio = importance_ratio(logps, old_logps, mask, level=importance_sampling_level)
@@ -202,8 +195,8 @@ def family_loss(logps, old_logps, advantages, mask, *, k3, ref_logps=None, beta=
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                    # (N, 1)
     metrics = clip_ratios(where, mask, num_sequences, num_tokens, level=importance_sampling_level)
     if ref_logps is not None:
-        x = (ref_logps - logps).masked_fill(mask == 0, 0)
-        kl = choice(KL_TYPES, kl_type, "kl_type")(x, k3)                                # (N, R)
+        x = (ref_logps - logps).masked_fill(mask == 0, 0)                               # (N, R)
+        kl = KL_TYPES[kl_type](x, k3)
         metrics["kl"] = (kl.detach() * mask).sum() / num_tokens     # whatever the loss averages
         loss = loss + beta * (ratio * kl if use_bias_correction_kl else kl)
     divided_by = AVERAGES[average](lengths, num_sequences, num_tokens, max_completion_length)
@@ -227,14 +220,19 @@ def row_of(loss_type, options=()):
         function = combine.import_function("--loss_type", loss_type, known)
         is_bound = next(iter(inspect.signature(function).parameters), None) == "ratio"
         average, numbers = "completion" if is_bound else None, {}
-    own = [one.name for one in inspect.signature(function).parameters.values()
-           if one.kind is one.KEYWORD_ONLY and one.name not in OF_EVERY_LOSS]
+    of_every_loss = inspect.signature(family_loss).parameters
+    own = {one.name: one.default for one in inspect.signature(function).parameters.values()
+           if one.kind is one.KEYWORD_ONLY and one.name not in of_every_loss}
     for option in options:
         name, _, value = option.partition("=")
         if name not in own:
             raise ValueError(f"--loss_options {option}: --loss_type {loss_type} has no number "
                              f"{name}; it has {', '.join(own) or 'none'}")
         numbers = numbers | {name: float(value)}
+    for name, default in own.items():
+        if default is inspect.Parameter.empty and name not in numbers:
+            raise ValueError(f"--loss_type {loss_type} has no default for its number {name}; pass "
+                             f"--loss_options {name}=NUMBER")
     return function, average, numbers
 
 
@@ -258,18 +256,6 @@ def one_action_loss(logps, old_logps, advantages, mask, *, ref_logps=None, num_s
     return family_loss(
         logps, old_logps, advantages, mask.any(1, keepdim=True).int(), ref_logps=ref_logps,
         loss_type="luspo", num_sequences=num_sequences, num_tokens=num_sequences, **options)
-
-
-def choice(table, name, option):
-    """The row of a table; ValueError, if it has none of this name."""
-    if name not in table:
-        raise ValueError(f"{option} is {name!r}; choose {', '.join(table)}")
-    return table[name]
-
-
-def not_corrected(kl_type):
-    return (f"use_bias_correction_kl gives {kl_type} a gradient that is no KL's; take kl_type "
-            f"{' or '.join(CORRECTED)}, or leave it out")
 
 
 def clip_ratios(where, mask, num_sequences, num_tokens, *, level):
@@ -336,19 +322,18 @@ def check(args):
         bound, average, _ = row_of(args.loss_type, args.loss_options)
     except ValueError as error:
         raise UserError(str(error)) from error
-    may_do_as_it_likes = average is None
     loss_type, high, delta = args.loss_type, args.epsilon_high, args.delta
     sequence = args.importance_sampling_level == "sequence"
     for is_there, sentence in [
         (loss_type == "cispo" and high <= 1, f"--epsilon_high {high} is the cap itself with "
          "--loss_type cispo and would scale down every token; give one above 1, or none for 5"),
-        (delta is not None and bound is not ppo_clip and not may_do_as_it_likes,
-         "--delta belongs to PPO's clip, and "
-         f"--loss_type {loss_type} has none; leave it out"),
+        (delta is not None and bound is not ppo_clip and average is not None,
+         f"--delta belongs to PPO's clip, and --loss_type {loss_type} has none; leave it out"),
         (delta is not None and delta <= 1 + high,
          f"--delta {delta} undoes the clip at 1 + epsilon_high = {1 + high}; give a larger one"),
         (args.use_bias_correction_kl and args.kl_type not in CORRECTED,
-         f"--{not_corrected(args.kl_type)}"),
+         f"--use_bias_correction_kl gives {args.kl_type} a gradient that is no KL's; pass "
+         f"--kl_type {' or '.join(CORRECTED)}, or leave it out"),
         (loss_type in ONE_RATIO and sequence, f"--loss_type {loss_type} makes one ratio of a "
          "completion's tokens itself; leave --importance_sampling_level out"),
         (loss_type == "dppo" and sequence, "--loss_type dppo bounds the probability of each token; "
