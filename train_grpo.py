@@ -247,7 +247,7 @@ def compute_rewards(state, rollout, reward_funcs, reward_weights):
     each = {func.__name__: torch.tensor(func(**given)) for func in reward_funcs}
     values, weights = torch.stack([*each.values()]), torch.tensor(reward_weights)
     rewards = (values * weights[:, None]).nansum(0)                                     # (N,)
-    # A function of weight 0 is only recorded, unless all are, as a teacher's run may have it.
+    # A function of weight 0 is only recorded, unless all weights are 0 (a teacher model trains).
     counts = weights != 0 if weights.any() else weights == 0
     rewards[values[counts].isnan().all(0) | ~rewards.isfinite()] = math.nan
     return rewards, each
@@ -278,12 +278,11 @@ def update_policy(state, rollout):
     metrics, minibatches = Metrics(world, args), []
     if not world.sum((~rollout.rewards.isnan()).sum()):
         return {}
-    # A row of advantage 0 need not be read if nothing else, such as a KL, gives it a gradient. All
-    # shards (FSDP) must read equally often, so with --shard they read every row.
+    # A row of advantage 0 need not go through the model if nothing else, such as a KL, gives it a
+    # gradient. All shards (FSDP) must run equally often, so with --shard every row is read.
     read = rollout.has_gradient(state.every_row_has_gradient) | bool(args.shard)        # (N,)
     for parts, counts in rollout.minibatches(args.num_minibatches, args.micro_batch_size, read):
-        # The averages in the loss are over all completions and tokens of the minibatch, on all
-        # ranks, whether they are read or not.
+        # The loss averages over all completions of the minibatch, on all ranks, read or not.
         num_sequences, num_tokens = world.sum(counts).tolist()
         for part in parts:
             part.num_sequences, part.num_tokens = num_sequences, num_tokens
@@ -356,7 +355,7 @@ def main(argv=None):
             lr = lr_at(step, run.last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
             rollout, metrics = grpo_step(state, batch, step, lr)
             run.record(step, rollout, metrics)      # 5. log
-        run.finish(parse_args([]))                  # writes final/
+        run.finish(parse_args([]))      # writes final/; its card names the flags that were changed
     world.close()
 
 

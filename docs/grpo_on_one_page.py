@@ -38,8 +38,8 @@ B, G, MAX_LEN = 16, 8, 96           # prompts a step, completions of each, most 
 REWARD_FUNCS, REWARD_WEIGHTS = [format_reward, tag_reward, accuracy_reward], [1.0, 1.0, 1.0]
 EPSILON, BETA = 0.2, 0.02               # no gain from ratios beyond 1 ± 0.2; weight of the KL
 PEAK, WARMUP, MAX_NORM = 3e-4, 3, 1.0   # learning rate, steps up to it, largest gradient norm
-UPDATES = 1     # the flag num_iterations. With 1, every ratio is 1 and the clip never acts. 2
-                # take about half more time; the clip stops 0 to 2.3% of the second's tokens.
+UPDATES = 1     # per rollout (num_iterations). With 1, every ratio is 1 and the clip never acts; 2
+                # take about half more time, and it acts on 0 to 2.3% of the second one's tokens.
 
 def group_advantages(rewards, num_generations):
     """How much better is each completion than its group, in standard deviations? (N,) -> (N,)"""
@@ -56,9 +56,12 @@ def completion_mask(completion_ids, eos_token_id):
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta):
     """The loss: a mean over each completion's tokens, then over completions; and KL per token.
 
-    Two updates by hand: one token each after two prompts, A = 1 and -1, sampled with p = 0.5. The
-    ratio is p / 0.5, the weight of each 1/2, so d loss / dp = -A. As weights are shared, update 1
-    may raise both to 0.7: ratios 1.4, past 1.2. Then A = 1 has no gradient, A = -1 keeps its own.
+    The tokens were drawn by pi_old. The ratio corrects for that once an update has moved pi; the
+    clip ends a token's gradient when pi has moved far enough in the direction that A asks for. The
+    KL penalizes drift from the initial weights. By hand: two prompts, one token each, sampled with
+    p = 0.5, A = 1 and -1. The ratio is p / 0.5, and each token weighs 1/2, so d loss / dp = -A. As
+    weights are shared, a first update may raise both to 0.7: ratios of 1.4, past 1.2. Now A = 1 has
+    no gradient, and A = -1 keeps its own.
 
     >>> A, old, mask = torch.tensor([1.0, -1.0]), torch.full((2, 1), 0.5).log(), torch.ones(2, 1)
     >>> for p in torch.full((2, 1), 0.5), torch.full((2, 1), 0.7):
@@ -68,7 +71,7 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta):
     tensor([0., 1.])
     """
     A = advantages[:, None]                     # (N, 1) the same for all tokens of a completion
-    ratio = (logps - old_logps).exp()           # (N, R) pi / pi_old, the policy that sampled
+    ratio = (logps - old_logps).exp()           # (N, R) pi / pi_old
     clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
     x = ref_logps - logps       # over pi's tokens -x has the mean KL(pi || pi_ref), e^x - 1 mean 0
     kl = x.expm1() - x          # never < 0, its mean is the KL; its gradient is KL(pi_ref || pi)'s

@@ -279,26 +279,8 @@ def generated(folder, gpu):
     return rate
 
 
-def stops(gpu):
-    """stops per sampled token"""
-    state = loaded("float32", "fast", "--max_gen_len", "16", "--num_generations", "4")
-    answers(state, 2)       # what only the first call does is not counted
-    if gpu:
-        before = gpu.stops.total()
-        rollout = answers(state, 2)
-        count = gpu.stops.total() - before
-    else:
-        from torch.profiler import ProfilerActivity, profile
-        # A few tokens of few completions: the profiler keeps each operation, and that takes long.
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            rollout = answers(state, 2)
-        count = sum(event.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize")
-                    for event in profiler.events())
-    return f"{count / rollout.completion_ids.shape[1]:.1f} in the fast sampler"
-
-
 ROWS = {row.__name__: row for row in (
-    suite, pair, bfloat16, lora, two_on_one, two_on_two, resume, vllm, memory, speed, stops)}
+    suite, pair, bfloat16, lora, two_on_one, two_on_two, resume, vllm, memory, speed)}
 
 if __name__ == "__main__":
     main()

@@ -2,16 +2,14 @@
 
 Two modes of torch. PretendGPU answers what Python asks: on which device a tensor is, or is to be.
 Kernels sees every operation, also those of a backward pass and of layers that it computes again. It
-refuses what CUDA refuses, tensors of two devices in one operation, and counts the stops: where the
-CPU waits for a number that the card has. Not shown: whether CUDA's own kernels agree, how long they
-take, how much memory. With torchrun it runs the script on as many such GPUs, and Gloo has NCCL's
-rules:
+refuses what CUDA refuses, tensors of two devices in one operation. Not shown: whether CUDA's own
+kernels agree, how long they take, how much memory. With torchrun it runs the script on as many such
+GPUs, and Gloo has NCCL's rules:
 
     torchrun --nproc_per_node=2 tests/pretend_gpu.py --max_steps 2
 """
 import os
 import sys
-from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,9 +25,6 @@ CPU, CUDA = torch.device("cpu"), torch.device(f"cuda:{os.environ.get('LOCAL_RANK
 Tensor = torch.Tensor
 REAL = SimpleNamespace(all_reduce=dist.all_reduce, init_process_group=dist.init_process_group)
 COPIES = {"copy_", "_to_copy"}
-# A number for Python, or a shape, that only the card knows.
-STOPS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive",
-         "masked_select", "equal", "is_nonzero"}
 
 
 def tensors(*x):
@@ -49,7 +44,6 @@ class PretendGPU(TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self.late = []              # collectives that have been called, and not come to an end
-        self.stops = Counter()      # name of an operation -> how often the CPU waited for it
         self.stays = False          # whether what is being made is on the GPU
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -62,8 +56,6 @@ class PretendGPU(TorchFunctionMode):
             func, name, args = Tensor.to, "to", (*args, CPU)
         targets = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.device)]
         stays = targets[0].type == "cuda" if targets else there
-        if there and (name in ("tolist", "numpy") or name == "to" and not stays):
-            self.stops["to the host"] += 1
         if there and kwargs.get("enable_gqa") and kwargs.get("attn_mask") is not None:
             raise RuntimeError("its fused attention takes no mask where heads share keys")
         generator = kwargs.get("generator")
@@ -115,12 +107,9 @@ class Kernels(TorchDispatchMode):
             others = tensors(args[:1], args[2:], kwargs) if indices else used
             if name not in COPIES and any(x.dim() and not on_gpu(x) for x in others):
                 raise RuntimeError(f"two devices in {name}")
-            if name in STOPS or any(x.dtype == torch.bool for x in indices):
-                self.gpu.stops[name] += 1
         stays = there if used else self.gpu.stays
         if name == "copy_":
             stays = on_gpu(args[0])
-            self.gpu.stops["to the host"] += on_gpu(args[1]) and not stays
         result = func(*args, **kwargs)
         put(result, stays)
         return result

@@ -9,9 +9,10 @@ import torch
 from test_docs import PAGES, floats, tables
 
 import train_grpo
+from errors import UserError
 from reward.baselines import estimate
 from run.extensions.losses import KL_TYPES
-from train_grpo import family_loss, grpo_loss, k3
+from train_grpo import family_loss, grpo_loss, k3, parse_args
 
 # Without the tables that come from runs, which test_experiments.py holds.
 TEXT = re.sub("<!-- results: .*?<!-- end -->", "", PAGES["docs/derivation.md"], flags=re.DOTALL)
@@ -217,8 +218,8 @@ def test_the_ratio_corrects_k1_and_k3_and_no_other(kl_type, moved):
     assert abs(found - of_kl) > 0.1
     if not moved and kl_type != "abs":
         assert f"{found:.3f}" in " ".join(TEXT.split())
-    with pytest.raises(ValueError, match="a gradient that is no KL's; take kl_type k1 or k3"):
-        family_loss(*args, **options)
+    with pytest.raises(UserError, match="a gradient that is no KL's; pass --kl_type k1 or k3"):
+        parse_args(["--use_bias_correction_kl", "--kl_type", kl_type])
 
 
 def test_where_the_kl_leads():

@@ -366,13 +366,6 @@ def test_k3_overflows_nowhere_and_still_pulls_back_50_nats_away():
     assert drifted.grad.item() == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("loss_type", ["cispo", "dppo", "sapo", "gmpo"])
-def test_a_delta_is_refused_where_the_bound_has_none(loss_type):
-    logps, old_logps, advantages, mask, *_ = random_case(1)
-    with pytest.raises(ValueError, match="delta"):
-        family_loss(logps, old_logps, advantages, mask, loss_type=loss_type, delta=3.0)
-
-
 OWN_LOSSES = """
 def quarter(ratio, advantages, logps, mask, *, epsilon_low, scale=0.25, **unused):
     nowhere = ratio < 0
