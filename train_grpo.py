@@ -78,7 +78,6 @@ from errors import (
 from model import Policy, Rollout, eos_token_ids, load_tokenizer
 from model.fast.vllm_engine import Engine
 from reward import combine
-from reward.baselines import from_best, nanstd
 from run import backends, evaluation, extensions, minimind, report
 from run.loop import Run
 from run.metrics import Metrics
@@ -101,9 +100,11 @@ def group_advantages(rewards, num_generations, eps=1e-4):
     >>> group_advantages(torch.tensor([0.5, 1.5, 1.0, 0.5]), 4)
     tensor([-0.7832,  1.3053,  0.2611, -0.7832])
     """
-    groups = from_best(rewards.view(-1, num_generations))     # (B, G) equal rewards are exactly 0
-    difference = groups - groups.nanmean(1, keepdim=True)
-    return (difference.nan_to_num(0.0) / (nanstd(groups) + eps)).view(-1)
+    groups = rewards.double().view(-1, num_generations)     # (B, G) float64: equal rewards get 0
+    difference = (groups - groups.nanmean(1, keepdim=True)).nan_to_num(0.0)
+    scored = (~groups.isnan()).sum(1, keepdim=True)                                     # (B, 1)
+    std = (difference.square().sum(1, keepdim=True) / (scored - 1).clamp(min=1)).sqrt()
+    return (difference / (std + eps)).float().view(-1)
 
 
 def completion_mask(completion_ids, eos_token_id):

@@ -43,10 +43,9 @@ UPDATES = 1     # per rollout (num_iterations). With 1, every ratio is 1 and the
 
 def group_advantages(rewards, num_generations):
     """How much better is each completion than its group, in standard deviations? (N,) -> (N,)"""
-    groups = rewards.view(-1, num_generations)                                          # (B, G)
-    below = groups - groups.amax(1, keepdim=True)   # equal rewards give exactly 0, not rounding
-    mean, std = below.mean(1, keepdim=True), below.std(1, keepdim=True)                 # (B, 1)
-    return ((below - mean) / (std + 1e-4)).view(-1)
+    groups = rewards.double().view(-1, num_generations)     # (B, G) float64: equal ones differ by 0
+    mean, std = groups.mean(1, keepdim=True), groups.std(1, keepdim=True)               # (B, 1)
+    return ((groups - mean) / (std + 1e-4)).float().view(-1)
 
 def completion_mask(completion_ids, eos_token_id):
     """(N, R): 1 through the first EOS, the token that ends a completion; 0 after it."""

@@ -9,24 +9,19 @@ import torch
 from errors import UserError
 
 
-def from_best(groups):
-    """Rewards minus the best of their group: equal ones are then 0, whatever a mean rounds to."""
-    return groups - groups.nan_to_num(-math.inf).amax(-1, keepdim=True)
-
-
 def nanstd(x):
-    """Sample std (n-1) over the last dim (kept), ignoring NaNs; 0 for a single value."""
-    x = from_best(x)
+    """Sample std (n-1) over the last dim (kept), ignoring NaNs; 0 for a single value. float64."""
+    x = x.double()
     deviation = (x - x.nanmean(-1, keepdim=True)).nan_to_num(0.0)
     count = (~x.isnan()).sum(-1, keepdim=True)
     return (deviation.pow(2).sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
 
 
 def above_others(groups):
-    """Rewards minus the mean of the others in their group: RLOO, arXiv 2402.14740."""
-    groups = from_best(groups)
+    """Rewards minus the mean of the others in their group, 0 without others: RLOO, 2402.14740."""
     others = (~groups.isnan()).sum(1, keepdim=True) - 1
-    return groups - (groups.nansum(1, keepdim=True) - groups) / others.clamp(min=1)
+    mean = (groups.nansum(1, keepdim=True) - groups) / others.clamp(min=1)
+    return torch.where(others > 0, groups - mean, 0.0)
 
 
 def above_second_best(groups):
@@ -68,13 +63,13 @@ SCALES = {
 
 
 def estimate(rewards, num_generations, *, baseline="grpo", scale="group", batch_std=None, eps=1e-4):
-    """Advantages (N,) of rewards (N,): minus one of BASELINES or the mean, over one of SCALES or
-    the std. batch_std: of all rewards, for scale "batch". NaN: not judged, advantage 0."""
-    groups = rewards.view(-1, num_generations)                                          # (B, G)
-    below = from_best(groups)           # the differences of equal rewards are exactly 0
-    difference, divisor = below - below.nanmean(1, keepdim=True), nanstd(below) + eps
+    """Returns advantages, (N,), computed in float64: rewards minus one of BASELINES or the mean,
+    over one of SCALES or the std. batch_std: of all rewards, for scale "batch". A reward of NaN was
+    not given, and its advantage is 0."""
+    groups = rewards.double().view(-1, num_generations)                                 # (B, G)
+    difference, divisor = groups - groups.nanmean(1, keepdim=True), nanstd(groups) + eps
     if baseline != "grpo":
         difference = BASELINES[baseline](groups)
     if scale != "group":
         divisor = SCALES[scale](groups, batch_std, eps)
-    return (difference.nan_to_num(0.0) / divisor).view(-1)
+    return (difference.nan_to_num(0.0) / divisor).view(-1).to(rewards.dtype)

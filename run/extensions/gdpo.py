@@ -3,7 +3,7 @@ import math
 
 import torch
 
-from reward.baselines import from_best, nanstd
+from reward.baselines import nanstd
 
 from . import refuse_other_advantages
 
@@ -44,11 +44,10 @@ def normalize_then_sum(state, rollout):
     total = total.where(~rollout.rewards.isnan(), math.nan)
     of_all = torch.tensor(state.world.gather([total.tolist()]), dtype=total.dtype)    # (ranks, N)
     advantages = normalized(of_all.flatten()).view_as(of_all)[state.world.rank]
-    return advantages.to(rollout.loss_mask.device)
+    return advantages.to(rollout.loss_mask.device, rollout.rewards.dtype)
 
 
 def normalized(x, eps=1e-4):
     """(x - mean) / (std + eps) over the last dim; 0 for NaN, which counts in neither."""
-    below = from_best(x)
-    difference = below - below.nanmean(-1, keepdim=True)
-    return difference.nan_to_num(0.0) / (nanstd(below) + eps)
+    x = x.double()
+    return (x - x.nanmean(-1, keepdim=True)).nan_to_num(0.0) / (nanstd(x) + eps)
