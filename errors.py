@@ -39,19 +39,12 @@ def cut(text, room):
     return f"{text[:half]} … [{len(text) - 2 * half:,} characters left out] … {text[-half:]}"
 
 
-def text_of(error):
-    """The message of an exception; "" if to ask for it raises another."""
-    with suppress(Exception):
-        return str(error)
-    return ""
-
-
 def reason(error):
     """The class of an exception and the first sentence of its message, in one line.
 
     Further sentences are advice, and that of torch and transformers is to trust the file.
     """
-    sentence = " ".join(printable(text_of(error)).split()).partition(". ")[0].rstrip(".")[:200]
+    sentence = " ".join(printable(str(error)).split()).partition(". ")[0].rstrip(".")[:200]
     return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__
 
 
@@ -80,7 +73,7 @@ def sentence(error):
     """
     if os.environ.get("MINIGRPO_TRACEBACK"):
         return None
-    text = text_of(error)
+    text = str(error)
     kind = type(error).__name__         # torch's and safetensors' classes, without an import
     # Python, a GPU, and the CPU, which has no class of its own for it.
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or (
@@ -101,10 +94,8 @@ def user_errors(program):
     """
     formatwarning = warnings.formatwarning
     warnings.formatwarning = lambda text, *where: f"warning: {printable(str(text))}\n"
-    for name in ("stdin", "stdout", "stderr"):          # None if the shell closed it
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, "r+"))
-        with suppress(AttributeError, OSError, ValueError):     # a notebook's; one already read
-            getattr(sys, name).reconfigure(errors="replace")
+    with suppress(AttributeError):                  # a notebook's has no such method
+        sys.stdout.reconfigure(errors="replace")
     try:
         yield
         sys.stdout.flush()      # or Python says at its end, and at length, that the disk is full
@@ -182,28 +173,17 @@ class Parser(argparse.ArgumentParser):
                 return group
         return self.add_argument_group(title)
 
-    def _read_args_from_files(self, words, within=()):
-        found, options = [], self._option_string_actions.items()
-        for word in words:
-            # After an option, maybe a shortened one, an @word is its value.
-            is_value = found and found[-1].startswith("-") and any(
-                name.startswith(found[-1]) and action.nargs != 0 for name, action in options)
-            if is_value or not word.startswith("@"):
-                found.append(word)
-                continue
-            path = os.path.realpath(word[1:])
-            with explained(word, "not a file of flags", "write them as on a command line"):
-                if path in within:
-                    raise ValueError("it names itself, or a file that names it")
-                flags = shlex.split(Path(path).read_text(encoding="utf-8-sig"), comments=True)
-            found += self._read_args_from_files(flags, (*within, path))
-        return found
+    def convert_arg_line_to_args(self, line):
+        return shlex.split(line, comments=True)
+
+    def _read_args_from_files(self, words):
+        named = " ".join(word for word in words if word.startswith("@"))
+        with explained(named, "not a file of flags", "write them as on a command line"):
+            return super()._read_args_from_files(words)
 
     def _get_value(self, action, text):
         if not text.strip():
             raise argparse.ArgumentError(action, "it is empty; leave it out, or give a value")
-        if "\0" in text or text != text.encode(errors="replace").decode():
-            raise argparse.ArgumentError(action, f"{text!r} is no text in UTF-8; give one")
         return super()._get_value(action, text)
 
     def error(self, message):

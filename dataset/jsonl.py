@@ -77,15 +77,7 @@ def write_jsonl(path, rows):
 
     For data: what JSON lacks is an error, where `to_line` makes do.
     """
-    path, count = Path(path).resolve(), 0
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path                          # a pipe, say; of a file an error leaves what was there
-    if path.is_file() or not path.exists():
-        new = path.with_name(f"{path.name}.new")
-    with open(new, "w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            count += 1
-    if new != path:
-        new.replace(path)
-    return count
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    Path(path).write_text("".join(lines), encoding="utf-8")
+    return len(lines)

@@ -6,7 +6,7 @@
     storage/      weights in and out: files.py opens what a stranger wrote, read.py and write.py
                   weights; any_model.py wraps a model of transformers that model.py does not build
     commands/     what runs by itself: chat with a policy, train one from chats (train_sft), train a
-                  tokenizer, read a GGUF file, foretell the memory that a run takes
+                  tokenizer, read a GGUF file
     lora.py       adapters; weights/: those that we ship
 
 On disk, weights are what transformers writes: a folder with config.json, model.safetensors and the

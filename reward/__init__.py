@@ -5,17 +5,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 from .combine import load_reward_funcs
 from .reward_model import load_reward_model
-from .rules import (
-    accuracy_reward,
-    countdown_reward,
-    repetition_reward,
-    sentence_reward,
-    soft_overlong_reward,
-)
-from .steps import judge_steps, process_advantages
+from .rules import accuracy_reward
+from .steps import process_advantages
 from .tools import load_tool
 
-__all__ = ["accuracy_reward", "countdown_reward",
-           "judge_steps", "load_reward_funcs", "load_reward_model", "load_tool",
-           "process_advantages",
-           "repetition_reward", "sentence_reward", "soft_overlong_reward", ]
+__all__ = ["accuracy_reward", "load_reward_funcs", "load_reward_model", "load_tool",
+           "process_advantages"]

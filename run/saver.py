@@ -17,7 +17,7 @@ from errors import COUNT, UserError, explained, folder_name, reason
 from model.lora import adapter_state, adapters
 from model.storage.any_model import AnyModel
 from model.storage.files import AGAIN, read_json, read_tensors
-from model.storage.read import load_pretrained, read_state, shapes
+from model.storage.read import load_pretrained, read_state
 from model.storage.write import save_adapter, save_pretrained
 
 from .backends import checksum
@@ -241,16 +241,8 @@ def load_checkpoint(folder, model, optimizer, others=None):
 
 @torch.no_grad()
 def load_adapter(model, path):
-    """Copy an adapter into the model, in place; UserError if it is not one of this model."""
-    config, ours = read_json(path / "adapter_config.json"), adapter_state(model)
-    theirs = read_tensors(path / "adapter_model.safetensors")
-    for name in ("r", "lora_alpha", "target_modules"):
-        if config.get(name) != model.lora[name]:
-            raise UserError(f"{path}: its {name} is {config.get(name)!r}, and this run's "
-                            f"{model.lora[name]!r}; give the flags of the run")
-    if shapes(ours) != shapes(theirs):
-        raise UserError(f"{path}: not the adapter of this model, it has other names or shapes; "
-                        "give the run's own --model_path")
+    """Copy an adapter into the model, in place."""
+    ours, theirs = adapter_state(model), read_tensors(path / "adapter_model.safetensors")
     for name, tensor in ours.items():
         tensor.copy_(part_of(theirs[name], tensor))
 
@@ -267,13 +259,10 @@ def written_whole(path):
     try:
         new.mkdir(parents=True)
         yield new
-        for name in (*new.iterdir(), new):      # the folder last: it holds the files' names
-            sync(name)
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
         new.rename(path)
-        sync(path.parent)
     # For a full disk torch.save raises RuntimeError, and no reason is in its message.
     except (OSError, SafetensorError, RuntimeError) as error:
         shutil.rmtree(new, ignore_errors=True)
@@ -281,12 +270,3 @@ def written_whole(path):
         raise UserError(f"{path} could not be written ({reason(error)}); {free:,.0f} MB are free "
                         "without it: make room, or choose another --out_dir") from error
     shutil.rmtree(old, ignore_errors=True)
-
-
-def sync(path):
-    """Wait until a file or a folder's list of names is on the disk, not only in memory."""
-    if path.is_dir() and os.name == "nt":
-        return                              # Windows has no such thing for folders
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    os.fsync(descriptor)
-    os.close(descriptor)

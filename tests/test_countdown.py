@@ -13,7 +13,7 @@ from dataset import PromptCollator, PromptDataset, countdown
 from docs.experiments import pass_at_k
 from docs.experiments.__main__ import behaviour
 from model import load_pretrained, load_tokenizer, rng_of
-from reward import countdown_reward
+from reward.rules import countdown_reward
 
 
 def values(nums, operators):

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 
 import train_grpo
 from conftest import Canary, edit
@@ -73,7 +73,7 @@ def weights(tiny_policy, tmp_path):
     ("quantized", {"quantization_config": {"quant_method": "fp8"}}),
     # a tensor that is missing, unexpected, of another shape
     ("model.layers.2.", {"num_hidden_layers": 3}), ("model.layers.1.", {"num_hidden_layers": 1}),
-    ("model.layers.0.mlp.down_proj.weight", {"intermediate_size": 40}),
+    ("model.layers.0.mlp.gate_proj.weight", {"intermediate_size": 40}),
 ], "generation_config.json": [("generation_config.json", b"{", {"eos_token_id": "two"})],
     "model.safetensors": [("model.safetensors", b"", Canary, GIT_LFS, lambda data: data[:-1])],
 })
@@ -125,10 +125,8 @@ def test_a_checkpoint_may_be_replaced_while_it_is_read_and_a_broken_one_is_one_s
         refused(file.parent, load_checkpoint, file.parent, policy, optimizer, words=words)
 
 
-@cases({"adapter_config.json": [("r 4", {"r": 4}), ("", b"[")],
-        "adapter_model.safetensors": [("other than tensors", Canary),
-                                      ("other names", save({"a": torch.zeros(1)}))]})
-def test_a_wrong_or_hostile_adapter(name, change, words, tiny_policy, tmp_path):
+@cases({"adapter_model.safetensors": [("other than tensors", Canary)]})
+def test_a_hostile_adapter(name, change, words, tiny_policy, tmp_path):
     policy = with_adapters(copy.deepcopy(tiny_policy[1]), rank=2, alpha=4)
     save_adapter(policy, tmp_path)
     load_adapter(policy, tmp_path)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from errors import UserError, printable
+from errors import UserError
 
 from ..model import MiniMindConfig, MiniMindForCausalLM
 from . import any_model, files
@@ -131,23 +131,13 @@ def build(model_class, config, *more, state, path, dtype=torch.float32, matrix_d
     with explained(path, "no model has this configuration and these tensors", files.AGAIN):
         with torch.device("meta"):
             model = model_class(config, *more)
-        expected, found = shapes(model.state_dict()), shapes(state)
-    for name in sorted(expected | found):
-        if expected.get(name) != found.get(name):
-            raise UserError(f"{path}: {printable(name)} should have shape {expected.get(name)} "
-                            f"according to the configuration, but has {found.get(name)} in the "
-                            "weights; check that both are of the same model")
-    copies = {}
-    for name, tensor in state.items():      # there is never a second model, in another dtype
-        is_matrix = ".layers." in name and tensor.dim() == 2
-        kept = matrix_dtype if is_matrix and matrix_dtype else dtype
-        copies[name] = tensor.to(device, kept, copy=True)
-    model.load_state_dict(copies, assign=True)
+        copies = {}
+        for name, tensor in state.items():      # there is never a second model, in another dtype
+            is_matrix = ".layers." in name and tensor.dim() == 2
+            kept = matrix_dtype if is_matrix and matrix_dtype else dtype
+            copies[name] = tensor.to(device, kept, copy=True)
+        model.load_state_dict(copies, assign=True)
     return model
-
-
-def shapes(state):
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def read_weights(path):
