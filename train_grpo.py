@@ -435,7 +435,7 @@ def load(args, world):
         known={"format": format_reward, "tag": tag_reward},
         reward_model_path=args.reward_model_path,
         device=args.reward_model_device or world.device, max_completion_length=args.max_gen_len,
-        timeout=args.reward_timeout, reasoning=args.reasoning, clip=args.reward_model_clip,
+        reasoning=args.reasoning, clip=args.reward_model_clip,
         answer_share=args.reward_model_answer_share)
     reward_funcs, eval_funcs = funcs[:len(args.reward_funcs)], funcs[len(args.reward_funcs):]
     combine.refuse_same_names(reward_funcs, eval_funcs)

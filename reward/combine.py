@@ -1,6 +1,4 @@
 """From names to reward functions, and from several rewards to one number per completion."""
-import copy
-import functools
 import inspect
 import math
 import os
@@ -9,11 +7,8 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from concurrent.futures import wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-
-import torch
 
 from dataset.prompts import RESERVED, is_arithmetic
 from errors import FINITE, POSITIVE_OR_0, UserError, number, printable, reason
@@ -24,10 +19,6 @@ from .reward_model import load_reward_model, reward_model_reward
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST = 1e12      # of a reward: the squares of larger ones soon overflow in float32
-SETTINGS = [        # of torch: what they are called, read and written with
-    ("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
-    ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    ("default device", torch.get_default_device, torch.set_default_device)]
 
 
 def add_flags(parser):
@@ -46,8 +37,6 @@ def add_flags(parser):
          help="bounds the score of rm: 1 is worth as much as a right answer; 0: no bound")
     flag("--reward_model_answer_share", type=number(float, 0, 1), default=0.6,
          help="with --reasoning 1, weight of the answer's own score; the whole reply has the rest")
-    flag("--reward_timeout", type=POSITIVE_OR_0, default=0,
-         help="seconds per step after which a reward function has failed; 0: no limit")
 
 
 def fill_in(args, weights):
@@ -70,11 +59,10 @@ def fill_in(args, weights):
 
 
 def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
-                      max_completion_length=None, timeout=0, **reward_model_options):
-    """A Judge for each of these names, where `module:function` names a function of your own.
+                      max_completion_length=None, **reward_model_options):
+    """A Judge for each of these names; `module:function` names a function of your own.
 
-    known: {name: function} beside RULES. A function has failed after `timeout` seconds (0: no
-    limit).
+    known: {name: function} beside RULES.
     """
     functions = rules.RULES | dict(known)
     if "rm" in names:
@@ -86,7 +74,7 @@ def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
         if name not in functions:
             functions[name] = import_function(
                 "--reward_funcs", name, ", ".join([*known, *rules.RULES, "rm", "overlong"]))
-    return [Judge(functions[name], timeout) for name in names]  # each counts its own failures
+    return [Judge(functions[name]) for name in names]   # each counts its own failures
 
 
 def refuse_same_names(*lists):
@@ -104,33 +92,32 @@ def import_function(flag, name, known):
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    with unchanged(f"{flag} {name}"):
-        try:
-            __import__(module)      # importlib.import_module would show its own frames, too
-            return getattr(sys.modules[module], function)
-        except (Exception, SystemExit) as error:
-            if error.__traceback__.tb_next:     # raised by the module's own code
-                show(error)
-            raise UserError(f"{flag} {name}: {reason(error)}; choose from {known}, or write module:"
-                            "function, with a module that Python can import from this folder"
-                            ) from error
+    try:
+        __import__(module)      # importlib.import_module would show its own frames, too
+        return getattr(sys.modules[module], function)
+    except (Exception, SystemExit) as error:
+        if error.__traceback__.tb_next:     # raised by the module's own code
+            show(error)
+        raise UserError(f"{flag} {name}: {reason(error)}; choose from {known}, or write module:"
+                        "function, with a module that Python can import from this folder"
+                        ) from error
 
 
 class Judge:
     """Calls a reward function: one float for each completion, NaN where it judged nothing.
 
-    Failures are counted by their kind in `failed`, and the first of a kind is a warning. But an
-    exception in the first call is a UserError, after its traceback, unless it is a TimeoutError: a
-    service may be slow to start. A GlobalChange is one in any call.
+    Until a call has succeeded, an exception ends the run with a UserError, after its traceback,
+    because the function itself is probably wrong. Only a TimeoutError is tolerated: a service may
+    be slow to start. Later failures are counted by kind in `failed`, and the first of a kind is a
+    warning.
     """
 
-    def __init__(self, function, timeout=0):
-        self.function, self.timeout = function, timeout
+    def __init__(self, function):
+        self.function = function
         self.__name__ = getattr(function, "__name__", type(function).__name__)
         self.proven = False         # whether a call went well
         self.failed = Counter()     # kind of failure -> how often, in the whole run
         self.reason = None          # what failed first in the last call
-        self.result = None          # of the last call, a Future, if there is a time limit
 
     def __call__(self, /, **arguments):
         count, self.reason = len(arguments["completions"]), None
@@ -138,35 +125,22 @@ class Judge:
         if not self.proven:
             check_columns(who, self.function, arguments)
         try:
-            with unchanged(who):
-                values = self.call(copied(arguments))
+            values = self.function(**arguments)
             values = values.tolist() if hasattr(values, "tolist") else values
             if not isinstance(values, (list, tuple)) or len(values) != count:
                 raise TypeError(f"it returned {reprlib.repr(values)} instead of a list of {count} "
                                 "rewards, one for each completion")
-        except GlobalChange:
-            raise
         except (Exception, SystemExit) as error:
             if not self.proven and isinstance(error, UserError):
                 raise UserError(f"{who}: {error}") from error
             if not self.proven and not isinstance(error, TimeoutError):
-                where = show(error, self.function)
+                where = "its traceback is above" if show(error) else "correct the function"
                 raise UserError(f"{who} failed in its first call: {reason(error)}; {where}"
                                 ) from error
             self.fail(type(error).__name__, f"judged nothing in this step: {reason(error)}")
             return [math.nan] * count
         self.proven = True
         return [self.reward(value) for value in values]
-
-    def call(self, arguments):
-        if not self.timeout:
-            return self.function(**arguments)
-        if self.result and not self.result.done():
-            raise TimeoutError("it was not called, since its earlier call still runs")
-        self.result = rules.begin(self.function, **arguments)
-        if wait([self.result], self.timeout).not_done:
-            raise TimeoutError(f"it took more than {self.timeout:g} seconds (--reward_timeout)")
-        return self.result.result()
 
     def reward(self, value):
         """The value as a float; NaN for None, and for what is of no use."""
@@ -191,65 +165,24 @@ class Judge:
                                    "only counted", UserWarning, __file__, 0)
 
 
-def copied(arguments):
-    """A copy of each value: rows of one prompt share theirs, and so do all functions."""
-    # deepcopy looks at each of a million ids
-    return {name: list(map(list if name == "completion_ids" else copy.deepcopy, values))
-            for name, values in arguments.items()}
-
-
-def show(error, function=None):
-    """Prints the traceback from the user's own code on; says where to look, there or else.
+def show(error):
+    """Prints the traceback from the user's own code on; returns whether there is such code.
 
     It may quote a completion, so it is printed as `printable` has it.
     """
     frame = error.__traceback__
-    while frame is not None and is_ours(frame.tb_frame.f_code.co_filename):
+    while frame is not None and is_ours(Path(frame.tb_frame.f_code.co_filename)):
         frame = frame.tb_next
-    if frame is None:           # a call that could not begin, a value of no use
-        return f"mend it in {place_of(function)}"
-    lines = traceback.format_exception(type(error), error, frame)
-    print(printable("".join(lines)), end="", file=sys.stderr)
-    return "its traceback is above"
+    if frame is not None:       # else the call could not begin, or its value is of no use
+        lines = traceback.format_exception(type(error), error, frame)
+        print(printable("".join(lines)), end="", file=sys.stderr)
+    return frame is not None
 
 
 def is_ours(file):
-    """Whether a frame's code is the project's, or what runs a function in a thread for it."""
-    path = Path(file)
-    return any(path.is_relative_to(ROOT / room) for room in ("dataset", "model", "reward", "run")
-               ) or path == ROOT / "train_grpo.py" or path.parent.name == "futures"
-
-
-def place_of(function):
-    """The file and the line where a function, or the class of a callable, is written."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = inspect.unwrap(function)
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    if code is None:            # written in C
-        return getattr(function, "__name__", "its code")
-    return f"{code.co_filename}, line {code.co_firstlineno}"
-
-
-class GlobalChange(UserError):
-    """A module or function has changed what holds for the whole process."""
-
-
-@contextmanager
-def unchanged(who):
-    """Puts back torch's settings, with a GlobalChange, and in silence the filters of warnings."""
-    before, filters, changed = [read() for _, read, _ in SETTINGS], warnings.filters[:], []
-    try:
-        yield
-    finally:
-        warnings.filters[:] = filters
-        for (name, read, write), old in zip(SETTINGS, before):
-            if read() != old:
-                changed.append(f"torch's {name} to {read()}")
-                write(old)
-    if changed:
-        raise GlobalChange(f"{who} has set {' and '.join(changed)} for the whole run; set it in a "
-                           "with statement, or put it back")
+    """Whether a frame's code is the project's."""
+    return file == ROOT / "train_grpo.py" or any(
+        file.is_relative_to(ROOT / room) for room in ("dataset", "model", "reward", "run"))
 
 
 def check_columns(who, function, columns, given=0):

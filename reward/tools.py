@@ -14,7 +14,7 @@ import warnings
 
 from errors import UserError, cut, reason
 
-from .combine import check_columns, copied, import_function, show, unchanged
+from .combine import check_columns, import_function, show
 from .rules import value_of
 from .turns import Turns
 
@@ -53,9 +53,7 @@ class Tool:
         """
         check_columns(f"--tool {self.name}", self.function, columns, given=1)
         try:
-            own = copied({"histories": histories, **columns})
-            with unchanged(f"--tool {self.name}"):
-                answers = self.function(own.pop("histories"), **own)
+            answers = self.function(histories, **columns)
             if not isinstance(answers, (list, tuple)) or len(answers) != len(histories):
                 raise TypeError(f"it must return a list with an answer to each of {len(histories)} "
                                 "histories")
@@ -81,10 +79,10 @@ class Tool:
         """Shows the first error of a kind, with its traceback."""
         if type(error) not in self.seen:
             self.seen.add(type(error))
-            where = show(error, self.function)
+            show(error)
             # Not warn(), which would be silent in a second run of the same process.
             warnings.warn_explicit(f"the tool {self.name} raised ({reason(error)}), which is its "
-                                   f"answer; {where}; from now on this is only counted",
+                                   "answer; from now on this is only counted",
                                    UserWarning, __file__, 0)
 
 
