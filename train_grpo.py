@@ -452,7 +452,6 @@ def load(args, world):
         compute_advantages=compute_advantages, compute_loss=compute_loss, grpo_loss=grpo_loss,
         update_policy=update_policy, token_logps=token_logps, k3=k3)
     extensions.install(state)
-    world.alive()       # loading took its time
     return state
 
 

@@ -107,7 +107,7 @@ def policy_of(model, path, world, args, token_logps, engine=None, *, learns=Fals
     if engine is not None:
         sampler = engine
     elif args.rollout_batch_size:
-        sampler = in_slices(sampler, args.rollout_batch_size, world)
+        sampler = in_slices(sampler, args.rollout_batch_size)
     if args.shard:
         shard(model, world, world.matrix_dtype, path)
         sampler, reader = of_a_whole(sampler, world), within(reader)
@@ -163,7 +163,7 @@ def checksum(model):
                for weight in model.parameters())
 
 
-def in_slices(sampler, most, world):
+def in_slices(sampler, most):
     """A sampler for at most `most` completions at a time, but whole groups.
 
     The cache of keys and values is then that of a slice. sampler: of a slice.
@@ -174,7 +174,6 @@ def in_slices(sampler, most, world):
     def sliced(model, prompt_ids, prompt_mask, *, num_generations, **options):
         parts, prompts = [], max(1, most // num_generations)
         for one in zip(prompt_ids.split(prompts), prompt_mask.split(prompts)):
-            world.alive()
             parts.append(sampler(model, *one, num_generations=num_generations, **options))
         ids, *others = zip(*parts)      # log-probs, and with a tool which tokens were drawn
         return joined(ids, options["pad_token_id"]), *(joined(other, 0) for other in others)

@@ -8,7 +8,7 @@ from dataset.jsonl import is_finite, read_jsonl
 
 # Where a run writes, what it prints, the machine: no word on the weights.
 OF_NO_WEIGHT = {"out_dir", "run_name", "resume", "save_interval", "swanlab", "device", "sampler",
-                "hang_timeout", "micro_batch_size", "rollout_batch_size", "gradient_checkpointing"}
+                "micro_batch_size", "rollout_batch_size", "gradient_checkpointing"}
 
 
 def write_card(folder, run_dir, args, defaults):

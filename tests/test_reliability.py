@@ -2,7 +2,6 @@
 
 tests/chaos.py has many more of them, by hand.
 """
-import faulthandler
 import json
 import os
 import signal
@@ -129,22 +128,14 @@ def test_signals_of_a_process_that_a_reward_forks_are_its_own(judge, tmp_path):
 # --- writing --------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks there for what is synced")
-def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
-    folder, synced, fsync = tmp_path / "checkpoint", [], os.fsync
-
-    def spy(descriptor):
-        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        fsync(descriptor)
-
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
+    folder = tmp_path / "checkpoint"
     with written_whole(folder) as new:
         (new / "file").write_text("first")
         assert not folder.exists()
-    monkeypatch.setattr(os, "fsync", spy)
     with written_whole(folder) as new:
         (new / "file").write_text("second")
         assert files(folder) == {"file": b"first"}
-    assert synced == ["file", "checkpoint.new", tmp_path.name]      # before and after the renames
     with pytest.raises(UserError, match="checkpoint could not be written .* MB are free"):
         with written_whole(folder) as new:
             (new / "file").write_text("third")
@@ -226,7 +217,6 @@ def test_ranks_that_differ_are_told_instead_of_waiting(monkeypatch):
 
 def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
     began, current = {}, []
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *args, **options: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(dist, "init_process_group", lambda kind, **options: began.update(
@@ -250,10 +240,8 @@ def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
     torch.set_float32_matmul_precision(before)
     assert (began["backend"], began["device_id"]) == ("nccl", torch.device("cuda:1"))
     assert began["timeout"] == timedelta(minutes=30)
-    for seconds, limit in ((5, timedelta(seconds=5)), (0, timedelta(days=365))):
-        args = train_grpo.parse_args(["--device", "cpu", "--hang_timeout", str(seconds)])
-        assert World.join(args).device.type == "cpu" and not current
-        assert (began["backend"], began["timeout"]) == ("gloo", limit)
+    args = train_grpo.parse_args(["--device", "cpu"])
+    assert World.join(args).device.type == "cpu" and not current and began["backend"] == "gloo"
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name)
     assert train_grpo.parse_args(["--device", "cuda:1"]).device == "cuda:1"
@@ -270,23 +258,6 @@ def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
     for device in (None, "cuda"):
         with pytest.raises(UserError, match="2 processes on a machine with 1 GPU"):
             World(device)
-
-
-def test_the_clock_of_a_rank_starts_again_with_each_batch(judge, tmp_path, monkeypatch):
-    """Loading, sampling, judging and learning have a time limit each, and an evaluation, too."""
-    armed, at_calls = [], []
-    monkeypatch.setattr(faulthandler, "dump_traceback_later",
-                        lambda seconds, exit: armed.append((seconds, exit)))
-    judge.act = lambda call: at_calls.append(len(armed))
-    assert run(tmp_path, "--max_steps", "1") == 0
-    assert not armed                        # one process, and nobody asked for it
-    at_calls.clear()
-    assert run(tmp_path, "--max_steps", "1", "--eval_interval", "1", "--micro_batch_size", "1",
-               "--eval_reward_funcs", "test_reliability:reward", "--hang_timeout", "99") == 0
-    assert set(armed) == {(99, True)}
-    # The third call is that of the step; then come four micro-batches, and an evaluation.
-    rose = [after - before for before, after in zip(at_calls, at_calls[1:])]
-    assert len(rose) == 4 and rose[1] >= 2 and rose[2] >= 2 * 4 + 4
 
 
 # --- a rank that fails ----------------------------------------------------------------------------
@@ -350,8 +321,7 @@ def start_two(way, flags, folder):
      ["Traceback", "ValueError: stumbled"]),
     ("sentence", ["--shard", "1"], 2, ["error: stumbled\nThe checkpoint of step 2 is whole"],
      ["UserError: stumbled\nThe checkpoint of step 2 is whole"]),
-    ("death", ["--shard", "1"], -signal.SIGKILL, [], []),
-    ("sleep", ["--hang_timeout", "10"], 1, ["Timeout (0:00:10)!", "in act"], [])])
+    ("death", ["--shard", "1"], -signal.SIGKILL, [], [])])
 def test_what_ends_one_rank_ends_the_other(way, flags, code, said, recorded, tmp_path):
     ranks = start_two(way, flags, tmp_path)
     for rank in ranks:
@@ -390,7 +360,7 @@ def test_a_run_killed_at_a_file_operation_goes_on_as_if_nothing_had_happened(tmp
     with ThreadPoolExecutor() as pool:      # at the same time: a run that nobody touches
         unbroken = pool.submit(chaos.unbroken, 1, tmp_path / "whole")
         # While the last checkpoint is written: the one before is there to go on from.
-        assert chaos.start(out, 1, die_at=90).wait(timeout=600) == -signal.SIGKILL
+        assert chaos.start(out, 1, die_at=64).wait(timeout=600) == -signal.SIGKILL
         assert (out / "run/checkpoint/optimizer.pt").exists()
         assert not (out / "run/final").exists()
         chaos.finish(out, 1)

@@ -15,7 +15,6 @@ from model import MiniMindConfig, MiniMindForCausalLM, sampler
 from model.fast import pair as fast
 from model.sampler import next_token
 from run.backends import in_slices
-from run.processes.world import World
 from train_grpo import completion_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -136,7 +135,7 @@ def test_slices_are_whole_groups_and_give_what_all_at_once_does(most, expected_s
         sizes.append(len(prompt_ids))
         return fast.sample(model, prompt_ids, *others, **options)
 
-    sliced = in_slices(counting, most, World("cpu"))
+    sliced = in_slices(counting, most)
     ids, logps = draw(sliced, model, num_generations=2, greedy=True)
     expected_ids, expected_logps = draw(fast.sample, model, num_generations=2, greedy=True)
     assert sizes == expected_sizes and torch.equal(ids, expected_ids)

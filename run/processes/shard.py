@@ -46,13 +46,10 @@ def shard(model, world, dtype, path):
             part = part_of(state[name.replace(".base.", ".")], weight).to(weight.dtype)
             model.load_state_dict({name: part}, assign=True, strict=False)
     model.tie_weights()
-    model.whole = functools.partial(whole_model, model, blank, world)
-
-    def run(*args, **options):      # FSDP gathers what it reads: every rank takes part
-        with world.collective():
-            return inside(*args, **options)
-
-    model.run = run
+    model.whole = functools.partial(whole_model, model, blank)
+    # FSDP gathers what it reads, so every rank takes part. As an attribute of Python's, since torch
+    # would make `inside`, which holds the model, a module of the model.
+    object.__setattr__(model, "run", inside)
 
 
 class Inside(nn.Module):
@@ -88,15 +85,14 @@ def part_of(tensor, like):
 
 
 @torch.no_grad()
-def whole_model(model, blank, world, *, dtype=None, device=None, keep=True):
+def whole_model(model, blank, *, dtype=None, device=None, keep=True):
     """A sharded model as a whole one; every rank takes part, and those that `keep` it get it.
 
     dtype: of the layers' weights, None as they are.
     """
     weights = {}
     for name, weight in model.named_parameters():
-        with world.collective():
-            weight = whole(weight.to(dtype) if dtype and ".layers." in name else weight)
+        weight = whole(weight.to(dtype) if dtype and ".layers." in name else weight)
         if keep:
             weights[name] = weight.to(device)
     copied = copy.deepcopy(blank)

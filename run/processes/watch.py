@@ -3,7 +3,7 @@
     a signal   SIGINT (Ctrl-C), SIGTERM (a scheduler) or SIGHUP (a closed terminal): all ranks end
                the step, save and stop (saver.py). A second signal ends a process at once
     an error   of one rank: it tells torchrun, which ends the others and prints a page that names it
-    a hang     of a rank, or of all in a collective: --hang_timeout (world.py)
+    a hang     of a rank: the others end after half an hour in a collective (world.py)
 """
 import functools
 import os

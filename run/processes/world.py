@@ -1,26 +1,24 @@
 """The processes that train one model together, and the collectives they use."""
 import argparse
-import faulthandler
 import json
 import os
 import re
 import time
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from dataset.jsonl import to_json
-from errors import COUNT_OR_0, POSITIVE_OR_0, UserError
+from errors import COUNT_OR_0, UserError
 from model.sampler import rng_of
 from model.storage.read import choose_device
 
 from .shard import is_sharded, whole
 
 JOINED_BELOW = 2**18                        # gradients with fewer numbers are summed in one call
-HALF_AN_HOUR, A_YEAR = 1800, 365 * 86400    # in seconds
 GO_ON = "go on with the same command and --resume"
 
 
@@ -30,12 +28,10 @@ class World:
     device: cuda, mps or cpu, by default cuda if it is there, else cpu. dtype: of matrix products,
     float32 or bfloat16; auto is bfloat16 on a GPU that has it. On CUDA, what is left in float32
     beside bfloat16 may be multiplied in TF32, with 10 bits after the point instead of 23.
-    hang_timeout: seconds that a rank may be busy between two calls of `alive`, or wait in a
-    collective; 0: no limit, None: half an hour if there are several ranks.
     """
     current = None                          # the World of the main function that is running
 
-    def __init__(self, device=None, dtype="auto", seed=0, hang_timeout=None):
+    def __init__(self, device=None, dtype="auto", seed=0):
         self.rank, self.size = rank_and_size()
         self.device, self.seed = choose_device(device, self.size), seed
         self.timings = Counter()    # timing_s/<phase> -> seconds, until a run has reported them
@@ -44,7 +40,6 @@ class World:
         self.signal = 0             # the number of the signal that asked the run to stop (watch.py)
         self.saved = 0, None        # the step and the folder of the last checkpoint
         self.ends = ExitStack()     # ends.callback(f) calls f when the run ends, well or not
-        self.ends.callback(faulthandler.cancel_dump_traceback_later)
         World.current = self
         on_cuda = self.device.type == "cuda"
         if on_cuda:
@@ -59,18 +54,15 @@ class World:
             has_bfloat16 = on_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
             dtype = "bfloat16" if has_bfloat16 else "float32"
         self.matrix_dtype = getattr(torch, dtype)
-        self.hang_timeout = hang_timeout
-        if hang_timeout is None:
-            self.hang_timeout = HALF_AN_HOUR if self.size > 1 else 0
-        self.alive()
 
     @classmethod
     def join(cls, args):
         """The processes that torchrun started, or this one alone, each with a device of its own."""
-        world = cls(args.device, args.dtype, args.seed, args.hang_timeout)
+        world = cls(args.device, args.dtype, args.seed)
         if world.size > 1:
             on_cuda = world.device.type == "cuda"
-            dist.init_process_group("nccl" if on_cuda else "gloo", timeout=world.time_limit,
+            # Ranks wait for one whose rewards are slow; NCCL's own limit is 10 minutes.
+            dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(minutes=30),
                                     device_id=world.device if on_cuda else None)
         return world
 
@@ -81,14 +73,7 @@ class World:
              "each has a GPU of its own (default: cuda if it is there, else cpu)")
         flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
              "products; auto: bfloat16 on a GPU that has it, with TF32 for the rest; else float32")
-        flag("--hang_timeout", type=POSITIVE_OR_0, help="seconds that one batch, or a wait for "
-             "others, may take; 0: no limit (default: 1800 with several processes, else 0)")
         flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
-
-    @property
-    def time_limit(self):
-        """Of a wait in a collective."""
-        return timedelta(seconds=self.hang_timeout or A_YEAR)
 
     @property
     def advice(self):
@@ -109,32 +94,14 @@ class World:
         for listener in self.at_phase:
             listener(name)
 
-    def alive(self):
-        """What this rank does next may take --hang_timeout; else it ends, with its traceback."""
-        if self.hang_timeout:
-            faulthandler.dump_traceback_later(self.hang_timeout, exit=True)
-
-    @contextmanager
     def working(self):
-        """Around what runs a network: it may take --hang_timeout, as may what follows.
+        """Around what runs a network: matrix products are those of --dtype.
 
-        Matrix products are those of --dtype, while weights and log-softmax stay float32.
+        Weights and log-softmax stay float32.
         """
-        self.alive()
         # No cache: it would keep a copy of every weight, and a forward pass reads a weight once.
-        with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False,
-                            enabled=self.matrix_dtype == torch.bfloat16):
-            yield
-        self.alive()
-
-    @contextmanager
-    def collective(self):
-        """Around each collective: a rank that waits for another is not the one that hangs."""
-        if self.hang_timeout:
-            faulthandler.cancel_dump_traceback_later()      # the group has a time limit of its own
-        yield
-        self.finish_work()                  # NCCL's calls return before the others have come
-        self.alive()
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False,
+                              enabled=self.matrix_dtype == torch.bfloat16)
 
     def finish_work(self):
         """Waits for the GPU: it is still working when a call returns."""
@@ -143,10 +110,9 @@ class World:
 
     def sum(self, tensor):
         """The sum of this tensor over all ranks."""
-        with self.collective():
-            if self.size > 1:
-                tensor = tensor.to(self.device if self.device.type == "cuda" else "cpu")
-                dist.all_reduce(tensor)
+        if self.size > 1:
+            tensor = tensor.to(self.device if self.device.type == "cuda" else "cpu")
+            dist.all_reduce(tensor)
         return tensor
 
     def sum_gradients(self, model):
@@ -155,15 +121,13 @@ class World:
         A sum rather than a mean, because each rank's loss is already its share of the step's loss.
         """
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        with self.collective():
-            for parameter in parameters:
-                if parameter.grad is None:
-                    # This rank had nothing to learn from, but the all_reduce needs every rank; and
-                    # AdamW, to which 0 is a gradient too, moves the same with shards as without.
-                    parameter.grad = torch.zeros_like(parameter)
-            if self.size > 1:       # of sharded parameters FSDP has added up the gradients
-                sum_together([parameter.grad for parameter in parameters
-                              if not is_sharded(parameter)])
+        for parameter in parameters:
+            if parameter.grad is None:
+                # This rank had nothing to learn from, but the all_reduce needs every rank; and
+                # AdamW, to which 0 is a gradient too, moves the same with shards as without.
+                parameter.grad = torch.zeros_like(parameter)
+        if self.size > 1:           # of sharded parameters FSDP has added up the gradients
+            sum_together([parameter.grad for parameter in parameters if not is_sharded(parameter)])
 
     def clip_gradients(self, model, max_norm):
         """Scale the gradient down to `max_norm`, if it is longer; its norm before, on all ranks."""
@@ -172,9 +136,8 @@ class World:
     def gather(self, rows):
         """The lists of all ranks, joined in rank order, on every rank."""
         lists = [rows] * self.size
-        with self.collective():
-            if self.size > 1:
-                dist.all_gather_object(lists, rows)
+        if self.size > 1:
+            dist.all_gather_object(lists, rows)
         return [row for rows in lists for row in rows]
 
     def rng(self, step, *, evaluating=False):
