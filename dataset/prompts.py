@@ -5,6 +5,7 @@ import re
 import reprlib
 import warnings
 import zlib
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -132,14 +133,20 @@ class PromptCollator:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         tools = messages[0].get("tools")
         switches = {} if self.thinking is None else dict.fromkeys(SWITCHES, self.thinking)
+        render = partial(self.tokenizer.apply_chat_template, messages, tokenize=False,
+                         add_generation_prompt=True, **switches)
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True, **switches)
+            text = render(tools=tools)
+            shown = not tools or text != render()
         except Exception as error:      # a template is a program, and can raise anything
             roles = reprlib.repr([turn["role"] for turn in messages])
             raise UserError(f"the tokenizer's chat template rejects the roles {roles}: {error}; "
                             "leave out --system_prompt, write the prompts without that role, or "
                             "give another --tokenizer_path") from None
+        if not shown:
+            raise UserError("the tokenizer's chat template does not show the tools of a system "
+                            "turn; leave the field tools out, or give another --tokenizer_path")
+        return text
 
     def encode(self, items):
         """The prompts of these items, as texts and as ids."""

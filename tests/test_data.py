@@ -68,6 +68,8 @@ def test_tools_of_a_system_turn_reach_the_template(tools, tokenizer, tmp_path):
     tokenizer = copy.deepcopy(tokenizer)
     system = {"role": "system", "content": "Be brief.", "tools": tools}
     messages = dataset_of(tmp_path, {"conversations": [system, USER, REPLY]})[0]["messages"]
+    with pytest.raises(ValueError, match="chat template.*tools"):       # ours knows none
+        PromptCollator(tokenizer, 999).render(messages)
     tokenizer.chat_template = "{{ tools[0].function.name if tools }}" + tokenizer.chat_template
     assert PromptCollator(tokenizer, 999).render(messages).startswith("weather")
     assert not PromptCollator(tokenizer, 999).render([USER]).startswith("weather")
