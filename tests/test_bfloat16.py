@@ -62,8 +62,8 @@ def test_the_head_in_chunks_is_float32_with_its_gradients_too(monkeypatch):
         with torch.autocast("cpu", torch.bfloat16, enabled=chunk == 7):
             logps, entropy = fast.log_probs(head, hidden, row, tokens, temperature=0.7,
                                             with_entropy=True)
-        gradients = torch.autograd.grad((logps * torch.arange(80)).sum() + entropy.sum(),
-                                        (hidden, head.weight))
+            gradients = torch.autograd.grad((logps * torch.arange(80)).sum() + entropy.sum(),
+                                            (hidden, head.weight))
         found.append((logps, entropy, *gradients))
     for whole, in_chunks in zip(*found, strict=True):
         assert (whole - in_chunks).abs().max() <= 1e-5 * whole.abs().max() > 0
