@@ -45,10 +45,10 @@ versions that agree up to rounding, and each run checks `token_logps`; `--sample
 readable ones. Any other option wraps or replaces one of the functions below when the run is loaded,
 and the first lines of a run name each function that is not this file's.
 
-The trainer, not the sampler, computes pi_old. Two things differ from the papers on purpose:
-  - Log-probabilities are computed in float32 from the output head onward, under the distribution
-    that completions are sampled from: the same temperature, without top-k or top-p.
-  - Averages are over the whole optimizer step, that is, all its micro-batches on all ranks. So
+The trainer, not the sampler, computes pi_old, so every ratio starts at 1. Unlike in the papers,
+  - log-probabilities are computed in float32 from the output head onward, under the distribution
+    that completions are sampled from: the same temperature, without top-k or top-p;
+  - averages are over the whole optimizer step, that is, all its micro-batches on all ranks. So
     neither micro_batch_size nor the number of ranks changes the gradient of given completions.
 """
 import math
@@ -428,8 +428,8 @@ def load(args, world):
     tokenizer = load_tokenizer(tokenizer_path, policy.model.config.vocab_size)
     eos_ids = eos_token_ids(policy.model, tokenizer)
     if not eos_ids:
-        raise UserError(f"{tokenizer_path}: no EOS token to end an answer with; give another "
-                        "--tokenizer_path")
+        raise UserError(f"{tokenizer_path}: neither the tokenizer nor the model config defines an "
+                        "EOS token, so no completion could end; pass another --tokenizer_path")
     funcs = combine.load_reward_funcs(
         args.reward_funcs + args.eval_reward_funcs,
         known={"format": format_reward, "tag": tag_reward},
@@ -473,9 +473,9 @@ GROUPS = ("the six that matter first", "1. generate (weights, prompts, sampling)
 
 def parse_args(argv=None):
     parser = Parser(usage="%(prog)s [flags] [@file of flags]", description=(
-        "Group Relative Policy Optimization. Without flags a small model learns, in minutes, that "
-        "thinking before it answers pays. Policy: the model that learns. Reference: the weights it "
-        "started from. Group: the completions of one prompt. Rollout: those of a step."))
+        "Group Relative Policy Optimization. Without flags, a small model learns within minutes "
+        "to think before it answers. Policy: the model being trained. Reference: a frozen copy of "
+        "the initial weights. Group: the completions of one prompt. Rollout: those of a step."))
     for title in GROUPS:
         parser.add_argument_group(title)
     add_flags(parser)
@@ -498,7 +498,7 @@ def add_flags(parser):
          "with more of them a group's mean is less noisy, at a cost in proportion")
     flag("--batch_size", type=COUNT, default=16, help="prompts per step, for each process")
     flag("--learning_rate", type=POSITIVE, default=3e-4,
-         help="its peak; 1e-6 to 3e-5 for real models")
+         help="peak learning rate, which then falls to a tenth; 1e-6 to 3e-5 for real models")
     flag("--max_gen_len", "--max_completion_length", type=COUNT, default=96,
          help="tokens after which a completion is cut off")
     flag("--beta", type=POSITIVE_OR_0, help="weight of the KL penalty, which keeps the policy near "
@@ -513,9 +513,11 @@ def add_flags(parser):
          help="of sampling, in evaluation too")
 
     flag = parser.group("4. update (the objective)").add_argument
-    flag("--epsilon_low", type=POSITIVE_OR_0, default=0.2, help="clip the ratio at 1 - it")
-    flag("--epsilon_high", type=POSITIVE_OR_0, help="and at 1 + it (default: 0.2; DAPO 0.28); "
-         "cispo: the cap itself (default: 5); gmpo: both in log space, 0.4 say; dppo: of pi, 0.15")
+    flag("--epsilon_low", type=POSITIVE_OR_0, default=0.2,
+         help="lower clip bound: the ratio is clipped at 1 - epsilon_low")
+    flag("--epsilon_high", type=POSITIVE_OR_0, help="upper clip bound: the ratio is clipped at "
+         "1 + epsilon_high (default: 0.2; DAPO 0.28); cispo: the cap itself (default: 5); gmpo: "
+         "both bounds are of the log-ratio, e.g. 0.4; dppo: both bound the change of pi, e.g. 0.15")
     flag("--num_iterations", type=COUNT, default=1, help="passes over each rollout: more save "
          "sampling, but the policy moves away from the one that sampled")
     flag("--num_minibatches", type=COUNT, default=1,
@@ -528,9 +530,10 @@ def add_flags(parser):
          "0: one pass (default: --epochs; without it one pass, at most 300 steps)")
     flag("--epochs", type=COUNT, help="passes over the prompts; with --max_steps, unlike in TRL, "
          "whichever ends first")
-    flag("--warmup_steps", type=COUNT_OR_0, default=3, help="the rate rises, then falls to a tenth")
-    flag("--weight_decay", type=POSITIVE_OR_0, default=0.0, help="AdamW's")
-    flag("--grad_clip", "--max_grad_norm", type=POSITIVE, default=1.0, help="the gradient's norm")
+    flag("--warmup_steps", type=COUNT_OR_0, default=3, help="steps up to the peak learning rate")
+    flag("--weight_decay", type=POSITIVE_OR_0, default=0.0, help="weight decay of AdamW")
+    flag("--grad_clip", "--max_grad_norm", type=POSITIVE, default=1.0,
+         help="clip the gradient norm to this value")
 
 
 def fill_in_defaults(args):

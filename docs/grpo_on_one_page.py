@@ -38,8 +38,8 @@ B, G, MAX_LEN = 16, 8, 96           # prompts a step, completions of each, most 
 REWARD_FUNCS, REWARD_WEIGHTS = [format_reward, tag_reward, accuracy_reward], [1.0, 1.0, 1.0]
 EPSILON, BETA = 0.2, 0.02               # no gain from ratios beyond 1 ± 0.2; weight of the KL
 PEAK, WARMUP, MAX_NORM = 3e-4, 3, 1.0   # learning rate, steps up to it, largest gradient norm
-UPDATES = 1     # per rollout (num_iterations). With 1, every ratio is 1 and the clip never acts; 2
-                # take about half more time, and it acts on 0 to 2.3% of the second one's tokens.
+UPDATES = 1     # per rollout (num_iterations). With 1, every ratio is 1 and the clip never acts.
+                # With 2, it acts on 0 to 2.3% of the tokens of the second update.
 
 def group_advantages(rewards, num_generations):
     """How much better is each completion than its group, in standard deviations? (N,) -> (N,)"""

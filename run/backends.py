@@ -22,7 +22,7 @@ from .processes.shard import shard
 from .processes.world import rank_and_size
 
 ROWS, MOST_LOGITS = 8, 2**25        # of the comparison of model/fast with the script
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}      # of log-probabilities: `checked`
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}      # see `checked`
 
 
 def add_flags(parser):

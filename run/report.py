@@ -194,7 +194,7 @@ class Report:
         if step == self.start_step + 1:
             self._warn_of_unjudged(rows)
             if "perf/peak_memory" in metrics:
-                self._print(f"memory of the GPU: {metrics['perf/peak_memory']:.1f} GiB so far")
+                self._print(f"GPU memory: {metrics['perf/peak_memory']:.1f} GiB at the peak so far")
         if rows and is_end:
             width = min(shutil.get_terminal_size().columns, 110)
             self._print(one_group(step, rows[:self.args.num_generations]), width)

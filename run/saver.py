@@ -33,10 +33,9 @@ LAUNCHER = os.getppid()                     # torchrun, if it is there
 MAY_CHANGE = set("""
     max_steps epochs learning_rate warmup_steps batch_size accumulation_steps resume out_dir
     run_name save_interval device dtype sampler fast shard micro_batch_size rollout_batch_size
-    gradient_checkpointing vllm_gpu_memory_utilization
-    reward_model_device eval_data_path eval_interval eval_samples eval_reward_funcs
-    num_generations_eval eval_only swanlab use_wandb wandb_project ddp num_workers
-    log_interval""".split())
+    gradient_checkpointing vllm_gpu_memory_utilization reward_model_device eval_data_path
+    eval_interval eval_samples eval_reward_funcs num_generations_eval eval_only swanlab use_wandb
+    wandb_project ddp num_workers log_interval""".split())
 
 
 class Saver:

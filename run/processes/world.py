@@ -61,7 +61,7 @@ class World:
         world = cls(args.device, args.dtype, args.seed)
         if world.size > 1:
             on_cuda = world.device.type == "cuda"
-            # Ranks wait for one whose rewards are slow; NCCL's own limit is 10 minutes.
+            # One rank's rewards may be slow while the others wait. NCCL's own limit is 10 minutes.
             dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(minutes=30),
                                     device_id=world.device if on_cuda else None)
         return world
