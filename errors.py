@@ -101,12 +101,14 @@ def user_errors(program):
     try:
         yield
         sys.stdout.flush()      # or Python says at its end, and at length, that the disk is full
+    except KeyboardInterrupt:
+        print(f"\n{program}: stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)           # as shells have it
     except Exception as error:
         line = sentence(error)
         if line is None:
             raise
-        notes = "".join(getattr(error, "__notes__", []))    # how to go on
-        print(f"{program}: error: {line}{notes}", file=sys.stderr)
+        print(f"{program}: error: {line}", file=sys.stderr)
         sys.exit(2)
     finally:
         warnings.formatwarning = formatwarning

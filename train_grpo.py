@@ -81,7 +81,7 @@ from reward import combine
 from run import backends, evaluation, extensions, minimind, report
 from run.loop import Run
 from run.metrics import Metrics
-from run.processes.watch import all_or_none
+from run.processes.watch import recorded
 from run.processes.world import World
 from run.saver import Saver
 
@@ -346,7 +346,7 @@ def grpo_step(state, batch, step, lr):
 
 
 @user_errors("train_grpo.py")       # prints a user's mistake as one sentence, without a traceback
-@all_or_none                        # ends all ranks if one of them fails
+@recorded                           # tells torchrun which rank has failed, and why
 def main(argv=None):
     args = parse_args(argv)
     world = World.join(args)        # the processes that torchrun started, or this one alone
@@ -430,15 +430,8 @@ def load(args, world):
     if not eos_ids:
         raise UserError(f"{tokenizer_path}: neither the tokenizer nor the model config defines an "
                         "EOS token, so no completion could end; pass another --tokenizer_path")
-    funcs = combine.load_reward_funcs(
-        args.reward_funcs + args.eval_reward_funcs,
-        known={"format": format_reward, "tag": tag_reward},
-        reward_model_path=args.reward_model_path,
-        device=args.reward_model_device or world.device, max_completion_length=args.max_gen_len,
-        reasoning=args.reasoning, clip=args.reward_model_clip,
-        answer_share=args.reward_model_answer_share)
-    reward_funcs, eval_funcs = funcs[:len(args.reward_funcs)], funcs[len(args.reward_funcs):]
-    combine.refuse_same_names(reward_funcs, eval_funcs)
+    reward_funcs, eval_funcs = combine.load_for_run(
+        args, world.device, known={"format": format_reward, "tag": tag_reward})
     optimizer = torch.optim.AdamW(policy.model.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)   # 0.99: runs are short
     if engine is not None:
@@ -482,9 +475,10 @@ def parse_args(argv=None):
     for owner in (prompts, combine, evaluation, Saver, report, backends, World, minimind,
                   extensions):
         owner.add_flags(parser)
-    args = parser.parse_args(argv)
-    extensions.fill_in(args)
-    fill_in_defaults(args)
+    args = filled_in(parser.parse_args(argv))
+    if args.resume:         # the flags that are not given are those of the run
+        parser.set_defaults(**Saver.flags_of_run(args))
+        args = filled_in(parser.parse_args(argv))
     extensions.check(args)
     return args
 
@@ -536,8 +530,9 @@ def add_flags(parser):
          help="clip the gradient norm to this value")
 
 
-def fill_in_defaults(args):
-    """The defaults that depend on other flags."""
+def filled_in(args):
+    """The flags, with the defaults that depend on other flags."""
+    extensions.fill_in(args)
     minimind.fill_in(args)
     prompts.fill_in(args)
     backends.fill_in(args)
@@ -547,6 +542,7 @@ def fill_in_defaults(args):
                         "scale_rewards": "group"}.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    return args
 
 
 # What notebooks import from here as well.

@@ -58,6 +58,21 @@ def fill_in(args, weights):
                         f"{' '.join(args.reward_funcs)}; give one for each")
 
 
+def load_for_run(args, device, known):
+    """The functions of training, and those of evaluation; UserError if two have one name."""
+    funcs = load_reward_funcs(
+        args.reward_funcs + args.eval_reward_funcs, known=known,
+        reward_model_path=args.reward_model_path, device=args.reward_model_device or device,
+        max_completion_length=args.max_gen_len, reasoning=args.reasoning,
+        clip=args.reward_model_clip, answer_share=args.reward_model_answer_share)
+    lists = funcs[:len(args.reward_funcs)], funcs[len(args.reward_funcs):]
+    for names in ([func.__name__ for func in part] for part in lists):
+        if len({*names}) < len(names):
+            name = max(names, key=names.count)
+            raise UserError(f"two of --reward_funcs are called {name}; rename one, or leave it out")
+    return lists
+
+
 def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
                       max_completion_length=None, **reward_model_options):
     """A Judge for each of these names; `module:function` names a function of your own.
@@ -75,16 +90,6 @@ def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
             functions[name] = import_function(
                 "--reward_funcs", name, ", ".join([*known, *rules.RULES, "rm", "overlong"]))
     return [Judge(functions[name]) for name in names]   # each counts its own failures
-
-
-def refuse_same_names(*lists):
-    """UserError for two functions of one list whose values would have one name."""
-    for judges in lists:
-        names = [judge.__name__ for judge in judges]
-        for name in names:
-            if names.count(name) == 1:
-                continue
-            raise UserError(f"two of --reward_funcs are called {name}; rename one, or leave it out")
 
 
 def import_function(flag, name, known):

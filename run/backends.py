@@ -19,7 +19,6 @@ from model.storage.read import find_weights, load_pretrained, sized
 
 from . import minimind
 from .processes.shard import shard
-from .processes.world import rank_and_size
 
 ROWS, MOST_LOGITS = 8, 2**25        # of the comparison of model/fast with the script
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}      # see `checked`
@@ -35,9 +34,9 @@ def add_flags(parser):
     flag("--lora_alpha", type=POSITIVE, default=32, help="alpha / rank scales the adapters")
     flag("--gradient_checkpointing", action="store_true", help="less memory, more time")
     flag = parser.group("the machine").add_argument
-    flag("--sampler", choices=("fast", "plain", "vllm"), help="fast: the sampler and log-probs of "
-         "model/fast, measured on CPUs only; plain: the ones to read, same numbers; vllm: an "
-         "inference engine samples (requirements-vllm.txt), log-probs are fast's (default: fast)")
+    flag("--sampler", choices=("fast", "plain", "vllm"), default="fast", help="fast: the sampler "
+         "and log-probs of model/fast; plain: the ones to read, same numbers; vllm: an inference "
+         "engine samples (requirements-vllm.txt), log-probs are fast's")
     flag("--vllm_gpu_memory_utilization", type=number(float, 0, 1, above=True), default=0.3,
          help="the engine's share of a GPU's memory; it is free while the policy learns")
     flag("--shard", type=int, choices=(0, 1), default=0, help="1: divide weights, gradients and "
@@ -45,14 +44,11 @@ def add_flags(parser):
 
 
 def fill_in(args):
-    """The shipped weights, model/fast, and no shards of a single process."""
-    if args.sampler is None:
-        args.sampler = "plain" if args.fast == 0 else "fast"
+    """The included weights."""
     shipped = Path(__file__).resolve().parents[1] / "model/weights"
     kind = "reason" if args.reasoning else "full_sft"
     args.model_path = args.model_path or str(
         find_weights(sized(kind, args), args.out_dir, shipped))
-    args.shard = int(args.shard and rank_and_size()[1] > 1)
 
 
 def load_models(args, world, token_logps, engine=None):
@@ -111,8 +107,6 @@ def policy_of(model, path, world, args, token_logps, engine=None, *, learns=Fals
     if args.shard:
         shard(model, world, world.matrix_dtype, path)
         sampler, reader = of_a_whole(sampler, world), within(reader)
-    else:                                               # sharded, there is one copy
-        world.agree(**{f"checksum of the weights of {path}": checksum(model)})
     return Policy(model, sampler, reader, world)
 
 
@@ -154,13 +148,6 @@ def checked(fast_logps, plain_logps, world, learns):
         return found
 
     return reader
-
-
-def checksum(model):
-    """A number that is another one, almost surely, for other weights."""
-    integers = {2: torch.int16, 4: torch.int32}
-    return sum(int(weight.detach().view(integers[weight.element_size()]).sum(dtype=torch.int64))
-               for weight in model.parameters())
 
 
 def in_slices(sampler, most):

@@ -6,7 +6,7 @@ from errors import UserError
 
 from .evaluation import evaluate
 from .metrics import describe, rollout_metrics
-from .processes.watch import stop_on_signals
+from .processes.watch import Stopped, stop_on_signals
 from .report import Report
 from .saver import Saver
 
@@ -31,6 +31,9 @@ class Run:
     def __exit__(self, *error):
         if self.report is not None:
             self.report.__exit__(*error)
+        if error[0] is Stopped:         # torchrun ends all ranks once one has left
+            self.world.gather([])
+        self.world.ends.close()
 
     def steps(self, state):
         """Resumes, says what is about to be trained, evaluates; the steps that are left.
@@ -92,7 +95,7 @@ class Run:
                             state.optimizer, state.saved)
             report.draw()
         if self.signal:
-            raise self.saver.stopped(step, self.signal)
+            raise Stopped(self.signal, step, world.rank)
         if self.unjudged == MOST_UNJUDGED:
             raise UserError(f"no completion of the last {MOST_UNJUDGED} steps has a reward; check "
                             "that --reward_funcs fit the data")

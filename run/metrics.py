@@ -95,17 +95,6 @@ class Mean(NamedTuple):
         return self.sum / max(self.count, 1)
 
 
-class Std(NamedTuple):
-    """The sample std, n-1, of numbers of which these are the sums."""
-    sum: float
-    squares: float
-    count: float
-
-    def value(self):        # rounding may bring the variance below 0
-        variance = self.squares - self.sum**2 / max(self.count, 1)
-        return math.sqrt(max(variance, 0.0) / max(self.count - 1, 1))
-
-
 class Max(NamedTuple):
     """The largest."""
     largest: float
@@ -270,7 +259,6 @@ def drift(part, logps, entropy):
         "ppo_kl": Mean(total(old_logps - logps), tokens),
         "rollout_probs_diff_mean": Mean(total(difference), tokens),
         "rollout_probs_diff_max": Max(difference.max()),
-        "rollout_probs_diff_std": Std(total(difference), difference.square().sum(), tokens),
         "rollout_log_ratio_mean": Mean(log_ratio.sum(), completions),
         "rollout_log_ratio_max": Max(log_ratio.max()),
     }

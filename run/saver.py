@@ -10,6 +10,11 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from dataset.jsonl import to_json
 from dataset.prompts import asking_as_trained
@@ -20,22 +25,14 @@ from model.storage.files import AGAIN, read_json, read_tensors
 from model.storage.read import load_pretrained, read_state
 from model.storage.write import save_adapter, save_pretrained
 
-from .backends import checksum
 from .card import write_card
-from .processes.shard import load_parts, part_of, part_of_optimizer, whole_state
-from .processes.watch import SIGNALS, Stopped, under_torchrun
-from .processes.world import GO_ON
+from .processes.shard import load_parts, part_of
+from .processes.watch import SIGNALS
 
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)     # whole tensors, on the CPU
 REPLACED = ("checkpoint", "final", "adapter")
 LAUNCHER = os.getppid()                     # torchrun, if it is there
-# What a resumed run may have otherwise: how long it goes on and at what rate, its machines, and
-# what it reports. All else would make another run of it.
-MAY_CHANGE = set("""
-    max_steps epochs learning_rate warmup_steps batch_size accumulation_steps resume out_dir
-    run_name save_interval device dtype sampler fast shard micro_batch_size rollout_batch_size
-    gradient_checkpointing vllm_gpu_memory_utilization reward_model_device eval_data_path
-    eval_interval eval_samples eval_reward_funcs num_generations_eval eval_only swanlab use_wandb
-    wandb_project ddp num_workers log_interval""".split())
+WHERE = ("out_dir", "run_name", "resume")       # flags that name the run itself
 
 
 class Saver:
@@ -72,6 +69,19 @@ class Saver:
     def fill_in(args):
         args.run_name = args.run_name or f"grpo_{Path(args.model_path).name.removesuffix('.pth')}"
 
+    @staticmethod
+    def flags_of_run(args):
+        """The flags that the run which --resume continues was started with."""
+        flags = read_json(Path(args.out_dir) / args.run_name / "args.json",
+                          "start without --resume, or name the run to resume with --run_name")
+        return {name: value for name, value in flags.items() if name not in WHERE}
+
+    def _print_changes(self):
+        for name, was in self.flags_of_run(self.args).items():
+            value = to_json(getattr(self.args, name, was))
+            if value != was and self.writes:
+                print(f"--{name} was {was} when the run was started, and is now {value}")
+
     def resume(self, policy, optimizer, others):
         """Restores the checkpoint with --resume; returns (steps done, tokens sampled).
 
@@ -79,37 +89,29 @@ class Saver:
         """
         if not self.args.resume:
             return 0, 0
-        refuse_changes(self.run_dir, self.args)
-        done, num_tokens = load_checkpoint(self.run_dir / "checkpoint", policy, optimizer, others)
-        if not self.args.shard:
-            self.world.agree(**{"checksum of the checkpoint": checksum(policy)})
-        self._advise(done)
-        return done, num_tokens
+        self._print_changes()
+        return load_checkpoint(self.run_dir / "checkpoint", policy, optimizer, others)
 
     def is_due(self, step, last_step):
         """Is it time to save? And which signal asks to stop (0: none)? The same on every rank."""
         if step == last_step:
             return True, 0
         signal = self.world.signal
-        if under_torchrun() and os.getppid() != LAUNCHER:       # it was killed
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER:    # it was killed
             signal = SIGNALS[-1]
         signal = max(self.world.gather([signal]))
         return signal > 0 or step % int(self.args.save_interval) == 0, signal
 
     def save(self, step, num_tokens, policy, tokenizer, optimizer, others):
         """Write a checkpoint; all ranks wait until it is whole."""
-        policy, optimizer_state = self._whole(policy), whole_state(optimizer, self.writes)
+        optimizer_state = get_optimizer_state_dict(network(policy), optimizer, options=WHOLE)
+        policy = self._whole(policy)
         others = {name: self._whole(model) for name, model in others.items()}
         if self.writes:
             save_checkpoint(
                 self.run_dir / "checkpoint", policy, tokenizer, optimizer_state, others,
                 step=step, num_tokens=num_tokens)
         self.world.gather([step])           # the others wait until rank 0 has saved
-        self._advise(step)
-
-    def stopped(self, step, signal):
-        """The exception that ends a run which a signal has asked to stop, on all ranks."""
-        return Stopped(signal, f"after step {step}, which is saved; {GO_ON}")
 
     def save_final(self, policy, tokenizer, defaults):
         """Write final/, which load_pretrained, transformers and inference servers can load.
@@ -130,9 +132,6 @@ class Saver:
         """The model itself or, if it is sharded, a whole copy of it for the rank that writes."""
         return model.whole(device="cpu", keep=self.writes) if hasattr(model, "whole") else model
 
-    def _advise(self, step):
-        self.world.saved = step, self.run_dir / "checkpoint"
-
 
 def refuse_loss(run_dir, args):
     """UserError if a flag names something in the folder that a new run replaces.
@@ -150,47 +149,21 @@ def refuse_loss(run_dir, args):
                                 "replace it; choose another --run_name")
 
 
-def refuse_changes(run_dir, args):
-    """UserError if a run is resumed with flags that would make another run of it."""
-    if not (run_dir / "checkpoint").exists() and not (run_dir / "checkpoint.old").exists():
-        return                                  # load_checkpoint says so
-    before = read_json(run_dir / "args.json", "put back what the run wrote there, or start another "
-                                              "with another --run_name")
-    for name, value in to_json(vars(args)).items():
-        was = before.get(name, value)
-        if name in MAY_CHANGE or was == value or name.endswith("_path") and same_path(value, was):
-            continue
-        raise UserError(f"--resume: --{name} was {was} in {run_dir}, and is {value}; give the "
-                        "flags of the run, of which --max_steps, --epochs, --learning_rate and "
-                        "--warmup_steps may change, or start another with another --run_name")
-
-
-def same_path(path, before):
-    """Whether two paths name the same file; or probably do, as it has moved since."""
-    if None in (path, before):
-        return False
-    path, before = Path(path), Path(before)
-    return path.resolve() == before.resolve() or (
-        path.name == before.name and not before.exists())
-
-
 def lock(run_dir):
     """Locks a run's folder; returns what unlocks it, as the end of the process does, too."""
-    file = run_dir / ".lock"
-    held = FileLock(file)
-
-    def unlock():
-        if list(run_dir.glob("*")) == [file]:       # the run has written nothing
-            shutil.rmtree(run_dir, ignore_errors=True)
-        held.release()
-
+    held = FileLock(run_dir / ".lock")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         held.acquire(blocking=False)
     except Timeout:
         raise UserError(f"{run_dir}: another run is writing there; wait until it has ended, stop "
                         "it, or choose another --run_name") from None
-    return unlock
+    return held.release
+
+
+def network(model):
+    """The module whose names torch may look up: of an AnyModel, that of transformers in it."""
+    return model.model if isinstance(model, AnyModel) else model
 
 
 # --- a checkpoint ---------------------------------------------------------------------------------
@@ -230,12 +203,26 @@ def load_checkpoint(folder, model, optimizer, others=None):
         else:
             load_parts(model, read_state(folder)[1])
         saved = read_tensors(folder / "optimizer.pt")
-        moments = {"state": saved["optimizer"]["state"],
-                   "param_groups": optimizer.state_dict()["param_groups"]}
-        optimizer.load_state_dict(part_of_optimizer(moments, optimizer))
+        load_moments(network(model), optimizer, saved["optimizer"])
         for name, other in (others or {}).items():
             load_parts(other, saved[name])
         return int(saved["step"]), int(saved["num_tokens"])
+
+
+def load_moments(model, optimizer, state):
+    """Loads AdamW's moments; its options, such as the weight decay, stay those of the flags."""
+    group, = optimizer.param_groups
+    options = {name: value for name, value in group.items() if name != "params"}
+    set_optimizer_state_dict(model, optimizer, state, options=WHOLE)
+    group.update(options)
+    for weight, moments in optimizer.state.items():     # the fused step reads them without a look
+        for name in ("exp_avg", "exp_avg_sq"):
+            if layout(moments[name]) != layout(weight):
+                raise ValueError(f"{name} has another shape or dtype than its weight")
+
+
+def layout(tensor):
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 @torch.no_grad()

@@ -64,7 +64,6 @@ from . import (
     advantages,
     correction,
     entropy,
-    gdpo,
     kl_in_reward,
     losses,
     moving_reference,
@@ -79,5 +78,5 @@ from . import (
 # would undo a wrapper (TrainState.replace refuses that). Of two that wrap one function the later
 # one is called first: entropy, correction, and teacher wrap compute_loss, and each leaves alone
 # what the others read and return; of those that wrap update_policy, the reference moves last.
-EXTENSIONS = [losses, advantages, process, gdpo, teacher, tool, kl_in_reward, entropy, correction,
+EXTENSIONS = [losses, advantages, process, teacher, tool, kl_in_reward, entropy, correction,
               truncated, oversample, moving_reference]

@@ -1,6 +1,9 @@
 """--scale_rewards, --advantage_estimator: other baselines and scales, of reward/baselines.py."""
+import math
+
 import torch
 
+from errors import UserError
 from reward.baselines import BASELINES, SCALES, estimate, nanstd
 
 NAME = "--scale_rewards, --advantage_estimator"
@@ -11,9 +14,10 @@ def add_flags(parser):
     flag("--scale_rewards", choices=("group", *SCALES), help="divide advantages by the std of the "
          "group, of the step, by nothing, by the group's mean (default: group; none with another "
          "--advantage_estimator)")
-    flag("--advantage_estimator", choices=("grpo", *BASELINES), default="grpo",
+    flag("--advantage_estimator", choices=("grpo", *BASELINES, "gdpo"), default="grpo",
          help="compare a reward with its group's mean, or with the mean of the others (rloo); "
-         "grpo_passk: only the best of a group, with the second best")
+         "grpo_passk: only the best of a group, with the second best; gdpo: divide each reward "
+         "function by its own std in the group, then the sum by that of the step")
 
 
 def defaults(args):
@@ -24,8 +28,15 @@ def is_on(args):
     return args.advantage_estimator != "grpo" or args.scale_rewards not in (None, "group")
 
 
+def check(args):
+    if args.advantage_estimator == "gdpo" and (args.scale_rewards != "none" or args.kl_in_reward):
+        raise UserError("--advantage_estimator gdpo has its own scales, and reads the reward "
+                        "functions one by one; leave --scale_rewards and --kl_in_reward out")
+
+
 def install(state):
-    state.replace(NAME, compute_advantages=compute_advantages)
+    of = gdpo if state.args.advantage_estimator == "gdpo" else compute_advantages
+    state.replace(NAME, compute_advantages=of)
 
 
 def compute_advantages(state, rollout):
@@ -34,3 +45,26 @@ def compute_advantages(state, rollout):
         batch_std = nanstd(torch.tensor(state.world.gather(rollout.rewards.tolist())))
     return estimate(rollout.rewards, args.num_generations, baseline=args.advantage_estimator,
                     scale=args.scale_rewards, batch_std=batch_std).to(rollout.loss_mask.device)
+
+
+def gdpo(state, rollout):
+    """GDPO's advantages, (N,), arXiv 2601.05242: each reward function is normalized on its own.
+
+        S = sum over functions k of weight_k (r_k - mean_k(group)) / (std_k(group) + eps)
+        A = (S - mean(S)) / (std(S) + eps)          over the completions of the step, of all ranks
+
+    What a function has not scored adds nothing to S.
+    """
+    rewards = torch.stack([*rollout.rewards_per_func.values()])                 # (functions, N)
+    each = normalized(rewards.view(-1, state.args.num_generations)).view_as(rewards)
+    total = torch.tensor(state.args.reward_weights, dtype=each.dtype) @ each               # (N,)
+    total = total.where(~rollout.rewards.isnan(), math.nan)
+    of_all = torch.tensor(state.world.gather([total.tolist()]), dtype=total.dtype)    # (ranks, N)
+    advantages = normalized(of_all.flatten()).view_as(of_all)[state.world.rank]
+    return advantages.to(rollout.loss_mask.device, rollout.rewards.dtype)
+
+
+def normalized(x, eps=1e-4):
+    """(x - mean) / (std + eps) over the last dim; 0 for NaN, which counts in neither."""
+    x = x.double()
+    return (x - x.nanmean(-1, keepdim=True)).nan_to_num(0.0) / (nanstd(x) + eps)

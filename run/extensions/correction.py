@@ -1,8 +1,7 @@
 """--sampler_correction and --off_policy_mask_threshold: the sampler is not quite the policy."""
 from dataclasses import replace
-from typing import NamedTuple
 
-from errors import POSITIVE, POSITIVE_OR_0, UserError
+from errors import POSITIVE_OR_0, UserError
 
 from ..metrics import Mean
 from .losses import ONE_RATIO
@@ -11,23 +10,13 @@ NAME = "corrections for the sampler"
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
-class EffectiveShare(NamedTuple):
-    """Kish's effective sample size of weights, as a share: 1 if all are equal, 0 if all are 0."""
-    sum: float
-    squares: float
-    count: float
-
-    def value(self):
-        return self.sum**2 / (max(self.count, 1) * self.squares or 1)
-
-
 def add_flags(parser):
     flag = parser.group("4. update (the objective)").add_argument
     flag("--sampler_correction", choices=CORRECTIONS, default="none", help="where the sampler is "
          "not the policy: weight advantages by pi_old / pi_sampler of the token or the completion; "
          "outside of the next two bounds by the bound (truncate) or 0 (mask)")
-    flag("--sampler_ratio_min", type=POSITIVE_OR_0, default=0.0, help="lower bound of that weight")
-    flag("--sampler_ratio_max", type=POSITIVE, default=3.0, help="and its upper bound")
+    flag("--sampler_ratio", type=POSITIVE_OR_0, nargs=2, default=[0.0, 3.0],
+         metavar=("MIN", "MAX"), help="bounds of that weight")
     flag("--off_policy_mask_threshold", type=POSITIVE_OR_0, default=0.0, help="learn nothing from "
          "bad completions whose mean of log pi_sampler - log pi is above this: 0.5, say; 0: all")
 
@@ -37,10 +26,10 @@ def is_on(args):
 
 
 def check(args):
-    low, high = args.sampler_ratio_min, args.sampler_ratio_max
+    low, high = args.sampler_ratio
     if not low <= 1 <= high:
-        raise UserError(f"--sampler_ratio_min {low} and --sampler_ratio_max {high} leave out the "
-                        "weight 1 of a sampler that is the policy; give bounds around 1")
+        raise UserError(f"--sampler_ratio {low:g} {high:g} leaves out the weight 1 of a sampler "
+                        "that is the policy; pass bounds around 1")
     if args.sampler_correction.startswith("token") and args.loss_type in ONE_RATIO:
         raise UserError(f"--sampler_correction {args.sampler_correction} has a weight per token, "
                         f"and --loss_type {args.loss_type} one ratio per completion; choose one of "
@@ -69,19 +58,12 @@ def near_sampler(inner, state, part, logps, entropy):
 
 
 def weighted(inner, state, part, logps, entropy):
-    """The advantages are multiplied by the weights, which are also metrics.
-
-    rollout_is_mean is the mean over tokens; rollout_is_eff_sample_size Kish's (sum w)² / sum w², as
-    a share of the tokens (verl's).
-    """
+    """The advantages are multiplied by the weights, whose mean over tokens is a metric."""
     args, advantages = state.args, part.advantages.view(len(logps), -1)
-    weights = sampler_weights(                                                     # (n, 1 or R)
-        part, args.sampler_correction, args.sampler_ratio_min, args.sampler_ratio_max)
-    total, squares = ((x * part.loss_mask).sum() for x in (weights, weights.square()))
+    weights = sampler_weights(part, args.sampler_correction, *args.sampler_ratio)  # (n, 1 or R)
     loss, metrics = inner(replace(part, advantages=weights * advantages), logps, entropy)
-    tokens = part.loss_mask.sum()
-    return loss, metrics | {"rollout_is_mean": Mean(total, tokens),
-                            "rollout_is_eff_sample_size": EffectiveShare(total, squares, tokens)}
+    mean = Mean((weights * part.loss_mask).sum(), part.loss_mask.sum())
+    return loss, metrics | {"rollout_is_mean": mean}
 
 
 def sampler_weights(part, correction, low, high):

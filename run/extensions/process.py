@@ -6,7 +6,6 @@ from . import refuse_other_advantages
 from .losses import refuse_one_ratio
 
 NAME = "--supervision process"
-EXCLUDES = ("gdpo",)
 
 
 def add_flags(parser):

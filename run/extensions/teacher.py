@@ -12,7 +12,7 @@ from . import refuse_other_advantages
 from .losses import refuse_one_ratio
 
 NAME = "--teacher_path"
-EXCLUDES = ("process", "gdpo", "kl_in_reward", "oversample")
+EXCLUDES = ("process", "kl_in_reward", "oversample")
 
 
 def add_flags(parser):

@@ -101,48 +101,7 @@ def whole_model(model, blank, *, dtype=None, device=None, keep=True):
     return copied
 
 
-def whole_state(optimizer, keep):
-    """The optimizer's state dict with whole tensors, on the CPU where they were sharded."""
-    def saved(index, tensor):
-        if not is_sharded(tensor):
-            return tensor
-        tensor = whole(tensor)
-        return tensor.cpu() if keep else None
-
-    return with_tensors(optimizer.state_dict(), saved)
-
-
 def load_parts(model, state):
     """Copy this rank's part of each tensor of a state dict into the model."""
     ours = model.state_dict()
     model.load_state_dict({name: part_of(state[name], ours[name]) for name in state})
-
-
-def part_of_optimizer(state, optimizer):
-    """What `whole_state` returned, with this rank's part of each tensor.
-
-    Copied, since it may come from a file that is mapped into memory. ValueError if a tensor has
-    another shape or dtype than AdamW's: the fused step reads and writes them without a look.
-    """
-    weights = dict(enumerate(
-        weight for group in optimizer.param_groups for weight in group["params"]))
-    for index, of_weight in state["state"].items():
-        shape = weights[index].shape
-        expected = {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
-        if {name: tensor.shape for name, tensor in of_weight.items()} != expected or any(
-                tensor.dtype != torch.float32 for tensor in of_weight.values()):
-            raise ValueError(f"the optimizer's state of weight {index} has other shapes or dtypes")
-
-    def ours(index, tensor):
-        if tensor.dim() == 0:           # the count of steps
-            return tensor.clone()
-        return part_of(tensor.contiguous(), weights[index]).clone()
-
-    return with_tensors(state, ours)
-
-
-def with_tensors(state, function):
-    """An optimizer's state dict with function(index of the weight, tensor) for each tensor."""
-    changed = {index: {name: function(index, tensor) for name, tensor in of_weight.items()}
-               for index, of_weight in state["state"].items()}
-    return state | {"state": changed}

@@ -19,7 +19,6 @@ from model.storage.read import choose_device
 from .shard import is_sharded, whole
 
 JOINED_BELOW = 2**18                        # gradients with fewer numbers are summed in one call
-GO_ON = "go on with the same command and --resume"
 
 
 class World:
@@ -29,18 +28,16 @@ class World:
     float32 or bfloat16; auto is bfloat16 on a GPU that has it. On CUDA, what is left in float32
     beside bfloat16 may be multiplied in TF32, with 10 bits after the point instead of 23.
     """
-    current = None                          # the World of the main function that is running
 
     def __init__(self, device=None, dtype="auto", seed=0):
-        self.rank, self.size = rank_and_size()
+        self.rank = int(os.environ.get("RANK", 0))          # torchrun sets both
+        self.size = int(os.environ.get("WORLD_SIZE", 1))
         self.device, self.seed = choose_device(device, self.size), seed
         self.timings = Counter()    # timing_s/<phase> -> seconds, until a run has reported them
         self.running = None, 0.0    # the phase that is being timed, and since when
         self.at_phase = []          # functions that are called with the name of each new phase
         self.signal = 0             # the number of the signal that asked the run to stop (watch.py)
-        self.saved = 0, None        # the step and the folder of the last checkpoint
         self.ends = ExitStack()     # ends.callback(f) calls f when the run ends, well or not
-        World.current = self
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.set_device(self.device)      # what "cuda" means from now on
@@ -59,6 +56,7 @@ class World:
     def join(cls, args):
         """The processes that torchrun started, or this one alone, each with a device of its own."""
         world = cls(args.device, args.dtype, args.seed)
+        args.shard = int(args.shard and world.size > 1)     # one process has nothing to divide
         if world.size > 1:
             on_cuda = world.device.type == "cuda"
             # One rank's rewards may be slow while the others wait. NCCL's own limit is 10 minutes.
@@ -74,14 +72,6 @@ class World:
         flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
              "products; auto: bfloat16 on a GPU that has it, with TF32 for the rest; else float32")
         flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
-
-    @property
-    def advice(self):
-        """After a failure: how to go on, if there is a checkpoint."""
-        step, folder = self.saved
-        if folder is None or not folder.exists():
-            return ""
-        return f"\nThe checkpoint of step {step} is whole; {GO_ON}"
 
     def phase(self, name):
         """From here to the next phase, time goes to timings["timing_s/<name>"]; None: to none."""
@@ -150,17 +140,17 @@ class World:
             print(json.dumps(to_json(values), indent=2))
 
     def agree_on_flags(self, args):
-        """UserError unless all ranks have the same flags, but for paths, whose contents count."""
-        self.agree(**{f"--{name}": value for name, value in to_json(vars(args)).items()
-                      if name != "out_dir" and not name.endswith("_path")})
+        """UserError unless all ranks have the same flags: else one waits for another forever.
 
-    def agree(self, **values):
-        """UserError unless all ranks have the same values: else one waits for another forever."""
-        for rank, others in enumerate(self.gather([values])):
-            for name, value in values.items():
+        Paths may differ from machine to machine.
+        """
+        flags = {name: value for name, value in to_json(vars(args)).items()
+                 if name != "out_dir" and not name.endswith("_path")}
+        for rank, others in enumerate(self.gather([flags])):
+            for name, value in flags.items():
                 if others[name] != value:
-                    raise UserError(f"{name}: {value} on rank {self.rank}, but {others[name]} on "
-                                    f"rank {rank}; give all ranks the same flags and files")
+                    raise UserError(f"--{name}: {value} on rank {self.rank}, but {others[name]} on "
+                                    f"rank {rank}; pass the same flags on all ranks")
 
     def close(self):
         self.ends.close()
@@ -178,20 +168,6 @@ def device_name(text):
     if not re.fullmatch(r"cuda(:\d+)?|mps|cpu", text):
         raise argparse.ArgumentTypeError(f"{text}; it must be cuda, cuda:N, mps or cpu")
     return text
-
-
-def rank_and_size():
-    """What torchrun says of this process; UserError if the environment says a part of it only."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    rank, size, address, port = texts = [os.environ.get(name, "") for name in names]
-    if not rank and not size:
-        return 0, 1
-    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)
-            and (address and port.isdecimal() or int(size) == 1)):
-        found = ", ".join(f"{name}={text}" for name, text in zip(names, texts) if text)
-        raise UserError(f"the environment has {found}, and one process of several needs "
-                        f"{', '.join(names)}; start with torchrun, or unset what was left over")
-    return int(rank), int(size)
 
 
 def sum_together(tensors):
