@@ -211,10 +211,9 @@ def load_checkpoint(folder, model, optimizer, others=None):
 
 def load_moments(model, optimizer, state):
     """Loads AdamW's moments; its options, such as the weight decay, stay those of the flags."""
-    group, = optimizer.param_groups
-    options = {name: value for name, value in group.items() if name != "params"}
+    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     set_optimizer_state_dict(model, optimizer, state, options=WHOLE)
-    group.update(options)
+    optimizer.param_groups[0].update(options)
     for weight, moments in optimizer.state.items():     # the fused step reads them without a look
         for name in ("exp_avg", "exp_avg_sq"):
             if layout(moments[name]) != layout(weight):

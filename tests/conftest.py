@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -43,17 +42,6 @@ def report_args(**changed):
     """The flags that a Report reads."""
     return argparse.Namespace(**{"swanlab": "disabled", "wandb_project": "MiniGRPO",
                                  "log_interval": 1, "num_generations": 2} | changed)
-
-
-def interrupt(number):
-    """Send this process a signal; returns once the run has seen it."""
-    from run.processes.world import World
-
-    os.kill(os.getpid(), number)
-    until = time.monotonic() + 60
-    while not World.current.signal:
-        assert time.monotonic() < until, "the run has not seen the signal"
-        time.sleep(0.001)
 
 
 def left_padded(lengths, vocab_size):

@@ -36,7 +36,7 @@ OPTIONS = {
     "oversample": "--oversample 2",
     "truncated": "--mask_truncated_completions --max_gen_len 40",
     "kl_in_reward": "--kl_in_reward",
-    "gdpo": "--multi_objective_aggregation normalize_then_sum",
+    "gdpo": "--advantage_estimator gdpo",
     "reference": "--ref_model_sync_steps 1",
     "beta_0": "--beta 0",
     "sequence": f"--importance_sampling_level sequence --epsilon_low 3e-4 {TWICE}",

@@ -20,13 +20,12 @@ from train_grpo import TrainState
 FLAGS = {       # how each is switched on
     "losses": "--loss_type dapo", "advantages": "--scale_rewards batch",
     "process": "--supervision process", "tool": "--tool guess",
-    "gdpo": "--multi_objective_aggregation normalize_then_sum",
     "teacher": f"--teacher_path {POLICY}", "kl_in_reward": "--kl_in_reward",
     "correction": "--sampler_correction token_mask --off_policy_mask_threshold 1",
     "entropy": "--entropy_coef 0.1", "truncated": "--mask_truncated_completions",
     "oversample": "--oversample 2", "moving_reference": "--ref_model_sync_steps 1 --beta 0.1"}
-APART = """advantages process, advantages gdpo, advantages teacher, process gdpo, process teacher,
-process tool, gdpo teacher, gdpo kl_in_reward, teacher kl_in_reward, teacher oversample"""
+APART = """advantages process, advantages teacher, process teacher, process tool,
+teacher kl_in_reward, teacher oversample"""
 TOKENIZER = AutoTokenizer.from_pretrained(POLICY)
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,7 +15,8 @@ from errors import UserError
 from model import MiniMindConfig, MiniMindForCausalLM
 from model.fast import pair as fast
 from reward.baselines import estimate
-from run.extensions import gdpo, losses
+from run.extensions import losses
+from run.extensions.advantages import gdpo
 from run.extensions.losses import LOSS_TYPES
 from train_grpo import (
     World,
@@ -90,7 +91,7 @@ def test_gdpo_normalises_each_function_in_its_group_and_then_their_sum_over_the_
         rewards=torch.stack([*per_func.values()]).nanmean(0), rewards_per_func=per_func,
         loss_mask=torch.ones(8, 1))
     args = SimpleNamespace(num_generations=4, reward_weights=weights)
-    found = gdpo.normalize_then_sum(SimpleNamespace(args=args, world=World("cpu")), rollout)
+    found = gdpo(SimpleNamespace(args=args, world=World("cpu")), rollout)
     expected = torch.tensor(normalised(total), dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 

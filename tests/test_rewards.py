@@ -17,7 +17,7 @@ from conftest import jsonl, turns
 from errors import UserError
 from model import load_pretrained
 from reward import load_reward_funcs, rules
-from reward.combine import Judge, refuse_same_names
+from reward.combine import Judge
 from reward.reward_model import reward_model_reward
 from reward.rules import accuracy_reward
 from run.metrics import rollout_metrics
@@ -162,8 +162,6 @@ def test_rewards_are_weighted_and_what_was_not_judged_adds_nothing():
     assert rewards[0].isnan() and rewards[1] == 0
     rewards, _ = combined([lengths], [3e38], ["a", "", "a" * 9])        # the sum is finite or NaN
     assert rewards[0] == torch.tensor(3e38) and rewards[1] == 0 and rewards[2].isnan()
-    with pytest.raises(UserError, match="two of --reward_funcs are called gold"):
-        refuse_same_names([Judge(gold), Judge(gold)])
 
 
 def test_reward_functions_are_found_by_name_and_in_the_current_folder(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from test_vllm import FakeLLM
 from torch import multiprocessing
 
 import train_grpo
-from conftest import interrupt, jsonl
+from conftest import jsonl
 from model import MiniMindConfig, MiniMindForCausalLM, save_pretrained
 from model.fast import pair as fast
 from model.fast import vllm_engine
@@ -24,7 +24,7 @@ from run.saver import load_checkpoint
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="sends itself a signal to stop")
 SHARD = ["--shard", "1"]
-KL = ["--beta", "0.1", "--fast", "0", "--ref_model_sync_steps", "2"]
+KL = ["--beta", "0.1", "--sampler", "plain", "--ref_model_sync_steps", "2"]
 LORA = ["--beta", "0.1", "--lora_rank", "2"]
 HALF = ["--beta", "0.1", "--dtype", "bfloat16"]
 RUNS = [        # (name, flags, calls of `unequal` so far)
@@ -46,7 +46,7 @@ def unequal(prompts, completions, completion_ids, **columns):
     global calls
     calls += 1
     if calls == 3:
-        interrupt(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
     if calls == 104:
         return [1.0] * len(completions)
     dead = os.environ["RANK"] == "1"
@@ -98,7 +98,7 @@ def one_rank(rank, ports, weights, out):
         except SystemExit as error:
             code = error.code
         assert code == expected, name
-        if "--fast" in flags:
+        if "plain" in flags:
             torch.save(read, f"{out}/{name}_{rank}.pt")
         read.clear()
 

@@ -241,12 +241,6 @@ def free_port():
 # --- the flag -------------------------------------------------------------------------------------
 
 
-def test_the_flag_fast_is_a_way_to_say_plain():
-    flags = ["", "--fast 0", "--fast 1 --sampler vllm"]
-    samplers = [train_grpo.parse_args(each.split()).sampler for each in flags]
-    assert samplers == ["fast", "plain", "vllm"]
-
-
 def test_without_vllm_the_run_ends_in_a_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(SystemExit):

@@ -67,12 +67,16 @@ def recorded(main):
 
     A user's mistake is recorded without the frames within, because its sentence says it all.
     """
-    @functools.wraps(main)
-    def wrapper(*args):
+    @record
+    def main_of_rank(*args):
         try:
             return main(*args)
         except UserError as error:
             mistake = error.with_traceback(None)
-        raise mistake
+        raise mistake from None
 
-    return record(wrapper)
+    @functools.wraps(main)
+    def wrapper(*args):
+        return (main_of_rank if "TORCHELASTIC_RUN_ID" in os.environ else main)(*args)
+
+    return wrapper
