@@ -21,7 +21,7 @@ from model.storage.files import (
     unbuilt,
 )
 from model.storage.read import build, local_path, read_weights
-from model.storage.write import hub_config, save_tensors, save_tokenizer, write_json
+from model.storage.write import hub_config, save_tensors, write_json
 
 from .internlm2 import ARCHITECTURE, InternLM2Tokenizer, internlm2_config, internlm2_state
 from .rules import answer_block
@@ -133,7 +133,7 @@ class RewardModel(nn.Module):
         architecture = config["architectures"][0].replace("CausalLM", "SequenceClassification")
         write_json(config | {"id2label": {"0": "score"}, "label2id": {"score": 0},
                              "architectures": [architecture]}, path / "config.json")
-        save_tokenizer(self.tokenizer, path)
+        self.tokenizer.save_pretrained(path)
 
 
 class LikelihoodModel(RewardModel):

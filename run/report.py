@@ -5,7 +5,6 @@ that fails before that, for a mistake in a reward function, say, leaves those re
 """
 import gc
 import importlib.util
-import io
 import json
 import math
 import shutil
@@ -16,10 +15,6 @@ from collections import Counter, deque
 from contextlib import suppress
 from pathlib import Path
 
-from rich.console import Console, Group
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 from tqdm import tqdm
 
 from dataset.jsonl import is_finite, to_json, to_line
@@ -40,6 +35,7 @@ OLD_WEIGHTS = ("the sampler's probabilities are far from the trainer's (rollout_
                "does it sample with old weights, or with others? Compare with --sampler fast; "
                "--sampler_correction token_truncate weights what it samples.")
 
+BOLD, DIM, MAGENTA, CYAN = "1", "2", "35", "36"      # of ANSI's escape codes
 FEW_STEPS = 30          # of a run that has hardly learned
 PATIENCE = 10           # seconds of silence
 RUN_BY = {"fast": "model/fast; --sampler plain runs the lines of train_grpo.py",
@@ -154,8 +150,8 @@ class Report:
         sampled = number(metrics.get("eval/accuracy"), ".1%")
         greedy = number(metrics.get("eval/greedy_accuracy"), ".1%")
         length = number(metrics.get("eval/mean_length"), ".0f")
-        self._print(Text(f"step {step:>3}  held-out accuracy {sampled} sampled, {greedy} greedy, "
-                         f"{length} tokens", style="bold"))
+        self._print(styled(f"step {step:>3}  held-out accuracy {sampled} sampled, {greedy} greedy, "
+                           f"{length} tokens", BOLD))
         if replies is not None:
             self._print(one_reply(replies))
         return metrics
@@ -196,14 +192,13 @@ class Report:
             if "perf/peak_memory" in metrics:
                 self._print(f"GPU memory: {metrics['perf/peak_memory']:.1f} GiB at the peak so far")
         if rows and is_end:
-            width = min(shutil.get_terminal_size().columns, 110)
-            self._print(one_group(step, rows[:self.args.num_generations]), width)
+            self._print(one_group(step, rows[:self.args.num_generations]))
 
     def warn(self, text):
         """Print a warning above the bar, the same text at most once in 20 steps."""
         if self.active and self.current_step - self.warned_at.get(text, -math.inf) >= 20:
             self.warned_at[text] = self.current_step
-            self._print(Text.assemble(("warning: ", "bold magenta"), printable(text)))
+            self._print(styled("warning: ", BOLD, MAGENTA) + printable(text))
 
     def draw(self):
         """Draw curves.png and report.html, at most once a minute; the end of the run does too."""
@@ -224,20 +219,11 @@ class Report:
                       f"`python -m run.page {short(self.run_dir)}` tries again")
         gc.collect()    # a picture is megabytes of objects that refer to each other
 
-    def _print(self, part, width=None):
-        """Print a text or a table above the bar, coloured only in a terminal."""
-        is_terminal = sys.stdout.isatty()
-        if width is None and not is_terminal:
-            width = 10_000                      # in a pipe no line is broken
-        # On paper first: rich ends a program whose reader has gone.
-        paper = io.StringIO()
-        # No markup: "[red]" in what a model wrote is text.
-        Console(file=paper, force_terminal=is_terminal, width=width, markup=False, emoji=False,
-                highlight=False).print(part)
+    def _print(self, text):
+        """Prints a text above the bar."""
         encoding = sys.stdout.encoding or "utf-8"
-        text = paper.getvalue().encode(encoding, errors="replace").decode(encoding)
         with suppress(OSError):     # nobody reads it: a closed terminal, the end of `| tee log`
-            tqdm.write("\n".join(line.rstrip() for line in text.split("\n")), end="")
+            tqdm.write(text.encode(encoding, errors="replace").decode(encoding))
             sys.stdout.flush()
 
     def _warn_of_failures(self, metrics):
@@ -359,14 +345,16 @@ def start_swanlab(run_dir, args):
     return swanlab
 
 
+def styled(text, *codes):
+    """The text with these styles, in a terminal."""
+    return f"\033[{';'.join(codes)}m{text}\033[0m" if sys.stdout.isatty() else text
+
+
 def facts_table(facts):
     """A line for each fact that there is, after its name."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    for name, fact in facts.items():
-        if fact:
-            table.add_row(name, printable(str(fact)))
-    return table
+    width = max(map(len, facts))
+    return "\n".join(f"{styled(name.ljust(width), BOLD)}  {printable(str(fact))}"
+                     for name, fact in facts.items() if fact)
 
 
 def one_group(step, rows):
@@ -388,12 +376,12 @@ def one_group(step, rows):
             numbers += f"  {number(value):>{width}}"
         turns = row["turns"] if "tool_tokens" in row else [row["completion"].strip()]
         copies[numbers, in_turn(turns)] += 1
-    parts = [Text(title, "bold"), one_line(rows[0]["prompt"]), Text(f"\n{head}", "dim")]
+    lines = [styled(title, BOLD), one_line(rows[0]["prompt"]), styled(f"\n{head}", DIM)]
     for (numbers, completion), count in copies.items():
         if count > 1:
             numbers += f"  {count} times"
-        parts += [Text(numbers, "cyan"), Padding(Text.assemble(*completion), (0, 0, 1, 2))]
-    return Group(*parts)
+        lines += [styled(numbers, CYAN), f"  {completion}\n"]
+    return "\n".join(lines)
 
 
 def one_reply(rollout):
@@ -402,16 +390,16 @@ def one_reply(rollout):
     turns = rollout.turns[0] if rollout.turns else [rollout.completions[0].strip()]
     reward = rollout.rewards[0].item()
     verdict = ("right" if reward >= 1 else "wrong") if is_finite(reward) else "not judged"
-    return Padding(Text.assemble(question, "\n", (verdict, "bold"), ": ", *in_turn(turns)), (0, 2))
+    return f"  {question}\n  {styled(verdict, BOLD)}: {in_turn(turns)}"
 
 
 def in_turn(turns):
-    """A completion in one line, as parts of a rich Text: a tool's words are dim, in ‹ ›."""
+    """A completion in one line; a tool's words are dim, in ‹ ›."""
     parts = [without_breaks(cut(text, 400 // len(turns))) for text in turns]
     for i in range(1, len(parts), 2):
         if parts[i]:
-            parts[i] = (f"‹{parts[i].rstrip()}›", "dim")
-    return tuple(parts) if any(parts) else ("(empty)",)
+            parts[i] = styled(f"‹{parts[i].rstrip()}›", DIM)
+    return "".join(parts) or "(empty)"
 
 
 def one_line(text):

@@ -254,7 +254,7 @@ def test_a_run_with_a_tool_resumes_as_if_it_had_never_stopped(tmp_path, own_modu
              "--save_interval", "2", "--out_dir", str(tmp_path)]
     whole, parts = [*flags, "--run_name", "whole"], [*flags, "--run_name", "parts"]
     train_grpo.main([*whole, "--max_steps", "4"])
-    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+    with pytest.raises(SystemExit, match="130"), pytest.MonkeyPatch.context() as patch:
         step = train_grpo.grpo_step
 
         def until_third(state, batch, number, lr):

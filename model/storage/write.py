@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 from ..lora import adapter_state, adapters, merged_state
 from .any_model import AnyModel
-from .files import FAMILIES, eos_token_ids, read_json
+from .files import FAMILIES, eos_token_ids
 
 MOE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
               "decoder_sparse_step", "mlp_only_layers")
@@ -29,7 +29,7 @@ def save_pretrained(model, tokenizer, path):
     if tokenizer.pad_token_id is not None:
         generation["pad_token_id"] = tokenizer.pad_token_id
     write_json(generation, path / "generation_config.json")
-    save_tokenizer(tokenizer, path)
+    tokenizer.save_pretrained(path)
 
 
 def save_tensors(state, path):
@@ -45,23 +45,8 @@ def write_json(content, path):
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def save_tokenizer(tokenizer, path):
-    """Write the tokenizer's files so that transformers 4 can read them as well as 5.
-
-    transformers 5 writes two things that 4 does not understand, but still reads their old form.
-    """
-    tokenizer.save_pretrained(path)
-    file = Path(path) / "tokenizer_config.json"
-    config = read_json(file)
-    if config.get("tokenizer_class") == "TokenizersBackend":
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(config.get("extra_special_tokens"), list):
-        config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    write_json(config, file)
-
-
 def hub_config(model):
-    """The content of config.json, as a dict; RoPE and dtype are in it for transformers 4 and 5."""
+    """The content of config.json, as a dict."""
     if isinstance(model, AnyModel):
         return model.model.config.to_dict() | {"architectures": [type(model.model).__name__]}
     ours = vars(model.config).copy()
@@ -74,16 +59,12 @@ def hub_config(model):
     del ours["qk_norm"], ours["qkv_bias"]
     weights = [layer.weight for layer in adapters(model).values()] or [*model.parameters()]
     dtype = str(weights[0].dtype).removeprefix("torch.")
-    saved = {
+    return {
         "architectures": [FAMILIES[model_type][0]], "model_type": model_type, **ours,
         "hidden_act": "silu", "attention_dropout": 0.0,
-        "rope_parameters": {**(scaling or {"rope_type": "default"}),            # transformers 5
+        "rope_parameters": {**(scaling or {"rope_type": "default"}),
                             "rope_theta": model.config.rope_theta},
-        "dtype": dtype, "torch_dtype": dtype,                           # transformers 5, and 4
-    }
-    if scaling:
-        saved["rope_scaling"] = scaling                                         # transformers 4
-    return saved
+        "dtype": dtype}
 
 
 def save_adapter(model, path):
