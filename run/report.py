@@ -9,7 +9,6 @@ import json
 import math
 import shutil
 import sys
-import threading
 import time
 from collections import Counter, deque
 from contextlib import suppress
@@ -306,20 +305,9 @@ class Report:
 
 
 def visibly(parts, what, world):
-    """Yields the parts, a list. Once they have taken ten seconds, rank 0 shows how far they are."""
-    if world.rank:
-        yield from parts
-        return
-    # In a log a line a minute; tqdm itself would wait for the end of the first part.
-    bar = tqdm(parts, desc=what, delay=PATIENCE, leave=False, dynamic_ncols=True,
-               mininterval=0.1 if sys.stderr.isatty() else 60)
-    timer = threading.Timer(PATIENCE, bar.refresh)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield from bar
-    finally:
-        timer.cancel()
+    """The parts, with a bar on rank 0 after ten seconds; in a log a line a minute."""
+    return tqdm(parts, desc=what, delay=PATIENCE, leave=False, dynamic_ncols=True,
+                disable=world.rank > 0, mininterval=0.1 if sys.stderr.isatty() else 60)
 
 
 def start_swanlab(run_dir, args):

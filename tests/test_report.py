@@ -34,15 +34,12 @@ def metrics(step, **changed):
             "tokens": 100} | changed
 
 
-@pytest.mark.parametrize("rank, waits, is_shown", [(0, 0.5, True), (0, 0, False), (1, 0.5, False)])
-def test_a_long_wait_is_shown_before_its_first_part_is_done(
-        rank, waits, is_shown, monkeypatch, capsys):
+@pytest.mark.parametrize("rank, waits, is_shown", [(0, 0.3, True), (0, 0, False), (1, 0.3, False)])
+def test_a_long_wait_is_shown(rank, waits, is_shown, monkeypatch, capsys):
     monkeypatch.setattr("run.report.PATIENCE", 0.2)
-    for part in visibly(range(3), "evaluation", SimpleNamespace(rank=rank)):
-        if part == 0:
-            time.sleep(waits)
-            said = capsys.readouterr().err
-    assert ("evaluation:   0%" in said) == is_shown and ("0/3" in said) == is_shown
+    for _ in visibly(range(3), "evaluation", SimpleNamespace(rank=rank)):
+        time.sleep(waits)
+    assert ("evaluation: " in capsys.readouterr().err) == is_shown
 
 
 @pytest.mark.parametrize("seconds, text", [

@@ -28,7 +28,6 @@ from model.fast import pair as fast
 from reward.combine import Judge
 from run.evaluation import evaluate
 from run.extensions import install, moving_reference, oversample, teacher
-from run.processes import world as world_module
 from train_grpo import Rollout, TrainState, World, completion_mask, token_logps
 
 POLICY = ROOT / "model/weights/reason_128"
@@ -345,9 +344,6 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost",
                    "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    if world_size > 1:
-        # The gradient of a norm goes alone, shorter ones together.
-        world_module.JOINED_BELOW = 128
     world = World.join(arguments("--device", "cpu"))
     model = load_pretrained(POLICY, dtype=torch.float64)
     rows, six = torch.arange(6).tensor_split(world_size)[rank], rollout_of_six(model, token_logps)

@@ -18,8 +18,6 @@ from model.storage.read import choose_device
 
 from .shard import is_sharded, whole
 
-JOINED_BELOW = 2**18                        # gradients with fewer numbers are summed in one call
-
 
 class World:
     """All processes that torchrun started, or this one alone if it was started without torchrun.
@@ -110,14 +108,15 @@ class World:
 
         A sum rather than a mean, because each rank's loss is already its share of the step's loss.
         """
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        for parameter in parameters:
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                continue
             if parameter.grad is None:
                 # This rank had nothing to learn from, but the all_reduce needs every rank; and
                 # AdamW, to which 0 is a gradient too, moves the same with shards as without.
                 parameter.grad = torch.zeros_like(parameter)
-        if self.size > 1:           # of sharded parameters FSDP has added up the gradients
-            sum_together([parameter.grad for parameter in parameters if not is_sharded(parameter)])
+            if self.size > 1 and not is_sharded(parameter):     # else FSDP has added them up
+                dist.all_reduce(parameter.grad)
 
     def clip_gradients(self, model, max_norm):
         """Scale the gradient down to `max_norm`, if it is longer; its norm before, on all ranks."""
@@ -168,16 +167,3 @@ def device_name(text):
     if not re.fullmatch(r"cuda(:\d+)?|mps|cpu", text):
         raise argparse.ArgumentTypeError(f"{text}; it must be cuda, cuda:N, mps or cpu")
     return text
-
-
-def sum_together(tensors):
-    """all_reduce of each tensor, in place; of the small ones in one call, which is what costs."""
-    small = [tensor for tensor in tensors if tensor.numel() < JOINED_BELOW]
-    for tensor in tensors:
-        if tensor.numel() >= JOINED_BELOW:
-            dist.all_reduce(tensor)         # without a copy
-    if small:
-        flat = torch.cat([tensor.flatten() for tensor in small])
-        dist.all_reduce(flat)
-        for tensor, summed in zip(small, flat.split([tensor.numel() for tensor in small])):
-            tensor.copy_(summed.view_as(tensor))
