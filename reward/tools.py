@@ -139,7 +139,7 @@ def tool_calls(functions):
 
 
 def guess(histories, secret, **columns):
-    """For the game of dataset/guess.py: how the last guess compares with the column `secret`."""
+    """For the game of lab/tasks/guess.py: how the last guess compares with the column `secret`."""
     answers = []
     for history, number in zip(histories, secret):
         last = history[-1].strip()

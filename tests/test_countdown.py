@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from conftest import ROOT, write
-from dataset import PromptCollator, PromptDataset, countdown
+from dataset import PromptCollator, PromptDataset
 from docs.experiments import pass_at_k
 from docs.experiments.__main__ import behaviour
+from lab.tasks import countdown
 from model import load_pretrained, load_tokenizer, rng_of
 from reward.rules import countdown_reward
 

@@ -13,8 +13,9 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from conftest import ROOT, jsonl, turns, write
-from dataset import PromptCollator, PromptDataset, arithmetic
+from dataset import PromptCollator, PromptDataset
 from dataset.prompts import rows_of_step, steps_per_epoch
+from lab.tasks import arithmetic
 from model import load_pretrained
 from model.commands import train_sft
 from model.commands.tokenizer import read_chats
@@ -164,8 +165,8 @@ def test_no_heldout_problem_is_trained_on_in_any_order_of_its_operands():
 
 def test_the_shipped_files_are_what_the_generator_writes_byte_for_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["arithmetic", "--out_dir", str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "dataset.arithmetic")
-    runpy.run_module("dataset.arithmetic", run_name="__main__")
+    monkeypatch.delitem(sys.modules, "lab.tasks.arithmetic")
+    runpy.run_module("lab.tasks.arithmetic", run_name="__main__")
     for name in ("train.jsonl", "heldout.jsonl"):
         assert (tmp_path / name).read_bytes() == (ROOT / "dataset" / name).read_bytes()
 

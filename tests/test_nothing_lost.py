@@ -10,9 +10,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import train_grpo
 from conftest import ROOT, jsonl, turns, write
-from dataset import PromptDataset, batches_from, guess
+from dataset import PromptDataset, batches_from
 from dataset.jsonl import write_jsonl
 from errors import UserError
+from lab.tasks import guess
 from model.storage.files import read_json
 from model.storage.read import load_tokenizer
 from run.processes.world import World

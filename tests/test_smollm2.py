@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from conftest import ROOT
-from dataset import PromptDataset, sentences
+from dataset import PromptDataset
+from lab.tasks import sentences
 from model import load_pretrained, load_tokenizer, sampler
 from model.commands import from_gguf
 from reward import load_reward_funcs, load_reward_model

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 import train_grpo
 from conftest import ROOT, jsonl, turns
 from dataset import PromptCollator, PromptDataset
-from dataset.guess import MOST_GUESSES, PROMPT, games
 from errors import UserError
+from lab.tasks.guess import MOST_GUESSES, PROMPT, games
 from model import Policy, eos_token_ids, load_pretrained, sampler
 from model.commands import train_sft
 from model.fast import pair as fast

@@ -38,9 +38,9 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from dataset.guess import LARGEST
 from dataset.jsonl import columns, is_finite, read_jsonl, rounded, to_line
 from errors import COUNT, UserError, user_errors
+from lab.tasks.guess import LARGEST
 
 from .figures import draw, draw_against_tokens, draw_arrows, draw_bars, draw_marks
 from .measures import MEASURES
@@ -395,7 +395,7 @@ def behaviour(row):
 
 
 def places(turns):
-    """How many guesses a game of dataset/guess.py took, and where they fell.
+    """How many guesses a game of lab/tasks/guess.py took, and where they fell.
 
     place/i: the share in the i-th of PLACES equal parts between the bounds known so far, of those
     made while more than seven numbers were left.

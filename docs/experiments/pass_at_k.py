@@ -18,10 +18,10 @@ import torch
 
 import train_grpo
 from dataset import read_prompts
-from dataset.arithmetic import chat
 from dataset.jsonl import read_jsonl, write_jsonl
 from dataset.prompts import countdown_prompt
 from errors import UserError, user_errors
+from lab.tasks.arithmetic import chat
 from model import sampler
 from model.model import KVCache
 from run.metrics import describe

@@ -21,8 +21,8 @@ import argparse
 import random
 from pathlib import Path
 
-from dataset.arithmetic import chain, chat, evaluate, prompts, with_tags
 from dataset.jsonl import read_jsonl, to_line, write_jsonl
+from lab.tasks.arithmetic import chain, chat, evaluate, prompts, with_tags
 from reward.tools import guess
 
 rng = random.Random(0)
@@ -68,7 +68,7 @@ def any_number(prompts, completions, **columns):
 
 
 def any_answer(histories, secret, seeds, **columns):
-    """A tool for the game of dataset/guess.py: yes for a hit, else high or low by chance."""
+    """A tool for the game of lab/tasks/guess.py: yes for a hit, else high or low by chance."""
     answers = []
     for history, truth, seed in zip(histories, guess(histories, secret), seeds):
         answers.append(truth)

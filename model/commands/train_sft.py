@@ -3,7 +3,7 @@ r"""Trains a policy on conversations, from scratch (pretraining) or from weights
 Five runs of this script made the weights of policies that we ship; docs/own_task.md has the flags.
 Two are for Countdown. The three for arithmetic, of which the last two start from the first:
 
-    python -m dataset.arithmetic --sft out/sft
+    python -m lab.tasks.arithmetic --sft out/sft
     python -m model.commands.tokenizer --save out/tokenizer \
         --data out/sft/pretrain.jsonl out/sft/reason.jsonl out/sft/full_sft.jsonl
     python -m model.commands.train_sft --data out/sft/pretrain.jsonl \

@@ -1,6 +1,6 @@
 """Guess the number: a game in turns, which the tool `guess` answers.
 
-`python -m dataset.guess` writes guess.jsonl, {"prompt", "secret"}: a line for each number. With
+`python -m lab.tasks.guess` writes guess.jsonl, {"prompt", "secret"}: a line for each number. With
 `--sft FOLDER` it also writes the games that the shipped weights imitate, and, for an experiment,
 others that have players who halve. The files are always the same.
 
@@ -61,10 +61,10 @@ def games(rng, players, count):
         yield {"conversations": [{"role": "user", "content": PROMPT}, turn]}
 
 
-@user_errors("dataset.guess")
+@user_errors("lab.tasks.guess")
 def main(argv=None):
-    parser = Parser(prog="python -m dataset.guess", description=__doc__)
-    parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent, help="the folder")
+    parser = Parser(prog="python -m lab.tasks.guess", description=__doc__)
+    parser.add_argument("--out_dir", type=Path, default=Path("dataset"), help="the folder")
     parser.add_argument("--sft", type=Path, help="also write the games to this folder")
     args = parser.parse_args(argv)
     if args.sft and args.sft.resolve() == args.out_dir.resolve():

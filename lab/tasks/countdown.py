@@ -1,6 +1,6 @@
 """Countdown: make a target from numbers, each used exactly once. Here trying more pays.
 
-`python -m dataset.countdown` writes the three files that we ship, in the form of the public data
+`python -m lab.tasks.countdown` writes the three files that we ship, in the form of the public data
 set, {"nums": [9, 8, 6], "target": 57}: countdown_train.jsonl and countdown_heldout.jsonl have three
 numbers and + - *, countdown_hard.jsonl four numbers and + - * /. With `--sft FOLDER` it also writes
 the texts that the shipped weights were trained on, and what experiments train on besides. Every
@@ -29,10 +29,10 @@ import zlib
 from pathlib import Path
 
 from dataset.jsonl import write_jsonl
+from dataset.prompts import countdown_prompt
 from errors import Parser, user_errors
 
 from .arithmetic import chat, evaluate, with_tags
-from .prompts import countdown_prompt
 
 LARGEST = 100           # no result, intermediate ones too, is larger, or below 0
 GAVE_UP = "none"        # the answer of a reply that stopped without a hit
@@ -178,10 +178,10 @@ def rows(some_problems):
     return [{"nums": nums, "target": target} for nums, target in some_problems]
 
 
-@user_errors("dataset.countdown")
+@user_errors("lab.tasks.countdown")
 def main(argv=None):
-    parser = Parser(prog="python -m dataset.countdown", description=__doc__)
-    parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent,
+    parser = Parser(prog="python -m lab.tasks.countdown", description=__doc__)
+    parser.add_argument("--out_dir", type=Path, default=Path("dataset"),
                         help="the folder for the problems that we ship")
     parser.add_argument("--sft", type=Path, help="also write the training texts to this folder")
     args = parser.parse_args(argv)

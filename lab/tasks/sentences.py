@@ -1,7 +1,7 @@
 """Sentences: "Write one sentence of at most 20 words with the words cold, cat and jump."
 
 A task for a chat model that already writes English, such as SmolLM2 (model/commands/from_gguf.py).
-`python -m dataset.sentences` writes the two files that we ship, sentences_train.jsonl and
+`python -m lab.tasks.sentences` writes the two files that we ship, sentences_train.jsonl and
 sentences_heldout.jsonl, with lines of {"prompt", "words"}. They share no word, though some roots
 (`paint`, `painter`). Each prompt asks for a noun, a verb and an adjective, in any order. All verbs
 are regular, so that the judge (reward/rules.py) knows each of their forms by a rule.
@@ -55,9 +55,9 @@ def prompts(rng, count, *, heldout):
     return list(lines.values())
 
 
-@user_errors("dataset.sentences")
+@user_errors("lab.tasks.sentences")
 def main(argv=None):
-    parser = Parser(prog="python -m dataset.sentences", description=__doc__)
+    parser = Parser(prog="python -m lab.tasks.sentences", description=__doc__)
     parser.add_argument("--out_dir", type=Path, default=Path("dataset"), help="the folder")
     args = parser.parse_args(argv)
     for name, count in (("train", 2000), ("heldout", 300)):

@@ -1,6 +1,6 @@
 """The default task: arithmetic that a small model cannot do in its head, but can do on paper.
 
-`python -m dataset.arithmetic` writes the two files that we ship, dataset/train.jsonl and
+`python -m lab.tasks.arithmetic` writes the two files that we ship, dataset/train.jsonl and
 dataset/heldout.jsonl. With `--sft FOLDER` it also writes the (much larger) texts that the shipped
 weights were trained on. Every time they are the same.
 
@@ -263,10 +263,10 @@ def flaw_pairs(rng, count, *, heldout):
         yield chat(f"What is {expression}?", chosen=chosen, rejected=rejected, kind=kind)
 
 
-@user_errors("dataset.arithmetic")
+@user_errors("lab.tasks.arithmetic")
 def main(argv=None):
-    parser = Parser(prog="python -m dataset.arithmetic", description=__doc__)
-    parser.add_argument("--out_dir", type=Path, default=Path(__file__).parent,
+    parser = Parser(prog="python -m lab.tasks.arithmetic", description=__doc__)
+    parser.add_argument("--out_dir", type=Path, default=Path("dataset"),
                         help="the folder for train.jsonl and heldout.jsonl")
     parser.add_argument("--sft", type=Path, help="also write the training texts to this folder")
     args = parser.parse_args(argv)
