@@ -40,8 +40,7 @@ def add_flags(parser):
     parser.epilog = (
         "MiniMind's other flags work too: accumulation_steps multiplies batch_size; hidden_size "
         "(128) and use_moe name the default weights, num_hidden_layers refuses others; use_wandb "
-        "is, as there, SwanLab: swanlab online, wandb_project its project; ddp, num_workers and "
-        "log_interval do nothing.")
+        "is, as there, SwanLab: swanlab online, wandb_project its project.")
 
 
 def fill_in(args):

@@ -224,6 +224,8 @@ def test_importance_weights_multiply_the_policy_term_alone(six, policy, loss_typ
                                  sampler_ratio=[0.0, 2.0], **options)
     counted = six.loss_mask.bool()
     assert metrics["rollout_is_mean"] == pytest.approx(weights[counted].mean().item(), rel=1e-4)
+    share = weights[counted].mean() ** 2 / weights[counted].square().mean()
+    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(share.item(), rel=1e-4)
     of_completions = (ratios.log() * counted).sum(1).abs()
     for name, value in (("mean", of_completions.mean()), ("max", of_completions.max())):
         assert metrics[f"rollout_log_ratio_{name}"] == pytest.approx(value.item(), rel=1e-4)

@@ -1,5 +1,6 @@
 """--sampler_correction and --off_policy_mask_threshold: the sampler is not quite the policy."""
 from dataclasses import replace
+from typing import NamedTuple
 
 from errors import POSITIVE_OR_0, UserError
 
@@ -8,6 +9,16 @@ from .losses import ONE_RATIO
 
 NAME = "corrections for the sampler"
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+class EffectiveShare(NamedTuple):
+    """Kish's effective sample size of weights, as a share: 1 if all are equal, 0 if all are 0."""
+    sum: float
+    squares: float
+    count: float
+
+    def value(self):
+        return self.sum**2 / (max(self.count, 1) * self.squares or 1)
 
 
 def add_flags(parser):
@@ -58,12 +69,18 @@ def near_sampler(inner, state, part, logps, entropy):
 
 
 def weighted(inner, state, part, logps, entropy):
-    """The advantages are multiplied by the weights, whose mean over tokens is a metric."""
+    """The advantages are multiplied by the weights, which are also metrics.
+
+    rollout_is_mean is the mean over tokens; rollout_is_eff_sample_size Kish's (sum w)² / sum w², as
+    a share of the tokens (verl's).
+    """
     args, advantages = state.args, part.advantages.view(len(logps), -1)
     weights = sampler_weights(part, args.sampler_correction, *args.sampler_ratio)  # (n, 1 or R)
     loss, metrics = inner(replace(part, advantages=weights * advantages), logps, entropy)
-    mean = Mean((weights * part.loss_mask).sum(), part.loss_mask.sum())
-    return loss, metrics | {"rollout_is_mean": mean}
+    total, squares = ((x * part.loss_mask).sum() for x in (weights, weights.square()))
+    tokens = part.loss_mask.sum()
+    return loss, metrics | {"rollout_is_mean": Mean(total, tokens),
+                            "rollout_is_eff_sample_size": EffectiveShare(total, squares, tokens)}
 
 
 def sampler_weights(part, correction, low, high):
