@@ -31,8 +31,9 @@ class Run:
     def __exit__(self, *error):
         if self.report is not None:
             self.report.__exit__(*error)
-        if error[0] is Stopped:         # torchrun ends all ranks once one has left
-            self.world.gather([])
+        if error[0] is Stopped:
+            self.world.gather([])       # torchrun ends all ranks once one has left
+            self.world.close()
         self.world.ends.close()
 
     def steps(self, state):

@@ -2,7 +2,6 @@
 
     python tests/first_gpu_run.py                       all rows
     python tests/first_gpu_run.py --rows lora resume    some of them
-    python tests/first_gpu_run.py --pretend             without a GPU: tests/pretend_gpu.py
 
 Each row is a process of its own, with a time limit: one that fails leaves the others. It ends as
 `ran: figures`, `skipped: why` or `failed: error`. The model of the last rows has the shape of
@@ -32,15 +31,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS))
-    parser.add_argument("--pretend", action="store_true", help="with a GPU that is not there")
     parser.add_argument("--row", choices=tuple(ROWS), help=argparse.SUPPRESS)   # of a process
     args = parser.parse_args()
     if args.row:
-        return print_row(args.row, args.pretend)
+        return print_row(args.row)
     print(f"| {'what':44} | how it went |\n|---|---|")
     for name in args.rows:
-        title, limit = ROWS[name].__doc__, 60 * (5 if args.pretend else 10)
-        command = [sys.executable, __file__, "--row", name, *["--pretend"] * args.pretend]
+        title, limit = ROWS[name].__doc__, 600
+        command = [sys.executable, __file__, "--row", name]
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit)
             lines = done.stdout.strip().splitlines()
@@ -54,19 +52,13 @@ def failure(text):
     return f"failed: {(text.strip().splitlines() or ['without a word'])[-1]}"
 
 
-def print_row(name, pretend):
+def print_row(name):
     """In a process of its own: what became of a row, as its last line."""
-    import pytest
     import torch
-    from pretend_gpu import pretend_gpu
     try:
-        if not pretend and not torch.cuda.is_available():
+        if not torch.cuda.is_available():
             raise Skipped("torch finds no GPU here")
-        if pretend:
-            with pytest.MonkeyPatch.context() as patch, pretend_gpu(patch) as gpu:
-                how = f"ran: {ROWS[name](gpu)}"
-        else:
-            how = f"ran: {ROWS[name](None)}"
+        how = f"ran: {ROWS[name]()}"
     except Skipped as reason:
         how = f"skipped: {reason}"
     except Exception as error:
@@ -74,13 +66,13 @@ def print_row(name, pretend):
     print(how)
 
 
-def run(pretend, out, *flags, ranks=0):
+def run(out, *flags, ranks=0):
     """The metrics of a run of the script, by step; an error with its last line if it fails."""
     from conftest import jsonl
     command = [sys.executable]
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += ["tests/pretend_gpu.py"] if pretend else ["train_grpo.py", "--device", "cuda"]
+    command += ["train_grpo.py", "--device", "cuda"]
     done = subprocess.run([*command, *SMALL, "--out_dir", str(out), *flags], cwd=ROOT,
                           capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "tests"})
     if done.returncode:
@@ -94,13 +86,11 @@ def figures(metrics):
             f"trainer differ by {last['rollout_probs_diff_mean']:.1e}")
 
 
-# --- the rows: functions of the pretended GPU, or None --------------------------------------------
+# --- the rows -------------------------------------------------------------------------------------
 
 
-def suite(gpu):
+def suite():
     """the suite's CUDA part"""
-    if gpu:
-        raise Skipped("it asks a real one")
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "tests/test_cuda.py"], cwd=ROOT,
                           capture_output=True, text=True)
     if done.returncode:
@@ -139,7 +129,7 @@ def readers(state, rollout):
             f"{apart.mean():.1e}, at {len(apart)} tokens")
 
 
-def pair(gpu):
+def pair():
     """plain against fast, float32"""
     states = [loaded("float32", name) for name in ("plain", "fast")]
     plain, fast = (answers(state, greedy=True) for state in states)
@@ -148,7 +138,7 @@ def pair(gpu):
             f"{readers(states[1], answers(states[1]))}")
 
 
-def bfloat16(gpu):
+def bfloat16():
     """bfloat16 against float32"""
     from model import fast
     state = loaded("bfloat16")
@@ -160,16 +150,14 @@ def bfloat16(gpu):
     return f"log-probs {apart.mean():.1e} apart on average, {found}"
 
 
-def lora(gpu):
+def lora():
     """LoRA, three steps"""
     with tempfile.TemporaryDirectory() as folder:
-        return figures(run(gpu, folder, "--lora_rank", "8"))
+        return figures(run(folder, "--lora_rank", "8"))
 
 
-def two_on_one(gpu):
+def two_on_one():
     """two processes on one card, by Gloo"""
-    if gpu:
-        raise Skipped("tests/test_pretend_gpu.py has two")
     with tempfile.TemporaryDirectory() as folder:
         code = ("import os, sys, torch, torch.distributed as dist; sys.path.insert(0, '.'); "
                 "os.environ['LOCAL_RANK'] = '0'; os.environ['LOCAL_WORLD_SIZE'] = '1'; "
@@ -187,94 +175,87 @@ def two_on_one(gpu):
         return "three steps"
 
 
-def two_on_two(gpu):
+def two_on_two():
     """two processes on two cards, by NCCL"""
     import torch
-    if not gpu and torch.cuda.device_count() < 2:
+    if torch.cuda.device_count() < 2:
         raise Skipped("there is one card")
     with tempfile.TemporaryDirectory() as folder:
-        return figures(run(gpu, folder, ranks=2))
+        return figures(run(folder, ranks=2))
 
 
-def resume(gpu):
+def resume():
     """a resume"""
     from conftest import jsonl
     with tempfile.TemporaryDirectory() as folder:
-        run(gpu, f"{folder}/whole")
-        run(gpu, f"{folder}/parts", "--max_steps", "2")
-        run(gpu, f"{folder}/parts", "--resume")
+        run(f"{folder}/whole")
+        run(f"{folder}/parts", "--max_steps", "2")
+        run(f"{folder}/parts", "--resume")
         whole, parts = (jsonl(next(Path(folder, name).glob("*/completions.jsonl")))
                         for name in ("whole", "parts"))
     same = [a["completion"] == b["completion"] for a, b in zip(whole, parts) if a["step"] == 3]
     return f"{sum(same)} of {len(same)} texts of the step after it as without a break"
 
 
-def vllm(gpu):
+def vllm():
     """vLLM, one rank under torchrun"""
     if importlib.util.find_spec("vllm") is None:
         raise Skipped("vLLM is not installed")
-    if gpu:
-        raise Skipped("vLLM finds no card")
     with tempfile.TemporaryDirectory() as folder:
-        return figures(run(gpu, folder, "--sampler", "vllm", ranks=1))
+        return figures(run(folder, "--sampler", "vllm", ranks=1))
 
 
-def random_weights(folder, gpu):
-    """Weights of Qwen3-0.6B's shape, made by transformers' class; a tenth of it for no card."""
+def random_weights(folder):
+    """Weights of Qwen3-0.6B's shape, made by transformers' class."""
     import transformers
 
     from model import load_tokenizer
     sizes = {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
              "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
              "head_dim": 128, "tie_word_embeddings": True}
-    if gpu:
-        sizes |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64,
-                  "vocab_size": 1000}
     tokenizer = load_tokenizer(ROOT / "model/weights/reason_128", 10**9)
     config = transformers.Qwen3Config(**sizes | {"eos_token_id": sizes["vocab_size"] - 1})
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return ["--model_path", folder, "--reward_funcs", "repetition", "--batch_size", "8",
-            "--num_generations", "8", "--max_gen_len", "32" if gpu else "512",
+            "--num_generations", "8", "--max_gen_len", "512",
             "--gradient_checkpointing"]
 
 
-def memory(gpu):
+def memory():
     """the memory of a step, 0.6B"""
     with tempfile.TemporaryDirectory() as folder:
-        flags = random_weights(folder, gpu)
-        metrics = run(gpu, f"{folder}/out", *flags)
+        flags = random_weights(folder)
+        metrics = run(f"{folder}/out", *flags)
     measured = max(line.get("perf/peak_memory", 0.0) for line in metrics)
     return f"{measured:.2f} GiB"
 
 
-def speed(gpu):
+def speed():
     """sampled tokens a second, 0.6B"""
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        flags = random_weights(folder, gpu)
+        flags = random_weights(folder)
         for sampler in ("plain", "fast", "vllm"):
-            if sampler == "vllm" and (gpu or importlib.util.find_spec("vllm") is None):
+            if sampler == "vllm" and importlib.util.find_spec("vllm") is None:
                 continue
-            metrics = run(gpu, f"{folder}/{sampler}", *flags, "--sampler", sampler)
+            metrics = run(f"{folder}/{sampler}", *flags, "--sampler", sampler)
             rate = metrics[-1]["tokens"] / metrics[-1]["timing_s/rollout"]
             found.append(f"{sampler} {rate:,.0f}")
-        found.append(f"generate {generated(folder, gpu):,.0f}")
+        found.append(f"generate {generated(folder):,.0f}")
     return ", ".join(found)
 
 
-def generated(folder, gpu):
+def generated(folder):
     """Tokens a second of transformers' generate, the second time."""
     import torch
     import transformers
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    model, ids = model.to("cpu" if gpu else "cuda"), torch.full((64, 30), 7)
+    model, ids = model.to("cuda"), torch.full((64, 30), 7)
     for _ in range(2):
         start = time.perf_counter()
-        texts = model.generate(ids.to(model.device), max_new_tokens=32 if gpu else 512,
-                               do_sample=True, top_k=0)
-        if not gpu:
-            torch.cuda.synchronize()
+        texts = model.generate(ids.to(model.device), max_new_tokens=512, do_sample=True, top_k=0)
+        torch.cuda.synchronize()
         rate = texts[:, 30:].numel() / (time.perf_counter() - start)
     return rate
 

@@ -32,7 +32,7 @@ CHAT, GYM = f"model.commands.chat {WEIGHTS}", "dataset.reasoning_gym chain_sum -
     ("model.commands.tokenizer --data chats.jsonl --save new --vocab_size 7", "--vocab_size 263"),
     ("model.commands.from_gguf _ --save new", "file empty"),
     (f"{GYM} --size -1", "--size -1"), (f"{GYM} --heldout -1", "--heldout -1"),
-    *((f"dataset.{name} --out_dir binary/new", "binary/new")
+    *((f"lab.tasks.{name} --out_dir binary/new", "binary/new")
       for name in ("arithmetic", "guess", "sentences")),
     ("train_grpo --temperature 1e-45", "--temperature 0.001"),
     ("train_grpo --data_path _", "--data_path empty"), ("train_grpo --model_path _", "empty"),

@@ -37,6 +37,7 @@ def metrics(step, **changed):
 @pytest.mark.parametrize("rank, waits, is_shown", [(0, 0.3, True), (0, 0, False), (1, 0.3, False)])
 def test_a_long_wait_is_shown(rank, waits, is_shown, monkeypatch, capsys):
     monkeypatch.setattr("run.report.PATIENCE", 0.2)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)     # a log gets a line a minute
     for _ in visibly(range(3), "evaluation", SimpleNamespace(rank=rank)):
         time.sleep(waits)
     assert ("evaluation: " in capsys.readouterr().err) == is_shown

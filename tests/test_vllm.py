@@ -247,7 +247,7 @@ def test_without_vllm_the_run_ends_in_a_sentence(tmp_path, monkeypatch, capsys):
         train_grpo.main(["--sampler", "vllm", "--batch_size", "2", "--out_dir", str(tmp_path)])
     said = capsys.readouterr().err.splitlines()[-1]
     assert "error: --sampler vllm: " in said and said.endswith("see requirements-vllm.txt")
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".lock"]
 
 
 # --- vLLM -----------------------------------------------------------------------------------------
