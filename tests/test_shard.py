@@ -12,7 +12,7 @@ from test_vllm import FakeLLM
 from torch import multiprocessing
 
 import train_grpo
-from conftest import jsonl
+from conftest import ROOT, jsonl, write
 from model import MiniMindConfig, MiniMindForCausalLM, save_pretrained
 from model.fast import pair as fast
 from model.fast import vllm_engine
@@ -29,14 +29,13 @@ LORA = ["--beta", "0.1", "--lora_rank", "2"]
 HALF = ["--beta", "0.1", "--dtype", "bfloat16"]
 RUNS = [        # (name, flags, calls of `unequal` so far)
     ("apart", [], 100), ("sharded", SHARD, 100),
-    ("checkpointed", [*SHARD, "--gradient_checkpointing"], 100),
-    ("kl_apart", KL, 100), ("kl_sharded", KL + SHARD, 100),
+    ("kl_apart", KL, 100), ("kl_sharded", [*KL, *SHARD, "--gradient_checkpointing"], 100),
     ("lora_apart", LORA, 100), ("lora_sharded", LORA + SHARD, 100),
     ("lora_stopped", LORA + SHARD, 0), ("lora_stopped", LORA + SHARD + ["--resume"], 103),
     ("engine_sharded", SHARD + ["--sampler", "vllm"], 100),
     ("half_sharded", HALF + SHARD, 100),
     ("half_stopped", HALF + SHARD, 0), ("half_stopped", HALF + SHARD + ["--resume"], 103)]
-STEPS, calls, read = 5, 0, []       # read: the log-probs of the script's token_logps
+STEPS, calls, read = 4, 0, []       # read: the log-probs of the script's token_logps
 token_logps = train_grpo.token_logps
 
 
@@ -77,7 +76,7 @@ def one_rank(rank, ports, weights, out):
     global calls
     torch.set_num_threads(1)
     sys.path.insert(0, os.path.dirname(__file__))
-    Report.draw = lambda report: None        # takes longer than a run
+    Report._draw = lambda report: None       # takes longer than a run
     vllm_engine.Engine._start = start_fake
     train_grpo.token_logps = watched
     for port, (name, flags, calls_before) in zip(ports, RUNS):
@@ -92,7 +91,8 @@ def one_rank(rank, ports, weights, out):
                 "--model_path", weights, "--out_dir", out, "--run_name", name,
                 "--reward_funcs", "test_shard:unequal", "--beta", "0", "--batch_size", "3",
                 "--num_generations", "4", "--max_gen_len", "12", "--max_steps", str(STEPS),
-                "--eval_interval", "5", "--eval_samples", "5",
+                "--data_path", f"{out}/data.jsonl", "--eval_data_path", f"{out}/data.jsonl",
+                "--eval_interval", "4", "--eval_samples", "3",
                 "--micro_batch_size", "2", "--rollout_batch_size", "8",
                 "--learning_rate", "1e-3", *flags])
         except SystemExit as error:
@@ -110,6 +110,7 @@ def out(tokenizer, tmp_path_factory):
     config = MiniMindConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=57,
                             num_hidden_layers=2, head_dim=8)
     save_pretrained(MiniMindForCausalLM(config), tokenizer, folder / "weights")
+    write(folder / "data.jsonl", jsonl(ROOT / "dataset/train.jsonl")[100:160])
     arguments = free_ports(len(RUNS)), str(folder / "weights"), str(folder)
     multiprocessing.spawn(one_rank, arguments, nprocs=2)
     return folder
@@ -119,14 +120,14 @@ def final(out, name):
     return load_file(out / name / "final/model.safetensors")
 
 
-@pytest.mark.parametrize("names", [("apart", "sharded"), ("apart", "checkpointed"),
-                                   ("kl_apart", "kl_sharded"), ("lora_apart", "lora_sharded")])
+@pytest.mark.parametrize("names", [("apart", "sharded"), ("kl_apart", "kl_sharded"),
+                                   ("lora_apart", "lora_sharded")])
 def test_sharded_runs_learn_the_same(names, out):
     apart, sharded = (final(out, name) for name in names)
     start = load_file(out / "weights/model.safetensors")
     assert apart.keys() == sharded.keys()
     for name in apart:
-        assert (apart[name] - sharded[name]).abs().max() < 1e-6, name
+        assert (apart[name] - sharded[name]).abs().max() < 1e-5, name
     assert max((apart[name] - start[name]).abs().max() for name in apart) > 1e-3
     lines = [jsonl(out / name / "metrics.jsonl") for name in names]
     for ours, theirs in zip(*lines):
@@ -163,8 +164,7 @@ def test_another_number_of_ranks_resumes_it(name, flags, out, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     args = train_grpo.parse_args([*flags, "--beta", "0", "--model_path", str(out / "weights"),
                                   "--reward_funcs", "test_shard:unequal"])
-    world = SimpleNamespace(device=torch.device("cpu"), matrix_dtype=torch.float32,
-                            agree=lambda **values: None)
+    world = SimpleNamespace(device=torch.device("cpu"), matrix_dtype=torch.float32)
     policy = load_models(args, world, train_grpo.token_logps)[0].model
     optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
     done, _ = load_checkpoint(out / name / "checkpoint", policy, optimizer)
