@@ -82,6 +82,29 @@ def no_pictures(request, monkeypatch):
         monkeypatch.setattr("run.curves.draw_curves", lambda run_dirs, path: path.touch())
 
 
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory):
+    """A folder with the first prompts of the included data."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, count in (("train", 600), ("heldout", 300)):
+        lines = (ROOT / f"dataset/{name}.jsonl").read_bytes().splitlines(keepends=True)
+        (folder / f"{name}.jsonl").write_bytes(b"".join(lines[:count]))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def few_prompts(request, monkeypatch, small_data):
+    """A run that a test starts in this process reads fewer prompts: to read all of them takes
+    longer than a few steps. Tests of the data itself have the fixture `all_prompts`."""
+    if "all_prompts" not in request.fixturenames:
+        monkeypatch.setattr("dataset.prompts.HERE", small_data)
+
+
+@pytest.fixture
+def all_prompts():
+    """Runs read all prompts of the included data."""
+
+
 @pytest.fixture
 def pictures():
     """Runs draw their curves."""

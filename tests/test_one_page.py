@@ -20,7 +20,7 @@ FLAGS = re.search("`python train_grpo.py\\s([^`]+)`", page.__doc__)[1].split()
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("updates, prompts, flags", [
     (1, 16, []), (2, 4, ["--num_iterations", "2", "--batch_size", "4"])])
-def test_the_page_takes_the_steps_of_the_script(updates, prompts, flags, tmp_path, capsys,
+def test_the_page_takes_the_steps_of_the_script(all_prompts, updates, prompts, flags, tmp_path, capsys,
                                                 monkeypatch):
     steps, losses = [], []
     step_of, loss_of = page.grpo_step, page.grpo_loss

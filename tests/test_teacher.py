@@ -46,7 +46,7 @@ def test_the_mean_gradient_is_that_of_each_tokens_kl_and_of_the_whole_with_all_l
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_a_teacher_teaches_without_a_reward(tmp_path, own_module, recwarn, capsys):
+def test_a_teacher_teaches_without_a_reward(all_prompts, tmp_path, own_module, recwarn, capsys):
     own_module("no_judge", "def judge(prompts, completions, **columns):\n"
                "    return [None] * len(completions)\n")
     train_grpo.main([*SMALL, "--batch_size", "1", "--max_gen_len", "12", "--eval_interval", "0",
