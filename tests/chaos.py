@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 STEPS = 6
 FLAGS = f"""--batch_size 2 --num_generations 4 --max_gen_len 24 --max_steps {STEPS}
 --save_interval 2 --eval_interval 3 --eval_samples 8 --num_iterations 2 --num_minibatches 2
---ref_model_sync_steps 2 --oversample 2 --run_name run --reward_funcs format tag accuracy""".split()
+--ref_model_sync_steps 2 --oversample 2 --run_name run --reward_funcs format tag accuracy
+--data_path dataset/heldout.jsonl --eval_data_path dataset/heldout.jsonl""".split()
 SHARDED = ("--shard", "1")
 LORA = (*SHARDED, "--lora_rank", "2", "--ref_model_sync_steps", "0")    # its reference is the base
 RUNS = [(1, ()), (2, ()), (1, ()), (2, SHARDED), (1, ()), (2, LORA)]    # (processes, more flags)

@@ -18,10 +18,10 @@ FLAGS = re.search("`python train_grpo.py\\s([^`]+)`", page.__doc__)[1].split()
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("updates, prompts, flags", [
-    (1, 16, []), (2, 4, ["--num_iterations", "2", "--batch_size", "4"])])
-def test_the_page_takes_the_steps_of_the_script(all_prompts, updates, prompts, flags, tmp_path, capsys,
-                                                monkeypatch):
+@pytest.mark.parametrize("last_step, updates, prompts, flags", [
+    (1, 1, 16, []), (2, 2, 4, ["--num_iterations", "2", "--batch_size", "4"])])
+def test_the_page_takes_the_steps_of_the_script(
+        last_step, updates, prompts, flags, all_prompts, tmp_path, capsys, monkeypatch):
     steps, losses = [], []
     step_of, loss_of = page.grpo_step, page.grpo_loss
 
@@ -38,12 +38,12 @@ def test_the_page_takes_the_steps_of_the_script(all_prompts, updates, prompts, f
     monkeypatch.setattr(page, "B", prompts)
     monkeypatch.setattr(page, "grpo_step", spied_step)
     monkeypatch.setattr(page, "grpo_loss", spied_loss)
-    policy = page.main(last_step=2, heldout=20)
-    check_report(capsys.readouterr().out, *steps[-1])
-    train_grpo.main([*FLAGS, *flags, "--max_steps", "2", "--eval_interval", "0",
+    policy = page.main(last_step, heldout=20)
+    check_report(capsys.readouterr().out, last_step, *steps[-1])
+    train_grpo.main([*FLAGS, *flags, "--max_steps", str(last_step), "--eval_interval", "0",
                      "--out_dir", str(tmp_path), "--run_name", "a"])
     rows, metrics = (jsonl(tmp_path / f"a/{name}.jsonl") for name in ("completions", "metrics"))
-    assert len(losses) == 2 * updates and len(metrics) == 2
+    assert len(losses) == last_step * updates and len(metrics) == last_step
     # In a third step of this size a CPU's rounding has been seen to draw another token.
     for i, (line, (rollout, _)) in enumerate(zip(metrics, steps)):
         theirs = [row for row in rows if row["step"] == i + 1]
@@ -62,9 +62,10 @@ def test_the_page_takes_the_steps_of_the_script(all_prompts, updates, prompts, f
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def check_report(out, rollout, metrics):
+def check_report(out, last_step, rollout, metrics):
     """What it prints: two reports, the second with a group of the last rollout."""
-    assert re.findall(r"^step (\d): [\d.]+% of held-out", out, re.MULTILINE) == ["0", "2"]
+    reported = re.findall(r"^step (\d): [\d.]+% of held-out", out, re.MULTILINE)
+    assert reported == ["0", str(last_step)]
     assert out.count("What is 24 + 33*8? '") == 2
     length = rollout.lengths.float().mean()
     assert f"KL per token {metrics['kl']:.4f}, tokens per completion {length:.1f}." in out

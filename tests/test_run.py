@@ -384,7 +384,7 @@ def test_ranks_micro_batches_and_the_pair_change_no_gradient(tmp_path, monkeypat
         monkeypatch.setenv(name, "")            # so that what the call sets is undone
     runs = []
     for pair, world_size, micro_batch_size in (
-            (fast, 1, 6), (train_grpo, 1, 6), (fast, 1, 1), (fast, 2, 2)):
+            (fast, 1, 6), (train_grpo, 1, 6), (fast, 2, 2)):
         rest = *free_ports(1), micro_batch_size, pair.token_logps, tmp_path
         if world_size == 1:
             gradients_of_learning(0, 1, *rest)

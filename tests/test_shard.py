@@ -31,7 +31,6 @@ RUNS = [        # (name, flags, calls of `unequal` so far)
     ("apart", [], 100), ("sharded", SHARD, 100),
     ("kl_apart", KL, 100), ("kl_sharded", [*KL, *SHARD, "--gradient_checkpointing"], 100),
     ("lora_apart", LORA, 100), ("lora_sharded", LORA + SHARD, 100),
-    ("lora_stopped", LORA + SHARD, 0), ("lora_stopped", LORA + SHARD + ["--resume"], 103),
     ("engine_sharded", SHARD + ["--sampler", "vllm"], 100),
     ("half_sharded", HALF + SHARD, 100),
     ("half_stopped", HALF + SHARD, 0), ("half_stopped", HALF + SHARD + ["--resume"], 103)]
@@ -153,9 +152,8 @@ def test_an_engine_gets_whole_weights(out):
     assert len(jsonl(out / "engine_sharded/metrics.jsonl")) == STEPS        # see Fake
 
 
-@pytest.mark.parametrize("prefix", ["half_", "lora_"])
-def test_a_sharded_run_that_is_stopped_and_resumed_ends_the_same_bit_for_bit(prefix, out):
-    ours, theirs = final(out, f"{prefix}stopped"), final(out, f"{prefix}sharded")
+def test_a_sharded_run_that_is_stopped_and_resumed_ends_the_same_bit_for_bit(out):
+    ours, theirs = final(out, "half_stopped"), final(out, "half_sharded")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
