@@ -38,7 +38,7 @@ def test_the_page_takes_the_steps_of_the_script(
     monkeypatch.setattr(page, "B", prompts)
     monkeypatch.setattr(page, "grpo_step", spied_step)
     monkeypatch.setattr(page, "grpo_loss", spied_loss)
-    policy = page.main(last_step, heldout=20)
+    policy = page.main(last_step, heldout=5)
     check_report(capsys.readouterr().out, last_step, *steps[-1])
     train_grpo.main([*FLAGS, *flags, "--max_steps", str(last_step), "--eval_interval", "0",
                      "--out_dir", str(tmp_path), "--run_name", "a"])

@@ -102,7 +102,7 @@ def ends_of(cell, arm, results):
     begins, ends = {}, {}
     for run in results:
         seed = run["seed"]
-        if run["row"] != cell["row"] or seed != cell.get("seed", seed):
+        if (run["row"], run["arm"]) != (cell["row"], arm) or seed != cell.get("seed", seed):
             continue
         steps, values = series([run], arm, cell["key"])
         end = at_end(cell["key"], values)
