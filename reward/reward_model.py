@@ -5,8 +5,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForSequenceClassification
-from transformers.utils import logging
 
 from errors import UserError
 from model import load_pretrained, load_tokenizer, save_pretrained
@@ -248,6 +246,8 @@ def load_own(folder, state, dtype):
 
 
 def load_classifier(folder, saved, dtype):
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
     refuse_code(saved, folder / "config.json")
     theirs = read_hub_config(folder)
     if not unbuilt(theirs) and theirs.num_labels == 1:

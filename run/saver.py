@@ -10,11 +10,6 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from dataset.jsonl import to_json
 from dataset.prompts import asking_as_trained
@@ -29,7 +24,6 @@ from .card import write_card
 from .processes.shard import load_parts, part_of
 from .processes.watch import SIGNALS
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)     # whole tensors, on the CPU
 REPLACED = ("checkpoint", "final", "adapter")
 LAUNCHER = os.getppid()                     # torchrun, if it is there
 WHERE = ("out_dir", "run_name", "resume")       # flags that name the run itself
@@ -104,7 +98,7 @@ class Saver:
 
     def save(self, step, num_tokens, policy, tokenizer, optimizer, others):
         """Write a checkpoint; all ranks wait until it is whole."""
-        optimizer_state = get_optimizer_state_dict(network(policy), optimizer, options=WHOLE)
+        optimizer_state = moments_of(policy, optimizer)
         policy = self._whole(policy)
         others = {name: self._whole(model) for name, model in others.items()}
         if self.writes:
@@ -203,16 +197,25 @@ def load_checkpoint(folder, model, optimizer, others=None):
         else:
             load_parts(model, read_state(folder)[1])
         saved = read_tensors(folder / "optimizer.pt")
-        load_moments(network(model), optimizer, saved["optimizer"])
+        load_moments(model, optimizer, saved["optimizer"])
         for name, other in (others or {}).items():
             load_parts(other, saved[name])
         return int(saved["step"]), int(saved["num_tokens"])
 
 
-def load_moments(model, optimizer, state):
+def moments_of(model, optimizer):
+    """AdamW's state as whole tensors, by the names of the weights; every rank takes part."""
+    from torch.distributed.checkpoint import state_dict  # slow to import
+    whole = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return state_dict.get_optimizer_state_dict(network(model), optimizer, options=whole)
+
+
+def load_moments(model, optimizer, saved):
     """Loads AdamW's moments; its options, such as the weight decay, stay those of the flags."""
+    from torch.distributed.checkpoint import state_dict
+    whole = state_dict.StateDictOptions(full_state_dict=True)
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    set_optimizer_state_dict(model, optimizer, state, options=WHOLE)
+    state_dict.set_optimizer_state_dict(network(model), optimizer, saved, options=whole)
     optimizer.param_groups[0].update(options)
     for weight, moments in optimizer.state.items():     # the fused step reads them without a look
         for name in ("exp_avg", "exp_avg_sq"):

@@ -10,9 +10,6 @@ from functools import partial
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging
 
 from ..model import Head
 from .files import explained
@@ -54,6 +51,7 @@ class AnyModel(nn.Module):
             attention_mask = input_ids.new_ones(len(input_ids), past + T)
         positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
         options = {"position_ids": positions, "logits_to_keep": logits_to_keep}
+        from transformers.modeling_layers import GradientCheckpointingLayer
         # A layer recomputes its activations in training mode only. The modules in it stay in
         # evaluation mode: dropout would make another network of each pass.
         recompute = self.model.gradient_checkpointing and torch.is_grad_enabled()
@@ -75,6 +73,9 @@ def load(path, config, lacking, *, dtype=None, matrix_dtype=None, device=None):
 
     config: files.read_hub_config(path); lacking: files.unbuilt(config).
     """
+    # Imported here, as it takes longer than all that a run of our own network imports.
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging
     logging.disable_progress_bar()
     with explained(path, "transformers can't run it as a policy", "choose other weights"):
         theirs, info = AutoModelForCausalLM.from_pretrained(
