@@ -114,8 +114,8 @@ def train(version, name, calls, out):
     for flags in calls:
         done = subprocess.run(
             [*start, *shlex.split(f"{SMALL} {by_its_names(flags, version)}"), "--out_dir", out,
-             "--run_name", folder], cwd=version, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+             "--run_name", folder], cwd=version, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if done.returncode:
             raise RuntimeError(f"{version} fails with {flags}:\n{done.stdout[-2000:]}")
     return Path(out) / folder
