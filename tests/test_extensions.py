@@ -38,9 +38,12 @@ def state_with(*names, **fields):
 
 
 def test_nothing_that_the_script_loads_imports_the_script():
-    """It runs as __main__, so that an import would load it a second time, with other functions."""
+    """It runs as __main__, so that an import would load it a second time, with other functions.
+
+    Nor does the trainer import anything of lab.
+    """
     program = ("import importlib, pkgutil, sys, dataset, model, reward, run\n"
-               "sys.modules['train_grpo'] = None       # an import of it raises\n"
+               "sys.modules |= {'train_grpo': None, 'lab': None}   # an import of them raises\n"
                "for room in dataset, model, reward, run:\n"
                "    for one in pkgutil.walk_packages(room.__path__, f'{room.__name__}.'):\n"
                "        print(importlib.import_module(one.name).__name__)\n")
