@@ -6,7 +6,7 @@ from errors import UserError
 
 from .evaluation import evaluate
 from .metrics import describe, rollout_metrics
-from .processes.watch import Stopped, stop_on_signals
+from .processes.watch import Stopped, stop, stop_on_signals
 from .report import Report
 from .saver import Saver
 
@@ -96,7 +96,7 @@ class Run:
                             state.optimizer, state.saved)
             report.draw()
         if self.signal:
-            raise Stopped(self.signal, step, world.rank)
+            stop(self.signal, step, world.rank)
         if self.unjudged == MOST_UNJUDGED:
             raise UserError(f"no completion of the last {MOST_UNJUDGED} steps has a reward; check "
                             "that --reward_funcs fit the data")

@@ -26,7 +26,8 @@ from .processes.watch import SIGNALS
 
 REPLACED = ("checkpoint", "final", "adapter")
 LAUNCHER = os.getppid()                     # torchrun, if it is there
-WHERE = ("out_dir", "run_name", "resume")       # flags that name the run itself
+# Flags that name the run, and one whose effect has another name.
+NOT_OF_A_RUN = ("out_dir", "run_name", "resume", "use_wandb")
 
 
 class Saver:
@@ -68,7 +69,7 @@ class Saver:
         """The flags that the run which --resume continues was started with."""
         flags = read_json(Path(args.out_dir) / args.run_name / "args.json",
                           "start without --resume, or name the run to resume with --run_name")
-        return {name: value for name, value in flags.items() if name not in WHERE}
+        return {name: value for name, value in flags.items() if name not in NOT_OF_A_RUN}
 
     def _print_changes(self):
         for name, was in self.flags_of_run(self.args).items():

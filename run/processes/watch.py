@@ -20,12 +20,7 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Stopped(SystemExit):
-    """Ends a run that a signal has asked to stop, on all ranks after the same step."""
-
-    def __init__(self, number, step, rank):
-        super().__init__(128 + number)      # as shells have it
-        say(f"stopped by {signal.Signals(number).name} after step {step}, which is saved; continue "
-            "with the same command and --resume", rank)
+    """A signal ends the run, on all ranks after the same step."""
 
 
 def stop_on_signals(world):
@@ -53,6 +48,13 @@ def stop_on_signals(world):
         if handler != signal.SIG_IGN:
             signal.signal(number, ask)
             world.ends.callback(signal.signal, number, handler)
+
+
+def stop(number, step, rank):
+    """Ends the run that this signal has asked to stop."""
+    say(f"stopped by {signal.Signals(number).name} after step {step}, which is saved; continue "
+        "with the same command and --resume", rank)
+    raise Stopped(128 + number)             # as shells have it
 
 
 def say(text, rank):
