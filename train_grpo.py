@@ -64,6 +64,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import torch
 
+import reward.load
 from dataset import prompts
 from errors import (
     COUNT,
@@ -75,15 +76,18 @@ from errors import (
     number,
     user_errors,
 )
-from model import Policy, Rollout, eos_token_ids, load_tokenizer
-from model.fast.vllm_engine import Engine
-from reward import combine
-from run import backends, evaluation, extensions, minimind, report
+from model import eos_token_ids, load_tokenizer
+from model.vllm import Engine
+from run import evaluate, extensions, minimind_flags
+from run import policy as policies
+from run.checkpoint import Saver
+from run.distributed import World
 from run.loop import Run
 from run.metrics import Metrics
-from run.processes.watch import recorded
-from run.processes.world import World
-from run.saver import Saver
+from run.policy import Policy
+from run.report import terminal
+from run.rollout import Rollout
+from run.signals import recorded
 
 # --- the objective --------------------------------------------------------------------------------
 
@@ -207,7 +211,7 @@ REWARD_WEIGHTS = {"format": 1.0, "tag": 1.0, "rm": 1.0, "accuracy": 1.0}
 # the models; and these functions. state.generate(batch, rng) calls generate(state, batch, rng),
 # unless an option has taken its place.
 #
-# A Rollout (model/rollout.py) has a row for each completion. This file uses of it:
+# A Rollout (run/rollout.py) has a row for each completion. This file uses of it:
 #     loss_mask                  (N, R) the tokens that are trained, by default all through the EOS
 #     sampling_logps, ref_logps  (N, R) as the sampler computed them; under the reference
 #     rewards, advantages        (N,); rewards_per_func {name: (N,)}
@@ -241,7 +245,7 @@ def compute_logps(state, policy, rollout):
 def compute_rewards(state, rollout, reward_funcs, reward_weights):
     """3. Returns the weighted sum of the rewards, (N,), and each function's own, {name: (N,)}.
 
-    Each function is wrapped (reward/combine.py) so that it returns floats, with NaN for None and
+    Each function is wrapped (reward/load.py) so that it returns floats, with NaN for None and
     for a call that failed. A completion that no function has scored gets NaN.
     """
     given = rollout.for_rewards()                           # prompts, completions, and columns
@@ -375,7 +379,7 @@ class TrainState:
     world: World
     tokenizer: object
     eos_ids: list                       # ids of the tokens that end a completion
-    policy: Policy                      # model/policy.py: a model, its sampler, its token_logps
+    policy: Policy                      # run/policy.py: a model, its sampler, its token_logps
     reference: Policy                   # None with --beta 0
     optimizer: torch.optim.Optimizer
     reward_funcs: list
@@ -423,14 +427,14 @@ def load(args, world):
     """The TrainState of a run: models, optimizer, rewards, and what its options wrap or replace."""
     world.agree_on_flags(args)      # else some rank waits for the others, unnoticed
     engine = Engine(world, args) if args.sampler == "vllm" else None
-    policy, reference = backends.load_models(args, world, token_logps, engine)
+    policy, reference = policies.load_models(args, world, token_logps, engine)
     tokenizer_path = args.tokenizer_path or args.model_path
     tokenizer = load_tokenizer(tokenizer_path, policy.model.config.vocab_size)
     eos_ids = eos_token_ids(policy.model, tokenizer)
     if not eos_ids:
         raise UserError(f"{tokenizer_path}: neither the tokenizer nor the model config defines an "
                         "EOS token, so no completion could end; pass another --tokenizer_path")
-    reward_funcs, eval_funcs = combine.load_for_run(
+    reward_funcs, eval_funcs = reward.load.load_for_run(
         args, world.device, known={"format": format_reward, "tag": tag_reward})
     optimizer = torch.optim.AdamW(policy.model.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)   # 0.99: runs are short
@@ -472,7 +476,7 @@ def parse_args(argv=None):
     for title in GROUPS:
         parser.add_argument_group(title)
     add_flags(parser)
-    for owner in (prompts, combine, evaluation, Saver, report, backends, World, minimind,
+    for owner in (prompts, reward.load, evaluate, Saver, terminal, policies, World, minimind_flags,
                   extensions):
         owner.add_flags(parser)
     args = filled_in(parser.parse_args(argv))
@@ -533,10 +537,10 @@ def add_flags(parser):
 def filled_in(args):
     """The flags, with the defaults that depend on other flags."""
     extensions.fill_in(args)
-    minimind.fill_in(args)
+    minimind_flags.fill_in(args)
     prompts.fill_in(args)
-    backends.fill_in(args)
-    combine.fill_in(args, REWARD_WEIGHTS)
+    policies.fill_in(args)
+    reward.load.fill_in(args, REWARD_WEIGHTS)
     Saver.fill_in(args)
     for name, value in {"beta": 0.02, "loss_type": "grpo", "kl_type": "k3", "epsilon_high": 0.2,
                         "scale_rewards": "group"}.items():

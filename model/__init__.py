@@ -18,14 +18,11 @@ import os
 # Before torch is imported: waiting threads go to sleep soon, so that a busy machine stays usable.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
+from .load import eos_token_ids, find_weights, load_pretrained, load_tokenizer
 from .model import MiniMindConfig, MiniMindForCausalLM
-from .policy import Policy
-from .rollout import Rollout
 from .sampler import rng_of, sample
-from .storage.files import eos_token_ids
-from .storage.read import find_weights, load_pretrained, load_tokenizer
-from .storage.write import save_pretrained
+from .save import save_pretrained
 
 __all__ = [
-    "MiniMindConfig", "MiniMindForCausalLM", "Policy", "Rollout", "eos_token_ids",
-    "find_weights", "load_pretrained", "load_tokenizer", "rng_of", "sample", "save_pretrained"]
+    "MiniMindConfig", "MiniMindForCausalLM", "eos_token_ids", "find_weights",
+    "load_pretrained", "load_tokenizer", "rng_of", "sample", "save_pretrained"]

@@ -9,7 +9,7 @@ end of the chat:
 import itertools
 
 from model import MiniMindConfig
-from model.storage.files import read_json
+from model.load import read_json
 
 ARCHITECTURE = "InternLM2ForRewardModel"
 # Their names -> those of the policy's backbone. The fused wqkv is also split: see internlm2_state.

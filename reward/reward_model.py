@@ -8,21 +8,23 @@ from torch import nn
 
 from errors import UserError
 from model import load_pretrained, load_tokenizer, save_pretrained
-from model.fast.pair import read_tree
-from model.model import Decoder
-from model.storage.files import (
+from model.fast import read_tree
+from model.load import (
+    build,
     explained,
+    local_path,
     read_config,
     read_hub_config,
     read_json,
+    read_weights,
     refuse_code,
     unbuilt,
 )
-from model.storage.read import build, local_path, read_weights
-from model.storage.write import hub_config, save_tensors, write_json
+from model.model import Decoder
+from model.save import hub_config, save_tensors, write_json
 
+from .functions import answer_block
 from .internlm2 import ARCHITECTURE, InternLM2Tokenizer, internlm2_config, internlm2_state
-from .rules import answer_block
 
 ANOTHER = "choose another model"
 LIKELIHOOD = "likelihood:"          # in front of the path of a language model

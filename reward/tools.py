@@ -14,8 +14,8 @@ import warnings
 
 from errors import UserError, cut, reason
 
-from .combine import check_columns, import_function, show
-from .rules import value_of
+from .functions import value_of
+from .load import check_columns, import_function, show
 from .turns import Turns
 
 MOST_CHARACTERS = 4000      # of an answer

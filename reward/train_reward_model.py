@@ -36,10 +36,10 @@ from dataset.jsonl import read_lines, write_jsonl
 from dataset.prompts import is_chat
 from errors import COUNT, Parser, UserError, number, user_errors
 from model import load_pretrained, load_tokenizer, sample
-from model.commands.train_sft import optimize
-from model.storage.files import explained, read_config
-from model.storage.read import build, read_weights
+from model.load import build, explained, read_config, read_weights
+from model.train_sft import optimize
 
+from .functions import accuracy_reward, extract_answer
 from .reward_model import (
     ANOTHER,
     LikelihoodModel,
@@ -48,7 +48,6 @@ from .reward_model import (
     load_likelihood,
     with_reply,
 )
-from .rules import accuracy_reward, extract_answer
 
 KEPT = 1000         # pairs saved next to the weights, for a later --replay
 REPLIES, MOST = 8, 2        # of --sample: replies to a problem, and pairs of them at most

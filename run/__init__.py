@@ -11,6 +11,6 @@
     extensions/   options that the step does not know, each whole in one module
     minimind.py   MiniMind's flags
 
-`python -m run.curves out/run_a` draws the curves from the command line, and
-`python -m run.page out/run_a` writes the page.
+`python -m run.report.picture out/run_a` draws the curves from the command line, and
+`python -m run.report.html_page out/run_a` writes the page.
 """

@@ -4,11 +4,11 @@ from pathlib import Path
 from dataset import batches_from, read_prompts
 from errors import UserError
 
-from .evaluation import evaluate
+from .checkpoint import Saver
+from .evaluate import evaluate
 from .metrics import describe, rollout_metrics
-from .processes.watch import Stopped, stop, stop_on_signals
-from .report import Report
-from .saver import Saver
+from .report.terminal import Report
+from .signals import Stopped, stop, stop_on_signals
 
 MOST_UNJUDGED = 10      # steps in a row without a reward
 

@@ -48,9 +48,9 @@ from model import (  # noqa: E402
     load_tokenizer,
     save_pretrained,
 )
-from model.fast import pair as fast  # noqa: E402
-from reward.combine import Judge  # noqa: E402
-from reward.rules import RULES  # noqa: E402
+from model import fast  # noqa: E402
+from reward.load import Judge  # noqa: E402
+from reward.functions import RULES  # noqa: E402
 
 SHIPPED = ROOT / "model/weights/reason_128"
 OF_SCRIPT = {"format": train_grpo.format_reward, "tag": train_grpo.tag_reward}
@@ -110,7 +110,7 @@ def weights_of(case, folder):
                        cwd=ROOT, check=True, capture_output=True)
         return Path(folder) / "trained/final"
     if case.package:
-        command = ["-m", "model.commands.from_gguf", case.package, "--save", folder]
+        command = ["-m", "lab.tasks.from_gguf", case.package, "--save", folder]
         subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
         return Path(folder)
     if case.config is None:

@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 import train_grpo  # noqa: E402
-from model.rollout import MicroBatch  # noqa: E402
 from reward.baselines import estimate  # noqa: E402
+from run.distributed import World  # noqa: E402
 from run.extensions import correction, gdpo, losses  # noqa: E402
-from run.processes.world import World  # noqa: E402
+from run.rollout import MicroBatch  # noqa: E402
 
 N, R, L = 6, 8, 20
 LENGTHS = torch.tensor([1, R, 4, 2, R, 5])

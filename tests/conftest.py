@@ -79,7 +79,7 @@ def no_pictures(request, monkeypatch):
     """A run that a test starts in this process leaves an empty curves.png: to draw it takes longer
     than a few steps. Tests of the picture itself have the fixture `pictures`."""
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("run.curves.draw_curves", lambda run_dirs, path: path.touch())
+        monkeypatch.setattr("run.report.picture.draw_curves", lambda run_dirs, path: path.touch())
 
 
 @pytest.fixture(scope="session")
@@ -125,7 +125,7 @@ def tokenizer(tmp_path_factory):
     """A tokenizer trained on a few strings, as it comes back from disk."""
     from transformers import AutoTokenizer
 
-    from model.commands.tokenizer import train_tokenizer
+    from lab.tasks.tokenizer import train_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
     texts = ["user", "assistant", "What is 7 + 3*7?", "The answer is 28."]

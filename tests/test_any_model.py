@@ -12,14 +12,13 @@ from test_run import measured
 import train_grpo
 from conftest import edit, left_padded
 from errors import UserError
-from model import fast, load_pretrained, sampler
-from model.fast import vllm_engine
+from model import fast, load_pretrained, sampler, vllm
+from model.load import read_config
 from model.lora import adapter_state, adapters, merged_state, with_adapters
-from model.storage.any_model import AnyModel, Cache
-from model.storage.files import read_config
-from run import backends
-from run.processes.shard import shard
-from run.processes.world import World
+from model.transformers_model import AnyModel, Cache
+from run import policy as policies
+from run.distributed import World
+from run.fsdp import shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -245,11 +244,11 @@ def test_the_pair_is_chosen_by_the_flag_and_by_whose_network_the_policy_is(
     plain, quick = (sampler.sample, train_grpo.token_logps), (fast.sample, fast.token_logps)
     ours, other, world = tiny_policy[1], load_pretrained(saved("GPT2LMHeadModel")[0]), World("cpu")
     adapted = with_adapters(copy.deepcopy(ours), rank=2, alpha=4)
-    monkeypatch.setattr(backends, "checked", lambda fast_logps, *_: fast_logps)
+    monkeypatch.setattr(policies, "checked", lambda fast_logps, *_: fast_logps)
 
     def pair_of(model, name, engine=None):
         args = train_grpo.parse_args(["--sampler", name])
-        policy = backends.policy_of(model, "x", world, args, train_grpo.token_logps, engine)
+        policy = policies.policy_of(model, "x", world, args, train_grpo.token_logps, engine)
         return policy.sampler, policy.reader
 
     for model, name, expected in ((ours, "fast", quick), (adapted, "fast", quick),
@@ -258,7 +257,7 @@ def test_the_pair_is_chosen_by_the_flag_and_by_whose_network_the_policy_is(
     for model, (_, reader) in ((ours, quick), (other, plain)):
         assert pair_of(model, "vllm", "an engine") == ("an engine", reader)
     state = train_grpo.load(train_grpo.parse_args(["--sampler", "vllm"]), world)
-    assert isinstance(state.policy.sampler, vllm_engine.Engine)
+    assert isinstance(state.policy.sampler, vllm.Engine)
     assert (state.reference.sampler, state.reference.reader) == quick
 
 

@@ -10,11 +10,10 @@ from test_objective import loop_loss, random_case
 from test_run import POLICY, SMALL, arguments, gradient, jsonl, rollout_of_six, state_of
 
 import train_grpo
-from model import load_pretrained
-from model.fast import pair as fast
+from model import fast, load_pretrained
 from model.model import Head
-from model.rollout import MicroBatch
 from run.extensions import correction as of_sampler
+from run.rollout import MicroBatch
 from train_grpo import World, family_loss, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_thread")

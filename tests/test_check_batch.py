@@ -8,12 +8,12 @@ import train_grpo
 from conftest import ROOT
 from dataset import read_prompts
 from docs.check_grpo import check_batch, main
-from model import Policy, load_pretrained
-from model.fast import pair
+from model import fast, load_pretrained
 from reward.baselines import estimate
+from run.policy import Policy
 from train_grpo import World, group_advantages
 
-next_token = pair.next_token
+next_token = fast.next_token
 
 
 def fewer(logits, k, p):
@@ -34,7 +34,7 @@ def loaded(*flags):
 def rollout(monkeypatch, flags=(), k=0, p=1.0, temperature=1.0, dtype="float32", trainer=None):
     """What check_batch takes of 64 completions of eight prompts; and the Rollout."""
     (state, asked), world = loaded(*flags), World("cpu", dtype, 3)
-    monkeypatch.setattr(pair, "next_token", lambda logits, _, *rest: next_token(
+    monkeypatch.setattr(fast, "next_token", lambda logits, _, *rest: next_token(
         fewer(logits, k, p) if k else logits, temperature, *rest))
     monkeypatch.setattr(state.policy, "world", world)
     found = state.generate(asked, world.rng(1))

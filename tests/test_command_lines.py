@@ -10,15 +10,15 @@ from safetensors import SafetensorError
 import train_grpo
 from conftest import ROOT
 from errors import sentence, user_errors
-from run import curves
+from run.report import picture
 
 WEIGHTS = ROOT / "model/weights/reason_128"
 FILES = {"binary": b"\x80\xff", "itself": b"@other", "other": b"# again\n@itself", "quote": b"'a",
          "empty.jsonl": b"", "chats.jsonl": b'{"prompt": "1+1", "answer": "2"}',
          "pairs.jsonl": b'{"conversations": [], "chosen": 2, "rejected": "3"}'}
-SFT = f"model.commands.train_sft --data chats.jsonl --save new --init {WEIGHTS}"
+SFT = f"model.train_sft --data chats.jsonl --save new --init {WEIGHTS}"
 JUDGE = f"reward.train_reward_model --save new --init {WEIGHTS}"
-CHAT, GYM = f"model.commands.chat {WEIGHTS}", "dataset.reasoning_gym chain_sum --save new"
+CHAT, GYM = f"model.chat {WEIGHTS}", "dataset.reasoning_gym chain_sum --save new"
 
 
 @pytest.mark.parametrize("command, words", [
@@ -29,8 +29,8 @@ CHAT, GYM = f"model.commands.chat {WEIGHTS}", "dataset.reasoning_gym chain_sum -
     (f"{JUDGE} --data pairs.jsonl --heldout pairs.jsonl", "pairs.jsonl, 1: chosen"),
     (f"{JUDGE} --data empty.jsonl --heldout pairs.jsonl", "empty.jsonl: pair"),
     (f"{CHAT} --temperature nan", "--temperature nan"), (f"{CHAT} --max_new_tokens -1", "-1;"),
-    ("model.commands.tokenizer --data chats.jsonl --save new --vocab_size 7", "--vocab_size 263"),
-    ("model.commands.from_gguf _ --save new", "file empty"),
+    ("lab.tasks.tokenizer --data chats.jsonl --save new --vocab_size 7", "--vocab_size 263"),
+    ("lab.tasks.from_gguf _ --save new", "file empty"),
     (f"{GYM} --size -1", "--size -1"), (f"{GYM} --heldout -1", "--heldout -1"),
     *((f"lab.tasks.{name} --out_dir binary/new", "binary/new")
       for name in ("arithmetic", "guess", "sentences")),
@@ -38,7 +38,7 @@ CHAT, GYM = f"model.commands.chat {WEIGHTS}", "dataset.reasoning_gym chain_sum -
     ("train_grpo --data_path _", "--data_path empty"), ("train_grpo --model_path _", "empty"),
     ("train_grpo @binary", "@binary: utf-8"), ("train_grpo @itself", "@itself itself"),
     ("train_grpo @quote", "@quote quotation"), ("train_grpo @nowhere", "@nowhere: file"),
-    ("run.curves _", "runs empty"),
+    ("run.report.picture _", "runs empty"),
 ])
 def test_what_a_command_refuses_is_one_sentence_and_exit_code_2(
         command, words, capsys, monkeypatch, tmp_path):
@@ -91,7 +91,7 @@ def test_curves_of_what_no_run_wrote(line, flags, words, capsys, monkeypatch, tm
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 1.0}\n' + line + "\n")
     monkeypatch.setattr(sys, "argv", ["", ".", *flags.split()])
     with nullcontext() if words is None else pytest.raises(SystemExit, match="2"):
-        curves.main()
+        picture.main()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (words is not None)
     assert not words or all(word in lines[0] for word in words.split())

@@ -14,7 +14,7 @@ from docs.experiments import pass_at_k
 from docs.experiments.__main__ import behaviour
 from lab.tasks import countdown
 from model import load_pretrained, load_tokenizer, rng_of
-from reward.rules import countdown_reward
+from reward.functions import countdown_reward
 
 
 def values(nums, operators):

@@ -9,8 +9,7 @@ from test_sampler import EOS, FAMILIES, PAD, PROMPTS, TEMPERATURE, batch, padded
 
 import train_grpo
 from conftest import ROOT, jsonl
-from model import sampler
-from model.fast import pair as fast
+from model import fast, sampler
 from model.lora import adapters, with_adapters
 from train_grpo import completion_mask
 

@@ -16,9 +16,9 @@ from conftest import ROOT, jsonl, turns, write
 from dataset import PromptCollator, PromptDataset
 from dataset.prompts import rows_of_step, steps_per_epoch
 from lab.tasks import arithmetic
+from lab.tasks.tokenizer import read_chats
 from model import load_pretrained
 from model.commands import train_sft
-from model.commands.tokenizer import read_chats
 
 USER, REPLY = turns("2+3?", "5")
 

@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 import train_grpo
 from conftest import ROOT
 from errors import Parser
-from run import minimind
+from run import minimind_flags
 
 FLAGS = "docs/flags_zh.md"       # of no English page
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in (
@@ -205,7 +205,7 @@ def test_the_chinese_table_of_flags_has_all_flags_and_their_defaults():
             train_grpo.parse_args([])
     actions = {action.option_strings[0]: action for action in parse.call_args[0][0]._actions}
     rows = {row[0].strip("`"): row[1] for table in tables(CHINESE[FLAGS]) for row in table}
-    assert rows.keys() == actions.keys() - {"-h", *(f"--{name}" for name in minimind.GONE)}
+    assert rows.keys() == actions.keys() - {"-h", *(f"--{name}" for name in minimind_flags.GONE)}
     for name in rows:
         action = actions[name]
         if isinstance(action.default, int | float) and not isinstance(action.default, bool):

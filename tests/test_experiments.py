@@ -54,7 +54,7 @@ def test_it_runs_what_is_missing_with_its_flags_seed_and_change(
     page = tmp_path / "page.md"
     page.write_text(f"# T\n\n## Small (in `a`)\n\n```diff\n-{line}\n+{other}\n```\n")
     experiment |= {"page": page, "seeds": [1, 2],
-                   "first": ["-m model.commands.train_sft --save {out}/a"],
+                   "first": ["-m model.train_sft --save {out}/a"],
                    "arms": {"right": "", "small, b": "--loss_type dapo --eval_data_path {out}/a"}}
     calls, first = [], []
 

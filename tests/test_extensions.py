@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 import train_grpo
 from conftest import ROOT, jsonl
 from errors import UserError
-from model import Policy
-from model.rollout import MicroBatch, Rollout
 from run import extensions
 from run.extensions import correction, entropy, moving_reference, oversample, teacher, truncated
+from run.policy import Policy
+from run.rollout import MicroBatch, Rollout
 from train_grpo import TrainState
 
 FLAGS = {       # how each is switched on

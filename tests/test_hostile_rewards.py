@@ -5,8 +5,8 @@ import time
 import pytest
 
 from errors import UserError
-from reward import llm_judge, load_reward_funcs, rules, steps, tools
-from reward.combine import Judge
+from reward import functions, llm_judge, load_reward_funcs, process_rewards, tools
+from reward.load import Judge
 
 LONG = [start + piece * 50_000 + end for start, piece, end in [
     ("<answer>", ".", "x</answer>"), ("", "<answer>", ""), ("", "\\boxed{", ""), ("", "7", "x"),
@@ -19,13 +19,13 @@ def test_the_longest_reply_is_read_in_linear_time():
                "completion_ids": [[1, 2] * 50_000]}
     began = time.process_time()
     for text in LONG:
-        for name, rule in rules.RULES.items():
+        for name, rule in functions.RULES.items():
             if name != "reasoning_gym":         # whose judges are not ours
                 rule(prompts=[""], completions=[text], own_words=[text], **columns)
         tools.guess([[text]], secret=[5])
         tools.calculator([[text + "="]])
         tools.tool_calls([pow])([[text]], ["<|im_start|>assistant\n"])
-        steps.judge_lines(text)
+        process_rewards.judge_lines(text)
         assert time.process_time() - began < 4, text[:30]       # 1 on a slow machine
 
 
@@ -55,7 +55,7 @@ def test_a_tools_column_and_a_users_mistake_in_a_later_call(tokenizer, capsys):
     tool = tool_of(lambda texts, secret, **columns: [None], tokenizer)
     with pytest.raises(UserError, match="--tool <lambda> needs the column secret.* has level$"):
         tool([["="]], {"prompts": [""], "level": [1]})
-    judge = Judge(rules.accuracy_reward)
+    judge = Judge(functions.accuracy_reward)
     ask(judge, answer=["a"])
     with pytest.warns(UserWarning, match="UserError: the column answer is empty"):
         assert math.isnan(ask(judge, answer=[" "])[0])

@@ -8,8 +8,7 @@ from test_run import POLICY, SMALL, rollout_of_six
 
 import train_grpo
 from conftest import jsonl
-from model import MiniMindConfig, MiniMindForCausalLM, load_pretrained, sampler
-from model.fast import pair as fast
+from model import MiniMindConfig, MiniMindForCausalLM, fast, load_pretrained, sampler
 from model.lora import adapters, merged_state, with_adapters
 from train_grpo import token_logps
 

@@ -15,14 +15,14 @@ import train_grpo
 from conftest import Canary, edit
 from dataset import PromptCollator, PromptDataset
 from errors import UserError, printable
-from model.commands.tokenizer import read_chats
+from lab.tasks.tokenizer import read_chats
+from model import load
+from model.load import load_pretrained, load_tokenizer
 from model.lora import adapter_state, with_adapters
-from model.storage import files
-from model.storage.read import load_pretrained, load_tokenizer
-from model.storage.write import save_adapter, save_pretrained
+from model.save import save_adapter, save_pretrained
 from reward import load_reward_model
 from reward.train_reward_model import read_pairs
-from run.saver import load_adapter, load_checkpoint, save_checkpoint
+from run.checkpoint import load_adapter, load_checkpoint, save_checkpoint
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 GIT_LFS = b"version https://git-lfs.github.com/spec/v1"
@@ -100,7 +100,7 @@ def test_a_hostile_pickle_is_refused_and_runs_nothing(name, weights):
         (weights / name).write_bytes(content)
         refused(weights, load_pretrained, weights / name if name == "some.pth" else weights)
     torch.save(state, weights / name, _use_new_zipfile_serialization=False)
-    assert files.read_tensors(weights / name).keys() == state.keys()    # as before torch 1.6
+    assert load.read_tensors(weights / name).keys() == state.keys()    # as before torch 1.6
 
 
 def moments(policy, optimizer):
@@ -117,7 +117,7 @@ def test_a_checkpoint_may_be_replaced_while_it_is_read_and_a_broken_one_is_one_s
     save_checkpoint(tmp_path / "checkpoint", policy, tokenizer,
                     get_optimizer_state_dict(policy, optimizer), step=1, num_tokens=2)
     file, expected = tmp_path / "checkpoint/optimizer.pt", moments(policy, optimizer)
-    mapped = files.read_tensors(file)
+    mapped = load.read_tensors(file)
     optimizer.step()
     save_checkpoint(tmp_path / "checkpoint", policy, tokenizer,
                     get_optimizer_state_dict(policy, optimizer), step=9, num_tokens=8)

@@ -13,6 +13,7 @@ from conftest import ROOT, left_padded, turns
 from dataset import PromptCollator
 from dataset.prompts import asking_as_trained
 from errors import UserError
+from lab.tasks.tokenizer import CHAT_TEMPLATE, TAGS, train_tokenizer
 from model import (
     MiniMindConfig,
     MiniMindForCausalLM,
@@ -20,7 +21,6 @@ from model import (
     save_pretrained,
 )
 from model.commands import chat, train_sft
-from model.commands.tokenizer import CHAT_TEMPLATE, TAGS, train_tokenizer
 from model.model import KVCache, MixtureOfExperts
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,11 +14,10 @@ from dataset import PromptDataset, batches_from
 from dataset.jsonl import write_jsonl
 from errors import UserError
 from lab.tasks import guess
-from model.storage.files import read_json
-from model.storage.read import load_tokenizer
-from run.processes.world import World
-from run.report import drop_lines_after
-from run.saver import load_checkpoint, save_checkpoint
+from model.load import load_tokenizer, read_json
+from run.checkpoint import load_checkpoint, save_checkpoint
+from run.distributed import World
+from run.report.terminal import drop_lines_after
 
 POLICY = ROOT / "model/weights/reason_128"
 SMALL = ["--batch_size", "2", "--num_generations", "2", "--max_gen_len", "8", "--beta", "0",

@@ -12,8 +12,7 @@ from test_sampler import batch as one_batch
 
 import train_grpo
 from errors import UserError
-from model import MiniMindConfig, MiniMindForCausalLM
-from model.fast import pair as fast
+from model import MiniMindConfig, MiniMindForCausalLM, fast
 from reward.baselines import estimate
 from run.extensions import losses
 from run.extensions.advantages import gdpo

@@ -8,7 +8,7 @@ import pytest
 
 from dataset.jsonl import to_line
 from errors import UserError
-from run.page import write_page
+from run.report.html_page import write_page
 
 HOSTILE = [
     "</script><script>document.title = 'owned'</script>",

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from reward.rules import repetition_reward, soft_overlong_reward
-from reward.steps import judge_lines, judge_steps, process_advantages
+from reward.functions import repetition_reward, soft_overlong_reward
+from reward.process_rewards import judge_lines, judge_steps, process_advantages
 
 RIGHT = "<think>\n29+30=59\n59*7=350+63=413\n</think>\n<answer>\n413\n</answer>"
 WRONG = "<think>\n29+30 is 59\n59*7 is 393\n</think>\n<answer>\n393\n</answer>"

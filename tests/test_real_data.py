@@ -12,9 +12,9 @@ import torch
 import train_grpo
 from conftest import ROOT, jsonl, turns, write
 from dataset import PromptCollator, PromptDataset, read_prompts
-from model import Rollout
-from reward import accuracy_reward, load_reward_model, rules
-from reward.combine import Judge
+from reward import accuracy_reward, functions, load_reward_model
+from reward.load import Judge
+from run.rollout import Rollout
 from train_grpo import completion_mask, compute_rewards, format_reward, tag_reward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,7 +47,7 @@ def test_answers_are_found_and_compared(completion, gold, expected, monkeypatch)
     with warnings.catch_warnings(action="error"):               # none of these needs the library
         assert accuracy_reward([""], [completion], answer=[gold]) == [expected]
     with pytest.warns(UserWarning, match="math-verify"):        # this one does
-        assert not rules.same_answer("0.5+x", r"\frac{1}{2} + x")
+        assert not functions.same_answer("0.5+x", r"\frac{1}{2} + x")
 
 
 @pytest.mark.parametrize("text, inside", [
@@ -55,7 +55,7 @@ def test_answers_are_found_and_compared(completion, gold, expected, monkeypatch)
     (r"\boxed{1} and \boxed{2", "1"), (r"\boxed{}", ""), (r"\boxed 5", None),
 ])
 def test_a_box_is_read_up_to_its_own_brace(text, inside):
-    assert rules.boxed(text) == inside
+    assert functions.boxed(text) == inside
 
 
 @pytest.mark.parametrize("gold, given, expected", [

@@ -8,7 +8,7 @@ import train_grpo
 from conftest import jsonl
 from dataset import PromptDataset, reasoning_gym
 from reward import load_reward_funcs
-from reward.rules import reasoning_gym_reward
+from reward.functions import reasoning_gym_reward
 
 missing = importlib.util.find_spec("reasoning_gym") is None
 real = pytest.mark.skipif(missing, reason="not installed: reasoning-gym")

@@ -18,9 +18,9 @@ import chaos
 import train_grpo
 from dataset.jsonl import read_jsonl
 from errors import UserError
-from run.processes.world import World
-from run.report import drop_lines_after
-from run.saver import Saver, written_whole
+from run.checkpoint import Saver, written_whole
+from run.distributed import World
+from run.report.terminal import drop_lines_after
 
 FLAGS = ["--batch_size", "2", "--num_generations", "2", "--max_gen_len", "8", "--eval_samples", "2",
          "--eval_interval", "0", "--max_steps", "4", "--save_interval", "2", "--run_name", "run",
@@ -234,7 +234,7 @@ def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2" if "SIZE" in name else "1")
     assert World("cuda:0").device == torch.device("cuda:1")     # each process has its own
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.policies.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert World().device.type == "cpu"         # nobody has run it on a Mac's GPU
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

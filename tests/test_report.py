@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from conftest import report_args, write
 from errors import UserError, user_errors
-from run.curves import Run, draw_curves, draw_time, finish, smooth
+from run.distributed import World
 from run.metrics import (
     Max,
     Mean,
@@ -24,8 +24,8 @@ from run.metrics import (
     rollout_metrics,
     token_texts,
 )
-from run.processes.world import World
-from run.report import Report, one_group, visibly
+from run.report.picture import Run, draw_curves, draw_time, finish, smooth
+from run.report.terminal import Report, one_group, visibly
 
 
 def metrics(step, **changed):
@@ -36,7 +36,7 @@ def metrics(step, **changed):
 
 @pytest.mark.parametrize("rank, waits, is_shown", [(0, 0.3, True), (0, 0, False), (1, 0.3, False)])
 def test_a_long_wait_is_shown(rank, waits, is_shown, monkeypatch, capsys):
-    monkeypatch.setattr("run.report.PATIENCE", 0.2)
+    monkeypatch.setattr("run.report.terminal.PATIENCE", 0.2)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)     # a log gets a line a minute
     for _ in visibly(range(3), "evaluation", SimpleNamespace(rank=rank)):
         time.sleep(waits)
@@ -177,7 +177,7 @@ def test_a_run_goes_on_after_the_lines_of_its_checkpoint(
 
 def test_pictures_are_drawn_once_a_minute_and_whatever_ends_the_run(tmp_path, monkeypatch):
     drawn, now = [], [0.0]
-    monkeypatch.setattr("run.curves.draw_curves", lambda run_dirs, path: drawn.append(
+    monkeypatch.setattr("run.report.picture.draw_curves", lambda run_dirs, path: drawn.append(
         len(lines(tmp_path / "metrics.jsonl"))))
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     with pytest.raises(KeyboardInterrupt), Report(tmp_path, report_args(), total_steps=9) as report:

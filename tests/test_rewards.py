@@ -16,10 +16,10 @@ import train_grpo
 from conftest import jsonl, turns
 from errors import UserError
 from model import load_pretrained
-from reward import load_reward_funcs, rules
-from reward.combine import Judge
+from reward import functions, load_reward_funcs
+from reward.functions import accuracy_reward
+from reward.load import Judge
 from reward.reward_model import reward_model_reward
-from reward.rules import accuracy_reward
 from run.metrics import rollout_metrics
 from train_grpo import format_reward, tag_reward
 
@@ -75,7 +75,7 @@ def test_no_column_is_an_option_of_a_rule():
     known = {"prompts": ["p"], "completions": ["a"], "completion_ids": [[1, 2, 3, 4] * 3],
              "answer": [None], "nums": [None], "target": [None], "words": [None],
              "secret": [None], "own_words": ["a"]}
-    names = {*KNOWN, *rules.RULES, "overlong"} - {"reasoning_gym"}     # it may be missing
+    names = {*KNOWN, *functions.RULES, "overlong"} - {"reasoning_gym"}     # it may be missing
     for judge in load_reward_funcs(names, known=KNOWN, max_completion_length=10):
         options = inspect.signature(judge.function).parameters
         named = {name: ["x"] for name in ("n", "cache", *options) if name != "columns"}
@@ -90,7 +90,7 @@ def test_what_reads_replies_as_mathematics_or_a_task_has_seconds_in_a_thread_too
     def endless(*texts, **options):
         let_go.wait()
 
-    monkeypatch.setattr(rules, "SECONDS", 0.1)
+    monkeypatch.setattr(functions, "SECONDS", 0.1)
     monkeypatch.setitem(sys.modules, "math_verify", SimpleNamespace(parse=endless, verify=None))
     monkeypatch.setitem(sys.modules, "reasoning_gym",
                         SimpleNamespace(get_score_answer_fn=lambda name: endless))

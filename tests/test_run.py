@@ -23,11 +23,11 @@ import train_grpo
 from conftest import ROOT, jsonl, turns, write
 from dataset import PromptCollator, prompts
 from errors import UserError
-from model import Policy, eos_token_ids, load_pretrained
-from model.fast import pair as fast
-from reward.combine import Judge
-from run.evaluation import evaluate
+from model import eos_token_ids, fast, load_pretrained
+from reward.load import Judge
+from run.evaluate import evaluate
 from run.extensions import install, moving_reference, oversample, teacher
+from run.policy import Policy
 from train_grpo import Rollout, TrainState, World, completion_mask, token_logps
 
 POLICY = ROOT / "model/weights/reason_128"

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 import train_grpo
-from model import MiniMindConfig, MiniMindForCausalLM, sampler
-from model.fast import pair as fast
+from model import MiniMindConfig, MiniMindForCausalLM, fast, sampler
 from model.sampler import next_token
-from run.backends import in_slices
+from run.policy import in_slices
 from train_grpo import completion_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")

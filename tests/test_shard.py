@@ -13,14 +13,12 @@ from torch import multiprocessing
 
 import train_grpo
 from conftest import ROOT, jsonl, write
-from model import MiniMindConfig, MiniMindForCausalLM, save_pretrained
-from model.fast import pair as fast
-from model.fast import vllm_engine
+from model import MiniMindConfig, MiniMindForCausalLM, fast, save_pretrained, vllm
 from model.lora import merged_state
-from run.backends import load_models
-from run.processes.shard import is_sharded
-from run.report import Report
-from run.saver import load_checkpoint
+from run.checkpoint import load_checkpoint
+from run.fsdp import is_sharded
+from run.policy import load_models
+from run.report.terminal import Report
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="sends itself a signal to stop")
 SHARD = ["--shard", "1"]
@@ -75,7 +73,7 @@ def one_rank(rank, ports, weights, out):
     torch.set_num_threads(1)
     sys.path.insert(0, os.path.dirname(__file__))
     Report._draw = lambda report: None       # takes longer than a run
-    vllm_engine.Engine._start = start_fake
+    vllm.Engine._start = start_fake
     train_grpo.token_logps = watched
     for port, (name, flags, calls_before) in zip(ports, RUNS):
         calls = calls_before

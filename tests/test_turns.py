@@ -16,15 +16,14 @@ from conftest import ROOT, jsonl, turns
 from dataset import PromptCollator, PromptDataset
 from errors import UserError
 from lab.tasks.guess import MOST_GUESSES, PROMPT, games
-from model import Policy, eos_token_ids, load_pretrained, sampler
+from model import eos_token_ids, fast, load_pretrained, sampler
 from model.commands import train_sft
-from model.fast import pair as fast
 from reward import accuracy_reward
-from reward.rules import guess_reward
+from reward.functions import guess_reward
 from reward.tools import Tool, guess, load_tool
-from run.backends import in_slices
+from run.distributed import World
 from run.extensions.tool import in_turns
-from run.processes.world import World
+from run.policy import Policy, in_slices
 from train_grpo import family_loss
 
 POLICY = ROOT / "model/weights/reason_128"

@@ -8,8 +8,7 @@ from test_turns import state_of
 from transformers import AutoTokenizer
 
 from dataset.prompts import PromptCollator, asking_as_trained, read_row
-from model import MiniMindConfig, MiniMindForCausalLM, sampler
-from model.fast import pair as fast
+from model import MiniMindConfig, MiniMindForCausalLM, fast, sampler
 from reward.tools import Tool, tool_calls
 from run.extensions.tool import in_turns
 

@@ -25,11 +25,10 @@ from test_turns import rollout_of
 
 import train_grpo
 from conftest import ROOT, jsonl
-from model import load_pretrained, load_tokenizer, sampler
-from model.fast import pair, vllm_engine
+from model import fast, load_pretrained, load_tokenizer, sampler, vllm
+from model.load import read_tensors
 from model.lora import adapters, with_adapters
-from model.storage.files import read_tensors
-from run.processes.world import World
+from run.distributed import World
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None,
@@ -96,7 +95,7 @@ def test_weights_are_handed_over_once_an_update_and_the_engine_sleeps_to_learn(
         assert llm.awake is not on_gpu
         return update(*args)
 
-    monkeypatch.setattr(vllm_engine.Engine, "_start", start)
+    monkeypatch.setattr(vllm.Engine, "_start", start)
     monkeypatch.setattr(train_grpo, "update_policy", update_policy)
     train_grpo.main(["--sampler", "vllm", "--device", "cpu", "--max_steps", "2", "--batch_size",
                      "2", "--num_generations", "2", "--max_gen_len", "8", "--eval_interval", "1",
@@ -122,12 +121,12 @@ def fake(monkeypatch):
     def make(*flags, on_gpu=False):
         args = train_grpo.parse_args(["--sampler", "vllm", "--device", "cpu", *flags])
         world = World("cpu", args.dtype)
-        engine = vllm_engine.Engine(world, args)
+        engine = vllm.Engine(world, args)
         engine.may_sleep = on_gpu
         return engine, world
 
-    vllm = SimpleNamespace(LLM=construct, SamplingParams=lambda n=1, **_: SimpleNamespace(n=n))
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    package = SimpleNamespace(LLM=construct, SamplingParams=lambda n=1, **_: SimpleNamespace(n=n))
+    monkeypatch.setitem(sys.modules, "vllm", package)
     monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=Request))
     return make
 
@@ -217,7 +216,7 @@ def greedily(sample):
 def same_game(sample, policy):
     """Both samplers say the same, and so does the tool, which is random, and answers half."""
     tokenizer = load_tokenizer(ROOT / "model/weights/reason_128", 10**9)
-    ours, theirs = (rollout_of(own, policy, tokenizer) for own in (greedily(pair.sample), sample))
+    ours, theirs = (rollout_of(own, policy, tokenizer) for own in (greedily(fast.sample), sample))
     assert ours.turns == theirs.turns and {1, 3, 5} <= set(map(len, ours.turns))
     for name in ("completion_ids", "completion_mask", "loss_mask", "ended"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
@@ -260,7 +259,7 @@ def made(tmp_path_factory):
                                   "--out_dir", str(tmp_path_factory.mktemp("vllm"))])
     world = World("cpu", args.dtype)
     policy = load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32)
-    engine = vllm_engine.Engine(world, args)
+    engine = vllm.Engine(world, args)
     threads = torch.get_num_threads()
 
     def sample(*inputs, **options):
@@ -291,7 +290,7 @@ def test_it_samples_what_the_trainer_computes(made):
     other, _ = draw(sample, policy, prompts, seed=1, **options)
     assert other.shape != ids.shape or not torch.equal(other, ids)
     greedy, best = (draw(one, policy, prompts, num_generations=2, max_new_tokens=12, greedy=True)
-                    for one in (sample, pair.sample))
+                    for one in (sample, fast.sample))
     assert torch.equal(greedy[0], best[0])
     torch.testing.assert_close(greedy[1], best[1], atol=1e-4, rtol=1e-4)
 

@@ -15,7 +15,7 @@ import train_grpo
 from dataset import read_prompts
 from model import MiniMindConfig, MiniMindForCausalLM
 from model.model import RMSNorm
-from run.processes.world import World
+from run.distributed import World
 
 END, A, B = 0, 1, 2
 PROMPTS = [(A, A), (A, B), (B, A), (B, B)]

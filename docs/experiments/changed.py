@@ -11,7 +11,7 @@ import torch
 
 import train_grpo
 from errors import user_errors
-from model.fast import pair
+from model import fast
 from model.sampler import next_token
 from run.extensions import teacher
 
@@ -30,9 +30,9 @@ def noise(scale):
     right = train_grpo.grpo_step
 
     def grpo_step(*args):
-        pair.next_token = partial(noisy_token, scale=float(scale))
+        fast.next_token = partial(noisy_token, scale=float(scale))
         rollout_and_metrics = right(*args)
-        pair.next_token = next_token
+        fast.next_token = next_token
         return rollout_and_metrics
 
     train_grpo.grpo_step = grpo_step

@@ -4,7 +4,18 @@ import math
 
 import numpy as np
 
-from run.curves import BLUE, BROWN, COLORS, GREEN, GREY, ORANGE, PINK, above, finish, picture
+from run.report.picture import (
+    BLUE,
+    BROWN,
+    COLORS,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    above,
+    finish,
+    picture,
+)
 
 ARM_COLORS = [BLUE, ORANGE, GREEN, PINK, BROWN]
 LOGARITHMIC = ("kl", "grad_norm")       # one run's may be a hundred times another's

@@ -37,7 +37,7 @@ def main():
     write_jsonl(chats, [{"conversations": messages} for messages in right])
     steps = round(own.passes * len(right) / BATCH)
     print(f"{len(right)} right answers, {steps} steps", flush=True)
-    python(f"-m model.commands.train_sft --init {quoted(Path(args.model_path))} {FINE_TUNING} "
+    python(f"-m model.train_sft --init {quoted(Path(args.model_path))} {FINE_TUNING} "
            f"--steps {steps} --data {quoted(chats)} --save {quoted(tuned)}", folder / "tuned.log")
     python(f"train_grpo.py {join(flags)} {STILL} --max_steps 1 --eval_interval 1 "
            f"--model_path {quoted(tuned)}", folder / "eval.log")

@@ -7,9 +7,10 @@ import torch
 import train_grpo
 from dataset import read_prompts
 from dataset.jsonl import read_jsonl
-from model import Policy, eos_token_ids, fast, load_pretrained, load_tokenizer, rng_of
+from model import eos_token_ids, fast, load_pretrained, load_tokenizer, rng_of
 from reward import accuracy_reward
-from run.processes.world import World
+from run.distributed import World
+from run.policy import Policy
 from train_grpo import k3
 
 PROMPTS, EACH, AT_ONCE = 512, 2, 64

@@ -24,8 +24,8 @@ from errors import UserError, user_errors
 from lab.tasks.arithmetic import chat
 from model import sampler
 from model.model import KVCache
+from run.distributed import World
 from run.metrics import describe
-from run.processes.world import World
 
 from .__main__ import python, quoted
 
@@ -79,7 +79,7 @@ def make_policy(own, flags, weights, folder):
     if not chats:
         raise UserError(f"{folder}: no right answer to imitate; train it, or longer")
     print(f"{write_jsonl(folder / 'right.jsonl', chats)} right answers to imitate", flush=True)
-    python(f"-m model.commands.train_sft --init {quoted(Path(weights))} {FINE_TUNING} --data "
+    python(f"-m model.train_sft --init {quoted(Path(weights))} {FINE_TUNING} --data "
            f"{quoted(folder / 'right.jsonl')} --save {quoted(folder / 'imitates')}",
            folder / "imitates.log")
     return folder / "imitates"

@@ -1,10 +1,10 @@
 """Sentences: "Write one sentence of at most 20 words with the words cold, cat and jump."
 
-A task for a chat model that already writes English, such as SmolLM2 (model/commands/from_gguf.py).
+A task for a chat model that already writes English, such as SmolLM2 (lab/tasks/from_gguf.py).
 `python -m lab.tasks.sentences` writes the two files that we ship, sentences_train.jsonl and
 sentences_heldout.jsonl, with lines of {"prompt", "words"}. They share no word, though some roots
 (`paint`, `painter`). Each prompt asks for a noun, a verb and an adjective, in any order. All verbs
-are regular, so that the judge (reward/rules.py) knows each of their forms by a rule.
+are regular, so that the judge (reward/functions.py) knows each of their forms by a rule.
 """
 import random
 from pathlib import Path

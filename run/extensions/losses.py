@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from errors import POSITIVE, UserError
-from reward import combine
+from reward.load import import_function
 
 NAME = "--loss_type and its like"
 ONE_RATIO = ("r1", "gmpo")      # losses whose ratio is one per completion
@@ -217,7 +217,7 @@ def row_of(loss_type, options=()):
         function = BOUNDS[bound]
     else:
         known = ", ".join([*LOSS_TYPES, "r1"])
-        function = combine.import_function("--loss_type", loss_type, known)
+        function = import_function("--loss_type", loss_type, known)
         is_bound = next(iter(inspect.signature(function).parameters), None) == "ratio"
         average, numbers = "completion" if is_bound else None, {}
     of_every_loss = inspect.signature(family_loss).parameters

@@ -3,7 +3,7 @@ import torch
 
 from errors import COUNT_OR_0, UserError, number
 
-from ..backends import load_frozen
+from ..policy import load_frozen
 
 NAME = "--ref_model_sync_steps"
 

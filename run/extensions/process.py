@@ -1,6 +1,6 @@
 """--supervision process: each line of arithmetic is rewarded too (DeepSeekMath, section 4.1.3)."""
 from errors import UserError
-from reward.steps import judge_steps, process_advantages
+from reward.process_rewards import judge_steps, process_advantages
 
 from . import refuse_other_advantages
 from .losses import refuse_one_ratio

@@ -4,10 +4,10 @@ from dataclasses import replace
 import torch
 
 from errors import UserError
-from model.storage.read import load_tokenizer
+from model.load import load_tokenizer
 
-from ..backends import load_frozen
 from ..metrics import Mean
+from ..policy import load_frozen
 from . import refuse_other_advantages
 from .losses import refuse_one_ratio
 

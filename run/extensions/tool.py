@@ -2,8 +2,8 @@
 import torch
 
 from errors import COUNT
-from model import Rollout
 from reward.tools import load_tool
+from run.rollout import Rollout
 
 NAME = "--tool"
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from dataset.jsonl import is_finite, to_json, to_line
 from errors import UserError, cut, explained, printable, reason
 
-from .metrics import duration, number, training_time
+from ..metrics import duration, number, training_time
 
 # The most common ways a run fails, each with its remedy.
 NO_SIGNAL = ("in most groups every completion got the same reward, so the advantages are 0 and "
@@ -208,14 +208,14 @@ class Report:
     # --- helpers ----------------------------------------------------------------------------------
 
     def _draw(self):
-        # Imported here: `python -m run.page` would warn of a module that it runs a second time.
-        from run import curves, page
+        # Imported here: each is also a command, and Python warns if that was imported before.
+        from . import html_page, picture
         try:
-            curves.draw_curves([self.run_dir], self.run_dir / "curves.png")
-            page.write_page(self.run_dir, self.run_dir / "report.html")
+            picture.draw_curves([self.run_dir], self.run_dir / "curves.png")
+            html_page.write_page(self.run_dir, self.run_dir / "report.html")
         except Exception as error:      # no picture is worth losing a run for
             self.warn(f"curves.png and report.html could not be drawn ({reason(error)}); "
-                      f"`python -m run.page {short(self.run_dir)}` tries again")
+                      f"`python -m run.report.html_page {short(self.run_dir)}` tries again")
         gc.collect()    # a picture is megabytes of objects that refer to each other
 
     def _print(self, text):
@@ -294,7 +294,7 @@ class Report:
         return "  ".join(parts)
 
     def _print_summary(self):
-        from .curves import Run
+        from .picture import Run
         facts = {"result": Run(self.run_dir).headline(),
                  "time": duration(time.perf_counter() - self.started)}
         for label, name in (("curves", "curves.png"), ("a look inside", "report.html"),

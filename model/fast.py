@@ -1,6 +1,6 @@
 """`sample` and `token_logps` again: same signatures, same weights, same numbers, in less time.
 
-Each run compares the two `token_logps` once (run/backends.py); --sampler plain runs the plain pair
+Each run compares the two `token_logps` once (run/policy.py); --sampler plain runs the plain pair
 instead. How many times as long sampling or learning takes on a CPU without each trick (python
 tests/bench.py --tricks; differences below 0.1 may be noise):
 
@@ -17,7 +17,7 @@ most 5% of the sampling.)
 A reward model of our own network reads a tree, too (reward/reward_model.py): of a default step the
 reward takes 0.056 s instead of 0.089.
 
-The tricks know our own network; one of another architecture (storage/any_model.py) runs the plain
+The tricks know our own network; one of another architecture (transformers_model.py) runs the plain
 pair. On a GPU nobody has measured any of it. What samples fast there is an inference engine.
 """
 import functools
@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..lora import LoRALinear
-from ..model import (
+from .lora import LoRALinear
+from .model import (
     Head,
     KVCache,
     MixtureOfExperts,
@@ -36,7 +36,7 @@ from ..model import (
     rotary_tables,
     rotate,
 )
-from ..sampler import next_token
+from .sampler import next_token
 
 PACK_FROM = 95_000          # weights of a matrix; packing a smaller one does not pay
 CHUNK_TOKENS, CHUNK_LOGITS = 1024, 2**24    # of log_probs: at least so many, or so many logits

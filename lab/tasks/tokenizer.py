@@ -9,9 +9,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dataset.jsonl import read_lines
-from dataset.prompts import is_chat, read_row
 from errors import Parser, UserError, number, user_errors
+from model.train_sft import read_chats
 
 # Ids 0, 1, 2. Special tokens: decoding can skip them, and a user's text should not contain them.
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -48,31 +47,9 @@ def train_tokenizer(texts, vocab_size=512, *, merge_digits=False):
         model_max_length=2048, clean_up_tokenization_spaces=False)
 
 
-def read_chats(path):
-    """The chats of a jsonl file, {"conversations": [{"role", "content"}, ...]} a line.
-
-    Or a prompt and its answer, as PromptDataset reads them: then the answer is the reply.
-    """
-    chats = []
-    for where, row in read_lines(path):
-        row = row if isinstance(row, dict) else {}
-        chat = row.get("conversations")
-        has_reply = is_chat(chat) and any(turn["role"] == "assistant" for turn in chat)
-        if not has_reply:
-            if row.get("answer") is None:
-                raise UserError(f"{where}: no turn by the role assistant, and no answer, so there "
-                                "is nothing to learn; leave the line out")
-            item = read_row(row, where)
-            chat = [*item["messages"], {"role": "assistant", "content": str(item["answer"])}]
-        chats.append(chat)
-    if not chats:
-        raise UserError(f"{path}: the file is empty; write one chat per line")
-    return chats
-
-
-@user_errors("model.commands.tokenizer")
+@user_errors("lab.tasks.tokenizer")
 def main(argv=None):
-    parser = Parser(prog="python -m model.commands.tokenizer", description=__doc__)
+    parser = Parser(prog="python -m lab.tasks.tokenizer", description=__doc__)
     flag = parser.add_argument
     flag("--data", type=Path, nargs="+", required=True,
          help="jsonl files, of which the first 5,000 lines are read")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from dataset.prompts import RESERVED, is_arithmetic
 from errors import FINITE, POSITIVE_OR_0, UserError, number, printable, reason
-from model.storage.read import find_weights, sized
+from model.load import find_weights, sized
 
-from . import rules
+from .functions import RULES, soft_overlong_reward
 from .reward_model import load_reward_model, reward_model_reward
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,16 +79,16 @@ def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
 
     known: {name: function} beside RULES.
     """
-    functions = rules.RULES | dict(known)
+    functions = RULES | dict(known)
     if "rm" in names:
         model = load_reward_model(reward_model_path, device=device)
         functions["rm"] = reward_model_reward(model, **reward_model_options)
     if "overlong" in names:
-        functions["overlong"] = rules.soft_overlong_reward(max_completion_length)
+        functions["overlong"] = soft_overlong_reward(max_completion_length)
     for name in names:
         if name not in functions:
             functions[name] = import_function(
-                "--reward_funcs", name, ", ".join([*known, *rules.RULES, "rm", "overlong"]))
+                "--reward_funcs", name, ", ".join([*known, *RULES, "rm", "overlong"]))
     return [Judge(functions[name]) for name in names]   # each counts its own failures
 
 

@@ -1,6 +1,6 @@
 """A run as one page to look into: its curves, and what was answered, step by step, group by group.
 
-    python -m run.page out/run_a                 writes out/run_a/report.html
+    python -m run.report.html_page out/run_a                 writes out/run_a/report.html
 
 The page is page.html with the data of the run in it. It needs no network, and what a model wrote is
 only ever text in it. A long run has more completions than a page can hold: it shows some steps,
@@ -15,7 +15,7 @@ from pathlib import Path
 from dataset.jsonl import columns, rounded, to_line
 from errors import Parser, cut, explained, user_errors
 
-from .curves import Run
+from .picture import Run
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_STEPS = 40
@@ -138,9 +138,9 @@ def is_right(row, args):
     return sum(judged) >= 1
 
 
-@user_errors("run.page")
+@user_errors("run.report.html_page")
 def main():
-    parser = Parser(prog="python -m run.page",
+    parser = Parser(prog="python -m run.report.html_page",
                     description="Write report.html, a page to look into a run.")
     parser.add_argument("run", help="the folder of a run, such as out/run_a")
     path = Path(parser.parse_args().run) / "report.html"

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from dataset.jsonl import to_json
 from errors import COUNT_OR_0, UserError
+from model.load import choose_device
 from model.sampler import rng_of
-from model.storage.read import choose_device
 
-from .shard import is_sharded, whole
+from .fsdp import is_sharded, whole
 
 
 class World:
@@ -34,7 +34,7 @@ class World:
         self.timings = Counter()    # timing_s/<phase> -> seconds, until a run has reported them
         self.running = None, 0.0    # the phase that is being timed, and since when
         self.at_phase = []          # functions that are called with the name of each new phase
-        self.signal = 0             # the number of the signal that asked the run to stop (watch.py)
+        self.signal = 0             # of the signal that asked the run to stop (signals.py)
         self.ends = ExitStack()     # ends.callback(f) calls f when the run ends, well or not
         on_cuda = self.device.type == "cuda"
         if on_cuda:

@@ -5,7 +5,7 @@ from bisect import bisect_left
 
 import torch
 
-from .rules import value_of
+from .functions import value_of
 
 # An equation is a chain of expressions, each said to equal the next: `27*6=120+42=162` or
 # `27*6 is 162`. An expression can only start where a run of its characters starts; that keeps the

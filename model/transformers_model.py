@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..model import Head
-from .files import explained
+from errors import explained
+
+from .model import Head
 
 
 class Cache:
@@ -71,7 +72,7 @@ class AnyModel(nn.Module):
 def load(path, config, lacking, *, dtype=None, matrix_dtype=None, device=None):
     """The model in a folder, with the options of read.load_pretrained; UserError if refused.
 
-    config: files.read_hub_config(path); lacking: files.unbuilt(config).
+    config: load.read_hub_config(path); lacking: load.unbuilt(config).
     """
     # Imported here, as it takes longer than all that a run of our own network imports.
     from transformers import AutoModelForCausalLM, GenerationConfig

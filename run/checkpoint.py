@@ -14,15 +14,14 @@ from safetensors import SafetensorError
 from dataset.jsonl import to_json
 from dataset.prompts import asking_as_trained
 from errors import COUNT, UserError, explained, folder_name, reason
+from model.load import AGAIN, load_pretrained, read_json, read_state, read_tensors
 from model.lora import adapter_state, adapters
-from model.storage.any_model import AnyModel
-from model.storage.files import AGAIN, read_json, read_tensors
-from model.storage.read import load_pretrained, read_state
-from model.storage.write import save_adapter, save_pretrained
+from model.save import save_adapter, save_pretrained
+from model.transformers_model import AnyModel
 
-from .card import write_card
-from .processes.shard import load_parts, part_of
-from .processes.watch import SIGNALS
+from .fsdp import load_parts, part_of
+from .report.model_card import write_card
+from .signals import SIGNALS
 
 REPLACED = ("checkpoint", "final", "adapter")
 LAUNCHER = os.getppid()                     # torchrun, if it is there

@@ -1,12 +1,12 @@
 """A chat with any weights that train_grpo.py reads or writes:
 
-    python -m model.commands.chat out/grpo_reason_128/final
+    python -m model.chat out/grpo_reason_128/final
 
 The model reads what it read in training: the chat template, which in a run's final/ has thinking on
 or off as the run had, and the system prompt if you give it again. An empty line or Ctrl-D ends it.
 A prompt can also come from a pipe:
 
-    echo "What is 7 + 3*7?" | python -m model.commands.chat model/weights/reason_128
+    echo "What is 7 + 3*7?" | python -m model.chat model/weights/reason_128
 """
 import sys
 
@@ -15,9 +15,9 @@ import torch
 from dataset import PromptCollator
 from errors import COUNT, POSITIVE_OR_0, Parser, UserError, printable, user_errors
 
-from .. import eos_token_ids, load_pretrained, load_tokenizer
-from ..sampler import next_token
-from ..storage.read import choose_device
+from . import eos_token_ids, load_pretrained, load_tokenizer
+from .load import choose_device
+from .sampler import next_token
 
 
 @torch.no_grad()
@@ -60,9 +60,9 @@ def chat(model, tokenizer, **sampling):
         messages.append({"role": "assistant", "content": reply})
 
 
-@user_errors("model.commands.chat")
+@user_errors("model.chat")
 def main(argv=None):
-    parser = Parser(prog="python -m model.commands.chat", description=__doc__)
+    parser = Parser(prog="python -m model.chat", description=__doc__)
     flag = parser.add_argument
     flag("path", help="weights: a folder, a hub id like Qwen/Qwen3-0.6B, or a MiniMind .pth")
     flag("--tokenizer_path", help="a folder or hub id, if the tokenizer is not with the weights")

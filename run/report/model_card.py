@@ -43,7 +43,7 @@ def write_card(folder, run_dir, args, defaults):
 As in training. Where the chat template has a switch for thinking, it is {thinks} by default.
 
 ```bash
-python -m model.commands.chat FOLDER{prompt}
+python -m model.chat FOLDER{prompt}
 ```
 """, encoding="utf-8")
 

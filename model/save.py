@@ -4,9 +4,9 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from ..lora import adapter_state, adapters, merged_state
-from .any_model import AnyModel
-from .files import FAMILIES, eos_token_ids
+from .load import FAMILIES, eos_token_ids
+from .lora import adapter_state, adapters, merged_state
+from .transformers_model import AnyModel
 
 MOE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
               "decoder_sparse_step", "mlp_only_layers")

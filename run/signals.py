@@ -1,7 +1,7 @@
 """How a run ends before its last step.
 
     a signal   SIGINT (Ctrl-C), SIGTERM (a scheduler) or SIGHUP (a closed terminal): all ranks
-               finish the step, save and stop (saver.py). A second signal ends a process at once
+               finish the step, save (checkpoint.py) and stop. A second one ends a process at once
     an error   of one rank: torch's @record writes it down for torchrun, which ends the others
 """
 import functools

@@ -115,7 +115,7 @@ class Rollout(Sequences):
         return self.loss_mask.any(1) & moves
 
     def for_rewards(self):
-        """What a reward function is called with: reward/rules.py."""
+        """What a reward function is called with: reward/functions.py."""
         return {**self.columns, "prompts": self.prompts, "completions": self.replies,
                 "completion_ids": self.token_ids(), "own_words": self.own_words}
 

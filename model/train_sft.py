@@ -4,13 +4,13 @@ Five runs of this script made the weights of policies that we ship; docs/own_tas
 Two are for Countdown. The three for arithmetic, of which the last two start from the first:
 
     python -m lab.tasks.arithmetic --sft out/sft
-    python -m model.commands.tokenizer --save out/tokenizer \
+    python -m lab.tasks.tokenizer --save out/tokenizer \
         --data out/sft/pretrain.jsonl out/sft/reason.jsonl out/sft/full_sft.jsonl
-    python -m model.commands.train_sft --data out/sft/pretrain.jsonl \
+    python -m model.train_sft --data out/sft/pretrain.jsonl \
         --tokenizer out/tokenizer --save out/pretrain_128
-    python -m model.commands.train_sft --data out/sft/full_sft.jsonl \
+    python -m model.train_sft --data out/sft/full_sft.jsonl \
         --init out/pretrain_128 --save model/weights/full_sft_128 ...
-    python -m model.commands.train_sft --data out/sft/reason.jsonl \
+    python -m model.train_sft --data out/sft/reason.jsonl \
         --init out/pretrain_128 --save model/weights/reason_128 ...
 
 The loss is the cross-entropy over the tokens of the assistant's turns, <|im_end|> included: a model
@@ -27,11 +27,33 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from errors import COUNT, COUNT_OR_0, Parser, UserError, number, user_errors
+from dataset.jsonl import read_lines
+from dataset.prompts import is_chat, read_row
+from errors import COUNT, COUNT_OR_0, Parser, UserError, explained, number, user_errors
 
-from .. import MiniMindConfig, MiniMindForCausalLM, load_pretrained, load_tokenizer, save_pretrained
-from ..storage.files import explained
-from .tokenizer import read_chats
+from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, load_tokenizer, save_pretrained
+
+
+def read_chats(path):
+    """The chats of a jsonl file, {"conversations": [{"role", "content"}, ...]} a line.
+
+    Or a prompt and its answer, as PromptDataset reads them: then the answer is the reply.
+    """
+    chats = []
+    for where, row in read_lines(path):
+        row = row if isinstance(row, dict) else {}
+        chat = row.get("conversations")
+        has_reply = is_chat(chat) and any(turn["role"] == "assistant" for turn in chat)
+        if not has_reply:
+            if row.get("answer") is None:
+                raise UserError(f"{where}: no turn by the role assistant, and no answer, so there "
+                                "is nothing to learn; leave the line out")
+            item = read_row(row, where)
+            chat = [*item["messages"], {"role": "assistant", "content": str(item["answer"])}]
+        chats.append(chat)
+    if not chats:
+        raise UserError(f"{path}: the file is empty; write one chat per line")
+    return chats
 
 
 def encode(chats, tokenizer):
@@ -159,7 +181,7 @@ def optimize(model, next_loss, *, steps, learning_rate, warmup_steps, progress=N
 
 
 def parse_args(argv=None):
-    parser = Parser(prog="python -m model.commands.train_sft", description=__doc__)
+    parser = Parser(prog="python -m model.train_sft", description=__doc__)
     flag = parser.add_argument
     flag("--data", type=Path, required=True, help="jsonl of chats, or of prompts and answers")
     flag("--save", type=Path, required=True, help="the folder to save the weights in")
@@ -176,7 +198,7 @@ def parse_args(argv=None):
     flag("--batch_size", type=COUNT, default=32, help="chats per step")
     args = parser.parse_args(argv)
     if not (args.init or args.tokenizer):
-        parser.error("a new model needs a --tokenizer; python -m model.commands.tokenizer makes "
+        parser.error("a new model needs a --tokenizer; python -m lab.tasks.tokenizer makes "
                      "one. Or start from weights: --init")
     if args.init and args.tokenizer:
         parser.error("--init brings its own tokenizer; leave --tokenizer out")
@@ -185,7 +207,7 @@ def parse_args(argv=None):
     return args
 
 
-@user_errors("model.commands.train_sft")
+@user_errors("model.train_sft")
 def main(argv=None):
     args = parse_args(argv)
     torch.manual_seed(args.seed)

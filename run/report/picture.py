@@ -1,7 +1,7 @@
 """Draws the metrics.jsonl and eval.jsonl of a run as one picture that explains itself.
 
-    python -m run.curves out/run_a -o picture.png              one run, in six panels
-    python -m run.curves out/run_a out/run_b -o picture.png    several runs, a colour each
+    python -m run.report.picture out/run_a -o picture.png              one run, in six panels
+    python -m run.report.picture out/run_a out/run_b -o picture.png    several runs, a colour each
 """
 import itertools
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ import numpy as np
 from dataset.jsonl import is_finite, read_jsonl
 from errors import Parser, UserError, explained, user_errors
 
-from .metrics import duration, training_time
+from ..metrics import duration, training_time
 
 # The palette of Okabe and Ito, whose colours colour-blind readers can tell apart. Its yellow is too
 # pale for lines, so brown takes its place.
@@ -329,9 +329,9 @@ def finish(ax, ends, form="", top=None):
                 va="center", color=color, fontsize=8.5)
 
 
-@user_errors("run.curves")
+@user_errors("run.report.picture")
 def main(argv=None):
-    parser = Parser(prog="python -m run.curves",
+    parser = Parser(prog="python -m run.report.picture",
                     description="Draw the curves of one or more runs.")
     parser.add_argument("runs", nargs="+", help="folders of runs, such as out/run_a")
     parser.add_argument("-o", "--output", type=Path, default="curves.png", help="to write")

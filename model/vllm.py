@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from errors import UserError, reason
 
-from ..lora import adapters, base_state, merged_state
-from ..storage.write import hub_config, save_adapter, write_json
+from .lora import adapters, base_state, merged_state
+from .save import hub_config, save_adapter, write_json
 
 RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512    # of adapters, that vLLM takes
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from errors import UserError
-from model.storage.any_model import AnyModel
-from model.storage.read import local_path, read_state
+from model.load import local_path, read_state
+from model.transformers_model import AnyModel
 
 
 def shard(model, world, dtype, path):
