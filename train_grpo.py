@@ -54,7 +54,6 @@ The trainer, not the sampler, computes pi_old, so every ratio starts at 1. Unlik
 import math
 import os
 import re
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,15 +76,12 @@ from errors import (
     user_errors,
 )
 from model import eos_token_ids, load_tokenizer
-from model.vllm import Engine
-from run import evaluate, extensions, minimind_flags
+from run import evaluate, extensions, minimind_flags, report
 from run import policy as policies
 from run.checkpoint import Saver
 from run.distributed import World
 from run.loop import Run
 from run.metrics import Metrics
-from run.policy import Policy
-from run.report import terminal
 from run.rollout import Rollout
 from run.signals import recorded
 
@@ -375,12 +371,12 @@ BOUND = ("generate", "compute_logps", "compute_rewards", "compute_advantages", "
 @dataclass(slots=True)
 class TrainState:
     """All that a step needs. A mistyped field or function is an AttributeError."""
-    args: Namespace
+    args: object                        # the flags
     world: World
     tokenizer: object
     eos_ids: list                       # ids of the tokens that end a completion
-    policy: Policy                      # run/policy.py: a model, its sampler, its token_logps
-    reference: Policy                   # None with --beta 0
+    policy: policies.Policy             # run/policy.py: a model, its sampler, its token_logps
+    reference: policies.Policy          # None with --beta 0
     optimizer: torch.optim.Optimizer
     reward_funcs: list
     eval_funcs: list
@@ -426,7 +422,7 @@ class TrainState:
 def load(args, world):
     """The TrainState of a run: models, optimizer, rewards, and what its options wrap or replace."""
     world.agree_on_flags(args)      # else some rank waits for the others, unnoticed
-    engine = Engine(world, args) if args.sampler == "vllm" else None
+    engine = policies.engine_of(args, world)        # vLLM, or None
     policy, reference = policies.load_models(args, world, token_logps, engine)
     tokenizer_path = args.tokenizer_path or args.model_path
     tokenizer = load_tokenizer(tokenizer_path, policy.model.config.vocab_size)
@@ -476,8 +472,8 @@ def parse_args(argv=None):
     for title in GROUPS:
         parser.add_argument_group(title)
     add_flags(parser)
-    for owner in (prompts, reward.load, evaluate, Saver, terminal, policies, World, minimind_flags,
-                  extensions):
+    for owner in (prompts, reward.load, evaluate, Saver, report, policies, World,
+                  minimind_flags, extensions):
         owner.add_flags(parser)
     args = filled_in(parser.parse_args(argv))
     if args.resume:         # the flags that are not given are those of the run

@@ -17,6 +17,7 @@ from model.load import find_weights, load_pretrained, sized
 from model.lora import AdaptersOff, with_adapters
 from model.model import MiniMindForCausalLM
 from model.sampler import sample
+from model.vllm import Engine
 
 from . import minimind_flags
 from .fsdp import shard
@@ -76,6 +77,10 @@ def fill_in(args):
     kind = "reason" if args.reasoning else "full_sft"
     args.model_path = args.model_path or str(
         find_weights(sized(kind, args), args.out_dir, shipped))
+
+
+def engine_of(args, world):
+    return Engine(world, args) if args.sampler == "vllm" else None
 
 
 def load_models(args, world, token_logps, engine=None):

@@ -17,8 +17,7 @@ from dataset import PromptCollator, PromptDataset
 from dataset.prompts import rows_of_step, steps_per_epoch
 from lab.tasks import arithmetic
 from lab.tasks.tokenizer import read_chats
-from model import load_pretrained
-from model.commands import train_sft
+from model import load_pretrained, train_sft
 
 USER, REPLY = turns("2+3?", "5")
 

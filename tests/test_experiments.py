@@ -19,7 +19,7 @@ from docs.experiments import __main__ as command
 from docs.experiments import figures, pages, pass_at_k, tasks
 from docs.experiments.__main__ import EXPERIMENTS, RESULTS
 from errors import UserError
-from model.commands import train_sft
+from model import train_sft
 from reward.tools import calculator
 
 

@@ -17,10 +17,11 @@ from lab.tasks.tokenizer import CHAT_TEMPLATE, TAGS, train_tokenizer
 from model import (
     MiniMindConfig,
     MiniMindForCausalLM,
+    chat,
     sample,
     save_pretrained,
+    train_sft,
 )
-from model.commands import chat, train_sft
 from model.model import KVCache, MixtureOfExperts
 
 pytestmark = pytest.mark.usefixtures("one_thread")

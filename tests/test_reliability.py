@@ -234,7 +234,7 @@ def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2" if "SIZE" in name else "1")
     assert World("cuda:0").device == torch.device("cuda:1")     # each process has its own
-    monkeypatch.setattr(torch.policies.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert World().device.type == "cpu"         # nobody has run it on a Mac's GPU
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -252,7 +252,7 @@ def test_a_mistake_on_one_rank_is_on_record_as_its_sentence_alone(judge, tmp_pat
     page = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
     lines = [line.strip() for line in page.splitlines() if "^" not in line]
     assert "UserError: reward function reward failed in its first call" in lines.pop()
-    assert sum(line.startswith("File") for line in lines) == 2 and "watch.py" in lines[-2]
+    assert sum(line.startswith("File") for line in lines) == 2 and "signals.py" in lines[-2]
 
 
 def test_a_run_killed_at_a_file_operation_goes_on_as_if_nothing_had_happened(tmp_path):

@@ -11,9 +11,8 @@ import torch
 
 from conftest import ROOT
 from dataset import PromptDataset
-from lab.tasks import sentences
+from lab.tasks import from_gguf, sentences
 from model import load_pretrained, load_tokenizer, sampler
-from model.commands import from_gguf
 from reward import load_reward_funcs, load_reward_model
 from reward.functions import forms, sentence_reward
 from train_grpo import token_logps

@@ -16,8 +16,7 @@ from conftest import ROOT, jsonl, turns
 from dataset import PromptCollator, PromptDataset
 from errors import UserError
 from lab.tasks.guess import MOST_GUESSES, PROMPT, games
-from model import eos_token_ids, fast, load_pretrained, sampler
-from model.commands import train_sft
+from model import eos_token_ids, fast, load_pretrained, sampler, train_sft
 from reward import accuracy_reward
 from reward.functions import guess_reward
 from reward.tools import Tool, guess, load_tool

@@ -272,7 +272,7 @@ def where_run(flags):
     return {"commit": git("rev-parse", "--short", "HEAD") + "-dirty" * is_dirty(),
             "flags": hashlib.sha256(" ".join(flags.split()).encode()).hexdigest()[:8],
             "machine": f"{platform.system()} {platform.machine()}, "
-            f"{torch.policies.cpu.get_cpu_capability()}, torch {torch.__version__}"}
+            f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"}
 
 
 def is_dirty():

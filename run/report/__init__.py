@@ -1,0 +1,10 @@
+"""What a run prints, draws and writes, but for its weights.
+
+    terminal.py     metrics.jsonl and the other files, the bar, warnings, a summary
+    picture.py      curves.png
+    html_page.py    report.html, from page.html
+    model_card.py   README.md of the final weights
+"""
+from .terminal import add_flags
+
+__all__ = ["add_flags"]
