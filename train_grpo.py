@@ -421,7 +421,7 @@ class TrainState:
 
 def load(args, world):
     """The TrainState of a run: models, optimizer, rewards, and what its options wrap or replace."""
-    world.agree_on_flags(args)      # else some rank waits for the others, unnoticed
+    world.check_same_flags(args)      # else some rank waits for the others, unnoticed
     engine = policies.engine_of(args, world)        # vLLM, or None
     policy, reference = policies.load_models(args, world, token_logps, engine)
     tokenizer_path = args.tokenizer_path or args.model_path
@@ -532,12 +532,12 @@ def add_flags(parser):
 
 def filled_in(args):
     """The flags, with the defaults that depend on other flags."""
-    extensions.fill_in(args)
-    minimind_flags.fill_in(args)
-    prompts.fill_in(args)
-    policies.fill_in(args)
-    reward.load.fill_in(args, REWARD_WEIGHTS)
-    Saver.fill_in(args)
+    extensions.set_defaults(args)
+    minimind_flags.set_defaults(args)
+    prompts.set_defaults(args)
+    policies.set_defaults(args)
+    reward.load.set_defaults(args, REWARD_WEIGHTS)
+    Saver.set_defaults(args)
     for name, value in {"beta": 0.02, "loss_type": "grpo", "kl_type": "k3", "epsilon_high": 0.2,
                         "scale_rewards": "group"}.items():
         if getattr(args, name) is None:

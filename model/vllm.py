@@ -81,7 +81,7 @@ class Engine:
                     gpu_memory_utilization=args.vllm_gpu_memory_utilization,
                     logprobs_mode="processed_logprobs",
                     distributed_executor_backend="external_launcher" if launched else "uni")
-                world.ends.callback(self.llm.llm_engine.engine_core.shutdown)
+                world.cleanup.callback(self.llm.llm_engine.engine_core.shutdown)
                 # Some models it builds, and says at the first token that it can't run them.
                 self._generate([[0]], [SamplingParams(max_tokens=1, detokenize=False)])
         except Exception as error:      # many classes, of vLLM and of what it imports

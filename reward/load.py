@@ -39,7 +39,7 @@ def add_flags(parser):
          help="with --reasoning 1, weight of the answer's own score; the whole reply has the rest")
 
 
-def fill_in(args, weights):
+def set_defaults(args, weights):
     """The rewards of a run that names none: of these, {name: weight}, those that fit."""
     shipped = Path(__file__).resolve().parent / "weights"
     args.reward_model_path = args.reward_model_path or str(
@@ -75,7 +75,7 @@ def load_for_run(args, device, known):
 
 def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
                       max_completion_length=None, **reward_model_options):
-    """A Judge for each of these names; `module:function` names a function of your own.
+    """A RewardFunction for each of these names; `module:function` names a function of your own.
 
     known: {name: function} beside RULES.
     """
@@ -89,7 +89,7 @@ def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
         if name not in functions:
             functions[name] = import_function(
                 "--reward_funcs", name, ", ".join([*known, *RULES, "rm", "overlong"]))
-    return [Judge(functions[name]) for name in names]   # each counts its own failures
+    return [RewardFunction(functions[name]) for name in names]   # each counts its own failures
 
 
 def import_function(flag, name, known):
@@ -108,7 +108,7 @@ def import_function(flag, name, known):
                         ) from error
 
 
-class Judge:
+class RewardFunction:
     """Calls a reward function: one float for each completion, NaN where it judged nothing.
 
     Until a call has succeeded, an exception ends the run with a UserError, after its traceback,
@@ -120,14 +120,14 @@ class Judge:
     def __init__(self, function):
         self.function = function
         self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self.proven = False         # whether a call went well
+        self.has_succeeded = False         # whether a call went well
         self.failed = Counter()     # kind of failure -> how often, in the whole run
         self.reason = None          # what failed first in the last call
 
     def __call__(self, /, **arguments):
         count, self.reason = len(arguments["completions"]), None
         who = f"reward function {self.__name__}"
-        if not self.proven:
+        if not self.has_succeeded:
             check_columns(who, self.function, arguments)
         try:
             values = self.function(**arguments)
@@ -136,15 +136,15 @@ class Judge:
                 raise TypeError(f"it returned {reprlib.repr(values)} instead of a list of {count} "
                                 "rewards, one for each completion")
         except (Exception, SystemExit) as error:
-            if not self.proven and isinstance(error, UserError):
+            if not self.has_succeeded and isinstance(error, UserError):
                 raise UserError(f"{who}: {error}") from error
-            if not self.proven and not isinstance(error, TimeoutError):
+            if not self.has_succeeded and not isinstance(error, TimeoutError):
                 where = "its traceback is above" if show(error) else "correct the function"
                 raise UserError(f"{who} failed in its first call: {reason(error)}; {where}"
                                 ) from error
             self.fail(type(error).__name__, f"judged nothing in this step: {reason(error)}")
             return [math.nan] * count
-        self.proven = True
+        self.has_succeeded = True
         return [self.reward(value) for value in values]
 
     def reward(self, value):

@@ -45,7 +45,7 @@ class Saver:
             return
         if not args.resume:
             refuse_loss(self.run_dir, args)
-        world.ends.callback(lock(self.run_dir))
+        world.cleanup.callback(lock(self.run_dir))
         for name in REPLACED:               # of a run that was killed as it saved
             shutil.rmtree(self.run_dir / f"{name}.new", ignore_errors=True)
             if (self.run_dir / name).exists():              # whole, so nobody needs the one before
@@ -60,7 +60,7 @@ class Saver:
         flag("--resume", action="store_true", help="continue exactly from the run's checkpoint")
 
     @staticmethod
-    def fill_in(args):
+    def set_defaults(args):
         args.run_name = args.run_name or f"grpo_{Path(args.model_path).name.removesuffix('.pth')}"
 
     @staticmethod

@@ -35,7 +35,7 @@ class World:
         self.running = None, 0.0    # the phase that is being timed, and since when
         self.at_phase = []          # functions that are called with the name of each new phase
         self.signal = 0             # of the signal that asked the run to stop (signals.py)
-        self.ends = ExitStack()     # ends.callback(f) calls f when the run ends, well or not
+        self.cleanup = ExitStack()     # ends.callback(f) calls f when the run ends, well or not
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.set_device(self.device)      # what "cuda" means from now on
@@ -82,7 +82,7 @@ class World:
         for listener in self.at_phase:
             listener(name)
 
-    def working(self):
+    def autocast(self):
         """Around what runs a network: matrix products are those of --dtype.
 
         Weights and log-softmax stay float32.
@@ -138,7 +138,7 @@ class World:
         if self.rank == 0:
             print(json.dumps(to_json(values), indent=2))
 
-    def agree_on_flags(self, args):
+    def check_same_flags(self, args):
         """UserError unless all ranks have the same flags: else one waits for another forever.
 
         Paths may differ from machine to machine.
@@ -152,7 +152,7 @@ class World:
                                     f"rank {rank}; pass the same flags on all ranks")
 
     def close(self):
-        self.ends.close()
+        self.cleanup.close()
         if self.size > 1:
             if dist.is_initialized():       # vLLM, when it ends, ends all groups
                 dist.destroy_process_group()

@@ -34,7 +34,7 @@ class Run:
         if error[0] is Stopped:
             self.world.gather([])       # torchrun ends all ranks once one has left
             self.world.close()
-        self.world.ends.close()
+        self.world.cleanup.close()
 
     def steps(self, state):
         """Resumes, says what is about to be trained, evaluates; the steps that are left.

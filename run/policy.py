@@ -37,15 +37,15 @@ class Policy:
     model: torch.nn.Module
     sampler: Callable                   # as model/sampler.sample
     reader: Callable                    # as train_grpo.token_logps
-    world: object                       # whose `working` gives matrix products their dtype
+    world: object                       # whose `autocast` gives matrix products their dtype
     entropy_learns: bool = False        # else the entropy is a metric, and has no gradient
 
     def sample(self, *prompts, **options):
-        with self.world.working():
+        with self.world.autocast():
             return self.sampler(self.model, *prompts, **options)
 
     def token_logps(self, *sequences, with_entropy=False, **options):
-        with self.world.working():
+        with self.world.autocast():
             found = self.reader(self.model, *sequences, with_entropy=with_entropy, **options)
         if with_entropy and not self.entropy_learns:
             return found[0], found[1].detach()
@@ -71,7 +71,7 @@ def add_flags(parser):
          "moments over the processes (FSDP); to sample, the whole model must fit one GPU")
 
 
-def fill_in(args):
+def set_defaults(args):
     """The included weights."""
     shipped = Path(__file__).resolve().parents[1] / "model/weights"
     kind = "reason" if args.reasoning else "full_sft"

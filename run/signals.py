@@ -47,7 +47,7 @@ def stop_on_signals(world):
         # nohup, and a shell that starts a job in the background, have some of them ignored.
         if handler != signal.SIG_IGN:
             signal.signal(number, ask)
-            world.ends.callback(signal.signal, number, handler)
+            world.cleanup.callback(signal.signal, number, handler)
 
 
 def stop(number, step, rank):

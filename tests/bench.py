@@ -49,7 +49,7 @@ from model import (  # noqa: E402
     save_pretrained,
 )
 from model import fast  # noqa: E402
-from reward.load import Judge  # noqa: E402
+from reward.load import RewardFunction  # noqa: E402
 from reward.functions import RULES  # noqa: E402
 
 SHIPPED = ROOT / "model/weights/reason_128"
@@ -154,7 +154,7 @@ class Ours:
             "--reward_funcs", "format"])
         self.state = train_grpo.load(args, train_grpo.World(device, case.dtype))
         self.state.optimizer.param_groups[0]["lr"] = LEARNING_RATE
-        self.state.reward_funcs = [Judge(function) for function in rewards_of(case)]
+        self.state.reward_funcs = [RewardFunction(function) for function in rewards_of(case)]
         args.reward_weights = [1.0] * len(self.state.reward_funcs)
         if case.config:
             self.state.eos_ids = [NO_EOS]

@@ -69,7 +69,7 @@ def test_the_head_in_chunks_is_float32_with_its_gradients_too(monkeypatch):
 
 
 def test_autocast_keeps_no_copies_of_weights():
-    with World("cpu", "bfloat16").working():
+    with World("cpu", "bfloat16").autocast():
         assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
 
 

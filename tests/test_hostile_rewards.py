@@ -6,7 +6,7 @@ import pytest
 
 from errors import UserError
 from reward import functions, llm_judge, load_reward_funcs, process_rewards, tools
-from reward.load import Judge
+from reward.load import RewardFunction
 
 LONG = [start + piece * 50_000 + end for start, piece, end in [
     ("<answer>", ".", "x</answer>"), ("", "<answer>", ""), ("", "\\boxed{", ""), ("", "7", "x"),
@@ -55,7 +55,7 @@ def test_a_tools_column_and_a_users_mistake_in_a_later_call(tokenizer, capsys):
     tool = tool_of(lambda texts, secret, **columns: [None], tokenizer)
     with pytest.raises(UserError, match="--tool <lambda> needs the column secret.* has level$"):
         tool([["="]], {"prompts": [""], "level": [1]})
-    judge = Judge(functions.accuracy_reward)
+    judge = RewardFunction(functions.accuracy_reward)
     ask(judge, answer=["a"])
     with pytest.warns(UserWarning, match="UserError: the column answer is empty"):
         assert math.isnan(ask(judge, answer=[" "])[0])
@@ -69,7 +69,7 @@ def test_no_escape_code_of_a_reply_is_printed_and_no_header_ends_a_judge(capsys,
         raise error
 
     with pytest.raises(UserError, match="its traceback is above"):
-        ask(Judge(lambda completions, **columns: busy(*completions)), "\x1b[2J")
+        ask(RewardFunction(lambda completions, **columns: busy(*completions)), "\x1b[2J")
     assert "\nOSError: ·[2J\n" in capsys.readouterr().err
     monkeypatch.setattr(llm_judge, "ask", busy)
     monkeypatch.setattr(llm_judge, "PAUSE", 0)
@@ -81,9 +81,9 @@ def test_a_mistake_is_shown_where_the_user_made_it(own_module, capsys):
                "def needs(completions, *, prompts, **columns):\n    return 1 / 0\n")
     import my_errors
     with pytest.raises(UserError, match="a list of 1 rewards, .* correct the function$"):
-        ask(Judge(my_errors.few), "a")                  # all frames are ours: none is shown
+        ask(RewardFunction(my_errors.few), "a")         # all frames are ours: none is shown
     assert capsys.readouterr().err == ""
     with pytest.raises(UserError, match="its traceback is above"):
-        ask(Judge(my_errors.needs), "a")
+        ask(RewardFunction(my_errors.needs), "a")
     shown = capsys.readouterr().err
     assert f'File "{my_errors.__file__}", line 5, in needs' in shown and "combine.py" not in shown

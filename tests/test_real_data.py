@@ -13,7 +13,7 @@ import train_grpo
 from conftest import ROOT, jsonl, turns, write
 from dataset import PromptCollator, PromptDataset, read_prompts
 from reward import accuracy_reward, functions, load_reward_model
-from reward.load import Judge
+from reward.load import RewardFunction
 from run.rollout import Rollout
 from train_grpo import completion_mask, compute_rewards, format_reward, tag_reward
 
@@ -142,7 +142,7 @@ def test_where_the_template_opens_the_thinking_rewards_see_the_whole_reply(openi
                   padding_side="right", return_tensors="pt")["input_ids"]
     mask, eos_ids = completion_mask(ids, opening.eos_token_id), [opening.eos_token_id]
     rollout = Rollout.of(batch, ids, mask, torch.zeros(mask.shape), eos_ids, opening)
-    judges = [Judge(one) for one in (format_reward, tag_reward, accuracy_reward, spy)]
+    judges = [RewardFunction(one) for one in (format_reward, tag_reward, accuracy_reward, spy)]
     rewards, per_function = compute_rewards(None, rollout, judges, [1.0, 2.0, 1.0, 1.0])
     assert rollout.completions == texts and seen == ["<think>\n" + text for text in texts]
     values = [values.tolist() for values in per_function.values()]

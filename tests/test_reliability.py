@@ -141,7 +141,7 @@ def test_what_a_killed_run_left_half_done_goes_but_not_its_only_checkpoint(tmp_p
     for name in ("checkpoint.new", "checkpoint.old", "final.old", "final"):
         (tmp_path / "run" / name).mkdir(parents=True)
     args = SimpleNamespace(eval_only=False, resume=True, model_path="elsewhere")
-    world = SimpleNamespace(rank=0, ends=SimpleNamespace(callback=lambda unlock: unlock()))
+    world = SimpleNamespace(rank=0, cleanup=SimpleNamespace(callback=lambda unlock: unlock()))
     Saver(tmp_path / "run", world, args)
     assert {path.name for path in (tmp_path / "run").iterdir()} - {".lock"} == {
         "checkpoint.old", "final"}

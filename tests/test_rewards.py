@@ -18,7 +18,7 @@ from errors import UserError
 from model import load_pretrained
 from reward import functions, load_reward_funcs
 from reward.functions import accuracy_reward
-from reward.load import Judge
+from reward.load import RewardFunction
 from reward.reward_model import reward_model_reward
 from run.metrics import rollout_metrics
 from train_grpo import format_reward, tag_reward
@@ -147,7 +147,7 @@ def judge_of(returned):
 
 def combined(functions, weights, completions, **columns):
     given = {"prompts": ["p"] * len(completions), "completions": completions, **columns}
-    judges = [one if isinstance(one, Judge) else Judge(one) for one in functions]
+    judges = [one if isinstance(one, RewardFunction) else RewardFunction(one) for one in functions]
     return train_grpo.compute_rewards(
         None, SimpleNamespace(for_rewards=lambda: given), judges, weights)
 
@@ -205,7 +205,7 @@ def test_a_function_that_fails_at_first_stops_the_run_and_later_is_a_warning(cap
     def service(completions, **columns):
         return [json.loads(text)] * len(completions)
 
-    judge = Judge(service)
+    judge = RewardFunction(service)
     with pytest.raises(UserError, match="service failed in its first call: JSONDecodeError: "):
         ask(judge, function=[1, 2])     # a column may have any name
     assert "in service\n    return [json.loads(text)]" in capsys.readouterr().err
@@ -222,14 +222,14 @@ def test_a_function_that_fails_at_first_stops_the_run_and_later_is_a_warning(cap
 @pytest.mark.parametrize("returned", [[1], None, "12"])
 def test_what_is_no_list_of_rewards_is_an_error(returned):
     with pytest.raises(UserError, match="failed in its first call: .* instead of a list of 2"):
-        ask(Judge(judge_of(returned)))
+        ask(RewardFunction(judge_of(returned)))
 
 
 @pytest.mark.parametrize("value", [
     math.nan, math.inf, -2e12, torch.tensor(1e38), "right", [1.0], torch.ones(2),
     pytest.param(10**5000, id="without a text")])
 def test_a_value_that_is_of_no_use_is_a_warning_once_and_treated_as_none(value):
-    judge = Judge(judge_of([value, 1]))
+    judge = RewardFunction(judge_of([value, 1]))
     for count in (1, 0):
         (reward, one), texts = ask(judge)
         assert math.isnan(reward) and one == 1 and len(texts) == count
@@ -238,9 +238,9 @@ def test_a_value_that_is_of_no_use_is_a_warning_once_and_treated_as_none(value):
 
 def test_numbers_of_all_kinds_are_rewards_and_none_is_no_failure():
     values = [True, -1e12, Decimal("0.5"), numpy.float32(0.5), torch.tensor(0.5), None]
-    assert ask(Judge(judge_of(values)), "abcdef") == (
+    assert ask(RewardFunction(judge_of(values)), "abcdef") == (
         pytest.approx([1, -1e12, 0.5, 0.5, 0.5, math.nan], nan_ok=True), [])
-    assert ask(Judge(judge_of(torch.tensor([0.25, 1.0])))) == ([0.25, 1], [])
+    assert ask(RewardFunction(judge_of(torch.tensor([0.25, 1.0])))) == ([0.25, 1], [])
 
 
 def test_a_service_that_is_slow_to_start_is_no_reason_to_stop():
@@ -250,7 +250,7 @@ def test_a_service_that_is_slow_to_start_is_no_reason_to_stop():
             raise TimeoutError("no answer yet")
         return [1.0] * len(completions)
 
-    calls, ours = [], Judge(judge)
+    calls, ours = [], RewardFunction(judge)
     for count in (1, 0):
         rewards, texts = ask(ours)
         assert all(map(math.isnan, rewards)) and len(texts) == count
@@ -258,7 +258,7 @@ def test_a_service_that_is_slow_to_start_is_no_reason_to_stop():
 
 
 def test_failures_of_all_ranks_are_counted_and_give_the_reason():
-    ranks = [[Judge(gold), Judge(lengths)] for _ in range(2)]
+    ranks = [[RewardFunction(gold), RewardFunction(lengths)] for _ in range(2)]
     ask(ranks[0][0], answer=[math.inf, math.inf])
     ask(ranks[1][0], answer=[1.0, "1"])
     told = [(judge.__name__, judge.failed.total(), judge.reason)

@@ -24,7 +24,7 @@ from conftest import ROOT, jsonl, turns, write
 from dataset import PromptCollator, prompts
 from errors import UserError
 from model import eos_token_ids, fast, load_pretrained
-from reward.load import Judge
+from reward.load import RewardFunction
 from run.evaluate import evaluate
 from run.extensions import install, moving_reference, oversample, teacher
 from run.policy import Policy
@@ -175,7 +175,8 @@ def test_evaluation_by_a_reward_of_ones_own():
     rows = [{"messages": [{"role": "user", "content": "?"}], "target": i} for i in (1, 2, 3, 4)]
     args = arguments("--max_gen_len", "2")
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
-    state = state_of(load_pretrained(POLICY), args, tokenizer=tokenizer, eval_funcs=[Judge(judge)])
+    state = state_of(load_pretrained(POLICY), args, tokenizer=tokenizer,
+                     eval_funcs=[RewardFunction(judge)])
     results, first = evaluate(state, rows, PromptCollator(tokenizer, 99), 0)
     assert first.rewards.tolist() == pytest.approx([0.5, 1.0, NAN, 0.0], nan_ok=True)
     # The third problem was not judged. Sampled right: 1 of 2, 2 of 2, 0 of 2.

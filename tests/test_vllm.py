@@ -140,14 +140,14 @@ def shipped(rank=0):
 def test_an_update_of_adapters_arrives_in_bfloat16(fake):
     engine, world = fake("--lora_rank", "12", "--dtype", "bfloat16")
     policy = shipped(12)
-    with world.working():
+    with world.autocast():
         draw(engine, policy)
     assert engine.llm.options["max_lora_rank"] == 16        # one of those that vLLM takes
     layers = adapters(policy)
     for layer in layers.values():       # AdamW's first step, at a rate of 1e-5
         layer.lora_B.data = torch.randn_like(layer.lora_B).sign() * 1e-5
     engine.outdate()
-    with world.working():
+    with world.autocast():
         draw(engine, policy)
     assert engine.llm.events == ["sample", "weights", "adapter", "reset", "sample",
                                  "adapter", "reset", "sample"]
@@ -263,7 +263,7 @@ def made(tmp_path_factory):
     threads = torch.get_num_threads()
 
     def sample(*inputs, **options):
-        with world.working():
+        with world.autocast():
             return engine(*inputs, **options)
 
     draw(sample, policy)

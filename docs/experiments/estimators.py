@@ -28,8 +28,7 @@ import torch.nn.functional as F
 from dataset.jsonl import read_jsonl, rounded, to_line
 from errors import user_errors
 from reward.baselines import estimate
-from run.extensions.losses import AVERAGES as DIVISORS
-from run.extensions.losses import BOUNDS, LOSS_TYPES, importance_ratio
+from run.extensions.losses import LOSS_AGGREGATIONS, LOSS_TYPES, POLICY_LOSSES, importance_ratio
 from train_grpo import kl_penalty
 
 from .__main__ import OUT, RESULTS, ROOT, python, quoted
@@ -109,7 +108,7 @@ def weights_in(answers, steps, kind, G, average, scale, baseline):
     advantages = advantages_of(answers.rewards[kind][steps].flatten(), G, scale, baseline)
     lengths = answers.length[steps]
     tokens = lengths.sum(1, keepdim=True)
-    return advantages.view(steps.shape) / DIVISORS[LOSS_TYPES[average][1]](
+    return advantages.view(steps.shape) / LOSS_AGGREGATIONS[LOSS_TYPES[average][1]](
         lengths, STEP, tokens, answers.limit)
 
 
@@ -120,7 +119,7 @@ def expected_weights(answers, kind, G, arm, lot, steps):
     average, *rest = arm
     if average != "bnpo" and len(answers.rewards[kind].unique()) <= 4:
         advantages = by_value(mean_advantages, answers, kind, lot, G, *rest)
-        divisor = DIVISORS[LOSS_TYPES[average][1]](answers.length, 1, None, answers.limit)
+        divisor = LOSS_AGGREGATIONS[LOSS_TYPES[average][1]](answers.length, 1, None, answers.limit)
         return advantages / divisor
     alike = torch.stack((answers.prompt, answers.rewards[kind], answers.length))
     bins = alike.unique(dim=1, return_inverse=True)[1]                                  # (n,)
@@ -254,7 +253,7 @@ def policy_loss(logps, old_logps, advantages, mask, loss_type, level, epsilons):
         mask = mask.any(1, keepdim=True).int()
     ratio = importance_ratio(logps, old_logps, mask, level=level)
     bound, _, numbers = LOSS_TYPES[loss_type]
-    loss, _ = BOUNDS[bound](ratio, advantages, logps, mask, **epsilons, **numbers)
+    loss, _ = POLICY_LOSSES[bound](ratio, advantages, logps, mask, **epsilons, **numbers)
     return (loss * mask).sum(1)
 
 

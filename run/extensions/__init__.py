@@ -23,7 +23,7 @@ def add_flags(parser):
         extension.add_flags(parser)
 
 
-def fill_in(args):
+def set_defaults(args):
     """Sets flags that were not given to the defaults of the extensions that are on."""
     for extension in reversed(EXTENSIONS):
         if hasattr(extension, "defaults") and extension.is_on(args):

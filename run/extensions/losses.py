@@ -1,9 +1,10 @@
 """The relatives of GRPO's loss: --loss_type and the other flags of the objective.
 
 `family_loss` is the loss of them all. On the default it equals the script's grpo_loss, to the bit.
-It takes its place where a flag asks for another ratio (`importance_ratio`), bound (BOUNDS), average
-(AVERAGES) or KL (KL_TYPES). LOSS_TYPES names bound and average of each. docs/losses.md is the map
-of the family; reward/baselines.py has those that differ in the advantages.
+It takes its place where a flag asks for another ratio (`importance_ratio`), bound (POLICY_LOSSES),
+average (LOSS_AGGREGATIONS) or KL (KL_TYPES). LOSS_TYPES names bound and average of each.
+docs/losses.md is the map of the family; reward/baselines.py has those that differ in the
+advantages.
 
 use_bias_correction_kl multiplies the KL's term by the ratio (DeepSeek-V3.2, arXiv 2512.02556; RPG,
 2505.17508): tokens count as if the policy of now had sampled them. The gradient of ratio times k is
@@ -115,11 +116,11 @@ def pi_region(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, larg
     return -weight * advantages * logps, {"low": low, "high": high}
 
 
-BOUNDS = {"ppo": ppo_clip, "cispo": cispo_cap, "dppo": pi_region, "sapo": soft_gate,
+POLICY_LOSSES = {"ppo": ppo_clip, "cispo": cispo_cap, "dppo": pi_region, "sapo": soft_gate,
           "gmpo": geometric_mean}
 # Each token's term is divided by one of these, then all are added up. `length` is that of the
 # token's completion, L the maximum; completions and tokens are those of the whole optimizer step.
-AVERAGES = {
+LOSS_AGGREGATIONS = {
     "completion": lambda length, completions, tokens, L: completions * length,
     "tokens":     lambda length, completions, tokens, L: tokens,
     "limit":      lambda length, completions, tokens, L: completions * L,
@@ -199,8 +200,8 @@ def family_loss(logps, old_logps, advantages, mask, *, k3, ref_logps=None, beta=
         kl = KL_TYPES[kl_type](x, k3)
         metrics["kl"] = (kl.detach() * mask).sum() / num_tokens     # whatever the loss averages
         loss = loss + beta * (ratio * kl if use_bias_correction_kl else kl)
-    divided_by = AVERAGES[average](lengths, num_sequences, num_tokens, max_completion_length)
-    return (loss * mask / divided_by).sum(), metrics
+    divisor = LOSS_AGGREGATIONS[average](lengths, num_sequences, num_tokens, max_completion_length)
+    return (loss * mask / divisor).sum(), metrics
 
 
 def row_of(loss_type, options=()):
@@ -214,7 +215,7 @@ def row_of(loss_type, options=()):
         function, average, numbers = one_action_loss, None, {}
     elif loss_type in LOSS_TYPES:
         bound, average, numbers = LOSS_TYPES[loss_type]
-        function = BOUNDS[bound]
+        function = POLICY_LOSSES[bound]
     else:
         known = ", ".join([*LOSS_TYPES, "r1"])
         function = import_function("--loss_type", loss_type, known)
