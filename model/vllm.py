@@ -1,4 +1,4 @@
-"""vLLM in place of the sampler, --sampler vllm. requirements-vllm.txt says what to install.
+"""vLLM in place of the sampler, --sampler vllm. docs/requirements-vllm.txt says what to install.
 
 Each rank has an engine, made in its own process at the first call. The optimizer tells it when
 weights have changed, and the next call hands all of them over; of a policy with adapters only
@@ -86,7 +86,7 @@ class Engine:
                 self._generate([[0]], [SamplingParams(max_tokens=1, detokenize=False)])
         except Exception as error:      # many classes, of vLLM and of what it imports
             raise UserError(f"--sampler vllm: it could not start with {args.model_path} "
-                            f"({reason(error)}); see requirements-vllm.txt") from error
+                            f"({reason(error)}); see docs/requirements-vllm.txt") from error
 
     def _hand_over(self, model):
         if self.is_asleep:

@@ -64,7 +64,7 @@ def add_flags(parser):
     flag = parser.group("the machine").add_argument
     flag("--sampler", choices=("fast", "plain", "vllm"), default="fast", help="fast: the sampler "
          "and log-probs of model/fast; plain: the ones to read, same numbers; vllm: an inference "
-         "engine samples (requirements-vllm.txt), log-probs are fast's")
+         "engine samples (docs/requirements-vllm.txt), log-probs are fast's")
     flag("--vllm_gpu_memory_utilization", type=number(float, 0, 1, above=True), default=0.3,
          help="the engine's share of a GPU's memory; it is free while the policy learns")
     flag("--shard", type=int, choices=(0, 1), default=0, help="1: divide weights, gradients and "

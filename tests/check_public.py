@@ -1,4 +1,4 @@
-"""What the GRPO losses of packages on PyPI are, told by docs/check_grpo.py. By hand:
+"""What the GRPO losses of packages on PyPI are, told by lab/check_grpo/check_grpo.py. By hand:
 
     pip install trl==1.16.0 verl==0.9.1     # and others of CASES; with --no-deps, if they want GPUs
     python tests/check_public.py
@@ -6,7 +6,7 @@
 It prints a table; what is not installed is left out. It holds no code of these packages: an adapter
 calls a function of theirs with the checker's batch. verl's adds the KL as its trainer does, by two
 other functions; where the table has no KL, a package adds its own elsewhere, or has none.
-docs/check.md has the table. What is wrong and not yet reported in public is not in this file; there
+lab/check.md has the table. What is wrong and not yet reported in public is not in this file; there
 it stands without a name.
 """
 import os

@@ -1,13 +1,13 @@
-"""docs/check_grpo.py on rollouts: right ones have no bug, broken ones the right one."""
+"""lab/check_grpo/check_grpo.py on rollouts: right ones have no bug, broken ones the right one."""
 from functools import cache
 
 import pytest
 import torch
+from docs.check_grpo import check_batch, main
 
 import train_grpo
 from conftest import ROOT
 from dataset import read_prompts
-from docs.check_grpo import check_batch, main
 from model import fast, load_pretrained
 from reward.baselines import estimate
 from run.policy import Policy

@@ -1,4 +1,4 @@
-"""docs/check_grpo.py: right losses of any style give no BUG, mutants are named."""
+"""lab/check_grpo/check_grpo.py: right losses of any style give no BUG, mutants are named."""
 import json
 import sys
 from functools import cache, partial
@@ -11,7 +11,7 @@ from torch import nn
 
 import train_grpo
 from conftest import ROOT
-from docs.experiments import pages
+from lab.experiments import pages
 from reward.baselines import estimate
 
 sys.path.insert(0, str(ROOT / "docs"))

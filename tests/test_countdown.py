@@ -10,8 +10,8 @@ import torch
 
 from conftest import ROOT, write
 from dataset import PromptCollator, PromptDataset
-from docs.experiments import pass_at_k
-from docs.experiments.__main__ import behaviour
+from lab.experiments import pass_at_k
+from lab.experiments.__main__ import behaviour
 from lab.tasks import countdown
 from model import load_pretrained, load_tokenizer, rng_of
 from reward.functions import countdown_reward

@@ -19,9 +19,9 @@ from conftest import ROOT
 from errors import Parser
 from run import minimind_flags
 
-FLAGS = "docs/flags_zh.md"       # of no English page
+FLAGS = "docs/zh/flags.md"       # of no English page
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in (
-    *sorted(ROOT.glob("README*.md")), ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))}
+    *sorted(ROOT.glob("README*.md")), ROOT / ".github/CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))}
 CHINESE = {page: text for page, text in PAGES.items() if page.endswith("_zh.md")}
 ENGLISH = {page: text for page, text in PAGES.items() if page not in CHINESE}
 PAIRS = [(page.replace("_zh.md", ".md"), page) for page in CHINESE if page != FLAGS]
@@ -169,7 +169,7 @@ def test_every_command_runs_what_there_is_with_flags_that_it_has(page, monkeypat
 def test_every_flag_in_a_sentence_is_one_of_a_program_that_the_pages_run():
     run = [program_of(words) for text in PAGES.values() for words in commands_of(text)]
     programs = {program for program, flags in run if program.endswith(".py") and flags}
-    programs |= {"torchrun", "docs/experiments/__main__.py"}
+    programs |= {"torchrun", "lab/experiments/__main__.py"}
     known = {flag for program in programs
              for action in parser_of(program)._actions for flag in action.option_strings}
     named = {flag for text in PAGES.values() for code in inline(text)
@@ -263,7 +263,7 @@ def test_what_leads_to_a_heading_in_english_does_so_in_chinese(english, chinese)
 
 def test_chinese_pages_use_the_words_that_people_search_for():
     """Not a translation's: a KL is one 约束, a probability is 提高 or 降低, a run is 训练."""
-    notebook = (ROOT / "grpo_in_ten_cells_zh.ipynb").read_text(encoding="utf-8")
+    notebook = (ROOT / "docs/grpo_in_ten_cells_zh.ipynb").read_text(encoding="utf-8")
     words = """换来什么 划算 拿得定主意 什么也教不会 牵绳 弹簧 缰绳 朴素循环 动过手脚 逐比特
         往上推 往下推 往下压 一次运行 默认运行 这次运行 大家都会问的问题""".split()
     for page, text in {**CHINESE, "notebook": notebook}.items():

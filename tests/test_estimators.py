@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from conftest import ROOT
-from docs.experiments import estimators
-from docs.experiments.answers import PROMPTS, Answers, Tiny, fewer_numbers, flat, sampled
-from docs.experiments.estimators import (
+from lab.experiments import estimators
+from lab.experiments.answers import PROMPTS, Answers, Tiny, fewer_numbers, flat, sampled
+from lab.experiments.estimators import (
     RATIOS,
     STEP,
     advantages_of,

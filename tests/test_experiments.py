@@ -15,10 +15,10 @@ from test_docs import PAGES, tables
 
 import train_grpo
 from conftest import ROOT, jsonl, write
-from docs.experiments import __main__ as command
-from docs.experiments import figures, pages, pass_at_k, tasks
-from docs.experiments.__main__ import EXPERIMENTS, RESULTS
 from errors import UserError
+from lab.experiments import __main__ as command
+from lab.experiments import figures, pages, pass_at_k, tasks
+from lab.experiments.__main__ import EXPERIMENTS, RESULTS
 from model import train_sft
 from reward.tools import calculator
 
@@ -103,14 +103,14 @@ def test_it_runs_what_is_missing_with_its_flags_seed_and_change(
 
 def test_a_result_says_if_its_commit_is_not_the_code_that_ran(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "ROOT", tmp_path)
-    (tmp_path / "docs/experiments/results").mkdir(parents=True)
-    write(tmp_path / "docs/experiments/results/a.jsonl", [{}])
+    (tmp_path / "lab/experiments/results").mkdir(parents=True)
+    write(tmp_path / "lab/experiments/results/a.jsonl", [{}])
     (tmp_path / "script.py").write_text("a = 1\n")
     command.git("init", "--quiet")
     command.git("add", ".")
     command.git("-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "--quiet", "-m", "a")
     clean = command.where_run("--beta 0")
-    write(tmp_path / "docs/experiments/results/a.jsonl", [{}, {}])
+    write(tmp_path / "lab/experiments/results/a.jsonl", [{}, {}])
     assert command.where_run("--beta  0") == clean and "-" not in clean["commit"]
     (tmp_path / "script.py").write_text("a = 2\n")
     changed = command.where_run("--beta 1")
@@ -125,7 +125,7 @@ def test_the_flags_of_every_arm_go_together(monkeypatch):
             continue
         for flags in command.commands_of(experiment).values():
             flags = shlex.split(flags.format(out="out"))
-            if flags[:1] == ["-m"] and flags[1].startswith("docs.experiments."):
+            if flags[:1] == ["-m"] and flags[1].startswith("lab.experiments."):
                 module = importlib.import_module(flags[1])
                 flags = module.parse_args(flags[2:])[1]         # without its own
             train_grpo.parse_args(flags[flags.index("train_grpo.py") + 1:] if "-m" in flags
@@ -470,7 +470,7 @@ def test_every_claim_is_of_arms_that_run(family):
         assert claim["says"].endswith(".")
 
 
-@pytest.mark.parametrize("page", ["docs/results.md", "docs/results_zh.md"])
+@pytest.mark.parametrize("page", ["lab/results.md", "lab/zh/results.md"])
 def test_every_difference_in_the_sentences_is_a_claims(page):
     text = re.sub(r"^\|.*$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
     written = {number.lstrip("-") for number in re.findall(r"-?[\d.]+\s±\s[\d.]*\d", text)}
@@ -483,7 +483,7 @@ def test_all_claims_are_printed_and_the_headlines_have_a_table(capsys):
     head, *lines = capsys.readouterr().out.splitlines()
     assert len(lines) == sum(len(command.claims_of(family)) for family in command.CLAIMS)
     assert {line.count(" | ") for line in (head, *lines)} == {5}
-    text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    text = (ROOT / "lab/results.md").read_text(encoding="utf-8")
     assert "<!-- results: claims -->" in text
 
 
@@ -506,7 +506,7 @@ def test_the_pages_show_the_results():
     for page in ROOT.glob("docs/*.md"):
         text = page.read_text(encoding="utf-8")
         new = pages.filled(text, command.table_of, page.name)
-        assert new == text, "run python -m docs.experiments pages"
+        assert new == text, "run python -m lab.experiments pages"
 
 
 def test_the_minutes_of_the_planning_table_are_the_medians_of_the_results():

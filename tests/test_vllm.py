@@ -1,6 +1,6 @@
 """--sampler vllm: when its weights are handed over, with a stand-in; then with vLLM itself.
 
-What needs vLLM is skipped without it: requirements-vllm.txt. CI has it, in an environment of its
+What needs vLLM is skipped without it: docs/requirements-vllm.txt. CI has it, in an environment of its
 own.
 """
 import importlib.util
@@ -32,7 +32,7 @@ from run.distributed import World
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None,
-                                reason="needs vLLM: requirements-vllm.txt")
+                                reason="needs vLLM: docs/requirements-vllm.txt")
 
 # --- the hand-over --------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ def test_without_vllm_the_run_ends_in_a_sentence(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         train_grpo.main(["--sampler", "vllm", "--batch_size", "2", "--out_dir", str(tmp_path)])
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "error: --sampler vllm: " in said and said.endswith("see requirements-vllm.txt")
+    assert "error: --sampler vllm: " in said and said.endswith("see docs/requirements-vllm.txt")
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".lock"]
 
 

@@ -1,0 +1,108 @@
+"""A run of train_grpo.py with one function changed, for arms that no flag can make.
+
+    python -m lab.experiments.changed --change noise:2 --max_steps 40
+
+It takes the flags of train_grpo.py, and --change: a name of CHANGES and, for some, a number.
+"""
+import argparse
+from functools import partial
+
+import torch
+
+import train_grpo
+from errors import user_errors
+from model import fast
+from model.sampler import next_token
+from run.extensions import teacher
+
+
+def noisy_token(logits, temperature, generator, greedy, *, scale):
+    """next_token of a sampler that computes its logits badly: Gaussian noise on each, of this std.
+
+    It reports the log-probabilities of what it sampled from, as an engine that rounds does.
+    """
+    noise = torch.randn(logits.shape, generator=generator, device=logits.device)
+    return next_token(logits + scale * noise, temperature, generator, greedy)
+
+
+def noise(scale):
+    """The sampler of rollouts is noisy. That of evaluations is not: they are of the policy."""
+    right = train_grpo.grpo_step
+
+    def grpo_step(*args):
+        fast.next_token = partial(noisy_token, scale=float(scale))
+        rollout_and_metrics = right(*args)
+        fast.next_token = next_token
+        return rollout_and_metrics
+
+    train_grpo.grpo_step = grpo_step
+
+
+def above_0(_):
+    """Answers worse than their group's mean teach nothing."""
+    right = train_grpo.load
+
+    def load(*args):
+        state = right(*args)
+        state.wrap("--change", compute_advantages=at_least_0)
+        return state
+
+    train_grpo.load = load
+
+
+def at_least_0(inner, state, rollout):
+    return inner(rollout).clamp(min=0)
+
+
+def whole_answers(_):
+    """A teacher's gradient of the KL of whole answers: a token answers for all that follows."""
+    right = teacher.towards_teacher
+
+    def towards_teacher(rollout, policy_logps):
+        advantages = right(rollout, policy_logps)                                       # (N, R)
+        return advantages.flip(1).cumsum(1).flip(1) * rollout.loss_mask
+
+    teacher.towards_teacher = towards_teacher
+
+
+def moved(_):
+    """Nothing changes, but each step records how far its updates moved the policy, from d = log pi
+    - log pi_old of a token: the mean of e^d - 1 - d, an estimate of KL(pi_old || pi), and the root
+    mean square of d. Both are over all tokens of the rollout, after the last update.
+    """
+    right = train_grpo.grpo_step
+
+    def grpo_step(state, *args):
+        rollout, metrics = right(state, *args)
+        logps = state.compute_logps(state.policy, rollout)                              # (N, R)
+        d = (logps - rollout.sampling_logps)[rollout.loss_mask.bool()]
+        return rollout, metrics | {"moved/kl": (d.expm1() - d).mean().item(),
+                                   "moved/rms": d.square().mean().sqrt().item()}
+
+    train_grpo.grpo_step = grpo_step
+
+
+CHANGES = {"noise": noise, "above_0": above_0, "whole_answers": whole_answers, "moved": moved}
+
+
+@user_errors("lab.experiments.changed")
+def main():
+    change, flags = parse_args()
+    if change:
+        name, _, number = change.partition(":")
+        CHANGES[name](number)
+    train_grpo.main(flags)
+
+
+def parse_args(argv=None):
+    """Our own flag, and the others as they are."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
+    parser.add_argument("--change", default="")
+    own, flags = parser.parse_known_args(argv)
+    if own.change and own.change.partition(":")[0] not in CHANGES:
+        parser.error(f"--change is {own.change!r}; give one of {', '.join(CHANGES)}")
+    return own.change, flags
+
+
+if __name__ == "__main__":
+    main()

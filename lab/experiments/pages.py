@@ -1,0 +1,177 @@
+"""What the pages show: tables whose numbers come from results, and changes that experiments make.
+
+A table stands between `<!-- results: NAME -->` and `<!-- end -->`. Its head and its names are
+written by hand, in the language of the page; experiments.toml and claims.toml say what its numbers
+are. A cell that does not begin with a number is text and stays, so a new table begins with zeros.
+"""
+import re
+
+import numpy as np
+
+from errors import UserError
+
+from .figures import at_end, holm, interval, p_value, series, sizes
+
+BLOCK = re.compile(r"(<!-- results: (\w+) -->\n\n)(.*?)(?=\n\n<!-- end -->)", re.DOTALL)
+# 5.0 ± 2.0, perhaps in bold; <0.001
+NUMBER = re.compile(r"( *\**)[-<]?\d.*?(\** *)")
+
+
+def filled(text, rows_of, page):
+    """A page with the numbers of its tables written anew; rows_of(NAME): the rows of texts."""
+    def write(block):
+        start, name, table = block.groups()
+        lines, rows = table.splitlines(), rows_of(name)
+        if len(lines) != 2 + len(rows):
+            raise UserError(f"{page}: the table {name} should have {len(rows)} rows, as "
+                            "lab/experiments/*.toml say")
+        for i, texts in enumerate(rows, start=2):       # after the head and the rule below it
+            lines[i] = fill(lines[i], texts)
+        return start + "\n".join(lines)
+
+    return BLOCK.sub(write, text)
+
+
+def fill(line, texts):
+    """A row of a table with these texts in place of the numbers in its last cells."""
+    cells = line.split("|")
+    for i, text in enumerate(texts, start=len(cells) - 1 - len(texts)):
+        number = NUMBER.fullmatch(cells[i])
+        if number and not text:
+            raise UserError(f"{line}: there are no results for this yet; run the experiment first")
+        if number:
+            before, after = number.groups()
+            cells[i] = before + text + after
+    return "|".join(cells)
+
+
+def texts_of(experiment, results, panels):
+    """What stands in the last cells of an experiment's table, row by row."""
+    table = experiment.get("table", {})
+    columns = table.get("columns", ["eval/accuracy", "eval/greedy_accuracy"])
+    rows = table.get("rows", arms_of(results))
+    if rows == "cells":
+        rows = experiment["cells"]
+    texts = []
+    for row in rows:
+        texts.append([text_of(cell_of(table, column, row), results, panels)
+                      for column in columns])
+    return texts
+
+
+def arms_of(results):
+    """Each arm once, with its row."""
+    arms = dict.fromkeys((run["row"], run["arm"]) for run in results)
+    return [{"row": row, "arm": arm} for row, arm in arms]
+
+
+def cell_of(table, column, row):
+    """What stands where these meet; the row has the last word, and its $ is the column's arm."""
+    if isinstance(column, str):
+        column = {"key": column}
+    if isinstance(row, str):
+        row = {"arm": row}
+    cell = {"row": "", "key": "eval/accuracy"} | table | column | row
+    for name in ("arm", "minus"):
+        if name in cell:
+            cell[name] = cell[name].replace("$", column.get("arm", ""))
+    return cell
+
+
+def text_of(cell, results, panels):
+    """One cell; "" without results."""
+    begins, ends = ends_of(cell, cell["arm"], results)
+    if "minus" in cell:
+        ends = differences(cell, results)
+    if not ends:
+        return ""
+    _, _, number = panels.get(cell["key"], ("", "", ""))
+    form, scale = "{end:.2f} ± {half:.2f}", 1
+    if "%" in number:
+        form, scale = "{end:.1f} ± {half:.1f}", 100
+    begin, _ = interval(scale * np.array([*begins.values()]))
+    values = scale * np.array([*ends.values()])
+    (end, half), (_, narrow) = interval(values), interval(values, 0.1)
+    return (cell.get("form") or form).format(
+        begin=begin, end=end, half=half, low=end - narrow, high=end + narrow,
+        median=np.median(values), least=values.min(), most=values.max())
+
+
+def ends_of(cell, arm, results):
+    """({seed: first value}, {seed: mean of the end, or at the steps of the cell}) of an arm."""
+    begins, ends = {}, {}
+    for run in results:
+        seed = run["seed"]
+        if (run["row"], run["arm"]) != (cell["row"], arm) or seed != cell.get("seed", seed):
+            continue
+        steps, values = series([run], arm, cell["key"])
+        end = at_end(cell["key"], values)
+        if cell.get("at") == "all" and len(steps):
+            end = np.average(values, 1, sizes(steps))
+        elif "at" in cell:
+            end = values[:, np.isin(steps, cell["at"])]
+        if np.isfinite(end).any():
+            begins[seed] = values[0, 0]
+            ends[seed] = np.nanmean(end)
+    return begins, ends
+
+
+def differences(cell, results):
+    """{seed: the end of the arm minus that of another, or minus its own "begin"}."""
+    begins, ends = ends_of(cell, cell["arm"], results)
+    _, others = ends_of(cell | {"row": cell.get("minus_row", cell["row"])}, cell["minus"], results)
+    if cell["minus"] == "begin":
+        others = begins
+    return {seed: ends[seed] - others[seed] for seed in ends if seed in others}
+
+
+def claim_texts(claims, results, panels):
+    """For each claim of a family [seeds, difference, p, p corrected for all of them].
+
+    results: {experiment: its runs}. A claim without two seeds of both arms has no numbers yet.
+    """
+    found = [differences(claim, results[claim["experiment"]]) for claim in claims]
+    p_values = [paired_p([*values.values()]) for values in found]
+    texts = []
+    for claim, values, *both in zip(claims, found, p_values, holm(p_values)):
+        numbers = [""] * 4
+        if len(values) > 1:
+            numbers = [str(len(values)), text_of(claim, results[claim["experiment"]], panels)]
+            numbers += ["<0.001" if p < 0.0005 else f"{p:.3f}" for p in both]
+        texts.append(numbers)
+    return texts
+
+
+def paired_p(values):
+    """p of the paired t test: were both arms alike, how often would they differ by as much?"""
+    if len(values) < 2:
+        return 1
+    error = np.std(values, ddof=1) / np.sqrt(len(values))
+    return p_value(np.mean(values) / error, len(values) - 1)
+
+
+def changes(page):
+    """{heading in small letters: (its diff, the test that it says catches it)} of a page."""
+    found = {}
+    for section in re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        heading = re.match(r"(.*?)( \(in|$)", section, re.MULTILINE)[1]
+        diff = re.search(r"^```diff\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+        test = re.search(r"\*\*Caught by\*\* `(.+?)`", section)
+        if diff:
+            found[heading.lower()] = diff[1], test and test[1]
+    return found
+
+
+def changed(source, diff, page):
+    """The source with the lines of a diff replaced; UserError if they do not stand there once.
+
+    A line ` ...` stands between two places that change.
+    """
+    for part in diff.split(" ...\n"):
+        lines = part.splitlines()
+        before, after = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
+        if source.count(before) != 1:
+            raise UserError(f"{page}: {before.strip()!r} does not stand in train_grpo.py once; "
+                            "adapt the diff to the code")
+        source = source.replace(before, after)
+    return source
