@@ -20,8 +20,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "docs"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "lab/check_grpo"))
 import torch  # noqa: E402
+
 from check_grpo import check, random_case  # noqa: E402
 
 # --- an adapter for each package: c is the checker's batch, c.A its advantages as (N, R) ----------

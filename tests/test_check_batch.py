@@ -3,9 +3,9 @@ from functools import cache
 
 import pytest
 import torch
-from docs.check_grpo import check_batch, main
 
 import train_grpo
+from check_grpo import check_batch, main
 from conftest import ROOT
 from dataset import read_prompts
 from model import fast, load_pretrained

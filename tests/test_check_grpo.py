@@ -14,7 +14,7 @@ from conftest import ROOT
 from lab.experiments import pages
 from reward.baselines import estimate
 
-sys.path.insert(0, str(ROOT / "docs"))
+sys.path.insert(0, str(ROOT / "lab/check_grpo"))
 import check_grpo  # noqa: E402
 from check_grpo import check  # noqa: E402
 

@@ -47,9 +47,9 @@ def value_of(formula, **names):
     return eval(python, names)
 
 
-@pytest.mark.parametrize("language", ["", "_zh"])
+@pytest.mark.parametrize("language", ["", "zh/"])
 def test_each_step_stands_beside_a_line_of_its_function(language):
-    rows = tables(PAGES[f"docs/derivation{language}.md"])[0]
+    rows = tables(PAGES[f"docs/{language}derivation.md"])[0]
     assert len(rows) == 8
     for _, _, lines, where in rows:
         name = re.search(r"`(\w+)`", where)[1]

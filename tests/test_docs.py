@@ -2,6 +2,7 @@
 import argparse
 import functools
 import importlib.util
+import os
 import re
 import runpy
 import shlex
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -20,11 +22,14 @@ from errors import Parser
 from run import minimind_flags
 
 FLAGS = "docs/zh/flags.md"       # of no English page
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in (
-    *sorted(ROOT.glob("README*.md")), ROOT / ".github/CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))}
-CHINESE = {page: text for page, text in PAGES.items() if page.endswith("_zh.md")}
+PLACES = ["README*.md", ".github/CONTRIBUTING.md",
+          *(f"{room}/{language}*.md" for room in ("docs", "lab") for language in ("", "zh/"))]
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+         for place in PLACES for path in sorted(ROOT.glob(place))}
+CHINESE = {page: text for page, text in PAGES.items() if page == "README_zh.md" or "/zh/" in page}
 ENGLISH = {page: text for page, text in PAGES.items() if page not in CHINESE}
-PAIRS = [(page.replace("_zh.md", ".md"), page) for page in CHINESE if page != FLAGS]
+PAIRS = [(page.replace("/zh/", "/").replace("_zh.", "."), page) for page in CHINESE
+         if page != FLAGS]
 of_each_page = pytest.mark.parametrize("page", PAGES)
 
 # --- what a page consists of ----------------------------------------------------------------------
@@ -180,7 +185,7 @@ def test_every_flag_in_a_sentence_is_one_of_a_program_that_the_pages_run():
 
 @of_each_page
 def test_the_files_that_a_page_names_exist(page):
-    text, rooms = PAGES[page], "(dataset|docs|images|model|reward|run|tests)"
+    text, rooms = PAGES[page], "(dataset|docs|lab|model|reward|run|tests)"
     words = {*sum(commands_of(text), [])}
     files = {word for word in words if re.fullmatch(r"[\w.-]+\.(py|txt|ipynb)", word)}
     files |= {file_of(word) for word in words if re.fullmatch(rf"{rooms}\.\w+", word)}
@@ -194,8 +199,7 @@ def test_the_files_that_a_page_names_exist(page):
 
 
 def test_every_page_is_in_both_languages():
-    assert set(CHINESE) | {"CONTRIBUTING_zh.md"} == {FLAGS} | {
-        page.replace(".md", "_zh.md") for page in ENGLISH}
+    assert {english for english, _ in PAIRS} | {".github/CONTRIBUTING.md"} == {*ENGLISH}
 
 
 def test_the_chinese_table_of_flags_has_all_flags_and_their_defaults():
@@ -218,13 +222,15 @@ def test_both_languages_have_the_same_headings_code_pictures_and_tables(english,
     def skeleton(text):
         # A picture may have a twin with Chinese labels.
         return (re.findall(r"^#+(?= )", without_blocks(text), re.MULTILINE), blocks(text),
-                [target.replace("_zh.", ".") for picture, _, target in links(text) if picture],
+                [Path(target).name.replace("_zh.", ".") for picture, _, target in links(text)
+                 if picture],
                 [[[numbers(cell) for cell in row] for row in table] for table in tables(text)])
 
     assert skeleton(PAGES[english]) == skeleton(PAGES[chinese])
-    names = [page.rpartition("/")[2] for page in (english, chinese)]
-    assert f"English | [中文]({names[1]})" in PAGES[english].splitlines()
-    assert f"[English]({names[0]}) | 中文" in PAGES[chinese].splitlines()
+    here, there = (os.path.relpath(to, os.path.dirname(page) or ".") for page, to in (
+        (english, chinese), (chinese, english)))
+    assert f"English | [中文]({here})" in PAGES[english].splitlines()
+    assert f"[English]({there}) | 中文" in PAGES[chinese].splitlines()
 
 
 def anchors(text):
@@ -263,7 +269,7 @@ def test_what_leads_to_a_heading_in_english_does_so_in_chinese(english, chinese)
 
 def test_chinese_pages_use_the_words_that_people_search_for():
     """Not a translation's: a KL is one 约束, a probability is 提高 or 降低, a run is 训练."""
-    notebook = (ROOT / "docs/grpo_in_ten_cells_zh.ipynb").read_text(encoding="utf-8")
+    notebook = (ROOT / "docs/zh/grpo_in_ten_cells.ipynb").read_text(encoding="utf-8")
     words = """换来什么 划算 拿得定主意 什么也教不会 牵绳 弹簧 缰绳 朴素循环 动过手脚 逐比特
         往上推 往下推 往下压 一次运行 默认运行 这次运行 大家都会问的问题""".split()
     for page, text in {**CHINESE, "notebook": notebook}.items():

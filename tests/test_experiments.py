@@ -503,7 +503,7 @@ def test_only_the_numbers_of_marked_tables_are_written():
 
 
 def test_the_pages_show_the_results():
-    for page in ROOT.glob("docs/*.md"):
+    for page in command.page_files():
         text = page.read_text(encoding="utf-8")
         new = pages.filled(text, command.table_of, page.name)
         assert new == text, "run python -m lab.experiments pages"

@@ -9,7 +9,7 @@ from test_one_page import page
 
 from conftest import ROOT
 
-NAMES = ["docs/grpo_in_ten_cells.ipynb", "docs/grpo_in_ten_cells_zh.ipynb"]
+NAMES = ["docs/grpo_in_ten_cells.ipynb", "docs/zh/grpo_in_ten_cells.ipynb"]
 TEXTS = [(ROOT / name).read_text(encoding="utf-8") for name in NAMES]
 CODE, CODE_ZH = ([cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
                  for text in TEXTS)

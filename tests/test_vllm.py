@@ -1,7 +1,7 @@
 """--sampler vllm: when its weights are handed over, with a stand-in; then with vLLM itself.
 
-What needs vLLM is skipped without it: docs/requirements-vllm.txt. CI has it, in an environment of its
-own.
+What needs vLLM is skipped without it: docs/requirements-vllm.txt. CI has it, in an environment of
+its own.
 """
 import importlib.util
 import os

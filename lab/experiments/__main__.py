@@ -86,7 +86,7 @@ def main():
     if not results:
         raise UserError(f"{args.name}: there are no results yet; run the experiment first")
     experiment = EXPERIMENTS[args.name]
-    path = ROOT / "images" / f"{args.name}.png"
+    path = ROOT / "docs/images" / f"{args.name}.png"
     if "bars" in experiment:
         draw_bars(results, experiment, path)
     elif "arrows" in experiment:
@@ -185,14 +185,18 @@ def claims_of(family):
     return claims
 
 
+def page_files():
+    return sorted(path for room in ("docs", "lab") for path in ROOT.glob(f"{room}/**/*.md"))
+
+
 def write_pages():
     """Write the numbers in the tables of all pages, and print which pages that changes."""
-    for page in sorted(ROOT.glob("docs/*.md")):
+    for page in page_files():
         old = page.read_text(encoding="utf-8")
         new = filled(old, table_of, page.name)
         if new != old:
             page.write_text(new, encoding="utf-8")
-            print(f"wrote docs/{page.name}")
+            print(f"wrote {page.relative_to(ROOT)}")
 
 
 def print_table(results, keys):
@@ -277,7 +281,8 @@ def where_run(flags):
 
 def is_dirty():
     """Whether anything but results and pictures, which runs themselves write, is uncommitted."""
-    return bool(git("status", "--porcelain", "--", ".", ":!lab/experiments/results", ":!images"))
+    return bool(git("status", "--porcelain", "--", ".", ":!lab/experiments/results",
+                    ":!docs/images"))
 
 
 def git(*arguments):
