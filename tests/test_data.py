@@ -53,6 +53,10 @@ def test_all_forms_become_messages_without_the_last_reply(line, messages, tmp_pa
     ({"conversations": [USER, {"role": "tool", "content": "5"}, USER]}, "user or assistant"),
     ({"conversations": [USER, REPLY | {"tool_calls": [{}]}]}, "tool_calls"),
     ({"conversations": [{"role": "system", "content": "", "tools": 5}, USER]}, "tools"),
+    ({"conversations": [{"from": "human", "value": "hi"}]}, "value and from"),
+    ({"conversations": [USER, REPLY | {"role": "Assistant"}]}, "role, system, user or assistant"),
+    ({"prompt": "2+3?", "answer": True}, "answer must be"),
+    ({"prompt": "2+3?", "reward_weights": 1}, "called reward_weights"),
 ])
 def test_a_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
     with pytest.raises(ValueError, match=rf"^{tmp_path}/some.jsonl, line 3: .*{named}.*\Z"):
