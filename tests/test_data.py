@@ -5,7 +5,6 @@ import random
 import re
 import runpy
 import sys
-import zlib
 from itertools import islice
 
 import pytest
@@ -181,19 +180,6 @@ def test_wrong_thoughts_never_arrive_at_the_right_answer(style):
     for expression, operations, answer, _ in islice(arithmetic.problems(rng, heldout=False), 300):
         assert answer == eval(expression) == arithmetic.think(style, operations)[1]
         assert arithmetic.think_wrongly(style, operations, rng)[1] != answer
-
-
-@pytest.mark.parametrize("chats, checksum", [
-    (arithmetic.pretraining_chats(random.Random(2), 4000), 840693881),
-    (arithmetic.finetuning_chats(random.Random(3), 1000, tags=False), 819674021),
-    (arithmetic.finetuning_chats(random.Random(4), 1000, tags=True), 1814792081),
-    (arithmetic.finetuning_chats(random.Random(7), 1000, tags=True, malformed_share=0.0,
-                                 styles=arithmetic.REDUNDANT_STYLES), 4212541350),
-    (arithmetic.flaw_pairs(random.Random(5), 4000, heldout=False), 2902691815),
-])
-def test_the_same_seed_gives_the_same_texts(chats, checksum, tmp_path):
-    write(tmp_path / "texts.jsonl", chats)
-    assert zlib.crc32((tmp_path / "texts.jsonl").read_bytes()) == checksum
 
 
 # --- fine-tuning ----------------------------------------------------------------------------------
