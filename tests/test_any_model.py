@@ -1,5 +1,4 @@
 """Models that transformers' own classes run: exact in a batch, trained, saved, or refused."""
-import copy
 import json
 from types import SimpleNamespace
 
@@ -12,12 +11,10 @@ from test_run import measured
 import train_grpo
 from conftest import edit, left_padded
 from errors import UserError
-from model import fast, load_pretrained, sampler, vllm
+from model import load_pretrained, sampler
 from model.load import read_config
 from model.lora import adapter_state, adapters, merged_state, with_adapters
 from model.transformers_model import AnyModel, Cache
-from run import policy as policies
-from run.distributed import World
 from run.fsdp import shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -237,28 +234,6 @@ def test_a_folder_that_does_not_hold_such_a_model_is_refused(change, message, sa
     edit(tmp_path / "config.json", **change)
     with pytest.raises(UserError, match=message):
         load_pretrained(tmp_path)
-
-
-def test_the_pair_is_chosen_by_the_flag_and_by_whose_network_the_policy_is(
-        tiny_policy, saved, monkeypatch):
-    plain, quick = (sampler.sample, train_grpo.token_logps), (fast.sample, fast.token_logps)
-    ours, other, world = tiny_policy[1], load_pretrained(saved("GPT2LMHeadModel")[0]), World("cpu")
-    adapted = with_adapters(copy.deepcopy(ours), rank=2, alpha=4)
-    monkeypatch.setattr(policies, "checked", lambda fast_logps, *_: fast_logps)
-
-    def pair_of(model, name, engine=None):
-        args = train_grpo.parse_args(["--sampler", name])
-        policy = policies.policy_of(model, "x", world, args, train_grpo.token_logps, engine)
-        return policy.sampler, policy.reader
-
-    for model, name, expected in ((ours, "fast", quick), (adapted, "fast", quick),
-                                  (ours, "plain", plain), (other, "fast", plain)):
-        assert pair_of(model, name) == expected
-    for model, (_, reader) in ((ours, quick), (other, plain)):
-        assert pair_of(model, "vllm", "an engine") == ("an engine", reader)
-    state = train_grpo.load(train_grpo.parse_args(["--sampler", "vllm"]), world)
-    assert isinstance(state.policy.sampler, vllm.Engine)
-    assert (state.reference.sampler, state.reference.reader) == quick
 
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}

@@ -14,7 +14,7 @@ from model import fast, load_pretrained
 from model.model import Head
 from run.extensions import correction as of_sampler
 from run.rollout import MicroBatch
-from train_grpo import World, family_loss, token_logps
+from train_grpo import family_loss, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,11 +66,6 @@ def test_the_head_in_chunks_is_float32_with_its_gradients_too(monkeypatch):
         found.append((logps, entropy, *gradients))
     for whole, in_chunks in zip(*found, strict=True):
         assert (whole - in_chunks).abs().max() <= 1e-5 * whole.abs().max() > 0
-
-
-def test_autocast_keeps_no_copies_of_weights():
-    with World("cpu", "bfloat16").autocast():
-        assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
 
 
 # --- the first ratio ------------------------------------------------------------------------------

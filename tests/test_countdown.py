@@ -3,12 +3,11 @@ import itertools
 import math
 import random
 import re
-import zlib
 
 import pytest
 import torch
 
-from conftest import ROOT, write
+from conftest import ROOT
 from dataset import PromptCollator, PromptDataset
 from lab.experiments import pass_at_k
 from lab.experiments.__main__ import behaviour
@@ -78,7 +77,7 @@ def test_the_texts_compute_and_compare_rightly_and_their_answers_are_right(in_or
     assert 20 < gave_up < 80
 
 
-def test_the_first_texts_are_comparisons_and_searches_some_of_which_must_hit_soon(tmp_path):
+def test_the_first_texts_are_comparisons_and_searches_some_of_which_must_hit_soon():
     chats = list(countdown.pretraining_chats(random.Random(1), 1000))
     replies = [chat["conversations"][1]["content"] for chat in chats]
     tries = [reply.count(" no\n") + reply.count(" yes\n") for reply in replies if reply[0] == "<"]
@@ -86,9 +85,6 @@ def test_the_first_texts_are_comparisons_and_searches_some_of_which_must_hit_soo
     pairs = [pair for reply in replies for pair in re.findall(r"^=(\d+) (\d+) (\w+)$", reply, re.M)]
     assert all((a == b) == (verdict == "yes") for a, b, verdict in pairs)
     assert sum(a == b for a, b, _ in pairs) / len(pairs) == pytest.approx(0.5, abs=0.05)
-    # The same seed gives the same texts.
-    write(tmp_path / "texts.jsonl", chats)
-    assert zlib.crc32((tmp_path / "texts.jsonl").read_bytes()) == 3057125990
 
 
 @pytest.mark.parametrize("answer, right", [

@@ -5,7 +5,6 @@ import random
 import re
 import runpy
 import sys
-import zlib
 from itertools import islice
 
 import pytest
@@ -52,6 +51,10 @@ def test_all_forms_become_messages_without_the_last_reply(line, messages, tmp_pa
     ({"conversations": [USER, {"role": "tool", "content": "5"}, USER]}, "user or assistant"),
     ({"conversations": [USER, REPLY | {"tool_calls": [{}]}]}, "tool_calls"),
     ({"conversations": [{"role": "system", "content": "", "tools": 5}, USER]}, "tools"),
+    ({"conversations": [{"from": "human", "value": "hi"}]}, "value and from"),
+    ({"conversations": [USER, REPLY | {"role": "Assistant"}]}, "role, system, user or assistant"),
+    ({"prompt": "2+3?", "answer": True}, "answer must be"),
+    ({"prompt": "2+3?", "reward_weights": 1}, "called reward_weights"),
 ])
 def test_a_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
     with pytest.raises(ValueError, match=rf"^{tmp_path}/some.jsonl, line 3: .*{named}.*\Z"):
@@ -176,19 +179,6 @@ def test_wrong_thoughts_never_arrive_at_the_right_answer(style):
     for expression, operations, answer, _ in islice(arithmetic.problems(rng, heldout=False), 300):
         assert answer == eval(expression) == arithmetic.think(style, operations)[1]
         assert arithmetic.think_wrongly(style, operations, rng)[1] != answer
-
-
-@pytest.mark.parametrize("chats, checksum", [
-    (arithmetic.pretraining_chats(random.Random(2), 4000), 840693881),
-    (arithmetic.finetuning_chats(random.Random(3), 1000, tags=False), 819674021),
-    (arithmetic.finetuning_chats(random.Random(4), 1000, tags=True), 1814792081),
-    (arithmetic.finetuning_chats(random.Random(7), 1000, tags=True, malformed_share=0.0,
-                                 styles=arithmetic.REDUNDANT_STYLES), 4212541350),
-    (arithmetic.flaw_pairs(random.Random(5), 4000, heldout=False), 2902691815),
-])
-def test_the_same_seed_gives_the_same_texts(chats, checksum, tmp_path):
-    write(tmp_path / "texts.jsonl", chats)
-    assert zlib.crc32((tmp_path / "texts.jsonl").read_bytes()) == checksum
 
 
 # --- fine-tuning ----------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from errors import UserError
 from lab.experiments import __main__ as command
 from lab.experiments import figures, pages, pass_at_k, tasks
 from lab.experiments.__main__ import EXPERIMENTS, RESULTS
-from model import train_sft
 from reward.tools import calculator
 
 
@@ -35,10 +34,10 @@ def tiny(tmp_path, monkeypatch):
     return experiment, tmp_path / "results/tiny.jsonl"
 
 
-def result(arm, seed, *values, row="", **series):
+def result(arm, seed, *values, row=""):
     """What stays of a run that recorded lengths."""
     return {"row": row, "arm": arm, "seed": seed, "steps": list(range(len(values))),
-            "series": {"length": list(values)} | series, "eval": {}}
+            "series": {"length": list(values)}, "eval": {}}
 
 
 SHARE = {"length": ("Length", "", "{:.0%}")}
@@ -245,49 +244,6 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_with_a_right_one(c):
         assert pass_at_k.pass_at_k(5, c, k) == pytest.approx(sum(chosen) / len(chosen))
 
 
-@pytest.mark.parametrize("flags, policy", [
-    ([], "start"), (["--train"], "grpo/final"), (["--train", "--imitate"], "imitates")])
-def test_a_run_for_pass_at_k_makes_a_policy_and_samples_from_it(
-        tmp_path, monkeypatch, flags, policy):
-    folder, calls, sampled = tmp_path / "the run", [], []
-
-    def python(arguments, log):
-        """Leaves what GRPO samples."""
-        calls.append(shlex.split(arguments))
-        (folder / "grpo").mkdir(parents=True, exist_ok=True)
-        write(folder / "grpo/completions.jsonl", [
-            {"columns": {"nums": [9, 8, 6], "target": 57}, "completion": text, "reward": reward}
-            for text, reward in (("wrong", 0.0), ("right", 1.0))])
-
-    def answer_all(args, never_give_up):
-        """Of the four answers to each of two problems, one and none are right."""
-        sampled.append(args.model_path)
-        text = "<think>\n9+8=17+6=23 57 no\n</think>"
-        rewards = [0.0, 1.0] + [0.0] * 6
-        return [{"completion": text, "length": 10 * i, "ended": True, "reward": reward}
-                for i, reward in enumerate(rewards)], [1, 0]
-
-    monkeypatch.setattr(pass_at_k, "python", python)
-    monkeypatch.setattr(pass_at_k, "answer_all", answer_all)
-    pass_at_k.main([*flags, "--num_generations_eval", "4", "--model_path", str(folder / "start"),
-                    "--out_dir", str(tmp_path), "--run_name", "the run", "--beta", "0"])
-    assert sampled == [str(folder / policy)] and len(calls) == len(flags)
-    if "--train" in flags:
-        args = train_grpo.parse_args(calls[0][1:])
-        assert Path(args.out_dir, args.run_name) == folder / "grpo"
-        assert calls[0][0] == "train_grpo.py" and args.beta == 0 and args.eval_interval == 0
-    if "--imitate" in flags:
-        monkeypatch.setattr("sys.argv", calls[1][1:])
-        args = train_sft.parse_args()
-        assert args.init == folder / "start" and args.save == folder / policy
-        chat, = jsonl(args.data)
-        assert [turn["content"] for turn in chat["conversations"]] == [
-            "Use 9, 8, 6 to make 57.", "right"]
-    line = command.summary(folder, ["length", "gave_up", "hit", "right"])
-    assert line["series"] == {"length": [35], "gave_up": [1], "hit": [0], "right": [0.125]}
-    assert line["eval"] == {"step": [1, 2, 4], "eval/pass@k": [0.125, 0.25, 0.5]}
-
-
 @pytest.mark.parametrize("never_give_up", [False, True])
 def test_each_problem_gets_its_answers_and_its_count_of_right_ones(
         monkeypatch, own_module, never_give_up):
@@ -313,25 +269,6 @@ def test_each_problem_gets_its_answers_and_its_count_of_right_ones(
     assert counts == [sum(right[:5]), sum(right[5:10]), sum(right[10:])] and len({*counts}) > 1
 
 
-def test_pass_at_k_is_drawn_against_samples_and_against_their_tokens(tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
-
-    lines, plot = [], Axes.plot
-
-    def spy(ax, x, y, **style):
-        lines.append([*x, *y])
-        return plot(ax, x, y, **style)
-
-    monkeypatch.setattr(Axes, "plot", spy)
-    runs = [result("a", 1, 90), result("a", 2, 110)]
-    for run, share in zip(runs, (0.2, 0.4)):
-        run["eval"] = {"step": [1, 2], "eval/pass@k": [share, 1.0]}
-    panels = {"eval/pass@k": SHARE["length"]}
-    figures.draw_against_tokens(runs, "eval/pass@k", panels, tmp_path / "a.png")
-    assert lines == [pytest.approx([1, 2, 0.3, 1]), pytest.approx([100, 200, 0.3, 1])]
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
 # --- pictures and tables --------------------------------------------------------------------------
 
 def test_the_interval_is_students():
@@ -355,34 +292,6 @@ def test_holms_correction_by_hand():
     assert figures.holm([0.7, 0.015, 0.01, 0.4]) == pytest.approx([0.8, 0.045, 0.04, 0.8])
     assert figures.holm([0.02, 0.01, 0.012]) == pytest.approx([0.03, 0.03, 0.03])
     assert figures.holm([0.6, 0.6]) == [1, 1]
-
-
-def test_a_line_ends_with_the_tables_number_and_a_band_of_shares_at_all(tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
-
-    lines, ends, bands, plot = [], [], [], Axes.plot
-
-    def spy(ax, x, y, color, **style):
-        lines.append((color, [*y]))
-        return plot(ax, x, y, color=color, **style)
-
-    monkeypatch.setattr(Axes, "plot", spy)
-    monkeypatch.setattr(Axes, "fill_between", lambda ax, steps, low, high, **_: bands.extend(
-        [low.tolist(), high.tolist()]))
-    monkeypatch.setattr(figures, "finish", lambda ax, found, *_, **__: ends.extend(found))
-    runs = [result("a", 1, *[0.5] * 8, 0.8, 1.0), result("a", 2, *[0.5] * 8, 0.6, 1.0)]
-    figures.draw(runs, {"panels": ["length"]}, SHARE, tmp_path / "a.png")
-    # Of ten parts the last two are the end. At 0.7 ± 1.27 the band is cut off at 0 and 1.
-    assert ends == [(pytest.approx(0.85), "", figures.BLUE)]
-    assert bands == [pytest.approx([0.5] * 8 + [0, 1]), pytest.approx([0.5] * 8 + [1, 1])]
-    lines.clear()
-    cells = [{"key": "length", "arms": ["", "a"], "subtitle": ""},
-             {"key": "length", "arms": ["a", "b"], "subtitle": ""}]
-    figures.draw([*runs, result("b", 1, 0.5)], {
-        "cells": cells, "legend": {"without": "grey", "with": "blue"}}, SHARE, tmp_path / "a.png")
-    assert [(color, y[0]) for color, y in lines] == [("blue", 0.5), ("grey", 0.5), ("blue", 0.5)]
-    _, lowest = figures.series([result("a", 1, 0.1, 0.5, 0.2, 0.4)], "a", "lowest length")
-    assert lowest.tolist() == [[0.5, 0.2, 0.2]]
 
 
 # Of ten steps the last two are the end: 0.21 and 0.30 of x, 0.25 and 0.38 of y.
@@ -415,28 +324,6 @@ def test_a_mean_over_all_of_a_run_weighs_its_parts_by_their_steps():
     run = result("a", 1, *[0.1] * 10, *[0.4] * 10) | {"steps": steps}
     table = {"columns": [{"key": "length", "at": "all", "form": "{end:.0f}"}]}
     assert pages.texts_of({"table": table}, [run], SHARE) == [["20"]]
-
-
-def test_a_setting_is_a_mark_where_it_moved_and_what_it_got_wrong(tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
-
-    marks, plot = [], Axes.plot
-
-    def spy(ax, x, y, form, color, markersize, **style):
-        marks.append((color, x, y, markersize))
-        return plot(ax, x, y, form, color=color, **style)
-
-    monkeypatch.setattr(Axes, "plot", spy)
-    evals = {"step": [0, 5, 10], "eval/accuracy": [0.1, 0.6, 0.8]}
-    runs = [result("clip, 0.2", seed, 0, **{"moved/rms": [moved]}) | {"steps": [1], "eval": evals}
-            for seed, moved in ((1, 0.2), (2, 0.4))]
-    runs.append(result("free", 1, 0, **{"moved/rms": [0.5]}) | {"steps": [1], "eval": evals})
-    figures.draw_marks(runs, {
-        "legend": {"clip": "blue", "free": "grey"},
-        "marks": {"keys": ["eval/accuracy"] * 2, "ringed": [["", "free"]]}}, command.PANELS,
-        tmp_path / "a.png")
-    right = ("blue", pytest.approx(0.3), pytest.approx(0.3), 5)
-    assert marks == 2 * [right, ("grey", 0.5, pytest.approx(0.3), 7)]
 
 
 def test_a_claim_is_a_paired_difference_with_its_p():
@@ -476,15 +363,6 @@ def test_every_difference_in_the_sentences_is_a_claims(page):
     written = {number.lstrip("-") for number in re.findall(r"-?[\d.]+\s±\s[\d.]*\d", text)}
     claims = {texts[1].lstrip("-") for _, texts in command.claims_and_texts()}
     assert len(written) > 8 and {" ".join(number.split()) for number in written} <= claims
-
-
-def test_all_claims_are_printed_and_the_headlines_have_a_table(capsys):
-    command.print_claims()
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == sum(len(command.claims_of(family)) for family in command.CLAIMS)
-    assert {line.count(" | ") for line in (head, *lines)} == {5}
-    text = (ROOT / "lab/results.md").read_text(encoding="utf-8")
-    assert "<!-- results: claims -->" in text
 
 
 def test_only_the_numbers_of_marked_tables_are_written():

@@ -1,6 +1,5 @@
 """Options wrap or replace the functions of a step: by name, in a declared order, run by run."""
 import itertools
-import subprocess
 import sys
 
 import pytest
@@ -9,7 +8,7 @@ from test_run import POLICY, SMALL, state_of
 from transformers import AutoTokenizer
 
 import train_grpo
-from conftest import ROOT, jsonl
+from conftest import jsonl
 from errors import UserError
 from run import extensions
 from run.extensions import correction, entropy, moving_reference, oversample, teacher, truncated
@@ -35,20 +34,6 @@ def state_with(*names, **fields):
     args, model = " ".join(FLAGS[name] for name in names).split(), torch.nn.Linear(1, 1)
     return state_of(model, train_grpo.parse_args(args), tokenizer=TOKENIZER, **{
         "reference": Policy(model, None, None, None)} | fields)
-
-
-def test_nothing_that_the_script_loads_imports_the_script():
-    """It runs as __main__, so that an import would load it a second time, with other functions.
-
-    Nor does the trainer import anything of lab.
-    """
-    program = ("import importlib, pkgutil, sys, dataset, model, reward, run\n"
-               "sys.modules |= {'train_grpo': None, 'lab': None}   # an import of them raises\n"
-               "for room in dataset, model, reward, run:\n"
-               "    for one in pkgutil.walk_packages(room.__path__, f'{room.__name__}.'):\n"
-               "        print(importlib.import_module(one.name).__name__)\n")
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert {f"run.extensions.{name}" for name in FLAGS} <= {*done.stdout.split()}, done.stderr
 
 
 def test_a_mistyped_hook_or_field_is_an_error():

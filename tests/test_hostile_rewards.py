@@ -74,16 +74,3 @@ def test_no_escape_code_of_a_reply_is_printed_and_no_header_ends_a_judge(capsys,
     monkeypatch.setattr(llm_judge, "ask", busy)
     monkeypatch.setattr(llm_judge, "PAUSE", 0)
     assert isinstance(llm_judge.score("", ""), OSError)
-
-
-def test_a_mistake_is_shown_where_the_user_made_it(own_module, capsys):
-    own_module("my_errors", "def few(**columns):\n    return [1.0, 2.0]\n\n"
-               "def needs(completions, *, prompts, **columns):\n    return 1 / 0\n")
-    import my_errors
-    with pytest.raises(UserError, match="a list of 1 rewards, .* correct the function$"):
-        ask(RewardFunction(my_errors.few), "a")         # all frames are ours: none is shown
-    assert capsys.readouterr().err == ""
-    with pytest.raises(UserError, match="its traceback is above"):
-        ask(RewardFunction(my_errors.needs), "a")
-    shown = capsys.readouterr().err
-    assert f'File "{my_errors.__file__}", line 5, in needs' in shown and "combine.py" not in shown

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-import train_grpo
 from conftest import Canary, edit
 from dataset import PromptCollator, PromptDataset
 from errors import UserError, printable
@@ -158,6 +157,9 @@ def test_a_broken_tokenizer_is_refused(name, change, words, weights):
     if name == "tokenizer_config.json":     # where an old one has its template
         (weights / "chat_template.jinja").unlink()
     refused(weights, load_tokenizer, weights, 512, words=words)
+    for file in weights.glob("tokenizer*"):
+        file.unlink()
+    refused(weights, load_tokenizer, weights, 512, words="no tokenizer could be read there")
 
 
 def test_a_tokenizers_own_code_is_not_run_nor_asked_about(weights, monkeypatch):
@@ -215,24 +217,6 @@ def test_a_broken_reward_model(name, change, words, weights):
     if name == "pytorch_model.bin":         # read only if there is no better one
         (weights / "model.safetensors").unlink()
     refused(weights, load_reward_model, weights, words=f"--reward_model_path {words}")
-
-
-# --- whole runs -----------------------------------------------------------------------------------
-
-
-@cases({"model.safetensors": [("model.safetensors", bytes(9))],
-        "data.jsonl": [("data.jsonl, line 1", b'{"prompt": "\\ud800"}')]})
-def test_a_run_on_a_broken_file_ends_in_a_sentence_and_writes_nothing(
-        name, change, words, weights, capsys, tmp_path):
-    (weights / "data.jsonl").touch()
-    damage(weights / name, change)
-    with pytest.raises(SystemExit, match="2"):
-        train_grpo.main(["--model_path", str(weights), "--data_path", str(weights / "data.jsonl"),
-                         "--reward_funcs", "format", "--out_dir", str(tmp_path / "out")])
-    printed = capsys.readouterr().err
-    assert "Traceback" not in printed and words in printed.splitlines()[-1]
-    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()
-                and path.name != ".lock"]
 
 
 # --- what is shown --------------------------------------------------------------------------------

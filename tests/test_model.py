@@ -1,4 +1,4 @@
-"""The network, the memory of a run, a chat and the tokenizer."""
+"""The network, a chat, fine-tuning and the tokenizer."""
 import copy
 import functools
 import io
@@ -76,9 +76,6 @@ def test_the_experts_that_nobody_chooses_have_a_gradient_of_0():
     mlp.gate.weight.data[3] = -9.0          # with inputs above 0 nobody chooses it
     mlp(torch.rand(2, 7, 16)).sum().backward()
     assert [bool(expert.up_proj.weight.grad.any()) for expert in mlp.experts] == [1, 1, 1, 0, 1]
-
-
-# --- what a run needs in memory -------------------------------------------------------------------
 
 
 # --- a chat ---------------------------------------------------------------------------------------

@@ -9,12 +9,11 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import train_grpo
-from conftest import ROOT, jsonl, turns, write
-from dataset import PromptDataset, batches_from
+from conftest import ROOT, jsonl, write
+from dataset import batches_from
 from dataset.jsonl import write_jsonl
 from errors import UserError
 from lab.tasks import guess
-from model.load import load_tokenizer, read_json
 from run.checkpoint import load_checkpoint, save_checkpoint
 from run.distributed import World
 from run.report.terminal import drop_lines_after
@@ -80,17 +79,6 @@ def test_a_reward_that_judges_nothing_says_so_with_the_columns_there_are(tmp_pat
     assert "format_reward has" not in printed and "each with 5 prompts" in printed
 
 
-@pytest.mark.parametrize("row, words", [
-    ({"conversations": [{"from": "human", "value": "hi"}]}, "value and from"),
-    ({"conversations": [{"role": "human", "content": "hi"}]}, "role, system, user or assistant"),
-    ({"conversations": [*turns("hi"), {"role": "Assistant", "content": "42"}]}, "role"),
-    ({"prompt": "hi", "answer": True}, "answer must be"),
-    ({"prompt": "hi", "reward_weights": 1}, "called reward_weights")])
-def test_a_row_that_would_train_something_else_is_refused(row, words, tmp_path):
-    with pytest.raises(UserError, match=f"line 1: .*{words}"):
-        PromptDataset(write(tmp_path / "data.jsonl", [row]))
-
-
 def test_a_resume_has_the_flags_of_the_run_but_for_those_that_are_given(tmp_path, capsys):
     data = str(write(tmp_path / "data.jsonl", [{"prompt": f"{i}?"} for i in range(9)]))
     run(tmp_path, "--max_steps", "1", "--reward_funcs", "tag", "--data_path", data, "--seed", "7")
@@ -145,21 +133,6 @@ def test_a_resume_keeps_the_options_of_the_flags_not_those_in_the_file(tiny_poli
     load_checkpoint(tmp_path / "checkpoint", policy, optimizer)
     group, = optimizer.param_groups
     assert not group["amsgrad"] and group["weight_decay"] == 0.01
-
-
-def test_sentences_name_what_there_is(tmp_path, tiny_policy, capsys):
-    with pytest.raises(UserError, match="config.json: no such file"):
-        read_json(tmp_path / "config.json")
-    tokenizer, policy = tiny_policy
-    save_checkpoint(tmp_path / "checkpoint", policy, tokenizer, {}, step=1, num_tokens=1)
-    (tmp_path / "checkpoint/config.json").write_text("{")
-    with pytest.raises(UserError) as error:
-        load_checkpoint(tmp_path / "checkpoint", policy, None)
-    assert "download" not in str(error.value) and "without --resume" in str(error.value)
-    for file in shutil.copytree(POLICY, tmp_path / "weights").glob("tokenizer*"):
-        file.unlink()
-    with pytest.raises(UserError, match="weights: no tokenizer could be read there"):
-        load_tokenizer(tmp_path / "weights", 512)
 
 
 def test_escape_codes_in_a_path_do_not_reach_the_terminal(tmp_path, capsys):

@@ -485,22 +485,3 @@ def test_token_logps_and_their_gradients_are_those_of_whole_sequences(
     for ours, theirs in zip(found, whole):
         atol = 2e-6 * theirs.abs().max().item()
         torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
-def test_the_fast_token_logps_read_nothing_twice_and_no_padding(batch, checkpointing):
-    model, (ids, attention_mask, R) = nine_letters(), one_batch(batch)
-    model.model.gradient_checkpointing = checkpointing
-    passes, head = [], []           # the tokens that go through the second layer, and the head
-    model.model.layers[1].mlp.register_forward_pre_hook(
-        lambda _, inputs: passes.append(inputs[0].shape[:-1].numel()))
-    model.lm_head.register_forward_pre_hook(
-        lambda _, inputs: head.append(inputs[0].shape[:-1].numel()))
-    fast.token_logps(model, ids, attention_mask, R).sum().backward()
-    # The last token of a sequence predicts nothing that we ask for.
-    prefixes = {tuple((prompt + completion)[:n]) for prompt, completion in batch
-                for n in range(1, len(prompt + completion))}
-    asked = {tuple(prompt + completion[:n]) for prompt, completion in batch
-             for n in range(len(completion))}
-    assert sum(passes) == len(prefixes) * (1 + checkpointing) and head == [len(asked)]

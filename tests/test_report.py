@@ -24,7 +24,7 @@ from run.metrics import (
     rollout_metrics,
     token_texts,
 )
-from run.report.picture import Run, draw_curves, draw_time, finish, smooth
+from run.report.picture import Run, draw_curves, draw_time, smooth
 from run.report.terminal import Report, one_group, visibly
 
 
@@ -250,20 +250,6 @@ def test_a_smooth_curve_begins_where_the_run_began_and_leaves_a_straight_line_st
     # A window of three, (1/4, 1/2, 1/4) around the second value; of one at the first.
     fall = np.array([8.0, 4.0] + [0.0] * 28)
     assert smooth(fall)[:3] == pytest.approx([8, 4, 1])
-
-
-@pytest.mark.parametrize("scale, ends, heights", [
-    ("log", [10], [0.5]),
-    # A line of text is 1/6 of an inch high, the axes are 2.5 inches: 1/15.
-    ("linear", [10, 10], [0.1 - 1 / 30, 0.1 + 1 / 30]), ("linear", [50, 10], [0.1, 0.5]),
-    ("linear", [100, 100], [14 / 15, 1]), ("linear", [0, 0], [0, 1 / 15]),
-])
-def test_names_stand_at_the_ends_of_their_lines_without_overlap(scale, ends, heights):
-    ax = Figure(figsize=(4, 5)).add_axes([0.1, 0.2, 0.8, 0.5])
-    ax.plot([0, 1], [1, 90])
-    ax.set(yscale=scale, ylim=(1 if scale == "log" else 0, 100))
-    finish(ax, [(end, "a", "red") for end in ends], top=100)
-    assert [text.get_position()[1] for text in ax.texts] == pytest.approx(heights, abs=1e-6)
 
 
 def test_phases_are_stacked_in_bins_with_their_shares_of_the_whole_time(tmp_path):

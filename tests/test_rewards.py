@@ -160,6 +160,10 @@ def test_rewards_are_weighted_and_what_was_not_judged_adds_nothing():
     assert values["gold"].nan_to_num(-1).tolist() == [4, -1, 6]
     rewards, _ = combined([gold], [1.0], ["a", "b"], answer=[None, 0.0])
     assert rewards[0].isnan() and rewards[1] == 0
+    # One of weight 0 judges nothing; of those where all have it, any does.
+    for weights, expected in (([1, 0], [4, math.nan]), ([0, 0], [0, 0])):
+        rewards, _ = combined([gold, lengths], weights, ["a", "bbb"], answer=[4.0, None])
+        assert rewards.tolist() == pytest.approx(expected, nan_ok=True)
     rewards, _ = combined([lengths], [3e38], ["a", "", "a" * 9])        # the sum is finite or NaN
     assert rewards[0] == torch.tensor(3e38) and rewards[1] == 0 and rewards[2].isnan()
 
@@ -208,7 +212,8 @@ def test_a_function_that_fails_at_first_stops_the_run_and_later_is_a_warning(cap
     judge = RewardFunction(service)
     with pytest.raises(UserError, match="service failed in its first call: JSONDecodeError: "):
         ask(judge, function=[1, 2])     # a column may have any name
-    assert "in service\n    return [json.loads(text)]" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "in service\n    return [json.loads(text)]" in shown and "load.py" not in shown
     text = "1"
     assert ask(judge) == ([1, 1], [])
     text = "{"
@@ -220,9 +225,10 @@ def test_a_function_that_fails_at_first_stops_the_run_and_later_is_a_warning(cap
 
 
 @pytest.mark.parametrize("returned", [[1], None, "12"])
-def test_what_is_no_list_of_rewards_is_an_error(returned):
+def test_what_is_no_list_of_rewards_is_an_error(returned, capsys):
     with pytest.raises(UserError, match="failed in its first call: .* instead of a list of 2"):
         ask(RewardFunction(judge_of(returned)))
+    assert capsys.readouterr().err == ""        # all frames are ours: none is shown
 
 
 @pytest.mark.parametrize("value", [

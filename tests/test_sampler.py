@@ -300,15 +300,3 @@ def test_a_run_compares_the_two_and_ends_if_they_differ(
         assert f"error: model/fast and token_logps differ by {wrong:.1g}{how} in a log-" in err
     else:
         assert out.count("model/fast equals token_logps within ") == 1
-
-
-@torch.no_grad()
-def test_small_batches_are_no_special_case():
-    model = wide()
-    for some in ([([6], [4])], [([6, 4], [9, 9])], [([6], [4]), ([5], [4])], [([6], [4])] * 3,
-                 [([6, 4, 4], [4]), ([4], [4]), ([4, 4], [4])], [([6] * 20, [6] * 20), ([6], [6])]):
-        plain, fast_one = both_passes(model, batch(some))
-        for expected, got in zip(plain, fast_one):
-            torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
-        # Without the entropy.
-        assert torch.equal(fast.token_logps(model, *batch(some)), fast_one[0])

@@ -8,7 +8,6 @@ from test_run import assert_same_weights, measured
 import train_grpo
 from conftest import ROOT
 from run import extensions
-from train_grpo import BOUND, World
 
 SMALL = ["--batch_size", "2", "--num_generations", "4", "--max_gen_len", "24", "--eval_samples",
          "8", "--device", "cpu", "--dtype", "float32"]
@@ -49,14 +48,6 @@ def test_what_is_read_is_what_runs():
     for name, most in (("lines to the end of main", 360), ("lines of the script", 560),
                        ("parameters of grpo_loss", 10), ("lines before a tensor", 2)):
         assert found[name] <= most, name
-
-
-def test_by_default_all_functions_are_the_scripts():
-    state = train_grpo.load(train_grpo.parse_args(SMALL), World("cpu"))
-    assert state.changed == {} and state.grpo_loss is train_grpo.grpo_loss
-    for name in BOUND:
-        bound = getattr(state, name)
-        assert bound.func is getattr(train_grpo, name) and bound.args == (state,)
 
 
 def test_a_run_is_the_same_without_the_options_that_it_does_not_use(tmp_path, monkeypatch):

@@ -23,7 +23,6 @@ from reward.tools import Tool, guess, load_tool
 from run.distributed import World
 from run.extensions.tool import in_turns
 from run.policy import Policy, in_slices
-from train_grpo import family_loss
 
 POLICY = ROOT / "model/weights/reason_128"
 SMALL = ["--batch_size", "4", "--num_generations", "4", "--eval_samples", "8",
@@ -111,21 +110,6 @@ def test_the_gradient_is_that_of_a_loop_that_skips_the_tools_words(policy, token
     loss.backward()
     for old, new in zip(before.parameters(), policy.parameters()):
         torch.testing.assert_close(old - new, old.grad, atol=2e-6, rtol=1e-3, check_dtype=False)
-
-
-@pytest.mark.parametrize("grpo_loss", [train_grpo.grpo_loss, family_loss])
-def test_the_loss_does_not_depend_on_the_tools_words(policy, tokenizer, grpo_loss):
-    mask = rollout_of(sampler.sample, policy, tokenizer).loss_mask
-    old, ref, advantages = -torch.rand(mask.shape), -torch.rand(mask.shape), torch.randn(len(mask))
-    gradients = []
-    for of_tool in (-0.5, -7.0):
-        logps = torch.where(mask.bool(), old + 0.1, of_tool).requires_grad_()
-        loss, metrics = grpo_loss(
-            logps, old, advantages, mask, ref_logps=ref, beta=0.1, epsilon_low=0.2,
-            epsilon_high=0.2, num_sequences=len(mask), num_tokens=mask.sum())
-        (gradient,) = torch.autograd.grad(loss, logps)
-        gradients.append((loss.item(), metrics["kl"].item(), gradient.tolist()))
-    assert gradients[0] == gradients[1] and not gradient[mask == 0].any()
 
 
 # A reply of at most ten tokens; what the tool says in it is in ( ). It answers at most twice.
@@ -270,15 +254,3 @@ def test_a_run_with_a_tool_resumes_as_if_it_had_never_stopped(tmp_path, own_modu
     assert metrics[0]["tools/call_frequency"] == calls / 16 > 0
     assert metrics[0]["tools/failure_frequency"] == 0
     assert metrics[0]["num_tokens"] == sum(row["length"] + row["tool_tokens"] for row in rows[:16])
-
-
-def test_the_game_runs_from_its_file_of_flags(tmp_path):
-    train_grpo.main(["@dataset/guess.txt", *SMALL, "--max_steps", "1", "--eval_interval", "0",
-                     "--model_path", str(POLICY), "--out_dir", str(tmp_path)])
-    (metrics,) = jsonl(tmp_path / "guess/metrics.jsonl")
-    assert metrics["reward"] == metrics["rewards/guess_reward/mean"]
-
-
-def test_what_tools_cannot_do_yet_is_refused():
-    with pytest.raises(UserError, match="--tool"):
-        train_grpo.parse_args(["--tool", "guess", "--supervision", "process"])
