@@ -294,7 +294,7 @@ def floats(text):
 
 
 @pytest.mark.parametrize("page, code", [
-    (page, code) for page in ("docs/derivation.md", "docs/exercises.md", "docs/questions.md")
+    (page, code) for page in ("docs/derivation.md", "docs/ladder.md", "docs/questions.md")
     for kind, code in blocks(PAGES[page])
     if kind == "python" and "open(" not in code])       # what a run of the reader's has left
 def test_a_block_prints_what_its_last_comment_says(page, code, capsys):
