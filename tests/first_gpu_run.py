@@ -68,7 +68,7 @@ def print_row(name):
 
 def run(out, *flags, ranks=0):
     """The metrics of a run of the script, by step; an error with its last line if it fails."""
-    from conftest import jsonl
+    from support import jsonl
     command = [sys.executable]
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -186,7 +186,7 @@ def two_on_two():
 
 def resume():
     """a resume"""
-    from conftest import jsonl
+    from support import jsonl
     with tempfile.TemporaryDirectory() as folder:
         run(f"{folder}/whole")
         run(f"{folder}/parts", "--max_steps", "2")

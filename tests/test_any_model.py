@@ -9,13 +9,13 @@ from safetensors.torch import load_file
 from test_run import measured
 
 import train_grpo
-from conftest import edit, left_padded
 from errors import UserError
 from model import load_pretrained, sampler
 from model.load import read_config
 from model.lora import adapter_state, adapters, merged_state, with_adapters
 from model.transformers_model import AnyModel, Cache
 from run.fsdp import shard
+from support import edit, left_padded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,9 +8,9 @@ import pytest
 from safetensors import SafetensorError
 
 import train_grpo
-from conftest import ROOT
 from errors import sentence, user_errors
 from run.report import picture
+from support import ROOT
 
 WEIGHTS = ROOT / "model/weights/reason_128"
 FILES = {"binary": b"\x80\xff", "itself": b"@other", "other": b"# again\n@itself", "quote": b"'a",

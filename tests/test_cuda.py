@@ -8,9 +8,9 @@ import torch
 from test_sampler import EOS, FAMILIES, PAD, PROMPTS, TEMPERATURE, batch, padded, pairs, wide
 
 import train_grpo
-from conftest import ROOT, jsonl
 from model import fast, sampler
 from model.lora import adapters, with_adapters
+from support import ROOT, jsonl
 from train_grpo import completion_mask
 
 DEVICE = "cuda"

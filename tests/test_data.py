@@ -11,12 +11,12 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from conftest import ROOT, jsonl, turns, write
 from dataset import PromptCollator, PromptDataset
 from dataset.prompts import rows_of_step, steps_per_epoch
 from lab.tasks import arithmetic
 from lab.tasks.tokenizer import read_chats
 from model import load_pretrained, train_sft
+from support import ROOT, jsonl, turns, write
 
 USER, REPLY = turns("2+3?", "5")
 

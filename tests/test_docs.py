@@ -17,9 +17,9 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import train_grpo
-from conftest import ROOT
 from errors import Parser
 from run import minimind_flags
+from support import ROOT
 
 FLAGS = "docs/zh/flags.md"       # of no English page
 PLACES = ["README*.md", ".github/CONTRIBUTING.md",

@@ -8,12 +8,12 @@ from test_run import POLICY, SMALL, state_of
 from transformers import AutoTokenizer
 
 import train_grpo
-from conftest import jsonl
 from errors import UserError
 from run import extensions
 from run.extensions import correction, entropy, moving_reference, oversample, teacher, truncated
 from run.policy import Policy
 from run.rollout import MicroBatch, Rollout
+from support import jsonl
 from train_grpo import TrainState
 
 FLAGS = {       # how each is switched on

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import jsonl, turns, write
 from errors import UserError
 from reward import load_reward_model, train_reward_model
 from reward.reward_model import LikelihoodModel, RewardModel, reward_model_reward
 from reward.train_reward_model import loss_of, pairs_of_run
+from support import jsonl, turns, write
 
 SHIPPED, POLICY = "reward/weights/reward_128", Path("model/weights/reason_128")
 

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from conftest import Canary, edit
 from dataset import PromptCollator, PromptDataset
 from errors import UserError, printable
 from lab.tasks.tokenizer import read_chats
@@ -22,6 +21,7 @@ from model.save import save_adapter, save_pretrained
 from reward import load_reward_model
 from reward.train_reward_model import read_pairs
 from run.checkpoint import load_adapter, load_checkpoint, save_checkpoint
+from support import Canary, edit
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 GIT_LFS = b"version https://git-lfs.github.com/spec/v1"

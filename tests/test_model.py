@@ -9,7 +9,6 @@ import torch
 from transformers import AutoTokenizer
 
 import train_grpo
-from conftest import ROOT, left_padded, turns
 from dataset import PromptCollator
 from dataset.prompts import asking_as_trained
 from errors import UserError
@@ -23,6 +22,7 @@ from model import (
     train_sft,
 )
 from model.model import KVCache, MixtureOfExperts
+from support import ROOT, left_padded, turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_one_page import page
 
-from conftest import ROOT
+from support import ROOT
 
 NAMES = ["docs/grpo_in_ten_cells.ipynb", "docs/zh/grpo_in_ten_cells.ipynb"]
 TEXTS = [(ROOT / name).read_text(encoding="utf-8") for name in NAMES]

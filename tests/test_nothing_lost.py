@@ -9,7 +9,6 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import train_grpo
-from conftest import ROOT, jsonl, write
 from dataset import batches_from
 from dataset.jsonl import write_jsonl
 from errors import UserError
@@ -17,6 +16,7 @@ from lab.tasks import guess
 from run.checkpoint import load_checkpoint, save_checkpoint
 from run.distributed import World
 from run.report.terminal import drop_lines_after
+from support import ROOT, jsonl, write
 
 POLICY = ROOT / "model/weights/reason_128"
 SMALL = ["--batch_size", "2", "--num_generations", "2", "--max_gen_len", "8", "--beta", "0",

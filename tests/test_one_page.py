@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import train_grpo
-from conftest import ROOT, jsonl
 from model import load_pretrained
+from support import ROOT, jsonl
 
 sys.path.insert(0, str(ROOT / "docs"))
 import grpo_on_one_page as page  # noqa: E402

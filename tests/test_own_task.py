@@ -17,8 +17,8 @@ import transformers
 from test_docs import ENGLISH, blocks, commands_of
 
 import train_grpo
-from conftest import ROOT, jsonl, turns
 from reward import llm_judge
+from support import ROOT, jsonl, turns
 
 PAGE = ENGLISH["docs/own_task.md"]
 # Its files by their name, which their first line has; the script runs sorting.py.

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import train_grpo
-from conftest import ROOT, jsonl, turns, write
 from dataset import PromptCollator, PromptDataset, read_prompts
 from reward import accuracy_reward, functions, load_reward_model
 from reward.load import RewardFunction
 from run.rollout import Rollout
+from support import ROOT, jsonl, turns, write
 from train_grpo import completion_mask, compute_rewards, format_reward, tag_reward
 
 pytestmark = pytest.mark.usefixtures("one_thread")

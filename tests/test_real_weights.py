@@ -11,10 +11,10 @@ from test_docs import PAGES, blocks
 from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 import train_grpo
-from conftest import ROOT, edit, left_padded
 from model import eos_token_ids, load_pretrained, load_tokenizer, save_pretrained
 from run.distributed import World
 from run.policy import load_models
+from support import ROOT, edit, left_padded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHIPPED = str(ROOT / "model/weights/reason_128")

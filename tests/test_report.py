@@ -10,7 +10,6 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from conftest import report_args, write
 from errors import UserError, user_errors
 from run.distributed import World
 from run.metrics import (
@@ -26,6 +25,7 @@ from run.metrics import (
 )
 from run.report.picture import Run, draw_curves, draw_time, smooth
 from run.report.terminal import Report, one_group, visibly
+from support import report_args, write
 
 
 def metrics(step, **changed):

@@ -13,12 +13,12 @@ import transformers
 from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 
-from conftest import ROOT, edit, turns
 from dataset import PromptDataset
 from model import MiniMindConfig
 from reward import load_reward_model
 from reward.reward_model import RewardModel, with_reply
 from reward.train_reward_model import sampled_pairs
+from support import ROOT, edit, turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

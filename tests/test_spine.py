@@ -6,8 +6,8 @@ import pytest
 from test_run import assert_same_weights, measured
 
 import train_grpo
-from conftest import ROOT
 from run import extensions
+from support import ROOT
 
 SMALL = ["--batch_size", "2", "--num_generations", "4", "--max_gen_len", "24", "--eval_samples",
          "8", "--device", "cpu", "--dtype", "float32"]

@@ -11,10 +11,10 @@ import transformers
 from test_run import POLICY, SMALL
 
 import train_grpo
-from conftest import ROOT, edit, jsonl
 from errors import UserError
 from model import fast, load_tokenizer
 from run.extensions.teacher import load_teacher, towards_teacher
+from support import ROOT, edit, jsonl
 from train_grpo import World, family_loss, parse_args, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_thread")

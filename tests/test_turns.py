@@ -12,7 +12,6 @@ import torch
 from transformers import AutoTokenizer
 
 import train_grpo
-from conftest import ROOT, jsonl, turns
 from dataset import PromptCollator, PromptDataset
 from errors import UserError
 from lab.tasks.guess import MOST_GUESSES, PROMPT, games
@@ -23,6 +22,7 @@ from reward.tools import Tool, guess, load_tool
 from run.distributed import World
 from run.extensions.tool import in_turns
 from run.policy import Policy, in_slices
+from support import ROOT, jsonl, turns
 
 POLICY = ROOT / "model/weights/reason_128"
 SMALL = ["--batch_size", "4", "--num_generations", "4", "--eval_samples", "8",

@@ -24,11 +24,11 @@ from test_sampler import draw, trained_logps
 from test_turns import rollout_of
 
 import train_grpo
-from conftest import ROOT, jsonl
 from model import fast, load_pretrained, load_tokenizer, sampler, vllm
 from model.load import read_tensors
 from model.lora import adapters, with_adapters
 from run.distributed import World
+from support import ROOT, jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None,

@@ -14,12 +14,12 @@ import pytest
 from test_docs import PAGES, tables
 
 import train_grpo
-from conftest import ROOT, jsonl, write
 from errors import UserError
 from lab.experiments import __main__ as command
 from lab.experiments import figures, pages, pass_at_k, tasks
 from lab.experiments.__main__ import EXPERIMENTS, RESULTS
 from reward.tools import calculator
+from support import ROOT, jsonl, write
 
 
 @pytest.fixture

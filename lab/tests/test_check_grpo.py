@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import train_grpo
-from conftest import ROOT
 from lab.experiments import pages
 from reward.baselines import estimate
+from support import ROOT
 
 sys.path.insert(0, str(ROOT / "lab/check_grpo"))
 import check_grpo  # noqa: E402
@@ -310,7 +310,7 @@ MUSEUM = {
     "temperature in sampling only": ("logps", "token_logps", "temperature ignored"),
     "the ratio is taken to the reference": ("loss", "grpo_loss", "ratio to the reference"),
     "padding is trained under the kl": ("loss", "grpo_loss", "padding trained under the KL"),
-    # Seen in the arrays of a rollout: tests/test_check_batch.py makes each.
+    # Seen in the arrays of a rollout: lab/tests/test_check_batch.py makes each.
     "eos left out of the mask": "EOS not trained",
     "the sampler keeps its first weights": "stale weights",
     "the tool's words are trained": "tool's words trained",

@@ -7,13 +7,13 @@ import re
 import pytest
 import torch
 
-from conftest import ROOT
 from dataset import PromptCollator, PromptDataset
 from lab.experiments import pass_at_k
 from lab.experiments.__main__ import behaviour
 from lab.tasks import countdown
 from model import load_pretrained, load_tokenizer, rng_of
 from reward.functions import countdown_reward
+from support import ROOT
 
 
 def values(nums, operators):

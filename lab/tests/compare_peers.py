@@ -1,7 +1,7 @@
 """Compares losses, with their gradients, and advantages with TRL's and verl's, in float64. By hand:
 
     pip install trl==1.16.0 verl==0.9.1
-    python tests/compare_peers.py
+    python lab/tests/compare_peers.py
 
 Their own functions get the same random tensors as ours: ratios from e^-12 to e^12, either sign of
 A, completions of one token. A table is printed, the one in docs/losses.md: for each function and
@@ -22,7 +22,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 
 import train_grpo  # noqa: E402

@@ -6,11 +6,11 @@ import torch
 
 import train_grpo
 from check_grpo import check_batch, main
-from conftest import ROOT
 from dataset import read_prompts
 from model import fast, load_pretrained
 from reward.baselines import estimate
 from run.policy import Policy
+from support import ROOT
 from train_grpo import World, group_advantages
 
 next_token = fast.next_token

@@ -1,7 +1,7 @@
 """What the GRPO losses of packages on PyPI are, told by lab/check_grpo/check_grpo.py. By hand:
 
     pip install trl==1.16.0 verl==0.9.1     # and others of CASES; with --no-deps, if they want GPUs
-    python tests/check_public.py
+    python lab/tests/check_public.py
 
 It prints a table; what is not installed is left out. It holds no code of these packages: an adapter
 calls a function of theirs with the checker's batch. verl's adds the KL as its trainer does, by two
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "lab/check_grpo"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "check_grpo"))
 import torch  # noqa: E402
 
 from check_grpo import check, random_case  # noqa: E402

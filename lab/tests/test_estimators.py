@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from conftest import ROOT
 from lab.experiments import estimators
 from lab.experiments.answers import PROMPTS, Answers, Tiny, fewer_numbers, flat, sampled
 from lab.experiments.estimators import (
@@ -26,6 +25,7 @@ from lab.experiments.estimators import (
     stale,
     weights_in,
 )
+from support import ROOT
 
 TWO, FOUR = "two values", "four values"
 LIMIT = 5       # of the length: a run has 7

@@ -1,0 +1,157 @@
+import argparse
+import gc
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ["HF_HUB_OFFLINE"] = "1"      # a test that reaches for the network fails, everywhere
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:      # -n 2: they share the cores, and do not wait
+    threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+# Under nohup, or in the background of a shell, these signals are ignored, and the runs that the
+# tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP"):           # Windows has none
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def write(path, rows):
+    """A jsonl file; returns its path."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def jsonl(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def turns(*contents):
+    """A chat of these texts, by user and assistant in turn."""
+    return [{"role": ("user", "assistant")[i % 2], "content": content}
+            for i, content in enumerate(contents)]
+
+
+def report_args(**changed):
+    """The flags that a Report reads."""
+    return argparse.Namespace(**{"swanlab": "disabled", "wandb_project": "MiniGRPO",
+                                 "log_interval": 1, "num_generations": 2} | changed)
+
+
+def left_padded(lengths, vocab_size):
+    """Random ids (N, T) of these lengths, padded on the left with id 0, and their mask (N, T)."""
+    import torch
+
+    T, generator = max(lengths), torch.Generator().manual_seed(0)
+    mask = torch.tensor([[0] * (T - length) + [1] * length for length in lengths])
+    return torch.randint(1, vocab_size, (len(lengths), T), generator=generator) * mask, mask
+
+
+def edit(path, remove=(), **changes):
+    """Change or remove fields of a json file."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: content[key] for key in content if key not in remove}))
+
+
+class Canary:
+    """As a pickle: a command that leaves a file, a canary, in the folder."""
+
+    def __init__(self, folder):
+        self.command = f"touch {folder}/canary"
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def pytest_collection_finish():
+    # What the imports made stays: the search for garbage need not look through it time and again.
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch):
+    """A run that a test starts in this process leaves an empty curves.png: to draw it takes longer
+    than a few steps. Tests of the picture itself have the fixture `pictures`."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("run.report.picture.draw_curves", lambda run_dirs, path: path.touch())
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory):
+    """A folder with the first prompts of the included data."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, count in (("train", 600), ("heldout", 300)):
+        lines = (ROOT / f"dataset/{name}.jsonl").read_bytes().splitlines(keepends=True)
+        (folder / f"{name}.jsonl").write_bytes(b"".join(lines[:count]))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def few_prompts(request, monkeypatch, small_data):
+    """A run that a test starts in this process reads fewer prompts: to read all of them takes
+    longer than a few steps. Tests of the data itself have the fixture `all_prompts`."""
+    if "all_prompts" not in request.fixturenames:
+        monkeypatch.setattr("dataset.prompts.HERE", small_data)
+
+
+@pytest.fixture
+def all_prompts():
+    """Runs read all prompts of the included data."""
+
+
+@pytest.fixture
+def pictures():
+    """Runs draw their curves."""
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    """Writes a module of the user's, as `name`, to where Python finds it."""
+    def make(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    """A tokenizer trained on a few strings, as it comes back from disk."""
+    from transformers import AutoTokenizer
+
+    from lab.tasks.tokenizer import train_tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    texts = ["user", "assistant", "What is 7 + 3*7?", "The answer is 28."]
+    train_tokenizer(texts).save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """For small tensors: a second thread would only wait for the first, and slow a busy machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tokenizer):
+    """The tokenizer and a policy with random weights."""
+    import torch
+
+    from model import MiniMindConfig, MiniMindForCausalLM
+
+    torch.manual_seed(0)
+    config = MiniMindConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64,
+                            num_hidden_layers=2, head_dim=8)
+    return tokenizer, MiniMindForCausalLM(config)
