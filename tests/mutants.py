@@ -88,7 +88,8 @@ def draw(count, seed):
 
 def judge(item):
     """The result of the files that concern the mutant's module, or else of the others."""
-    near = [f"tests/{name}.py" for name in CONFIG["tests"][str(item.mutations[0].module_path)]]
+    names = CONFIG["tests"][str(item.mutations[0].module_path)]
+    near = [str(path) for name in names for path in ROOT.glob(f"**/tests/{name}.py")]
     for files in (near, ["tests", *(f"--ignore={name}" for name in near)]):
         result = mutate_and_test(item.mutations, command(*files), SETTINGS["timeout"])
         if result.worker_outcome is not WorkerOutcome.NORMAL:

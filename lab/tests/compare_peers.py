@@ -29,7 +29,8 @@ import torch  # noqa: E402
 import train_grpo  # noqa: E402
 from reward.baselines import estimate  # noqa: E402
 from run.distributed import World  # noqa: E402
-from run.extensions import correction, gdpo, losses  # noqa: E402
+from run.extensions import correction, losses  # noqa: E402
+from run.extensions.advantages import gdpo  # noqa: E402
 from run.rollout import MicroBatch  # noqa: E402
 
 N, R, L = 6, 8, 20
@@ -210,7 +211,7 @@ def verl_gdpo():
                                   loss_mask=torch.ones(N, 1))
         state = SimpleNamespace(world=World("cpu"), args=SimpleNamespace(
             num_generations=3, reward_weights=[1.0, 0.5]))
-        ours = gdpo.normalize_then_sum(state, rollout)
+        ours = gdpo(state, rollout)
         yield "advantages GDPO, float32", relative(ours, theirs[:, 0])
 
 
