@@ -24,7 +24,7 @@ LARGEST = 1e12      # of a reward: the squares of larger ones soon overflow in f
 def add_flags(parser):
     flag = parser.group("3. rewards").add_argument
     flag("--reward_funcs", nargs="+", metavar="NAME", help="format, tag, rm, accuracy, overlong, "
-         "repetition, countdown, sentence, reasoning_gym, or your own as module:function (default: "
+         "repetition, countdown, reasoning_gym, or your own as module:function (default: "
          "format tag rm accuracy; no tags with --reasoning 0, rm only for our data or your model)")
     flag("--reward_weights", nargs="+", type=FINITE, metavar="W", help="a factor for each of them; "
          "with 0 it is recorded, but teaches nothing (default: 1)")

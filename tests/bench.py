@@ -42,6 +42,7 @@ sys.path.insert(0, str(ROOT))
 import train_grpo  # noqa: E402, I001 - before torch: it sets how OpenMP's threads wait
 import torch  # noqa: E402
 from dataset import PromptCollator, PromptDataset  # noqa: E402
+from lab.tasks.sentences import sentence_reward  # noqa: E402
 from model import (  # noqa: E402
     MiniMindConfig,
     MiniMindForCausalLM,
@@ -98,8 +99,9 @@ def arbitrary(prompts, completions, **columns):
 def rewards_of(case):
     if case.config:
         return [arbitrary]
-    names = ["sentence"] if case.package else ["format", "tag", "accuracy"]
-    return [OF_SCRIPT.get(name) or RULES[name] for name in names]
+    if case.package:
+        return [sentence_reward]
+    return [OF_SCRIPT.get(name) or RULES[name] for name in ("format", "tag", "accuracy")]
 
 
 def weights_of(case, folder):

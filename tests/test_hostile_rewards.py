@@ -33,15 +33,19 @@ def ask(judge, completion="a", **columns):
     return judge(prompts=["p"], completions=[completion], own_words=["a"], messages=[[]], **columns)
 
 
+SENTENCE = "lab.tasks.sentences:sentence_reward"
+
+
 @pytest.mark.parametrize("name, columns, message", [
     ("countdown", {"nums": [["9", "8"]], "target": [1]}, r": .* nums must be .* has \['9', '8'\];"),
     ("countdown", {"nums": [[9]], "target": ["57"]}, ": the column target must be .* has '57'; m"),
-    ("sentence", {"words": ["cat dog"]}, ": the column words must be a list of words.* 'cat dog'"),
-    ("sentence", {"words": [[]]}, ": the column words"), ("guess", {}, " needs .*; it has none$"),
+    (SENTENCE, {"words": ["cat dog"]}, ": the column words must be a list of words.* 'cat dog'"),
+    (SENTENCE, {"words": [[]]}, ": the column words"), ("guess", {}, " needs .*; it has none$"),
     ("guess", {"a": [1], "b": [2]}, " needs the column secret, which the data lacks; it has a, b$"),
 ])
 def test_a_column_that_is_missing_or_wrong_is_one_sentence(name, columns, message, capsys):
-    with pytest.raises(UserError, match=f"^reward function {name}_reward{message}"):
+    called = name.rpartition(":")[2].removesuffix("_reward")
+    with pytest.raises(UserError, match=f"^reward function {called}_reward{message}"):
         ask(*load_reward_funcs([name]), **columns)
     assert capsys.readouterr().err == ""
 

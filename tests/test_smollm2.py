@@ -11,9 +11,9 @@ import torch
 
 from dataset import PromptDataset
 from lab.tasks import from_gguf, sentences
+from lab.tasks.sentences import forms, sentence_reward
 from model import load_pretrained, load_tokenizer, sampler
 from reward import load_reward_funcs, load_reward_model
-from reward.functions import forms, sentence_reward
 from support import ROOT
 from train_grpo import token_logps
 
