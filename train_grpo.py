@@ -76,12 +76,12 @@ from errors import (
     user_errors,
 )
 from model import eos_token_ids, load_tokenizer
-from run import evaluate, extensions, minimind_flags, report
+from run import evaluate, extensions, minimind_flags
 from run import policy as policies
 from run.checkpoint import Saver
 from run.distributed import World
-from run.loop import Run
 from run.metrics import Metrics
+from run.report import terminal
 from run.rollout import Rollout
 from run.signals import recorded
 
@@ -350,7 +350,7 @@ def grpo_step(state, batch, step, lr):
 def main(argv=None):
     args = parse_args(argv)
     world = World.join(args)        # the processes that torchrun started, or this one alone
-    with Run(args, world) as run:   # files, checkpoints, and evaluations: run/loop.py
+    with terminal.Run(args, world) as run:      # files, checkpoints, evaluations: run/report
         state = load(args, world)
         for step, batch in run.steps(state):        # resumes with --resume; evaluates before step 1
             lr = lr_at(step, run.last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
@@ -472,7 +472,7 @@ def parse_args(argv=None):
     for title in GROUPS:
         parser.add_argument_group(title)
     add_flags(parser)
-    for owner in (prompts, reward.load, evaluate, Saver, report, policies, World,
+    for owner in (prompts, reward.load, evaluate, Saver, terminal, policies, World,
                   minimind_flags, extensions):
         owner.add_flags(parser)
     args = filled_in(parser.parse_args(argv))

@@ -1,12 +1,15 @@
 """Held-out problems, answered and judged."""
 import math
+import sys
 from collections import defaultdict
 
 import torch
+from tqdm import tqdm
 
 from errors import COUNT, COUNT_OR_0
 
-from .report.terminal import visibly
+PATIENCE = 10           # seconds of silence
+
 
 
 def add_flags(parser):
@@ -59,3 +62,9 @@ def evaluate(state, problems, collate, step):
     found = {f"eval/{name}": world.gather(numbers) for name, numbers in found.items()}
     return {name: sum(all_of) / len(all_of) if all_of else math.nan
             for name, all_of in found.items()}, first
+
+
+def visibly(parts, what, world):
+    """The parts, with a bar on rank 0 after ten seconds; in a log a line a minute."""
+    return tqdm(parts, desc=what, delay=PATIENCE, leave=False, dynamic_ncols=True,
+                disable=world.rank > 0, mininterval=0.1 if sys.stderr.isatty() else 60)

@@ -39,9 +39,10 @@ def turns(*contents):
 
 
 def report_args(**changed):
-    """The flags that a Report reads."""
-    return argparse.Namespace(**{"swanlab": "disabled", "wandb_project": "MiniGRPO",
-                                 "log_interval": 1, "num_generations": 2} | changed)
+    """The flags that a Run of run/report reads."""
+    return argparse.Namespace(**{
+        "swanlab": "disabled", "wandb_project": "MiniGRPO", "num_generations": 2, "resume": False,
+        "eval_only": False} | changed)
 
 
 def left_padded(lengths, vocab_size):

@@ -26,7 +26,7 @@ def row(step, text="one", reward=1.0, prompt="What is 1+1?", **more):
 
 
 def write_run(folder, rows, steps, **args):
-    """The files of a run, as Report writes them."""
+    """The files of a run, as a run writes them."""
     folder.mkdir(exist_ok=True)
     args = {"num_generations": G, "reward_funcs": ["tag", "accuracy"], "beta": 0.02,
             "eval_reward_funcs": ["accuracy"]} | args

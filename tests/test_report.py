@@ -2,6 +2,7 @@ import io
 import json
 import sys
 import time
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from matplotlib.image import imread
 
 from errors import UserError, user_errors
 from run.distributed import World
+from run.evaluate import visibly
 from run.metrics import (
     Max,
     Mean,
@@ -24,7 +26,8 @@ from run.metrics import (
     token_texts,
 )
 from run.report.picture import Run, draw_curves, draw_time, smooth
-from run.report.terminal import Report, one_group, visibly
+from run.report.terminal import Run as Recorded
+from run.report.terminal import one_group
 from support import report_args, write
 
 
@@ -36,7 +39,7 @@ def metrics(step, **changed):
 
 @pytest.mark.parametrize("rank, waits, is_shown", [(0, 0.3, True), (0, 0, False), (1, 0.3, False)])
 def test_a_long_wait_is_shown(rank, waits, is_shown, monkeypatch, capsys):
-    monkeypatch.setattr("run.report.terminal.PATIENCE", 0.2)
+    monkeypatch.setattr("run.evaluate.PATIENCE", 0.2)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)     # a log gets a line a minute
     for _ in visibly(range(3), "evaluation", SimpleNamespace(rank=rank)):
         time.sleep(waits)
@@ -50,8 +53,18 @@ def test_a_duration_is_in_a_readable_unit(seconds, text):
     assert duration(seconds) == text
 
 
+@contextmanager
+def reported(folder, args, *, total_steps, start_step=0, active=True):
+    """A Run that writes into this folder."""
+    vars(args).update(out_dir=str(folder.parent), run_name=folder.name)
+    world = SimpleNamespace(rank=0 if active else 1, cleanup=ExitStack())
+    with Recorded(args, world) as report:
+        report.open(total_steps, start_step)
+        yield report
+
+
 def run(folder, steps, start_step=0, **changed):
-    with Report(folder, report_args(), total_steps=steps[-1], start_step=start_step) as report:
+    with reported(folder, report_args(), total_steps=steps[-1], start_step=start_step) as report:
         for step in steps:
             report.step(step, metrics(step, **changed), ROWS, {})
 
@@ -74,7 +87,7 @@ def lines(path):
 def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
     nan, inf = float("nan"), float("inf")
     text, world = "苹果\n\"quoted\"", World("cpu")
-    with Report(tmp_path / "run", report_args(), total_steps=3) as report:
+    with reported(tmp_path / "run", report_args(), total_steps=3) as report:
         evaluated = {"eval/accuracy": nan, "eval/greedy_accuracy": 0.5}
         assert report.evaluation(0, evaluated) is evaluated
         for step in (1, 2, 3):
@@ -108,7 +121,7 @@ def test_a_run_prints_its_group_and_is_tracked_with_the_flags_that_have_a_value(
     monkeypatch.setattr(swanlab, "has_run", lambda: False)
     monkeypatch.setenv("COLUMNS", "80")
     args = report_args(swanlab="offline", delta=None, beta=0.0, num_generations=9)
-    with Report(tmp_path / "run", args, total_steps=1) as report:
+    with reported(tmp_path / "run", args, total_steps=1) as report:
         report.evaluation(0, {"eval/accuracy": 0.5, "eval/mean_length": float("nan")})
         report.step(1, metrics(1), [ROWS[1]] + [ROWS[0]] * 8, {})
     printed = capsys.readouterr().out.splitlines()
@@ -141,9 +154,9 @@ def test_an_evaluation_prints_its_first_question_and_answer(
         columns={"messages": [[{"role": "user", "content": "1 + \n1?"}]] * 2},
         completions=["I [red]guess\n3\x1b[2J", "two"], turns=turns and [turns, ["two"]],
         rewards=torch.tensor([reward, 1.0]))
-    with Report(tmp_path / "run", report_args(), total_steps=1) as report:
+    with reported(tmp_path / "run", report_args(), total_steps=1) as report:
         report.evaluation(0, {"eval/accuracy": 0.5}, rollout)
-    with Report(tmp_path / "run", report_args(), total_steps=1, active=False) as report:
+    with reported(tmp_path / "run", report_args(), total_steps=1, active=False) as report:
         report.evaluation(0, {"eval/accuracy": 0.5}, rollout)       # another rank prints nothing
     assert capsys.readouterr().out.splitlines()[1:] == ["  1 + ⏎ 1?", f"  {printed}"]
 
@@ -151,7 +164,7 @@ def test_an_evaluation_prints_its_first_question_and_answer(
 def test_no_text_of_a_model_ends_a_run_or_is_taken_for_markup(tmp_path, monkeypatch):
     output = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, "ascii"))
-    with Report(tmp_path, report_args(), total_steps=1) as report:
+    with reported(tmp_path, report_args(), total_steps=1) as report:
         report.step(1, metrics(1), [
             ROWS[0] | {"completion": "[red]苹果[/nothing] :smile:\x1b[2J"}], {})
         sys.stdout.flush()
@@ -180,7 +193,8 @@ def test_pictures_are_drawn_once_a_minute_and_whatever_ends_the_run(tmp_path, mo
     monkeypatch.setattr("run.report.picture.draw_curves", lambda run_dirs, path: drawn.append(
         len(lines(tmp_path / "metrics.jsonl"))))
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    with pytest.raises(KeyboardInterrupt), Report(tmp_path, report_args(), total_steps=9) as report:
+    with pytest.raises(KeyboardInterrupt), reported(
+            tmp_path, report_args(), total_steps=9) as report:
         for step, now[0] in enumerate((10, 60, 80, 90), start=1):
             report.step(step, metrics(step), ROWS, {})
             report.draw()
@@ -229,7 +243,7 @@ HEALTHY = [{"completions/clipped_ratio": 0.5, "rollout_probs_diff_mean": 5e-5,
 ])
 def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, warned, tmp_path, capsys):
     said = []
-    with Report(tmp_path, report_args(), total_steps=45) as report:
+    with reported(tmp_path, report_args(), total_steps=45) as report:
         for step, healthy in enumerate(HEALTHY, start=1):
             report.step(step, metrics(step, **healthy | (trouble if step >= 3 else {})), [], {})
             said += [(step, advice in line) for line in capsys.readouterr().out.splitlines()

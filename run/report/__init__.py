@@ -5,6 +5,3 @@
     html_page.py    report.html, from page.html
     model_card.py   README.md of the final weights
 """
-from .terminal import add_flags
-
-__all__ = ["add_flags"]

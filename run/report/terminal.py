@@ -16,10 +16,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from dataset import batches_from, read_prompts
 from dataset.jsonl import is_finite, to_json, to_line
 from errors import UserError, cut, explained, printable, reason
 
-from ..metrics import duration, number, training_time
+from ..checkpoint import Saver
+from ..evaluate import evaluate
+from ..metrics import describe, duration, number, rollout_metrics, training_time
+from ..signals import Stopped, stop, stop_on_signals
 
 # The most common ways a run fails, each with its remedy.
 NO_SIGNAL = ("in most groups every completion got the same reward, so the advantages are 0 and "
@@ -36,7 +40,7 @@ OLD_WEIGHTS = ("the sampler's probabilities are far from the trainer's (rollout_
 
 BOLD, DIM, MAGENTA, CYAN = "1", "2", "35", "36"      # of ANSI's escape codes
 FEW_STEPS = 30          # of a run that has hardly learned
-PATIENCE = 10           # seconds of silence
+MOST_UNJUDGED = 10      # steps in a row without a reward
 RUN_BY = {"fast": "model/fast; --sampler plain runs the lines of train_grpo.py",
           "plain": "the lines of train_grpo.py and model/",
           "vllm": "vLLM samples, model/fast computes log-probabilities"}
@@ -48,19 +52,18 @@ def add_flags(parser):
         help="track the run: local for `swanlab watch`, online with an account")
 
 
-class Report:
-    """Reports a run into the folder `run_dir`.
+class Run:
+    """A run, as a context manager, so that its files are complete even after an error or Ctrl-C.
 
-    Use it as a context manager, so that its files are complete even after an error or Ctrl-C.
-    start_step: the step after which a run was resumed; lines of later steps are dropped from the
-    files. num_tokens: sampled until then. active: False on every rank but 0, where all methods do
-    nothing.
+    From its beginning on its folder is locked. Rank 0 writes and prints; `active` says whether this
+    process does.
     """
 
-    def __init__(self, run_dir, args, *, total_steps, start_step=0, num_tokens=0, active=True):
-        self.run_dir, self.args, self.active = Path(run_dir), args, active
-        self.total_steps, self.start_step, self.num_tokens = total_steps, start_step, num_tokens
-        self.current_step = start_step
+    def __init__(self, args, world):
+        self.args, self.world = args, world
+        self.saver = Saver(Path(args.out_dir) / args.run_name, world, args)
+        self.run_dir, self.active = self.saver.run_dir, False
+        self.unjudged = 0                       # steps in a row without a reward
         self.dead_groups = deque(maxlen=10)     # frac_reward_zero_std of the last steps
         self.first_difference = None            # rollout_probs_diff_mean, when it was first known
         self.warned_at = {}                     # text of a warning -> step that last printed it
@@ -69,21 +72,35 @@ class Report:
         self.drawn_at = -math.inf               # a time
 
     def __enter__(self):
+        return self
+
+    def open(self, last_step, start_step=0, num_tokens=0):
+        """Starts the bar and the tracker.
+
+        start_step: the step after which a run was resumed; lines of later steps are dropped from
+        the files. num_tokens: sampled until then.
+        """
+        self.last_step, self.start_step, self.current_step = last_step, start_step, start_step
+        self.num_tokens, self.active = num_tokens, self.world.rank == 0
         if not self.active:
-            return self
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+            return
         self.swanlab = start_swanlab(self.run_dir, self.args)
-        self.bar = tqdm(total=self.total_steps, initial=self.start_step, dynamic_ncols=True,
+        self.bar = tqdm(total=last_step, initial=start_step, dynamic_ncols=True,
                         bar_format="{n_fmt:>4}/{total_fmt} |{bar:12}|{desc}",
                         # None draws the bar only if stderr is a terminal; without a bar,
                         # step() prints plain lines.
-                        disable=True if self.total_steps <= self.start_step else None)
+                        disable=True if last_step <= start_step else None)
         self.started = self.training_started = time.perf_counter()
-        return self
 
     def __exit__(self, error_type, error, traceback):
-        if not self.active:
-            return
+        if self.active:
+            self._close(error)
+        if error_type is Stopped:
+            self.world.gather([])       # torchrun ends all ranks once one has left
+            self.world.close()
+        self.world.cleanup.close()
+
+    def _close(self, error):
         self.bar.close()
         if self.has_begun:
             self._draw()
@@ -94,21 +111,89 @@ class Report:
 
     # --- called by the training loop --------------------------------------------------------------
 
-    def intro(self, state, num_prompts, num_heldout):
-        """Print what is about to be trained, on what, and where the files go.
+    def steps(self, state):
+        """Resumes, says what is about to be trained, evaluates; the steps that are left.
 
-        state: the bundle that train_grpo.load returns.
+        (step, batch) each; none with --eval_only. state is a TrainState.
         """
+        self.state, args, world = state, self.args, self.world
+        done, num_tokens = self.saver.resume(
+            state.policy.model, state.optimizer, state.saved)
+        self.collate, problems, self.heldout = read_prompts(args, state.tokenizer)
+        batches, last_step = batches_from(
+            done + 1, problems, self.collate, state.num_prompts, world, args)
+        if args.eval_only:
+            world.print_json(evaluate(state, self.heldout, self.collate, done)[0])
+            return ()
+        self.open(last_step, done, num_tokens)
+        self.intro(len(problems), len(self.heldout))
+        self.evaluate_if_due(0)
+        stop_on_signals(world)                  # from here on a signal lets the step end
+        return enumerate(batches, start=done + 1)
+
+    def evaluate_if_due(self, step):
+        """The metrics of an evaluation, which are written and printed; none if none is due."""
+        interval = self.args.eval_interval
+        if step == 0:
+            due = interval > 0 and self.start_step == 0     # before the first step of a new run
+        else:
+            due = interval > 0 and (step % interval == 0 or step == self.last_step)
+        if not due:
+            return {}
+        if step:                    # the one before the first step counts towards none
+            self.world.phase("eval")
+        metrics, replies = evaluate(self.state, self.heldout, self.collate, step)
+        self.world.phase(None)
+        return self.evaluation(step, metrics, replies)
+
+    def record(self, step, rollout, metrics):
+        """Step 5: evaluates, writes and prints a step; draws and saves when that is due.
+
+        Ends the run, on all ranks, after a signal or ten steps without a reward; it is saved.
+        """
+        state, args, world = self.state, self.args, self.world
+        metrics = metrics | self.evaluate_if_due(step)
+        rows = world.gather(describe(rollout, state.tokenizer, args.num_generations))
+        failures = world.gather([(judge.__name__, judge.failed.total(), judge.reason)
+                                 for judge in state.reward_funcs if judge.failed])
+        learned = "loss" in metrics         # else no rank had a reward
+        of_rollout = rollout_metrics(rows, args.num_generations, failures,
+                                     warn=world.rank == 0 and not learned)
+        self.step(step, metrics | of_rollout, rows, world.timings)
+        world.timings.clear()
+        self.unjudged = 0 if learned else self.unjudged + 1
+        is_due, signal = self.saver.is_due(step, self.last_step)
+        if is_due or self.unjudged == MOST_UNJUDGED:
+            world.phase("checkpoint")           # it counts towards the next step
+            self.saver.save(step, self.num_tokens, state.policy.model, state.tokenizer,
+                            state.optimizer, state.saved)
+            self.draw()
+        if signal:
+            stop(signal, step, world.rank)
+        if self.unjudged == MOST_UNJUDGED:
+            raise UserError(f"no completion of the last {MOST_UNJUDGED} steps has a reward; check "
+                            "that --reward_funcs fit the data")
+
+    def finish(self, defaults):
+        """Writes the final weights; their card names the flags that are not the defaults."""
+        if not self.args.eval_only:
+            self.saver.save_final(self.state.policy.model, self.state.tokenizer, defaults)
+
+    # --- what these call --------------------------------------------------------------------------
+
+    def intro(self, num_prompts, num_heldout):
+        """Print what is about to be trained, on what, and where the files go."""
         if not self.active:
             return
-        args, policy, num_processes = self.args, state.policy.model, state.world.size
+        args, state, num_processes = self.args, self.state, self.world.size
+        policy = state.policy.model
         size = sum(parameter.numel() for parameter in policy.parameters())
         copies = 3 + len(state.saved)       # weights, two moments, and what an option saves
         prompts = min(state.num_prompts, num_prompts // num_processes) * num_processes
-        steps = str(self.total_steps)
-        if args.epochs and self.total_steps < (args.max_steps or math.inf):
+        steps = str(self.last_step)
+        if args.epochs and self.last_step < (args.max_steps or math.inf):
             steps += f" (the end of --epochs {args.epochs})"
-        elif args.max_steps is None and self.total_steps < FEW_STEPS:
+        elif args.max_steps is None and self.last_step < FEW_STEPS:
             steps += " (one pass over the prompts; --max_steps 100, say, makes more)"
         held_out = "none"
         if num_heldout:
@@ -178,13 +263,13 @@ class Report:
         self._write("completions", step, *rows)
         self._log(metrics, step)
 
-        is_end = step in (self.start_step + 1, self.total_steps)
+        is_end = step in (self.start_step + 1, self.last_step)
         numbers = self._numbers(step, metrics)
         if not self.bar.disable:
             self.bar.set_description_str(numbers, refresh=False)
             self.bar.update(step - self.bar.n)
         else:
-            self._print(f"step {step:>3}/{self.total_steps}  {numbers}")
+            self._print(f"step {step:>3}/{self.last_step}  {numbers}")
         self._warn_of_failures(metrics)
         if step == self.start_step + 1:
             self._warn_of_unjudged(rows)
@@ -285,7 +370,7 @@ class Report:
     def _numbers(self, step, metrics):
         """The line shown at every step: time left, and the few numbers that show progress."""
         seconds_per_step = (time.perf_counter() - self.training_started) / (step - self.start_step)
-        parts = [f"{duration(seconds_per_step * (self.total_steps - step)):>7} left"]
+        parts = [f"{duration(seconds_per_step * (self.last_step - step)):>7} left"]
         for key, form in (("reward", "reward {:5.2f}"),
                           ("rewards/accuracy_reward/mean", "accuracy {:4.0%}"),
                           ("completions/mean_length", "length {:3.0f}"), ("kl", "kl {:.4f}")):
@@ -302,12 +387,6 @@ class Report:
             if (self.run_dir / name).exists():
                 facts[label] = short(self.run_dir / name)
         self._print(facts_table(facts))
-
-
-def visibly(parts, what, world):
-    """The parts, with a bar on rank 0 after ten seconds; in a log a line a minute."""
-    return tqdm(parts, desc=what, delay=PATIENCE, leave=False, dynamic_ncols=True,
-                disable=world.rank > 0, mininterval=0.1 if sys.stderr.isatty() else 60)
 
 
 def start_swanlab(run_dir, args):
