@@ -1,13 +1,12 @@
-"""The policy. Three pages to read: model.py, the network; sampler.py; rollout.py. Beside them stand
+"""The policy. Two files to read: model.py, the network, and sampler.py. Beside them stand
 
-    fast/         pair.py, the sampler and the log-probabilities again, in less time: a run uses
-                  these; vllm_engine.py, an engine that samples in their place
-    policy.py     a model and its pair of functions
-    storage/      weights in and out: files.py opens what a stranger wrote, read.py and write.py
-                  weights; any_model.py wraps a model of transformers that model.py does not build
-    commands/     what runs by itself: chat with a policy, train one from chats (train_sft), train a
-                  tokenizer, read a GGUF file
-    lora.py       adapters; weights/: those that we ship
+    fast.py                   both again, and log-probabilities, in less time: a run uses these
+    vllm.py                   an engine that samples in their place
+    lora.py                   adapters
+    load.py, save.py          weights and tokenizers, in and out
+    transformers_model.py     any model of transformers that model.py does not build
+    chat.py, train_sft.py     commands: chat with a policy, train one from chats
+    weights/                  those that we ship
 
 On disk, weights are what transformers writes: a folder with config.json, model.safetensors and the
 tokenizer's files. Where a function takes a path to weights, a hub id like Qwen/Qwen3-0.6B will do

@@ -1,16 +1,14 @@
 """What surrounds a run and is not GRPO.
 
-    loop.py       what stands around the loop of train_grpo.py: reports, checkpoints
-    evaluation.py held-out problems, answered and judged
-    backends.py   what runs a model: the plain functions or model/fast's, in slices, within shards
-    saver.py      checkpoints, and resuming from them
-    metrics.py    the numbers of a step; report.py prints and writes them, curves.py draws them, and
-                  page.py makes the page to look into a run
-    processes/    several processes that train one model: world.py, where their gradients meet;
-                  shard.py divides weights over them; watch.py ends a run that is stopped or fails
-    extensions/   options that the step does not know, each whole in one module
-    minimind.py   MiniMind's flags
-
-`python -m run.report.picture out/run_a` draws the curves from the command line, and
-`python -m run.report.html_page out/run_a` writes the page.
+    policy.py         loads models, and chooses what runs them: plain, fast, vLLM, adapters, shards
+    rollout.py        the completions of a step, and the micro-batches that are cut from them
+    evaluate.py       held-out problems, answered and scored
+    checkpoint.py     checkpoints, resuming, and the final weights
+    metrics.py        the numbers of a step
+    distributed.py    the processes that train one model, and where their gradients meet
+    fsdp.py           weights divided over them
+    signals.py        how a run ends before its last step
+    minimind_flags.py MiniMind's flags, and flags of earlier releases
+    report/           what a run prints, draws and writes
+    extensions/       options of the algorithm, each whole in one module
 """
