@@ -209,7 +209,11 @@ def test_the_chinese_table_of_flags_has_all_flags_and_their_defaults():
             train_grpo.parse_args([])
     actions = {action.option_strings[0]: action for action in parse.call_args[0][0]._actions}
     rows = {row[0].strip("`"): row[1] for table in tables(CHINESE[FLAGS]) for row in table}
-    assert rows.keys() == actions.keys() - {"-h", *(f"--{name}" for name in minimind_flags.GONE)}
+    known = actions.keys() - {"-h", *(f"--{name}" for name in minimind_flags.GONE)}
+    missing = [f"| `{name}` | {actions[name].help}（{actions[name].default}） |"
+               for name in actions if name in known - rows.keys()]
+    assert not missing, "\n".join(["translate these lines and paste them:", *missing])
+    assert rows.keys() == known
     for name in rows:
         action = actions[name]
         if isinstance(action.default, int | float) and not isinstance(action.default, bool):
