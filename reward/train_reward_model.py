@@ -18,10 +18,6 @@ GRPO: right completions of a run against wrong ones of the same prompt. A share 
 
 With --likelihood, the score is the reply's log-likelihood: see LikelihoodModel. A run that uses it
 needs --reward_model_clip 0 --reward_model_answer_share 0.
-
-With --sample nothing is trained: it writes the pairs for --data, a right reply of a policy against
-a wrong one to the same problem. A reward model learns whatever sets the two sides apart, whether or
-not that is what we mean by better: most right replies are long and worked, most wrong ones guesses.
 """
 import json
 import random
@@ -31,11 +27,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from dataset import PromptCollator, PromptDataset
 from dataset.jsonl import read_lines, write_jsonl
 from dataset.prompts import is_chat
 from errors import COUNT, Parser, UserError, number, user_errors
-from model import load_pretrained, load_tokenizer, sample
+from model import load_pretrained, load_tokenizer
 from model.load import build, explained, read_config, read_weights
 from model.train_sft import optimize
 
@@ -50,7 +45,6 @@ from .reward_model import (
 )
 
 KEPT = 1000         # pairs saved next to the weights, for a later --replay
-REPLIES, MOST = 8, 2        # of --sample: replies to a problem, and pairs of them at most
 
 
 def read_pairs(paths):
@@ -79,27 +73,6 @@ def pairs_of(replies, answers, rng):
     rng.shuffle(right)
     rng.shuffle(wrong)
     return list(zip(right, wrong))
-
-
-def sampled_pairs(path, problems, rng):
-    """Pairs of what the policy in `path` replies to the problems, as rows for read_pairs."""
-    model = load_pretrained(path, dtype=torch.float32)
-    tokenizer = load_tokenizer(path, model.config.vocab_size, ANOTHER)
-    collate = PromptCollator(tokenizer, max_seq_len=66)
-    generator = torch.Generator().manual_seed(0)
-    for start in range(0, len(problems), 64):
-        chunk = problems[start:start + 64]
-        batch = collate(chunk)
-        ids, _ = sample(model, batch["prompt_ids"], batch["prompt_mask"], num_generations=REPLIES,
-                        max_new_tokens=96, eos_token_id=tokenizer.eos_token_id,
-                        pad_token_id=tokenizer.pad_token_id, generator=generator)
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        for i, problem in enumerate(chunk):
-            group = texts[i * REPLIES:(i + 1) * REPLIES]
-            answers = [problem.get("answer")] * REPLIES
-            for chosen, rejected in pairs_of(group, answers, rng)[:MOST]:
-                yield {"conversations": problem["messages"], "chosen": chosen,
-                       "rejected": rejected, "kind": "reply"}
 
 
 def held_out(messages):
@@ -203,17 +176,14 @@ def arguments(argv=None):
          help="with --completions, the share of each batch that comes from --data")
     flag("--init", type=Path, help="where to start: a reward model or a language model")
     flag("--likelihood", action="store_true", help="score by the log-likelihood under --init")
-    flag("--save", type=Path, required=True, help="a folder, or with --sample a file")
-    flag("--sample", **files, help="folders of policies: only write pairs of their replies")
-    flag("--prompts", type=Path, help="with --sample, a jsonl file of problems with answers")
+    flag("--save", type=Path, required=True, help="a folder")
     flag("--steps", type=COUNT, default=1200, help="of AdamW")
     flag("--batch_size", type=COUNT, default=32, help="pairs per step")
     flag("--learning_rate", type=number(float, 0, 1, above=True), default=2e-3, help="its peak")
     args = parser.parse_args(argv)
-    ready = args.init and args.data and (args.heldout or args.completions)
-    if not (args.prompts if args.sample else ready):
+    if not (args.init and args.data and (args.heldout or args.completions)):
         parser.error("nothing to learn from, or to be measured on; give --init, --data and "
-                     "--heldout (or --completions), or --sample and --prompts")
+                     "--heldout (or --completions)")
     return args
 
 
@@ -222,16 +192,6 @@ def main(argv=None):
     args = arguments(argv)
     torch.manual_seed(0)
     rng = random.Random(0)
-    if args.sample:
-        problems = PromptDataset(args.prompts)
-        if args.save.resolve() == args.prompts.resolve():
-            raise UserError(f"--save {args.save} would replace --prompts; choose another file")
-        if all(problem.get("answer") is None for problem in problems):
-            raise UserError(f"{args.prompts}: no line has an answer to tell right from wrong; add "
-                            "the field answer")
-        count = write_jsonl(args.save, (row for path in args.sample
-                                        for row in sampled_pairs(path, problems, rng)))
-        return print(f"wrote {count} pairs to {args.save}")
     model = load_init(args.init, likelihood=args.likelihood)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     earlier = read_pairs(args.data)

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 
 from dataset import PromptDataset
+from lab.tasks.pairs import sampled_pairs
 from model import MiniMindConfig
 from reward import load_reward_model
 from reward.reward_model import RewardModel, with_reply
-from reward.train_reward_model import sampled_pairs
 from support import ROOT, edit, turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
