@@ -71,10 +71,10 @@ class Saver:
         return {name: value for name, value in flags.items() if name not in NOT_OF_A_RUN}
 
     def _print_changes(self):
+        now = as_saved(self.args)
         for name, was in self.flags_of_run(self.args).items():
-            value = to_json(getattr(self.args, name, was))
-            if value != was and self.writes:
-                print(f"--{name} was {was} when the run was started, and is now {value}")
+            if self.writes and now.get(name, was) != was:
+                print(f"--{name} was {was} when the run was started, and is now {now[name]}")
 
     def resume(self, policy, optimizer, others):
         """Restores the checkpoint with --resume; returns (steps done, tokens sampled).
@@ -125,6 +125,15 @@ class Saver:
     def _whole(self, model):
         """The model itself or, if it is sharded, a whole copy of it for the rank that writes."""
         return model.whole(device="cpu", keep=self.writes) if hasattr(model, "whole") else model
+
+
+def as_saved(args):
+    """The flags as args.json has them: paths are absolute, as a resume may start elsewhere."""
+    flags = to_json(vars(args))
+    for name, value in flags.items():
+        if name.endswith("_path") and value and Path(value).exists():
+            flags[name] = str(Path(value).absolute())
+    return flags
 
 
 def refuse_loss(run_dir, args):

@@ -79,12 +79,14 @@ def test_a_reward_that_judges_nothing_says_so_with_the_columns_there_are(tmp_pat
     assert "format_reward has" not in printed and "each with 5 prompts" in printed
 
 
-def test_a_resume_has_the_flags_of_the_run_but_for_those_that_are_given(tmp_path, capsys):
+def test_a_resume_has_the_flags_of_the_run_but_for_those_that_are_given(
+        tmp_path, capsys, monkeypatch):
     data = str(write(tmp_path / "data.jsonl", [{"prompt": f"{i}?"} for i in range(9)]))
     run(tmp_path, "--max_steps", "1", "--reward_funcs", "tag", "--data_path", data, "--seed", "7")
     capsys.readouterr()
+    monkeypatch.chdir(tmp_path)             # the same file by another path is no change
     train_grpo.main(["--out_dir", str(tmp_path), "--run_name", "run", "--resume",
-                     "--max_steps", "2", "--learning_rate", "1e-4"])
+                     "--max_steps", "2", "--learning_rate", "1e-4", "--data_path", "data.jsonl"])
     said = capsys.readouterr().out
     assert "--max_steps was 1 when the run was started, and is now 2\n" in said
     assert "--learning_rate was 0.0003 when" in said and said.count(" when the run was ") == 2

@@ -36,7 +36,7 @@ def test_imports_run_one_way():
     for path in paths:
         room = path.relative_to(ROOT).parts[0].removesuffix(".py")
         if room in ROOMS:
-            above = ROOMS[ROOMS.index(room) + 1:]
+            above = [*ROOMS[ROOMS.index(room) + 1:], "lab"]     # the trainer imports none of it
             found[path] = {name for name in imported(path) if name.partition(".")[0] in above}
     assert len(found) > 40 and not any(found.values()), found
 

@@ -117,7 +117,7 @@ def pi_region(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, larg
 
 
 POLICY_LOSSES = {"ppo": ppo_clip, "cispo": cispo_cap, "dppo": pi_region, "sapo": soft_gate,
-          "gmpo": geometric_mean}
+                 "gmpo": geometric_mean}
 # Each token's term is divided by one of these, then all are added up. `length` is that of the
 # token's completion, L the maximum; completions and tokens are those of the whole optimizer step.
 LOSS_AGGREGATIONS = {

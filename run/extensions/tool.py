@@ -3,7 +3,8 @@ import torch
 
 from errors import COUNT
 from reward.tools import load_tool
-from run.rollout import Rollout
+
+from ..rollout import Rollout
 
 NAME = "--tool"
 

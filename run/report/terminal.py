@@ -20,7 +20,7 @@ from dataset import batches_from, read_prompts
 from dataset.jsonl import is_finite, to_json, to_line
 from errors import UserError, cut, explained, printable, reason
 
-from ..checkpoint import Saver
+from ..checkpoint import Saver, as_saved
 from ..evaluate import evaluate
 from ..metrics import describe, duration, number, rollout_metrics, training_time
 from ..signals import Stopped, stop, stop_on_signals
@@ -344,11 +344,7 @@ class Run:
         if self.start_step == 0:        # these belong to an earlier run
             for name in ("checkpoint", "checkpoint.old", "final", "adapter"):
                 shutil.rmtree(self.run_dir / name, ignore_errors=True)
-        args = to_json(vars(self.args))
-        for name, value in args.items():        # a resume may start in another folder
-            if name.endswith("_path") and value and Path(value).exists():
-                args[name] = str(Path(value).absolute())
-        arguments = json.dumps(args, indent=2, sort_keys=True, ensure_ascii=False)
+        arguments = json.dumps(as_saved(self.args), indent=2, sort_keys=True, ensure_ascii=False)
         (self.run_dir / "args.json").write_text(arguments + "\n", encoding="utf-8")
         self.has_begun = True
         for name, step, rows in self.held_back:
