@@ -10,10 +10,10 @@ tensors' names and shapes. The names are those of transformers' Llama and Qwen3.
 Both have 6,400 tokens, a RoPE base of 1e6, and tied embeddings.
 Source: jingyaogong/minimind, model/model_minimind.py.
 
-Files that a stranger may have written: code that comes with weights never runs, and any other file
-that a library refuses ends in one sentence, which `explained` makes: where, what could not be read,
-the library's reason, what to do. transformers reads config.json. What model/model.py builds of it
-becomes a MiniMindConfig; the rest is for transformers_model.py.
+A stranger may have written these files. Code that comes with weights never runs. Any other file
+that a library refuses ends in one sentence, made by `explained`: the path, what could not be read,
+the library's reason, and what to do. transformers reads config.json. If model/model.py can build
+what it describes, it becomes a MiniMindConfig; otherwise transformers_model.py loads the model.
 """
 import json
 import os
@@ -44,8 +44,6 @@ FAMILIES = {
 ROPE_FIELDS = {     # rope_type -> what it needs
     "default": [], "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
-
-
 AGAIN = "download it again"
 
 
