@@ -29,9 +29,9 @@ def add_flags(parser):
     flag("--reward_weights", nargs="+", type=FINITE, metavar="W", help="a factor for each of them; "
          "with 0 it is recorded, but teaches nothing (default: 1)")
     flag("--reward_model_path", help="what rm is, a folder or hub id: a "
-         "...ForSequenceClassification with one label, InternLM2's, one of "
-         "reward.train_reward_model, or likelihood:PATH, the mean log-prob under a language model "
-         "(default: reward_128, from out_dir or else from reward/weights)")
+         "...ForSequenceClassification with one label, InternLM2's, or one of "
+         "reward.train_reward_model (default: reward_128, from out_dir or else from "
+         "reward/weights)")
     flag("--reward_model_device", help="cpu or cuda:1, say (default: the policy's)")
     flag("--reward_model_clip", type=POSITIVE_OR_0, default=1.0,
          help="bounds the score of rm: 1 is worth as much as a right answer; 0: no bound")

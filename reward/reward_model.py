@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from errors import UserError
-from model import load_pretrained, load_tokenizer, save_pretrained
+from model import load_tokenizer
 from model.fast import read_tree
 from model.load import (
     build,
@@ -27,7 +27,6 @@ from .functions import answer_block
 from .internlm2 import ARCHITECTURE, InternLM2Tokenizer, internlm2_config, internlm2_state
 
 ANOTHER = "choose another model"
-LIKELIHOOD = "likelihood:"          # in front of the path of a language model
 
 
 def with_reply(messages, text):
@@ -41,7 +40,6 @@ class RewardModel(nn.Module):
     Qwen3ForSequenceClassification.
     """
     centering = 0.01        # in training: how strongly scores are pulled towards 0
-    gpu_tokens = 16384      # in get_scores: tokens per batch on a GPU
 
     def __init__(self, config, tokenizer, backbone=None):
         super().__init__()
@@ -95,7 +93,7 @@ class RewardModel(nn.Module):
         a batch, with its padding; by default few on a CPU, to fit into its cache.
         """
         on_cpu = self.score.weight.device.type == "cpu"
-        max_tokens = max_tokens or (4096 if on_cpu else self.gpu_tokens)
+        max_tokens = max_tokens or (4096 if on_cpu else 16384)
         ids, scores = [tuple(chat) for chat in self.tokenize(chats)], {}
         # Side by side are chats that begin alike, or else those of like length.
         shares = self.shares_prefixes
@@ -136,95 +134,26 @@ class RewardModel(nn.Module):
         self.tokenizer.save_pretrained(path)
 
 
-class LikelihoodModel(RewardModel):
-    """A language model as the judge: the score is the reply's log-likelihood.
-
-        score = sum over the reply's tokens of log p(token | everything before it)
-
-    or with `per_token` their mean, so that a reply is not better for being short.
-
-    To see that a digit is wrong, a network must compute the right one and compare the two. A
-    language model already does that; a new head would have to learn it, probably from many more
-    pairs than a run produces. Trained on pairs, the score is the implicit reward of DPO (Rafailov
-    et al. 2023, arXiv 2305.18290) without the reference.
-    """
-    centering = 0.0         # a log-likelihood has its own zero: certainty
-    gpu_tokens = 2048       # fewer, since each token has logits for the whole vocabulary
-
-    def __init__(self, policy, tokenizer, per_token=False):
-        super().__init__(policy.config, tokenizer, backbone=policy.model)
-        self.policy, self.score = policy, policy.lm_head    # `score` tells get_scores the device
-        self.per_token, self.shares_prefixes = per_token, False     # it reads every token's score
-
-        def ids_of(chat, **options):
-            return tokenizer.apply_chat_template(chat, return_dict=False, **options)
-
-        question = [{"role": "user", "content": ""}]
-        with explained(tokenizer.name_or_path, "no chat template that shows where a reply begins",
-                       ANOTHER):
-            without, opened = ids_of(question), ids_of(question, add_generation_prompt=True)
-            self.opening = opened[len(without):]            # <|im_start|>assistant\n
-            answered = ids_of(with_reply(question, "a"))
-            if not self.opening or answered[:len(opened)] != opened:
-                raise ValueError("a reply in a chat does not begin as a prompt ends")
-        self.markers.append(tokenizer.decode(self.opening))     # may be ordinary text
-
-    def forward(self, input_ids):
-        """Log-likelihoods (N, T): at each position, that of the last turn up to there."""
-        positions = torch.arange(input_ids.shape[1] + 1, device=input_ids.device)   # (T+1,)
-        opening = torch.tensor(self.opening, device=input_ids.device)               # (k,)
-        opened = (input_ids.unfold(1, len(opening), 1) == opening).all(-1)          # (N, T-k+1)
-        # the first token after the last opening
-        start = (opened * positions[len(opening):]).amax(1, keepdim=True)           # (N, 1)
-        logits = self.policy(input_ids)[:, :-1].float()                             # (N, T-1, V)
-        chosen = logits.gather(2, input_ids[:, 1:, None])[..., 0]                   # (N, T-1)
-        logps, replied = chosen - logits.logsumexp(-1), positions[1:-1] >= start
-        total = (logps * replied).cumsum(1)
-        return F.pad(total / replied.cumsum(1).clamp(min=1) if self.per_token else total, (1, 0))
-
-    def save_pretrained(self, path):
-        """Saves a language model's folder; an entry in config.json tells load_reward_model."""
-        save_pretrained(self.policy, self.tokenizer, path)
-        config = Path(path) / "config.json"
-        write_json(read_json(config) | {"score": "likelihood"}, config)
-
-
-def is_likelihood(folder):
-    """Whether a LikelihoodModel wrote this folder."""
-    return read_json(Path(folder) / "config.json").get("score") == "likelihood"
-
-
 def load_reward_model(path, *, device="cpu"):
     """The reward model in a folder, or with a name owner/name on the hub, ready to score.
 
-    It can be a classifier that transformers knows, with one label; one of InternLM2's reward
-    models; or a LikelihoodModel. `likelihood:` in front of the path of any language model makes it
-    one, whose score is the mean per token. A LikelihoodModel is float32, the others on CUDA
-    bfloat16. Code that comes with the weights never runs.
+    It can be a classifier that transformers knows, with one label, or one of InternLM2's reward
+    models. It is bfloat16 on CUDA, else float32. Code that comes with the weights never runs.
     """
     with explained(f"--reward_model_device {device}", "torch has no such device here",
                    "choose cpu, or a GPU such as cuda:1"):
         torch.empty(0, device=device)
     dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
-    per_token = str(path).startswith(LIKELIHOOD)
     try:
-        folder = local_path(str(path).removeprefix(LIKELIHOOD))
+        folder = local_path(path)
         saved = read_json(folder / "config.json")
-        if per_token or is_likelihood(folder):
-            model = load_likelihood(folder, per_token)
-        elif ARCHITECTURE in str(saved.get("architectures")):
+        if ARCHITECTURE in str(saved.get("architectures")):
             model = load_internlm2(folder, saved, dtype)
         else:
             model = load_classifier(folder, saved, dtype)
     except UserError as error:
         raise UserError(f"--reward_model_path {error}") from error
     return model.to(device).eval()
-
-
-def load_likelihood(folder, per_token=False):
-    policy = load_pretrained(folder, dtype=torch.float32)   # small differences of long sums
-    tokenizer = load_tokenizer(folder, policy.config.vocab_size, ANOTHER)
-    return LikelihoodModel(policy, tokenizer, per_token)
 
 
 def load_internlm2(folder, saved, dtype):
@@ -282,10 +211,6 @@ def reward_model_reward(model, *, reasoning=True, clip=3.0, answer_share=0.6):
     Each of the two is clipped, so that eloquent reasoning can't make up for a bad answer.
     """
     bound = clip or math.inf
-    if isinstance(model, LikelihoodModel) and (clip or reasoning and answer_share):
-        raise UserError("the reward model is a likelihood, which is far below 0 and only makes "
-                        "sense for whole replies; add --reward_model_clip 0 "
-                        "--reward_model_answer_share 0")
 
     def reward_model(prompts, completions, messages, **columns):
         answers = [answer_block(completion) if reasoning else None for completion in completions]

@@ -15,9 +15,6 @@ not thirty tokens later.
 With --completions, the model is retrained on what a policy has learnt to write, as in iterative
 GRPO: right completions of a run against wrong ones of the same prompt. A share of each batch,
 --replay, comes from --data, what the model was trained on before, so that it does not forget.
-
-With --likelihood, the score is the reply's log-likelihood: see LikelihoodModel. A run that uses it
-needs --reward_model_clip 0 --reward_model_answer_share 0.
 """
 import json
 import random
@@ -35,14 +32,7 @@ from model.load import build, explained, read_config, read_weights
 from model.train_sft import optimize
 
 from .functions import accuracy_reward, extract_answer
-from .reward_model import (
-    ANOTHER,
-    LikelihoodModel,
-    RewardModel,
-    is_likelihood,
-    load_likelihood,
-    with_reply,
-)
+from .reward_model import ANOTHER, RewardModel, with_reply
 
 KEPT = 1000         # pairs saved next to the weights, for a later --replay
 
@@ -105,10 +95,8 @@ def pairs_of_run(path, rng):
     return pairs[False], pairs[True]
 
 
-def load_init(path, *, likelihood=False):
-    """A reward model, or a language model: with a new head, or by its `likelihood`."""
-    if likelihood or is_likelihood(path):
-        return load_likelihood(path)
+def load_init(path):
+    """A reward model, or a language model with a new head."""
     config, weights = read_config(path), read_weights(path)
     tokenizer = load_tokenizer(path, config.vocab_size, ANOTHER)
     if "score.weight" in weights:
@@ -175,7 +163,6 @@ def arguments(argv=None):
     flag("--replay", type=number(float, 0, 1), default=0.1,
          help="with --completions, the share of each batch that comes from --data")
     flag("--init", type=Path, help="where to start: a reward model or a language model")
-    flag("--likelihood", action="store_true", help="score by the log-likelihood under --init")
     flag("--save", type=Path, required=True, help="a folder")
     flag("--steps", type=COUNT, default=1200, help="of AdamW")
     flag("--batch_size", type=COUNT, default=32, help="pairs per step")
@@ -191,8 +178,12 @@ def arguments(argv=None):
 def main(argv=None):
     args = arguments(argv)
     torch.manual_seed(0)
+    train(load_init(args.init), args)
+
+
+def train(model, args, *, bare_answers=True):
+    """Trains the model and saves it, by the flags."""
     rng = random.Random(0)
-    model = load_init(args.init, likelihood=args.likelihood)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     earlier = read_pairs(args.data)
     own, heldout = [], []
@@ -201,7 +192,7 @@ def main(argv=None):
         own, heldout = pairs_of_run(args.completions, rng)
     heldout = heldout + read_pairs(args.heldout)
     args.save.mkdir(parents=True, exist_ok=True)        # before the work, not after it
-    if not isinstance(model, LikelihoodModel):      # to which bare answers are merely unlikely
+    if bare_answers:
         earlier, heldout, own = (with_bare_answers(pairs, rng) for pairs in (earlier, heldout, own))
 
     def percentages():

@@ -146,7 +146,7 @@ def refuse_loss(run_dir, args):
                         "or --run_name")
     for name, value in vars(args).items():
         if name.endswith("_path") and value:
-            path = Path(value.removeprefix("likelihood:")).resolve()    # of a reward model
+            path = Path(value).resolve()
             if run_dir.resolve() in (path, *path.parents):
                 raise UserError(f"--{name} {value} is in {run_dir}, where the new run would "
                                 "replace it; choose another --run_name")

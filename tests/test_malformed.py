@@ -204,7 +204,7 @@ def test_a_line_of_data_that_is_refused_by_its_number(line, tmp_path):
 
 
 @cases({"config.json": [
-    ("", {"hidden_size": "16"}, {"num_labels": 3}, {"score": "likelihood"},
+    ("", {"hidden_size": "16"}, {"num_labels": 3},
      {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}),
     ("code", {"attn_implementation": "somebody/kernel"})],
         "model.safetensors": [("", bytes(9))], "pytorch_model.bin": [("", Canary)]})

@@ -39,7 +39,7 @@ def refused(capsys, tmp_path, *flags):
 
 
 @pytest.mark.parametrize("flag, path", [
-    ("--teacher_path", "run/final"), ("--reward_model_path", "likelihood:{}/run/final"),
+    ("--teacher_path", "run/final"), ("--reward_model_path", "{}/run/final"),
     ("--tokenizer_path", "other/../run"), ("--data_path", "run/checkpoint/data.jsonl")])
 def test_a_run_refuses_to_replace_what_it_reads(flag, path, tmp_path, capsys):
     shutil.copytree(POLICY, tmp_path / "run/final")

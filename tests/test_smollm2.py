@@ -13,7 +13,6 @@ from dataset import PromptDataset
 from lab.tasks import from_gguf, sentences
 from lab.tasks.sentences import forms, sentence_reward
 from model import load_pretrained, load_tokenizer, sampler
-from reward import load_reward_funcs, load_reward_model
 from support import ROOT
 from train_grpo import token_logps
 
@@ -79,25 +78,6 @@ def test_the_shipped_prompts_are_what_the_generator_writes_and_share_no_word(tmp
         assert len({frozenset(row["words"]) for row in rows}) == len(rows) == count
         words[name] = {word for row in rows for word in row["words"]}
     assert not words["train"] & words["heldout"]
-
-
-def test_the_likelihood_of_any_language_model_is_a_mean_per_token():
-    folder, chats = "model/weights/full_sft_128", []
-    for reply in ("162", "The answer is 162."):
-        chats.append([{"role": "user", "content": "What is 27*6?"},
-                      {"role": "assistant", "content": reply}])
-    judge = load_reward_model(f"likelihood:{folder}")
-    model, tokenizer = load_pretrained(folder, dtype=torch.float32), load_tokenizer(folder, 10**9)
-    for chat, score in zip(chats, judge.get_scores(chats)):
-        whole = tokenizer.apply_chat_template(chat, return_dict=False)
-        start = len(tokenizer.apply_chat_template(chat[:1], return_dict=False,
-                                                  add_generation_prompt=True))
-        with torch.no_grad():
-            logps = model(torch.tensor([whole])).log_softmax(-1)[0]
-        mean = sum(float(logps[t - 1, whole[t]]) for t in range(start, len(whole)))
-        assert score == pytest.approx(mean / (len(whole) - start), abs=1e-4)
-    with pytest.raises(ValueError, match="--reward_model_clip 0"):
-        load_reward_funcs(["rm"], reward_model_path=f"likelihood:{folder}")
 
 
 @real
