@@ -7,19 +7,14 @@ completion), `completion_ids`, and `own_words`, the completions without a tool's
 options: a column of that name would set them.
 None: the reward does not apply. If the chat template opens `<think>`, completions begin with it.
 """
-import ast
 import functools
 import logging
-import operator
 import re
-import reprlib
 import threading
 import warnings
 from concurrent.futures import Future
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
-from fractions import Fraction
-from numbers import Real
 
 from errors import UserError
 
@@ -33,18 +28,8 @@ WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*\.?")
 WITHIN_A_NUMBER = re.compile(r"\\?\$|\\[,!; ]|(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
 AFTER_A_NUMBER = re.compile(r"(?:\\?%|°|\^\{?\\circ\}?|\\(?:text|mathrm)\{[^{}]*\}|\.|\s){1,50}$")
 TEXT = re.compile(r"\\text(?:bf|rm)?\{([^{}]*)\}")
-LONGEST = 1000          # characters of arithmetic, whose numbers may grow with it
 SECONDS = 5             # that math-verify, or a judge of reasoning-gym, may take for an answer
 NGRAM = 4               # tokens; of repetition_reward
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-             ast.Div: operator.truediv, ast.UAdd: operator.pos, ast.USub: operator.neg}
-
-
-def check(column, value, is_right, needed):
-    """UserError unless a row's value is right: else all its answers would be wrong, in silence."""
-    if not is_right:
-        raise UserError(f"the column {column} must be {needed}, but a row has "
-                        f"{reprlib.repr(value)}; mend the data")
 
 
 def accuracy_reward(prompts, completions, answer=None, own_words=None, **columns):
@@ -130,22 +115,6 @@ def as_number(text):
     return number if number.is_finite() else None
 
 
-def value_of(expression):
-    """The exact value of an expression with + - * / and brackets, or None if it has none."""
-    def evaluate(node):
-        if isinstance(node, ast.BinOp):
-            return OPERATORS[type(node.op)](evaluate(node.left), evaluate(node.right))
-        if isinstance(node, ast.UnaryOp):
-            return OPERATORS[type(node.op)](evaluate(node.operand))
-        return Fraction(str(node.value))
-
-    try:
-        tree = ast.parse(expression.strip().rstrip("."), mode="eval")
-        return evaluate(tree.body) if len(expression) <= LONGEST else None
-    except Exception:
-        return None     # a policy may write anything: no arithmetic, or nested too deep
-
-
 def same_mathematics(given, gold):
     """Whether two LaTeX expressions are equal, says math-verify; without it, spelled the same."""
     try:
@@ -182,41 +151,6 @@ def begin(function, /, *arguments, **keywords):
 
     threading.Thread(target=call, daemon=True).start()      # it must not keep the program alive
     return result
-
-
-def countdown_reward(prompts, completions, nums=None, target=None, **columns):
-    """1 if the answer is an expression in `nums`, each used once, that equals `target`, else 0.
-
-    None for rows without these two columns. An `= 57` at its end is ignored. For the usual 0.1 for
-    the format alone: `--reward_funcs countdown format --reward_weights 0.9 0.2`.
-    """
-    missing = [None] * len(completions)
-    return [None if numbers is None or goal is None else
-            float(is_solution(extract_answer(completion), numbers, goal))
-            for completion, numbers, goal in zip(completions, nums or missing, target or missing)]
-
-
-def is_solution(text, numbers, target):
-    check("nums", numbers, isinstance(numbers, (list, tuple)) and numbers and all(
-        isinstance(number, Real) and number % 1 == 0 <= number for number in numbers),
-        "a list of whole numbers")
-    check("target", target, isinstance(target, Real), "a number")
-    text = text.partition("=")[0].strip()
-    # A model wrote it: a short text of these characters, in which a sign is always an operator.
-    if not re.fullmatch(r"[\d+\-*/() ]{1,100}", text) or re.search(r"(^|[-+*/(]) *[-+]", text):
-        return False
-    used = [int(number) for number in re.findall(r"\d+", text)]
-    return value_of(text) == target and sorted(used) == sorted(numbers)
-
-
-def guess_reward(prompts, completions, own_words, secret, **columns):
-    """1 if one of the policy's first six words is the column `secret`, else 0."""
-    return [float(str(number) in words.split()[:6]) for words, number in zip(own_words, secret)]
-
-
-def calls_reward(prompts, completions, own_words, **columns):
-    """Minus the number of = that the policy wrote: each asks the tool `calculator`."""
-    return [-float(words.count("=")) for words in own_words]
 
 
 def soft_overlong_reward(max_completion_length):
@@ -263,6 +197,5 @@ def reasoning_gym_reward(prompts, completions, answer, metadata, **columns):
 
 
 # By the names that --reward_funcs knows.
-RULES = {"accuracy": accuracy_reward,
-         "repetition": repetition_reward, "countdown": countdown_reward, "guess": guess_reward,
-         "calls": calls_reward, "reasoning_gym": reasoning_gym_reward}
+RULES = {"accuracy": accuracy_reward, "repetition": repetition_reward,
+         "reasoning_gym": reasoning_gym_reward}

@@ -24,7 +24,7 @@ LARGEST = 1e12      # of a reward: the squares of larger ones soon overflow in f
 def add_flags(parser):
     flag = parser.group("3. rewards").add_argument
     flag("--reward_funcs", nargs="+", metavar="NAME", help="format, tag, rm, accuracy, overlong, "
-         "repetition, countdown, reasoning_gym, or your own as module:function (default: "
+         "repetition, reasoning_gym, or your own as module:function (default: "
          "format tag rm accuracy; no tags with --reasoning 0, rm only for our data or your model)")
     flag("--reward_weights", nargs="+", type=FINITE, metavar="W", help="a factor for each of them; "
          "with 0 it is recorded, but teaches nothing (default: 1)")
@@ -92,7 +92,7 @@ def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
     return [RewardFunction(functions[name]) for name in names]   # each counts its own failures
 
 
-def import_function(flag, name, known):
+def import_function(flag, name, known=""):
     """`module:function`, from the packages, the folder of the script or the current folder."""
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -103,9 +103,9 @@ def import_function(flag, name, known):
     except (Exception, SystemExit) as error:
         if error.__traceback__.tb_next:     # raised by the module's own code
             show(error)
-        raise UserError(f"{flag} {name}: {reason(error)}; choose from {known}, or write module:"
-                        "function, with a module that Python can import from this folder"
-                        ) from error
+        others = f"choose from {known}, or " if known else ""
+        raise UserError(f"{flag} {name}: {reason(error)}; {others}write module:function, with a "
+                        "module that Python can import from this folder") from error
 
 
 class RewardFunction:

@@ -1,12 +1,16 @@
 """Process supervision: reward the steps of the reasoning too (DeepSeekMath, section 4.1.3)."""
+import ast
 import math
+import operator
 import re
 from bisect import bisect_left
+from fractions import Fraction
 
 import torch
 
-from .functions import value_of
-
+LONGEST = 1000          # characters of arithmetic, whose numbers may grow with it
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+             ast.Div: operator.truediv, ast.UAdd: operator.pos, ast.USub: operator.neg}
 # An equation is a chain of expressions, each said to equal the next: `27*6=120+42=162` or
 # `27*6 is 162`. An expression can only start where a run of its characters starts; that keeps the
 # search linear in time, whatever a policy writes.
@@ -81,3 +85,19 @@ def token_at(end, ids, tokenizer):
         return len(tokenizer.decode(ids[:k], skip_special_tokens=True))
 
     return bisect_left(range(1, len(ids) + 1), end, key=decoded_length)
+
+
+def value_of(expression):
+    """The exact value of an expression with + - * / and brackets, or None if it has none."""
+    def evaluate(node):
+        if isinstance(node, ast.BinOp):
+            return OPERATORS[type(node.op)](evaluate(node.left), evaluate(node.right))
+        if isinstance(node, ast.UnaryOp):
+            return OPERATORS[type(node.op)](evaluate(node.operand))
+        return Fraction(str(node.value))
+
+    try:
+        tree = ast.parse(expression.strip().rstrip("."), mode="eval")
+        return evaluate(tree.body) if len(expression) <= LONGEST else None
+    except Exception:
+        return None     # a policy may write anything: no arithmetic, or nested too deep

@@ -9,12 +9,10 @@ has ended. `columns` are `prompts`, the data's fields, and `seeds`, a number for
 tools that draw from (seed, number of turns) do the same again when a run is resumed.
 """
 import json
-import re
 import warnings
 
 from errors import UserError, cut, reason
 
-from .functions import value_of
 from .load import check_columns, import_function, show
 from .turns import Turns
 
@@ -87,11 +85,10 @@ class Tool:
 
 
 def load_tool(name, tokenizer, max_calls):
-    """The Tool of this name, or `module:function`; None without a name."""
+    """The Tool `module:function`; None without a name."""
     if name is None:
         return None
-    function = TOOLS.get(name) or import_function("--tool", name, ", ".join(TOOLS))
-    return Tool(function, tokenizer, max_calls)
+    return Tool(import_function("--tool", name), tokenizer, max_calls)
 
 
 def tool_calls(functions):
@@ -136,32 +133,3 @@ def tool_calls(functions):
 
     tool.stop = "<|im_end|>"
     return tool
-
-
-def guess(histories, secret, **columns):
-    """For the game of lab/tasks/guess.py: how the last guess compares with the column `secret`."""
-    answers = []
-    for history, number in zip(histories, secret):
-        last = history[-1].strip()
-        if not last.isdecimal() or len(last) > 4300:    # more digits than Python reads
-            answers.append("?\n")
-        elif int(last) == number:
-            answers.append("yes\n")
-        else:
-            answers.append("high\n" if int(last) > number else "low\n")
-    return answers
-
-
-def calculator(histories, **columns):
-    """The value of the expression that ends with =, `347*82=` say, and a line break."""
-    answers = []
-    for history in histories:
-        # Backwards, from the = on: a search would try all beginnings.
-        value = value_of(re.match(r"=[\d+\-*/(). ]*", history[-1][::-1])[0][:0:-1])
-        answers.append("?\n" if value is None else f"{value}\n")
-    return answers
-
-
-guess.stop = " "
-calculator.stop = "="
-TOOLS = {"guess": guess, "calculator": calculator}

@@ -122,7 +122,7 @@ def parser_of(program):
     """The parser of a program, which runs until it would parse its flags."""
     if program == "torchrun":
         parser = get_args_parser()
-    elif "Parser(" not in (ROOT / program).read_text(encoding="utf-8"):
+    elif not re.search(r"Parser\(|argv", (ROOT / program).read_text(encoding="utf-8")):
         parser = argparse.ArgumentParser()      # takes no flags
     else:
         with (patch.object(argparse.ArgumentParser, "parse_args", autospec=True,

@@ -18,7 +18,7 @@ from train_grpo import TrainState
 
 FLAGS = {       # how each is switched on
     "losses": "--loss_type dapo", "advantages": "--scale_rewards batch",
-    "process": "--supervision process", "tool": "--tool guess",
+    "process": "--supervision process", "tool": "--tool lab.tasks.guess:guess",
     "teacher": f"--teacher_path {POLICY}", "kl_in_reward": "--kl_in_reward",
     "correction": "--sampler_correction token_mask --off_policy_mask_threshold 1",
     "entropy": "--entropy_coef 0.1", "truncated": "--mask_truncated_completions",

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from errors import UserError
-from reward import functions, llm_judge, load_reward_funcs, process_rewards, tools
+from reward import functions, llm_judge, process_rewards, tools
 from reward.load import RewardFunction
 
 LONG = [start + piece * 50_000 + end for start, piece, end in [
@@ -15,15 +15,12 @@ LONG.append("+".join(f"1/{7**60 + i}" for i in range(400)))
 
 
 def test_the_longest_reply_is_read_in_linear_time():
-    columns = {"answer": ["162"], "nums": [[9]], "target": [57], "secret": [5], "words": [["cat"]],
-               "completion_ids": [[1, 2] * 50_000]}
+    columns = {"answer": ["162"], "completion_ids": [[1, 2] * 50_000]}
     began = time.process_time()
     for text in LONG:
         for name, rule in functions.RULES.items():
             if name != "reasoning_gym":         # whose judges are not ours
                 rule(prompts=[""], completions=[text], own_words=[text], **columns)
-        tools.guess([[text]], secret=[5])
-        tools.calculator([[text + "="]])
         tools.tool_calls([pow])([[text]], ["<|im_start|>assistant\n"])
         process_rewards.judge_lines(text)
         assert time.process_time() - began < 4, text[:30]       # 1 on a slow machine
@@ -33,20 +30,15 @@ def ask(judge, completion="a", **columns):
     return judge(prompts=["p"], completions=[completion], own_words=["a"], messages=[[]], **columns)
 
 
-SENTENCE = "lab.tasks.sentences:sentence_reward"
+def needs_secret(prompts, completions, secret, **columns):
+    return [0.0]
 
 
-@pytest.mark.parametrize("name, columns, message", [
-    ("countdown", {"nums": [["9", "8"]], "target": [1]}, r": .* nums must be .* has \['9', '8'\];"),
-    ("countdown", {"nums": [[9]], "target": ["57"]}, ": the column target must be .* has '57'; m"),
-    (SENTENCE, {"words": ["cat dog"]}, ": the column words must be a list of words.* 'cat dog'"),
-    (SENTENCE, {"words": [[]]}, ": the column words"), ("guess", {}, " needs .*; it has none$"),
-    ("guess", {"a": [1], "b": [2]}, " needs the column secret, which the data lacks; it has a, b$"),
-])
-def test_a_column_that_is_missing_or_wrong_is_one_sentence(name, columns, message, capsys):
-    called = name.rpartition(":")[2].removesuffix("_reward")
-    with pytest.raises(UserError, match=f"^reward function {called}_reward{message}"):
-        ask(*load_reward_funcs([name]), **columns)
+@pytest.mark.parametrize("columns, message", [
+    ({}, "has none$"), ({"a": [1], "b": [2]}, "needs the column secret, which the .* has a, b$")])
+def test_a_column_that_is_missing_is_one_sentence(columns, message, capsys):
+    with pytest.raises(UserError, match=f"^reward function needs_secret .*{message}"):
+        ask(RewardFunction(needs_secret), **columns)
     assert capsys.readouterr().err == ""
 
 

@@ -14,11 +14,9 @@ from transformers import AutoTokenizer
 import train_grpo
 from dataset import PromptCollator, PromptDataset
 from errors import UserError
-from lab.tasks.guess import MOST_GUESSES, PROMPT, games
-from model import eos_token_ids, fast, load_pretrained, sampler, train_sft
+from model import eos_token_ids, fast, load_pretrained, sampler
 from reward import accuracy_reward
-from reward.functions import guess_reward
-from reward.tools import Tool, guess, load_tool
+from reward.tools import Tool, load_tool
 from run.distributed import World
 from run.extensions.tool import in_turns
 from run.policy import Policy, in_slices
@@ -180,7 +178,7 @@ def test_a_tool_that_fails_says_why_and_the_others_go_on(policy, tokenizer, caps
     broken.stop = "no"
     with pytest.raises(UserError, match="broken.stop to the text of the token"):
         Tool(broken, tokenizer, 1)
-    with pytest.raises(UserError, match="--tool gess: .* choose from guess"):
+    with pytest.raises(UserError, match="--tool gess: .* write module:function"):
         load_tool("gess", tokenizer, 1)
 
 
@@ -202,32 +200,6 @@ def test_rewards_tell_own_words_from_the_tools(policy, tokenizer):
     assert accuracy_reward(["?"], ["3 high 5"], answer=["5"], own_words=["3 "]) == [0.0]
     rollout = rollout_of(fast.sample, policy, tokenizer)
     assert rollout.own_words == ["".join(turn[::2]) for turn in rollout.turns]
-    own = ["31 5 ", "1 2 3 4 5 6 7 ", "6 high\n7"]
-    assert guess_reward(["?"] * 3, own, own, secret=[5, 7, 7]) == [1.0, 0.0, 1.0]
-    games = [["32 "], ["5 high\n", "4 "], ["63 ", "low\n", "x "]]
-    assert guess(games, secret=[5, 4, 9]) == ["high\n", "yes\n", "?\n"]
-
-
-def test_the_games_to_imitate_are_true_and_nobody_learns_the_tools_words(tokenizer):
-    rng, kinds = random.Random(0), {"random": 1, "bounded": 1, "halving": 1}
-    chats = [row["conversations"] for row in games(rng, kinds, 300)]
-    encoded = train_sft.encode(chats[:20], tokenizer)
-    for (_, reply), (_, labels) in zip(chats, encoded):
-        own, last = "", 0
-        for start, end in reply["forced"]:
-            own, last = own + reply["content"][last:start], end
-        assert tokenizer.decode([x for x in labels if x != -100]) == own + "<|im_end|>"
-    lengths = set()
-    for _, reply in chats:
-        lines, secret = reply["content"].splitlines(), None
-        numbers, answers = zip(*(line.split() for line in lines))
-        lengths.add(len(lines))
-        if answers[-1] == "yes":
-            secret = int(numbers[-1])
-            assert guess([[f"{number} "] for number in numbers], [secret] * len(numbers)) == [
-                f"{answer}\n" for answer in answers]
-        assert "yes" not in answers[:-1] and (secret or len(lines) == MOST_GUESSES)
-    assert lengths == {1, 2, 3, 4, 5, 6} and PROMPT.endswith("1 to 63.")
 
 
 def test_a_run_with_a_tool_resumes_as_if_it_had_never_stopped(tmp_path, own_module):

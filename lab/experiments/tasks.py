@@ -5,10 +5,6 @@
 writes replies to the problems of reasoning-gym's chain_sum, for train_sft: half are worked on
 paper, half are guesses.
 
-    python -m lab.experiments.tasks out/sums.jsonl out/calls.jsonl --calculator
-
-writes sums and products of five levels, and replies: half ask the tool `calculator`, half guess.
-
     python -m lab.experiments.tasks out/tuning.jsonl out/confirmation.jsonl --new
 
 writes 1,000 new problems of the default task to each, none of them in heldout.jsonl.
@@ -22,13 +18,10 @@ import random
 from pathlib import Path
 
 from dataset.jsonl import read_jsonl, to_line, write_jsonl
-from lab.tasks.arithmetic import chain, chat, evaluate, prompts, with_tags
-from reward.tools import guess
+from lab.tasks.arithmetic import chain, chat, prompts, with_tags
+from lab.tasks.guess import guess
 
 rng = random.Random(0)
-# From, to, operator, from, to.
-LEVELS = [(2, 9, "+", 2, 9), (11, 99, "+", 11, 99), (101, 999, "+", 101, 999),
-          (11, 99, "*", 2, 9), (101, 999, "*", 11, 99)]
 
 
 def is_right(completion, gold):
@@ -90,31 +83,10 @@ def worked_sum(expression, rng):
     return with_tags(rng.choice(("\n".join(lines), f"I guess {total}.")), total)
 
 
-def calculation(level):
-    """A problem of a level: {"prompt": "What is 347*82?", "answer", "level"}."""
-    low, high, operator, second_low, second_high = LEVELS[level]
-    a, b = rng.randint(low, high), rng.randint(second_low, second_high)
-    return {"prompt": f"What is {a}{operator}{b}?", "answer": evaluate(a, operator, b),
-            "level": level + 1}
-
-
-def with_calculator(row):
-    """A chat: the answer at once, or `347*82=28454` and a line break, of which the tool writes all
-    after the =, and then the answer."""
-    answer, call = str(row["answer"]), row["prompt"].removeprefix("What is ").replace("?", "=")
-    reply = chat(row["prompt"], answer)
-    if rng.random() < 0.5:
-        reply = chat(row["prompt"], f"{call}{answer}\n{answer}")
-        reply["conversations"][-1]["forced"] = [[len(call), len(f"{call}{answer}\n")]]
-    return reply
-
-
 def main():
     parser = argparse.ArgumentParser(description="Write replies to problems.")
     parser.add_argument("problems", help="as dataset.reasoning_gym writes them")
     parser.add_argument("chats", type=Path, help="the file to write")
-    parser.add_argument("--calculator", action="store_true",
-                        help="write the problems, too, for the calculator")
     parser.add_argument("--new", action="store_true", help="write problems to both, no replies")
     parser.add_argument("--first", type=int, help="copy so many of the problems, no replies")
     args = parser.parse_args()
@@ -126,12 +98,6 @@ def main():
                 if row["conversations"] not in known]
         write_jsonl(args.problems, rows[:1000])
         write_jsonl(args.chats, rows[1000:2000])
-        return
-    if args.calculator:
-        levels = range(len(LEVELS))
-        write_jsonl(args.problems, [calculation(rng.choice(levels)) for _ in range(5000)])
-        write_jsonl(args.chats, [with_calculator(calculation(rng.choice(levels)))
-                                 for _ in range(40_000)])
         return
     lines = [to_line(chat(row["question"], worked_sum(row["metadata"]["expression"], rng)))
              for row in read_jsonl(args.problems)]

@@ -21,16 +21,23 @@ side by side.
 
 The texts try the expressions in one fixed order, from a random start and round in a circle, so no
 try is wasted on a repeat.
+
+    --reward_funcs lab.tasks.countdown:countdown_reward
 """
 import functools
 import itertools
 import random
+import re
+import reprlib
 import zlib
+from numbers import Real
 from pathlib import Path
 
 from dataset.jsonl import write_jsonl
 from dataset.prompts import countdown_prompt
-from errors import Parser, user_errors
+from errors import Parser, UserError, user_errors
+from reward.functions import extract_answer
+from reward.process_rewards import value_of
 
 from .arithmetic import chat, evaluate, with_tags
 
@@ -176,6 +183,40 @@ def giving_up(**options):
 
 def rows(some_problems):
     return [{"nums": nums, "target": target} for nums, target in some_problems]
+
+
+# --- the reward -----------------------------------------------------------------------------------
+
+def countdown_reward(prompts, completions, nums=None, target=None, **columns):
+    """1 if the answer is an expression in `nums`, each used once, that equals `target`, else 0.
+
+    None for rows without these two columns. An `= 57` at its end is ignored. For the usual 0.1 for
+    the format alone, add `format` and pass --reward_weights 0.9 0.2.
+    """
+    missing = [None] * len(completions)
+    return [None if numbers is None or goal is None else
+            float(is_solution(extract_answer(completion), numbers, goal))
+            for completion, numbers, goal in zip(completions, nums or missing, target or missing)]
+
+
+def is_solution(text, numbers, target):
+    check("nums", numbers, isinstance(numbers, (list, tuple)) and numbers and all(
+        isinstance(number, Real) and number % 1 == 0 <= number for number in numbers),
+        "a list of whole numbers")
+    check("target", target, isinstance(target, Real), "a number")
+    text = text.partition("=")[0].strip()
+    # A model wrote it: a short text of these characters, in which a sign is always an operator.
+    if not re.fullmatch(r"[\d+\-*/() ]{1,100}", text) or re.search(r"(^|[-+*/(]) *[-+]", text):
+        return False
+    used = [int(number) for number in re.findall(r"\d+", text)]
+    return value_of(text) == target and sorted(used) == sorted(numbers)
+
+
+def check(column, value, is_right, needed):
+    """UserError unless a row's value is right: else all its answers would be wrong, in silence."""
+    if not is_right:
+        raise UserError(f"the column {column} must be {needed}, but a row has "
+                        f"{reprlib.repr(value)}; mend the data")
 
 
 @user_errors("lab.tasks.countdown")

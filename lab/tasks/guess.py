@@ -18,6 +18,10 @@ kinds of players, of which one plays a whole game:
     random     any number
     bounded    any number that is still possible
     halving    the middle of these
+
+A run has the tool and the reward of this file:
+
+    --tool lab.tasks.guess:guess --reward_funcs lab.tasks.guess:guess_reward
 """
 import random
 from pathlib import Path
@@ -59,6 +63,28 @@ def games(rng, players, count):
     for kind in kinds:
         turn = play(rng, kind, rng.randint(1, LARGEST))
         yield {"conversations": [{"role": "user", "content": PROMPT}, turn]}
+
+
+def guess(histories, secret, **columns):
+    """The tool: how the last guess compares with the column `secret`."""
+    answers = []
+    for history, number in zip(histories, secret):
+        last = history[-1].strip()
+        if not last.isdecimal() or len(last) > 4300:    # more digits than Python reads
+            answers.append("?\n")
+        elif int(last) == number:
+            answers.append("yes\n")
+        else:
+            answers.append("high\n" if int(last) > number else "low\n")
+    return answers
+
+
+guess.stop = " "
+
+
+def guess_reward(prompts, completions, own_words, secret, **columns):
+    """1 if one of the policy's first six words is the column `secret`, else 0."""
+    return [float(str(number) in words.split()[:6]) for words, number in zip(own_words, secret)]
 
 
 @user_errors("lab.tasks.guess")

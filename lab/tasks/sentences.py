@@ -15,7 +15,8 @@ from pathlib import Path
 
 from dataset.jsonl import write_jsonl
 from errors import Parser, user_errors
-from reward.functions import check
+
+from .countdown import check
 
 # Every third of a list is held out.
 NOUNS = """

@@ -11,8 +11,8 @@ from dataset import PromptCollator, PromptDataset
 from lab.experiments import pass_at_k
 from lab.experiments.__main__ import behaviour
 from lab.tasks import countdown
+from lab.tasks.countdown import countdown_reward
 from model import load_pretrained, load_tokenizer, rng_of
-from reward.functions import countdown_reward
 from support import ROOT
 
 

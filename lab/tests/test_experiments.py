@@ -18,7 +18,6 @@ from errors import UserError
 from lab.experiments import __main__ as command
 from lab.experiments import figures, pages, pass_at_k, tasks
 from lab.experiments.__main__ import EXPERIMENTS, RESULTS
-from reward.tools import calculator
 from support import ROOT, jsonl, write
 
 
@@ -212,19 +211,6 @@ def test_a_game_by_where_its_guesses_fall():
     assert {k: v for k, v in command.places(
         ["70 ", "high\n", "63 ", "high\n", "21 ", "low\n", "9 ", "low\n", "x"]).items() if v} == {
             "guesses": 4, "place/14": 0.5, "place/5": 0.5}
-
-
-def test_the_calculators_problems_have_right_answers_and_calls():
-    for level in range(5):
-        row = tasks.calculation(level)
-        call = row["prompt"].removeprefix("What is ").replace("?", "=")
-        assert calculator([[call]]) == [f"{row['answer']}\n"] and row["level"] == level + 1
-        replies = [tasks.with_calculator(row)["conversations"][1] for _ in range(20)]
-        texts = {reply["content"] for reply in replies}
-        assert texts == {f"{row['answer']}", f"{call}{row['answer']}\n{row['answer']}"}
-        for reply in replies:
-            for start, end in reply.get("forced", []):
-                assert reply["content"][start:end] == f"{row['answer']}\n"
 
 
 def test_answers_by_chance_know_a_hit_and_follow_from_the_seed():

@@ -11,8 +11,8 @@ NAME = "--tool"
 
 def add_flags(parser):
     flag = parser.group("1. generate").add_argument
-    flag("--tool", metavar="NAME", help="answers while a completion is written: guess, calculator, "
-         "or your own as module:function; its words are read, but not learned (docs/turns.md)")
+    flag("--tool", metavar="NAME", help="module:function, a tool that answers while a completion "
+         "is written; its words are read, but not learned (docs/turns.md)")
     flag("--max_tool_calls", type=COUNT, default=8, help="answers per completion")
 
 

@@ -1,0 +1,81 @@
+"""The tasks' rewards, tools and texts to imitate."""
+import random
+import time
+
+import pytest
+from transformers import AutoTokenizer
+
+from errors import UserError
+from lab.tasks import calculator, guess, sentences
+from lab.tasks.countdown import countdown_reward
+from model import train_sft
+from reward import load_reward_funcs
+from support import ROOT
+
+
+def test_the_game_is_won_by_own_words_and_its_tool_compares():
+    own = ["31 5 ", "1 2 3 4 5 6 7 ", "6 high\n7"]
+    assert guess.guess_reward(["?"] * 3, own, own, secret=[5, 7, 7]) == [1.0, 0.0, 1.0]
+    games = [["32 "], ["5 high\n", "4 "], ["63 ", "low\n", "x "]]
+    assert guess.guess(games, secret=[5, 4, 9]) == ["high\n", "yes\n", "?\n"]
+
+
+def test_the_games_to_imitate_are_true_and_nobody_learns_the_tools_words():
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "model/weights/reason_128")
+    rng, kinds = random.Random(0), {"random": 1, "bounded": 1, "halving": 1}
+    chats = [row["conversations"] for row in guess.games(rng, kinds, 300)]
+    encoded = train_sft.encode(chats[:20], tokenizer)
+    for (_, reply), (_, labels) in zip(chats, encoded):
+        own, last = "", 0
+        for start, end in reply["forced"]:
+            own, last = own + reply["content"][last:start], end
+        assert tokenizer.decode([x for x in labels if x != -100]) == own + "<|im_end|>"
+    lengths = set()
+    for _, reply in chats:
+        lines, secret = reply["content"].splitlines(), None
+        numbers, answers = zip(*(line.split() for line in lines))
+        lengths.add(len(lines))
+        if answers[-1] == "yes":
+            secret = int(numbers[-1])
+            assert guess.guess([[f"{number} "] for number in numbers], [secret] * len(numbers)) == [
+                f"{answer}\n" for answer in answers]
+        assert "yes" not in answers[:-1] and (secret or len(lines) == guess.MOST_GUESSES)
+    assert lengths == {1, 2, 3, 4, 5, 6} and guess.PROMPT.endswith("1 to 63.")
+
+
+def test_the_calculators_problems_have_right_answers_and_calls():
+    rng = random.Random(0)
+    for level in range(5):
+        row = calculator.calculation(level, rng)
+        call = row["prompt"].removeprefix("What is ").replace("?", "=")
+        assert calculator.calculator([[call]]) == [f"{row['answer']}\n"]
+        assert row["level"] == level + 1
+        replies = [calculator.with_calculator(row, rng)["conversations"][1] for _ in range(20)]
+        texts = {reply["content"] for reply in replies}
+        assert texts == {f"{row['answer']}", f"{call}{row['answer']}\n{row['answer']}"}
+        for reply in replies:
+            for start, end in reply.get("forced", []):
+                assert reply["content"][start:end] == f"{row['answer']}\n"
+
+
+@pytest.mark.parametrize("name, columns, message", [
+    ("countdown", {"nums": [["9", "8"]], "target": [1]}, r": .* nums must be .* has \['9', '8'\];"),
+    ("countdown", {"nums": [[9]], "target": ["57"]}, ": the column target must be .* has '57'; m"),
+    ("sentences", {"words": ["cat dog"]}, ": the column words must be a list of .* 'cat dog'"),
+    ("sentences", {"words": [[]]}, ": the column words")])
+def test_a_column_that_is_wrong_is_one_sentence(name, columns, message):
+    function = f"{name.removesuffix('s')}_reward"
+    reward, = load_reward_funcs([f"lab.tasks.{name}:{function}"])
+    with pytest.raises(UserError, match=f"^reward function {function}{message}"):
+        reward(prompts=["p"], completions=["a"], own_words=["a"], messages=[[]], **columns)
+
+
+@pytest.mark.parametrize("text", ["7" * 50_000 + "x", "7" * 50_000, "<answer>" * 50_000, "+".join(
+    f"1/{7**60 + i}" for i in range(400))])
+def test_a_long_reply_is_read_in_linear_time(text):
+    began = time.process_time()
+    countdown_reward([""], [text], nums=[[9]], target=[57])
+    guess.guess([[text]], secret=[5])
+    calculator.calculator([[text + "="]])
+    sentences.sentence_reward([""], [text], words=[["cat"]])
+    assert time.process_time() - began < 1
