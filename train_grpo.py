@@ -80,7 +80,7 @@ from run import evaluate, extensions, minimind_flags
 from run import policy as policies
 from run.checkpoint import Saver
 from run.distributed import World
-from run.metrics import Metrics
+from run.metrics import Clock, Metrics
 from run.report import terminal
 from run.rollout import Rollout
 from run.signals import recorded
@@ -290,12 +290,12 @@ def update_policy(state, rollout):
         minibatches.append(parts)
 
     if args.num_iterations * len(minibatches) > 1:      # pi will move away from pi_old, so compute
-        world.phase("old_logps")                        # pi_old's log-probabilities beforehand
+        state.phase("old_logps")                        # pi_old's log-probabilities beforehand
         with torch.no_grad():
             for part in sum(minibatches, []):
                 part.old_logps = policy.token_logps(
                     *part.sequences(), temperature=args.temperature)
-        world.phase("update")
+        state.phase("update")
 
     for _ in range(args.num_iterations):
         for minibatch in minibatches:
@@ -322,26 +322,26 @@ def grpo_step(state, batch, step, lr):
     """Takes a step of GRPO on a batch of prompts: (rollout, metrics).
 
     state.generate is `generate` above, unless an option has replaced it, and so are the others.
-    world.phase starts the clock of a phase.
+    state.phase starts the clock of a phase.
     """
-    world, state.step = state.world, step           # extensions read state.step
+    state.step = step               # extensions read it
 
-    world.phase("rollout")          # 1. generate
-    rollout = state.generate(batch, world.rng(step))
+    state.phase("rollout")          # 1. generate
+    rollout = state.generate(batch, state.world.rng(step))
 
-    world.phase("ref_logps")        # 2. reference log-probs; there is no reference with --beta 0
+    state.phase("ref_logps")        # 2. reference log-probs; there is no reference with --beta 0
     if state.reference is not None:
         rollout.ref_logps = state.compute_logps(state.reference, rollout)
 
-    world.phase("reward")           # 3. rewards and advantages
+    state.phase("reward")           # 3. rewards and advantages
     rollout.rewards, rollout.rewards_per_func = state.compute_rewards(
         rollout, state.reward_funcs, state.args.reward_weights)
     rollout.advantages = state.compute_advantages(rollout)
 
-    world.phase("update")           # 4. update
+    state.phase("update")           # 4. update
     state.optimizer.param_groups[0]["lr"] = lr
     metrics = state.update_policy(rollout)
-    world.phase(None)
+    state.phase(None)
     return rollout, metrics | {"learning_rate": lr}
 
 
@@ -391,11 +391,13 @@ class TrainState:
     grpo_loss: Callable                 # the last three are not bound
     token_logps: Callable               # for models that an option loads
     k3: Callable                        # for other losses
+    phase: Clock = field(init=False)    # state.phase("update") starts the clock of a phase
     step: int = 0                       # the current step
     saved: dict = field(default_factory=dict)       # {name: model}, saved beside the policy
     changed: dict = field(default_factory=dict)     # {function: by which flags and files}
 
     def __post_init__(self):
+        self.phase = Clock(self.world.device)
         for name in BOUND:
             setattr(self, name, partial(getattr(self, name), self))
 
@@ -434,8 +436,6 @@ def load(args, world):
         args, world.device, known={"format": format_reward, "tag": tag_reward})
     optimizer = torch.optim.AdamW(policy.model.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)   # 0.99: runs are short
-    if engine is not None:
-        optimizer.register_step_post_hook(engine.outdate)
     state = TrainState(
         args=args, world=world, tokenizer=tokenizer, eos_ids=eos_ids, policy=policy,
         reference=reference, optimizer=optimizer, reward_funcs=reward_funcs, eval_funcs=eval_funcs,
@@ -444,6 +444,9 @@ def load(args, world):
         compute_logps=compute_logps, compute_rewards=compute_rewards,
         compute_advantages=compute_advantages, compute_loss=compute_loss, grpo_loss=grpo_loss,
         update_policy=update_policy, token_logps=token_logps, k3=k3)
+    if engine is not None:          # it samples with the policy's weights, and makes room for it
+        optimizer.register_step_post_hook(engine.outdate)
+        state.phase.listeners.append(engine.sleep)
     extensions.install(state)
     return state
 

@@ -33,7 +33,6 @@ class Engine:
         self.may_sleep = world.device.type == "cuda"
         self.is_asleep, self.is_outdated = False, True
         self.has_base, self.adapter = False, None       # of a policy with adapters
-        world.at_phase.append(self.sleep)
 
     def outdate(self, *_):
         """The policy's weights have changed: a hook of the optimizer, after its step."""

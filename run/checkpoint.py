@@ -86,11 +86,13 @@ class Saver:
         self._print_changes()
         return load_checkpoint(self.run_dir / "checkpoint", policy, optimizer, others)
 
-    def is_due(self, step, last_step):
-        """Is it time to save? And which signal asks to stop (0: none)? The same on every rank."""
+    def is_due(self, step, last_step, signal):
+        """Is it time to save? And which signal asks to stop (0: none)? The same on every rank.
+
+        signal: what this rank has received.
+        """
         if step == last_step:
             return True, 0
-        signal = self.world.signal
         if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER:    # it was killed
             signal = SIGNALS[-1]
         signal = max(self.world.gather([signal]))

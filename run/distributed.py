@@ -4,7 +4,6 @@ import json
 import os
 import re
 import time
-from collections import Counter
 from contextlib import ExitStack
 from datetime import timedelta
 
@@ -31,10 +30,6 @@ class World:
         self.rank = int(os.environ.get("RANK", 0))          # torchrun sets both
         self.size = int(os.environ.get("WORLD_SIZE", 1))
         self.device, self.seed = choose_device(device, self.size), seed
-        self.timings = Counter()    # timing_s/<phase> -> seconds, until a run has reported them
-        self.running = None, 0.0    # the phase that is being timed, and since when
-        self.at_phase = []          # functions that are called with the name of each new phase
-        self.signal = 0             # of the signal that asked the run to stop (signals.py)
         self.cleanup = ExitStack()     # ends.callback(f) calls f when the run ends, well or not
         on_cuda = self.device.type == "cuda"
         if on_cuda:
@@ -71,17 +66,6 @@ class World:
              "products; auto: bfloat16 on a GPU that has it, with TF32 for the rest; else float32")
         flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
 
-    def phase(self, name):
-        """From here to the next phase, time goes to timings["timing_s/<name>"]; None: to none."""
-        self.finish_work()
-        now = time.perf_counter()
-        before, since = self.running
-        if before:
-            self.timings[f"timing_s/{before}"] += now - since
-        self.running = name, now
-        for listener in self.at_phase:
-            listener(name)
-
     def autocast(self):
         """Around what runs a network: matrix products are those of --dtype.
 
@@ -90,11 +74,6 @@ class World:
         # No cache: it would keep a copy of every weight, and a forward pass reads a weight once.
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False,
                               enabled=self.matrix_dtype == torch.bfloat16)
-
-    def finish_work(self):
-        """Waits for the GPU: it is still working when a call returns."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def sum(self, tensor):
         """The sum of this tensor over all ranks."""

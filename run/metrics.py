@@ -1,6 +1,8 @@
 """The metrics of a step, named as in TRL and verl, and the rows of completions.jsonl."""
 import math
+import time
 import warnings
+from collections import Counter
 from statistics import fmean
 from typing import NamedTuple
 
@@ -65,6 +67,32 @@ def mean_and_std(values):
     values = np.array([value for value in values if not math.isnan(value)])
     return (values.mean() if len(values) else math.nan,
             values.std(ddof=1) if len(values) > 1 else math.nan)
+
+
+class Clock:
+    """The seconds of each phase: clock("rollout") ends the phase before it; clock(None) only that.
+
+    listeners are called with the name of each new phase.
+    """
+
+    def __init__(self, device):
+        self.on_cuda, self.listeners = device.type == "cuda", []
+        self.timings, self.running, self.since = Counter(), None, 0.0
+
+    def __call__(self, name):
+        if self.on_cuda:
+            torch.cuda.synchronize()        # it is still working when a call returns
+        now = time.perf_counter()
+        if self.running:
+            self.timings[f"timing_s/{self.running}"] += now - self.since
+        self.running, self.since = name, now
+        for listener in self.listeners:
+            listener(name)
+
+    def taken(self):
+        """{timing_s/<phase>: seconds} since this was last asked."""
+        timings, self.timings = self.timings, Counter()
+        return timings
 
 
 def training_time(row):

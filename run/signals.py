@@ -23,31 +23,40 @@ class Stopped(SystemExit):
     """A signal ends the run, on all ranks after the same step."""
 
 
-def stop_on_signals(world):
-    """From now on a signal sets world.signal, and a second one ends this process at once."""
-    owner, first_at = os.getpid(), 0.0
+class Signals:
+    """Notes in `received` the signal that asks the run to stop (0: none).
 
-    def ask(number, frame):
-        nonlocal first_at
-        if os.getpid() != owner:            # a process that a reward function forked
+    A second one ends this process at once.
+    """
+
+    def __init__(self, rank):
+        self.rank, self.received, self.first_at = rank, 0, 0.0
+        self.owner, self.before = os.getpid(), {}
+
+    def watch(self):
+        for number in SIGNALS:
+            handler = signal.getsignal(number)
+            # nohup, and a shell that starts a job in the background, have some of them ignored.
+            if handler != signal.SIG_IGN:
+                self.before[number] = signal.signal(number, self.note)
+
+    def leave(self):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def note(self, number, frame):
+        if os.getpid() != self.owner:       # a process that a reward function forked
             # Ctrl-C reaches it, too, but the step that is running still needs it.
             if number != signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
-        elif not world.signal:
-            world.signal, first_at = number, time.monotonic()
+        elif not self.received:
+            self.received, self.first_at = number, time.monotonic()
             say(f"{signal.Signals(number).name}: the step that is running ends, then the run saves "
-                "and stops; a second signal stops it at once", world.rank)
+                "and stops; a second signal stops it at once", self.rank)
         # A scheduler may signal torchrun and its ranks: within a second that is one wish.
-        elif time.monotonic() - first_at > 1:
+        elif time.monotonic() - self.first_at > 1:
             os._exit(128 + number)
-
-    for number in SIGNALS:
-        handler = signal.getsignal(number)
-        # nohup, and a shell that starts a job in the background, have some of them ignored.
-        if handler != signal.SIG_IGN:
-            signal.signal(number, ask)
-            world.cleanup.callback(signal.signal, number, handler)
 
 
 def stop(number, step, rank):

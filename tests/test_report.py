@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from errors import UserError, user_errors
-from run.distributed import World
 from run.evaluate import visibly
 from run.metrics import (
+    Clock,
     Max,
     Mean,
     Share,
@@ -86,17 +86,16 @@ def lines(path):
 
 def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
     nan, inf = float("nan"), float("inf")
-    text, world = "苹果\n\"quoted\"", World("cpu")
+    text, clock = "苹果\n\"quoted\"", Clock(torch.device("cpu"))
     with reported(tmp_path / "run", report_args(), total_steps=3) as report:
         evaluated = {"eval/accuracy": nan, "eval/greedy_accuracy": 0.5}
         assert report.evaluation(0, evaluated) is evaluated
         for step in (1, 2, 3):
             for phase in ("rollout", "eval", None):
-                world.phase(phase)
+                clock(phase)
                 time.sleep(0.01)
             completions = [ROWS[0] | {"completion": text, "reward": nan}] if step == 3 else []
-            report.step(step, metrics(step, kl=nan, grad_norm=-inf), completions, world.timings)
-            world.timings.clear()
+            report.step(step, metrics(step, kl=nan, grad_norm=-inf), completions, clock.taken())
             # A line is in the file as soon as its step is done, not only when the run ends.
             assert len(lines(tmp_path / "run/metrics.jsonl")) == step
     rows = lines(tmp_path / "run/metrics.jsonl")

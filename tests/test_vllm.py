@@ -167,7 +167,7 @@ def test_torch_keeps_its_settings_and_gives_its_cache_away_before_the_engine_wak
     try:
         with torch.autocast("cpu", torch.bfloat16):
             draw(engine, shipped())
-            world.phase("update")
+            engine.sleep("update")
             engine.outdate()
             draw(engine, shipped())
             assert torch.is_autocast_enabled("cpu")

@@ -23,7 +23,7 @@ from errors import UserError, cut, explained, printable, reason
 from ..checkpoint import Saver, as_saved
 from ..evaluate import evaluate
 from ..metrics import describe, duration, number, rollout_metrics, training_time
-from ..signals import Stopped, stop, stop_on_signals
+from ..signals import Signals, Stopped, stop
 
 # The most common ways a run fails, each with its remedy.
 NO_SIGNAL = ("in most groups every completion got the same reward, so the advantages are 0 and "
@@ -62,6 +62,7 @@ class Run:
     def __init__(self, args, world):
         self.args, self.world = args, world
         self.saver = Saver(Path(args.out_dir) / args.run_name, world, args)
+        self.signals = Signals(world.rank)
         self.run_dir, self.active = self.saver.run_dir, False
         self.unjudged = 0                       # steps in a row without a reward
         self.dead_groups = deque(maxlen=10)     # frac_reward_zero_std of the last steps
@@ -98,6 +99,7 @@ class Run:
         if error_type is Stopped:
             self.world.gather([])       # torchrun ends all ranks once one has left
             self.world.close()
+        self.signals.leave()
         self.world.cleanup.close()
 
     def _close(self, error):
@@ -128,7 +130,7 @@ class Run:
         self.open(last_step, done, num_tokens)
         self.intro(len(problems), len(self.heldout))
         self.evaluate_if_due(0)
-        stop_on_signals(world)                  # from here on a signal lets the step end
+        self.signals.watch()                    # from here on a signal lets the step end
         return enumerate(batches, start=done + 1)
 
     def evaluate_if_due(self, step):
@@ -141,9 +143,9 @@ class Run:
         if not due:
             return {}
         if step:                    # the one before the first step counts towards none
-            self.world.phase("eval")
+            self.state.phase("eval")
         metrics, replies = evaluate(self.state, self.heldout, self.collate, step)
-        self.world.phase(None)
+        self.state.phase(None)
         return self.evaluation(step, metrics, replies)
 
     def record(self, step, rollout, metrics):
@@ -159,12 +161,11 @@ class Run:
         learned = "loss" in metrics         # else no rank had a reward
         of_rollout = rollout_metrics(rows, args.num_generations, failures,
                                      warn=world.rank == 0 and not learned)
-        self.step(step, metrics | of_rollout, rows, world.timings)
-        world.timings.clear()
+        self.step(step, metrics | of_rollout, rows, state.phase.taken())
         self.unjudged = 0 if learned else self.unjudged + 1
-        is_due, signal = self.saver.is_due(step, self.last_step)
+        is_due, signal = self.saver.is_due(step, self.last_step, self.signals.received)
         if is_due or self.unjudged == MOST_UNJUDGED:
-            world.phase("checkpoint")           # it counts towards the next step
+            state.phase("checkpoint")           # it counts towards the next step
             self.saver.save(step, self.num_tokens, state.policy.model, state.tokenizer,
                             state.optimizer, state.saved)
             self.draw()
