@@ -76,9 +76,8 @@ from errors import (
     user_errors,
 )
 from model import eos_token_ids, load_tokenizer
-from run import evaluate, extensions, minimind_flags
+from run import checkpoint, distributed, evaluate, extensions, minimind_flags
 from run import policy as policies
-from run.checkpoint import Saver
 from run.distributed import World
 from run.metrics import Clock, Metrics
 from run.report import terminal
@@ -475,12 +474,12 @@ def parse_args(argv=None):
     for title in GROUPS:
         parser.add_argument_group(title)
     add_flags(parser)
-    for owner in (prompts, reward.load, evaluate, Saver, terminal, policies, World,
+    for owner in (prompts, reward.load, evaluate, checkpoint, terminal, policies, distributed,
                   minimind_flags, extensions):
         owner.add_flags(parser)
     args = filled_in(parser.parse_args(argv))
     if args.resume:         # the flags that are not given are those of the run
-        parser.set_defaults(**Saver.flags_of_run(args))
+        parser.set_defaults(**checkpoint.flags_of_run(args))
         args = filled_in(parser.parse_args(argv))
     extensions.check(args)
     return args
@@ -536,11 +535,9 @@ def add_flags(parser):
 def filled_in(args):
     """The flags, with the defaults that depend on other flags."""
     extensions.set_defaults(args)
-    minimind_flags.set_defaults(args)
-    prompts.set_defaults(args)
-    policies.set_defaults(args)
-    reward.load.set_defaults(args, REWARD_WEIGHTS)
-    Saver.set_defaults(args)
+    for owner in (minimind_flags, prompts, policies, checkpoint):
+        owner.check(args)
+    reward.load.check(args, REWARD_WEIGHTS)
     for name, value in {"beta": 0.02, "loss_type": "grpo", "kl_type": "k3", "epsilon_high": 0.2,
                         "scale_rewards": "group"}.items():
         if getattr(args, name) is None:

@@ -254,7 +254,7 @@ def add_flags(parser):
     flag("--eval_samples", type=COUNT, default=1000, help="held-out problems per evaluation")
 
 
-def set_defaults(args):
+def check(args):
     """The arithmetic problems, which say nothing about another task."""
     args.data_path = args.data_path or str(HERE / "train.jsonl")
     own_data = not is_arithmetic(args.data_path)

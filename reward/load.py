@@ -39,7 +39,7 @@ def add_flags(parser):
          help="with --reasoning 1, weight of the answer's own score; the whole reply has the rest")
 
 
-def set_defaults(args, weights):
+def check(args, weights):
     """The rewards of a run that names none: of these, {name: weight}, those that fit."""
     shipped = Path(__file__).resolve().parent / "weights"
     args.reward_model_path = args.reward_model_path or str(

@@ -29,6 +29,25 @@ LAUNCHER = os.getppid()                     # torchrun, if it is there
 NOT_OF_A_RUN = ("out_dir", "run_name", "resume", "use_wandb")
 
 
+def add_flags(parser):
+    flag = parser.group("5. log").add_argument
+    flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
+    flag("--run_name", type=folder_name, help="(default: grpo_<name of the weights>)")
+    flag("--save_interval", type=COUNT, default=30, help="steps between checkpoints")
+    flag("--resume", action="store_true", help="continue exactly from the run's checkpoint")
+
+
+def check(args):
+    args.run_name = args.run_name or f"grpo_{Path(args.model_path).name.removesuffix('.pth')}"
+
+
+def flags_of_run(args):
+    """The flags that the run which --resume continues was started with."""
+    flags = read_json(Path(args.out_dir) / args.run_name / "args.json",
+                      "start without --resume, or name the run to resume with --run_name")
+    return {name: value for name, value in flags.items() if name not in NOT_OF_A_RUN}
+
+
 class Saver:
     """Writes the checkpoints and the final weights of a run into run_dir; rank 0 does.
 
@@ -51,28 +70,9 @@ class Saver:
             if (self.run_dir / name).exists():              # whole, so nobody needs the one before
                 shutil.rmtree(self.run_dir / f"{name}.old", ignore_errors=True)
 
-    @staticmethod
-    def add_flags(parser):
-        flag = parser.group("5. log").add_argument
-        flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
-        flag("--run_name", type=folder_name, help="(default: grpo_<name of the weights>)")
-        flag("--save_interval", type=COUNT, default=30, help="steps between checkpoints")
-        flag("--resume", action="store_true", help="continue exactly from the run's checkpoint")
-
-    @staticmethod
-    def set_defaults(args):
-        args.run_name = args.run_name or f"grpo_{Path(args.model_path).name.removesuffix('.pth')}"
-
-    @staticmethod
-    def flags_of_run(args):
-        """The flags that the run which --resume continues was started with."""
-        flags = read_json(Path(args.out_dir) / args.run_name / "args.json",
-                          "start without --resume, or name the run to resume with --run_name")
-        return {name: value for name, value in flags.items() if name not in NOT_OF_A_RUN}
-
     def _print_changes(self):
         now = as_saved(self.args)
-        for name, was in self.flags_of_run(self.args).items():
+        for name, was in flags_of_run(self.args).items():
             if self.writes and now.get(name, was) != was:
                 print(f"--{name} was {was} when the run was started, and is now {now[name]}")
 

@@ -18,6 +18,15 @@ from model.sampler import rng_of
 from .fsdp import is_sharded, whole
 
 
+def add_flags(parser):
+    flag = parser.group("the machine").add_argument
+    flag("--device", type=device_name, help="cuda, cuda:1, mps or cpu; with several processes "
+         "each has a GPU of its own (default: cuda if it is there, else cpu)")
+    flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
+         "products; auto: bfloat16 on a GPU that has it, with TF32 for the rest; else float32")
+    flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
+
+
 class World:
     """All processes that torchrun started, or this one alone if it was started without torchrun.
 
@@ -56,15 +65,6 @@ class World:
             dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(minutes=30),
                                     device_id=world.device if on_cuda else None)
         return world
-
-    @staticmethod
-    def add_flags(parser):
-        flag = parser.group("the machine").add_argument
-        flag("--device", type=device_name, help="cuda, cuda:1, mps or cpu; with several processes "
-             "each has a GPU of its own (default: cuda if it is there, else cpu)")
-        flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
-             "products; auto: bfloat16 on a GPU that has it, with TF32 for the rest; else float32")
-        flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
 
     def autocast(self):
         """Around what runs a network: matrix products are those of --dtype.

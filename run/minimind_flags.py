@@ -43,7 +43,7 @@ def add_flags(parser):
         "is, as there, SwanLab: swanlab online, wandb_project its project.")
 
 
-def set_defaults(args):
+def check(args):
     """What they say by the names that we have."""
     if args.use_wandb:
         args.swanlab = "online"

@@ -71,7 +71,7 @@ def add_flags(parser):
          "moments over the processes (FSDP); to sample, the whole model must fit one GPU")
 
 
-def set_defaults(args):
+def check(args):
     """The included weights."""
     shipped = Path(__file__).resolve().parents[1] / "model/weights"
     kind = "reason" if args.reasoning else "full_sft"
