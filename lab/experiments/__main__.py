@@ -4,7 +4,7 @@
     python -m lab.experiments loss_types --draw    only draw, from the results that we ship
     python -m lab.experiments default --arm "the default run" --seeds 42
                                                     run this again, and print both ends
-    python -m lab.experiments pages                write the numbers of the tables of all pages
+    python -m lab.experiments pages                write the numbers and the code on all pages
     python -m lab.experiments claims               print what the pages claim, and how sure it is
 
 experiments.toml says what each experiment runs and draws, claims.toml which arms the pages compare.
@@ -21,6 +21,7 @@ Interrupted, the same command goes on with the runs that are missing; to run som
 their lines. At the end the picture docs/images/<name>.png is drawn, and a table printed.
 """
 import argparse
+import ast
 import hashlib
 import os
 import platform
@@ -44,7 +45,16 @@ from lab.tasks.guess import LARGEST
 
 from .figures import draw, draw_against_tokens, draw_arrows, draw_bars, draw_marks
 from .measures import MEASURES
-from .pages import arms_of, cell_of, changed, changes, claim_texts, filled, texts_of
+from .pages import (
+    arms_of,
+    cell_of,
+    changed,
+    changes,
+    claim_texts,
+    code_as_now,
+    filled,
+    texts_of,
+)
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -190,13 +200,22 @@ def page_files():
 
 
 def write_pages():
-    """Write the numbers in the tables of all pages, and print which pages that changes."""
+    """Write the numbers and the code on all pages, and print which pages that changes."""
     for page in page_files():
         old = page.read_text(encoding="utf-8")
-        new = filled(old, table_of, page.name)
+        new = code_as_now(filled(old, table_of, page.name), source_of, page.name)
         if new != old:
             page.write_text(new, encoding="utf-8")
             print(f"wrote {page.relative_to(ROOT)}")
+
+
+def source_of(name):
+    """The source of a function of the script, or of all of it."""
+    source = (ROOT / "train_grpo.py").read_text(encoding="utf-8")
+    if name is None:
+        return source
+    return next(ast.get_source_segment(source, node) for node in ast.parse(source).body
+                if getattr(node, "name", None) == name)
 
 
 def print_table(results, keys):

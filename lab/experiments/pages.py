@@ -13,6 +13,11 @@ from errors import UserError
 from .figures import at_end, holm, interval, p_value, series, sizes
 
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n\n)(.*?)(?=\n\n<!-- end -->)", re.DOTALL)
+# A variable: functions, methods and fields keep their names.
+NAME = re.compile(r"(?<![\w.])[^\W\d]\w*\b(?!\()")
+DIFF = re.compile(r"(^```diff\n)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL)
+# A row whose last cells are lines of code, and the function of the script that has them.
+CODE = re.compile(r"(`[^|]*`)( \| \[`(\w+)`\]\((?:\.\./)+train_grpo\.py\) \|)$", re.MULTILINE)
 # 5.0 ± 2.0, perhaps in bold; <0.001
 NUMBER = re.compile(r"( *\**)[-<]?\d.*?(\** *)")
 
@@ -167,11 +172,66 @@ def changed(source, diff, page):
 
     A line ` ...` stands between two places that change.
     """
-    for part in diff.split(" ...\n"):
+    for part in as_now(diff, source, page).split(" ...\n"):
         lines = part.splitlines()
         before, after = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
-        if source.count(before) != 1:
-            raise UserError(f"{page}: {before.strip()!r} does not stand in train_grpo.py once; "
-                            "adapt the diff to the code")
         source = source.replace(before, after)
     return source
+
+
+def as_now(diff, source, page):
+    """A diff with the names that its lines have in the source now."""
+    parts = []
+    for part in diff.split(" ...\n"):
+        before = "\n".join(line[1:] for line in part.splitlines() if line[0] == "-")
+        if source.count(before) != 1:
+            names = renamed(before, source)
+            if names is None:
+                raise UserError(f"{page}: {before.strip()!r} does not stand in train_grpo.py once; "
+                                "adapt the diff to the code")
+            part = with_names(part, names)
+        parts.append(part)
+    return " ...\n".join(parts)
+
+
+def renamed(text, source):
+    """{name: its name in the source} of a text that stands there but for its names; else None."""
+    first, *others = NAME.split(text)
+    pattern = re.escape(first) + "".join(r"(\w+)" + re.escape(other) for other in others)
+    names, best = NAME.findall(text), []
+    for place in re.finditer(rf"(?=(?<!\w){pattern})", source):
+        found = dict(zip(names, place.groups()))
+        # Each of them is the same everywhere, and no two are one.
+        if with_names(text, found) in source and len({*found.values()}) == len(found):
+            best.append((sum(old == new for old, new in found.items()), found))
+    best.sort(key=lambda one: one[0], reverse=True)
+    if not best or len(best) > 1 and best[0][0] == best[1][0]:
+        return None
+    return best[0][1]
+
+
+def with_names(text, names):
+    return NAME.sub(lambda name: names.get(name[0], name[0]), text)
+
+
+def code_as_now(text, source_of, page):
+    """A page with its diffs and the lines of its table of code as the script has them now.
+
+    source_of(name): the source of a function of the script; of None, that of the script.
+    """
+    def diff(block):
+        return block[1] + as_now(block[2], source_of(None), page)
+
+    def cell(block):
+        source = " ".join(source_of(block[3]).split())
+
+        def line(quoted):
+            names = {} if quoted[1] in source else renamed(quoted[1], source)
+            if names is None:
+                raise UserError(f"{page}: {quoted[1]!r} does not stand in {block[3]}; adapt it")
+            return f"`{with_names(quoted[1], names)}`"
+
+        return re.sub(r"`([^`]+)`", line, block[1]) + block[2]
+
+    text = DIFF.sub(diff, text)
+    return CODE.sub(cell, text)

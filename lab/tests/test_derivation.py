@@ -1,5 +1,4 @@
 """docs/derivation.md: each number again, from the functions or by hand."""
-import inspect
 import itertools
 import math
 import re
@@ -8,11 +7,12 @@ import pytest
 import torch
 from test_docs import PAGES, floats, tables
 
-import train_grpo
 from errors import UserError
+from lab.experiments.__main__ import source_of
+from lab.experiments.pages import CODE, code_as_now, renamed
 from reward.baselines import estimate
 from run.extensions.losses import KL_TYPES
-from train_grpo import family_loss, grpo_loss, k3, parse_args
+from train_grpo import family_loss, grpo_loss, k3, kl_penalty, parse_args
 
 # Without the tables that come from runs, which test_experiments.py holds.
 TEXT = re.sub("<!-- results: .*?<!-- end -->", "", PAGES["docs/derivation.md"], flags=re.DOTALL)
@@ -49,13 +49,23 @@ def value_of(formula, **names):
 
 @pytest.mark.parametrize("language", ["", "zh/"])
 def test_each_step_stands_beside_a_line_of_its_function(language):
-    rows = tables(PAGES[f"docs/{language}derivation.md"])[0]
-    assert len(rows) == 8
-    for _, _, lines, where in rows:
-        name = re.search(r"`(\w+)`", where)[1]
-        source = inspect.getsource(getattr(train_grpo, name))
-        for line in re.findall(r"`([^`]+)`", lines):
-            assert line in " ".join(source.split()), name
+    """Variables may have got other names: `python -m lab.experiments pages` writes these."""
+    page = PAGES[f"docs/{language}derivation.md"]
+    rows = tables(page)[0]
+    assert len(rows) == 8 and len(CODE.findall(page)) == 8
+    code_as_now(page, source_of, "derivation.md")
+    with pytest.raises(UserError, match="'return 41' does not stand in k3; adapt it"):
+        code_as_now("| a | `return 41` | [`k3`](../train_grpo.py) |", source_of, "derivation.md")
+
+
+def test_a_name_on_a_page_follows_the_code():
+    source = "r = new / old\nloss = r * r.min(1)\nother = x * y.max(1)\n"
+    assert renamed("ratio * ratio.min(1)", source) == {"ratio": "r"}
+    assert renamed("ratio * advantage.min(1)", source) is None      # two names became one
+    assert renamed("a * b.min(2)", source) is None and renamed("a = b / c", source + source) is None
+    page = "```diff\n-loss = ratio * ratio.min(1)\n+loss = ratio\n```\n"
+    assert code_as_now(page, lambda name: source, "") == (
+        "```diff\n-loss = r * r.min(1)\n+loss = r\n```\n")
 
 
 def test_the_two_answers():
@@ -156,7 +166,7 @@ def row(table, start):
 def test_the_estimates_of_the_kl(kl_type):
     logits = torch.zeros(2, requires_grad=True)                     # pi = (0.5, 0.5)
     logps, reference = logits.log_softmax(-1), torch.tensor([0.9, 0.1]).log()
-    estimate = train_grpo.kl_penalty(logps, reference, kl_type=kl_type)
+    estimate = kl_penalty(logps, reference, kl_type=kl_type)
     mean = (estimate * logps.exp().detach()).sum()
     mean.backward()
     _, values, of_mean, _, gradient, _ = map(floats, row(ESTIMATES, kl_type))
@@ -172,9 +182,9 @@ def test_how_hard_the_kl_pulls():
     for times, kl_type, promised in ((20, "k3", k3), (20, "k2", k2), (1 / 20, "k3", k3_rare),
                                      (1 / 20, "k2", k2_rare)):
         logp = torch.tensor(times).log().requires_grad_()           # the reference's is 0
-        train_grpo.kl_penalty(logp, torch.zeros(()), kl_type=kl_type).backward()
+        kl_penalty(logp, torch.zeros(()), kl_type=kl_type).backward()
         assert logp.grad.item() == pytest.approx(promised, abs=6e-3)
-    hundredth = train_grpo.kl_penalty(torch.tensor(0.01).log(), torch.zeros(()))
+    hundredth = kl_penalty(torch.tensor(0.01).log(), torch.zeros(()))
     assert f"contributes {hundredth:.0f}." in " ".join(TEXT.split())
 
 
