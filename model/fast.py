@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from . import sampler
 from .lora import LoRALinear
 from .model import (
     Head,
@@ -36,63 +37,38 @@ from .model import (
     rotary_tables,
     rotate,
 )
-from .sampler import next_token
 
 PACK_FROM = 95_000          # weights of a matrix; packing a smaller one does not pay
 CHUNK_TOKENS, CHUNK_LOGITS = 1024, 2**24    # of log_probs: at least so many, or so many logits
 
 
-def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, temperature=1.0,
-           eos_token_id, pad_token_id, generator=None, greedy=False, tool=None):
+def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, **options):
     """The `sample` of model/sampler.py, where completions that agree so far are one row.
 
     The same seed gives the same completions.
     """
-    N, device = len(prompt_ids) * num_generations, prompt_ids.device
-    eos_ids = prompt_ids.new_tensor(eos_token_id)
-    # Created outside of inference mode, so that a loss can use them.
-    completion_ids = torch.full((N, max_new_tokens), pad_token_id, device=device)       # (N, R)
-    logps = torch.zeros(N, max_new_tokens, device=device)                               # (N, R)
-    drawn = torch.ones_like(completion_ids)                                             # (N, R)
-    if tool is not None:
-        tool.begin(N)
+    rows = len(prompt_ids) * num_generations
     with torch.inference_mode():
-        decoding = Decoding(model, prompt_ids, prompt_mask, N, max_new_tokens)
-        unfinished = torch.arange(N, device=device)     # the completions that go on
-        row = unfinished // num_generations             # the row of each
-        logits = decoding.prompt_logits[row]                                            # (n, V)
-        for t in range(max_new_tokens):
-            tokens, token_logps = next_token(logits, temperature, generator, greedy)    # (n,)
-            alive = ~torch.isin(tokens, eos_ids)
-            if tool is not None:
-                tokens, is_drawn, alive = tool.take(unfinished, tokens, alive)          # (n,)
-                drawn[unfinished, t], token_logps = is_drawn, token_logps * is_drawn
-            completion_ids[unfinished, t], logps[unfinished, t] = tokens, token_logps
-            if t + 1 == max_new_tokens or not alive.any():
-                break
-            unfinished, row, tokens = unfinished[alive], row[alive], tokens[alive]
-            row = decoding.branch(row, tokens)
-            of_rows = tokens.new_zeros(decoding.num_rows).index_copy_(0, row, tokens)
-            logits = decoding.step(of_rows)[row]
-    if tool is None:
-        return completion_ids[:, :t + 1], logps[:, :t + 1]
-    return completion_ids[:, :t + 1], logps[:, :t + 1], drawn[:, :t + 1]
+        decoding = Decoding(model, prompt_ids, prompt_mask, rows, max_new_tokens)
+        found = sampler.sample(decoding, prompt_ids, prompt_mask, num_generations=num_generations,
+                               max_new_tokens=max_new_tokens, **options)
+    return tuple(x.clone() for x in found)      # a loss can't use what is made in inference mode
 
 
 class Decoding:
-    """The network for one more token of each row, without gradients.
+    """The network as a sampler calls it, and its cache, without gradients.
 
     Completions of a prompt share a row until they part: see `branch`. The layers are those of
     model.py in half the operations: queries and keys are normalised and turned as one.
     """
 
     def __init__(self, model, prompt_ids, prompt_mask, max_rows, max_new_tokens):
-        """Reads the prompts (B, P), a row each; `prompt_logits` (B, V) predict what follows."""
+        """Reads the prompts (B, P), a row each; `prompt_logits` (B, 1, V) predict what follows."""
         config, (B, P), device = model.config, prompt_ids.shape, prompt_ids.device
         self.num_rows, self.length, S = B, P, P + max_new_tokens
+        self.row = torch.arange(B, device=device)       # of each prompt, then of each completion
         prompts = KVCache()
-        logits = model(prompt_ids, prompt_mask, logits_to_keep=1, cache=prompts)
-        self.prompt_logits = logits.squeeze(1)
+        self.prompt_logits = model(prompt_ids, prompt_mask, logits_to_keep=1, cache=prompts)
         self.H, self.K = config.num_attention_heads, config.num_key_value_heads
         self.d = config.head_dim
         self.cache = torch.empty(                                   # (L, 2, max_rows, K, S, d)
@@ -107,6 +83,21 @@ class Decoding:
         self.embedding, self.norm = model.model.embed_tokens, model.model.norm
         self.layers = [self.parts(layer) for layer in model.model.layers]
         self.head = linear(model.lm_head)
+
+    def new_cache(self):
+        return self
+
+    def select(self, completions):
+        self.row = self.row[completions]
+
+    def __call__(self, tokens, mask, *, logits_to_keep, cache):
+        """The logits after the prompts, (B, 1, V), or after a token of each completion, (n, 1)."""
+        if mask.shape[1] == self.length:            # of the prompts: nothing is new
+            return self.prompt_logits
+        tokens = tokens.squeeze(1)
+        self.row = self.branch(self.row, tokens)
+        of_rows = tokens.new_zeros(self.num_rows).index_copy_(0, self.row, tokens)
+        return self.step(of_rows)[self.row, None]                               # (n, 1, V)
 
     def parts(self, layer):
         """What `step` needs of a layer, in the order of use."""

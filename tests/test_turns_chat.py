@@ -85,7 +85,7 @@ def test_the_ids_are_those_of_the_finished_chat_but_for_empty_thoughts(
         tokens = [script.pop(0) for script in scripts if script]
         return torch.tensor(tokens), torch.full((len(logits),), -1.0)
 
-    monkeypatch.setattr(module, "next_token", next_token)
+    monkeypatch.setattr(sampler, "next_token", next_token)
     prompt = batch["prompt_ids"][0].tolist()
     scripts = [ids[len(prompt):] for ids in expected]
     model = MiniMindForCausalLM(MiniMindConfig(len(tokenizer), 16, 16, 1))

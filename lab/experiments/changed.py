@@ -11,7 +11,7 @@ import torch
 
 import train_grpo
 from errors import user_errors
-from model import fast
+from model import sampler
 from model.sampler import next_token
 from run.extensions import teacher
 
@@ -30,9 +30,9 @@ def noise(scale):
     right = train_grpo.grpo_step
 
     def grpo_step(*args):
-        fast.next_token = partial(noisy_token, scale=float(scale))
+        sampler.next_token = partial(noisy_token, scale=float(scale))
         rollout_and_metrics = right(*args)
-        fast.next_token = next_token
+        sampler.next_token = next_token
         return rollout_and_metrics
 
     train_grpo.grpo_step = grpo_step

@@ -7,13 +7,13 @@ import torch
 import train_grpo
 from check_grpo import check_batch, main
 from dataset import read_prompts
-from model import fast, load_pretrained
+from model import load_pretrained, sampler
 from reward.baselines import estimate
 from run.policy import Policy
 from support import ROOT
 from train_grpo import World, group_advantages
 
-next_token = fast.next_token
+next_token = sampler.next_token
 
 
 def fewer(logits, k, p):
@@ -34,7 +34,7 @@ def loaded(*flags):
 def rollout(monkeypatch, flags=(), k=0, p=1.0, temperature=1.0, dtype="float32", trainer=None):
     """What check_batch takes of 64 completions of eight prompts; and the Rollout."""
     (state, asked), world = loaded(*flags), World("cpu", dtype, 3)
-    monkeypatch.setattr(fast, "next_token", lambda logits, _, *rest: next_token(
+    monkeypatch.setattr(sampler, "next_token", lambda logits, _, *rest: next_token(
         fewer(logits, k, p) if k else logits, temperature, *rest))
     monkeypatch.setattr(state.policy, "world", world)
     found = state.generate(asked, world.rng(1))
