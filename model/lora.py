@@ -87,13 +87,6 @@ class AdaptersOff:
         finally:
             LoRALinear.enabled = True
 
-    def __call__(self, *args, **options):
-        LoRALinear.enabled = False
-        try:
-            return self.policy(*args, **options)
-        finally:
-            LoRALinear.enabled = True
-
 
 def adapters(model):
     """{name of the layer: LoRALinear}; empty for a model without adapters."""
