@@ -7,7 +7,6 @@ from .functions import accuracy_reward
 from .load import load_reward_funcs
 from .process_rewards import process_advantages
 from .reward_model import load_reward_model
-from .tools import load_tool
 
-__all__ = ["accuracy_reward", "load_reward_funcs", "load_reward_model", "load_tool",
+__all__ = ["accuracy_reward", "load_reward_funcs", "load_reward_model",
            "process_advantages"]

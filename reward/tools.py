@@ -13,7 +13,7 @@ import warnings
 
 from errors import UserError, cut, reason
 
-from .load import check_columns, import_function, show
+from .load import check_columns, show
 from .turns import Turns
 
 MOST_CHARACTERS = 4000      # of an answer
@@ -82,13 +82,6 @@ class Tool:
             warnings.warn_explicit(f"the tool {self.name} raised ({reason(error)}), which is its "
                                    "answer; from now on this is only counted",
                                    UserWarning, __file__, 0)
-
-
-def load_tool(name, tokenizer, max_calls):
-    """The Tool `module:function`; None without a name."""
-    if name is None:
-        return None
-    return Tool(import_function("--tool", name), tokenizer, max_calls)
 
 
 def tool_calls(functions):

@@ -16,7 +16,8 @@ from dataset import PromptCollator, PromptDataset
 from errors import UserError
 from model import eos_token_ids, fast, load_pretrained, sampler
 from reward import accuracy_reward
-from reward.tools import Tool, load_tool
+from reward.load import import_function
+from reward.tools import Tool
 from run.distributed import World
 from run.extensions.tool import in_turns
 from run.policy import Policy, in_slices
@@ -179,7 +180,7 @@ def test_a_tool_that_fails_says_why_and_the_others_go_on(policy, tokenizer, caps
     with pytest.raises(UserError, match="broken.stop to the text of the token"):
         Tool(broken, tokenizer, 1)
     with pytest.raises(UserError, match="--tool gess: .* write module:function"):
-        load_tool("gess", tokenizer, 1)
+        import_function("--tool", "gess")
 
 
 def test_the_tools_of_the_page_answer(tokenizer):

@@ -2,7 +2,8 @@
 import torch
 
 from errors import COUNT
-from reward.tools import load_tool
+from reward.load import import_function
+from reward.tools import Tool
 
 from ..rollout import Rollout
 
@@ -21,10 +22,11 @@ def is_on(args):
 
 
 def install(state):
-    tool = load_tool(state.args.tool, state.tokenizer, state.args.max_tool_calls)
+    args = state.args
+    tool = Tool(import_function(NAME, args.tool), state.tokenizer, args.max_tool_calls)
 
     def generate(state, batch, rng, num_generations=None, greedy=False):
-        G = num_generations or state.args.num_generations
+        G = num_generations or args.num_generations
         return in_turns(tool, state, batch, rng, G, greedy)
 
     state.replace(NAME, generate=generate)
