@@ -1,7 +1,4 @@
-import os
-
-# Before torch is imported: waiting threads go to sleep soon, so that a busy machine stays usable.
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+import model  # noqa: F401 - first: it sets, before torch, how OpenMP's threads wait
 
 from .functions import accuracy_reward
 from .load import load_reward_funcs
