@@ -18,7 +18,6 @@ what it describes, it becomes a MiniMindConfig; otherwise transformers_model.py 
 import json
 import os
 import re
-import zipfile
 from dataclasses import fields
 from pathlib import Path
 
@@ -64,9 +63,7 @@ def read_tensors(path):
     with explained(path, "truncated, a git-lfs pointer, or something other than tensors", AGAIN):
         if path.suffix == ".safetensors":
             return load_file(path)
-        # Before version 1.6 torch wrote no zip, and such a file can't be mapped.
-        return dict(torch.load(path, map_location="cpu", weights_only=True,
-                               mmap=zipfile.is_zipfile(path)))
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
 
 
 def refuse_code(saved, path):

@@ -98,8 +98,6 @@ def test_a_hostile_pickle_is_refused_and_runs_nothing(name, weights):
                     by_torch({"a": canary}, _use_new_zipfile_serialization=False)):
         (weights / name).write_bytes(content)
         refused(weights, load_pretrained, weights / name if name == "some.pth" else weights)
-    torch.save(state, weights / name, _use_new_zipfile_serialization=False)
-    assert load.read_tensors(weights / name).keys() == state.keys()    # as before torch 1.6
 
 
 def moments(policy, optimizer):
