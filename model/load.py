@@ -169,8 +169,6 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
             model.generation_config = generation
             return model
     config, state = read_state(path)
-    if "score.weight" in state:
-        raise UserError(f"{path}: a reward model, which has no words; give a language model")
     dtype = dtype or getattr(state.get("model.norm.weight"), "dtype", None)
     model = build(MiniMindForCausalLM, config, state=state, path=path, dtype=dtype,
                   matrix_dtype=matrix_dtype, device=device)
@@ -316,19 +314,16 @@ def read_pth(path):
     with explained(path, "no MiniMind since April 2025 has tensors of these names and shapes",
                    "give a folder with config.json, or a .pth of a whole model"):
         state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
-        return infer_config(state, path), state
+        return infer_config(state), state
 
 
-def infer_config(state, path):
+def infer_config(state):
     """The configuration that the names and shapes imply, with MiniMind's constants for the rest."""
     first = "model.layers.0."
     qk_norm = f"{first}self_attn.q_norm.weight" in state
     q_size, hidden_size = state[f"{first}self_attn.q_proj.weight"].shape
     head_dim = len(state[f"{first}self_attn.q_norm.weight"]) if qk_norm else q_size // HEADS
     router = state.get(f"{first}mlp.gate.weight")       # (experts, D), or None in a dense model
-    if router is not None and not qk_norm:
-        raise UserError(f"{path}: experts without q/k-norm, as in MiniMind2's MoE, are something "
-                        "model/model.py does not build; choose dense weights, or MiniMind-3")
     gate_proj = "gate_proj" if router is None else "experts.0.gate_proj"
     feed_forward = len(state[f"{first}mlp.{gate_proj}.weight"])
     layers = {name.split(".")[2] for name in state if name.startswith("model.layers.")}
