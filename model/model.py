@@ -175,15 +175,11 @@ class MixtureOfExperts(nn.Module):
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = nn.ModuleList(SwiGLU(config, config.moe_intermediate_size) for _ in numbers)
 
-    def route(self, logits):
-        """Weights and numbers of the k = num_experts_per_tok experts of each token, (..., k)."""
-        weights, chosen = logits.float().softmax(-1).topk(self.config.num_experts_per_tok)
+    def forward(self, x):
+        # Weights and numbers of each token's k = num_experts_per_tok experts, (..., k).
+        weights, chosen = self.gate(x).float().softmax(-1).topk(self.config.num_experts_per_tok)
         if self.config.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        return weights, chosen
-
-    def forward(self, x):
-        weights, chosen = self.route(self.gate(x))                              # (..., k) each
         number, order = chosen.flatten().sort(stable=True)      # (n*k,), expert after expert
         first = torch.searchsorted(number, torch.arange(len(self.experts) + 1, device=x.device))
         parts = x.flatten(0, -2).index_select(0, order // chosen.shape[-1])     # (n*k, D)
