@@ -106,6 +106,8 @@ def unbuilt(config):
         "partial_rotary_factor": (rope.get("partial_rotary_factor"), None, 1.0),
         "mlp_bias": (getattr(config, "mlp_bias", False), False),
         "sliding_window": (getattr(config, "sliding_window", None), None),
+        "decoder_sparse_step": (getattr(config, "decoder_sparse_step", 1), 1),
+        "mlp_only_layers": (getattr(config, "mlp_only_layers", None), None, []),
     }
     for name, (value, *built) in options.items():
         if value not in built:

@@ -14,7 +14,7 @@ without renaming. Shapes: N sequences, T new tokens, S tokens to attend to (cach
 D hidden size, H query heads, K key/value heads, d head size, V vocabulary.
 """
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +44,6 @@ class MiniMindConfig:
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 176
     norm_topk_prob: bool = True         # the chosen experts' weights add up to 1
-    decoder_sparse_step: int = 1        # every how many layers one has experts ...
-    mlp_only_layers: list[int] = field(default_factory=list)    # ... except these
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -195,8 +193,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        dense = (not config.num_experts or (layer + 1) % config.decoder_sparse_step
-                 or layer in config.mlp_only_layers)
+        dense = config.num_experts == 0
         self.mlp = SwiGLU(config, config.intermediate_size) if dense else MixtureOfExperts(config)
 
     def forward(self, x, rotary, mask=None, cache=None, attend=None):

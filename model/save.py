@@ -8,8 +8,7 @@ from .load import FAMILIES, eos_token_ids
 from .lora import adapter_state, adapters, merged_state
 from .transformers_model import AnyModel
 
-MOE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
-              "decoder_sparse_step", "mlp_only_layers")
+MOE_FIELDS = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"
 
 
 def save_pretrained(model, tokenizer, path):

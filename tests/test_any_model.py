@@ -242,6 +242,8 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 
 @pytest.mark.parametrize("family, options, lacking", [
     ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
      "rope_type dynamic"),
+    ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2,
+                  "decoder_sparse_step": 2}, "decoder_sparse_step 2"),
     ("Llama", {"mlp_bias": True}, "mlp_bias True"), ("Qwen3", {"hidden_act": "gelu"}, "gelu"),
     ("Qwen3", WINDOW, "sliding_window 8"), ("Qwen2", WINDOW, "sliding_window 8"),
     ("Qwen3", {"use_sliding_window": False, "sliding_window": 8}, ""),

@@ -41,9 +41,6 @@ FAMILIES = {
     "qwen3_moe": ("Qwen3Moe", EXPERTS | {"tie_word_embeddings": False}),
     "qwen3_moe_raw_weights": ("Qwen3Moe", EXPERTS | {
         "tie_word_embeddings": True, "num_experts_per_tok": 3, "norm_topk_prob": False}),
-    "qwen3_moe_some_dense": ("Qwen3Moe", EXPERTS | {
-        "tie_word_embeddings": False, "num_hidden_layers": 4, "decoder_sparse_step": 2,
-        "mlp_only_layers": [3]}),
 }
 CONSTANTS = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 8, "eos_token_id": 2,
              "tie_word_embeddings": True,

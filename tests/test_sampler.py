@@ -29,7 +29,7 @@ FAMILIES = {
         "qk_norm": False, "num_key_value_heads": 1, "attention_bias": True,
         "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "a key head for each head": {"num_key_value_heads": 4, "tie_word_embeddings": True},
-    "experts": {"num_experts": 3, "moe_intermediate_size": 320, "mlp_only_layers": [0]},
+    "experts": {"num_experts": 3, "moe_intermediate_size": 320},
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
