@@ -180,9 +180,13 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
 
 
 def read_state(path):
-    """The MiniMindConfig of a folder or a .pth, and its tensors by name, mapped from the """
+    """The MiniMindConfig of a folder or a .pth, and its tensors by name, mapped from the files."""
     if path.is_file():
-        config, state = read_pth(path)
+        state = read_tensors(path)
+        with explained(path, "no MiniMind since April 2025 has tensors of these names and shapes",
+                       "give a folder with config.json, or a .pth of a whole model"):
+            state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
+            config = infer_config(state)
     else:
         config, state = read_config(path), read_weights(path)
     if config.tie_word_embeddings and "model.embed_tokens.weight" in state:
@@ -305,17 +309,9 @@ def find_weights(name, *folders):
                 Path(folders[-1]) / name)
 
 
-def read_pth(path):
-    """The configuration and the tensors of a MiniMind .pth; UserError if it is something else."""
-    state = read_tensors(path)
-    with explained(path, "no MiniMind since April 2025 has tensors of these names and shapes",
-                   "give a folder with config.json, or a .pth of a whole model"):
-        state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
-        return infer_config(state), state
-
-
 def infer_config(state):
-    """The configuration that the names and shapes imply, with MiniMind's constants for the rest."""
+    """A .pth's configuration, which names and shapes imply, with MiniMind's constants for the rest.
+    """
     first = "model.layers.0."
     qk_norm = f"{first}self_attn.q_norm.weight" in state
     q_size, hidden_size = state[f"{first}self_attn.q_proj.weight"].shape
