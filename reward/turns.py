@@ -77,7 +77,10 @@ class Turns:
         """The tool's answers to these rows, each with whether it is an error; they are queued."""
         if not rows:
             return []
-        histories = [self.texts[row] + [self.own_text(row)] for row in rows]
+        histories = []
+        for row in rows:        # what it wrote since the last answer, through the stop token
+            own = self.tokenizer.decode(self.own[row][:-1]) + self.tool.stop
+            histories.append([*self.texts[row], own])
         columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
         answers = self.tool(histories, columns)
         for row, history, (answer, failed) in zip(rows, histories, answers):
@@ -86,10 +89,6 @@ class Turns:
                 self.queue[row] = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
                 self.failures[row] += failed
         return answers
-
-    def own_text(self, row):
-        """What the row wrote since the last answer, through the stop token."""
-        return self.tokenizer.decode(self.own[row][:-1]) + self.tool.stop
 
     def finished(self):
         """N lists of texts: own words and answers in turn, own words at both ends."""
