@@ -310,8 +310,7 @@ def find_weights(name, *folders):
 
 
 def infer_config(state):
-    """A .pth's configuration, which names and shapes imply, with MiniMind's constants for the rest.
-    """
+    """What the names and shapes in a .pth imply, with MiniMind's constants for the rest."""
     first = "model.layers.0."
     qk_norm = f"{first}self_attn.q_norm.weight" in state
     q_size, hidden_size = state[f"{first}self_attn.q_proj.weight"].shape

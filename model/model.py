@@ -132,16 +132,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def heads(self, x, rotary):
-        """x (..., D) -> queries (..., H, d), keys and values (..., K, d), positions applied."""
+    def forward(self, x, rotary, mask=None, cache=None, attend=None):
+        """x (N, T, D) -> (N, T, D); mask (N, 1, T, S), None: causal."""
+        # Queries (..., H, d), keys and values (..., K, d), then with their positions.
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        return rotate(q, rotary), rotate(k, rotary), v
-
-    def forward(self, x, rotary, mask=None, cache=None, attend=None):
-        """x (N, T, D) -> (N, T, D); mask (N, 1, T, S), None: causal."""
-        q, k, v = self.heads(x, rotary)
+        q, k = rotate(q, rotary), rotate(k, rotary)
         if attend is not None:                  # model/fast reads other tokens in its own way
             return self.o_proj(attend(q, k, v))
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))                # (N, H or K, T, d)
