@@ -162,7 +162,11 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
     """
     path, generation = local_path(path), {}
     if not path.is_file():
-        theirs, generation = read_hub_config(path), read_generation_config(path)
+        theirs, file = read_hub_config(path), path / "generation_config.json"
+        if file.exists():
+            generation = read_json(file)
+            with explained(file, "its eos_token_id is no token's id", AGAIN):
+                as_ids(generation.get("eos_token_id"))
         lacking = unbuilt(theirs)
         if lacking:
             model = transformers_model.load(
@@ -192,17 +196,6 @@ def read_state(path):
     if config.tie_word_embeddings and "model.embed_tokens.weight" in state:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     return config, state
-
-
-def read_generation_config(folder):
-    """generation_config.json as a dict, empty where there is none."""
-    file = folder / "generation_config.json"
-    if not file.exists():
-        return {}
-    with explained(file, "its eos_token_id is no token's id", AGAIN):
-        content = read_json(file)
-        as_ids(content.get("eos_token_id"))
-    return content
 
 
 def local_path(path, *, weights=True):
