@@ -14,7 +14,6 @@ import warnings
 from errors import UserError, cut, reason
 
 from .load import check_columns, show
-from .turns import Turns
 
 MOST_CHARACTERS = 4000      # of an answer
 
@@ -38,11 +37,6 @@ class Tool:
                             f"text of exactly one token ({len(ids)} with this tokenizer); set "
                             f"{self.name}.stop to the text of the token that asks it")
         self.stop_id = ids[0]
-
-    def turns(self, batch, G, rng):
-        """The Turns of G completions of each prompt of a batch (dataset/prompts.py)."""
-        columns = {"prompts": batch["prompts"], **batch["columns"]}
-        return Turns(self, self.tokenizer, columns, G, rng)
 
     def __call__(self, histories, columns):
         """For each history (answer, whether the tool raised); after an error each is asked alone.

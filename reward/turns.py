@@ -10,16 +10,17 @@ import torch
 class Turns:
     """What a tool adds to N completions; the keyword `tool` of a sampler.
 
-    tool: a Tool of tools.py. columns: name -> a value for each prompt, which its G
-    completions share. rng gives each of them a number, which the tool finds in the column `seeds`.
+    tool: a Tool of tools.py. batch: of dataset/prompts.py, G completions for each prompt, which
+    share its columns. rng gives each of them a number, which the tool finds in the column `seeds`.
 
     Where a row draws the tool's stop token, the tool is asked. Its text is queued, and the row
     takes these tokens before it draws again. No text is encoded a second time.
     """
 
-    def __init__(self, tool, tokenizer, columns, G, rng):
-        count = len(columns["prompts"]) * G
-        self.tool, self.tokenizer = tool, tokenizer
+    def __init__(self, tool, batch, G, rng):
+        columns = {"prompts": batch["prompts"], **batch["columns"]}
+        count = len(batch["prompts"]) * G
+        self.tool, self.tokenizer = tool, tool.tokenizer
         self.columns = {name: [value for value in values for _ in range(G)]
                         for name, values in columns.items()}
         seeds = torch.randint(2**31, (count,), generator=rng, device=rng.device)

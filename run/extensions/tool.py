@@ -4,6 +4,7 @@ import torch
 from errors import COUNT
 from reward.load import import_function
 from reward.tools import Tool
+from reward.turns import Turns
 
 from ..rollout import Rollout
 
@@ -34,7 +35,7 @@ def install(state):
 
 def in_turns(tool, state, batch, rng, G, greedy):
     """G completions of each prompt, in which some words are the tool's: read, and not learned."""
-    args, turns = state.args, tool.turns(batch, G, rng)
+    args, turns = state.args, Turns(tool, batch, G, rng)
     completion_ids, logps, drawn = state.policy.sample(                                     # (N, R)
         batch["prompt_ids"].to(rng.device), batch["prompt_mask"].to(rng.device),
         num_generations=G, max_new_tokens=args.max_gen_len, temperature=args.temperature,
