@@ -17,7 +17,6 @@ from model.load import (
     read_hub_config,
     read_json,
     read_weights,
-    refuse_code,
     unbuilt,
 )
 from model.model import Decoder
@@ -150,7 +149,7 @@ def load_reward_model(path, *, device="cpu"):
         if ARCHITECTURE in str(saved.get("architectures")):
             model = load_internlm2(folder, saved, dtype)
         else:
-            model = load_classifier(folder, saved, dtype)
+            model = load_classifier(folder, dtype)
     except UserError as error:
         raise UserError(f"--reward_model_path {error}") from error
     return model.to(device).eval()
@@ -167,31 +166,24 @@ def load_internlm2(folder, saved, dtype):
     return model
 
 
-def load_own(folder, state, dtype):
-    """A classifier whose backbone is that of model/model.py."""
-    config = read_config(folder)
-    tokenizer = load_tokenizer(folder, config.vocab_size, ANOTHER)
-    model = build(RewardModel, config, tokenizer, state=state, path=folder, dtype=dtype)
-    model.score.float()
-    return model
-
-
-def load_classifier(folder, saved, dtype):
+def load_classifier(folder, dtype):
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
-    refuse_code(saved, folder / "config.json")
     theirs = read_hub_config(folder)
+    tokenizer = load_tokenizer(folder, theirs.get_text_config().vocab_size, ANOTHER)
     if not unbuilt(theirs) and theirs.num_labels == 1:
         state = read_weights(folder)
         if "score.weight" in state:
-            return load_own(folder, state, dtype)
+            model = build(RewardModel, read_config(folder), tokenizer, state=state, path=folder,
+                          dtype=dtype)
+            model.score.float()
+            return model
     logging.disable_progress_bar()
     with explained(folder, "transformers finds no reward model there", ANOTHER):
         classifier, info = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=dtype, trust_remote_code=False, output_loading_info=True)
         if info["missing_keys"] or classifier.score.weight.shape[0] != 1:
             raise TypeError("it needs a head named score, with one label, and a backbone")
-    tokenizer = load_tokenizer(folder, classifier.config.vocab_size, ANOTHER)
     classifier.config.use_cache = False     # one forward per chat: no need to keep keys and values
     model = RewardModel(classifier.config, tokenizer, backbone=classifier.base_model)
     model.score = classifier.score.float()
