@@ -201,18 +201,23 @@ def read_state(path):
 def local_path(path, *, weights=True):
     """The path itself; for a hub id like Qwen/Qwen3-0.6B, the folder it is downloaded to.
 
-    weights: download them too, safetensors and PyTorch's .bin.
+    weights: download them too, PyTorch's pytorch_model*.bin only if there are no safetensors.
     """
     if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return Path(path)
     from huggingface_hub import snapshot_download
-    patterns = ["*.json", "*.jinja", "*.txt", "*.model"]
-    if weights:
-        patterns += ["*.safetensors", "pytorch_model*.bin"]
+
+    def download(*patterns):
+        return Path(snapshot_download(
+            str(path), ignore_patterns=["original/*"],
+            allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", *patterns]))
+
     with explained(path, "no such folder on this machine, and downloading it from the hub failed",
                    "check the spelling, the network, and whether it needs a login (hf auth login)"):
-        return Path(snapshot_download(
-            str(path), allow_patterns=patterns, ignore_patterns=["original/*"]))
+        folder = download("*.safetensors") if weights else download()
+        if weights and not list(folder.glob("*.safetensors")):
+            folder = download("pytorch_model*.bin")
+        return folder
 
 
 def load_tokenizer(path, vocab_size, advice="give another with --tokenizer_path"):
