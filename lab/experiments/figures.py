@@ -27,7 +27,8 @@ def draw(results, experiment, panels, path):
 
     panels: {series: (title, subtitle, format of the values)}. An arm named `grpo, none` has the
     colour of all arms that begin with `grpo`; what follows the comma picks the dashes. Arms of a
-    cell have the colours of the legend, one after the other. The number at a line is its end.
+    cell have the colours of the legend, one after the other. The numbers beside a panel are the
+    ends of its lines.
     """
     arms = list(dict.fromkeys(run["arm"] for run in results))
     rows = list(dict.fromkeys(run["row"] for run in results))
@@ -95,7 +96,6 @@ def draw_panel(ax, runs, key, form, lines, *, whole):
     On a logarithmic axis it is the geometric mean, without a band. whole: shares from 0 to 100%.
     """
     most = 1 if "%" in form else np.inf     # the largest value there is
-    ends = []
     for arm, (color, dashes) in lines.items():
         steps, values = series(runs, arm, key)
         if not len(steps):
@@ -108,19 +108,17 @@ def draw_panel(ax, runs, key, form, lines, *, whole):
             low = np.maximum(center - half, min(0, np.nanmin(values)))
             high = np.minimum(center + half, most)
             ax.fill_between(steps, low, high, color=color, alpha=0.13, linewidth=0)
-        ax.plot(steps, center, color=color, linestyle=dashes, linewidth=1.8)
-        ends.append((np.nanmean(at_end(key, center)), "", color))
-    if len(lines) > 4:      # the numbers at their ends would not fit; the table has them
-        ends = []
+        label = None
+        if len(lines) <= 4:     # more numbers would not fit beside the panel; the table has them
+            label = form.format(np.nanmean(at_end(key, center)))
+        ax.plot(steps, center, color=color, linestyle=dashes, linewidth=1.8, label=label)
+    finish(ax, form)
+    if most == 1 and (whole or ax.dataLim.y1 > 0.85):
+        ax.set_ylim(0, 1.04)
     if key in LOGARITHMIC and ax.lines:
         values = np.concatenate([line.get_ydata() for line in ax.lines])
         ax.set_yscale("log")
         ax.set_ylim(np.nanmin(values) / 3, np.nanmax(values) * 3)
-    top = None
-    if most == 1 and (whole or ax.dataLim.y1 > 0.85):
-        top = 1.04
-    finish(ax, ends, form, top=top)
-    if key in LOGARITHMIC:
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_formatter("")
     ax.set_xlabel("step")
@@ -218,7 +216,8 @@ def draw_against_tokens(results, key, panels, path):
                 low, high = np.clip((center - half, center + half), 0, 1)       # it is a share
                 ax.fill_between(steps, low, high, color=color, alpha=0.13, linewidth=0)
                 ax.plot(steps, center, color=color, linestyle=dashes, linewidth=1.8)
-            finish(ax, [], form, top=1.04)
+            finish(ax, form)
+            ax.set_ylim(0, 1.04)
             ax.set_xscale("log", base=base)
             ax.set_xlim(ax.dataLim.x0 / 1.2, ax.dataLim.x1 * 1.2)
             ax.xaxis.set_major_formatter("{x:,g}")

@@ -12,7 +12,7 @@ import numpy as np
 from dataset.jsonl import is_finite, read_jsonl
 from errors import Parser, UserError, explained, user_errors
 
-from ..metrics import duration, training_time
+from ..metrics import duration
 
 # The palette of Okabe and Ito, whose colours colour-blind readers can tell apart. Its yellow is too
 # pale for lines, so brown takes its place.
@@ -28,7 +28,7 @@ STYLE = {
     "xaxis.labellocation": "right",
     "xtick.color": GREY, "xtick.labelsize": 8, "xtick.major.size": 0,
     "ytick.color": GREY, "ytick.labelsize": 8, "ytick.major.size": 0,
-    "lines.solid_capstyle": "round",
+    "lines.solid_capstyle": "round", "axes.xmargin": 0.02,
     "figure.subplot.hspace": 0.4,       # between the metrics of a panel
 }
 MOST_STEPS = 500            # about as many as a panel has pixels
@@ -72,8 +72,6 @@ class Run:
         if not self.steps:
             raise UserError(f"{run_dir}: no step in metrics.jsonl yet; "
                             "give the folder of a run, such as out/run_a.")
-        for row in self.steps:
-            row["training_time"] = training_time(row)
 
     def keys(self, start, end=""):
         """The names of the metrics that begin and end so, in the order they were written."""
@@ -83,9 +81,8 @@ class Run:
     def series(self, key):
         """The steps and values of one metric, (2, steps); a value that was not finite is NaN."""
         rows = self.evaluations if key.startswith("eval/") else self.steps
-        rows = [row for row in rows if key in row]
-        values = [row[key] if is_finite(row[key]) else np.nan for row in rows]
-        return np.array([[row["step"] for row in rows], values], dtype=float)
+        pairs = [(row["step"], row[key]) for row in rows if key in row]
+        return np.array(pairs, dtype=float).reshape(-1, 2).T
 
     def finite(self, key):
         """The finite values of one metric."""
@@ -118,47 +115,42 @@ def numbers_in(path):
 
 # Of each panel: its title, what to expect of one run, and its metrics from top to bottom.
 PANELS = [
-    ("Reward", "the total should climb; its parts tell what is being learned", "reward"),
+    ("Reward", "the total should climb; its parts tell what is being learned", ["reward"]),
     ("Held-out accuracy", "problems never trained on; sampled should climb towards greedy",
-     "eval/accuracy"),
-    ("Completion length, tokens", "grows where thinking pays; band: shortest to longest",
-     "completions/mean_length", "completions/clipped_ratio"),
-    ("Exploration and drift", "how sure the policy is, and how far it has moved", "kl", "entropy"),
-    ("Health of the updates", "early trouble shows here first", "frac_reward_zero_std",
-     "clip_ratio/region_mean", "grad_norm"),
+     ["eval/accuracy"]),
+    ("Completion length, tokens", "grows where thinking pays",
+     ["completions/mean_length", "completions/clipped_ratio"]),
+    ("Exploration and drift", "how sure the policy is, and how far it has moved",
+     ["kl", "entropy"]),
+    ("Health of the updates", "early trouble shows here first",
+     ["frac_reward_zero_std", "clip_ratio/region_mean", "grad_norm"]),
     ("Where the time goes", "seconds per step, and each phase's share of the whole run",
-     "training_time"),
+     ["perf/throughput"]),
 ]
-STRIPS = {      # metric: the format of its values, its colour if there is one run, what it is
-    "kl": ("{:.2g}", PINK, "KL to the reference: a spike is fine, a lasting climb is not"),
-    "entropy": ("{:.2g}", GREEN, "entropy, nats per token: falls as the policy gets sure"),
+METRICS = {     # metric: the format of its values, what it is
+    "reward": ("{:.2f}", "the total, weighted"),
+    "eval/accuracy": ("{:.0%}", "sampled"),
+    "completions/mean_length": ("{:.0f}", "in training"),
+    "completions/clipped_ratio": ("{:.0%}", "cut off at the length limit: should be rare"),
+    "kl": ("{:.2g}", "KL to the reference: a spike is fine, a lasting climb is not"),
+    "entropy": ("{:.2g}", "entropy, nats per token: falls as the policy gets sure"),
     "frac_reward_zero_std":
-        ("{:.0%}", ORANGE, "groups of equal rewards: bad early; late, the task is solved"),
-    "completions/clipped_ratio": ("{:.0%}", PINK, "cut off at the length limit: should be rare"),
-    "clip_ratio/region_mean": ("{:.1%}", BLUE, "tokens clipped: a few percent at most"),
-    "grad_norm": ("{:.2g}", BROWN, "gradient norm: spikes are clipped"),
-    "reward": ("{:.2f}", INK, "the total, weighted"), "eval/accuracy": ("{:.0%}", BLUE, "sampled"),
-    "completions/mean_length": ("{:.0f}", BLUE, "in training"),
-    "training_time": ("{:.2f}", INK, "seconds per step, without evaluations and checkpoints"),
+        ("{:.0%}", "groups of equal rewards: bad early; late, the task is solved"),
+    "clip_ratio/region_mean": ("{:.1%}", "tokens clipped: a few percent at most"),
+    "grad_norm": ("{:.2g}", "gradient norm: spikes are clipped"),
+    "perf/throughput": ("{:,.0f}", "sampled tokens per second"),
 }
 
 
-def panels(fig, runs):
-    """Six panels, two rows of three; returns the axes of each metric.
-
-    A panel leaves out metrics that are 0 throughout or were never recorded, but for its first.
-    """
-    shown = []
-    for _, _, first, *others in PANELS:
-        others = [key for key in others if any(run.finite(key).any() for run in runs)]
-        shown.append([first, *others])
-    cells = [[[key] for key in keys] for keys in shown]     # in each a mosaic of a single column
-    axes = fig.subplot_mosaic([cells[:3], cells[3:]], gridspec_kw={
+def panels(fig, name, sentence):
+    """Six panels below a headline, two rows of three; returns the axes of each metric."""
+    fig.text(0.027, 0.955, name, fontsize=17, fontweight="bold", va="center")
+    fig.text(0.027, 0.913, sentence, fontsize=11.5, color=GREY, va="center")
+    columns = [[[key] for key in keys] for _, _, keys in PANELS]
+    axes = fig.subplot_mosaic([columns[:3], columns[3:]], gridspec_kw={
         "left": 0.05, "right": 0.9, "bottom": 0.06, "top": 0.81, "wspace": 0.68, "hspace": 0.5})
-    for (title, subtitle, *_), keys in zip(PANELS, shown):
+    for title, _, keys in PANELS:
         above(axes[keys[0]], title, -22, 32, fontsize=11.5, fontweight="bold")
-        if len(runs) == 1:
-            above(axes[keys[0]], subtitle, -22, 19, fontsize=8.5, color=GREY)
         for key in keys[:-1]:
             axes[key].tick_params(labelbottom=False)
         axes[keys[-1]].set_xlabel("step")
@@ -166,87 +158,78 @@ def panels(fig, runs):
 
 
 def draw_one(fig, run):
-    head(fig, run.name, run.headline())
-    axes = panels(fig, [run])
-    lines = []
-    for key, color in zip(run.keys("rewards/", "/mean"), itertools.cycle(COLORS)):
-        name = key.removeprefix("rewards/").removesuffix("/mean").removesuffix("_reward")
-        lines.append((run, key, color, name.replace("_", " "), 1.3))
-    lines.append((run, "reward", INK, "total", 2.4))
-    draw_lines(axes.pop("reward"), lines, "{:.2f}")
-    any_of_k = [(run, key, GREEN, key.removeprefix("eval/"), 1.2)
-                for key in run.keys("eval/pass@")]
-    draw_lines(axes.pop("eval/accuracy"),
-               [*any_of_k, (run, "eval/greedy_accuracy", ORANGE, "greedy", 1.6),
-                (run, "eval/accuracy", BLUE, "sampled", 2.4)], "{:.0%}", top=1.04)
-    ax = axes.pop("completions/mean_length")
-    steps, low = run.series("completions/min_length")
-    _, high = run.series("completions/max_length")
-    if len(low) == len(high) > 0:
-        ax.fill_between(steps, smooth(low), smooth(high), color=SKY, alpha=0.22, linewidth=0)
-    draw_lines(ax, [(run, "completions/mean_length", BLUE, "training", 2.2),
-                    (run, "eval/mean_length", ORANGE, "held-out", 1.2)], "{:.0f}")
-    draw_time(axes.pop("training_time"), run)
+    axes = panels(fig, run.name, run.headline())
+    for _, subtitle, keys in PANELS:
+        above(axes[keys[0]], subtitle, -22, 19, fontsize=8.5, color=GREY)
+    draw_lines(axes.pop("reward"), "{:.2f}", [(run, "reward", "total")] + [
+        (run, key, key.split("/")[1].removesuffix("_reward").replace("_", " "))
+        for key in run.keys("rewards/", "/mean")])
+    draw_lines(axes.pop("eval/accuracy"), "{:.0%}", [
+        (run, "eval/accuracy", "sampled"), (run, "eval/greedy_accuracy", "greedy"),
+        *((run, key, key.removeprefix("eval/")) for key in run.keys("eval/pass@"))])
+    draw_lines(axes.pop("completions/mean_length"), "{:.0f}", [
+        (run, "completions/mean_length", "training"), (run, "eval/mean_length", "held-out"),
+        (run, "completions/min_length", "shortest"), (run, "completions/max_length", "longest")])
+    draw_time(axes.pop("perf/throughput"), run)
     for key, ax in axes.items():
-        draw_strip(ax, [run], key, [STRIPS[key][1]])
+        draw_strip(ax, [run], key)
 
 
 def draw_several(fig, runs):
     from matplotlib.lines import Line2D
 
-    head(fig, f"{len(runs)} runs", "")
-    colors = [COLORS[i % len(COLORS)] for i in range(len(runs))]
-    swatches = [Line2D([], [], color=color, linewidth=3) for color in colors]
+    for key, ax in panels(fig, f"{len(runs)} runs", "").items():
+        draw_strip(ax, runs, key)
+    swatches = [Line2D([], [], color=color, linewidth=3)
+                for _, color in zip(runs, itertools.cycle(COLORS))]
     fig.legend(swatches, [run.name for run in runs], frameon=False, loc="center left",
-               bbox_to_anchor=(0.02, 0.915), ncols=min(len(runs), 6), fontsize=10,
-               handlelength=1.2)
-    for key, ax in panels(fig, runs).items():
-        draw_strip(ax, runs, key, colors)
+               bbox_to_anchor=(0.02, 0.915), ncols=6, fontsize=10, handlelength=1.2)
+
+
+def draw_strip(ax, runs, key):
+    """A metric of each run, in its colour."""
+    form, text = METRICS[key]
+    above(ax, text, 0, 3, fontsize=8, color=GREY)
+    draw_lines(ax, form, [(run, key, "") for run in runs])
+
+
+def draw_lines(ax, form, lines):
+    """Draw lines, (run, metric, label) each, and write label and last value beside them.
+
+    An evaluation's has its points; another is smoothed, over a tint of its values. form: of the
+    values.
+    """
+    for (run, key, label), color in zip(lines, itertools.cycle(COLORS)):
+        steps, values = run.series(key)
+        seen = np.isfinite(values)
+        if not seen.any():
+            continue
+        if key.startswith("eval/"):
+            steps, values = steps[seen], values[seen]
+        else:
+            ax.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
+            values = smooth(values)
+        has_points = key.startswith("eval/") or len(values) == 1        # which makes no line
+        last = form.format(values[np.isfinite(values)][-1])
+        ax.plot(steps, values, "o-" if has_points else "-", color=color, linewidth=1.8,
+                markersize=3.5, label=f"{label} {last}".strip())
+    finish(ax, form)
 
 
 def draw_time(ax, run):
-    phases = run.keys("timing_s/")      # the columns of the table; its rows are the steps
+    """The seconds of each phase, on top of each other."""
+    phases = run.keys("timing_s/")
     table = np.array([[row.get(key) or 0.0 for key in phases] for row in run.steps])
     shares = table.sum(axis=0) / max(table.sum(), 1e-9)
-    # Means over at most 60 bins: a phase's area is still the time it took.
-    bins = np.array_split(np.arange(len(table)), min(len(table), 60))
-    steps = [row["step"] for row in run.steps]
-    edges = [steps[part[0]] - 0.5 for part in bins] + [steps[-1] + 0.5]
-    base = np.zeros(len(bins))
-    for i in np.flatnonzero(shares > 0.004):
-        below, base = base, base + [table[part, i].mean() for part in bins]
-        name = phases[i].removeprefix("timing_s/").replace("_", " ")
-        ax.stairs(base, edges, baseline=below, fill=True, color=COLORS[i % len(COLORS)],
-                  alpha=0.85, label=f"{name} {shares[i]:.0%}")
-    if base.any():
-        ax.legend(loc="center left", bbox_to_anchor=(0.99, 0.5), frameon=False, fontsize=8.5,
-                  reverse=True, handlelength=0.8, handleheight=0.8, handletextpad=0.5)
-    finish(ax, [])
-
-
-def draw_strip(ax, runs, key, colors):
-    """A metric of each run, in its colour."""
-    form, _, text = STRIPS[key]
-    draw_lines(ax, [(run, key, color, "", 1.8) for run, color in zip(runs, colors)], form,
-               top=1.04 if key == "eval/accuracy" else None)
-    if ax.lines:
-        above(ax, text, 0, 3, fontsize=8, color=GREY)
-
-
-def draw_lines(ax, lines, form, top=None):
-    """Draw each of the lines, as line() takes them, and what finish() adds."""
-    ends = []
-    for arguments in lines:
-        ends += line(ax, *arguments)
-    finish(ax, ends, form, top)
+    names = [f"{key.removeprefix('timing_s/').replace('_', ' ')} {share:.0%}"
+             for key, share in zip(phases, shares)]
+    if phases:
+        ax.stackplot([row["step"] for row in run.steps], *map(smooth, table.T), labels=names,
+                     colors=COLORS, alpha=0.85)
+    finish(ax, reverse=True)
 
 
 # --- the parts of a panel -------------------------------------------------------------------------
-
-def head(fig, name, sentence):
-    fig.text(0.027, 0.955, name, fontsize=17, fontweight="bold", va="center")
-    fig.text(0.027, 0.913, sentence, fontsize=11.5, color=GREY, va="center")
-
 
 def above(ax, text, x, y, **style):
     """Write above the axes, (x, y) points from their upper left corner."""
@@ -254,79 +237,40 @@ def above(ax, text, x, y, **style):
                 **style)
 
 
-def line(ax, run, key, color, label, width):
-    """Draw one series: an evaluation's by its points, another smoothed over a tint of its values.
-
-    Returns the line's end, [(last value, label, color)], for finish(); [] without any finite value.
-    """
-    steps, values = run.series(key)
-    seen = np.isfinite(values)
-    if not seen.any():
-        return []
-    marker = ""
-    if key.startswith("eval/"):
-        marker, steps, values = "o", steps[seen], values[seen]
-    else:
-        ax.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
-        values = smooth(values)
-    if len(values) == 1:        # which makes no line
-        marker = "o"
-    ax.plot(steps, values, color=color, linewidth=width, marker=marker, markersize=3.5)
-    return [(values[np.isfinite(values)][-1], label, color)]
-
-
 def smooth(values):
     """Centred moving average over a tenth of the series, with a Hann window, ignoring NaNs."""
     # A box window would spread a single spike into a plateau; this one keeps it a bump.
-    means = np.full(len(values), np.nan)
+    values, means = np.ma.masked_invalid(values), np.ma.masked_all(len(values))
     for i in range(len(values)):
         # Most is learned in the first steps: there the window grows from a single value, and stays
         # centred, so that the curve begins where the run began.
         reach = min(len(values) // 20, i)
         window = values[i - reach:i + reach + 1]
-        weights = np.hanning(2 * reach + 3)[1:-1][:len(window)]
-        seen = np.isfinite(window)
-        if seen.any():
-            means[i] = np.average(window[seen], weights=weights[seen])
-    return means
+        weights = np.hanning(2 * reach + 3)[1:-1]
+        means[i] = np.ma.average(window, weights=weights[:len(window)])
+    return means.filled(np.nan)
 
 
-def finish(ax, ends, form="", top=None):
-    """Set the scales, and write each line's name and last value at its right end.
+def finish(ax, form="", reverse=False):
+    """Set the scales, and write the labels of the lines beside them, each in its colour.
 
-    ends: what line() returned. form: the format of the values; with a % in it, the
-    y axis is in percent too. top: the upper limit of the y axis (default: from the data).
+    form: the format of the values; with a % in it, the y axis is in percent too.
     """
     if not ax.has_data():
         ax.text(0.5, 0.5, "not recorded", transform=ax.transAxes, ha="center", va="center",
                 color=GREY)
         ax.set(xticks=[], yticks=[], xlabel="")
         return
-    last = max(1, ax.dataLim.x1)
-    ax.set_xlim(-0.02 * last, 1.02 * last)
+    ax.set_xlim(left=-0.02 * ax.dataLim.x1)
     ax.locator_params(axis="x", integer=True, min_n_ticks=1, nbins=6)
-    if ax.get_yscale() == "linear" and ax.dataLim.y0 >= 0:
-        ax.set_ylim(0, top or 1.1 * ax.dataLim.y1 or 1)
+    if ax.dataLim.y0 >= 0:
+        ax.set_ylim(bottom=0)
     if "%" in form:
-        ax.yaxis.set_major_formatter(
-            lambda value, _: f"{value:.3%}".rstrip("0%").rstrip(".") + "%")
-    if not ends:
-        return
-    ends = sorted(ends)
-    scale = ax.yaxis.get_transform().transform          # it may be logarithmic
-    low, high = scale(ax.get_ylim())
-    heights = (scale([value for value, _, _ in ends]) - low) / (high - low)
-    # A line of text as a fraction of the height of the axes; there are 72 points to an inch.
-    gap = 12 / (ax.get_position().height * ax.figure.get_figheight() * 72)
-    for _ in range(100):    # labels that overlap push each other apart
-        overlap = np.maximum(gap - np.diff(heights), 0) / 2
-        heights[:-1] -= overlap
-        heights[1:] += overlap
-    heights -= max(heights[-1] - 1, 0)
-    heights += max(-heights[0], 0)
-    for height, (value, label, color) in zip(heights, ends):
-        ax.text(1.02, height, f"{label} {form.format(value)}".strip(), transform=ax.transAxes,
-                va="center", color=color, fontsize=8.5)
+        ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8.5,
+                  labelcolor="linecolor", handlelength=0, handletextpad=0, markerscale=0,
+                  reverse=reverse)
 
 
 @user_errors("run.report.picture")
