@@ -105,7 +105,7 @@ class Run:
     def _close(self, error):
         self.bar.close()
         if self.has_begun:
-            self._draw()
+            self.draw(pause=0)
         if error is None and self.current_step:
             self._print_summary()
         if self.swanlab and self.swanlab.has_run():     # it ends its run itself after Ctrl-C
@@ -129,18 +129,15 @@ class Run:
             return ()
         self.open(last_step, done, num_tokens)
         self.intro(len(problems), len(self.heldout))
-        self.evaluate_if_due(0)
+        if done == 0:
+            self.evaluate_if_due(0)
         self.signals.watch()                    # from here on a signal lets the step end
         return enumerate(batches, start=done + 1)
 
     def evaluate_if_due(self, step):
         """The metrics of an evaluation, which are written and printed; none if none is due."""
         interval = self.args.eval_interval
-        if step == 0:
-            due = interval > 0 and self.start_step == 0     # before the first step of a new run
-        else:
-            due = interval > 0 and (step % interval == 0 or step == self.last_step)
-        if not due:
+        if interval == 0 or (step % interval and step != self.last_step):
             return {}
         if step:                    # the one before the first step counts towards none
             self.state.phase("eval")
@@ -285,15 +282,10 @@ class Run:
             self.warned_at[text] = self.current_step
             self._print(styled("warning: ", BOLD, MAGENTA) + printable(text))
 
-    def draw(self):
-        """Draw curves.png and report.html, at most once a minute; the end of the run does too."""
-        if self.active and time.perf_counter() - self.drawn_at > 60:
-            self._draw()
-            self.drawn_at = time.perf_counter()
-
-    # --- helpers ----------------------------------------------------------------------------------
-
-    def _draw(self):
+    def draw(self, pause=60):
+        """Draw curves.png and report.html, if that was not done in the last `pause` seconds."""
+        if not self.active or time.perf_counter() - self.drawn_at < pause:
+            return
         # Imported here: each is also a command, and Python warns if that was imported before.
         from . import html_page, picture
         try:
@@ -303,6 +295,9 @@ class Run:
             self.warn(f"curves.png and report.html could not be drawn ({reason(error)}); "
                       f"`python -m run.report.html_page {short(self.run_dir)}` tries again")
         gc.collect()    # a picture is megabytes of objects that refer to each other
+        self.drawn_at = time.perf_counter()
+
+    # --- helpers ----------------------------------------------------------------------------------
 
     def _print(self, text):
         """Prints a text above the bar."""
@@ -426,21 +421,18 @@ def one_group(step, rows):
     title = f"\nstep {step}, one group of {len(rows)}"
     answer = rows[0]["columns"].get("answer")
     if answer:
-        title += f", the answer is {one_line(str(answer))}"
-    head = "  advantage  reward"
-    for name in rows[0]["rewards"]:
-        head += f"  {name.removesuffix('_reward'):>5}"
-    judged = [row for row in rows[:8] if is_finite(row["reward"])]
-    unjudged = [row for row in rows[:8] if not is_finite(row["reward"])]
+        title += f", the answer is {one_line(str(answer).strip())}"
+    names = [name.removesuffix("_reward").rjust(5) for name in rows[0]["rewards"]]
+    head = "  ".join(["  advantage", "reward", *names])
     copies = Counter()
-    for row in sorted(judged, key=lambda row: -row["reward"]) + unjudged:
+    for row in sorted(rows[:8], reverse=True, key=lambda row:
+                      row["reward"] if is_finite(row["reward"]) else -math.inf):
         numbers = f"  {number(row['advantage'], '+.2f'):>9}  {number(row['reward']):>6}"
-        for name, value in row["rewards"].items():
-            width = max(len(name.removesuffix("_reward")), 5)
-            numbers += f"  {number(value):>{width}}"
+        for name, value in zip(names, row["rewards"].values()):
+            numbers += f"  {number(value):>{len(name)}}"
         turns = row["turns"] if "tool_tokens" in row else [row["completion"].strip()]
-        copies[numbers, in_turn(turns)] += 1
-    lines = [styled(title, BOLD), one_line(rows[0]["prompt"]), styled(f"\n{head}", DIM)]
+        copies[numbers, one_line(*turns)] += 1
+    lines = [styled(title, BOLD), one_line(rows[0]["prompt"].strip()), styled(f"\n{head}", DIM)]
     for (numbers, completion), count in copies.items():
         if count > 1:
             numbers += f"  {count} times"
@@ -450,29 +442,21 @@ def one_group(step, rows):
 
 def one_reply(rollout):
     """A rollout's first question, and its first reply with the verdict."""
-    question = one_line(rollout.columns["messages"][0][-1]["content"])
+    question = one_line(rollout.columns["messages"][0][-1]["content"].strip())
     turns = rollout.turns[0] if rollout.turns else [rollout.completions[0].strip()]
     reward = rollout.rewards[0].item()
     verdict = ("right" if reward >= 1 else "wrong") if is_finite(reward) else "not judged"
-    return f"  {question}\n  {styled(verdict, BOLD)}: {in_turn(turns)}"
+    return f"  {question}\n  {styled(verdict, BOLD)}: {one_line(*turns)}"
 
 
-def in_turn(turns):
-    """A completion in one line; a tool's words are dim, in ‹ ›."""
-    parts = [without_breaks(cut(text, 400 // len(turns))) for text in turns]
+def one_line(*turns):
+    """At most 400 characters of a text in one line, line breaks as ⏎; a tool's are dim, in ‹ ›."""
+    parts = [printable(cut(text, 400 // len(turns)).replace("\n", "⏎ ").replace("\t", " "))
+             for text in turns]
     for i in range(1, len(parts), 2):
         if parts[i]:
             parts[i] = styled(f"‹{parts[i].rstrip()}›", DIM)
     return "".join(parts) or "(empty)"
-
-
-def one_line(text):
-    """The text, at most 400 characters of it, its line breaks shown as ⏎."""
-    return without_breaks(cut(text.strip(), 400)) or "(empty)"
-
-
-def without_breaks(text):
-    return printable(text.replace("\n", "⏎ ").replace("\t", " "))
 
 
 def short(path):
