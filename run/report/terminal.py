@@ -39,7 +39,6 @@ OLD_WEIGHTS = ("the sampler's probabilities are far from the trainer's (rollout_
                "--sampler_correction token_truncate weights what it samples.")
 
 BOLD, DIM, MAGENTA, CYAN = "1", "2", "35", "36"      # of ANSI's escape codes
-FEW_STEPS = 30          # of a run that has hardly learned
 MOST_UNJUDGED = 10      # steps in a row without a reward
 RUN_BY = {"fast": "model/fast; --sampler plain runs the lines of train_grpo.py",
           "plain": "the lines of train_grpo.py and model/",
@@ -65,7 +64,7 @@ class Run:
         self.signals = Signals(world.rank)
         self.run_dir, self.active = self.saver.run_dir, False
         self.unjudged = 0                       # steps in a row without a reward
-        self.dead_groups = deque(maxlen=10)     # frac_reward_zero_std of the last steps
+        self.dead_groups = deque(maxlen=5)      # frac_reward_zero_std of the last steps
         self.first_difference = None            # rollout_probs_diff_mean, when it was first known
         self.warned_at = {}                     # text of a warning -> step that last printed it
         self.has_begun = False                  # whether the first step is done
@@ -188,27 +187,22 @@ class Run:
         size = sum(parameter.numel() for parameter in policy.parameters())
         copies = 3 + len(state.saved)       # weights, two moments, and what an option saves
         prompts = min(state.num_prompts, num_prompts // num_processes) * num_processes
-        steps = str(self.last_step)
-        if args.epochs and self.last_step < (args.max_steps or math.inf):
-            steps += f" (the end of --epochs {args.epochs})"
-        elif args.max_steps is None and self.last_step < FEW_STEPS:
-            steps += " (one pass over the prompts; --max_steps 100, say, makes more)"
         held_out = "none"
         if num_heldout:
             held_out = (f"{num_heldout:,} in {short(args.eval_data_path)}, right if "
                         f"{' + '.join(args.eval_reward_funcs)} is at least 1")
-        # transformers, if it isn't our own network.
-        run_by = getattr(policy, "run_by", "") or RUN_BY[args.sampler]
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
-            "run by": run_by,
+            # transformers, if it isn't our own network.
+            "run by": getattr(policy, "run_by", "") or RUN_BY[args.sampler],
             "device": f"{num_processes} x {state.world.device.type}",
             **{name: "; ".join(by) for name, by in state.changed.items()},
             "prompts": f"{num_prompts:,} in {short(args.data_path)}",
             "held out": held_out,
             "rewards": " + ".join(f"{weight:g} {name}" for weight, name in
                                   zip(args.reward_weights, args.reward_funcs)),
-            "steps": f"{steps}, each with {prompts} prompts x {args.num_generations} completions",
+            "steps": f"{self.last_step}, each with {prompts} prompts x {args.num_generations} "
+                     "completions",
             "files": f"{short(self.run_dir)}/, a checkpoint takes {4e-6 * size * copies:,.0f} MB",
         }
         if self.start_step == 0 and (self.run_dir / "metrics.jsonl").exists():
@@ -301,24 +295,21 @@ class Run:
 
     def _print(self, text):
         """Prints a text above the bar."""
-        encoding = sys.stdout.encoding or "utf-8"
         with suppress(OSError):     # nobody reads it: a closed terminal, the end of `| tee log`
-            tqdm.write(text.encode(encoding, errors="replace").decode(encoding))
+            tqdm.write(text)
             sys.stdout.flush()
 
     def _warn_of_failures(self, metrics):
         self.dead_groups.append(metrics.get("frac_reward_zero_std", 0.0))
         # A policy that has learned its task has many such groups; that is no accident yet.
         # And a teacher needs no reward.
-        if "teacher_kl" not in metrics and (
-                sum(list(self.dead_groups)[-3:]) == 3 or sum(self.dead_groups) > 9):
+        if sum(self.dead_groups) > 4.5 and "teacher_kl" not in metrics:
             self.warn(NO_SIGNAL)
         if metrics.get("completions/clipped_ratio", 0.0) > 0.5:
             self.warn(NO_END)
         difference = metrics.get("rollout_probs_diff_mean")
         if is_finite(difference):
-            if self.first_difference is None:
-                self.first_difference = difference
+            self.first_difference = self.first_difference or difference
             # Up to 0.001 it may be rounding, whatever it was at first. Above 0.01 it never is.
             if difference > min(max(10 * self.first_difference, 0.001), 0.01):
                 self.warn(OLD_WEIGHTS)
@@ -388,15 +379,14 @@ def start_swanlab(run_dir, args):
     # Without its dashboard, SwanLab itself would only log an error and record nothing.
     if args.swanlab == "local" and not importlib.util.find_spec("swanboard"):
         raise UserError("--swanlab local needs a package: pip install 'swanlab[dashboard]'")
-    # Only flags that have a value: the dashboard shows a None as "[object Object]".
-    flags = {name: value for name, value in to_json(vars(args)).items() if value is not None}
     try:
         import swanlab
         # Ask no questions, since a run may have no keyboard, and leave stdout and stderr alone,
         # since the bar is drawn there.
         settings = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
         swanlab.init(mode=args.swanlab, project=args.wandb_project, name=run_dir.name,
-                     settings=settings, log_dir=str(run_dir / "swanlab"), config=flags)
+                     settings=settings, log_dir=str(run_dir / "swanlab"),
+                     config=to_json(vars(args)))
     except Exception as error:
         raise UserError(f"--swanlab {args.swanlab} could not start ({reason(error)}): check "
                         "--wandb_project, `swanlab login` first, or choose --swanlab disabled"
