@@ -1,7 +1,6 @@
 """The metrics of a step, named as in TRL and verl, and the rows of completions.jsonl."""
 import math
 import time
-import warnings
 from collections import Counter
 from statistics import fmean
 from typing import NamedTuple
@@ -12,7 +11,7 @@ import torch
 from dataset.jsonl import is_finite
 
 
-def rollout_metrics(rows, num_generations, failures=(), *, warn=True):
+def rollout_metrics(rows, num_generations, failures=()):
     """The metrics that follow from a step's completions and their rewards.
 
     rows: describe()'s rows of the completions of all ranks, the completions of a group adjacent.
@@ -21,16 +20,8 @@ def rollout_metrics(rows, num_generations, failures=(), *, warn=True):
     sample standard deviations (n-1).
 
     failures, of all ranks: (reward function, how often it has failed, what failed now or None).
-    warn: of a step without any reward.
     """
     rewards = [row["reward"] for row in rows]
-    if warn and all(map(math.isnan, rewards)):
-        reasons = "".join(dict.fromkeys(
-            f"; {name} {reason}" for name, _, reason in failures if reason))
-        # Not warn(), which says the same thing only once.
-        warnings.warn_explicit(
-            "no completion of this step has a reward, because every reward function returned None "
-            f"or failed{reasons}: nothing is learned from it", UserWarning, __file__, 0)
     groups = [rewards[i:i + num_generations] for i in range(0, len(rewards), num_generations)]
     stds = [mean_and_std(group)[1] for group in groups]
     lengths = [row["length"] for row in rows]
@@ -95,12 +86,6 @@ class Clock:
         return timings
 
 
-def training_time(row):
-    """The seconds of a step without its evaluation and checkpoint, from its timing_s/<phase>."""
-    return sum(value or 0.0 for name, value in row.items() if name.startswith("timing_s/")
-               and name not in ("timing_s/eval", "timing_s/checkpoint"))
-
-
 # --- metrics of an optimizer step, by their kind --------------------------------------------------
 # Each micro-batch of each rank has a part of them; `joined` makes one of the parts. Fields are
 # tensors or floats: a GPU is still at work on them, and only the end is waited for.
@@ -137,19 +122,21 @@ def shares(values):
             for name, value in values.items()}
 
 
-def joined(parts):
-    """{name: metric as floats} of dicts of metrics; TypeError for a number that has no kind."""
+def by_name(parts):
+    """{name: its metrics} of dicts of metrics."""
     found = {}
     for part in parts:
         for name, metric in part.items():
-            if not hasattr(metric, "value"):
-                raise TypeError(f"the metric {name} is {metric!r}; make it a Share, a Mean or a "
-                                "Max, which say how the parts of a step become one")
             found.setdefault(name, []).append(metric)
+    return found
+
+
+def joined(parts):
+    """{name: metric as floats} of dicts of metrics."""
     one = {}
-    for name, metrics in found.items():
-        if isinstance(metrics[0], Max):
-            fields = [torch.stack([torch.as_tensor(metric.largest) for metric in metrics]).amax()]
+    for name, metrics in by_name(parts).items():
+        if isinstance(metrics[0], Max):         # numpy's of a NaN is NaN
+            fields = [np.max([float(metric.largest) for metric in metrics])]
         else:
             fields = map(sum, zip(*metrics))
         one[name] = type(metrics[0])(*map(float, fields))
@@ -164,49 +151,32 @@ class Metrics:
     """
 
     def __init__(self, world, args):
-        self.world, self.delta, self.updates = world, args.delta, []
-        self.parts = [no_clips(self.delta)]     # zeros, for a rank that reads no micro-batch
+        names = ["low", "high", "region"]
+        if args.delta is not None:
+            names.append("delta")
+        # The share of a rank, or of a step, that reads no completion: nothing is clipped.
+        self.zeros = shares({"loss": 0.0} | {f"clip_ratio/{name}_mean": 0.0 for name in names})
+        self.world, self.parts, self.updates = world, [self.zeros], []
 
     def add(self, part, logps, entropy, loss, of_loss):
         """Of a micro-batch."""
         self.parts.append(shares({"loss": loss.detach()} | of_loss) | drift(part, logps, entropy))
 
     def end_update(self, grad_norm):
-        """Of an optimizer step."""
-        self.updates.append(over_ranks(self.parts, self.world)
+        """Of an optimizer step, on all ranks."""
+        self.updates.append(joined(self.world.gather([joined(self.parts)]))
                             | {"grad_norm": Mean(grad_norm.item(), 1)})
-        self.parts = [no_clips(self.delta)]
+        self.parts = [self.zeros]
 
     def means(self):
-        """{name: number}"""
-        return over_updates(self.updates)
+        """{name: number}: the mean of each metric over the updates; of a maximum, the largest.
 
-
-def no_clips(delta):
-    """The share of a rank, or of a step, that reads no completion: nothing is clipped."""
-    names = ["low", "high", "region"]
-    if delta is not None:
-        names.append("delta")
-    return shares({name: 0.0 for name in ("loss", *(f"clip_ratio/{side}_mean" for side in names))})
-
-
-def over_ranks(parts, world):
-    """The metrics of an optimizer step from those of its micro-batches, of all ranks."""
-    return joined(world.gather([joined(parts)]))
-
-
-def over_updates(updates):
-    """{name: number}: the mean of each metric over a step's updates; of a maximum, the largest.
-
-    An update whose advantages are all 0 has no token, hence no entropy, say: average over the
-    updates that have one.
-    """
-    found = {}
-    for update in updates:
-        for name, metric in update.items():
-            found.setdefault(name, []).append(metric)
-    return {name: (max if isinstance(metrics[0], Max) else fmean)(
-        metric.value() for metric in metrics) for name, metrics in found.items()}
+        An update whose advantages are all 0 has no token, hence no entropy, say: average over the
+        updates that have one.
+        """
+        return {name: (max if isinstance(metrics[0], Max) else fmean)(
+            metric.value() for metric in metrics)
+            for name, metrics in by_name(self.updates).items()}
 
 
 def describe(rollout, tokenizer, num_generations):

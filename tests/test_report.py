@@ -17,11 +17,10 @@ from run.metrics import (
     Clock,
     Max,
     Mean,
+    Metrics,
     Share,
     describe,
     duration,
-    over_ranks,
-    over_updates,
     rollout_metrics,
     token_texts,
 )
@@ -287,8 +286,7 @@ def test_metrics_of_a_rollout_by_hand():
         "completions/mean_length": 6, "completions/min_length": 4, "completions/max_length": 9,
         "completions/clipped_ratio": 1 / 6, "tokens": 36,
         "rewards/brief/mean": 10 / 4, "rewards/brief/std": (5 / 3)**0.5})
-    with pytest.warns(UserWarning, match="no completion of this step has a reward"):
-        reward = rollout_metrics([rows[2]] * 3, 3)["reward"]
+    reward = rollout_metrics([rows[2]] * 3, 3)["reward"]
     assert reward != reward
 
 
@@ -299,13 +297,12 @@ def test_parts_of_a_step_join_over_ranks_by_their_kind_and_updates_are_averaged(
         {"loss": Share(1.5), "entropy": Mean(torch.tensor(6.0), torch.tensor(2)),
          "largest": Max(torch.tensor(0.25))},
         {"largest": Max(0.5)}]
-    of_step = over_ranks(parts, two_ranks)
-    assert {name: metric.value() for name, metric in of_step.items()} == {
-        "loss": 3.0, "entropy": 3.0, "largest": 0.5}
-    updates = [{"kl": Mean(2.0, 2), "x": Max(2.0)}, {"kl": Mean(4.0, 1)}, {"x": Max(1.0)}]
-    assert over_updates(updates) == {"kl": 2.5, "x": 2.0}
-    with pytest.raises(TypeError, match="kl is 1.0; make it a Share, a Mean"):
-        over_ranks([{"kl": 1.0}], two_ranks)
+    of_step = Metrics(two_ranks, SimpleNamespace(delta=None))
+    of_step.parts = parts
+    of_step.end_update(torch.tensor(2.0))
+    assert of_step.means() == {"loss": 3.0, "entropy": 3.0, "largest": 0.5, "grad_norm": 2.0}
+    of_step.updates = [{"kl": Mean(2.0, 2), "x": Max(2.0)}, {"kl": Mean(4.0, 1)}, {"x": Max(1.0)}]
+    assert of_step.means() == {"kl": 2.5, "x": 2.0}
 
 
 class Bytes:

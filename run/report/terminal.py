@@ -22,10 +22,12 @@ from errors import UserError, cut, explained, printable, reason
 
 from ..checkpoint import Saver, as_saved
 from ..evaluate import evaluate
-from ..metrics import describe, duration, number, rollout_metrics, training_time
+from ..metrics import describe, duration, number, rollout_metrics
 from ..signals import Signals, Stopped, stop
 
 # The most common ways a run fails, each with its remedy.
+NO_REWARD = ("no completion of this step has a reward, so nothing is learned from it: every reward "
+             "function returned None or failed")
 NO_SIGNAL = ("in most groups every completion got the same reward, so the advantages are 0 and "
              "nothing is learned: use prompts that the policy solves sometimes but not always, "
              "or raise --num_generations, --temperature or --oversample.")
@@ -154,11 +156,12 @@ class Run:
         rows = world.gather(describe(rollout, state.tokenizer, args.num_generations))
         failures = world.gather([(judge.__name__, judge.failed.total(), judge.reason)
                                  for judge in state.reward_funcs if judge.failed])
-        learned = "loss" in metrics         # else no rank had a reward
-        of_rollout = rollout_metrics(rows, args.num_generations, failures,
-                                     warn=world.rank == 0 and not learned)
+        self.unjudged = 0 if "loss" in metrics else self.unjudged + 1
+        if self.unjudged:
+            reasons = {f"{name} {text}" for name, _, text in failures if text}
+            self.warn("; ".join([NO_REWARD, *sorted(reasons)]))
+        of_rollout = rollout_metrics(rows, args.num_generations, failures)
         self.step(step, metrics | of_rollout, rows, state.phase.taken())
-        self.unjudged = 0 if learned else self.unjudged + 1
         is_due, signal = self.saver.is_due(step, self.last_step, self.signals.received)
         if is_due or self.unjudged == MOST_UNJUDGED:
             state.phase("checkpoint")           # it counts towards the next step
@@ -247,10 +250,11 @@ class Run:
         if not self.has_begun:
             self._begin()
         self.num_tokens += metrics["tokens"]
-        took = training_time(timings)
+        training = sum(seconds for phase, seconds in timings.items()
+                       if phase not in ("timing_s/eval", "timing_s/checkpoint"))
         metrics = {**metrics, **timings, "num_tokens": self.num_tokens,
                    "step_time": sum(timings.values()),
-                   "perf/throughput": metrics["tokens"] / max(took, 1e-9)}
+                   "perf/throughput": metrics["tokens"] / max(training, 1e-9)}
         self._write("metrics", step, metrics)
         self._write("completions", step, *rows)
         self._log(metrics, step)
