@@ -87,16 +87,9 @@ class Clock:
 
 
 # --- metrics of an optimizer step, by their kind --------------------------------------------------
-# Each micro-batch of each rank has a part of them; `joined` makes one of the parts. Fields are
-# tensors or floats: a GPU is still at work on them, and only the end is waited for.
-
-
-class Share(NamedTuple):
-    """A part of a number of the whole step, divided by the step's totals: the parts add up."""
-    part: float
-
-    def value(self):
-        return self.part
+# Each micro-batch of each rank has a part of them; `joined` makes one of the parts. A plain number
+# was divided by the step's totals: the parts add up. All are tensors or floats: a GPU is still at
+# work on them, and only the end is waited for.
 
 
 class Mean(NamedTuple):
@@ -116,12 +109,6 @@ class Max(NamedTuple):
         return self.largest
 
 
-def shares(values):
-    """These numbers, each a part of one of the whole step, but for those that have a kind."""
-    return {name: value if hasattr(value, "value") else Share(value)
-            for name, value in values.items()}
-
-
 def by_name(parts):
     """{name: its metrics} of dicts of metrics."""
     found = {}
@@ -136,10 +123,11 @@ def joined(parts):
     one = {}
     for name, metrics in by_name(parts).items():
         if isinstance(metrics[0], Max):         # numpy's of a NaN is NaN
-            fields = [np.max([float(metric.largest) for metric in metrics])]
+            one[name] = Max(float(np.max([float(metric.largest) for metric in metrics])))
+        elif isinstance(metrics[0], tuple):
+            one[name] = type(metrics[0])(*map(float, map(sum, zip(*metrics))))
         else:
-            fields = map(sum, zip(*metrics))
-        one[name] = type(metrics[0])(*map(float, fields))
+            one[name] = float(sum(metrics))
     return one
 
 
@@ -155,17 +143,17 @@ class Metrics:
         if args.delta is not None:
             names.append("delta")
         # The share of a rank, or of a step, that reads no completion: nothing is clipped.
-        self.zeros = shares({"loss": 0.0} | {f"clip_ratio/{name}_mean": 0.0 for name in names})
+        self.zeros = {"loss": 0.0} | {f"clip_ratio/{name}_mean": 0.0 for name in names}
         self.world, self.parts, self.updates = world, [self.zeros], []
 
     def add(self, part, logps, entropy, loss, of_loss):
         """Of a micro-batch."""
-        self.parts.append(shares({"loss": loss.detach()} | of_loss) | drift(part, logps, entropy))
+        self.parts.append({"loss": loss.detach()} | of_loss | drift(part, logps, entropy))
 
     def end_update(self, grad_norm):
         """Of an optimizer step, on all ranks."""
         self.updates.append(joined(self.world.gather([joined(self.parts)]))
-                            | {"grad_norm": Mean(grad_norm.item(), 1)})
+                            | {"grad_norm": grad_norm.item()})
         self.parts = [self.zeros]
 
     def means(self):
@@ -174,9 +162,11 @@ class Metrics:
         An update whose advantages are all 0 has no token, hence no entropy, say: average over the
         updates that have one.
         """
-        return {name: (max if isinstance(metrics[0], Max) else fmean)(
-            metric.value() for metric in metrics)
-            for name, metrics in by_name(self.updates).items()}
+        found = {}
+        for name, metrics in by_name(self.updates).items():
+            values = [one.value() if isinstance(one, tuple) else one for one in metrics]
+            found[name] = max(values) if isinstance(metrics[0], Max) else fmean(values)
+        return found
 
 
 def describe(rollout, tokenizer, num_generations):

@@ -12,13 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from errors import UserError, user_errors
-from run.evaluate import visibly
 from run.metrics import (
     Clock,
     Max,
     Mean,
     Metrics,
-    Share,
     describe,
     duration,
     rollout_metrics,
@@ -34,15 +32,6 @@ def metrics(step, **changed):
     return {"reward": 0.1 * step, "completions/mean_length": 20.0,
             "completions/clipped_ratio": 0.0, "frac_reward_zero_std": 0.2, "grad_norm": 1.0,
             "tokens": 100} | changed
-
-
-@pytest.mark.parametrize("rank, waits, is_shown", [(0, 0.3, True), (0, 0, False), (1, 0.3, False)])
-def test_a_long_wait_is_shown(rank, waits, is_shown, monkeypatch, capsys):
-    monkeypatch.setattr("run.evaluate.PATIENCE", 0.2)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)     # a log gets a line a minute
-    for _ in visibly(range(3), "evaluation", SimpleNamespace(rank=rank)):
-        time.sleep(waits)
-    assert ("evaluation: " in capsys.readouterr().err) == is_shown
 
 
 @pytest.mark.parametrize("seconds, text", [
@@ -293,8 +282,8 @@ def test_metrics_of_a_rollout_by_hand():
 def test_parts_of_a_step_join_over_ranks_by_their_kind_and_updates_are_averaged():
     two_ranks = SimpleNamespace(gather=lambda rows: rows * 2)
     parts = [
-        {"loss": Share(0.0)},
-        {"loss": Share(1.5), "entropy": Mean(torch.tensor(6.0), torch.tensor(2)),
+        {"loss": 0.0},
+        {"loss": 1.5, "entropy": Mean(torch.tensor(6.0), torch.tensor(2)),
          "largest": Max(torch.tensor(0.25))},
         {"largest": Max(0.5)}]
     of_step = Metrics(two_ranks, SimpleNamespace(delta=None))
