@@ -8,9 +8,6 @@ from tqdm import tqdm
 
 from errors import COUNT, COUNT_OR_0
 
-PATIENCE = 10           # seconds of silence
-
-
 
 def add_flags(parser):
     flag = parser.group("5. log").add_argument
@@ -39,7 +36,10 @@ def evaluate(state, problems, collate, step):
     at_once = max(1, args.batch_size * args.num_generations // k)
     if sum(weight.numel() for weight in state.policy.model.parameters()) < 10**7:
         at_once = 256
-    for start in visibly(range(0, share, at_once), "evaluation", world):
+    # A bar after ten seconds of silence; in a log a line a minute.
+    for start in tqdm(range(0, share, at_once), desc="evaluation", delay=10, leave=False,
+                      dynamic_ncols=True, disable=world.rank > 0,
+                      mininterval=0.1 if sys.stderr.isatty() else 60):
         batch = collate(answered[start:start + at_once])
         rollouts = [state.generate(batch, rng, n, greedy) for n, greedy in ((1, True), (k, False))]
         of_greedy, sampled = (
@@ -62,9 +62,3 @@ def evaluate(state, problems, collate, step):
     found = {f"eval/{name}": world.gather(numbers) for name, numbers in found.items()}
     return {name: sum(all_of) / len(all_of) if all_of else math.nan
             for name, all_of in found.items()}, first
-
-
-def visibly(parts, what, world):
-    """The parts, with a bar on rank 0 after ten seconds; in a log a line a minute."""
-    return tqdm(parts, desc=what, delay=PATIENCE, leave=False, dynamic_ncols=True,
-                disable=world.rank > 0, mininterval=0.1 if sys.stderr.isatty() else 60)
