@@ -42,7 +42,7 @@ def report_args(**changed):
     """The flags that a Run of run/report reads."""
     return argparse.Namespace(**{
         "swanlab": "disabled", "wandb_project": "MiniGRPO", "num_generations": 2, "resume": False,
-        "eval_only": False} | changed)
+        "eval_only": False, "reward_funcs": [], "eval_reward_funcs": ["accuracy"]} | changed)
 
 
 def left_padded(lengths, vocab_size):

@@ -92,7 +92,7 @@ def shown_step(step, lines, args):
 
 def shown_group(rows, args):
     """A prompt and its completions, as the page reads them."""
-    prompt, of_data = rows[0]["prompt"], rows[0].get("columns", {})     # older runs have none
+    prompt, of_data = rows[0]["prompt"], rows[0]["columns"]
     question = of_data["messages"][-1]["content"] if "messages" in of_data else prompt
     others = {name: cut(value if isinstance(value, str) else json.dumps(value), 300)
               for name, value in of_data.items() if name != "messages"}
@@ -128,14 +128,9 @@ def shown_row(row, args):
 
 def is_right(row, args):
     """Whether the evaluation rewards call it right; None unless they are among the rewards."""
-    names, values = args.get("reward_funcs", []), row["rewards"].values()
-    if len(names) != len(values):
-        return None
-    rewards = dict(zip(names, values))
+    rewards = dict(zip(args["reward_funcs"], row["rewards"].values()))
     judged = [rewards.get(name) for name in args["eval_reward_funcs"]]
-    if None in judged:
-        return None
-    return sum(judged) >= 1
+    return None if None in judged else sum(judged) >= 1
 
 
 @user_errors("run.report.html_page")

@@ -188,12 +188,7 @@ class Run:
         args, state, num_processes = self.args, self.state, self.world.size
         policy = state.policy.model
         size = sum(parameter.numel() for parameter in policy.parameters())
-        copies = 3 + len(state.saved)       # weights, two moments, and what an option saves
         prompts = min(state.num_prompts, num_prompts // num_processes) * num_processes
-        held_out = "none"
-        if num_heldout:
-            held_out = (f"{num_heldout:,} in {short(args.eval_data_path)}, right if "
-                        f"{' + '.join(args.eval_reward_funcs)} is at least 1")
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             # transformers, if it isn't our own network.
@@ -201,12 +196,13 @@ class Run:
             "device": f"{num_processes} x {state.world.device.type}",
             **{name: "; ".join(by) for name, by in state.changed.items()},
             "prompts": f"{num_prompts:,} in {short(args.data_path)}",
-            "held out": held_out,
+            "held out": num_heldout and f"{num_heldout:,} in {short(args.eval_data_path)}, right "
+                        f"if {' + '.join(args.eval_reward_funcs)} is at least 1",
             "rewards": " + ".join(f"{weight:g} {name}" for weight, name in
                                   zip(args.reward_weights, args.reward_funcs)),
             "steps": f"{self.last_step}, each with {prompts} prompts x {args.num_generations} "
                      "completions",
-            "files": f"{short(self.run_dir)}/, a checkpoint takes {4e-6 * size * copies:,.0f} MB",
+            "files": f"{short(self.run_dir)}/",
         }
         if self.start_step == 0 and (self.run_dir / "metrics.jsonl").exists():
             facts[""] = "the first step replaces the earlier run there"
