@@ -113,54 +113,49 @@ def numbers_in(path):
 
 # --- the panels -----------------------------------------------------------------------------------
 
-# Of each panel: its title, what to expect of one run, and its metrics from top to bottom.
+# Of each panel: its title, what to expect, and its metrics from top to bottom, each with the format
+# of its values and what it is.
 PANELS = [
-    ("Reward", "the total should climb; its parts tell what is being learned", ["reward"]),
-    ("Held-out accuracy", "problems never trained on; sampled should climb towards greedy",
-     ["eval/accuracy"]),
-    ("Completion length, tokens", "grows where thinking pays",
-     ["completions/mean_length", "completions/clipped_ratio"]),
-    ("Exploration and drift", "how sure the policy is, and how far it has moved",
-     ["kl", "entropy"]),
-    ("Health of the updates", "early trouble shows here first",
-     ["frac_reward_zero_std", "clip_ratio/region_mean", "grad_norm"]),
-    ("Where the time goes", "seconds per step, and each phase's share of the whole run",
-     ["perf/throughput"]),
+    ("Reward", "the total should climb; its parts tell what is being learned", {
+        "reward": ("{:.2f}", "the total, weighted")}),
+    ("Held-out accuracy", "problems never trained on; sampled should climb towards greedy", {
+        "eval/accuracy": ("{:.0%}", "sampled")}),
+    ("Completion length, tokens", "grows where thinking pays", {
+        "completions/mean_length": ("{:.0f}", "in training"),
+        "completions/clipped_ratio": ("{:.0%}", "cut off at the length limit: should be rare")}),
+    ("Exploration and drift", "how sure the policy is, and how far it has moved", {
+        "kl": ("{:.2g}", "KL to the reference: a spike is fine, a lasting climb is not"),
+        "entropy": ("{:.2g}", "entropy, nats per token: falls as the policy gets sure")}),
+    ("Health of the updates", "early trouble shows here first", {
+        "frac_reward_zero_std":
+            ("{:.0%}", "groups of equal rewards: bad early; late, the task is solved"),
+        "clip_ratio/region_mean": ("{:.1%}", "tokens clipped: a few percent at most"),
+        "grad_norm": ("{:.2g}", "gradient norm: spikes are clipped")}),
+    ("Where the time goes", "how fast the run is, and which phase takes how long", {
+        "perf/throughput": ("{:,.0f}", "sampled tokens per second")}),
 ]
-METRICS = {     # metric: the format of its values, what it is
-    "reward": ("{:.2f}", "the total, weighted"),
-    "eval/accuracy": ("{:.0%}", "sampled"),
-    "completions/mean_length": ("{:.0f}", "in training"),
-    "completions/clipped_ratio": ("{:.0%}", "cut off at the length limit: should be rare"),
-    "kl": ("{:.2g}", "KL to the reference: a spike is fine, a lasting climb is not"),
-    "entropy": ("{:.2g}", "entropy, nats per token: falls as the policy gets sure"),
-    "frac_reward_zero_std":
-        ("{:.0%}", "groups of equal rewards: bad early; late, the task is solved"),
-    "clip_ratio/region_mean": ("{:.1%}", "tokens clipped: a few percent at most"),
-    "grad_norm": ("{:.2g}", "gradient norm: spikes are clipped"),
-    "perf/throughput": ("{:,.0f}", "sampled tokens per second"),
-}
+METRICS = {key: shown for _, _, metrics in PANELS for key, shown in metrics.items()}
 
 
 def panels(fig, name, sentence):
     """Six panels below a headline, two rows of three; returns the axes of each metric."""
     fig.text(0.027, 0.955, name, fontsize=17, fontweight="bold", va="center")
     fig.text(0.027, 0.913, sentence, fontsize=11.5, color=GREY, va="center")
-    columns = [[[key] for key in keys] for _, _, keys in PANELS]
+    columns = [[[key] for key in metrics] for _, _, metrics in PANELS]
     axes = fig.subplot_mosaic([columns[:3], columns[3:]], gridspec_kw={
         "left": 0.05, "right": 0.9, "bottom": 0.06, "top": 0.81, "wspace": 0.68, "hspace": 0.5})
-    for title, _, keys in PANELS:
-        above(axes[keys[0]], title, -22, 32, fontsize=11.5, fontweight="bold")
-        for key in keys[:-1]:
-            axes[key].tick_params(labelbottom=False)
-        axes[keys[-1]].set_xlabel("step")
+    for title, subtitle, metrics in PANELS:
+        own = [axes[key] for key in metrics]
+        above(own[0], title, -22, 32, fontsize=11.5, fontweight="bold")
+        above(own[0], subtitle, -22, 19, fontsize=8.5, color=GREY)
+        for ax in own[:-1]:
+            ax.tick_params(labelbottom=False)
+        own[-1].set_xlabel("step")
     return axes
 
 
 def draw_one(fig, run):
     axes = panels(fig, run.name, run.headline())
-    for _, subtitle, keys in PANELS:
-        above(axes[keys[0]], subtitle, -22, 19, fontsize=8.5, color=GREY)
     draw_lines(axes.pop("reward"), "{:.2f}", [(run, "reward", "total")] + [
         (run, key, key.split("/")[1].removesuffix("_reward").replace("_", " "))
         for key in run.keys("rewards/", "/mean")])
@@ -218,6 +213,7 @@ def draw_lines(ax, form, lines):
 
 def draw_time(ax, run):
     """The seconds of each phase, on top of each other."""
+    above(ax, "seconds per step, and each phase's share of the run", 0, 3, fontsize=8, color=GREY)
     phases = run.keys("timing_s/")
     table = np.array([[row.get(key) or 0.0 for key in phases] for row in run.steps])
     shares = table.sum(axis=0) / max(table.sum(), 1e-9)
