@@ -4,7 +4,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from dataset.jsonl import is_finite, read_jsonl
+from .picture import Run
 
 # Where a run writes, what it prints, the machine: no word on the weights.
 OF_NO_WEIGHT = {"out_dir", "run_name", "resume", "save_interval", "swanlab", "device", "sampler",
@@ -50,12 +50,11 @@ python -m model.chat FOLDER{prompt}
 
 def accuracy(run_dir, args):
     """Before and after, sampled and greedy; "" without an evaluation."""
-    evaluations, parts = read_jsonl(run_dir / "eval.jsonl"), []
+    run, parts = Run(run_dir), []
     for key, how in (("eval/accuracy", "sampled"), ("eval/greedy_accuracy", "greedy")):
-        ends = [line[key] for line in (evaluations[:1] + evaluations[-1:]) if
-                is_finite(line.get(key))]
-        if len(ends) == 2:
-            parts.append(f"{ends[0]:.1%} → {ends[1]:.1%} {how}")
+        values = run.finite(key)
+        if len(values) > 1:
+            parts.append(f"{values[0]:.1%} → {values[-1]:.1%} {how}")
     return f"{', '.join(parts)} (in {Path(args.eval_data_path).name})" if parts else ""
 
 
