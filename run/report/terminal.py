@@ -96,21 +96,18 @@ class Run:
 
     def __exit__(self, error_type, error, traceback):
         if self.active:
-            self._close(error)
+            self.bar.close()
+            if self.has_begun:
+                self.draw(pause=0)
+            if error is None and self.current_step:
+                self._print_summary()
+            if self.swanlab and self.swanlab.has_run():     # it ends its run itself after Ctrl-C
+                self.swanlab.finish()
         if error_type is Stopped:
             self.world.gather([])       # torchrun ends all ranks once one has left
             self.world.close()
         self.signals.leave()
         self.world.cleanup.close()
-
-    def _close(self, error):
-        self.bar.close()
-        if self.has_begun:
-            self.draw(pause=0)
-        if error is None and self.current_step:
-            self._print_summary()
-        if self.swanlab and self.swanlab.has_run():     # it ends its run itself after Ctrl-C
-            self.swanlab.finish()
 
     # --- called by the training loop --------------------------------------------------------------
 
@@ -255,7 +252,6 @@ class Run:
         self._write("completions", step, *rows)
         self._log(metrics, step)
 
-        is_end = step in (self.start_step + 1, self.last_step)
         numbers = self._numbers(step, metrics)
         if not self.bar.disable:
             self.bar.set_description_str(numbers, refresh=False)
@@ -267,7 +263,7 @@ class Run:
             self._warn_of_unjudged(rows)
             if "perf/peak_memory" in metrics:
                 self._print(f"GPU memory: {metrics['perf/peak_memory']:.1f} GiB at the peak so far")
-        if rows and is_end:
+        if rows and step in (self.start_step + 1, self.last_step):
             self._print(one_group(step, rows[:self.args.num_generations]))
 
     def warn(self, text):
