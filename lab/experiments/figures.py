@@ -4,19 +4,9 @@ import math
 
 import numpy as np
 
-from run.report.picture import (
-    BLUE,
-    BROWN,
-    COLORS,
-    GREEN,
-    GREY,
-    ORANGE,
-    PINK,
-    above,
-    finish,
-    picture,
-)
+from run.report.picture import COLORS, GREY, above, finish, picture
 
+BLUE, ORANGE, GREEN, PINK, _, _, BROWN = COLORS
 ARM_COLORS = [BLUE, ORANGE, GREEN, PINK, BROWN]
 LOGARITHMIC = ("kl", "grad_norm")       # one run's may be a hundred times another's
 DASHES = ["-", (0, (3, 1.5)), ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (9, 2)), (0, (1, 3))]

@@ -17,13 +17,11 @@ from ..metrics import duration
 # The palette of Okabe and Ito, whose colours colour-blind readers can tell apart. Its yellow is too
 # pale for lines, so brown takes its place.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5C3E"]
-BLUE, ORANGE, GREEN, PINK, SKY, _, BROWN = COLORS
 INK, GREY = "#22272e", "#6b7280"
 STYLE = {
     "text.parse_math": False, "font.size": 9, "text.color": INK,
-    "axes.edgecolor": "#c4c9d0", "axes.linewidth": 0.8,
-    "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e5e7eb", "grid.linewidth": 0.8,
+    "axes.edgecolor": "#c4c9d0", "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e5e7eb",
     "axes.labelsize": 8, "axes.labelcolor": GREY, "axes.labelpad": 1,
     "xaxis.labellocation": "right",
     "xtick.color": GREY, "xtick.labelsize": 8, "xtick.major.size": 0,
@@ -191,23 +189,18 @@ def draw_strip(ax, runs, key):
 def draw_lines(ax, form, lines):
     """Draw lines, (run, metric, label) each, and write label and last value beside them.
 
-    An evaluation's has its points; another is smoothed, over a tint of its values. form: of the
-    values.
+    They are smoothed, over a tint of the values; few values are points. form: of the values.
     """
     for (run, key, label), color in zip(lines, itertools.cycle(COLORS)):
         steps, values = run.series(key)
         seen = np.isfinite(values)
         if not seen.any():
             continue
-        if key.startswith("eval/"):
-            steps, values = steps[seen], values[seen]
-        else:
-            ax.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
-            values = smooth(values)
-        has_points = key.startswith("eval/") or len(values) == 1        # which makes no line
-        last = form.format(values[np.isfinite(values)][-1])
-        ax.plot(steps, values, "o-" if has_points else "-", color=color, linewidth=1.8,
-                markersize=3.5, label=f"{label} {last}".strip())
+        steps, values = steps[seen], values[seen]
+        means = smooth(values)
+        ax.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
+        ax.plot(steps, means, "o-" if len(means) < 20 else "-", color=color, linewidth=1.8,
+                markersize=3.5, label=f"{label} {form.format(means[-1])}".strip())
     finish(ax, form)
 
 
@@ -234,17 +227,17 @@ def above(ax, text, x, y, **style):
 
 
 def smooth(values):
-    """Centred moving average over a tenth of the series, with a Hann window, ignoring NaNs."""
+    """Centred moving average over a tenth of the series, with a Hann window."""
     # A box window would spread a single spike into a plateau; this one keeps it a bump.
-    values, means = np.ma.masked_invalid(values), np.ma.masked_all(len(values))
+    means = np.empty(len(values))
     for i in range(len(values)):
         # Most is learned in the first steps: there the window grows from a single value, and stays
         # centred, so that the curve begins where the run began.
         reach = min(len(values) // 20, i)
         window = values[i - reach:i + reach + 1]
         weights = np.hanning(2 * reach + 3)[1:-1]
-        means[i] = np.ma.average(window, weights=weights[:len(window)])
-    return means.filled(np.nan)
+        means[i] = np.average(window, weights=weights[:len(window)])
+    return means
 
 
 def finish(ax, form="", reverse=False):
