@@ -1,6 +1,5 @@
 """Held-out problems, answered and judged."""
 import math
-import sys
 from collections import defaultdict
 
 import torch
@@ -36,10 +35,9 @@ def evaluate(state, problems, collate, step):
     at_once = max(1, args.batch_size * args.num_generations // k)
     if sum(weight.numel() for weight in state.policy.model.parameters()) < 10**7:
         at_once = 256
-    # A bar after ten seconds of silence; in a log a line a minute.
-    for start in tqdm(range(0, share, at_once), desc="evaluation", delay=10, leave=False,
-                      dynamic_ncols=True, disable=world.rank > 0,
-                      mininterval=0.1 if sys.stderr.isatty() else 60):
+    # A bar, or a line in a log, after ten seconds of silence and every ten seconds.
+    for start in tqdm(range(0, share, at_once), desc="evaluation", delay=10, mininterval=10,
+                      leave=False, dynamic_ncols=True, disable=world.rank > 0):
         batch = collate(answered[start:start + at_once])
         rollouts = [state.generate(batch, rng, n, greedy) for n, greedy in ((1, True), (k, False))]
         of_greedy, sampled = (
