@@ -3,8 +3,6 @@
 Once its first step is done, a new run deletes what an earlier run of its name has left there. A run
 that fails before that, for a mistake in a reward function, say, leaves those results alone.
 """
-import gc
-import importlib.util
 import json
 import math
 import shutil
@@ -42,9 +40,6 @@ OLD_WEIGHTS = ("the sampler's probabilities are far from the trainer's (rollout_
 
 BOLD, DIM, MAGENTA, CYAN = "1", "2", "35", "36"      # of ANSI's escape codes
 MOST_UNJUDGED = 10      # steps in a row without a reward
-RUN_BY = {"fast": "model/fast; --sampler plain runs the lines of train_grpo.py",
-          "plain": "the lines of train_grpo.py and model/",
-          "vllm": "vLLM samples, model/fast computes log-probabilities"}
 
 
 def add_flags(parser):
@@ -189,7 +184,7 @@ class Run:
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             # transformers, if it isn't our own network.
-            "run by": getattr(policy, "run_by", "") or RUN_BY[args.sampler],
+            "run by": getattr(policy, "run_by", "") or f"model/, --sampler {args.sampler}",
             "device": f"{num_processes} x {state.world.device.type}",
             **{name: "; ".join(by) for name, by in state.changed.items()},
             "prompts": f"{num_prompts:,} in {short(args.data_path)}",
@@ -284,7 +279,6 @@ class Run:
         except Exception as error:      # no picture is worth losing a run for
             self.warn(f"curves.png and report.html could not be drawn ({reason(error)}); "
                       f"`python -m run.report.html_page {short(self.run_dir)}` tries again")
-        gc.collect()    # a picture is megabytes of objects that refer to each other
         self.drawn_at = time.perf_counter()
 
     # --- helpers ----------------------------------------------------------------------------------
@@ -372,9 +366,6 @@ def start_swanlab(run_dir, args):
     """Open a SwanLab run; returns the swanlab module, or None with --swanlab disabled."""
     if args.swanlab == "disabled":
         return None
-    # Without its dashboard, SwanLab itself would only log an error and record nothing.
-    if args.swanlab == "local" and not importlib.util.find_spec("swanboard"):
-        raise UserError("--swanlab local needs a package: pip install 'swanlab[dashboard]'")
     try:
         import swanlab
         # Ask no questions, since a run may have no keyboard, and leave stdout and stderr alone,
