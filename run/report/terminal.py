@@ -3,6 +3,7 @@
 Once its first step is done, a new run deletes what an earlier run of its name has left there. A run
 that fails before that, for a mistake in a reward function, say, leaves those results alone.
 """
+import importlib.util
 import json
 import math
 import shutil
@@ -40,6 +41,9 @@ OLD_WEIGHTS = ("the sampler's probabilities are far from the trainer's (rollout_
 
 BOLD, DIM, MAGENTA, CYAN = "1", "2", "35", "36"      # of ANSI's escape codes
 MOST_UNJUDGED = 10      # steps in a row without a reward
+RUN_BY = {"fast": "model/fast; --sampler plain runs the lines of train_grpo.py",
+          "plain": "the lines of train_grpo.py and model/",
+          "vllm": "vLLM samples, model/fast computes log-probabilities"}
 
 
 def add_flags(parser):
@@ -184,7 +188,7 @@ class Run:
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             # transformers, if it isn't our own network.
-            "run by": getattr(policy, "run_by", "") or f"model/, --sampler {args.sampler}",
+            "run by": getattr(policy, "run_by", "") or RUN_BY[args.sampler],     # or transformers
             "device": f"{num_processes} x {state.world.device.type}",
             **{name: "; ".join(by) for name, by in state.changed.items()},
             "prompts": f"{num_prompts:,} in {short(args.data_path)}",
@@ -366,14 +370,18 @@ def start_swanlab(run_dir, args):
     """Open a SwanLab run; returns the swanlab module, or None with --swanlab disabled."""
     if args.swanlab == "disabled":
         return None
+    # Without its dashboard, SwanLab itself would only log an error and record nothing.
+    if args.swanlab == "local" and not importlib.util.find_spec("swanboard"):
+        raise UserError("--swanlab local needs a package: pip install 'swanlab[dashboard]'")
+    # Only flags that have a value: the dashboard shows a None as "[object Object]".
+    flags = {name: value for name, value in to_json(vars(args)).items() if value is not None}
     try:
         import swanlab
         # Ask no questions, since a run may have no keyboard, and leave stdout and stderr alone,
         # since the bar is drawn there.
         settings = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
         swanlab.init(mode=args.swanlab, project=args.wandb_project, name=run_dir.name,
-                     settings=settings, log_dir=str(run_dir / "swanlab"),
-                     config=to_json(vars(args)))
+                     settings=settings, log_dir=str(run_dir / "swanlab"), config=flags)
     except Exception as error:
         raise UserError(f"--swanlab {args.swanlab} could not start ({reason(error)}): check "
                         "--wandb_project, `swanlab login` first, or choose --swanlab disabled"
