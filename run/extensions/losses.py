@@ -346,8 +346,11 @@ def check(args):
             raise UserError(sentence)
 
 
-def refuse_one_ratio(name, args):
-    """UserError if advantages of tokens, which `name` makes, would meet a ratio of completions."""
+def check_token_advantages(name, args):
+    """UserError for flags that do not fit the advantages of tokens, which `name` makes."""
+    if (args.scale_rewards, args.advantage_estimator) != ("group", "grpo"):
+        raise UserError(f"{name} has its own way to advantages; leave --scale_rewards and "
+                        "--advantage_estimator out")
     if args.loss_type in ONE_RATIO or args.importance_sampling_level == "sequence":
         raise UserError(f"{name} gives each token an advantage, and this loss has one ratio per "
                         "completion; change one of the two")
