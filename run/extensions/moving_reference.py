@@ -29,7 +29,7 @@ def check(args):
 def install(state):
     if state.world.matrix_dtype != torch.float32:       # else small moves would be rounded away
         state.reference = load_frozen(
-            state.args.model_path, state.world, state.args, state.token_logps, matrix_dtype=None)
+            state.args.model_path, state.world, state.args, state.token_logps, exact=True)
     state.saved["reference"] = state.reference.model
     state.wrap(NAME, update_policy=then_sync_reference)
 
