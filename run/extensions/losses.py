@@ -183,8 +183,6 @@ def family_loss(logps, old_logps, advantages, mask, *, k3, ref_logps=None, beta=
         numbers = numbers | {"k3": k3}
     if average is None:                 # a whole loss: r1, or one of your own
         return bound(logps, old_logps, advantages, mask, **options | numbers)
-    if average == "limit" and max_completion_length is None:
-        raise ValueError(f"loss_type {loss_type} divides by max_completion_length; give it")
     if beta and ref_logps is None:
         raise ValueError("beta weights the KL to the reference; give ref_logps")
     advantages = advantages.view(len(mask), -1)                                       # (N, 1 or R)
@@ -260,6 +258,10 @@ def clip_ratios(where, mask, num_sequences, num_tokens, *, level):
 
 # --- flags ----------------------------------------------------------------------------------------
 
+# Those that family_loss takes, as the script's grpo_loss has them.
+USUAL = {"loss_type": "grpo", "loss_options": [], "importance_sampling_level": "token",
+         "delta": None, "kl_type": "k3", "use_bias_correction_kl": False}
+
 
 def add_flags(parser):
     flag = parser.group("4. update (the objective)").add_argument
@@ -284,11 +286,8 @@ def defaults(args):
 
 def reasons(args):
     """The flags that ask for another loss than the script's."""
-    return [f"--{name}" for name, usual in (
-        ("loss_type", (None, "grpo")), ("importance_sampling_level", ("token",)),
-        ("delta", (None,)), ("kl_type", (None, "k3")), ("use_bias_correction_kl", (False,)),
-        ("loss_options", ([],)))
-        if getattr(args, name) not in usual]
+    return [f"--{name}" for name, usual in USUAL.items()
+            if getattr(args, name) not in (None, usual)]
 
 
 def is_on(args):
@@ -297,11 +296,9 @@ def is_on(args):
 
 def install(state):
     args = state.args
+    options = {name: getattr(args, name) for name in USUAL}
     state.replace(", ".join(reasons(args)), grpo_loss=partial(
-        family_loss, k3=state.k3, loss_type=args.loss_type, kl_type=args.kl_type, delta=args.delta,
-        importance_sampling_level=args.importance_sampling_level,
-        max_completion_length=args.max_gen_len,
-        use_bias_correction_kl=args.use_bias_correction_kl, loss_options=args.loss_options))
+        family_loss, k3=state.k3, max_completion_length=args.max_gen_len, **options))
 
 
 def check(args):
