@@ -49,19 +49,16 @@ def reason(error):
 
 
 @contextmanager
-def explained(path, what, advice, instead_of=""):
+def explained(path, what, advice):
     """Turns any exception into one sentence: the path, what is wrong, the reason, the advice.
 
     A parser raises dozens of classes for a broken file, from KeyError to RecursionError. A
-    UserError that begins with the path is such a sentence already; the advice takes the place of
-    `instead_of` in it.
+    UserError that begins with the path is such a sentence already.
     """
     try:
         yield
     except Exception as error:
         if isinstance(error, UserError) and str(error).startswith(str(path)):
-            if instead_of:
-                raise UserError(str(error).replace(instead_of, advice)) from error
             raise
         raise UserError(f"{path}: {what} ({reason(error)}); {advice}") from error
 
@@ -94,13 +91,11 @@ def user_errors(program):
     """
     formatwarning = warnings.formatwarning
     warnings.formatwarning = lambda text, *where: f"warning: {printable(str(text))}\n"
-    for name in ("stdout", "stderr"):               # None if the shell closed it
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     with suppress(AttributeError):                  # a notebook's has no such method
         sys.stdout.reconfigure(errors="replace")
     try:
         yield
-        sys.stdout.flush()      # or Python says at its end, and at length, that the disk is full
+        print(end="", flush=True)   # or Python says at its end, at length, that the disk is full
     except KeyboardInterrupt:
         print(f"\n{program}: stopped by Ctrl-C", file=sys.stderr)
         sys.exit(130)           # as shells have it
