@@ -34,15 +34,11 @@ def install(state):
     state.wrap(NAME, update_policy=then_sync_reference)
 
 
-@torch.no_grad()
-def sync_reference(reference, policy, alpha):
-    """reference <- alpha policy + (1 - alpha) reference"""
-    for theirs, ours in zip(reference.parameters(), policy.parameters()):
-        theirs.lerp_(ours, alpha)
-
-
 def then_sync_reference(inner, state, rollout):
     metrics = inner(rollout)
     if state.step % state.args.ref_model_sync_steps == 0:
-        sync_reference(state.reference.model, state.policy.model, state.args.ref_model_mixup_alpha)
+        weights = state.reference.model.parameters(), state.policy.model.parameters()
+        with torch.no_grad():
+            for theirs, ours in zip(*weights):
+                theirs.lerp_(ours, state.args.ref_model_mixup_alpha)
     return metrics
