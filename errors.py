@@ -9,7 +9,6 @@ import shlex
 import sys
 import warnings
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 NO_MEMORY = ("out of memory; train_grpo.py needs less with a lower --micro_batch_size or "
              "--rollout_batch_size, with --gradient_checkpointing, or with --lora_rank")
@@ -129,13 +128,6 @@ def number(kind, low, high=10**9, *, above=False):
 COUNT, COUNT_OR_0 = number(int, 1), number(int, 0)
 POSITIVE, POSITIVE_OR_0 = number(float, 0, above=True), number(float, 0)
 FINITE = number(float, -10**6, 10**6)
-
-
-def folder_name(text):
-    """An argparse type: the name of a folder, which can't lead out of the folder it is made in."""
-    if Path(text).name != text or text == ".." or not text.isprintable():
-        raise argparse.ArgumentTypeError(f"{text!r}; it must be the name of a folder, without /")
-    return text
 
 
 class HelpFormatter(argparse.HelpFormatter):

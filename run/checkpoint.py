@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from dataset.jsonl import to_json
 from dataset.prompts import asking_as_trained
-from errors import COUNT, UserError, explained, folder_name, reason
+from errors import COUNT, UserError, explained, reason
 from model.load import load_pretrained, read_json, read_state, read_tensors
 from model.lora import adapter_state, adapters
 from model.save import save_adapter, save_pretrained
@@ -32,7 +32,7 @@ NOT_OF_A_RUN = ("out_dir", "run_name", "resume", "use_wandb")
 def add_flags(parser):
     flag = parser.group("5. log").add_argument
     flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
-    flag("--run_name", type=folder_name, help="(default: grpo_<name of the weights>)")
+    flag("--run_name", help="(default: grpo_<name of the weights>)")
     flag("--save_interval", type=COUNT, default=30, help="steps between checkpoints")
     flag("--resume", action="store_true", help="continue exactly from the run's checkpoint")
 
