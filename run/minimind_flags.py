@@ -1,7 +1,7 @@
 """MiniMind's flags that have a better name here: they work for ever, and --help lists none."""
 import argparse
 
-from errors import COUNT, UserError
+from errors import COUNT
 
 FLAGS = {
     "accumulation_steps": {"type": COUNT, "default": 1},
@@ -27,11 +27,3 @@ def check(args):
     """What they say by the names that we have."""
     if args.use_wandb:
         args.swanlab = "online"
-
-
-def refuse_layers(policy, args):
-    """UserError if the weights have another number of layers than the flag says."""
-    layers = policy.config.num_hidden_layers
-    if args.num_hidden_layers not in (None, layers):
-        raise UserError(f"--num_hidden_layers {args.num_hidden_layers}: {args.model_path} has "
-                        f"{layers} layers; leave the flag out")

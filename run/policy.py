@@ -18,7 +18,6 @@ from model.lora import AdaptersOff, with_adapters
 from model.model import MiniMindForCausalLM
 from model.sampler import sample
 
-from . import minimind_flags
 from .fsdp import shard
 
 ROWS, MOST_LOGITS = 8, 2**25        # of the comparison of model/fast with the script
@@ -95,7 +94,9 @@ def load_models(args, world, token_logps, engine=None):
     model = load_pretrained(path, dtype=torch.float32,
                             matrix_dtype=world.matrix_dtype if args.lora_rank else None,
                             device="meta" if args.shard else world.device)
-    minimind_flags.refuse_layers(model, args)
+    if args.num_hidden_layers not in (None, model.config.num_hidden_layers):
+        raise UserError(f"--num_hidden_layers {args.num_hidden_layers}: {path} has "
+                        f"{model.config.num_hidden_layers} layers; leave the flag out")
     model.model.gradient_checkpointing = args.gradient_checkpointing
     base = model
     if args.lora_rank:          # the reference is the policy without its adapters
