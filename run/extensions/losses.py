@@ -319,10 +319,8 @@ def check(args):
         (args.use_bias_correction_kl and args.kl_type not in CORRECTED,
          f"--use_bias_correction_kl gives {args.kl_type} a gradient that is no KL's; pass "
          f"--kl_type {' or '.join(CORRECTED)}, or leave it out"),
-        (loss_type in ONE_RATIO and sequence, f"--loss_type {loss_type} makes one ratio of a "
-         "completion's tokens itself; leave --importance_sampling_level out"),
-        (loss_type == "dppo" and sequence, "--loss_type dppo bounds the probability of each token; "
-         "leave --importance_sampling_level out"),
+        (loss_type in (*ONE_RATIO, "dppo") and sequence, f"--loss_type {loss_type} has a level of "
+         "its own; leave --importance_sampling_level out"),
         (loss_type == "luspo" and not sequence, "--loss_type luspo is for one ratio per "
          "completion; add --importance_sampling_level sequence"),
     ]:
