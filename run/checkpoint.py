@@ -146,8 +146,7 @@ def refuse_loss(run_dir, args):
     """UserError if a flag names something in the folder that a new run replaces."""
     for name, value in vars(args).items():
         if name.endswith("_path") and value:
-            path = Path(value).resolve()
-            if run_dir.resolve() in (path, *path.parents):
+            if Path(value).resolve().is_relative_to(run_dir.resolve()):
                 raise UserError(f"--{name} {value} is in {run_dir}, where the new run would "
                                 "replace it; choose another --run_name")
 

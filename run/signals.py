@@ -71,8 +71,5 @@ def say(text, rank):
 
 
 def recorded(main):
-    """Decorates a main function: torchrun's page names the rank that failed first, and its error.
-
-    Without torchrun nobody reads the page.
-    """
+    """Decorates a main function: under torchrun, its page names the rank that failed, and why."""
     return record(main) if "TORCHELASTIC_RUN_ID" in os.environ else main
