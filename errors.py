@@ -9,7 +9,6 @@ import shlex
 import sys
 import warnings
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 NO_MEMORY = ("out of memory; train_grpo.py needs less with a lower --micro_batch_size or "
              "--rollout_batch_size, with --gradient_checkpointing, or with --lora_rank")
@@ -49,19 +48,16 @@ def reason(error):
 
 
 @contextmanager
-def explained(path, what, advice, instead_of=""):
+def explained(path, what, advice):
     """Turns any exception into one sentence: the path, what is wrong, the reason, the advice.
 
     A parser raises dozens of classes for a broken file, from KeyError to RecursionError. A
-    UserError that begins with the path is such a sentence already; the advice takes the place of
-    `instead_of` in it.
+    UserError that begins with the path is such a sentence already.
     """
     try:
         yield
     except Exception as error:
         if isinstance(error, UserError) and str(error).startswith(str(path)):
-            if instead_of:
-                raise UserError(str(error).replace(instead_of, advice)) from error
             raise
         raise UserError(f"{path}: {what} ({reason(error)}); {advice}") from error
 
@@ -94,13 +90,11 @@ def user_errors(program):
     """
     formatwarning = warnings.formatwarning
     warnings.formatwarning = lambda text, *where: f"warning: {printable(str(text))}\n"
-    for name in ("stdout", "stderr"):               # None if the shell closed it
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     with suppress(AttributeError):                  # a notebook's has no such method
         sys.stdout.reconfigure(errors="replace")
     try:
         yield
-        sys.stdout.flush()      # or Python says at its end, and at length, that the disk is full
+        print(end="", flush=True)   # or Python says at its end, at length, that the disk is full
     except KeyboardInterrupt:
         print(f"\n{program}: stopped by Ctrl-C", file=sys.stderr)
         sys.exit(130)           # as shells have it
@@ -134,13 +128,6 @@ def number(kind, low, high=10**9, *, above=False):
 COUNT, COUNT_OR_0 = number(int, 1), number(int, 0)
 POSITIVE, POSITIVE_OR_0 = number(float, 0, above=True), number(float, 0)
 FINITE = number(float, -10**6, 10**6)
-
-
-def folder_name(text):
-    """An argparse type: the name of a folder, which can't lead out of the folder it is made in."""
-    if Path(text).name != text or text == ".." or not text.isprintable():
-        raise argparse.ArgumentTypeError(f"{text!r}; it must be the name of a folder, without /")
-    return text
 
 
 class HelpFormatter(argparse.HelpFormatter):

@@ -75,7 +75,7 @@ from errors import (
     number,
     user_errors,
 )
-from model import eos_token_ids, load_tokenizer
+from model import eos_token_ids, load_tokenizer, vllm
 from run import checkpoint, distributed, evaluate, extensions, minimind_flags
 from run import policy as policies
 from run.distributed import World
@@ -423,7 +423,7 @@ class TrainState:
 def load(args, world):
     """The TrainState of a run: models, optimizer, rewards, and what its options wrap or replace."""
     world.check_same_flags(args)      # else some rank waits for the others, unnoticed
-    engine = policies.engine_of(args, world)        # vLLM, or None
+    engine = vllm.Engine(world, args) if args.sampler == "vllm" else None
     policy, reference = policies.load_models(args, world, token_logps, engine)
     tokenizer_path = args.tokenizer_path or args.model_path
     tokenizer = load_tokenizer(tokenizer_path, policy.model.config.vocab_size)

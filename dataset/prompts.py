@@ -90,8 +90,11 @@ def read_row(row, where):
     if not messages or not messages[-1]["content"].strip():
         raise UserError(f"{where}: {field} has nothing to reply to; end it with a user turn that "
                         "is not empty")
-    if messages[0].get("tools"):
-        messages[0]["tools"] = as_tools(messages[0]["tools"], where)
+    tools = messages[0].get("tools")
+    if tools and isinstance(tools, str):        # MiniMind's files have the text of a list
+        messages[0]["tools"] = tools = parse(tools.encode(), f"{where}: tools")
+    if tools and not isinstance(tools, list):
+        raise UserError(f"{where}: tools must be a list, as apply_chat_template takes it")
     return {**row, "messages": messages}
 
 
@@ -99,15 +102,6 @@ def is_chat(turns):
     return isinstance(turns, list) and all(
         isinstance(turn, dict) and turn.get("role") in ROLES
         and isinstance(turn.get("content"), str) for turn in turns)
-
-
-def as_tools(tools, where):
-    """The tools of a system turn as a list; MiniMind's files have the text of one."""
-    if isinstance(tools, str):
-        tools = parse(tools.encode(), f"{where}: tools")
-    if not isinstance(tools, list):
-        raise UserError(f"{where}: tools must be a list, as apply_chat_template takes it")
-    return tools
 
 
 class PromptCollator:
@@ -184,8 +178,6 @@ def asking_as_trained(tokenizer, thinking):
     """
     tokenizer, template = copy.copy(tokenizer), tokenizer.chat_template
     if isinstance(template, str):           # there may be several, by name
-        template = re.sub(r"\A(\{%- set \w+ = \w+ if \w+ is defined else (true|false) %\})+", "",
-                          template)
         value = "true" if thinking else "false"
         tokenizer.chat_template = "".join(
             f"{{%- set {name} = {name} if {name} is defined else {value} %}}"
@@ -209,11 +201,9 @@ def without_overlong(rows, places, collate, overlong):
         raise UserError(f"{place}: the prompt has {longest} tokens with its chat template, and "
                         f"{found}; raise --max_seq_len to {longest}, or choose --overlong_prompts "
                         f"cut{' or drop' if fitting else ''}")
-    if overlong == "cut":
-        warnings.warn(f"{found} and lose their beginning, the system prompt first", stacklevel=2)
-        return rows
-    warnings.warn(f"{found} and were dropped", stacklevel=2)
-    return fitting
+    fate = "lose their beginning, the system prompt first" if overlong == "cut" else "were dropped"
+    warnings.warn(f"{found} and {fate}", stacklevel=2)
+    return rows if overlong == "cut" else fitting
 
 
 def rows_of_step(step, num_rows, prompts_per_rank, *, rank=0, world_size=1, seed=0):

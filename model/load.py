@@ -285,7 +285,8 @@ def choose_device(name, size):
     name = name or ("cuda" if gpus else "cpu")          # nobody has run it on a Mac's GPU
     kind, _, number = name.partition(":")
     number = number if here == 1 else ""            # of several processes each has its own
-    if kind == "cuda" and gpus < max(here, int(number or 0) + 1) or kind == "mps" and not has_mps:
+    if (not re.fullmatch(r"cuda(:\d+)?|mps|cpu", name) or kind == "mps" and not has_mps
+            or kind == "cuda" and gpus < max(here, int(number or 0) + 1)):
         raise UserError(f"--device {name} is not there for {here} processes on a machine with "
                         f"{gpus} GPU(s); choose another, cpu say, or --nproc_per_node")
     return torch.device(f"cuda:{number or os.environ.get('LOCAL_RANK') or 0}" if kind == "cuda"

@@ -8,7 +8,7 @@
     distributed.py    the processes that train one model, and where their gradients meet
     fsdp.py           weights divided over them
     signals.py        how a run ends before its last step
-    minimind_flags.py MiniMind's flags, and flags of earlier releases
+    minimind_flags.py MiniMind's flags
     report/           what a run prints, draws and writes
     extensions/       options of the algorithm, each whole in one module
 """

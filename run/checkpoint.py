@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 
 from dataset.jsonl import to_json
 from dataset.prompts import asking_as_trained
-from errors import COUNT, UserError, explained, folder_name, reason
-from model.load import AGAIN, load_pretrained, read_json, read_state, read_tensors
+from errors import COUNT, UserError, explained, reason
+from model.load import load_pretrained, read_json, read_state, read_tensors
 from model.lora import adapter_state, adapters
 from model.save import save_adapter, save_pretrained
 from model.transformers_model import AnyModel
@@ -32,7 +32,7 @@ NOT_OF_A_RUN = ("out_dir", "run_name", "resume", "use_wandb")
 def add_flags(parser):
     flag = parser.group("5. log").add_argument
     flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
-    flag("--run_name", type=folder_name, help="(default: grpo_<name of the weights>)")
+    flag("--run_name", help="(default: grpo_<name of the weights>)")
     flag("--save_interval", type=COUNT, default=30, help="steps between checkpoints")
     flag("--resume", action="store_true", help="continue exactly from the run's checkpoint")
 
@@ -64,17 +64,18 @@ class Saver:
             return
         if not args.resume:
             refuse_loss(self.run_dir, args)
-        world.cleanup.callback(lock(self.run_dir))
+        held = FileLock(self.run_dir / ".lock")     # the end of the process unlocks it, too
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            held.acquire(blocking=False)
+        except Timeout:
+            raise UserError(f"{self.run_dir}: another run is writing there; wait until it has "
+                            "ended, stop it, or choose another --run_name") from None
+        world.cleanup.callback(held.release)
         for name in REPLACED:               # of a run that was killed as it saved
             shutil.rmtree(self.run_dir / f"{name}.new", ignore_errors=True)
             if (self.run_dir / name).exists():              # whole, so nobody needs the one before
                 shutil.rmtree(self.run_dir / f"{name}.old", ignore_errors=True)
-
-    def _print_changes(self):
-        now = as_saved(self.args)
-        for name, was in flags_of_run(self.args).items():
-            if self.writes and now.get(name, was) != was:
-                print(f"--{name} was {was} when the run was started, and is now {now[name]}")
 
     def resume(self, policy, optimizer, others):
         """Restores the checkpoint with --resume; returns (steps done, tokens sampled).
@@ -83,7 +84,10 @@ class Saver:
         """
         if not self.args.resume:
             return 0, 0
-        self._print_changes()
+        now = as_saved(self.args)
+        for name, was in flags_of_run(self.args).items():
+            if self.writes and now.get(name, was) != was:
+                print(f"--{name} was {was} when the run was started, and is now {now[name]}")
         return load_checkpoint(self.run_dir / "checkpoint", policy, optimizer, others)
 
     def is_due(self, step, last_step, signal):
@@ -139,31 +143,12 @@ def as_saved(args):
 
 
 def refuse_loss(run_dir, args):
-    """UserError if a flag names something in the folder that a new run replaces.
-
-    Or if the folder is one that another run replaces.
-    """
-    if run_dir.name in REPLACED and (run_dir.parent / "args.json").exists():
-        raise UserError(f"{run_dir} belongs to the run {run_dir.parent}; choose another --out_dir "
-                        "or --run_name")
+    """UserError if a flag names something in the folder that a new run replaces."""
     for name, value in vars(args).items():
         if name.endswith("_path") and value:
-            path = Path(value).resolve()
-            if run_dir.resolve() in (path, *path.parents):
+            if Path(value).resolve().is_relative_to(run_dir.resolve()):
                 raise UserError(f"--{name} {value} is in {run_dir}, where the new run would "
                                 "replace it; choose another --run_name")
-
-
-def lock(run_dir):
-    """Locks a run's folder; returns what unlocks it, as the end of the process does, too."""
-    held = FileLock(run_dir / ".lock")
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        held.acquire(blocking=False)
-    except Timeout:
-        raise UserError(f"{run_dir}: another run is writing there; wait until it has ended, stop "
-                        "it, or choose another --run_name") from None
-    return held.release
 
 
 def network(model):
@@ -199,8 +184,8 @@ def load_checkpoint(folder, model, optimizer, others=None):
     if not (folder / "optimizer.pt").is_file():
         raise UserError(f"--resume: no checkpoint in {folder.parent}; start without --resume, or "
                         "name the run to resume with --run_name")
-    advice = "start without --resume"
-    with explained(folder, "its checkpoint is broken, or of another model", advice, AGAIN):
+    with explained(f"--resume: {folder}", "this checkpoint is broken, or of another model",
+                   "start without --resume"):
         if adapters(model):
             load_adapter(model, folder)
         elif isinstance(model, AnyModel):
@@ -228,14 +213,6 @@ def load_moments(model, optimizer, saved):
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     state_dict.set_optimizer_state_dict(network(model), optimizer, saved, options=whole)
     optimizer.param_groups[0].update(options)
-    for weight, moments in optimizer.state.items():     # the fused step reads them without a look
-        for name in ("exp_avg", "exp_avg_sq"):
-            if layout(moments[name]) != layout(weight):
-                raise ValueError(f"{name} has another shape or dtype than its weight")
-
-
-def layout(tensor):
-    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 @torch.no_grad()

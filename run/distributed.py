@@ -1,8 +1,6 @@
 """The processes that train one model together, and the collectives they use."""
-import argparse
 import json
 import os
-import re
 import time
 from contextlib import ExitStack
 from datetime import timedelta
@@ -20,7 +18,7 @@ from .fsdp import is_sharded, whole
 
 def add_flags(parser):
     flag = parser.group("the machine").add_argument
-    flag("--device", type=device_name, help="cuda, cuda:1, mps or cpu; with several processes "
+    flag("--device", help="cuda, cuda:1, mps or cpu; with several processes "
          "each has a GPU of its own (default: cuda if it is there, else cpu)")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
          "products; auto: bfloat16 on a GPU that has it, with TF32 for the rest; else float32")
@@ -139,10 +137,3 @@ class World:
             # one frees a tensor, the process aborts (pytorch issue 190489): let them finish.
             if self.device.type == "cpu":
                 time.sleep(0.3)
-
-
-def device_name(text):
-    """An argparse type: a device, by torch's names."""
-    if not re.fullmatch(r"cuda(:\d+)?|mps|cpu", text):
-        raise argparse.ArgumentTypeError(f"{text}; it must be cuda, cuda:N, mps or cpu")
-    return text

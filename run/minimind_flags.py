@@ -1,11 +1,7 @@
-"""Flags that --help does not list: those of MiniMind, and those of earlier releases.
-
-MiniMind's work for ever, though some have a better name here. For a flag of an earlier release the
-error says what took its place.
-"""
+"""MiniMind's flags that have a better name here: they work for ever, and --help lists none."""
 import argparse
 
-from errors import COUNT, UserError
+from errors import COUNT
 
 FLAGS = {
     "accumulation_steps": {"type": COUNT, "default": 1},
@@ -16,27 +12,11 @@ FLAGS = {
     "wandb_project": {"default": "MiniGRPO"},
     "ddp": {"action": "store_true"}, "num_workers": {"type": int}, "log_interval": {"type": int},
 }
-GONE = {
-    "fast": "use --sampler plain in place of --fast 0, and nothing in place of --fast 1",
-    "hang_timeout": "leave it out; processes wait for each other for half an hour",
-    "reward_timeout": "leave it out; set a limit in the function itself",
-    "multi_objective_aggregation": "normalize_then_sum is now --advantage_estimator gdpo",
-    "sampler_ratio_min": "both bounds are now --sampler_ratio MIN MAX",
-    "sampler_ratio_max": "both bounds are now --sampler_ratio MIN MAX",
-}
-
-
-class Gone(argparse.Action):
-    def __call__(self, parser, args, values, option_string=None):
-        raise argparse.ArgumentError(self, f"this flag is gone; {self.const}")
 
 
 def add_flags(parser):
     for name, options in FLAGS.items():
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **options)
-    for name, instead in GONE.items():
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, action=Gone, const=instead,
-                            nargs="?", dest=argparse.SUPPRESS, default=argparse.SUPPRESS)
     parser.epilog = (
         "MiniMind's other flags work too: accumulation_steps multiplies batch_size; hidden_size "
         "(128) and use_moe name the default weights, num_hidden_layers refuses others; use_wandb "
@@ -47,11 +27,3 @@ def check(args):
     """What they say by the names that we have."""
     if args.use_wandb:
         args.swanlab = "online"
-
-
-def refuse_layers(policy, args):
-    """UserError if the weights have another number of layers than the flag says."""
-    layers = policy.config.num_hidden_layers
-    if args.num_hidden_layers not in (None, layers):
-        raise UserError(f"--num_hidden_layers {args.num_hidden_layers}: {args.model_path} has "
-                        f"{layers} layers; leave the flag out")

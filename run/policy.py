@@ -17,9 +17,7 @@ from model.load import find_weights, load_pretrained, sized
 from model.lora import AdaptersOff, with_adapters
 from model.model import MiniMindForCausalLM
 from model.sampler import sample
-from model.vllm import Engine
 
-from . import minimind_flags
 from .fsdp import shard
 
 ROWS, MOST_LOGITS = 8, 2**25        # of the comparison of model/fast with the script
@@ -41,12 +39,19 @@ class Policy:
     entropy_learns: bool = False        # else the entropy is a metric, and has no gradient
 
     def sample(self, *prompts, **options):
+        model = self.model
         with self.world.autocast():
-            return self.sampler(self.model, *prompts, **options)
+            if hasattr(model, "whole"):     # sharded: FSDP would gather each layer for each token
+                model = model.whole(dtype=self.world.matrix_dtype)
+            return self.sampler(model, *prompts, **options)
 
     def token_logps(self, *sequences, with_entropy=False, **options):
+        options["with_entropy"] = with_entropy
         with self.world.autocast():
-            found = self.reader(self.model, *sequences, with_entropy=with_entropy, **options)
+            if hasattr(self.model, "run"):  # sharded: in it FSDP has gathered what is in no layer
+                found = self.model.run(self.reader, *sequences, **options)
+            else:
+                found = self.reader(self.model, *sequences, **options)
         if with_entropy and not self.entropy_learns:
             return found[0], found[1].detach()
         return found
@@ -79,10 +84,6 @@ def check(args):
         find_weights(sized(kind, args), args.out_dir, shipped))
 
 
-def engine_of(args, world):
-    return Engine(world, args) if args.sampler == "vllm" else None
-
-
 def load_models(args, world, token_logps, engine=None):
     """The policy, and its reference, the same weights frozen; None with --beta 0.
 
@@ -93,7 +94,9 @@ def load_models(args, world, token_logps, engine=None):
     model = load_pretrained(path, dtype=torch.float32,
                             matrix_dtype=world.matrix_dtype if args.lora_rank else None,
                             device="meta" if args.shard else world.device)
-    minimind_flags.refuse_layers(model, args)
+    if args.num_hidden_layers not in (None, model.config.num_hidden_layers):
+        raise UserError(f"--num_hidden_layers {args.num_hidden_layers}: {path} has "
+                        f"{model.config.num_hidden_layers} layers; leave the flag out")
     model.model.gradient_checkpointing = args.gradient_checkpointing
     base = model
     if args.lora_rank:          # the reference is the policy without its adapters
@@ -109,14 +112,13 @@ def load_models(args, world, token_logps, engine=None):
     return policy, policy_of(base, path, world, args, token_logps)
 
 
-def load_frozen(path, world, args, token_logps, *, matrix_dtype="products"):
-    """A Policy that does not learn: a reference, a teacher.
+def load_frozen(path, world, args, token_logps, *, exact=False):
+    """A Policy that does not learn: a reference, a teacher; with `exact` its matrices are float32.
 
-    matrix_dtype: of its matrices, by default the dtype in which products read them anyway; None as
-    in the file, in float32.
+    By default they have the dtype in which products read them anyway.
     """
-    matrix_dtype = world.matrix_dtype if matrix_dtype == "products" else matrix_dtype
-    model = load_pretrained(path, dtype=torch.float32, matrix_dtype=matrix_dtype,
+    model = load_pretrained(path, dtype=torch.float32,
+                            matrix_dtype=None if exact else world.matrix_dtype,
                             device="meta" if args.shard else world.device)
     model.requires_grad_(False)
     return policy_of(model, path, world, args, token_logps)
@@ -138,7 +140,6 @@ def policy_of(model, path, world, args, token_logps, engine=None, *, learns=Fals
         sampler = in_slices(sampler, args.rollout_batch_size)
     if args.shard:
         shard(model, world, world.matrix_dtype, path)
-        sampler, reader = of_a_whole(sampler, world), within(reader)
     return Policy(model, sampler, reader, world)
 
 
@@ -198,17 +199,3 @@ def in_slices(sampler, most):
         return joined(ids, options["pad_token_id"]), *(joined(other, 0) for other in others)
 
     return sliced
-
-
-def of_a_whole(sampler, world):
-    """A sampler of a sharded model: of a whole copy, which lives as long as it runs.
-
-    FSDP would gather every layer for every token.
-    """
-    return lambda model, *prompts, **options: sampler(
-        model.whole(dtype=world.matrix_dtype), *prompts, **options)
-
-
-def within(reader):
-    """The log-probs of a sharded model: within it FSDP has gathered what is in no layer."""
-    return lambda model, *sequences, **options: model.run(reader, *sequences, **options)

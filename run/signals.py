@@ -4,7 +4,6 @@
                finish the step, save (checkpoint.py) and stop. A second one ends a process at once
     an error   of one rank: torch's @record writes it down for torchrun, which ends the others
 """
-import functools
 import os
 import signal
 import sys
@@ -12,8 +11,6 @@ import time
 from contextlib import suppress
 
 from torch.distributed.elastic.multiprocessing.errors import record
-
-from errors import UserError
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
            if hasattr(signal, name)]        # Windows has no SIGHUP
@@ -74,20 +71,5 @@ def say(text, rank):
 
 
 def recorded(main):
-    """Decorates a main function: torchrun's page names the rank that failed first, and its error.
-
-    A user's mistake is recorded without the frames within, because its sentence says it all.
-    """
-    @record
-    def main_of_rank(*args):
-        try:
-            return main(*args)
-        except UserError as error:
-            mistake = error.with_traceback(None)
-        raise mistake from None
-
-    @functools.wraps(main)
-    def wrapper(*args):
-        return (main_of_rank if "TORCHELASTIC_RUN_ID" in os.environ else main)(*args)
-
-    return wrapper
+    """Decorates a main function: under torchrun, its page names the rank that failed, and why."""
+    return record(main) if "TORCHELASTIC_RUN_ID" in os.environ else main

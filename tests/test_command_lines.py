@@ -50,8 +50,7 @@ CHAT, GYM = f"model.chat {WEIGHTS}", "dataset.reasoning_gym chain_sum --save new
     ("train_grpo --loss_type dppo --importance_sampling_level sequence", "dppo --importance_s"),
     ("train_grpo --advantage_estimator gdpo --scale_rewards batch", "gdpo --scale_rewards"),
     ("train_grpo --advantage_estimator gdpo --kl_in_reward", "gdpo --kl_in_reward"),
-    ("train_grpo --fast 0", "--fast gone --sampler plain"),
-    ("train_grpo --hang_timeout 9", "--hang_timeout gone"),
+    ("train_grpo --fast 0", "--fast unrecognized"),
     ("train_grpo --reward_funcs tag tag", "--reward_funcs tag_reward"),
     ("train_grpo --loss_type praise", "--loss_type praise module:function"),
     ("train_grpo --sampler_correction token_mask --loss_type gmpo", "token_mask gmpo sequence_"),
@@ -97,17 +96,12 @@ def test_a_file_of_flags_may_name_another(tmp_path, monkeypatch):
     assert (args.tool, args.eval_only, args.reward_weights) == ("a b", True, [1, -0.001])
 
 
-def test_streams_that_are_closed_or_know_few_characters_end_no_command(monkeypatch):
+def test_a_stream_that_knows_few_characters_ends_no_command(monkeypatch):
     heard = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(heard, encoding="ascii"))
-    monkeypatch.setattr(sys, "stderr", None)        # closed
     with user_errors("chat"):
         print("7 →")
-        sys.stderr.write("a warning")
     assert heard.getvalue() == b"7 ?\n"
-    monkeypatch.setattr(sys, "stdout", None)
-    with user_errors("chat"):
-        assert not sys.stdout.isatty()
 
 
 def test_a_full_disk_is_one_sentence_as_each_library_says_it(monkeypatch):

@@ -111,21 +111,6 @@ def a_step(policy):
     return optimizer
 
 
-@pytest.mark.parametrize("change", [
-    lambda moment: moment[..., :1], lambda moment: moment[:0], lambda moment: torch.zeros(()),
-    lambda moment: moment[None],
-    lambda moment: moment[:1].expand(len(moment))])
-def test_an_optimizer_of_other_shapes_is_refused_before_it_is_read(change, tiny_policy, tmp_path):
-    tokenizer, policy = tiny_policy
-    optimizer = a_step(policy)
-    saved = get_optimizer_state_dict(policy, optimizer)
-    moments = saved["state"]["model.norm.weight"]
-    moments["exp_avg"] = change(moments["exp_avg"])
-    save_checkpoint(tmp_path / "checkpoint", policy, tokenizer, saved, step=1, num_tokens=1)
-    with pytest.raises(UserError, match="checkpoint is broken.* start without --resume"):
-        load_checkpoint(tmp_path / "checkpoint", policy, optimizer)
-
-
 def test_a_resume_keeps_the_options_of_the_flags_not_those_in_the_file(tiny_policy, tmp_path):
     tokenizer, policy = tiny_policy
     optimizer = a_step(policy)
@@ -145,7 +130,7 @@ def test_escape_codes_in_a_path_do_not_reach_the_terminal(tmp_path, capsys):
     assert json.loads((tmp_path / "run/args.json").read_text())["data_path"] == str(data)
 
 
-def test_a_run_without_a_step_or_inside_another_runs_files_writes_nothing(tmp_path, capsys):
+def test_a_run_without_a_step_and_a_resume_without_flags_write_nothing(tmp_path, capsys):
     args = train_grpo.parse_args(["--batch_size", "1"])
     with pytest.raises(UserError, match="1 prompts are too few for 2 processes"):
         batches_from(1, [{}], None, 1, SimpleNamespace(size=2), args)
@@ -153,8 +138,6 @@ def test_a_run_without_a_step_or_inside_another_runs_files_writes_nothing(tmp_pa
     data = ["--data_path", str(write(tmp_path / "data.jsonl", rows))]
     run(tmp_path, *data, "--max_steps", "1")
     before = (tmp_path / "run/checkpoint/optimizer.pt").read_bytes()
-    assert "belongs to the run" in refused(
-        capsys, tmp_path, *data, "--out_dir", str(tmp_path / "run"), "--run_name", "checkpoint")
     (tmp_path / "run/args.json").unlink()
     assert "args.json: no such file" in refused(capsys, tmp_path, *data, "--resume")
     assert (tmp_path / "run/checkpoint/optimizer.pt").read_bytes() == before

@@ -21,6 +21,7 @@ from errors import UserError
 from run.checkpoint import Saver, written_whole
 from run.distributed import World
 from run.report.terminal import drop_lines_after
+from run.signals import recorded
 
 FLAGS = ["--batch_size", "2", "--num_generations", "2", "--max_gen_len", "8", "--eval_samples", "2",
          "--eval_interval", "0", "--max_steps", "4", "--save_interval", "2", "--run_name", "run",
@@ -243,16 +244,17 @@ def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
             World(device)
 
 
-def test_a_mistake_on_one_rank_is_on_record_as_its_sentence_alone(judge, tmp_path, monkeypatch):
-    """What torchrun's page quotes: below two lines of torch, two of ours."""
+def test_under_torchrun_a_mistake_on_one_rank_is_on_record(tmp_path, monkeypatch):
+    def mistake():
+        raise UserError("its sentence")
+
+    assert recorded(mistake) is mistake
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    judge.act = at(1, sys.exit, "no")
-    assert run(tmp_path) == 2
-    page = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
-    lines = [line.strip() for line in page.splitlines() if "^" not in line]
-    assert "UserError: reward function reward failed in its first call" in lines.pop()
-    assert sum(line.startswith("File") for line in lines) == 2 and "signals.py" in lines[-2]
+    with pytest.raises(UserError):
+        recorded(mistake)()
+    page = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert page["message"] == "UserError: its sentence"
 
 
 def test_a_run_killed_at_a_file_operation_goes_on_as_if_nothing_had_happened(tmp_path):

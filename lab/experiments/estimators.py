@@ -252,8 +252,8 @@ def policy_loss(logps, old_logps, advantages, mask, loss_type, level, epsilons):
         logps, old_logps = ((x * mask).sum(1, keepdim=True) for x in (logps, old_logps))
         mask = mask.any(1, keepdim=True).int()
     ratio = importance_ratio(logps, old_logps, mask, level=level)
-    bound, _, numbers = LOSS_TYPES[loss_type]
-    loss, _ = POLICY_LOSSES[bound](ratio, advantages, logps, mask, **epsilons, **numbers)
+    bound, _ = LOSS_TYPES[loss_type]
+    loss, _ = POLICY_LOSSES[bound](ratio, advantages, logps, mask, **epsilons)
     return (loss * mask).sum(1)
 
 

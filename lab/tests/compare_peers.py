@@ -17,6 +17,7 @@ for our last eps of 1e-4. TRL's advantages are part of its sampling, and can't b
 import itertools
 import sys
 from collections import defaultdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,7 +127,7 @@ def with_trl():
         per_answer = options["importance_sampling_level"] == "sequence"
         name = f"`{options['loss_type']}`{', a ratio per answer' if per_answer else ''}"
         taus = {"tau_good": 1.0, "tau_bad": torch.tensor(1.05).item()}      # theirs are in float32
-        with patch.dict(losses.LOSS_TYPES, sapo=("sapo", "completion", taus)):
+        with patch.dict(losses.POLICY_LOSSES, sapo=partial(losses.soft_gate, **taus)):
             both = [loss(case, weights, threshold, options) for loss in (our_loss, trl_loss)]
         yield name, difference(*both, inputs)
 

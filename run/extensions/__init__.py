@@ -7,7 +7,6 @@
 
 and, if it needs them,
 
-    EXCLUDES    names of modules that can't be on at the same time
     defaults    {flag: value} for other flags that were not given, while it is on
     check       raises a UserError for flags that contradict it
 
@@ -15,7 +14,6 @@ A wrapper has the wrapped function as its first parameter, `inner`. An extension
 script, which runs as __main__ and would be loaded a second time. It finds the script's functions in
 the TrainState.
 """
-from errors import UserError
 
 
 def add_flags(parser):
@@ -34,14 +32,8 @@ def set_defaults(args):
 
 def check(args):
     """Raises a UserError if two flags contradict each other."""
-    on = {one.__name__.rpartition(".")[2]: one for one in EXTENSIONS if one.is_on(args)}
-    for extension in on.values():
-        for other in getattr(extension, "EXCLUDES", ()):
-            if other in on:
-                raise UserError(f"{extension.NAME} and {on[other].NAME} exclude each other; leave "
-                                "one of the two out")
-    for extension in on.values():
-        if hasattr(extension, "check"):
+    for extension in EXTENSIONS:
+        if hasattr(extension, "check") and extension.is_on(args):
             extension.check(args)
 
 
@@ -50,13 +42,6 @@ def install(state):
     for extension in EXTENSIONS:
         if extension.is_on(state.args):
             extension.install(state)
-
-
-def refuse_other_advantages(name, args):
-    """UserError for flags of advantages that `name` would not read."""
-    if (args.scale_rewards, args.advantage_estimator) != ("group", "grpo"):
-        raise UserError(f"{name} has its own way to advantages; leave --scale_rewards and "
-                        "--advantage_estimator out")
 
 
 # Imported down here, because they import what stands above.

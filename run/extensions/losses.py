@@ -12,7 +12,6 @@ ratio (k + dk / d log pi) grad log pi. That of k3 is -ratio x grad log pi, the K
 the same mean; those of k2, k3+ and abs do not.
 """
 import inspect
-import math
 from functools import partial
 
 import torch
@@ -44,8 +43,8 @@ LARGEST = 80        # of a log-ratio: e^89 is infinite in float32
 
 
 # --- bounds ---------------------------------------------------------------------------------------
-# All are called as ppo_clip is, with numbers of their own from LOSS_TYPES, and return the same: the
-# loss, (N, 1 or R), and where they act.
+# All are called as ppo_clip is, some with numbers of their own (--loss_options), and return the
+# same: the loss, (N, 1 or R), and where they act.
 
 
 def ppo_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, delta=None):
@@ -75,7 +74,7 @@ def cispo_cap(ratio, advantages, logps, mask, *, epsilon_high, **unused):
     return -weight * advantages * logps, {"low": torch.zeros_like(high), "high": high}
 
 
-def soft_gate(ratio, advantages, logps, mask, *, tau_good, tau_bad, **unused):
+def soft_gate(ratio, advantages, logps, mask, *, tau_good=1.0, tau_bad=1.05, **unused):
     """SAPO's -(4 / tau) sigmoid(tau (ratio - 1)) A, arXiv 2511.20347: nothing is clipped.
 
     While the ratio is 1 the gradient is that of ratio A; the further it moves, either way, the more
@@ -100,7 +99,7 @@ def geometric_mean(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high,
                                       "high": (d > epsilon_high) & (advantages > 0)}
 
 
-def pi_region(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, largest_weight,
+def pi_region(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, largest_weight=20.0,
               **unused):
     """DPPO's -sg[min(ratio, 20)] A log pi in a region of probabilities, arXiv 2602.04879; (N, R).
 
@@ -127,16 +126,16 @@ LOSS_AGGREGATIONS = {
     "sum":        lambda length, completions, tokens, L: completions,
 }
 LOSS_TYPES = {      # the flags of each: docs/losses.md
-    # name      bound    average       numbers of the bound's own
-    "grpo":    ("ppo",   "completion", {}),
-    "bnpo":    ("ppo",   "tokens",     {}),
-    "dr_grpo": ("ppo",   "limit",      {}),
-    "dapo":    ("ppo",   "tokens",     {}),
-    "cispo":   ("cispo", "tokens",     {}),
-    "dppo":    ("dppo",  "tokens",     {"largest_weight": 20.0}),
-    "sapo":    ("sapo",  "completion", {"tau_good": 1.0, "tau_bad": 1.05}),
-    "gmpo":    ("gmpo",  "completion", {}),
-    "luspo":   ("ppo",   "sum",        {}),     # for GSPO's ratio, arXiv 2602.05261
+    # name      bound    average
+    "grpo":    ("ppo",   "completion"),
+    "bnpo":    ("ppo",   "tokens"),
+    "dr_grpo": ("ppo",   "limit"),
+    "dapo":    ("ppo",   "tokens"),
+    "cispo":   ("cispo", "tokens"),
+    "dppo":    ("dppo",  "tokens"),
+    "sapo":    ("sapo",  "completion"),
+    "gmpo":    ("gmpo",  "completion"),
+    "luspo":   ("ppo",   "sum"),        # for GSPO's ratio, arXiv 2602.05261
 }                   # and r1, a whole loss: one_action_loss
 
 
@@ -184,8 +183,6 @@ def family_loss(logps, old_logps, advantages, mask, *, k3, ref_logps=None, beta=
         numbers = numbers | {"k3": k3}
     if average is None:                 # a whole loss: r1, or one of your own
         return bound(logps, old_logps, advantages, mask, **options | numbers)
-    if average == "limit" and max_completion_length is None:
-        raise ValueError(f"loss_type {loss_type} divides by max_completion_length; give it")
     if beta and ref_logps is None:
         raise ValueError("beta weights the KL to the reference; give ref_logps")
     advantages = advantages.view(len(mask), -1)                                       # (N, 1 or R)
@@ -208,41 +205,29 @@ def row_of(loss_type, options=()):
     """Returns (bound, average, numbers) of a loss, or (function, None, numbers) of a whole loss.
 
     `module:function` is a bound if its first parameter is `ratio`, and is then averaged as GRPO is.
-    It is imported anew each time. options, such as "width=0.2", change the numbers: the keywords of
-    a function that are not those of every bound. A ValueError names the keywords that there are.
+    It is imported anew each time. numbers are those of options, such as "width=0.2": keywords of a
+    function that are not those of every bound. A ValueError names the keywords that there are.
     """
     if loss_type == "r1":
-        function, average, numbers = one_action_loss, None, {}
+        function, average = one_action_loss, None
     elif loss_type in LOSS_TYPES:
-        bound, average, numbers = LOSS_TYPES[loss_type]
+        bound, average = LOSS_TYPES[loss_type]
         function = POLICY_LOSSES[bound]
     else:
         known = ", ".join([*LOSS_TYPES, "r1"])
         function = import_function("--loss_type", loss_type, known)
         is_bound = next(iter(inspect.signature(function).parameters), None) == "ratio"
-        average, numbers = "completion" if is_bound else None, {}
-    of_every_loss = inspect.signature(family_loss).parameters
-    own = {one.name: one.default for one in inspect.signature(function).parameters.values()
-           if one.kind is one.KEYWORD_ONLY and one.name not in of_every_loss}
+        average = "completion" if is_bound else None
+    of_every_loss, numbers = inspect.signature(family_loss).parameters, {}
+    own = [one.name for one in inspect.signature(function).parameters.values()
+           if one.kind is one.KEYWORD_ONLY and one.name not in of_every_loss]
     for option in options:
         name, _, value = option.partition("=")
         if name not in own:
             raise ValueError(f"--loss_options {option}: --loss_type {loss_type} has no number "
                              f"{name}; it has {', '.join(own) or 'none'}")
-        numbers = numbers | {name: float(value)}
-    for name, default in own.items():
-        if default is inspect.Parameter.empty and name not in numbers:
-            raise ValueError(f"--loss_type {loss_type} has no default for its number {name}; pass "
-                             f"--loss_options {name}=NUMBER")
+        numbers[name] = float(value)
     return function, average, numbers
-
-
-def loss_option(text):
-    """The type of --loss_options: name=number."""
-    name, _, value = text.partition("=")
-    if not name.isidentifier() or not math.isfinite(float(value)):
-        raise ValueError
-    return text
 
 
 def one_action_loss(logps, old_logps, advantages, mask, *, ref_logps=None, num_sequences=None,
@@ -273,6 +258,10 @@ def clip_ratios(where, mask, num_sequences, num_tokens, *, level):
 
 # --- flags ----------------------------------------------------------------------------------------
 
+# Those that family_loss takes, as the script's grpo_loss has them.
+USUAL = {"loss_type": "grpo", "loss_options": [], "importance_sampling_level": "token",
+         "delta": None, "kl_type": "k3", "use_bias_correction_kl": False}
+
 
 def add_flags(parser):
     flag = parser.group("4. update (the objective)").add_argument
@@ -280,7 +269,7 @@ def add_flags(parser):
          "(grpo); of all tokens (bnpo, dapo); sum / max_gen_len (dr_grpo); sum (luspo); cispo, "
          "dppo, sapo, gmpo and r1 also change the bound or the ratio; or a bound or a loss of your "
          "own as module:function (docs/losses.md; default: grpo)")
-    flag("--loss_options", nargs="+", type=loss_option, default=[], metavar="NAME=NUMBER",
+    flag("--loss_options", nargs="+", default=[], metavar="NAME=NUMBER",
          help="numbers of the loss type, for example tau_bad=1.1 for sapo, or of your own")
     flag("--importance_sampling_level", choices=("token", "sequence"), default="token",
          help="a ratio pi / pi_old per token, or per completion (GSPO: epsilons of about 3e-4)")
@@ -297,11 +286,8 @@ def defaults(args):
 
 def reasons(args):
     """The flags that ask for another loss than the script's."""
-    return [f"--{name}" for name, usual in (
-        ("loss_type", (None, "grpo")), ("importance_sampling_level", ("token",)),
-        ("delta", (None,)), ("kl_type", (None, "k3")), ("use_bias_correction_kl", (False,)),
-        ("loss_options", ([],)))
-        if getattr(args, name) not in usual]
+    return [f"--{name}" for name, usual in USUAL.items()
+            if getattr(args, name) not in (None, usual)]
 
 
 def is_on(args):
@@ -310,11 +296,9 @@ def is_on(args):
 
 def install(state):
     args = state.args
+    options = {name: getattr(args, name) for name in USUAL}
     state.replace(", ".join(reasons(args)), grpo_loss=partial(
-        family_loss, k3=state.k3, loss_type=args.loss_type, kl_type=args.kl_type, delta=args.delta,
-        importance_sampling_level=args.importance_sampling_level,
-        max_completion_length=args.max_gen_len,
-        use_bias_correction_kl=args.use_bias_correction_kl, loss_options=args.loss_options))
+        family_loss, k3=state.k3, max_completion_length=args.max_gen_len, **options))
 
 
 def check(args):
@@ -335,10 +319,8 @@ def check(args):
         (args.use_bias_correction_kl and args.kl_type not in CORRECTED,
          f"--use_bias_correction_kl gives {args.kl_type} a gradient that is no KL's; pass "
          f"--kl_type {' or '.join(CORRECTED)}, or leave it out"),
-        (loss_type in ONE_RATIO and sequence, f"--loss_type {loss_type} makes one ratio of a "
-         "completion's tokens itself; leave --importance_sampling_level out"),
-        (loss_type == "dppo" and sequence, "--loss_type dppo bounds the probability of each token; "
-         "leave --importance_sampling_level out"),
+        (loss_type in (*ONE_RATIO, "dppo") and sequence, f"--loss_type {loss_type} has a level of "
+         "its own; leave --importance_sampling_level out"),
         (loss_type == "luspo" and not sequence, "--loss_type luspo is for one ratio per "
          "completion; add --importance_sampling_level sequence"),
     ]:
@@ -346,8 +328,11 @@ def check(args):
             raise UserError(sentence)
 
 
-def refuse_one_ratio(name, args):
-    """UserError if advantages of tokens, which `name` makes, would meet a ratio of completions."""
+def check_token_advantages(name, args):
+    """UserError for flags that do not fit the advantages of tokens, which `name` makes."""
+    if (args.scale_rewards, args.advantage_estimator) != ("group", "grpo"):
+        raise UserError(f"{name} has its own way to advantages; leave --scale_rewards and "
+                        "--advantage_estimator out")
     if args.loss_type in ONE_RATIO or args.importance_sampling_level == "sequence":
         raise UserError(f"{name} gives each token an advantage, and this loss has one ratio per "
                         "completion; change one of the two")

@@ -29,20 +29,16 @@ def check(args):
 def install(state):
     if state.world.matrix_dtype != torch.float32:       # else small moves would be rounded away
         state.reference = load_frozen(
-            state.args.model_path, state.world, state.args, state.token_logps, matrix_dtype=None)
+            state.args.model_path, state.world, state.args, state.token_logps, exact=True)
     state.saved["reference"] = state.reference.model
     state.wrap(NAME, update_policy=then_sync_reference)
-
-
-@torch.no_grad()
-def sync_reference(reference, policy, alpha):
-    """reference <- alpha policy + (1 - alpha) reference"""
-    for theirs, ours in zip(reference.parameters(), policy.parameters()):
-        theirs.lerp_(ours, alpha)
 
 
 def then_sync_reference(inner, state, rollout):
     metrics = inner(rollout)
     if state.step % state.args.ref_model_sync_steps == 0:
-        sync_reference(state.reference.model, state.policy.model, state.args.ref_model_mixup_alpha)
+        weights = state.reference.model.parameters(), state.policy.model.parameters()
+        with torch.no_grad():
+            for theirs, ours in zip(*weights):
+                theirs.lerp_(ours, state.args.ref_model_mixup_alpha)
     return metrics

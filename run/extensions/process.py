@@ -2,8 +2,7 @@
 from errors import UserError
 from reward.process_rewards import judge_steps, process_advantages
 
-from . import refuse_other_advantages
-from .losses import refuse_one_ratio
+from .losses import check_token_advantages
 
 NAME = "--supervision process"
 
@@ -19,8 +18,7 @@ def is_on(args):
 
 
 def check(args):
-    refuse_one_ratio(NAME, args)
-    refuse_other_advantages(NAME, args)
+    check_token_advantages(NAME, args)
     if not any(args.reward_weights):
         raise UserError(f"{NAME} divides the outcome by the sum of --reward_weights, which is 0; "
                         "give one above 0")

@@ -8,11 +8,9 @@ from model.load import load_tokenizer
 
 from ..metrics import Mean
 from ..policy import load_frozen
-from . import refuse_other_advantages
-from .losses import refuse_one_ratio
+from .losses import check_token_advantages
 
 NAME = "--teacher_path"
-EXCLUDES = ("process", "kl_in_reward", "oversample")
 
 
 def add_flags(parser):
@@ -31,8 +29,10 @@ def defaults(args):
 
 
 def check(args):
-    refuse_one_ratio(NAME, args)
-    refuse_other_advantages(NAME, args)
+    check_token_advantages(NAME, args)
+    if args.supervision == "process" or args.kl_in_reward or args.oversample > 1:
+        raise UserError(f"{NAME} learns nothing from rewards; leave --supervision process, "
+                        "--kl_in_reward and --oversample out")
 
 
 def install(state):

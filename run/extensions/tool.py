@@ -1,4 +1,6 @@
 """--tool: a tool answers while a completion is written (reward/tools.py, reward/turns.py)."""
+from functools import partial
+
 import torch
 
 from errors import COUNT
@@ -25,16 +27,12 @@ def is_on(args):
 def install(state):
     args = state.args
     tool = Tool(import_function(NAME, args.tool), state.tokenizer, args.max_tool_calls)
-
-    def generate(state, batch, rng, num_generations=None, greedy=False):
-        G = num_generations or args.num_generations
-        return in_turns(tool, state, batch, rng, G, greedy)
-
-    state.replace(NAME, generate=generate)
+    state.replace(NAME, generate=partial(in_turns, tool))
 
 
-def in_turns(tool, state, batch, rng, G, greedy):
-    """G completions of each prompt, in which some words are the tool's: read, and not learned."""
+def in_turns(tool, state, batch, rng, num_generations=None, greedy=False):
+    """Completions of each prompt, in which some words are the tool's: read, and not learned."""
+    G = num_generations or state.args.num_generations
     args, turns = state.args, Turns(tool, batch, G, rng)
     completion_ids, logps, drawn = state.policy.sample(                                     # (N, R)
         batch["prompt_ids"].to(rng.device), batch["prompt_mask"].to(rng.device),
@@ -46,7 +44,7 @@ def in_turns(tool, state, batch, rng, G, greedy):
     completion_mask = (torch.arange(drawn.shape[1]) < lengths).int().to(drawn.device)
     rollout = Rollout.of(
         batch, completion_ids, completion_mask, logps, state.eos_ids, state.tokenizer)
-    rollout.loss_mask, rollout.ended = completion_mask * drawn, torch.tensor(turns.ended)
-    rollout.ended = rollout.ended.to(drawn.device)
+    rollout.loss_mask = completion_mask * drawn
+    rollout.ended = torch.tensor(turns.ended, device=drawn.device)
     rollout.turns, rollout.failed_calls = turns.finished(), turns.failures
     return rollout
