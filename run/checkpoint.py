@@ -213,6 +213,14 @@ def load_moments(model, optimizer, saved):
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     state_dict.set_optimizer_state_dict(network(model), optimizer, saved, options=whole)
     optimizer.param_groups[0].update(options)
+    for weight, moments in optimizer.state.items():     # the fused step reads them without a look
+        for name in ("exp_avg", "exp_avg_sq"):
+            if layout(moments[name]) != layout(weight):
+                raise ValueError(f"{name} has another shape or dtype than its weight")
+
+
+def layout(tensor):
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 @torch.no_grad()

@@ -111,6 +111,21 @@ def a_step(policy):
     return optimizer
 
 
+@pytest.mark.parametrize("change", [
+    lambda moment: moment[..., :1], lambda moment: moment[:0], lambda moment: torch.zeros(()),
+    lambda moment: moment[None],
+    lambda moment: moment[:1].expand(len(moment))])
+def test_an_optimizer_of_other_shapes_is_refused_before_it_is_read(change, tiny_policy, tmp_path):
+    tokenizer, policy = tiny_policy
+    optimizer = a_step(policy)
+    saved = get_optimizer_state_dict(policy, optimizer)
+    moments = saved["state"]["model.norm.weight"]
+    moments["exp_avg"] = change(moments["exp_avg"])
+    save_checkpoint(tmp_path / "checkpoint", policy, tokenizer, saved, step=1, num_tokens=1)
+    with pytest.raises(UserError, match="checkpoint is broken.* start without --resume"):
+        load_checkpoint(tmp_path / "checkpoint", policy, optimizer)
+
+
 def test_a_resume_keeps_the_options_of_the_flags_not_those_in_the_file(tiny_policy, tmp_path):
     tokenizer, policy = tiny_policy
     optimizer = a_step(policy)
