@@ -160,11 +160,8 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-\.?\d")       # argparse's lacks -1e-3
 
     def group(self, title):
-        """The group of flags whose title begins so, made if there is none."""
-        for group in self._action_groups:
-            if group.title and group.title.startswith(title):
-                return group
-        return self.add_argument_group(title)
+        """The group of flags whose title begins so."""
+        return next(one for one in self._action_groups if one.title.startswith(title))
 
     def convert_arg_line_to_args(self, line):
         return shlex.split(line, comments=True)

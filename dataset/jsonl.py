@@ -74,10 +74,8 @@ def parse(line, where):
 
 def write_jsonl(path, rows):
     """Write each row as a line, and make the folder if it is missing; returns the number of rows.
-
-    For data: what JSON lacks is an error, where `to_line` makes do.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    lines = [to_line(row) for row in rows]
     Path(path).write_text("".join(lines), encoding="utf-8")
     return len(lines)

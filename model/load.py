@@ -293,19 +293,16 @@ def choose_device(name, size):
                         else kind)
 
 
-def sized(kind, args):
-    """The name of the shipped weights of a kind that --hidden_size and --use_moe ask for."""
-    return f"{kind}_{args.hidden_size}{'_moe' if args.use_moe else ''}"
+def find_weights(kind, args, shipped):
+    """The path of weights of a kind, of --hidden_size and --use_moe: a folder or a .pth.
 
-
-def find_weights(name, *folders):
-    """The path of the first weights with this name, a folder or a .pth, in any of the folders.
-
-    If there are none, the path they would have in the last folder.
+    They are in --out_dir or else in `shipped`; if in neither, the path they would have there.
     """
-    paths = [Path(folder) / file for folder in folders for file in (name, f"{name}.pth")]
-    return next((path for path in paths if path.is_file() or (path / "config.json").is_file()),
-                Path(folders[-1]) / name)
+    name = f"{kind}_{args.hidden_size}{'_moe' if args.use_moe else ''}"
+    paths = [folder / file for folder in (Path(args.out_dir), shipped)
+             for file in (name, f"{name}.pth")]
+    return str(next((path for path in paths if path.is_file() or (path / "config.json").is_file()),
+                    shipped / name))
 
 
 def infer_config(state):

@@ -18,7 +18,7 @@ def save_pretrained(model, tokenizer, path):
     if isinstance(model, AnyModel):
         model.model.save_pretrained(path, state_dict=state)
         for file in path.glob("*.safetensors"):
-            file.chmod((path / "config.json").stat().st_mode)       # as in save_tensors
+            file.chmod(0o644)           # as in save_tensors
     else:
         if model.config.tie_word_embeddings:
             state.pop("lm_head.weight", None)
@@ -33,11 +33,9 @@ def save_pretrained(model, tokenizer, path):
 
 def save_tensors(state, path):
     """Write a safetensors file that other users, such as a server's, can read too."""
-    path.touch()
-    mode = path.stat().st_mode
     save_file({name: tensor.detach().contiguous().cpu() for name, tensor in state.items()}, path,
               metadata={"format": "pt"})
-    path.chmod(mode)
+    path.chmod(0o644)       # save_file lets nobody else read it; the folder's mode still decides
 
 
 def write_json(content, path):

@@ -1,17 +1,11 @@
 r"""Trains a policy on conversations, from scratch (pretraining) or from weights (fine-tuning).
 
-Five runs of this script made the weights of policies that we ship; docs/own_task.md has the flags.
-Two are for Countdown. The three for arithmetic, of which the last two start from the first:
+The policies that we ship were made with it (lab/weights.md has all commands), for example
 
-    python -m lab.tasks.arithmetic --sft out/sft
-    python -m lab.tasks.tokenizer --save out/tokenizer \
-        --data out/sft/pretrain.jsonl out/sft/reason.jsonl out/sft/full_sft.jsonl
     python -m model.train_sft --data out/sft/pretrain.jsonl \
         --tokenizer out/tokenizer --save out/pretrain_128
-    python -m model.train_sft --data out/sft/full_sft.jsonl \
-        --init out/pretrain_128 --save model/weights/full_sft_128 ...
     python -m model.train_sft --data out/sft/reason.jsonl \
-        --init out/pretrain_128 --save model/weights/reason_128 ...
+        --init out/pretrain_128 --save model/weights/reason_128
 
 The loss is the cross-entropy over the tokens of the assistant's turns, <|im_end|> included: a model
 that never learns to end its turn never stops.
@@ -97,9 +91,6 @@ def find_replies(chat, text, render):
                 # Some templates write the last turn otherwise: then its EOS token is its end.
                 end = len(through) if text.startswith(through) else len(text)
                 start, content = len(before), text.find(turn["content"], len(before))
-                if content < 0 and "forced" in turn:
-                    raise UserError("the tokenizer's chat template rewrites a turn with the field "
-                                    f"forced, {turn['content']!r}; give another tokenizer")
                 for first, last in turn.get("forced", []):
                     spans.append((start, content + first))
                     start = content + last

@@ -121,10 +121,6 @@ class Engine:
                 eos_token_id, pad_token_id, generator=None, greedy=False, tool=None):
         eos_ids = prompt_ids.new_tensor(eos_token_id).flatten().tolist()
         prompts = [ids[mask.bool()].tolist() for ids, mask in zip(prompt_ids, prompt_mask)]
-        copies = 1                      # of an answer that is the same for all of a group
-        if greedy and tool is None:
-            num_generations, copies = 1, num_generations
-
         def write(prompts, n, rooms, stops):
             """n answers of each prompt as (ids, log-probs), of at most `rooms` tokens."""
             seeds = torch.randint(2**31, (len(prompts),), generator=generator,
@@ -139,7 +135,6 @@ class Engine:
         if tool is None:
             count = len(prompts)
             rows = write(prompts, num_generations, [max_new_tokens] * count, [eos_ids] * count)
-            rows = [row for row in rows for _ in range(copies)]
         else:
             prompts = [ids for ids in prompts for _ in range(num_generations)]
             rows = in_rounds(write, prompts, max_new_tokens, eos_ids, tool, prompt_ids)
@@ -176,32 +171,26 @@ def in_rounds(write, prompts, max_new_tokens, eos_ids, tool, like):
     and its words are appended as ids. The next round goes on from there.
     """
     rows, going = [([], [], []) for _ in prompts], list(range(len(prompts)))
+    ahead = [[] for _ in prompts]       # of each row what vLLM has written: (token, log-prob)
     tool.begin(len(rows))
-
-    def take(places, tokens, logps):
-        """Appends a token to each of these rows, a word of the tool's in its place where one waits.
-
-        Returns the rows that go on.
-        """
+    while going:
+        if not any(ahead[place] or tool.waits(place) for place in going):
+            written = write([prompts[place] + rows[place][0] for place in going], 1,
+                            [max_new_tokens - len(rows[place][0]) for place in going],
+                            [eos_ids + tool.stops(place) for place in going])
+            for place, (tokens, logps) in zip(going, written):
+                ahead[place] = list(zip(tokens, logps))
+        # The last tokens of all rows are taken together, so all that ask are answered at once.
+        ready = [place for place in going if len(ahead[place]) > 1 or tool.waits(place)] or going
+        tokens, logps = zip(*[(0, 0.0) if tool.waits(place) else ahead[place].pop(0)
+                              for place in ready])
         alive = like.new_tensor([token not in eos_ids for token in tokens]).bool()
-        tokens, is_drawn, alive = tool.take(like.new_tensor(places), like.new_tensor(tokens), alive)
-        for place, *token in zip(places, tokens.tolist(), logps, is_drawn.tolist()):
+        taken = tool.take(like.new_tensor(ready), like.new_tensor(tokens), alive)
+        tokens, is_drawn, goes_on = (x.tolist() for x in taken)
+        for place, *token in zip(ready, tokens, logps, is_drawn):
             for column, value in zip(rows[place], token):
                 column.append(value)
-        return [place for place, goes_on in zip(places, alive.tolist())
-                if goes_on and len(rows[place][0]) < max_new_tokens]
-
-    while going:
-        written = write([prompts[place] + rows[place][0] for place in going], 1,
-                        [max_new_tokens - len(rows[place][0]) for place in going],
-                        [eos_ids + tool.stops(place) for place in going])
-        last = []
-        for place, (tokens, logps) in zip(going, written):
-            for token, logp in zip(tokens[:-1], logps):
-                take([place], [token], [logp])
-            last.append((place, tokens[-1], logps[-1]))
-        going = take(*zip(*last))           # all rows that ask are answered at once
-        while reading := [place for place in going if tool.waits(place)]:
-            others = set(going) - set(reading)
-            going = sorted(others.union(take(reading, [0] * len(reading), [0.0] * len(reading))))
+        ended = {place for place, on in zip(ready, goes_on)
+                 if not on or len(rows[place][0]) == max_new_tokens}
+        going = [place for place in going if place not in ended]
     return rows

@@ -22,10 +22,9 @@ def judge(prompts, completions, messages, **columns):
     """A score for each reply, None where there is none. Raises an error if no reply has one."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         scores = list(pool.map(score, messages, completions))
-    missing = [isinstance(found, Exception) for found in scores]
-    if all(missing):
+    if all(isinstance(found, Exception) for found in scores):
         raise scores[0]
-    return [None if is_missing else found for found, is_missing in zip(scores, missing)]
+    return [None if isinstance(found, Exception) else found for found in scores]
 
 
 def score(chat, reply):

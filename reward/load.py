@@ -12,12 +12,11 @@ from pathlib import Path
 
 from dataset.prompts import RESERVED, is_arithmetic
 from errors import FINITE, POSITIVE_OR_0, UserError, number, printable, reason
-from model.load import find_weights, sized
+from model.load import find_weights
 
 from .functions import RULES, soft_overlong_reward
 from .reward_model import load_reward_model, reward_model_reward
 
-ROOT = Path(__file__).resolve().parents[1]
 LARGEST = 1e12      # of a reward: the squares of larger ones soon overflow in float32
 
 
@@ -42,17 +41,14 @@ def add_flags(parser):
 def check(args, weights):
     """The rewards of a run that names none: of these, {name: weight}, those that fit."""
     shipped = Path(__file__).resolve().parent / "weights"
-    args.reward_model_path = args.reward_model_path or str(
-        find_weights(sized("reward", args), args.out_dir, shipped))
+    args.reward_model_path = args.reward_model_path or find_weights("reward", args, shipped)
     unfit = set() if args.reasoning else {"format", "tag"}
     # Our reward model knows nothing but arithmetic.
     if not is_arithmetic(args.data_path) and Path(args.reward_model_path).parent == shipped:
         unfit.add("rm")
-    if not args.reward_weights:
-        args.reward_weights = [weight for name, weight in weights.items() if name not in unfit]
-        if args.reward_funcs:
-            args.reward_weights = [1.0] * len(args.reward_funcs)
     args.reward_funcs = args.reward_funcs or [name for name in weights if name not in unfit]
+    args.reward_weights = args.reward_weights or [
+        weights.get(name, 1.0) for name in args.reward_funcs]
     if len(args.reward_weights) != len(args.reward_funcs):
         raise UserError(f"--reward_weights has {len(args.reward_weights)} numbers for "
                         f"{' '.join(args.reward_funcs)}; give one for each")
@@ -101,8 +97,7 @@ def import_function(flag, name, known=""):
         __import__(module)      # importlib.import_module would show its own frames, too
         return getattr(sys.modules[module], function)
     except (Exception, SystemExit) as error:
-        if error.__traceback__.tb_next:     # raised by the module's own code
-            show(error)
+        show(error)
         others = f"choose from {known}, or " if known else ""
         raise UserError(f"{flag} {name}: {reason(error)}; {others}write module:function, with a "
                         "module that Python can import from this folder") from error
@@ -171,23 +166,15 @@ class RewardFunction:
 
 
 def show(error):
-    """Prints the traceback from the user's own code on; returns whether there is such code.
+    """Prints the traceback from the code that was called on; returns whether there is any.
 
     It may quote a completion, so it is printed as `printable` has it.
     """
-    frame = error.__traceback__
-    while frame is not None and is_ours(Path(frame.tb_frame.f_code.co_filename)):
-        frame = frame.tb_next
+    frame = error.__traceback__.tb_next         # the first one is the caller's
     if frame is not None:       # else the call could not begin, or its value is of no use
         lines = traceback.format_exception(type(error), error, frame)
         print(printable("".join(lines)), end="", file=sys.stderr)
     return frame is not None
-
-
-def is_ours(file):
-    """Whether a frame's code is the project's."""
-    return file == ROOT / "train_grpo.py" or any(
-        file.is_relative_to(ROOT / room) for room in ("dataset", "model", "reward", "run"))
 
 
 def check_columns(who, function, columns, given=0):

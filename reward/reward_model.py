@@ -80,9 +80,6 @@ class RewardModel(nn.Module):
         last = [next((t for t in reversed(range(len(row))) if row[t] != pad_id), 0) for row in ids]
         return torch.tensor(padded, device=device), torch.tensor(last, device=device)
 
-    def encode(self, chats):
-        return self.pad(self.tokenize(chats))
-
     @torch.no_grad()
     def get_scores(self, chats, max_tokens=None):
         """A score for each chat, a list of {"role", "content"}.

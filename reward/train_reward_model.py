@@ -28,11 +28,11 @@ from dataset.jsonl import read_lines, write_jsonl
 from dataset.prompts import is_chat
 from errors import COUNT, Parser, UserError, number, user_errors
 from model import load_pretrained, load_tokenizer
-from model.load import build, explained, read_config, read_weights
+from model.load import explained, read_config, read_weights
 from model.train_sft import optimize
 
 from .functions import accuracy_reward, extract_answer
-from .reward_model import ANOTHER, RewardModel, with_reply
+from .reward_model import ANOTHER, RewardModel, load_own, with_reply
 
 KEPT = 1000         # pairs saved next to the weights, for a later --replay
 
@@ -98,13 +98,11 @@ def pairs_of_run(path, rng):
 def load_init(path):
     """A reward model, or a language model with a new head."""
     config, weights = read_config(path), read_weights(path)
-    tokenizer = load_tokenizer(path, config.vocab_size, ANOTHER)
     if "score.weight" in weights:
-        model = build(RewardModel, config, tokenizer, state=weights, path=path)
-    else:
-        backbone = load_pretrained(path, dtype=torch.float32).model
-        model = RewardModel(config, tokenizer, backbone)
-        torch.nn.init.normal_(model.score.weight, std=0.02)
+        return load_own(path, weights, torch.float32)
+    tokenizer = load_tokenizer(path, config.vocab_size, ANOTHER)
+    model = RewardModel(config, tokenizer, load_pretrained(path, dtype=torch.float32).model)
+    torch.nn.init.normal_(model.score.weight, std=0.02)
     return model.float()
 
 
@@ -205,7 +203,8 @@ def train(model, args, *, bare_answers=True):
     def next_loss():
         batch = rng.choices(earlier, k=replayed)
         batch += rng.choices(own or [None], k=args.batch_size - replayed)
-        return loss_of(model, *model.encode([pair[side] for side in (0, 1) for pair in batch]))
+        chats = [pair[side] for side in (0, 1) for pair in batch]
+        return loss_of(model, *model.pad(model.tokenize(chats)))
 
     optimize(model, next_loss, steps=args.steps, learning_rate=args.learning_rate,
              warmup_steps=min(100, args.steps // 10))

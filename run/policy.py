@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from errors import COUNT_OR_0, POSITIVE, UserError, number
 from model import fast
-from model.load import find_weights, load_pretrained, sized
+from model.load import find_weights, load_pretrained
 from model.lora import AdaptersOff, with_adapters
 from model.model import MiniMindForCausalLM
 from model.sampler import sample
@@ -80,8 +80,7 @@ def check(args):
     """The included weights."""
     shipped = Path(__file__).resolve().parents[1] / "model/weights"
     kind = "reason" if args.reasoning else "full_sft"
-    args.model_path = args.model_path or str(
-        find_weights(sized(kind, args), args.out_dir, shipped))
+    args.model_path = args.model_path or find_weights(kind, args, shipped)
 
 
 def load_models(args, world, token_logps, engine=None):

@@ -51,7 +51,7 @@ def test_it_needs_a_template_that_shows_where_a_reply_begins(tiny_policy):
 def test_only_differences_of_likelihoods_are_trained(tiny_policy):
     tokenizer, policy = tiny_policy
     model = LikelihoodModel(policy, tokenizer)
-    ids, ends = model.encode([turns("7?", text) for text in ("is 28", "is 72")])
+    ids, ends = model.pad(model.tokenize([turns("7?", text) for text in ("is 28", "is 72")]))
     better, worse = model(ids)
     first, end = int((better != worse).nonzero()[0]), int(ends[0])      # first digit, last token
     losses = -torch.nn.functional.logsigmoid(better - worse)
