@@ -1,5 +1,4 @@
 """The processes that train one model together, and the collectives they use."""
-import json
 import os
 import time
 from contextlib import ExitStack
@@ -109,11 +108,6 @@ class World:
     def rng(self, step, *, evaluating=False):
         """The random numbers of this rank at a step; those of an evaluation are others."""
         return rng_of(self.seed, int(evaluating), step, self.rank, device=self.device)
-
-    def print_json(self, values):
-        """Print on rank 0 only."""
-        if self.rank == 0:
-            print(json.dumps(to_json(values), indent=2))
 
     def check_same_flags(self, args):
         """UserError unless all ranks have the same flags: else one waits for another forever.

@@ -2,11 +2,11 @@
 
     NAME        its flag, as error messages and a run's first lines call it
     add_flags   adds its flags, in the group of their phase
-    is_on       whether a run's flags ask for it
     install     wraps or replaces functions of the TrainState, and adds what these need
 
 and, if it needs them,
 
+    is_on       whether a run's flags ask for it; else they do where the flag NAME is set
     defaults    {flag: value} for other flags that were not given, while it is on
     check       raises a UserError for flags that contradict it
 
@@ -14,37 +14,6 @@ A wrapper has the wrapped function as its first parameter, `inner`. An extension
 script, which runs as __main__ and would be loaded a second time. It finds the script's functions in
 the TrainState.
 """
-
-
-def add_flags(parser):
-    for extension in EXTENSIONS:
-        extension.add_flags(parser)
-
-
-def set_defaults(args):
-    """Sets flags that were not given to the defaults of the extensions that are on."""
-    for extension in reversed(EXTENSIONS):
-        if hasattr(extension, "defaults") and extension.is_on(args):
-            for name, value in extension.defaults(args).items():
-                if getattr(args, name) is None:
-                    setattr(args, name, value)
-
-
-def check(args):
-    """Raises a UserError if two flags contradict each other."""
-    for extension in EXTENSIONS:
-        if hasattr(extension, "check") and extension.is_on(args):
-            extension.check(args)
-
-
-def install(state):
-    """Wraps and replaces functions of a TrainState, as its flags ask."""
-    for extension in EXTENSIONS:
-        if extension.is_on(state.args):
-            extension.install(state)
-
-
-# Imported down here, because they import what stands above.
 from . import (
     advantages,
     correction,
@@ -65,3 +34,37 @@ from . import (
 # what the others read and return; of those that wrap update_policy, the reference moves last.
 EXTENSIONS = [losses, advantages, process, teacher, tool, kl_in_reward, entropy, correction,
               truncated, oversample, moving_reference]
+
+
+def is_on(extension, args):
+    if hasattr(extension, "is_on"):
+        return extension.is_on(args)
+    return bool(getattr(args, extension.NAME.removeprefix("--")))
+
+
+def add_flags(parser):
+    for extension in EXTENSIONS:
+        extension.add_flags(parser)
+
+
+def set_defaults(args):
+    """Sets flags that were not given to the defaults of the extensions that are on."""
+    for extension in reversed(EXTENSIONS):
+        if hasattr(extension, "defaults") and is_on(extension, args):
+            for name, value in extension.defaults(args).items():
+                if getattr(args, name) is None:
+                    setattr(args, name, value)
+
+
+def check(args):
+    """Raises a UserError if two flags contradict each other."""
+    for extension in EXTENSIONS:
+        if hasattr(extension, "check") and is_on(extension, args):
+            extension.check(args)
+
+
+def install(state):
+    """Wraps and replaces functions of a TrainState, as its flags ask."""
+    for extension in EXTENSIONS:
+        if is_on(extension, state.args):
+            extension.install(state)

@@ -56,15 +56,9 @@ def gdpo(state, rollout):
     What a function has not scored adds nothing to S.
     """
     rewards = torch.stack([*rollout.rewards_per_func.values()])                 # (functions, N)
-    each = normalized(rewards.view(-1, state.args.num_generations)).view_as(rewards)
+    each = estimate(rewards.double().flatten(), state.args.num_generations).view_as(rewards)
     total = torch.tensor(state.args.reward_weights, dtype=each.dtype) @ each               # (N,)
     total = total.where(~rollout.rewards.isnan(), math.nan)
     of_all = torch.tensor(state.world.gather([total.tolist()]), dtype=total.dtype)    # (ranks, N)
-    advantages = normalized(of_all.flatten()).view_as(of_all)[state.world.rank]
+    advantages = estimate(of_all.flatten(), of_all.numel()).view_as(of_all)[state.world.rank]
     return advantages.to(rollout.loss_mask.device, rollout.rewards.dtype)
-
-
-def normalized(x, eps=1e-4):
-    """(x - mean) / (std + eps) over the last dim; 0 for NaN, which counts in neither."""
-    x = x.double()
-    return (x - x.nanmean(-1, keepdim=True)).nan_to_num(0.0) / (nanstd(x) + eps)

@@ -9,10 +9,6 @@ def add_flags(parser):
         NAME, type=POSITIVE_OR_0, default=0.0, help="weight of an entropy bonus")
 
 
-def is_on(args):
-    return args.entropy_coef > 0
-
-
 def install(state):
     state.policy.entropy_learns = True
     state.every_row_has_gradient = True         # a completion of advantage 0 has an entropy, too

@@ -11,10 +11,6 @@ def add_flags(parser):
         NAME, action="store_true", help="take beta * KL (k1) off the reward instead")
 
 
-def is_on(args):
-    return args.kl_in_reward
-
-
 def defaults(args):
     return {"kl_type": "k1"}
 

@@ -16,10 +16,6 @@ def add_flags(parser):
          help="such a move is reference <- alpha policy + (1 - alpha) reference")
 
 
-def is_on(args):
-    return args.ref_model_sync_steps > 0
-
-
 def check(args):
     if args.lora_rank or not args.beta:
         raise UserError(f"{NAME} moves a reference, and with --beta 0 there is none, with "

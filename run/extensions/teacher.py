@@ -20,10 +20,6 @@ def add_flags(parser):
         "loss_type bnpo, unless you give others)")
 
 
-def is_on(args):
-    return bool(args.teacher_path)
-
-
 def defaults(args):
     return {"beta": 0.0, "loss_type": "bnpo"}
 

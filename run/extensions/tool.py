@@ -20,10 +20,6 @@ def add_flags(parser):
     flag("--max_tool_calls", type=COUNT, default=8, help="answers per completion")
 
 
-def is_on(args):
-    return args.tool is not None
-
-
 def install(state):
     args = state.args
     tool = Tool(import_function(NAME, args.tool), state.tokenizer, args.max_tool_calls)

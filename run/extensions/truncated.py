@@ -9,10 +9,6 @@ def add_flags(parser):
         NAME, action="store_true", help="learn nothing from completions that were cut off")
 
 
-def is_on(args):
-    return args.mask_truncated_completions
-
-
 def install(state):
     state.wrap(NAME, update_policy=from_whole_completions)
 

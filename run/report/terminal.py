@@ -122,7 +122,9 @@ class Run:
         batches, last_step = batches_from(
             done + 1, problems, self.collate, state.num_prompts, world, args)
         if args.eval_only:
-            world.print_json(evaluate(state, self.heldout, self.collate, done)[0])
+            found, _ = evaluate(state, self.heldout, self.collate, done)
+            if world.rank == 0:
+                print(json.dumps(to_json(found), indent=2))
             return ()
         self.open(last_step, done, num_tokens)
         self.intro(len(problems), len(self.heldout))
