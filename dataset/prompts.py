@@ -178,6 +178,8 @@ def asking_as_trained(tokenizer, thinking):
     """
     tokenizer, template = copy.copy(tokenizer), tokenizer.chat_template
     if isinstance(template, str):           # there may be several, by name
+        template = re.sub(r"\A(\{%- set \w+ = \w+ if \w+ is defined else (true|false) %\})+", "",
+                          template)
         value = "true" if thinking else "false"
         tokenizer.chat_template = "".join(
             f"{{%- set {name} = {name} if {name} is defined else {value} %}}"

@@ -32,7 +32,7 @@ from model.load import explained, read_config, read_weights
 from model.train_sft import optimize
 
 from .functions import accuracy_reward, extract_answer
-from .reward_model import ANOTHER, RewardModel, load_own, with_reply
+from .reward_model import ANOTHER, RewardModel, load_classifier, with_reply
 
 KEPT = 1000         # pairs saved next to the weights, for a later --replay
 
@@ -99,7 +99,7 @@ def load_init(path):
     """A reward model, or a language model with a new head."""
     config, weights = read_config(path), read_weights(path)
     if "score.weight" in weights:
-        return load_own(path, weights, torch.float32)
+        return load_classifier(path, torch.float32)
     tokenizer = load_tokenizer(path, config.vocab_size, ANOTHER)
     model = RewardModel(config, tokenizer, load_pretrained(path, dtype=torch.float32).model)
     torch.nn.init.normal_(model.score.weight, std=0.02)

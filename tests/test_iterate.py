@@ -6,7 +6,6 @@ import pytest
 
 from errors import UserError
 from reward import load_reward_model, train_reward_model
-from reward.reward_model import RewardModel
 from reward.train_reward_model import pairs_of_run
 from support import jsonl, turns, write
 
@@ -41,13 +40,13 @@ def test_pairs_are_right_against_wrong_within_a_group_and_hold_out_whole_prompts
 def test_retraining_starts_from_a_model_and_replays_pairs(tmp_path, monkeypatch):
     rows, batches = list(completion_rows(60)), []
 
-    def encode(model, chats):       # the first batch
-        batches.append(chats)
-        return model.pad(model.tokenize(chats))
+    def optimize(model, next_loss, **options):
+        with monkeypatch.context() as watched:
+            watched.setattr(model, "tokenize", lambda chats: batches.append(chats) or [[1]] * 16)
+            next_loss()
 
     path = write(tmp_path / "completions.jsonl", rows)
-    monkeypatch.setattr(train_reward_model, "optimize", lambda model, loss, **options: loss())
-    monkeypatch.setattr(RewardModel, "encode", encode)
+    monkeypatch.setattr(train_reward_model, "optimize", optimize)
     monkeypatch.setattr(sys, "argv", [
         "", "--completions", str(path), "--data", f"{SHIPPED}/pairs.jsonl",
         "--save", str(tmp_path / "new"), "--init", SHIPPED, "--replay", "0.25",
