@@ -535,7 +535,7 @@ def add_flags(parser):
 def filled_in(args):
     """The flags, with the defaults that depend on other flags."""
     extensions.set_defaults(args)
-    for owner in (minimind_flags, prompts, policies, checkpoint):
+    for owner in (prompts, policies, checkpoint):
         owner.check(args)
     reward.load.check(args, REWARD_WEIGHTS)
     for name, value in {"beta": 0.02, "loss_type": "grpo", "kl_type": "k3", "epsilon_high": 0.2,

@@ -83,10 +83,8 @@ def refuse_code(saved, path):
 def read_hub_config(path):
     """The folder's config.json as a configuration of transformers."""
     file = Path(path) / "config.json"
-    if not file.exists():
-        raise UserError(f"{path}: no config.json there; give a folder with config.json and "
-                        "model.safetensors, a hub id like Qwen/Qwen3-0.6B, or a MiniMind .pth file")
-    saved = read_json(file)
+    saved = read_json(file, "give a folder with config.json and model.safetensors, a hub id like "
+                            "Qwen/Qwen3-0.6B, or a MiniMind .pth file")
     refuse_code(saved, file)
     if saved.get("quantization_config"):
         raise UserError(f"{file}: its weights are quantized (quantization_config), and can't be "

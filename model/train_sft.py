@@ -91,6 +91,9 @@ def find_replies(chat, text, render):
                 # Some templates write the last turn otherwise: then its EOS token is its end.
                 end = len(through) if text.startswith(through) else len(text)
                 start, content = len(before), text.find(turn["content"], len(before))
+                if content < 0 and "forced" in turn:
+                    raise UserError("the tokenizer's chat template rewrites a turn with the field "
+                                    f"forced, {turn['content']!r}; give another tokenizer")
                 for first, last in turn.get("forced", []):
                     spans.append((start, content + first))
                     start = content + last

@@ -28,8 +28,10 @@ class Tool:
     def __init__(self, function, tokenizer, max_calls):
         self.function, self.tokenizer, self.max_calls = function, tokenizer, max_calls
         self.name = getattr(function, "__name__", type(function).__name__)
-        self.stop, self.seen = getattr(function, "stop", ""), set()
-        ids = tokenizer(self.stop, add_special_tokens=False)["input_ids"]
+        self.stop, self.seen = getattr(function, "stop", None), set()
+        ids = []
+        if isinstance(self.stop, str):
+            ids = tokenizer(self.stop, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
             raise UserError(f"--tool {self.name}: its attribute stop is {self.stop!r}, which is no "
                             f"text of exactly one token ({len(ids)} with this tokenizer); set "

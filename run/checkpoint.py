@@ -25,8 +25,7 @@ from .signals import SIGNALS
 
 REPLACED = ("checkpoint", "final", "adapter")
 LAUNCHER = os.getppid()                     # torchrun, if it is there
-# Flags that name the run, and one whose effect has another name.
-NOT_OF_A_RUN = ("out_dir", "run_name", "resume", "use_wandb")
+NOT_OF_A_RUN = ("out_dir", "run_name", "resume")        # flags that only say which run it is
 
 
 def add_flags(parser):
@@ -39,6 +38,8 @@ def add_flags(parser):
 
 def check(args):
     args.run_name = args.run_name or f"grpo_{Path(args.model_path).name.removesuffix('.pth')}"
+    if args.run_name == ".." or Path(args.run_name).name != args.run_name:
+        raise UserError(f"--run_name {args.run_name}: it must be the name of a folder, without /")
 
 
 def flags_of_run(args):
@@ -143,7 +144,10 @@ def as_saved(args):
 
 
 def refuse_loss(run_dir, args):
-    """UserError if a flag names something in the folder that a new run replaces."""
+    """UserError if a flag names something that a new run replaces, or if another run would."""
+    if run_dir.name in REPLACED and (run_dir.parent / "args.json").exists():
+        raise UserError(f"{run_dir} belongs to the run {run_dir.parent}; choose another --out_dir "
+                        "or --run_name")
     for name, value in vars(args).items():
         if name.endswith("_path") and value:
             if Path(value).resolve().is_relative_to(run_dir.resolve()):
@@ -215,12 +219,9 @@ def load_moments(model, optimizer, saved):
     optimizer.param_groups[0].update(options)
     for weight, moments in optimizer.state.items():     # the fused step reads them without a look
         for name in ("exp_avg", "exp_avg_sq"):
-            if layout(moments[name]) != layout(weight):
+            shape, stride, dtype = moments[name].shape, moments[name].stride(), moments[name].dtype
+            if (shape, stride, dtype) != (weight.shape, weight.stride(), weight.dtype):
                 raise ValueError(f"{name} has another shape or dtype than its weight")
-
-
-def layout(tensor):
-    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ class World:
         self.rank = int(os.environ.get("RANK", 0))          # torchrun sets both
         self.size = int(os.environ.get("WORLD_SIZE", 1))
         self.device, self.seed = choose_device(device, self.size), seed
-        self.cleanup = ExitStack()     # ends.callback(f) calls f when the run ends, well or not
+        self.cleanup = ExitStack()     # cleanup.callback(f) calls f when the run ends, well or not
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.set_device(self.device)      # what "cuda" means from now on

@@ -66,6 +66,7 @@ CHAT, GYM = f"model.chat {WEIGHTS}", "dataset.reasoning_gym chain_sum --save new
     ("train_grpo --oversample 0", "--oversample 1"),
     ("train_grpo --ref_model_mixup_alpha 0", "--ref_model_mixup_alpha 0 1"),
     ("train_grpo --vllm_gpu_memory_utilization 0", "--vllm_gpu_memory_utilization 0 1"),
+    ("train_grpo --run_name a/b", "--run_name a/b without"), ("train_grpo --run_name ..", ".. /"),
     # What the run finds.
     ("train_grpo --model_path nowhere", "nowhere config.json"),
     ("train_grpo --resume --run_name never_started", "--resume never_started"),
@@ -96,12 +97,17 @@ def test_a_file_of_flags_may_name_another(tmp_path, monkeypatch):
     assert (args.tool, args.eval_only, args.reward_weights) == ("a b", True, [1, -0.001])
 
 
-def test_a_stream_that_knows_few_characters_ends_no_command(monkeypatch):
+def test_streams_that_are_closed_or_know_few_characters_end_no_command(monkeypatch):
     heard = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(heard, encoding="ascii"))
+    monkeypatch.setattr(sys, "stderr", None)        # closed
     with user_errors("chat"):
         print("7 →")
+        sys.stderr.write("a warning")
     assert heard.getvalue() == b"7 ?\n"
+    monkeypatch.setattr(sys, "stdout", None)
+    with user_errors("chat"):
+        assert not sys.stdout.isatty()
 
 
 def test_a_full_disk_is_one_sentence_as_each_library_says_it(monkeypatch):

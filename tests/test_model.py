@@ -166,6 +166,10 @@ def test_what_the_assistant_says_is_learnt_in_any_chat_template(template, learnt
     other.chat_template = "{{ messages | length }}" + template
     with pytest.raises(UserError, match="in chat 1 where a reply begins"):
         train_sft.encode([turns("7?", "7")], other)
+    other.chat_template = CHAT_TEMPLATE.replace("content", "content | upper")
+    forced = {"role": "assistant", "content": "7 high", "forced": [[2, 6]]}
+    with pytest.raises(UserError, match="rewrites a turn with the field forced, '7 high'"):
+        train_sft.encode([[*turns("7?"), forced]], other)
 
 
 # --- the tokenizer --------------------------------------------------------------------------------

@@ -99,14 +99,15 @@ def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
     assert json.loads((tmp_path / "run/args.json").read_text())["num_generations"] == 2
 
 
-def test_a_run_prints_its_group_and_is_tracked_with_its_flags(tmp_path, monkeypatch, capsys):
+def test_a_run_prints_its_group_and_is_tracked_with_the_flags_that_have_a_value(
+        tmp_path, monkeypatch, capsys):
     import swanlab
     given, logged = {}, {}
     monkeypatch.setattr(swanlab, "init", lambda **options: given.update(options))
     monkeypatch.setattr(swanlab, "log", lambda values, step: logged.update({step: values}))
     monkeypatch.setattr(swanlab, "has_run", lambda: False)
     monkeypatch.setenv("COLUMNS", "80")
-    args = report_args(swanlab="offline", beta=0.0, num_generations=9)
+    args = report_args(swanlab="offline", delta=None, beta=0.0, num_generations=9)
     with reported(tmp_path / "run", args, total_steps=1) as report:
         report.evaluation(0, {"eval/accuracy": 0.5, "eval/mean_length": float("nan")})
         report.step(1, metrics(1), [ROWS[1]] + [ROWS[0]] * 8, {})
@@ -118,7 +119,7 @@ def test_a_run_prints_its_group_and_is_tracked_with_its_flags(tmp_path, monkeypa
         "      +0.71    1.50   1.00      0.50  7 times", "  two", "",
         "      -0.71    0.25   0.25         -", "  three"]
     assert logged[0] == {"eval/accuracy": 0.5} and logged[1]["reward"] == 0.1
-    assert given["config"]["beta"] == 0.0
+    assert given["config"]["beta"] == 0.0 and "delta" not in given["config"]
 
 
 def test_a_tools_words_are_dim_and_in_brackets_and_a_models_are_not(monkeypatch):

@@ -468,6 +468,8 @@ JUDGES_ONCE = """
 calls = []
 def judge(prompts, completions, **columns):
     calls.append(1)
+    if len(calls) == 5:
+        raise RuntimeError("asleep")
     return [float(i) if len(calls) == 1 else None for i in range(len(completions))]
 """
 
@@ -492,7 +494,9 @@ def test_a_step_without_a_judged_completion_moves_nothing_and_ten_in_a_row_end_t
     assert [line["reward"] is None for line in lines] == [False] + [True] * 10
     assert all("loss" not in line for line in lines[1:])
     printed, error = capsys.readouterr()
-    assert printed.count("warning: no completion of this step has a reward") == 1
+    # The same text is printed once in 20 steps; with a reason it is another one.
+    assert printed.count("warning: no completion of this step has a reward") == 2
+    assert "; judge judged nothing in this step: RuntimeError: asleep" in printed
     assert "error: " in error and "10 steps" in error and "--reward_funcs" in error
 
 

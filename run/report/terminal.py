@@ -189,7 +189,6 @@ class Run:
         prompts = min(state.num_prompts, num_prompts // num_processes) * num_processes
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
-            # transformers, if it isn't our own network.
             "run by": getattr(policy, "run_by", "") or RUN_BY[args.sampler],     # or transformers
             "device": f"{num_processes} x {state.world.device.type}",
             **{name: "; ".join(by) for name, by in state.changed.items()},
@@ -305,7 +304,8 @@ class Run:
             self.warn(NO_END)
         difference = metrics.get("rollout_probs_diff_mean")
         if is_finite(difference):
-            self.first_difference = self.first_difference or difference
+            if self.first_difference is None:
+                self.first_difference = difference
             # Up to 0.001 it may be rounding, whatever it was at first. Above 0.01 it never is.
             if difference > min(max(10 * self.first_difference, 0.001), 0.01):
                 self.warn(OLD_WEIGHTS)
