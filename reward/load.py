@@ -1,4 +1,5 @@
 """From names to reward functions, and from several rewards to one number per completion."""
+import asyncio
 import inspect
 import math
 import os
@@ -14,6 +15,7 @@ from dataset.prompts import RESERVED, is_arithmetic
 from errors import FINITE, POSITIVE_OR_0, UserError, number, printable, reason
 from model.load import find_weights
 
+from .child import CHILD, MOST_LATE, SECONDS
 from .functions import RULES, soft_overlong_reward
 from .reward_model import load_reward_model, reward_model_reward
 
@@ -61,12 +63,21 @@ def load_for_run(args, device, known):
         reward_model_path=args.reward_model_path, device=args.reward_model_device or device,
         max_completion_length=args.max_gen_len, reasoning=args.reasoning,
         clip=args.reward_model_clip, answer_share=args.reward_model_answer_share)
-    lists = funcs[:len(args.reward_funcs)], funcs[len(args.reward_funcs):]
-    for names in ([func.__name__ for func in part] for part in lists):
-        if len({*names}) < len(names):
-            name = max(names, key=names.count)
-            raise UserError(f"two of --reward_funcs are called {name}; rename one, or leave it out")
-    return lists
+    count = len(args.reward_funcs)
+    return [apart(part, names) for part, names in (
+        (funcs[:count], args.reward_funcs), (funcs[count:], args.eval_reward_funcs))]
+
+
+def apart(funcs, typed):
+    """The functions, those of one name called as the user typed them, or a UserError."""
+    taken = Counter(func.__name__ for func in funcs)
+    for func, name in zip(funcs, typed):
+        if taken[func.__name__] > 1 and ":" in name:
+            func.__name__ = name
+    name, count = Counter(func.__name__ for func in funcs).most_common(1)[0]
+    if count > 1:
+        raise UserError(f"two of --reward_funcs are called {name}; rename one, or leave it out")
+    return funcs
 
 
 def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
@@ -85,7 +96,7 @@ def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
         if name not in functions:
             functions[name] = import_function(
                 "--reward_funcs", name, ", ".join([*known, *RULES, "rm", "overlong"]))
-    return [RewardFunction(functions[name]) for name in names]   # each counts its own failures
+    return [RewardFunction(functions[name], name) for name in names]    # each counts its failures
 
 
 def import_function(flag, name, known=""):
@@ -112,9 +123,12 @@ class RewardFunction:
     warning.
     """
 
-    def __init__(self, function):
+    def __init__(self, function, name=""):
+        """name: what the user typed, for a function without a name: a partial, an object."""
         self.function = function
-        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        self.__name__ = getattr(function, "__name__", "")
+        if not self.__name__.isidentifier():
+            self.__name__ = name.rpartition(":")[2] or type(function).__name__
         self.has_succeeded = False         # whether a call went well
         self.failed = Counter()     # kind of failure -> how often, in the whole run
         self.reason = None          # what failed first in the last call
@@ -124,8 +138,10 @@ class RewardFunction:
         who = f"reward function {self.__name__}"
         if not self.has_succeeded:
             check_columns(who, self.function, arguments)
+        unanswered = CHILD.unanswered
         try:
             values = self.function(**arguments)
+            values = asyncio.run(values) if inspect.iscoroutine(values) else values
             values = values.tolist() if hasattr(values, "tolist") else values
             if not isinstance(values, (list, tuple)) or len(values) != count:
                 raise TypeError(f"it returned {reprlib.repr(values)} instead of a list of {count} "
@@ -140,6 +156,9 @@ class RewardFunction:
             self.fail(type(error).__name__, f"judged nothing in this step: {reason(error)}")
             return [math.nan] * count
         self.has_succeeded = True
+        if CHILD.unanswered > unanswered and not CHILD.given_up:
+            self.fail("late", f"left {CHILD.unanswered - unanswered} replies of a step unjudged, "
+                      f"after {MOST_LATE} that took longer than {SECONDS} s")
         return [self.reward(value) for value in values]
 
     def reward(self, value):

@@ -8,6 +8,8 @@ from fractions import Fraction
 
 import torch
 
+from model.load import decode
+
 LONGEST = 1000          # characters of arithmetic, whose numbers may grow with it
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
              ast.Div: operator.truediv, ast.UAdd: operator.pos, ast.USub: operator.neg}
@@ -43,7 +45,7 @@ def process_advantages(step_rewards, step_ends, num_generations, mask, *, eps=1e
     return advantages * mask
 
 
-def judge_steps(completions, completion_ids, tokenizer, outcomes):
+def judge_steps(completions, completion_ids, tokenizer, eos_ids, outcomes):
     """The rewards of each completion's steps, and the index of each step's last token.
 
     Both are lists of lists. A line with equations is a step: 1 if all of them hold, else 0 (so 1=1
@@ -58,7 +60,7 @@ def judge_steps(completions, completion_ids, tokenizer, outcomes):
             continue
         lines = judge_lines(completion)
         rewards.append([*(float(right) for _, right in lines), outcome])
-        ends.append([*(token_at(end, ids, tokenizer) for end, _ in lines), len(ids) - 1])
+        ends.append([*(token_at(end, ids, tokenizer, eos_ids) for end, _ in lines), len(ids) - 1])
     return rewards, ends
 
 
@@ -79,10 +81,10 @@ def holds(equation):
     return len(values) == 1 and None not in values
 
 
-def token_at(end, ids, tokenizer):
+def token_at(end, ids, tokenizer, eos_ids):
     """The index of the first token at which the decoded text is at least `end` characters long."""
     def decoded_length(k):
-        return len(tokenizer.decode(ids[:k], skip_special_tokens=True))
+        return len(decode(ids[:k], tokenizer, eos_ids))
 
     return bisect_left(range(1, len(ids) + 1), end, key=decoded_length)
 

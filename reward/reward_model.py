@@ -22,7 +22,7 @@ from model.load import (
 from model.model import Decoder
 from model.save import hub_config, save_tensors, write_json
 
-from .functions import answer_block
+from .answers import answer_block
 from .internlm2 import ARCHITECTURE, InternLM2Tokenizer, internlm2_config, internlm2_state
 
 ANOTHER = "choose another model"

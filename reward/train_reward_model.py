@@ -31,7 +31,8 @@ from model import load_pretrained, load_tokenizer
 from model.load import explained, read_config, read_weights
 from model.train_sft import optimize
 
-from .functions import accuracy_reward, extract_answer
+from .answers import extract_answer
+from .functions import accuracy_reward
 from .reward_model import ANOTHER, RewardModel, load_classifier, with_reply
 
 KEPT = 1000         # pairs saved next to the weights, for a later --replay

@@ -6,6 +6,8 @@ GRPO as before.
 """
 import torch
 
+from model.load import decode
+
 
 class Turns:
     """What a tool adds to N completions; the keyword `tool` of a sampler.
@@ -53,7 +55,7 @@ class Turns:
         """
         rows = [self.first + place for place in places.tolist()]
         ids, goes_on = tokens.tolist(), alive.tolist()
-        is_drawn, asking = [], []
+        is_drawn, asking, in_vain = [], [], []
         for i, row in enumerate(rows):
             if self.queue[row]:
                 is_drawn.append(False)
@@ -63,12 +65,16 @@ class Turns:
                 self.own[row].append(ids[i])
                 if ids[i] == self.tool.stop_id and self.calls(row) < self.tool.max_calls:
                     asking.append(i)
+                elif ids[i] == self.tool.stop_id and not goes_on[i]:
+                    in_vain.append(row)
             self.lengths[row] += 1
         for i, (answer, _) in zip(asking, self.ask([rows[i] for i in asking])):
             if answer is not None:
                 goes_on[i] = True       # an end token that is answered ends only a turn
         for row, on in zip(rows, goes_on):
             self.ended[row] = not on
+        for row, (answer, _) in zip(in_vain, self.answers_to(in_vain)[1]):
+            self.ended[row] = answer is None    # else it wanted to go on: it is cut off
         return tokens.new_tensor(ids), tokens.new_tensor(is_drawn), alive.new_tensor(goes_on)
 
     def calls(self, row):
@@ -76,14 +82,7 @@ class Turns:
 
     def ask(self, rows):
         """The tool's answers to these rows, each with whether it is an error; they are queued."""
-        if not rows:
-            return []
-        histories = []
-        for row in rows:        # what it wrote since the last answer, through the stop token
-            own = self.tokenizer.decode(self.own[row][:-1]) + self.tool.stop
-            histories.append([*self.texts[row], own])
-        columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
-        answers = self.tool(histories, columns)
+        histories, answers = self.answers_to(rows)
         for row, history, (answer, failed) in zip(rows, histories, answers):
             if answer is not None:
                 self.texts[row], self.own[row] = [*history, answer], []
@@ -91,11 +90,20 @@ class Turns:
                 self.failures[row] += failed
         return answers
 
-    def finished(self):
+    def answers_to(self, rows):
+        """The histories of these rows, and the tool's answers."""
+        histories = []
+        for row in rows:        # what it wrote since the last answer, through the stop token
+            own = self.tokenizer.decode(self.own[row][:-1]) + self.tool.stop
+            histories.append([*self.texts[row], own])
+        columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
+        return histories, self.tool(histories, columns) if rows else []
+
+    def finished(self, eos_ids):
         """N lists of texts: own words and answers in turn, own words at both ends."""
         for texts, unread in zip(self.texts, self.queue):
             if unread:                  # of an answer that did not fit
                 ids = self.tokenizer(texts[-1], add_special_tokens=False)["input_ids"]
                 texts[-1] = self.tokenizer.decode(ids[:len(ids) - len(unread)])
-        last = self.tokenizer.batch_decode(self.own, skip_special_tokens=True)
+        last = [decode(ids, self.tokenizer, eos_ids) for ids in self.own]
         return [[*texts, own] for texts, own in zip(self.texts, last)]

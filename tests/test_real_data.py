@@ -3,15 +3,13 @@
 GSM8K, MATH, RLAIF; templates that open the thinking.
 """
 import copy
-import sys
-import warnings
 
 import pytest
 import torch
 
 import train_grpo
 from dataset import PromptCollator, PromptDataset, read_prompts
-from reward import accuracy_reward, functions, load_reward_model
+from reward import accuracy_reward, load_reward_model
 from reward.load import RewardFunction
 from run.rollout import Rollout
 from support import ROOT, jsonl, turns, write
@@ -20,44 +18,6 @@ from train_grpo import completion_mask, compute_rewards, format_reward, tag_rewa
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ["--batch_size", "4", "--num_generations", "4", "--max_gen_len", "64",
          "--max_steps", "2", "--epochs", "2"]
-
-
-@pytest.mark.parametrize("completion, gold, expected", [
-    # GSM8K: the gold answer follows ####
-    ("<answer>\n1234\n</answer>", "He has 30+1204=<<30+1204=1234>>1234.\n#### 1,234", 1),
-    ("<answer>30</answer>", "He has 30+12=<<30+12=42>>42.\n#### 42", 0),
-    ("<answer>-$42.00</answer>", "#### -42", 1),
-    # a box counts, and not the last number; of several the last one
-    (r"So it is \boxed{42}, which is 6*7.", "42", 1),
-    (r"<think>a</think> So \boxed{41}, no: $\boxed{42}$.", "42", 1),
-    (r"<think>\boxed{42}</think> So 41.", "42", 0),             # a box amid the thinking
-    (r"It is \boxed{42", "42", 1),                  # never closed: the last number counts
-    (r"\boxed{\$1,234.50}", 1234.5, 1), (r"\boxed{42\%}", "42%", 1),
-    ("<answer>0.42</answer>", "42%", 0), (r"\boxed{90^\circ}", "90", 1),
-    (r"\boxed{42\text{ dollars}}", "42", 1), (r"\boxed{7\text{ or }8}", "78", 0),
-    ("<answer>1,2</answer>", "12", 0),                  # a list, not a number
-    ("<answer>40 + 2</answer>", "42", 0),               # the question is not its own answer
-    # MATH: the gold answer is in a box, and may be an expression or a word
-    (r"\boxed{\frac{1}{2}}", r"Half of it, so $\boxed{\frac{1}{2}}$.", 1),
-    (r"<answer>\frac{1}{2}</answer>", r"\boxed{ \frac{1}{2} }", 1), ("", r"\frac{1}{2}", 0),
-    (r"<answer>Evelyn</answer>", r"\text{Evelyn}", 1),
-])
-def test_answers_are_found_and_compared(completion, gold, expected, monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    with warnings.catch_warnings(action="error"):               # none of these needs the library
-        assert accuracy_reward([""], [completion], answer=[gold]) == [expected]
-    with pytest.warns(UserWarning, match="math-verify"):        # this one does
-        assert not functions.same_answer("0.5+x", r"\frac{1}{2} + x")
-
-
-@pytest.mark.parametrize("gold, given, expected", [
-    (r"\frac{1}{2}", "0.5", 1), ("x^2+2x+1", "(x+1)^2", 1), (r"\frac{1}{2}", r"\frac{1}{3}", 0),
-    (r"\left(3, \frac{\pi}{2}\right)", r"(3,\pi/2)", 1), (r"\frac{1}{2}", r"\frac{", 0),
-])
-def test_expressions_are_compared_as_mathematics(gold, given, expected):
-    pytest.importorskip("math_verify")
-    gold = f"so $\\boxed{{{gold}}}$"
-    assert accuracy_reward([""], [f"<answer>{given}</answer>"], answer=[gold]) == [expected]
 
 
 def test_an_rlaif_file_without_answers_trains_on_the_reward_model_alone(tmp_path):

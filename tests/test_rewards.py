@@ -3,7 +3,7 @@ import inspect
 import json
 import math
 import sys
-import threading
+import textwrap
 import warnings
 from decimal import Decimal
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 
+import reward.load
 import train_grpo
 from errors import UserError
 from model import load_pretrained
@@ -72,7 +73,8 @@ def test_accuracy_reward(completion, gold, expected):
 
 def test_no_column_is_an_option_of_a_rule():
     """Whatever the columns of a dataset are called, a rule reads those that it is for."""
-    known = {"prompts": ["p"], "completions": ["a"], "completion_ids": [[1, 2, 3, 4] * 3],
+    ids = [[1, 2, 3, 4] * 3]
+    known = {"prompts": ["p"], "completions": ["a"], "completion_ids": ids, "own_ids": ids,
              "answer": [None], "nums": [None], "target": [None], "words": [None],
              "secret": [None], "own_words": ["a"]}
     names = {*KNOWN, *functions.RULES, "overlong"} - {"reasoning_gym"}     # it may be missing
@@ -80,23 +82,6 @@ def test_no_column_is_an_option_of_a_rule():
         options = inspect.signature(judge.function).parameters
         named = {name: ["x"] for name in ("n", "cache", *options) if name != "columns"}
         assert judge.function(**named | known) == judge.function(**known)
-
-
-def test_what_reads_replies_as_mathematics_or_a_task_has_seconds_in_a_thread_too(
-        monkeypatch, request):
-    let_go, names = threading.Event(), ["accuracy", "reasoning_gym"]
-    request.addfinalizer(let_go.set)
-
-    def endless(*texts, **options):
-        let_go.wait()
-
-    monkeypatch.setattr(functions, "SECONDS", 0.1)
-    monkeypatch.setitem(sys.modules, "math_verify", SimpleNamespace(parse=endless, verify=None))
-    monkeypatch.setitem(sys.modules, "reasoning_gym",
-                        SimpleNamespace(get_score_answer_fn=lambda name: endless))
-    for judge in load_reward_funcs(names):
-        assert judge(prompts=[""], completions=["<answer>x</answer>"], answer=[r"\sqrt{2}"],
-                     metadata=[{"source_dataset": "any"}]) == [0]
 
 
 # --- the reward model's score as a reward ---------------------------------------------------------
@@ -166,6 +151,32 @@ def test_rewards_are_weighted_and_what_was_not_judged_adds_nothing():
         assert rewards.tolist() == pytest.approx(expected, nan_ok=True)
     rewards, _ = combined([lengths], [3e38], ["a", "", "a" * 9])        # the sum is finite or NaN
     assert rewards[0] == torch.tensor(3e38) and rewards[1] == 0 and rewards[2].isnan()
+
+
+def test_functions_are_called_as_the_user_typed_them_and_awaited(tmp_path, own_module):
+    own_module("first_judges", textwrap.dedent("""
+        import functools
+        class Judge:
+            def __init__(self, value):
+                self.value = value
+            def __call__(self, completions, **columns):
+                return [self.value] * len(completions)
+        one, two, third = Judge(1.0), Judge(2.0), functools.partial(Judge(3.0))
+        def same(completions, **columns):
+            return [4.0] * len(completions)
+        async def slow(completions, **columns):
+            return [5.0] * len(completions)
+        """))
+    own_module("other_judges", "def same(completions, **columns):\n    return [6.0]\n")
+    names = [f"first_judges:{name}" for name in ("one", "two", "third", "same", "slow")]
+    args = train_grpo.parse_args(["--reward_funcs", *names, "other_judges:same"])
+    judges, _ = reward.load.load_for_run(args, "cpu", known=KNOWN)
+    assert [judge.__name__ for judge in judges] == [
+        "one", "two", "third", "first_judges:same", "slow", "other_judges:same"]
+    assert [judge(prompts=[""], completions=["a"])[0] for judge in judges] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(UserError, match="two of --reward_funcs are called first_judges:one"):
+        reward.load.load_for_run(train_grpo.parse_args(
+            ["--reward_funcs", names[0], names[0]]), "cpu", known=KNOWN)
 
 
 def test_reward_functions_are_found_by_name_and_in_the_current_folder(tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ from pathlib import Path
 from dataset.jsonl import write_jsonl
 from dataset.prompts import countdown_prompt
 from errors import Parser, UserError, user_errors
-from reward.functions import extract_answer
+from reward.answers import extract_answer
 from reward.process_rewards import value_of
 
 from .arithmetic import chat, evaluate, with_tags
@@ -187,7 +187,7 @@ def rows(some_problems):
 
 # --- the reward -----------------------------------------------------------------------------------
 
-def countdown_reward(prompts, completions, nums=None, target=None, **columns):
+def countdown_reward(prompts, completions, nums=None, target=None, own_words=None, **columns):
     """1 if the answer is an expression in `nums`, each used once, that equals `target`, else 0.
 
     None for rows without these two columns. An `= 57` at its end is ignored. For the usual 0.1 for
@@ -196,7 +196,8 @@ def countdown_reward(prompts, completions, nums=None, target=None, **columns):
     missing = [None] * len(completions)
     return [None if numbers is None or goal is None else
             float(is_solution(extract_answer(completion), numbers, goal))
-            for completion, numbers, goal in zip(completions, nums or missing, target or missing)]
+            for completion, numbers, goal in zip(
+                own_words or completions, nums or missing, target or missing)]
 
 
 def is_solution(text, numbers, target):

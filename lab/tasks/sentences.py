@@ -75,7 +75,7 @@ SENTENCE = re.compile(r"[^.!?;:\n]+[.!?][\"'”’]?")
 TITLE = re.compile(r"\b(Mrs?|Ms|Dr|St)\.")
 
 
-def sentence_reward(prompts, completions, words=None, **columns):
+def sentence_reward(prompts, completions, words=None, own_words=None, **columns):
     """The share of the column `words` that the reply uses, times how much of a sentence it is.
 
         reward = share * (0.5 + 0.25 [it is one sentence] + 0.25 [it has 6 to 20 words])
@@ -87,8 +87,8 @@ def sentence_reward(prompts, completions, words=None, **columns):
     the right words passes.
     """
     return [None if asked is None else judge_sentence(completion, prompt, asked)
-            for completion, prompt, asked in zip(completions, prompts,
-                                                 words or [None] * len(completions))]
+            for completion, prompt, asked in zip(
+                own_words or completions, prompts, words or [None] * len(completions))]
 
 
 def judge_sentence(text, prompt, asked):

@@ -1,0 +1,267 @@
+"""What a text answers: one grammar for gold answers and replies, boxed, tagged or bare.
+
+    extract_answer(reply)       the text of its answer, "" if there is none
+    read(text)                  what that says: a number and its unit, or words
+    same_answer(given, gold)    True, False, or two expressions that mathematics has to compare
+
+A number is a numeral, exact, in any spelling: `1,234`, `.5`, `\\frac12`, `2 2/3`, `1e6`, `50%`.
+What has to be computed is none: `2^5`, `3-5`, `84/2`. Only a number meets a gold answer that is
+one, else repeating the question would be a right answer.
+"""
+import functools
+import re
+import unicodedata
+from fractions import Fraction
+
+from errors import UserError
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+# DOTALL: `.` matches line breaks, too.
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+BOX = re.compile(r"(\\f?box(?:ed)?\s*)?\{|\}|\\boxed\s*([^\s{}$]+)")
+BESIDE = re.compile(r"(?:[\s$,;&]|\\q?quad|\\[()]|\\text\{\s*and\s*\}|and)*")     # two boxes
+LONGEST = 4000          # characters of an answer: a longer one is only compared as text
+LARGEST_EXPONENT = 400  # of 1e400: a larger one would take for ever
+
+# --- what is read as a number, in one line --------------------------------------------------------
+
+SUPERSCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
+FRACTION = re.compile(r"(?:(\d)\s*)?\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+TIMES_10 = re.compile(r"(?<=[\d.])\s*(?:\\times|\\cdot|[×·x*])\s*10\s*\^\s*(\{)?([-+]?\d+)(?(1)\})")
+DIGITS = r"(?: \d{1,3} (?:,\d{3})+ (?!\d) | \d{1,3} (?:\ \d{3})+ (?!\d) | \d+ )"
+DECIMAL = rf"(?: {DIGITS} (?:\.\d*)? | \.\d+ )"
+MONEY = r"(?: \\?\$ | [€£¥₹] )"
+NUMERAL = rf"""(?: (?P<money> {MONEY}) \s* )? (?P<sign> [-+]\s?)? (?P<money2> {MONEY} )?
+    (?: (?: (?P<whole> \d+) \s+ )? (?P<over> -?{DECIMAL}) \s? / \s? (?P<under> {DECIMAL})
+      | (?P<decimal> {DECIMAL}) (?: [eE] (?P<exponent> [-+]?\d+) )? )"""
+# A unit has a blank or \text{} before it, or is a sign, or can't be a product of variables.
+SIGN = rf"\\?% | {MONEY} | (?: \^?\s*\{{?\\circ\}}? | ° ) \s*[CF]?"
+CHINESE = r"""(?:平方|立方)?(?:厘米|毫米|千米|公里|米) | 千克 | 公斤 | 毫升 | 小时 | 分钟
+    | [元角个名人只头岁天年月日周本张块件支枝条位次度页棵颗箱袋瓶辆艘座户组双套份克斤吨升秒]"""
+NO_UNIT = r"(?:or|and|not|to|st|nd|rd|th|pi|sqrt|mod|hundred|thousand|[mbtr]+illion|dozen)\b"
+WORD = rf"(?!{NO_UNIT})[A-Za-z]"
+UNIT = rf"""(?P<unit> \s* (?: {SIGN} | {CHINESE} )
+    | (?: [\s/]* \\(?:text|math)[a-z]* \s* \{{ (?!\s*{NO_UNIT}) [^{{}}\d]+ \}}
+          (?: \^\{{?-?\d\}}? )? )+
+    | (?: \s+ | (?![abcijknpqrstuvwxyz]+\b) ) {WORD}[A-Za-z]+ (?: [\s/-]+ {WORD}[A-Za-z]* ){{0,3}}
+      (?: \^\{{?-?\d\}}? )? )"""
+NUMBER = re.compile(rf"{NUMERAL} {UNIT}?", re.VERBOSE)
+
+# --- where it stands in a bare reply --------------------------------------------------------------
+
+IN_A_TEXT = re.compile(
+    rf"(?<![\d.,]) (?![-+]\s) {NUMERAL} (?: \s? (?:{SIGN}|[元个]) )?", re.VERBOSE)
+# It is a part of something if one of these stands before it or after it. Chinese has no blanks.
+NOT_AFTER = re.compile(r"""(?: [^\W\u3400-\u9fff] | [)\]}] | [\w\\][(\[]        # x2, )2, f(2
+    | [-_^/*+×÷·<>≤≥≠±|] [\ {]* | \\(?!text|math)[a-zA-Z]+ [\ {]*           # 5 - 2, \\sqrt{2
+    | \d \s* (?: [,;:x] | \b(?:or|and|to)\b ) \s* | \b not \s* | 第 | 分之     # 1, 2
+    | [(\[] [^()\[\]A-Za-z]* [^()\[\]A-Za-z\s] [^()\[\]A-Za-z]* )$""", re.VERBOSE)     # (1, 2
+SIGN_NOT_AFTER = re.compile(     # 5 -2
+    r"(?: \d | [)}\]] | (?<![\w'’])[b-zB-HJ-Z] ) \s* $", re.VERBOSE)
+NOT_BEFORE = re.compile(r"""[^\W\u3400-\u9fff] | [(\[] | [万亿千百十] | 分之 | [.,:] \d | !
+    | [\ }]* (?: [_^/*+×÷·=<>≤≥≠±|] | \\(?!text|math) | - \s* [\w(\\] )
+    | \s* (?:hundred|thousand|[mbtr]+illion|dozen)\b""", re.VERBOSE)
+
+# --- words ----------------------------------------------------------------------------------------
+
+TEXT = re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}")
+GROUP = re.compile(       # all of a text
+    r"(?:\\(?:text|math|bold)[a-z]*\s*)?\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+CHOICE = re.compile(r"\(([A-Z])\)|([A-Z])\)?")
+WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
+DATE = re.compile(r"\d+(?:[-/.]\d+){2,}|\d+(?::\d+)+")     # or a version, or a time: no arithmetic
+
+
+# --- where the answer stands ----------------------------------------------------------------------
+
+
+def extract_answer(reply):
+    """The first of these that exists, else "":
+
+    - the last answer block after the thinking, or the last box in it if it has one;
+    - the last box after the thinking: \\boxed{...}, \\fbox{...} or \\boxed 2;
+    - in a reply without tags, the line after the last ####, else the last number, unless that is a
+      part of something. Better no point than a wrong one: a policy learns what is paid by mistake.
+    """
+    block = answer_block(reply)
+    if block is not None:
+        return block if boxed(block) is None else boxed(block)
+    in_box = boxed(after_thinking(reply))
+    if in_box is not None:
+        return in_box
+    if any(tag in reply for tag in TAGS):
+        return ""
+    hashed = after_hashes(reply)
+    return last_number(reply[-LONGEST:]) if hashed is None else hashed
+
+
+def answer_block(reply):
+    """The text of the last answer block after the thinking, or None. Inside, it is a thought."""
+    text = after_thinking(reply)
+    blocks = ANSWER.findall(text, 0, text.rfind("</answer>") + 9)   # after it none is closed
+    return blocks[-1].strip() if blocks else None
+
+
+def after_thinking(reply):
+    """What follows the thinking: all of a reply without any, "" if the thinking never ends."""
+    thought, end, rest = reply.rpartition("</think>")
+    return rest if end or "<think>" not in rest else ""
+
+
+def after_hashes(text):
+    """The rest of the line after the last ####, or None."""
+    _, hashes, rest = text.rpartition("####")
+    return rest.strip().partition("\n")[0] if hashes else None
+
+
+def boxed(text):
+    """What is in the last complete box of a text, whose braces may be nested, or None.
+
+    Boxes side by side are one answer, a list: \\boxed{1} and \\boxed{2}.
+    """
+    ends, found, start = [], [], None       # from the right; ends: of braces that no { opened yet
+    for place in reversed([*BOX.finditer(text)]):
+        if place[0] == "}":
+            ends.append(place.start())
+            continue
+        inside, end = place[2], place.end()
+        if inside is None:
+            if not ends:
+                continue
+            inside, end = text[end:ends[-1]], ends.pop() + 1
+            if not place[1] or found and end > start:       # a brace, or a box in a box
+                continue
+        if found and not BESIDE.fullmatch(text, end, start):
+            break
+        found.insert(0, inside.strip().rstrip(".,") if place[2] else inside.strip())
+        start = place.start()
+    return ", ".join(dict.fromkeys(found)) if found else None
+
+
+def last_number(text):
+    """The last number of a text, as it stands there; "" if it is a part of something."""
+    text = in_one_line(plain(text))
+    numbers = [*IN_A_TEXT.finditer(text)]
+    if not numbers:
+        return ""
+    found = numbers[-1]
+    before, after = text[max(0, found.start() - 200):found.start()], text[found.end():]
+    if NOT_AFTER.search(before) or NOT_BEFORE.match(after):
+        return ""
+    if found["sign"] and SIGN_NOT_AFTER.search(before):
+        return ""
+    return found[0]
+
+
+# --- what it says ---------------------------------------------------------------------------------
+
+
+@functools.lru_cache(4096)      # gold answers come once for each completion, and again
+def read(text):
+    """(number, unit, words): an exact Fraction or None, its unit or "", the text in short."""
+    if len(text) > LONGEST:
+        return None, "", text.strip()
+    text = unwrapped(plain(text))
+    words = " ".join(TEXT.sub(r"\1", text).split())
+    found = NUMBER.fullmatch(in_one_line(text))
+    number = value_of(found) if found else None
+    if number is not None:
+        return number, unit_of(found), words
+    choice = CHOICE.fullmatch(words)
+    return None, "", choice[1] or choice[2] if choice else words
+
+
+def plain(text):
+    """The text with ASCII digits, signs and blanks, and without marks of LaTeX and Markdown."""
+    if text.isascii() and not re.search(r"[\\$*~{]", text):
+        return text
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda power: f"^{{{power[0].translate(SUPERSCRIPT)}}}", text)
+    text = re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])", " ", text)            # 2½, which NFKC makes 21/2
+    text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")
+    text = re.sub("[\u2010-\u2015\u2212]", "-", text)
+    text = re.sub(r"(?<!\\)\\[()\[\]]|\\!\s*", "", text)
+    text = re.sub(r"\\[,;: ]|~", " ", text).replace("{,}", ",")
+    text = re.sub(r"(?<!\\)(\$\$?)([^$]*)(?<!\\)\1", r"\2", text)
+    return re.sub(r"(?<![\w)*])\*\*(?=\S)([^*]+)(?<=\S)\*\*(?![\w(*])", r"\1", text)
+
+
+def in_one_line(text):
+    """\\frac{1}{2} as 1/2, 2\\frac12 as 2 1/2, 1 \\times 10^6 as 1e6."""
+    text = FRACTION.sub(lambda found: "{} {}{}/{}{} ".format(
+        *(part or "" for part in found.groups())).lstrip(), text)
+    return TIMES_10.sub(r"e\2", text).strip()
+
+
+def unwrapped(text):
+    """Without what changes nothing around a value: blanks, a stop, `x =`, \\text{}, braces."""
+    before = None
+    while text != before:
+        before, text = text, text.strip("` \n\t")
+        text = re.sub(r"(?<!\.\.)[.。]$", "", text)
+        text = re.sub(r"^(?:[A-Za-z]|\\[a-z]+)?(?:_\w|_\{\w*\})?\s*=(?=[^=]*$)", "", text)
+        whole = GROUP.fullmatch(text)
+        text = whole[1] if whole else text
+    return text
+
+
+def value_of(found):
+    """The number of a NUMBER, or None. A fraction that is whole is none: it may be the question."""
+    over, under, value, exponent = (
+        Fraction(re.sub(r"[, ]", "", found[name] or "0"))
+        for name in ("over", "under", "decimal", "exponent"))
+    if found["over"]:
+        if under == 0 or (over / under).denominator == 1 or found["whole"] and not 0 < over < under:
+            return None
+        value = int(found["whole"] or 0) + over / under
+    if abs(exponent) > LARGEST_EXPONENT:
+        return None
+    value *= Fraction(10) ** exponent
+    return -value if "-" in (found["sign"] or "") else value
+
+
+def unit_of(found):
+    unit = "".join(found[name] or "" for name in ("money", "money2", "unit"))
+    unit = re.sub(r"(?:\^?\s*\{?\\circ\}?|°)\s*", "°", TEXT.sub(r"\1", unit))
+    unit = re.sub(r"\b(?:pct|per\s?cent(?:age)?)\b", "%", unit)
+    return " ".join(re.sub(r"[\\{}]", "", unit).split())
+
+
+# --- whether two say the same ---------------------------------------------------------------------
+
+
+def gold_text(gold):
+    """What a gold answer says: GSM8K's follows ####, MATH's is boxed in a worked solution."""
+    text = str(gold)
+    hashed = after_hashes(text)
+    text = text if hashed is None else hashed
+    text = text if boxed(text) is None else boxed(text)
+    if not text.strip():
+        raise UserError("the column answer is empty; give the gold answer, or leave the field out")
+    return text
+
+
+def kind_of(gold):
+    """number, words or expression: what a gold answer, or the first of a list, is compared as."""
+    number, _, words = read(gold_text(gold[0] if isinstance(gold, list) else gold))
+    if number is not None:
+        return "number"
+    return "words" if WORDS.fullmatch(words) or DATE.fullmatch(words) else "expression"
+
+
+def same_answer(given, gold):
+    """Whether two answers are the same: True, False, or both expressions, to be compared."""
+    number, unit, words = read(gold_text(gold))
+    given_number, given_unit, given_words = read(given)
+    if number is not None:
+        return number == given_number and len({unit, given_unit} - {""}) < 2
+    if words == given_words or not given_words or kind_of(gold) == "words":
+        return words == given_words
+    if {words[:1], words[-2:], given_words[:1], given_words[-2:]} >= {"(", "\\", "\\}"}:
+        return False                # to math-verify the pair (1, 2) is the set {1, 2}
+    return in_brackets(words, given_words), in_brackets(given_words, words)
+
+
+def in_brackets(text, other):
+    """A list beside a pair: to math-verify (3, 1) is the list 1, 3, which has no order."""
+    is_list = "," in text and text[0] not in "([\\"
+    return f"({text})" if is_list and other[:1] == "(" else text
