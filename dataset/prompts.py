@@ -16,8 +16,8 @@ HERE = Path(__file__).resolve().parent
 MOST_STEPS = 300        # of a run that names no number
 PROMPT_FIELDS = ("conversations", "prompt", "question", "problem")
 # Rewards get a line's other fields as keyword arguments, beside these.
-RESERVED = {"prompts", "completions", "messages", "completion_ids", "own_words", "histories",
-            "seeds", "reward_funcs", "reward_weights", "self"}
+RESERVED = {"prompts", "completions", "messages", "completion_ids", "own_words", "own_ids",
+            "histories", "seeds", "reward_funcs", "reward_weights", "self"}
 SWITCHES = "enable_thinking", "open_thinking"       # of chat templates: Qwen3's, MiniMind-3's
 ROLES = ("system", "user", "assistant", "tool")
 # --system_prompt r1: asks for the format that format_reward and tag_reward check.
@@ -67,13 +67,14 @@ def read_row(row, where):
     if not field:
         raise UserError(f"{where}: no prompt found; put it in one of the fields "
                         f"{', '.join(PROMPT_FIELDS)}")
-    if row.get("answer") is None and "\\boxed" in str(row.get("solution")):
-        row["answer"] = row["solution"]
-    answer = row.get("answer")
-    if isinstance(answer, (list, dict, bool)) or (
-            answer is not None and not str(answer).rpartition("####")[2].strip()):
-        raise UserError(f"{where}: the field answer must be text or a number, and not empty; leave "
-                        "it out where there is none")
+    name, answer = gold_of(row)
+    for gold in answer if isinstance(answer, list) and answer else [answer]:
+        if isinstance(gold, (list, dict, bool)) or (
+                gold is not None and not str(gold).rpartition("####")[2].strip()):
+            raise UserError(f"{where}: the field {name} must be text, a number or a list of them, "
+                            "and not empty; leave it out where there is none")
+    if answer is not None:
+        row["answer"] = answer
     messages = row.pop(field)
     for name in RESERVED.intersection(row):
         raise UserError(f"{where}: rewards or tools have an argument of their own called {name}; "
@@ -96,6 +97,23 @@ def read_row(row, where):
     if tools and not isinstance(tools, list):
         raise UserError(f"{where}: tools must be a list, as apply_chat_template takes it")
     return {**row, "messages": messages}
+
+
+def gold_of(row):
+    """(field, gold answer) of a row, by the names that data sets have for it; None without one.
+
+    A solution, as in MATH, counts where it has its answer in a box or after ####.
+    """
+    if row.get("answer") is not None:
+        return "answer", row["answer"]
+    verl = row.get("reward_model")
+    if isinstance(verl, dict) and verl.get("ground_truth") is not None:
+        return "reward_model.ground_truth", verl["ground_truth"]
+    for name in ("ground_truth", "final_answer", "solution"):
+        if row.get(name) is not None and (
+                name != "solution" or re.search(r"\\f?box|####", str(row[name]))):
+            return name, row[name]
+    return "answer", None
 
 
 def is_chat(turns):

@@ -42,12 +42,22 @@ def test_all_forms_become_messages_without_the_last_reply(line, messages, tmp_pa
     assert data == [one, dict.fromkeys(one) | {"messages": [USER]}]
 
 
+@pytest.mark.parametrize("line, gold", [
+    ({"answer": ["1/2", "50%"]}, ["1/2", "50%"]), ({"reward_model": {"ground_truth": "5"}}, "5"),
+    ({"ground_truth": 5}, 5), ({"final_answer": "5", "solution": "\\boxed{6}"}, "5"),
+    ({"solution": "So \\fbox{5}."}, "So \\fbox{5}."), ({"solution": "It follows."}, None)])
+def test_a_gold_answer_is_found_by_the_names_that_data_sets_have(line, gold, tmp_path):
+    row, = dataset_of(tmp_path, line | {"prompt": "2+3?"})
+    assert row.get("answer") == gold
+
+
 @pytest.mark.parametrize("line, named", [
     ("just words", "JSON"), ('{"prompt": "2+3?", "answer": "\udcff"}', "UTF-8"),
     ('["a list"]', "conversations"), ({"answer": "5"}, "conversations"),
     ({"conversations": [{"role": "user"}]}, "conversations"), ({"prompt": " "}, "prompt"),
-    ({"question": None}, "question"), ({"prompt": "2+3?", "answer": ["5"]}, "answer"),
+    ({"question": None}, "question"), ({"prompt": "2+3?", "answer": [["5"]]}, "answer"),
     ({"question": "1+1?", "answer": "1+1=2\n#### "}, "answer"),
+    ({"prompt": "2?", "reward_model": {"ground_truth": {}}}, "reward_model.ground_truth must be"),
     ({"conversations": [USER, {"role": "tool", "content": "5"}, USER]}, "user or assistant"),
     ({"conversations": [USER, REPLY | {"tool_calls": [{}]}]}, "tool_calls"),
     ({"conversations": [{"role": "system", "content": "", "tools": 5}, USER]}, "tools"),

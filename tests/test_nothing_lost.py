@@ -70,12 +70,12 @@ def test_ranks_with_other_flags_stop_before_the_first_step(flag, theirs, monkeyp
 
 
 def test_a_reward_that_judges_nothing_says_so_with_the_columns_there_are(tmp_path, capsys):
-    rows = [{"prompt": f"What is 1+{i}?", "ground_truth": "2"} for i in range(100)]
+    rows = [{"prompt": f"What is 1+{i}?", "result": "2"} for i in range(100)]
     data = str(write(tmp_path / "data.jsonl", rows[:5]))
     run(tmp_path, "--data_path", data, "--max_steps", "2", "--batch_size", "100")
     printed = capsys.readouterr().out
     assert printed.count("accuracy_reward has judged none of the 10 completions") == 1
-    assert "data's columns, ground_truth, messages?" in printed and "nan%" not in printed
+    assert "data's columns, messages, result?" in printed and "nan%" not in printed
     assert "format_reward has" not in printed and "each with 5 prompts" in printed
 
 
