@@ -12,6 +12,8 @@ from contextlib import suppress
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from reward.child import CHILD
+
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
            if hasattr(signal, name)]        # Windows has no SIGHUP
 
@@ -31,6 +33,7 @@ class Signals:
         self.owner, self.before = os.getpid(), {}
 
     def watch(self):
+        CHILD.given_up = CHILD.cut_short = False
         for number in SIGNALS:
             handler = signal.getsignal(number)
             # nohup, and a shell that starts a job in the background, have some of them ignored.
@@ -49,6 +52,7 @@ class Signals:
                 os.kill(os.getpid(), number)
         elif not self.received:
             self.received, self.first_at = number, time.monotonic()
+            CHILD.give_up()                 # what it computes may take longer than anybody waits
             say(f"{signal.Signals(number).name}: the step that is running ends, then the run saves "
                 "and stops; a second signal stops it at once", self.rank)
         # A scheduler may signal torchrun and its ranks: within a second that is one wish.
@@ -56,10 +60,10 @@ class Signals:
             os._exit(128 + number)
 
 
-def stop(number, step, rank):
+def stop(number, where, rank):
     """Ends the run that this signal has asked to stop."""
-    say(f"stopped by {signal.Signals(number).name} after step {step}, which is saved; continue "
-        "with the same command and --resume", rank)
+    say(f"stopped by {signal.Signals(number).name} {where}; continue with the same command and "
+        "--resume", rank)
     raise Stopped(128 + number)             # as shells have it
 
 

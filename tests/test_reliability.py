@@ -18,6 +18,7 @@ import chaos
 import train_grpo
 from dataset.jsonl import read_jsonl
 from errors import UserError
+from reward.child import CHILD
 from run.checkpoint import Saver, written_whole
 from run.distributed import World
 from run.report.terminal import drop_lines_after
@@ -78,6 +79,24 @@ def test_a_signal_ends_the_step_saves_and_tells_how_to_go_on(judge, tmp_path, ca
     assert signal.getsignal(signal.SIGHUP) == before
     assert run(tmp_path, "--resume") == 0
     assert [row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_signal_amid_foreign_mathematics_gives_the_step_up_and_a_resume_makes_it_again(
+        judge, tmp_path, capsys):
+    def signalled(number):
+        if number == 3:
+            signal.raise_signal(signal.SIGTERM)
+            assert CHILD.ask([("math_verify", "x", "x")]) == [None]     # nobody is asked any more
+
+    judge.act = signalled
+    assert run(tmp_path, "--save_interval", "3") == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM in step 3, which is given up; continue" in capsys.readouterr().err
+    assert [row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2]
+    judge.act = None
+    assert run(tmp_path, "--resume") == 0 and run(tmp_path / "whole") == 0
+    for name in ("completions.jsonl", "final/model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (
+            tmp_path / "whole/run" / name).read_bytes()
 
 
 def test_ctrl_c_before_the_first_step_leaves_nothing(judge, tmp_path, capsys):
