@@ -186,14 +186,14 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 FORMAT = re.compile(r"(?><think>\n.*?\n</think>\n\n?<answer>\n).*\n</answer>", re.DOTALL)
 
 
-def format_reward(prompts, completions, **columns):
+def format_reward(prompts, completions, own_words=None, **columns):
     """0.5 for `<think>\\n...\\n</think>\\n<answer>\\n...\\n</answer>` and nothing else, else 0."""
-    return [0.5 if FORMAT.fullmatch(completion) else 0.0 for completion in completions]
+    return [0.5 if FORMAT.fullmatch(text) else 0.0 for text in own_words or completions]
 
 
-def tag_reward(prompts, completions, **columns):
+def tag_reward(prompts, completions, own_words=None, **columns):
     """0.25 for each of the four tags that occurs exactly once: partial credit for the format."""
-    return [sum(0.25 for tag in TAGS if completion.count(tag) == 1) for completion in completions]
+    return [sum(0.25 for tag in TAGS if text.count(tag) == 1) for text in own_words or completions]
 
 
 # The default reward is format + tag + rm + accuracy. rm is the score of a small reward model, from

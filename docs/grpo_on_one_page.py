@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from dataset import PromptCollator, PromptDataset, rows_of_step
 from model import eos_token_ids, load_pretrained, load_tokenizer, rng_of, sample
+from model.load import decode
 from reward import accuracy_reward
 from train_grpo import format_reward, tag_reward
 
@@ -97,7 +98,7 @@ def generate(state, batch, rng, num_generations=G):
     attention_mask = torch.cat((batch["prompt_mask"][prompt_of], mask), 1)              # (N, T)
     return SimpleNamespace(
         sequences=(input_ids, attention_mask, mask.shape[1]), mask=mask, lengths=mask.sum(1),
-        completions=tokenizer.batch_decode(completion_ids, skip_special_tokens=True),
+        completions=[decode(ids, tokenizer, eos_ids) for ids in completion_ids.tolist()],
         prompts=[batch["prompts"][i] for i in prompt_of], columns={
             name: [values[i] for i in prompt_of] for name, values in batch["columns"].items()})
 

@@ -16,7 +16,7 @@ from dataset import PromptCollator
 from errors import COUNT, POSITIVE_OR_0, Parser, printable, user_errors
 
 from . import eos_token_ids, load_pretrained, load_tokenizer
-from .load import choose_device
+from .load import choose_device, decode
 from .sampler import next_token
 
 
@@ -35,7 +35,7 @@ def stream(model, tokenizer, messages, *, max_new_tokens, temperature, system_pr
             break
         ids = token[None]
         reply.append(token.item())
-        text = tokenizer.decode(reply, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = decode(reply, tokenizer, eos_ids)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character of several tokens: wait
             yield text[shown:]
             shown = len(text)

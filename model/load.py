@@ -143,8 +143,31 @@ def as_ids(value):
 def eos_token_ids(model, tokenizer):
     """Every id that ends a reply, sorted."""
     places = (tokenizer.eos_token_id, model.config.eos_token_id,
-              model.generation_config.get("eos_token_id"))
+              model.generation_config.get("eos_token_id"), end_of_turn(tokenizer))
     return sorted({eos for place in places for eos in as_ids(place)})
+
+
+def end_of_turn(tokenizer):
+    """The id of the token with which the chat template ends a reply, or None.
+
+    The EOS of base weights is often another, and then nothing that the template taught would stop.
+    """
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bcd"}]
+    try:
+        rest = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("bcd")[2]
+        first, *_ = tokenizer(rest, add_special_tokens=False)["input_ids"]
+    except Exception:           # no template, or one that refuses such a chat
+        return None
+    return first if first in tokenizer.added_tokens_decoder else None
+
+
+def decode(ids, tokenizer, eos_ids):
+    """The text of a reply without its EOS and padding.
+
+    Other special tokens stay, as rewards look for tags, and a reader for a turn that goes on.
+    """
+    hidden = {*eos_ids, tokenizer.pad_token_id}
+    return tokenizer.decode([one for one in ids if one not in hidden])
 
 
 # --- weights and tokenizers -----------------------------------------------------------------------

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dataset.jsonl import is_finite
+from model.load import decode
 
 
 def rollout_metrics(rows, num_generations, failures=()):
@@ -169,7 +170,7 @@ class Metrics:
         return found
 
 
-def describe(rollout, tokenizer, num_generations):
+def describe(rollout, tokenizer, eos_ids, num_generations):
     """A row of completions.jsonl for each of the N completions; "columns" are those of its data.
 
     "reward" is the total and "rewards" each function's own; "advantage" is the first token's.
@@ -201,13 +202,13 @@ def describe(rollout, tokenizer, num_generations):
             row |= {"turns": rollout.turns[i], "failed_calls": rollout.failed_calls[i],
                     "tool_tokens": tool_tokens[i]}
     for i, ids in enumerate(rollout.token_ids()[:num_generations]):
-        rows[i]["tokens"] = token_texts(ids, tokenizer)
+        rows[i]["tokens"] = token_texts(ids, tokenizer, eos_ids)
         for name, values in fields.items():
             rows[i][name] = [round(value, 4) for value in values[i][:len(ids)]]
     return rows
 
 
-def token_texts(ids, tokenizer):
+def token_texts(ids, tokenizer, eos_ids):
     """What each token adds to the text.
 
     Tokens are decoded after their predecessor, since some tokenizers drop a leading space. One that
@@ -215,8 +216,8 @@ def token_texts(ids, tokenizer):
     """
     texts, start, end = [], 0, 0        # ids[start:end] is the context of the next token
     for k in range(1, len(ids) + 1):
-        context = tokenizer.decode(ids[start:end], skip_special_tokens=True)
-        text = tokenizer.decode(ids[start:k], skip_special_tokens=True)
+        context = decode(ids[start:end], tokenizer, eos_ids)
+        text = decode(ids[start:k], tokenizer, eos_ids)
         if text.endswith("\ufffd") and k < len(ids):
             texts.append("")
         else:

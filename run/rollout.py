@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 
 from errors import UserError
+from model.load import decode
 
 
 class Sequences:
@@ -80,7 +81,7 @@ class Rollout(Sequences):
             completion_mask=completion_mask, loss_mask=completion_mask,
             ended=torch.isin(completion_ids, torch.tensor(eos_ids, device=device)).any(1),
             sampling_logps=sampling_logps)
-        rollout.completions = tokenizer.batch_decode(rollout.token_ids(), skip_special_tokens=True)
+        rollout.completions = [decode(ids, tokenizer, eos_ids) for ids in rollout.token_ids()]
         return rollout
 
     @property
@@ -100,6 +101,13 @@ class Rollout(Sequences):
             return self.replies
         return [prefill + "".join(turns[::2]) for prefill, turns in zip(self.prefills, self.turns)]
 
+    def own_ids(self):
+        """The same as ids: those of a completion that the policy drew."""
+        if self.turns is None:
+            return self.token_ids()
+        pairs = zip(self.completion_ids, self.loss_mask.bool())
+        return [ids[drawn].tolist() for ids, drawn in pairs]
+
     def token_ids(self):
         """The completions as N lists of ids, through their EOS."""
         pairs = zip(self.completion_ids.tolist(), self.completion_mask.sum(1).tolist())
@@ -117,7 +125,8 @@ class Rollout(Sequences):
     def for_rewards(self):
         """What a reward function is called with: reward/functions.py."""
         return {**self.columns, "prompts": self.prompts, "completions": self.replies,
-                "completion_ids": self.token_ids(), "own_words": self.own_words}
+                "completion_ids": self.token_ids(), "own_words": self.own_words,
+                "own_ids": self.own_ids()}
 
     def only(self, rows):
         """The Rollout of these rows, (n,)."""

@@ -134,7 +134,7 @@ def test_a_chat_has_the_prompts_of_a_run(reasoning, tokenizer, tmp_path, monkeyp
     monkeypatch.setattr(chat, "load_tokenizer", lambda *_: tokenizer)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
     chat.main([str(tmp_path), "--system_prompt", "r1", "--max_new_tokens", "1"])
-    assert asked == [collate.render([{"role": "user", "content": "one"}])]
+    assert asked[0] == collate.render([{"role": "user", "content": "one"}])
     assert "and </answer>" in asked[0] and asked[0].endswith("quiet") != bool(reasoning)
 
 

@@ -45,9 +45,10 @@ def test_a_line_is_a_step_if_it_has_equations_and_right_if_they_hold(line, right
 
 def test_steps_end_at_their_line_and_the_outcome_at_the_last_token():
     tokenizer = AutoTokenizer.from_pretrained("model/weights/reason_128")
+    eos = [tokenizer.eos_token_id]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
            for text in (RIGHT, WRONG, RIGHT)]
-    rewards, ends = judge_steps([RIGHT, WRONG, RIGHT], ids, tokenizer, [1.25, -0.5, math.nan])
+    rewards, ends = judge_steps([RIGHT, WRONG, RIGHT], ids, tokenizer, eos, [1.25, -0.5, math.nan])
     assert rewards == [[1.0, 1.0, 1.25], [1.0, 0.0, -0.5], []] and ends[2] == []
     for row, text, (first, second, last) in zip(ids, (RIGHT, WRONG), ends):
         thought = text[:text.index("</think>")]
@@ -55,7 +56,7 @@ def test_steps_end_at_their_line_and_the_outcome_at_the_last_token():
         assert tokenizer.decode(row[:first + 1]) == thought[:thought.index("59*7")]
     # Cut off within its last line; and the text has nothing of a pad token that it began with.
     cut_off = [tokenizer.pad_token_id, *tokenizer("29+30=59\n59*7=413")["input_ids"]]
-    _, ((first, *ends),) = judge_steps(["29+30=59\n59*7=413"], [cut_off], tokenizer, [0.0])
+    _, ((first, *ends),) = judge_steps(["29+30=59\n59*7=413"], [cut_off], tokenizer, eos, [0.0])
     assert tokenizer.decode(cut_off[1:first + 1]) == "29+30=59\n"
     assert ends == [len(cut_off) - 1] * 2
 

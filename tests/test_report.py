@@ -298,7 +298,9 @@ def test_parts_of_a_step_join_over_ranks_by_their_kind_and_updates_are_averaged(
 class Bytes:
     """A tokenizer whose ids are bytes; 0 is the EOS."""
 
-    def decode(self, ids, skip_special_tokens):
+    pad_token_id = 0
+
+    def decode(self, ids):
         return bytes(i for i in ids if i).decode(errors="replace")
 
 
@@ -320,24 +322,24 @@ def test_a_rollout_is_described_one_row_per_completion():
         {"prompt": "q", "completion": "11", "length": 2, "ended": False, "reward": 0.0,
          "rewards": {"tag_reward": 0.0}, "advantage": -0.5, "columns": theirs | {"nums": None}}]
     rows[0] |= {"tokens": ["1"], "token_logps": [0.0]}
-    assert describe(rollout, Bytes(), 1) == rows        # only the first group has tokens
+    assert describe(rollout, Bytes(), [], 1) == rows        # only the first group has tokens
     rows[1] |= {"tokens": ["1", "1"], "token_logps": [-0.25, -0.375]}
     rollout.advantages = torch.tensor([[0.5, 1.5], [-0.5, 0.5]])        # (N, R)
     rows[0]["token_advantages"], rows[1]["token_advantages"] = [0.5], [-0.5, 0.5]
-    assert describe(rollout, Bytes(), 2) == rows
+    assert describe(rollout, Bytes(), [], 2) == rows
     rollout.turns, rollout.failed_calls = [["1"], ["1", "1", ""]], [0, 1]
     rollout.completion_mask = rollout.loss_mask
     rollout.loss_mask = torch.tensor([[1, 0], [1, 0]])
     rows[0] |= {"turns": ["1"], "failed_calls": 0, "tool_tokens": 0, "token_drawn": [1]}
     rows[1] |= {"turns": rollout.turns[1], "failed_calls": 1, "tool_tokens": 1,
                 "token_drawn": [1, 0], "length": 1}
-    assert describe(rollout, Bytes(), 2) == rows
+    assert describe(rollout, Bytes(), [], 2) == rows
     names = ("tokens", "completions/max_length", "tools/call_frequency", "tools/failure_frequency")
     assert [rollout_metrics(rows, 2)[name] for name in names] == [3, 1, 0.5, 1.0]
     assert rollout_metrics(rows[:1], 1)["tools/failure_frequency"] == 0
     ids = [*"a果b".encode(), 0]         # three bytes make one character
-    assert token_texts(ids, Bytes()) == ["a", "", "", "果", "b", ""]
-    assert token_texts(ids[:3], Bytes()) == ["a", "", "\ufffd"]     # cut off within a character
+    assert token_texts(ids, Bytes(), []) == ["a", "", "", "果", "b", ""]
+    assert token_texts(ids[:3], Bytes(), []) == ["a", "", "\ufffd"]     # cut off within a character
 
 
 @pytest.mark.parametrize("error, words", [

@@ -100,7 +100,7 @@ def answer_all(args, never_give_up):
             rollout.rewards, rollout.rewards_per_func = state.compute_rewards(
                 rollout, state.eval_funcs, [1.0] * len(state.eval_funcs))
             rollout.advantages = rollout.rewards        # nothing is compared
-            rows += describe(rollout, state.tokenizer, num_generations=0)
+            rows += describe(rollout, state.tokenizer, state.eos_ids, num_generations=0)
             rewards += rollout.rewards.tolist()
         counts.append(sum(reward >= 1 for reward in rewards))
         print(f"problem {i + 1} of {len(problems)}: {counts[-1]} right", flush=True)

@@ -14,6 +14,7 @@ from dataset import PromptCollator, PromptDataset
 from dataset.jsonl import write_jsonl
 from errors import Parser, UserError, user_errors
 from model import load_pretrained, load_tokenizer, sample
+from model.load import decode
 from reward.train_reward_model import pairs_of
 
 REPLIES, MOST = 8, 2        # replies to a problem, and pairs of them at most
@@ -31,7 +32,7 @@ def sampled_pairs(path, problems, rng):
         ids, _ = sample(model, batch["prompt_ids"], batch["prompt_mask"], num_generations=REPLIES,
                         max_new_tokens=96, eos_token_id=tokenizer.eos_token_id,
                         pad_token_id=tokenizer.pad_token_id, generator=generator)
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        texts = [decode(row.tolist(), tokenizer, [tokenizer.eos_token_id]) for row in ids]
         for i, problem in enumerate(chunk):
             group = texts[i * REPLIES:(i + 1) * REPLIES]
             answers = [problem.get("answer")] * REPLIES

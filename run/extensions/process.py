@@ -35,5 +35,6 @@ def of_steps(state, rollout):
     """The advantages of steps, (N, R); the last step of each completion is its outcome."""
     # A step earns 0 or 1. Divided by the sum of the weights, so does the outcome, about.
     outcomes = (rollout.rewards / sum(map(abs, state.args.reward_weights))).tolist()
-    steps = judge_steps(rollout.completions, rollout.token_ids(), state.tokenizer, outcomes)
+    steps = judge_steps(rollout.completions, rollout.token_ids(), state.tokenizer, state.eos_ids,
+                        outcomes)
     return process_advantages(*steps, state.args.num_generations, rollout.loss_mask)

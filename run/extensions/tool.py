@@ -42,5 +42,5 @@ def in_turns(tool, state, batch, rng, num_generations=None, greedy=False):
         batch, completion_ids, completion_mask, logps, state.eos_ids, state.tokenizer)
     rollout.loss_mask = completion_mask * drawn
     rollout.ended = torch.tensor(turns.ended, device=drawn.device)
-    rollout.turns, rollout.failed_calls = turns.finished(), turns.failures
+    rollout.turns, rollout.failed_calls = turns.finished(state.eos_ids), turns.failures
     return rollout

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter, deque
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -18,6 +19,8 @@ from tqdm import tqdm
 from dataset import batches_from, read_prompts
 from dataset.jsonl import is_finite, to_json, to_line
 from errors import UserError, cut, explained, printable, reason
+from reward.answers import kind_of
+from reward.child import CHILD
 
 from ..checkpoint import Saver, as_saved
 from ..evaluate import evaluate
@@ -40,6 +43,7 @@ OLD_WEIGHTS = ("the sampler's probabilities are far from the trainer's (rollout_
                "--sampler_correction token_truncate weights what it samples.")
 
 BOLD, DIM, MAGENTA, CYAN = "1", "2", "35", "36"      # of ANSI's escape codes
+FIRST_ROWS = 2000       # whose gold answers are looked at before a run
 MOST_UNJUDGED = 10      # steps in a row without a reward
 RUN_BY = {"fast": "model/fast; --sampler plain runs the lines of train_grpo.py",
           "plain": "the lines of train_grpo.py and model/",
@@ -127,10 +131,12 @@ class Run:
                 print(json.dumps(to_json(found), indent=2))
             return ()
         self.open(last_step, done, num_tokens)
-        self.intro(len(problems), len(self.heldout))
+        self.intro(problems, len(self.heldout))
         if done == 0:
             self.evaluate_if_due(0)
         self.signals.watch()                    # from here on a signal lets the step end
+        self.done = done
+        state.compute_rewards = partial(self.rewards_or_stop, state.compute_rewards)
         return enumerate(batches, start=done + 1)
 
     def evaluate_if_due(self, step):
@@ -144,14 +150,31 @@ class Run:
         self.state.phase(None)
         return self.evaluation(step, metrics, replies)
 
+    def rewards_or_stop(self, compute_rewards, *arguments):
+        """The rewards; but where a signal has left replies unjudged, the step is given up."""
+        rewards = compute_rewards(*arguments)
+        signal = max(self.world.gather([CHILD.cut_short and self.signals.received]))
+        if signal:
+            if self.done and self.done > self.start_step:       # nothing has changed since
+                self.save(self.done)
+            stop(signal, f"in step {self.state.step}, which is given up", self.world.rank)
+        return rewards
+
+    def save(self, step):
+        state = self.state
+        self.saver.save(step, self.num_tokens, state.policy.model, state.tokenizer,
+                        state.optimizer, state.saved)
+
     def record(self, step, rollout, metrics):
         """Step 5: evaluates, writes and prints a step; draws and saves when that is due.
 
         Ends the run, on all ranks, after a signal or ten steps without a reward; it is saved.
         """
         state, args, world = self.state, self.args, self.world
+        self.done = None            # an evaluation that is cut short leaves nothing to save
         metrics = metrics | self.evaluate_if_due(step)
-        rows = world.gather(describe(rollout, state.tokenizer, args.num_generations))
+        rows = world.gather(describe(
+            rollout, state.tokenizer, state.eos_ids, args.num_generations))
         failures = world.gather([(judge.__name__, judge.failed.total(), judge.reason)
                                  for judge in state.reward_funcs if judge.failed])
         self.unjudged = 0 if "loss" in metrics else self.unjudged + 1
@@ -163,11 +186,11 @@ class Run:
         is_due, signal = self.saver.is_due(step, self.last_step, self.signals.received)
         if is_due or self.unjudged == MOST_UNJUDGED:
             state.phase("checkpoint")           # it counts towards the next step
-            self.saver.save(step, self.num_tokens, state.policy.model, state.tokenizer,
-                            state.optimizer, state.saved)
+            self.save(step)
             self.draw()
+        self.done, CHILD.late = step, 0
         if signal:
-            stop(signal, step, world.rank)
+            stop(signal, f"after step {step}, which is saved", world.rank)
         if self.unjudged == MOST_UNJUDGED:
             raise UserError(f"no completion of the last {MOST_UNJUDGED} steps has a reward; check "
                             "that --reward_funcs fit the data")
@@ -179,20 +202,23 @@ class Run:
 
     # --- what these call --------------------------------------------------------------------------
 
-    def intro(self, num_prompts, num_heldout):
+    def intro(self, problems, num_heldout):
         """Print what is about to be trained, on what, and where the files go."""
         if not self.active:
             return
         args, state, num_processes = self.args, self.state, self.world.size
+        num_prompts = len(problems)
         policy = state.policy.model
         size = sum(parameter.numel() for parameter in policy.parameters())
         prompts = min(state.num_prompts, num_prompts // num_processes) * num_processes
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             "run by": getattr(policy, "run_by", "") or RUN_BY[args.sampler],     # or transformers
+            "ended by": " ".join(state.tokenizer.convert_ids_to_tokens(state.eos_ids)),
             "device": f"{num_processes} x {state.world.device.type}",
             **{name: "; ".join(by) for name, by in state.changed.items()},
             "prompts": f"{num_prompts:,} in {short(args.data_path)}",
+            "answers": kinds_of_answers(problems),
             "held out": num_heldout and f"{num_heldout:,} in {short(args.eval_data_path)}, right "
                         f"if {' + '.join(args.eval_reward_funcs)} is at least 1",
             "rewards": " + ".join(f"{weight:g} {name}" for weight, name in
@@ -389,6 +415,14 @@ def start_swanlab(run_dir, args):
                         "--wandb_project, `swanlab login` first, or choose --swanlab disabled"
                         ) from error
     return swanlab
+
+
+def kinds_of_answers(problems):
+    """How the gold answers of the first rows are compared: "number: 1,990, none: 10"."""
+    golds = [problems[i].get("answer") for i in range(min(len(problems), FIRST_ROWS))]
+    kinds = Counter("none" if gold is None else kind_of(gold) for gold in golds)
+    found = ", ".join(f"{kind}: {count:,}" for kind, count in kinds.most_common())
+    return f"{found}{' in the first rows' if len(problems) > FIRST_ROWS else ''}"
 
 
 def styled(text, *codes):
