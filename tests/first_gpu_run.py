@@ -218,17 +218,19 @@ def random_weights(folder):
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return ["--model_path", folder, "--reward_funcs", "repetition", "--batch_size", "8",
-            "--num_generations", "8", "--max_gen_len", "512",
-            "--gradient_checkpointing"]
+            "--num_generations", "8", "--max_gen_len", "512", "--micro_batch_size", "16",
+            "--gradient_checkpointing", "--save_interval", "99"]
 
 
 def memory():
-    """the memory of a step, 0.6B"""
+    """memory and time of a step, 0.6B"""
     with tempfile.TemporaryDirectory() as folder:
         flags = random_weights(folder)
         metrics = run(f"{folder}/out", *flags)
     measured = max(line.get("perf/peak_memory", 0.0) for line in metrics)
-    return f"{measured:.2f} GiB"
+    parts = {name.removeprefix("timing_s/"): f"{seconds:.1f}"
+             for name, seconds in metrics[-1].items() if name.startswith("timing_s/")}
+    return f"{measured:.2f} GiB, {metrics[-1]['tokens']} tokens, seconds: {parts}"
 
 
 def speed():

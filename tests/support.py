@@ -70,6 +70,12 @@ class Canary:
         return os.system, (self.command,)
 
 
+def pytest_configure(config):
+    # A GPU has other last digits: what is asked of one is a command of its own.
+    if not any("test_cuda" in str(name) for name in config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_finish():
     # What the imports made stays: the search for garbage need not look through it time and again.
     gc.freeze()

@@ -36,7 +36,7 @@ CHAT, GYM = f"model.chat {WEIGHTS}", "dataset.reasoning_gym chain_sum --save new
       for name in ("arithmetic", "guess", "sentences")),
     ("train_grpo --temperature 1e-45", "--temperature 0.001"),
     ("train_grpo --data_path _", "--data_path empty"), ("train_grpo --model_path _", "empty"),
-    ("train_grpo @binary", "@binary: utf-8"), ("train_grpo @itself", "@itself itself"),
+    ("train_grpo @itself", "@itself itself"),
     ("train_grpo @quote", "@quote quotation"), ("train_grpo @nowhere", "@nowhere: file"),
     ("run.report.picture _", "runs empty"),
     # What the flags alone tell.

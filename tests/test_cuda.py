@@ -1,4 +1,4 @@
-"""What only a GPU can show. Skipped without one."""
+"""What only a GPU can show: python -m pytest tests/test_cuda.py. All other tests hide it."""
 import importlib.util
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from support import ROOT, jsonl
 from train_grpo import completion_mask
 
 DEVICE = "cuda"
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and this file alone")
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 every_policy = pytest.mark.parametrize("family", [*FAMILIES, "adapters"])

@@ -101,7 +101,7 @@ def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
 
 def test_a_run_prints_its_group_and_is_tracked_with_the_flags_that_have_a_value(
         tmp_path, monkeypatch, capsys):
-    import swanlab
+    swanlab = pytest.importorskip("swanlab")
     given, logged = {}, {}
     monkeypatch.setattr(swanlab, "init", lambda **options: given.update(options))
     monkeypatch.setattr(swanlab, "log", lambda values, step: logged.update({step: values}))

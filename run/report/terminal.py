@@ -214,7 +214,8 @@ class Run:
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             "run by": getattr(policy, "run_by", "") or RUN_BY[args.sampler],     # or transformers
-            "ended by": " ".join(state.tokenizer.convert_ids_to_tokens(state.eos_ids)),
+            "ended by": " ".join(state.tokenizer.decode([one]) or str(one)
+                                 for one in state.eos_ids),
             "device": f"{num_processes} x {state.world.device.type}",
             **{name: "; ".join(by) for name, by in state.changed.items()},
             "prompts": f"{num_prompts:,} in {short(args.data_path)}",
