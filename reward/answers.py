@@ -16,24 +16,22 @@ from fractions import Fraction
 from errors import UserError
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# DOTALL: `.` matches line breaks, too.
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-BOX = re.compile(r"(\\f?box(?:ed)?\s*)?\{|\}|\\boxed\s*([^\s{}$]+)")
+IN_BRACES = r"[^{}]*"
+for _ in range(8):      # braces in braces, but no box in a box
+    IN_BRACES = rf"(?:(?!\\f?box)[^{{}}]|\{{{IN_BRACES}\}})*+"
+BOX = re.compile(rf"\\f?box(?:ed)?\s*\{{({IN_BRACES})\}}|\\boxed\s*([^\s{{}}$]*[^\s{{}}$.,])")
 BESIDE = re.compile(r"(?:[\s$,;&]|\\q?quad|\\[()]|\\text\{\s*and\s*\}|and)*")     # two boxes
 LONGEST = 4000          # characters of an answer: a longer one is only compared as text
-LARGEST_EXPONENT = 400  # of 1e400: a larger one would take for ever
 
-# --- what is read as a number, in one line --------------------------------------------------------
-
-SUPERSCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
-FRACTION = re.compile(r"(?:(\d)\s*)?\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+# What is read as a number, in one line.
+FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 TIMES_10 = re.compile(r"(?<=[\d.])\s*(?:\\times|\\cdot|[×·x*])\s*10\s*\^\s*(\{)?([-+]?\d+)(?(1)\})")
 DIGITS = r"(?: \d{1,3} (?:,\d{3})+ (?!\d) | \d{1,3} (?:\ \d{3})+ (?!\d) | \d+ )"
 DECIMAL = rf"(?: {DIGITS} (?:\.\d*)? | \.\d+ )"
 MONEY = r"(?: \\?\$ | [€£¥₹] )"
 NUMERAL = rf"""(?: (?P<money> {MONEY}) \s* )? (?P<sign> [-+]\s?)? (?P<money2> {MONEY} )?
     (?: (?: (?P<whole> \d+) \s+ )? (?P<over> -?{DECIMAL}) \s? / \s? (?P<under> {DECIMAL})
-      | (?P<decimal> {DECIMAL}) (?: [eE] (?P<exponent> [-+]?\d+) )? )"""
+      | (?P<decimal> {DECIMAL}) (?: [eE] (?P<exponent> [-+]?\d{{1,3}}) )? )"""
 # A unit has a blank or \text{} before it, or is a sign, or can't be a product of variables.
 SIGN = rf"\\?% | {MONEY} | (?: \^?\s*\{{?\\circ\}}? | ° ) \s*[CF]?"
 CHINESE = r"""(?:平方|立方)?(?:厘米|毫米|千米|公里|米) | 千克 | 公斤 | 毫升 | 小时 | 分钟
@@ -47,8 +45,7 @@ UNIT = rf"""(?P<unit> \s* (?: {SIGN} | {CHINESE} )
       (?: \^\{{?-?\d\}}? )? )"""
 NUMBER = re.compile(rf"{NUMERAL} {UNIT}?", re.VERBOSE)
 
-# --- where it stands in a bare reply --------------------------------------------------------------
-
+# Where a number stands in a bare reply.
 IN_A_TEXT = re.compile(
     rf"(?<![\d.,]) (?![-+]\s) {NUMERAL} (?: \s? (?:{SIGN}|[元个]) )?", re.VERBOSE)
 # It is a part of something if one of these stands before it or after it. Chinese has no blanks.
@@ -56,23 +53,15 @@ NOT_AFTER = re.compile(r"""(?: [^\W\u3400-\u9fff] | [)\]}] | [\w\\][(\[]        
     | [-_^/*+×÷·<>≤≥≠±|] [\ {]* | \\(?!text|math)[a-zA-Z]+ [\ {]*           # 5 - 2, \\sqrt{2
     | \d \s* (?: [,;:x] | \b(?:or|and|to)\b ) \s* | \b not \s* | 第 | 分之     # 1, 2
     | [(\[] [^()\[\]A-Za-z]* [^()\[\]A-Za-z\s] [^()\[\]A-Za-z]* )$""", re.VERBOSE)     # (1, 2
-SIGN_NOT_AFTER = re.compile(     # 5 -2
-    r"(?: \d | [)}\]] | (?<![\w'’])[b-zB-HJ-Z] ) \s* $", re.VERBOSE)
+SIGN_NOT_AFTER = re.compile(r"(?:\d|[)}\]]|(?<![\w'’])[b-zB-HJ-Z])\s*$")      # 5 -2, x -2
 NOT_BEFORE = re.compile(r"""[^\W\u3400-\u9fff] | [(\[] | [万亿千百十] | 分之 | [.,:] \d | !
     | [\ }]* (?: [_^/*+×÷·=<>≤≥≠±|] | \\(?!text|math) | - \s* [\w(\\] )
     | \s* (?:hundred|thousand|[mbtr]+illion|dozen)\b""", re.VERBOSE)
-
-# --- words ----------------------------------------------------------------------------------------
-
 TEXT = re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}")
-GROUP = re.compile(       # all of a text
-    r"(?:\\(?:text|math|bold)[a-z]*\s*)?\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
-CHOICE = re.compile(r"\(([A-Z])\)|([A-Z])\)?")
-WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
-DATE = re.compile(r"\d+(?:[-/.]\d+){2,}|\d+(?::\d+)+")     # or a version, or a time: no arithmetic
-
-
-# --- where the answer stands ----------------------------------------------------------------------
+GROUP = re.compile(rf"^(?:\\(?:text|math|bold)[a-z]*\s*)?\{{({IN_BRACES})\}}$")
+CHOICE = re.compile(r"^\(?([A-Z])\)?$")
+# Compared letter by letter: words, dates and versions, times. Those are no arithmetic.
+WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*|\d+(?:[-/.]\d+){2,}|\d+(?::\d+)+")
 
 
 def extract_answer(reply):
@@ -80,25 +69,22 @@ def extract_answer(reply):
 
     - the last answer block after the thinking, or the last box in it if it has one;
     - the last box after the thinking: \\boxed{...}, \\fbox{...} or \\boxed 2;
-    - in a reply without tags, the line after the last ####, else the last number, unless that is a
-      part of something. Better no point than a wrong one: a policy learns what is paid by mistake.
+    - in a reply without tags, the line after the last ####, else the last number.
     """
     block = answer_block(reply)
-    if block is not None:
-        return block if boxed(block) is None else boxed(block)
-    in_box = boxed(after_thinking(reply))
+    in_box = boxed(after_thinking(reply) if block is None else block)
     if in_box is not None:
         return in_box
     if any(tag in reply for tag in TAGS):
-        return ""
-    hashed = after_hashes(reply)
-    return last_number(reply[-LONGEST:]) if hashed is None else hashed
+        return block or ""
+    _, hashes, rest = reply.rpartition("####")
+    return rest.strip().partition("\n")[0] if hashes else last_number(reply[-LONGEST:])
 
 
 def answer_block(reply):
     """The text of the last answer block after the thinking, or None. Inside, it is a thought."""
-    text = after_thinking(reply)
-    blocks = ANSWER.findall(text, 0, text.rfind("</answer>") + 9)   # after it none is closed
+    closed = after_thinking(reply).split("</answer>")[:-1]
+    blocks = [part.partition("<answer>")[2] for part in closed if "<answer>" in part]
     return blocks[-1].strip() if blocks else None
 
 
@@ -108,52 +94,29 @@ def after_thinking(reply):
     return rest if end or "<think>" not in rest else ""
 
 
-def after_hashes(text):
-    """The rest of the line after the last ####, or None."""
-    _, hashes, rest = text.rpartition("####")
-    return rest.strip().partition("\n")[0] if hashes else None
-
-
-def boxed(text):
-    """What is in the last complete box of a text, whose braces may be nested, or None.
-
-    Boxes side by side are one answer, a list: \\boxed{1} and \\boxed{2}.
-    """
-    ends, found, start = [], [], None       # from the right; ends: of braces that no { opened yet
-    for place in reversed([*BOX.finditer(text)]):
-        if place[0] == "}":
-            ends.append(place.start())
-            continue
-        inside, end = place[2], place.end()
-        if inside is None:
-            if not ends:
-                continue
-            inside, end = text[end:ends[-1]], ends.pop() + 1
-            if not place[1] or found and end > start:       # a brace, or a box in a box
-                continue
-        if found and not BESIDE.fullmatch(text, end, start):
-            break
-        found.insert(0, inside.strip().rstrip(".,") if place[2] else inside.strip())
-        start = place.start()
-    return ", ".join(dict.fromkeys(found)) if found else None
+def boxed(text, default=None):
+    """What is in the last complete box, or the default. Boxes side by side are one list."""
+    found, end = [], 0
+    for box in BOX.finditer(text):
+        if not BESIDE.fullmatch(text, end, box.start()):
+            found = []
+        found.append((box[1] or box[2] or "").strip())
+        end = box.end()
+    return ", ".join(dict.fromkeys(found)) if found else default
 
 
 def last_number(text):
-    """The last number of a text, as it stands there; "" if it is a part of something."""
+    """The last number, as it stands there; "" if it may be a part: better no point than a wrong."""
     text = in_one_line(plain(text))
     numbers = [*IN_A_TEXT.finditer(text)]
     if not numbers:
         return ""
     found = numbers[-1]
-    before, after = text[max(0, found.start() - 200):found.start()], text[found.end():]
-    if NOT_AFTER.search(before) or NOT_BEFORE.match(after):
-        return ""
-    if found["sign"] and SIGN_NOT_AFTER.search(before):
+    before = text[max(0, found.start() - 200):found.start()]
+    if (NOT_AFTER.search(before) or NOT_BEFORE.match(text, found.end())
+            or found["sign"] and SIGN_NOT_AFTER.search(before)):
         return ""
     return found[0]
-
-
-# --- what it says ---------------------------------------------------------------------------------
 
 
 @functools.lru_cache(4096)      # gold answers come once for each completion, and again
@@ -162,20 +125,15 @@ def read(text):
     if len(text) > LONGEST:
         return None, "", text.strip()
     text = unwrapped(plain(text))
-    words = " ".join(TEXT.sub(r"\1", text).split())
     found = NUMBER.fullmatch(in_one_line(text))
     number = value_of(found) if found else None
-    if number is not None:
-        return number, unit_of(found), words
-    choice = CHOICE.fullmatch(words)
-    return None, "", choice[1] or choice[2] if choice else words
+    words = CHOICE.sub(r"\1", " ".join(TEXT.sub(r"\1", text).split()))
+    return number, "" if number is None else unit_of(found), words
 
 
 def plain(text):
     """The text with ASCII digits, signs and blanks, and without marks of LaTeX and Markdown."""
-    if text.isascii() and not re.search(r"[\\$*~{]", text):
-        return text
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda power: f"^{{{power[0].translate(SUPERSCRIPT)}}}", text)
+    text = re.sub("([⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+)", r"^{\1}", text)
     text = re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])", " ", text)            # 2½, which NFKC makes 21/2
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")
     text = re.sub("[\u2010-\u2015\u2212]", "-", text)
@@ -187,8 +145,8 @@ def plain(text):
 
 def in_one_line(text):
     """\\frac{1}{2} as 1/2, 2\\frac12 as 2 1/2, 1 \\times 10^6 as 1e6."""
-    text = FRACTION.sub(lambda found: "{} {}{}/{}{} ".format(
-        *(part or "" for part in found.groups())).lstrip(), text)
+    text = re.sub(r"(?<=\d)(?=\\[dtc]?frac)", " ", text)
+    text = FRACTION.sub(r"\1\2/\3\4 ", text)
     return TIMES_10.sub(r"e\2", text).strip()
 
 
@@ -199,8 +157,7 @@ def unwrapped(text):
         before, text = text, text.strip("` \n\t")
         text = re.sub(r"(?<!\.\.)[.。]$", "", text)
         text = re.sub(r"^(?:[A-Za-z]|\\[a-z]+)?(?:_\w|_\{\w*\})?\s*=(?=[^=]*$)", "", text)
-        whole = GROUP.fullmatch(text)
-        text = whole[1] if whole else text
+        text = GROUP.sub(r"\1", text)
     return text
 
 
@@ -213,8 +170,6 @@ def value_of(found):
         if under == 0 or (over / under).denominator == 1 or found["whole"] and not 0 < over < under:
             return None
         value = int(found["whole"] or 0) + over / under
-    if abs(exponent) > LARGEST_EXPONENT:
-        return None
     value *= Fraction(10) ** exponent
     return -value if "-" in (found["sign"] or "") else value
 
@@ -226,15 +181,11 @@ def unit_of(found):
     return " ".join(re.sub(r"[\\{}]", "", unit).split())
 
 
-# --- whether two say the same ---------------------------------------------------------------------
-
-
 def gold_text(gold):
     """What a gold answer says: GSM8K's follows ####, MATH's is boxed in a worked solution."""
-    text = str(gold)
-    hashed = after_hashes(text)
-    text = text if hashed is None else hashed
-    text = text if boxed(text) is None else boxed(text)
+    _, hashes, text = str(gold).rpartition("####")
+    text = text.strip().partition("\n")[0] if hashes else text
+    text = boxed(text, text)
     if not text.strip():
         raise UserError("the column answer is empty; give the gold answer, or leave the field out")
     return text
@@ -245,7 +196,7 @@ def kind_of(gold):
     number, _, words = read(gold_text(gold[0] if isinstance(gold, list) else gold))
     if number is not None:
         return "number"
-    return "words" if WORDS.fullmatch(words) or DATE.fullmatch(words) else "expression"
+    return "words" if WORDS.fullmatch(words) else "expression"
 
 
 def same_answer(given, gold):
@@ -256,12 +207,10 @@ def same_answer(given, gold):
         return number == given_number and len({unit, given_unit} - {""}) < 2
     if words == given_words or not given_words or kind_of(gold) == "words":
         return words == given_words
-    if {words[:1], words[-2:], given_words[:1], given_words[-2:]} >= {"(", "\\", "\\}"}:
+    sides = [words, given_words]
+    pair, other = sorted(sides)     # "(" comes first
+    if pair[:1] == "(" and other[:1] == "\\" and other.endswith("\\}"):
         return False                # to math-verify the pair (1, 2) is the set {1, 2}
-    return in_brackets(words, given_words), in_brackets(given_words, words)
-
-
-def in_brackets(text, other):
-    """A list beside a pair: to math-verify (3, 1) is the list 1, 3, which has no order."""
-    is_list = "," in text and text[0] not in "([\\"
-    return f"({text})" if is_list and other[:1] == "(" else text
+    if pair[:1] == "(" and "," in other and other[0] not in "([\\":
+        sides[sides.index(other)] = f"({other})"        # and (3, 1) is the list 1, 3, without order
+    return tuple(sides)

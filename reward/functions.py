@@ -17,9 +17,9 @@ NGRAM = 4               # tokens; of repetition_reward
 def accuracy_reward(prompts, completions, answer=None, own_words=None, **columns):
     """1 if the reply's answer, or all of it, equals the gold answer in the column `answer`, else 0.
 
-    Of a list of gold answers any is right. None where there is none. A tool's words are not the
-    reply's. reward/answers.py says what is equal, but for expressions, which math-verify compares
-    (reward/child.py): None where it was late too often in this step to be asked.
+    Any of a list of gold answers is right. reward/answers.py says what is equal, and leaves
+    expressions to math-verify (reward/child.py). None if there is no gold answer, or if
+    math-verify was late too often in this step to be asked.
     """
     rewards, questions, rows = [], [], []
     for reply, gold in zip(own_words or completions, answer or [None] * len(completions)):

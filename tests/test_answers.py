@@ -1,11 +1,7 @@
 """What is a right answer: the cases, values in many spellings, and replies that never end."""
 import itertools
 import math
-import os
 import random
-import subprocess
-import sys
-import time
 from fractions import Fraction
 
 import pytest
@@ -22,7 +18,7 @@ CASES = jsonl(ROOT / "tests/answers.jsonl")
 
 @pytest.fixture(autouse=True)
 def new_step():
-    CHILD.late = 0
+    CHILD.late = CHILD.unanswered = 0
 
 
 def paid(reply, gold):
@@ -38,26 +34,20 @@ def test_the_cases(kind):
     assert not wrong
 
 
-# --- numbers, by a generator of spellings ---------------------------------------------------------
-
-
 def spellings(value, rng):
     """Texts that say a number: a Fraction, here a decimal or one of a few over a small number."""
-    sign, size = ("-" if value < 0 else ""), abs(value)
-    minus = rng.choice(["-", "−", "–", "－"]) if sign else rng.choice(["", "", "+"])
-    texts = []
+    minus = rng.choice(["-", "−", "–", "－"] if value < 0 else ["", "", "+"])
+    size, texts = abs(value), []
     if (10**6 * size).denominator == 1:
         decimal = f"{float(size):.6f}".rstrip("0").rstrip(".")
         whole, _, rest = decimal.partition(".")
         rest = rest and f".{rest}"
-        texts += [decimal, f"{whole}{rest or '.'}{rng.choice(['', '0', '00'])}",
+        texts += [decimal, decimal.removeprefix("0") or "0",
+                  f"{whole}{rest or '.'}{rng.choice(['', '0', '00'])}",
                   decimal.translate(str.maketrans("0123456789.", "０１２３４５６７８９．"))]
         texts += [f"{int(whole):,}".replace(",", comma) + rest
                   for comma in (",", " ", "\\,", "{,}", ",\\!", "\u202f", "，")]
-        if whole == "0" and rest:
-            texts.append(rest)
-        digits = str(int(size * 10**6))
-        texts += [f"{digits}e-6", f"{digits} \\times 10^{{-6}}"]
+        texts += [f"{size * 10**6}e-6", f"{size * 10**6} \\times 10^{{-6}}"]
     if size.denominator > 1:
         for k in (1, rng.randint(2, 5)):
             a, b = size.numerator * k, size.denominator * k
@@ -77,43 +67,31 @@ PLACES = ["<answer>{}</answer>", "<think>\n1\n</think>\n<answer>\n{}\n</answer>"
 
 
 def a_value(rng):
-    kind = rng.randrange(4)
-    if kind == 0:
-        return Fraction(rng.randint(-9, 9))
-    if kind == 1:
-        return Fraction(rng.randint(-10**7, 10**7))
-    if kind == 2:
-        return Fraction(rng.randint(-10**6, 10**6), rng.choice([10, 100, 1000]))
-    while True:
-        value = Fraction(rng.randint(-40, 40), rng.randint(2, 12))
-        if value.denominator > 1:
-            return value
+    most, under = rng.choice([(9, [1]), (10**7, [1]), (10**6, [10, 100, 1000]), (40, range(2, 13))])
+    return Fraction(rng.randint(-most, most), rng.choice(under))
 
 
 def test_a_value_is_the_same_in_every_spelling_and_no_other():
     rng = random.Random(0)
     for _ in range(500):
         value = a_value(rng)
-        other = rng.choice([-value, value + 1, value * 10, value + Fraction(1, 10)])
-        one, same = (rng.choice(WRAPPERS[:13]).format(rng.choice(spellings(value, rng)))
-                     for _ in range(2))
-        wrapped = rng.choice(WRAPPERS).format(rng.choice(spellings(value, rng)))
+        others = {-value, value + 1, value * 10, value + Fraction(1, 10)} - {value}
+        wrong = rng.choice(spellings(rng.choice(sorted(others)), rng))
+        one, same, wrapped = (rng.choice(wrappers).format(rng.choice(spellings(value, rng)))
+                              for wrappers in (WRAPPERS[:13], WRAPPERS[:13], WRAPPERS))
         place = rng.choice(PLACES)
         for gold, given in itertools.permutations((one, same, wrapped), 2):
             assert read(given)[0] == value, given
             if gold is not wrapped:     # else its unit may be another
                 assert same_answer(given, gold) and same_answer(gold, given), (given, gold)
                 assert paid(place.format(given), gold) == 1, (place, given, gold)
-        if other != value:
-            wrong = rng.choice(spellings(other, rng)) if other.denominator < 13 or (
-                10**6 * other).denominator == 1 else "7 or 8"
-            assert paid(place.format(wrong), one) == 0, (wrong, one)
-            assert same_answer(wrong, one) is False
+        assert paid(place.format(wrong), one) == 0, (wrong, one)
+        assert same_answer(wrong, one) is False
 
 
 @pytest.mark.parametrize("text", [
     "1_000", "12_3", "2^5", "3-5", "2024-05-06", "12.5.3", r"2\sqrt3", "84/2", r"\frac{4}{2}",
-    "1/0", "2x", "3i", r"5\pi", "2xy", "1e401", "1e99999999", "7" * 4001, "3万", "5 million",
+    "1/0", "2x", "3i", r"5\pi", "2xy", "1e1000", "1e99999999", "7" * 4001, "3万", "5 million",
     "3 or more", "1,00", "1 00", "0x2A", "10²", "+-5", r"\pm 5", "x < 5", "", "-", "five"])
 def test_what_is_no_number(text):
     assert read(text)[0] is None and kind_of(f"a{text}") != "number"
@@ -124,21 +102,13 @@ def test_what_is_no_number(text):
     ("Total: $1,234$ dollars", "1,234"),
     ("it is -3", "-3"), ("So x = 1/2", "1/2"), ("adds up to 42", "42"), ("**Answer:** 42", "42"),
     ("42\n- done", "42"), ("The share: 12.5%", "12.5%"),
+    (r"\boxed{1} and \boxed{2}", "1, 2"), (r"$\boxed{1}$, $\boxed{2}$", "1, 2"),
+    (r"\boxed{41}, no: \boxed{42}", "42"), (r"\boxed{4}. \boxed{4}", "4"), (r"\boxed{}", ""),
     *((text, "") for text in (
         "共有42万人", "It is 5!", "7 or 8", "x > 42", "as in x_{1}", "It is not 42", "x - 3",
         "x -3", "2^{5}", "5 million", "[3, 4]", "3, 4", "第3步", r"It is \boxed{42", "a 3-5"))])
-def test_the_last_number_of_a_bare_reply_unless_it_is_a_part(reply, answer):
+def test_the_answer_of_a_bare_reply(reply, answer):
     assert extract_answer(reply) == answer
-
-
-def test_boxes_side_by_side_are_a_list_and_else_the_last_counts():
-    for text, answer in [(r"\boxed{1} and \boxed{2}", "1, 2"),
-                         (r"$\boxed{1}$, $\boxed{2}$", "1, 2"),
-                         (r"\boxed{41}, no: \boxed{42}", "42"), (r"\boxed{4}. \boxed{4}", "4"),
-                         (r"\boxed{}", "")]:
-        assert extract_answer(text) == answer
-    assert paid(r"\boxed{3} and \boxed{4}", "(3,4)") == 1
-    assert paid(r"\boxed{4} and \boxed{3}", "(3,4)") == 0
 
 
 def test_an_empty_gold_answer_is_a_mistake_in_the_data():
@@ -155,16 +125,16 @@ def test_a_run_says_how_its_gold_answers_are_compared():
     assert kinds_of_answers([{}] * 3000) == "none: 2,000 in the first rows"
 
 
-# --- mathematics, in a child ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("gold, given, expected", [
     (r"\frac{1}{2}+x", "0.5+x", 1), ("x^2+2x+1", "(x+1)^2", 1), ("x>4", r"(4,\infty)", 1),
     (r"\left(3, \frac{\pi}{2}\right)", r"(3,\pi/2)", 1), (r"\frac{1}{2}+x", r"\frac{", 0),
     ("1/2004!", "1/2006!", 0), ("(1,2)", r"\{1,2\}", 0), (r"\{1,2\}", "(1,2)", 0),
-    ("7 = 11a+c", "11a+c", 0), ("10^{-8}", "10^{-9}", 0), ("(3,1)", "1, 3", 0)])
+    ("7 = 11a+c", "11a+c", 0), ("10^{-8}", "10^{-9}", 0), ("(3,1)", "1, 3", 0),
+    ("(3,4)", r"\boxed{3} and \boxed{4}", 1), ("(3,4)", r"\boxed{4} and \boxed{3}", 0),
+    (r"\sqrt{2}", "\ud800", 0)])           # half a character
 def test_expressions_are_compared_as_mathematics(gold, given, expected):
     assert paid(f"<answer>{given}</answer>", f"so $\\boxed{{{gold}}}$") == expected
+    assert CHILD.late == 0
 
 
 HANGS = ["9^{9^{9}}", "10^{10^{10}}", "2^{3^{4^{5^{6}}}}", "99999999!", "(10^8)!", "((9!)!)!",
@@ -180,45 +150,27 @@ def test_replies_that_never_end_are_wrong_in_time_and_after_some_nobody_is_asked
     monkeypatch.setattr(child, "SECONDS", 0.5)
     judge, = load_reward_funcs(["accuracy"])
     replies = [f"<answer>{text}</answer>" for text in HANGS] + ["<answer>5</answer>"]
-    before = CHILD.unanswered
     with pytest.warns(UserWarning, match="left .* replies of a step unjudged, after 3 "):
         rewards = judge(prompts=[""] * 21, completions=replies, answer=[r"\sqrt{2}"] * 20 + ["5"])
     assert len(HANGS) == 20 and rewards[-1] == 1 and CHILD.late == 3
     assert {x for x in rewards[:-1] if not math.isnan(x)} == {0.0}
-    assert sum(map(math.isnan, rewards)) == CHILD.unanswered - before > 0
+    assert sum(map(math.isnan, rewards)) == CHILD.unanswered > 0
     assert judge.failed == {"late": 1}
-    used = os.times()
-    time.sleep(0.3)
-    assert os.times().user - used.user < 0.1            # nothing computes on
     CHILD.late = 0
     monkeypatch.setattr(child, "SECONDS", 9)
     assert paid(r"<answer>\sqrt{12}</answer>", r"2\sqrt{3}") == 1
 
 
-def test_a_child_ends_after_its_parent(tmp_path):
-    script = tmp_path / "parent.py"
-    script.write_text(
-        "import os, sys, threading\n"
-        f"sys.path.insert(0, {str(ROOT / 'reward')!r})\n"
-        "from child import CHILD\n"
-        "CHILD.ask([('math_verify', 'x', 'x')])\n"
-        "print(CHILD.process.pid, flush=True)\n"
-        "threading.Timer(0.2, os._exit, [9]).start()\n"      # while the child computes
-        "CHILD.ask([('math_verify', 'x+1', '9^{9^{9}}')])\n")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 9
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
-        try:
-            os.kill(int(done.stdout), 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.1)
-    pytest.fail("the child lives on")
+def test_a_child_ends_when_its_parent_has():
+    for question, code in [("", 0), ('[0.5, "math_verify", "x+1", "9^{9^{9}}"]\n', 1)]:
+        one = Child()
+        assert one.ask([("math_verify", "x", "x")]) == [True]
+        one.process.stdin.write(question)
+        one.process.stdin.close()
+        assert one.process.wait(9) == code
 
 
-def test_what_a_signal_gives_up_stays_open_and_a_missing_package_is_named(
-        tmp_path, monkeypatch):
+def test_what_a_signal_gives_up_stays_open_and_a_missing_package_is_named(tmp_path, monkeypatch):
     one = Child()
     assert one.ask([("math_verify", "x", "x")]) == [True]
     one.give_up()
@@ -231,7 +183,3 @@ def test_what_a_signal_gives_up_stays_open_and_a_missing_package_is_named(
     with pytest.raises(ModuleNotFoundError, match="math-verify could not be imported; pip ins"):
         other.ask([("math_verify", "x", "x")])
     other.give_up()
-
-
-def test_half_a_character_ends_no_child():
-    assert CHILD.ask([("math_verify", "\ud800", "x")]) == [0]

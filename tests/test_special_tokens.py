@@ -1,6 +1,4 @@
 """Tokens that end a reply, or that a tokenizer calls special: what stops, and what rewards see."""
-import copy
-
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -8,6 +6,7 @@ from transformers import AutoTokenizer
 from dataset import PromptCollator
 from model import eos_token_ids, load_pretrained
 from model.load import decode
+from reward.answers import TAGS
 from reward.tools import Tool
 from reward.turns import Turns
 from run.rollout import Rollout
@@ -23,47 +22,41 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(POLICY)
 
 
-@pytest.fixture
-def special(tokenizer):
-    """A tokenizer that calls the four tags special, as some do."""
-    tokenizer.add_special_tokens({"additional_special_tokens": [
-        "<think>", "</think>", "<answer>", "</answer>"]})
-    assert tokenizer.decode(tokenizer(RIGHT)["input_ids"], skip_special_tokens=True) != RIGHT
-    return tokenizer
-
-
-def rollout_of(text, tokenizer, eos_ids):
+def rollout_of(text, tokenizer):
     batch = PromptCollator(tokenizer, 99)([{"messages": turns("7+3?")}])
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    eos_ids = [tokenizer.eos_token_id]
     return Rollout.of(batch, ids, completion_mask(ids, eos_ids), torch.zeros(ids.shape), eos_ids,
                       tokenizer)
 
 
-def test_tags_that_are_special_tokens_are_seen_by_rewards(special):
-    eos_ids = [special.eos_token_id]
-    rollout = rollout_of(RIGHT + special.eos_token, special, eos_ids)
+def test_tags_that_are_special_tokens_are_seen_by_rewards(tokenizer):
+    tokenizer.add_special_tokens({"additional_special_tokens": list(TAGS)})     # as some do
+    assert tokenizer.decode(tokenizer(RIGHT)["input_ids"], skip_special_tokens=True) != RIGHT
+    rollout = rollout_of(RIGHT + tokenizer.eos_token, tokenizer)
     assert rollout.completions == [RIGHT]
     given = rollout.for_rewards()
     assert format_reward(**given) == [0.5] and tag_reward(**given) == [1.0]
-    cut_off = rollout_of("<|im_start|>x", special, eos_ids)
-    assert cut_off.completions == ["<|im_start|>x"]         # a reader sees that the turn went on
-    assert decode([special.pad_token_id, *eos_ids], special, eos_ids) == ""
+    # The start of another turn stays: a reader sees that the reply went on.
+    assert rollout_of("<|im_start|>x", tokenizer).completions == ["<|im_start|>x"]
+    end = tokenizer.eos_token_id
+    assert decode([tokenizer.pad_token_id, end], tokenizer, [end]) == ""
 
 
 def test_the_token_with_which_the_template_ends_a_turn_ends_a_reply(tokenizer):
-    model, other = load_pretrained(POLICY, dtype=torch.float32), copy.deepcopy(tokenizer)
+    model = load_pretrained(POLICY, dtype=torch.float32)
     end, = eos_token_ids(model, tokenizer)
-    other.eos_token = "<|endoftext|>"               # as base weights have it
-    model.config.eos_token_id, model.generation_config = other.eos_token_id, {}
-    assert eos_token_ids(model, other) == sorted([end, other.eos_token_id])
+    tokenizer.eos_token = "<|endoftext|>"               # as base weights have it
+    model.config.eos_token_id, model.generation_config = tokenizer.eos_token_id, {}
+    assert eos_token_ids(model, tokenizer) == sorted([end, tokenizer.eos_token_id])
     for template in (None, "{{ raise_exception('no') }}",
                      "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"):
-        other.chat_template = template
-        assert eos_token_ids(model, other) == [other.eos_token_id]
+        tokenizer.chat_template = template
+        assert eos_token_ids(model, tokenizer) == [tokenizer.eos_token_id]
 
 
 def test_nobody_is_paid_for_a_tools_words(tokenizer):
-    reply = rollout_of(RIGHT, tokenizer, [tokenizer.eos_token_id])
+    reply = rollout_of(RIGHT, tokenizer)
     reply.turns = [["<think>\n7+3=", "10\n</think>\n<answer>\n10\n</answer>", ""]]
     drawn = len(tokenizer("<think>\n7+3=", add_special_tokens=False)["input_ids"])
     reply.loss_mask = reply.completion_mask.clone()
@@ -74,18 +67,16 @@ def test_nobody_is_paid_for_a_tools_words(tokenizer):
 
 
 def test_a_reply_that_wanted_to_ask_once_more_is_cut_off(tokenizer):
-    end = tokenizer.eos_token_id
-    asked = []
-
     def tool(histories, wants, **columns):
         asked.append(histories)
         return ["more" if want else None for want in wants]
 
-    tool.stop = tokenizer.eos_token
+    asked, tool.stop = [], tokenizer.eos_token
     batch = PromptCollator(tokenizer, 99)([
         {"messages": turns("7+3?"), "wants": want} for want in (True, False)])
     of_batch = Turns(Tool(tool, tokenizer, 0), batch, 1, torch.Generator())
     of_batch.begin(2)
-    _, _, goes_on = of_batch.take(torch.arange(2), torch.tensor([end, end]), torch.zeros(2).bool())
+    ends = torch.full((2,), tokenizer.eos_token_id)
+    _, _, goes_on = of_batch.take(torch.arange(2), ends, torch.zeros(2).bool())
     assert goes_on.tolist() == [False, False] and of_batch.ended == [False, True]
     assert asked == [[[tokenizer.eos_token]] * 2] and of_batch.texts == [[], []]
