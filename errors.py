@@ -90,9 +90,7 @@ def user_errors(program):
     """
     formatwarning = warnings.formatwarning
     warnings.formatwarning = lambda text, *where: f"warning: {printable(str(text))}\n"
-    for name in ("stdout", "stderr"):               # None if the shell closed it
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
-    with suppress(AttributeError):                  # a notebook's has no such method
+    with suppress(AttributeError):      # a notebook's has no such method; None if it is closed
         sys.stdout.reconfigure(errors="replace")
     try:
         yield

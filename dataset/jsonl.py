@@ -73,8 +73,7 @@ def parse(line, where):
 
 
 def write_jsonl(path, rows):
-    """Write each row as a line, and make the folder if it is missing; returns the number of rows.
-    """
+    """Write each row as a line, in a folder that is made if need be; returns how many there are."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     lines = [to_line(row) for row in rows]
     Path(path).write_text("".join(lines), encoding="utf-8")

@@ -1,6 +1,5 @@
 """From a jsonl file to batches of prompts: the chats to complete, and the columns rewards need."""
 import copy
-import math
 import re
 import reprlib
 import warnings
@@ -299,22 +298,19 @@ def read_prompts(args, tokenizer):
     return collate, problems, heldout
 
 
-def last_step_of(args, per_pass):
-    """--max_steps, with as many passes over the prompts as it takes; --epochs bounds them.
+def batches_from(first_step, problems, collate, num_prompts, world, args):
+    """This rank's batches from a step on, num_prompts each, and the number of the last step.
 
+    That is --max_steps, with as many passes over the prompts as it takes; --epochs bounds them.
     With neither: one pass, and at most MOST_STEPS.
     """
-    passes = (args.epochs or 1) * per_pass
-    if args.max_steps is None and not args.epochs:
-        return min(passes, MOST_STEPS)
-    return min(args.max_steps or passes, passes if args.epochs else math.inf)
-
-
-def batches_from(first_step, problems, collate, num_prompts, world, args):
-    """This rank's batches from a step on, num_prompts each, and the number of the last step."""
     per_pass = steps_per_epoch(len(problems), num_prompts, world.size)
-    last_step = per_pass and last_step_of(args, per_pass)
-    if last_step < 1:
+    last_step = (args.epochs or 1) * per_pass
+    if args.max_steps is None and not args.epochs:
+        last_step = min(last_step, MOST_STEPS)
+    elif args.max_steps:
+        last_step = min(args.max_steps, last_step) if args.epochs else args.max_steps
+    if per_pass < 1:
         raise UserError(f"{args.data_path}: {len(problems)} prompts are too few for {world.size} "
                         "processes; give one at least to each")
 

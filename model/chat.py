@@ -21,13 +21,13 @@ from .sampler import next_token
 
 
 @torch.no_grad()
-def stream(model, tokenizer, messages, *, max_new_tokens, temperature, system_prompt=None):
-    """Yields the assistant's next turn piece by piece, as it is sampled; temperature 0: greedy."""
+def reply_to(model, tokenizer, messages, *, max_new_tokens, temperature, system_prompt=None):
+    """The assistant's next turn, printed as it is sampled; temperature 0: greedy."""
     prompt = PromptCollator(tokenizer, None, system_prompt, thinking=None).render(messages)
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ids = torch.tensor([prompt_ids], device=model.lm_head.weight.device)                # (1, P)
     cache, eos_ids = model.new_cache(), eos_token_ids(model, tokenizer)
-    reply, text, shown = [], "", 0
+    reply, shown = [], ""
     for _ in range(max_new_tokens):
         logits = model(ids, logits_to_keep=1, cache=cache)[:, 0]                        # (1, V)
         token, _ = next_token(logits, max(temperature, 1e-3), None, temperature == 0)   # (1,)
@@ -37,24 +37,18 @@ def stream(model, tokenizer, messages, *, max_new_tokens, temperature, system_pr
         reply.append(token.item())
         text = decode(reply, tokenizer, eos_ids)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character of several tokens: wait
-            yield text[shown:]
-            shown = len(text)
-    yield text[shown:]
+            print(printable(text[len(shown):]), end="", flush=True)
+            shown = text
+    print()
+    return shown
 
 
 def chat(model, tokenizer, **sampling):
     """Reads the user's turns and prints the replies, each of which sees all the turns before."""
     messages, prompt = [], "> " if sys.stdin.isatty() else ""
-    while True:
-        text = input(prompt).strip()
-        if not text:
-            break
+    while text := input(prompt).strip():
         messages.append({"role": "user", "content": text})
-        reply = ""
-        for piece in stream(model, tokenizer, messages, **sampling):
-            print(printable(piece), end="", flush=True)
-            reply += piece
-        print()
+        reply = reply_to(model, tokenizer, messages, **sampling)
         messages.append({"role": "assistant", "content": reply})
 
 

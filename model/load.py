@@ -178,7 +178,7 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
 
     dtype: None keeps the dtype that the weights were saved in. matrix_dtype: another one for the
     matrices in the layers, which are nearly all of a model. device "meta": the shapes alone, for
-    shard.py; an AnyModel is loaded. Raises UserError if the weights are missing, broken, or of an
+    fsdp.py; an AnyModel is loaded. Raises UserError if the weights are missing, broken, or of an
     architecture that neither model/model.py nor transformers builds.
     """
     path, generation = local_path(path), {}

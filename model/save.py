@@ -1,4 +1,4 @@
-"""Writes weights, tokenizers and adapters, for read.py and for transformers."""
+"""Writes weights, tokenizers and adapters, for load.py and for transformers."""
 import json
 from pathlib import Path
 

@@ -134,13 +134,6 @@ def loss_of(model, batch, num_tokens, device):
     return total / num_tokens
 
 
-@torch.no_grad()
-def heldout_loss(model, examples, batch_size, device):
-    """The cross-entropy per labelled token."""
-    parts = [examples[i:i + batch_size] for i in range(0, len(examples), batch_size)]
-    return sum(loss_of(model, part, num_labels(examples), device).item() for part in parts)
-
-
 def num_labels(examples):
     return sum(label != -100 for _, labels in examples for label in labels)
 
@@ -179,8 +172,10 @@ def parse_args(argv=None):
     flag = parser.add_argument
     flag("--data", type=Path, required=True, help="jsonl of chats, or of prompts and answers")
     flag("--save", type=Path, required=True, help="the folder to save the weights in")
-    flag("--init", type=Path, help="weights to start from, with their tokenizer")
-    flag("--tokenizer", type=Path, help="the tokenizer for a new model")
+    start = parser.add_mutually_exclusive_group(required=True).add_argument
+    start("--init", type=Path, help="weights to start from, with their tokenizer")
+    start("--tokenizer", type=Path,
+          help="the tokenizer for a new model; python -m lab.tasks.tokenizer makes one")
     flag("--learning_rate", type=number(float, 0, 1, above=True), default=3e-3, help="its peak")
     flag("--warmup_steps", type=COUNT_OR_0, default=100, help="until then it rises")
     flag("--heldout", type=COUNT_OR_0, default=200,
@@ -191,11 +186,6 @@ def parse_args(argv=None):
     flag("--steps", type=COUNT, default=3000, help="of AdamW")
     flag("--batch_size", type=COUNT, default=32, help="chats per step")
     args = parser.parse_args(argv)
-    if not (args.init or args.tokenizer):
-        parser.error("a new model needs a --tokenizer; python -m lab.tasks.tokenizer makes "
-                     "one. Or start from weights: --init")
-    if args.init and args.tokenizer:
-        parser.error("--init brings its own tokenizer; leave --tokenizer out")
     if args.hidden_size % 64:
         parser.error(f"--hidden_size {args.hidden_size}: it must be a multiple of 64")
     return args
@@ -225,11 +215,14 @@ def main(argv=None):
     examples, heldout = examples[:len(examples) - count], examples[len(examples) - count:]
     print(f"{len(examples)} chats to learn from, and {count} held out", flush=True)
 
+    @torch.no_grad()
     def progress():
         save_pretrained(copy.deepcopy(model).to(torch.bfloat16), tokenizer, args.save)
         if not heldout:
             return ""
-        return f"  held-out {heldout_loss(model, heldout, args.batch_size, device):.4f}"
+        parts = [heldout[i:i + args.batch_size] for i in range(0, count, args.batch_size)]
+        per_token = (loss_of(model, part, num_labels(heldout), device).item() for part in parts)
+        return f"  held-out {sum(per_token):.4f}"
 
     source = batches(examples, args.batch_size, rng)
     tokens_per_batch = num_labels(examples) / math.ceil(len(examples) / args.batch_size)

@@ -71,16 +71,9 @@ class InternLM2Tokenizer:
     def __init__(self, folder, saved):
         from sentencepiece import SentencePieceProcessor
         self.pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-        ids = {token: self.pieces.piece_to_id(token) for token in SPECIAL}
-        self.special = SPECIAL | {token: index for token, index in ids.items()
-                                  if index != self.pieces.unk_id()}
-        file = folder / "tokenizer_config.json"
-        if file.is_file():
-            added = read_json(file).get("added_tokens_decoder", {})
-            self.special |= {token["content"]: int(index) for index, token in added.items()}
-        for token, name in (("<s>", "bos_token_id"), ("<|reward|>", "reward_token_id")):
-            if saved.get(name) is not None:
-                self.special[token] = saved[name]
+        added = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+        self.special = SPECIAL | {token["content"]: int(index) for index, token in added.items()}
+        self.special["<|reward|>"] = saved.get("reward_token_id", SPECIAL["<|reward|>"])
         for token in SPECIAL:
             if not 0 <= self.special[token] < saved["vocab_size"]:
                 raise ValueError(f"no id is known for {token}")

@@ -168,10 +168,8 @@ class RewardFunction:
         with suppress(Exception):
             if not isinstance(value, str) and abs(float(value)) <= LARGEST:     # float reads "1"
                 return float(value)
-        shown = type(value).__name__
-        with suppress(Exception):       # an int of 5,000 digits has no text
-            shown = reprlib.repr(value)
-        self.fail("no number", f"returned {shown} (no number up to {LARGEST:g}), treated as None")
+        self.fail("no number", f"returned {reprlib.repr(value)} (no number up to {LARGEST:g}), "
+                               "treated as None")
         return math.nan
 
     def fail(self, kind, what):
@@ -196,14 +194,12 @@ def show(error):
     return frame is not None
 
 
-def check_columns(who, function, columns, given=0):
-    """UserError if the function needs a column that is missing, after its first `given` values."""
+def check_columns(who, function, columns, *before):
+    """UserError unless the function can be called with these, because it needs another column."""
     try:        # a decorator's own signature: it may fill in what its function needs
-        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-    except (TypeError, ValueError):     # some functions in C have none
+        inspect.signature(function, follow_wrapped=False).bind(*before, **columns)
+    except ValueError:      # some functions in C have none
         return
-    lacking = [one.name for one in [*parameters][given:] if one.default is one.empty
-               and one.name not in columns and str(one)[0] != "*"]      # *args, **columns
-    if lacking:
-        raise UserError(f"{who} needs the column {lacking[0]}, which the data lacks; it has "
-                        f"{', '.join(sorted(columns.keys() - RESERVED)) or 'none'}")
+    except TypeError as error:
+        raise UserError(f"{who}: {error}; the data has the columns "
+                        f"{', '.join(sorted(columns.keys() - RESERVED)) or 'none'}") from None

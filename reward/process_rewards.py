@@ -83,10 +83,8 @@ def holds(equation):
 
 def token_at(end, ids, tokenizer, eos_ids):
     """The index of the first token at which the decoded text is at least `end` characters long."""
-    def decoded_length(k):
-        return len(decode(ids[:k], tokenizer, eos_ids))
-
-    return bisect_left(range(1, len(ids) + 1), end, key=decoded_length)
+    return bisect_left(range(1, len(ids) + 1), end,
+                       key=lambda k: len(decode(ids[:k], tokenizer, eos_ids)))
 
 
 def value_of(expression):

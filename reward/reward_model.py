@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from errors import UserError
 from model import load_tokenizer
 from model.fast import read_tree
 from model.load import (
@@ -25,7 +24,7 @@ from model.save import hub_config, save_tensors, write_json
 from .answers import answer_block
 from .internlm2 import ARCHITECTURE, InternLM2Tokenizer, internlm2_config, internlm2_state
 
-ANOTHER = "choose another model"
+ANOTHER = "choose another reward model"
 
 
 def with_reply(messages, text):
@@ -116,9 +115,6 @@ class RewardModel(nn.Module):
         row = predicts.gather(1, last[:, None].to(predicts.device))[:, 0].to(hidden.device)
         return self.score(hidden.index_select(0, row).float())[:, 0]
 
-    def get_score(self, chat):
-        return self.get_scores([chat])[0]
-
     def save_pretrained(self, path):
         """Saves a folder for load_reward_model and AutoModelForSequenceClassification."""
         path, config = Path(path), hub_config(self)
@@ -140,15 +136,12 @@ def load_reward_model(path, *, device="cpu"):
                    "choose cpu, or a GPU such as cuda:1"):
         torch.empty(0, device=device)
     dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
-    try:
-        folder = local_path(path)
-        saved = read_json(folder / "config.json")
-        if ARCHITECTURE in str(saved.get("architectures")):
-            model = load_internlm2(folder, saved, dtype)
-        else:
-            model = load_classifier(folder, dtype)
-    except UserError as error:
-        raise UserError(f"--reward_model_path {error}") from error
+    folder = local_path(path)
+    saved = read_json(folder / "config.json", ANOTHER)
+    if ARCHITECTURE in str(saved.get("architectures")):
+        model = load_internlm2(folder, saved, dtype)
+    else:
+        model = load_classifier(folder, dtype)
     return model.to(device).eval()
 
 
@@ -165,7 +158,6 @@ def load_internlm2(folder, saved, dtype):
 
 def load_classifier(folder, dtype):
     from transformers import AutoModelForSequenceClassification
-    from transformers.utils import logging
     theirs = read_hub_config(folder)
     tokenizer = load_tokenizer(folder, theirs.get_text_config().vocab_size, ANOTHER)
     if not unbuilt(theirs) and theirs.num_labels == 1:
@@ -175,7 +167,6 @@ def load_classifier(folder, dtype):
                           dtype=dtype)
             model.score.float()
             return model
-    logging.disable_progress_bar()
     with explained(folder, "transformers finds no reward model there", ANOTHER):
         classifier, info = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=dtype, trust_remote_code=False, output_loading_info=True)

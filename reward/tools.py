@@ -28,10 +28,8 @@ class Tool:
     def __init__(self, function, tokenizer, max_calls):
         self.function, self.tokenizer, self.max_calls = function, tokenizer, max_calls
         self.name = getattr(function, "__name__", type(function).__name__)
-        self.stop, self.seen = getattr(function, "stop", None), set()
-        ids = []
-        if isinstance(self.stop, str):
-            ids = tokenizer(self.stop, add_special_tokens=False)["input_ids"]
+        self.stop, self.seen = getattr(function, "stop", ""), set()
+        ids = tokenizer(self.stop, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
             raise UserError(f"--tool {self.name}: its attribute stop is {self.stop!r}, which is no "
                             f"text of exactly one token ({len(ids)} with this tokenizer); set "
@@ -43,7 +41,7 @@ class Tool:
 
         An answer has at most MOST_CHARACTERS: a longer one loses its middle.
         """
-        check_columns(f"--tool {self.name}", self.function, columns, given=1)
+        check_columns(f"--tool {self.name}", self.function, columns, histories)
         try:
             answers = self.function(histories, **columns)
             if not isinstance(answers, (list, tuple)) or len(answers) != len(histories):

@@ -23,7 +23,6 @@ from .fsdp import load_parts, part_of
 from .report.model_card import write_card
 from .signals import SIGNALS
 
-REPLACED = ("checkpoint", "final", "adapter")
 LAUNCHER = os.getppid()                     # torchrun, if it is there
 NOT_OF_A_RUN = ("out_dir", "run_name", "resume")        # flags that only say which run it is
 
@@ -53,8 +52,8 @@ class Saver:
     """Writes the checkpoints and the final weights of a run into run_dir; rank 0 does.
 
     The folder is locked until the run ends, or its process does, whatever ends it. UserError if
-    another run has it, or if a new run would replace files in it that a flag names. args are those
-    of the script; with eval_only nothing is written, and nothing locked.
+    another run has it, or if a new run would replace files in it that a flag names. With eval_only
+    nothing is written, and nothing locked.
     """
 
     def __init__(self, run_dir, world, args):
@@ -63,8 +62,11 @@ class Saver:
         self.writes = world.rank == 0
         if not self.writes or args.eval_only:
             return
-        if not args.resume:
-            refuse_loss(self.run_dir, args)
+        for name, value in vars(args).items():
+            if (name.endswith("_path") and value and not args.resume
+                    and Path(value).resolve().is_relative_to(self.run_dir.resolve())):
+                raise UserError(f"--{name} {value} is in {self.run_dir}, where the new run would "
+                                "replace it; choose another --run_name")
         held = FileLock(self.run_dir / ".lock")     # the end of the process unlocks it, too
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -73,10 +75,6 @@ class Saver:
             raise UserError(f"{self.run_dir}: another run is writing there; wait until it has "
                             "ended, stop it, or choose another --run_name") from None
         world.cleanup.callback(held.release)
-        for name in REPLACED:               # of a run that was killed as it saved
-            shutil.rmtree(self.run_dir / f"{name}.new", ignore_errors=True)
-            if (self.run_dir / name).exists():              # whole, so nobody needs the one before
-                shutil.rmtree(self.run_dir / f"{name}.old", ignore_errors=True)
 
     def resume(self, policy, optimizer, others):
         """Restores the checkpoint with --resume; returns (steps done, tokens sampled).
@@ -92,10 +90,7 @@ class Saver:
         return load_checkpoint(self.run_dir / "checkpoint", policy, optimizer, others)
 
     def is_due(self, step, last_step, signal):
-        """Is it time to save? And which signal asks to stop (0: none)? The same on every rank.
-
-        signal: what this rank has received.
-        """
+        """Is it time to save? And which signal asks to stop (0: none)? The same on every rank."""
         if step == last_step:
             return True, 0
         if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER:    # it was killed
@@ -141,18 +136,6 @@ def as_saved(args):
         if name.endswith("_path") and value and Path(value).exists():
             flags[name] = str(Path(value).absolute())
     return flags
-
-
-def refuse_loss(run_dir, args):
-    """UserError if a flag names something that a new run replaces, or if another run would."""
-    if run_dir.name in REPLACED and (run_dir.parent / "args.json").exists():
-        raise UserError(f"{run_dir} belongs to the run {run_dir.parent}; choose another --out_dir "
-                        "or --run_name")
-    for name, value in vars(args).items():
-        if name.endswith("_path") and value:
-            if Path(value).resolve().is_relative_to(run_dir.resolve()):
-                raise UserError(f"--{name} {value} is in {run_dir}, where the new run would "
-                                "replace it; choose another --run_name")
 
 
 def network(model):

@@ -27,9 +27,7 @@ def add_flags(parser):
 class World:
     """All processes that torchrun started, or this one alone if it was started without torchrun.
 
-    device: cuda, mps or cpu, by default cuda if it is there, else cpu. dtype: of matrix products,
-    float32 or bfloat16; auto is bfloat16 on a GPU that has it. On CUDA, what is left in float32
-    beside bfloat16 may be multiplied in TF32, with 10 bits after the point instead of 23.
+    device, dtype, seed: as the flags have them.
     """
 
     def __init__(self, device=None, dtype="auto", seed=0):

@@ -16,9 +16,8 @@ def rollout_metrics(rows, num_generations, failures=()):
     """The metrics that follow from a step's completions and their rewards.
 
     rows: describe()'s rows of the completions of all ranks, the completions of a group adjacent.
-    It reads "length", "ended", "reward", "rewards" and a tool's fields. A completion that no reward
-    function judged has reward NaN and is left out of the reward statistics. Standard deviations are
-    sample standard deviations (n-1).
+    A completion that no reward function judged has reward NaN and is left out of the reward
+    statistics. Standard deviations are sample standard deviations (n-1).
 
     failures, of all ranks: (reward function, how often it has failed, what failed now or None).
     """
@@ -89,8 +88,8 @@ class Clock:
 
 # --- metrics of an optimizer step, by their kind --------------------------------------------------
 # Each micro-batch of each rank has a part of them; `joined` makes one of the parts. A plain number
-# was divided by the step's totals: the parts add up. All are tensors or floats: a GPU is still at
-# work on them, and only the end is waited for.
+# was divided by the step's totals, so the parts add up; of a name that ends in _max the largest is
+# taken. All are tensors or floats: a GPU is still at work on them, and only the end is waited for.
 
 
 class Mean(NamedTuple):
@@ -100,14 +99,6 @@ class Mean(NamedTuple):
 
     def value(self):
         return self.sum / max(self.count, 1)
-
-
-class Max(NamedTuple):
-    """The largest."""
-    largest: float
-
-    def value(self):
-        return self.largest
 
 
 def by_name(parts):
@@ -123,8 +114,8 @@ def joined(parts):
     """{name: metric as floats} of dicts of metrics."""
     one = {}
     for name, metrics in by_name(parts).items():
-        if isinstance(metrics[0], Max):         # numpy's of a NaN is NaN
-            one[name] = Max(float(np.max([float(metric.largest) for metric in metrics])))
+        if name.endswith("_max"):               # numpy's of a NaN is NaN
+            one[name] = float(np.max([*map(float, metrics)]))
         elif isinstance(metrics[0], tuple):
             one[name] = type(metrics[0])(*map(float, map(sum, zip(*metrics))))
         else:
@@ -135,8 +126,7 @@ def joined(parts):
 class Metrics:
     """The metrics of a step: over all tokens of its micro-batches, on all ranks; of its updates.
 
-    A number of grpo_loss is a part of the optimizer step's, and the parts add up; others say how
-    they do: Mean, Max.
+    A number of grpo_loss is a part of the optimizer step's, and the parts add up; a Mean says how.
     """
 
     def __init__(self, world, args):
@@ -166,7 +156,7 @@ class Metrics:
         found = {}
         for name, metrics in by_name(self.updates).items():
             values = [one.value() if isinstance(one, tuple) else one for one in metrics]
-            found[name] = max(values) if isinstance(metrics[0], Max) else fmean(values)
+            found[name] = max(values) if name.endswith("_max") else fmean(values)
         return found
 
 
@@ -247,25 +237,12 @@ def drift(part, logps, entropy):
         "entropy": Mean(total(entropy), tokens),
         "ppo_kl": Mean(total(old_logps - logps), tokens),
         "rollout_probs_diff_mean": Mean(total(difference), tokens),
-        "rollout_probs_diff_max": Max(difference.max()),
+        "rollout_probs_diff_max": difference.max(),
         "rollout_log_ratio_mean": Mean(log_ratio.sum(), completions),
-        "rollout_log_ratio_max": Max(log_ratio.max()),
+        "rollout_log_ratio_max": log_ratio.max(),
     }
-
-
-# --- numbers as text ------------------------------------------------------------------------------
 
 
 def number(value, spec=".2f"):
     """The value in a format spec; "-" for None, NaN and infinity."""
     return format(value, spec) if is_finite(value) else "-"
-
-
-def duration(seconds):
-    """Seconds in a readable unit: 8.2s, 2m 40s, 1h 03m."""
-    if seconds < 10:
-        return f"{seconds:.1f}s"
-    minutes, seconds = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60}h {minutes % 60:02}m"
-    return f"{minutes}m {seconds:02}s" if minutes else f"{seconds}s"

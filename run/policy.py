@@ -28,9 +28,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}      # see `checked`
 class Policy:
     """A model with its pair of functions, each called with the model as its first argument.
 
-    By default these are model/fast's; with --sampler plain those that one reads, model/sampler.py's
-    `sample` and the script's `token_logps`. `policy_of` chooses. model: ours, or any causal
-    model of transformers, wrapped by model/transformers_model.py.
+    model: ours, or any causal model of transformers, wrapped by model/transformers_model.py.
     """
     model: torch.nn.Module
     sampler: Callable                   # as model/sampler.sample
@@ -112,10 +110,7 @@ def load_models(args, world, token_logps, engine=None):
 
 
 def load_frozen(path, world, args, token_logps, *, exact=False):
-    """A Policy that does not learn: a reference, a teacher; with `exact` its matrices are float32.
-
-    By default they have the dtype in which products read them anyway.
-    """
+    """A Policy that does not learn: a reference, a teacher. exact: its matrices are float32."""
     model = load_pretrained(path, dtype=torch.float32,
                             matrix_dtype=None if exact else world.matrix_dtype,
                             device="meta" if args.shard else world.device)

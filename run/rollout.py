@@ -7,9 +7,18 @@ from errors import UserError
 from model.load import decode
 
 
+@dataclass(slots=True)                          # a mistyped field is an AttributeError
 class Sequences:
-    """Prompts and completions, side by side."""
-    __slots__ = ()          # in a subclass a mistyped field is an AttributeError
+    """What learning needs of N completions, a row each."""
+    prompt_ids: torch.Tensor                    # (N, P) padded on the left
+    prompt_mask: torch.Tensor                   # (N, P)
+    completion_ids: torch.Tensor                # (N, R) padded on the right
+    completion_mask: torch.Tensor               # (N, R) 1 through the EOS: what the network reads
+    loss_mask: torch.Tensor                     # (N, R) of these, where it learns: by default all
+    sampling_logps: torch.Tensor                # (N, R) as the sampler computed them
+    ref_logps: torch.Tensor = None              # (N, R) under the reference; None with --beta 0
+    advantages: torch.Tensor = None             # (N,) or (N, R)
+    extra: dict = field(default_factory=dict)   # name -> (N, R), of options
 
     def sequences(self):
         """input_ids and attention_mask (N, T), and R: what `token_logps` reads."""
@@ -20,40 +29,22 @@ class Sequences:
 
 @dataclass(slots=True)
 class MicroBatch(Sequences):
-    """What learning needs of n completions, some of those of an optimizer step."""
-    prompt_ids: torch.Tensor                    # (n, P) padded on the left
-    prompt_mask: torch.Tensor                   # (n, P)
-    completion_ids: torch.Tensor                # (n, R) padded on the right
-    completion_mask: torch.Tensor               # (n, R) 1 through the EOS
-    loss_mask: torch.Tensor                     # (n, R) 1 where it learns: by default the same
-    sampling_logps: torch.Tensor                # (n, R)
-    ref_logps: torch.Tensor                     # (n, R); None with --beta 0
-    advantages: torch.Tensor                    # (n,) or (n, R); None: not known yet
-    extra: dict                                 # name -> (n, R), of options
+    """Some of the completions of an optimizer step."""
     num_sequences: int = None                   # of the optimizer step, on all ranks
     num_tokens: int = None                      # of its loss_mask
     old_logps: torch.Tensor = None              # (n, R) under pi_old
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Rollout(Sequences):
-    """All that one rank knows of the completions of one step, a row each; groups are adjacent."""
+    """All that one rank knows of the completions of one step; groups are adjacent."""
     prompts: list                               # N texts, each prompt G times
     columns: dict                               # name -> N values: the data's other fields
     prefills: list                              # N texts: what the template wrote of the reply
-    prompt_ids: torch.Tensor                    # (N, P) padded on the left
-    prompt_mask: torch.Tensor                   # (N, P)
     completions: list                           # N texts, without the EOS
-    completion_ids: torch.Tensor                # (N, R) padded on the right
-    completion_mask: torch.Tensor               # (N, R) 1 through the EOS: what the network reads
-    loss_mask: torch.Tensor                     # (N, R) of these, where it learns: by default all
     ended: torch.Tensor                         # (N,) False: cut off at the length limit
-    sampling_logps: torch.Tensor                # (N, R) as the sampler computed them
-    ref_logps: torch.Tensor = None              # (N, R) under the reference; None with --beta 0
     rewards: torch.Tensor = None                # (N,) on the CPU; NaN: not judged
     rewards_per_func: dict = None               # name -> (N,)
-    advantages: torch.Tensor = None             # (N,) or (N, R)
-    extra: dict = field(default_factory=dict)   # name -> (N, R), of options
     turns: list = None                          # N lists of texts: own words and a tool's, in turn
     failed_calls: list = None                   # N numbers; both None: no tool
 
@@ -156,14 +147,13 @@ class Rollout(Sequences):
         longest = [mask[rows].sum(1).max() for mask in (self.prompt_mask, self.completion_mask)]
         P, R = torch.stack(longest).tolist()
 
-        def cut(tokens):                            # (N, R) or None
-            return None if tokens is None else tokens[rows, :R]
+        def cut(values):                            # (N,), (N, R) or None
+            if values is None:
+                return None
+            return values[rows] if values.dim() == 1 else values[rows, :R]
 
-        advantages = self.advantages
-        if advantages is not None:
-            advantages = advantages[rows] if advantages.dim() == 1 else cut(advantages)
         return MicroBatch(
             self.prompt_ids[rows, -P:], self.prompt_mask[rows, -P:], cut(self.completion_ids),
             cut(self.completion_mask), cut(self.loss_mask), cut(self.sampling_logps),
-            cut(self.ref_logps), advantages,
+            cut(self.ref_logps), cut(self.advantages),
             {name: cut(values) for name, values in self.extra.items()})

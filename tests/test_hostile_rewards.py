@@ -35,9 +35,9 @@ def needs_secret(prompts, completions, secret, **columns):
 
 
 @pytest.mark.parametrize("columns, message", [
-    ({}, "has none$"), ({"a": [1], "b": [2]}, "needs the column secret, which the .* has a, b$")])
+    ({}, "has the columns none$"), ({"a": [1], "b": [2]}, "'secret'; the data .* a, b$")])
 def test_a_column_that_is_missing_is_one_sentence(columns, message, capsys):
-    with pytest.raises(UserError, match=f"^reward function needs_secret .*{message}"):
+    with pytest.raises(UserError, match=f"^reward function needs_secret: .*{message}"):
         ask(RewardFunction(needs_secret), **columns)
     assert capsys.readouterr().err == ""
 
@@ -49,7 +49,7 @@ def tool_of(function, tokenizer):
 
 def test_a_tools_column_and_a_users_mistake_in_a_later_call(tokenizer, capsys):
     tool = tool_of(lambda texts, secret, **columns: [None], tokenizer)
-    with pytest.raises(UserError, match="--tool <lambda> needs the column secret.* has level$"):
+    with pytest.raises(UserError, match="--tool <lambda>: .*'secret'; .* level$"):
         tool([["="]], {"prompts": [""], "level": [1]})
     judge = RewardFunction(functions.accuracy_reward)
     ask(judge, answer=["a"])

@@ -214,7 +214,7 @@ def test_a_broken_reward_model(name, change, words, weights):
     damage(weights / name, change)
     if name == "pytorch_model.bin":         # read only if there is no better one
         (weights / "model.safetensors").unlink()
-    refused(weights, load_reward_model, weights, words=f"--reward_model_path {words}")
+    refused(weights, load_reward_model, weights, words=words)
 
 
 # --- what is shown --------------------------------------------------------------------------------

@@ -81,22 +81,21 @@ def test_the_experts_that_nobody_chooses_have_a_gradient_of_0():
 # --- a chat ---------------------------------------------------------------------------------------
 
 
-def test_a_chat_streams_whole_characters_and_each_reply_sees_the_turns_before(
+def test_a_chat_prints_whole_characters_and_each_reply_sees_the_turns_before(
         tokenizer, tmp_path, monkeypatch, capsys):
     save_pretrained(tiny(seed=0, vocab_size=len(tokenizer)), tokenizer, tmp_path)
     replies = ["小明有🙂", "<think>naïve</think>"]
     eos = [tokenizer.eos_token_id]
     tokens = iter([i for reply in replies for i in tokenizer(reply)["input_ids"] + eos])
     monkeypatch.setattr(chat, "next_token", lambda *_: (torch.tensor([next(tokens)]), None))
-    pieces, prompts, stream = [], [], chat.stream
+    pieces, prompts, reply_to = [], [], chat.reply_to
 
     def listen(model, tokenizer, messages, **sampling):
         prompts.append([message["content"] for message in messages])
-        for piece in stream(model, tokenizer, messages, **sampling):
-            pieces.append(piece)
-            yield piece
+        return reply_to(model, tokenizer, messages, **sampling)
 
-    monkeypatch.setattr(chat, "stream", listen)
+    monkeypatch.setattr(chat, "reply_to", listen)
+    monkeypatch.setattr(chat, "printable", lambda piece: pieces.append(piece) or piece)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n\nthree\n"))    # an empty line ends it
     chat.main([str(tmp_path)])
     assert capsys.readouterr().out == "小明有🙂\n<think>naïve</think>\n"
@@ -107,7 +106,7 @@ def test_a_chat_streams_whole_characters_and_each_reply_sees_the_turns_before(
 def test_a_chat_at_temperature_0_says_what_greedy_sampling_says(tokenizer):
     model = tiny(seed=3, vocab_size=len(tokenizer))
     messages = [{"role": "user", "content": "What is 3+4*5?"}]
-    text = "".join(chat.stream(model, tokenizer, messages, max_new_tokens=12, temperature=0))
+    text = chat.reply_to(model, tokenizer, messages, max_new_tokens=12, temperature=0)
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
     sampled, _ = sample(model, ids, torch.ones_like(ids), num_generations=1, max_new_tokens=12,

@@ -19,7 +19,7 @@ import train_grpo
 from dataset.jsonl import read_jsonl
 from errors import UserError
 from reward.child import CHILD
-from run.checkpoint import Saver, written_whole
+from run.checkpoint import written_whole
 from run.distributed import World
 from run.report.terminal import drop_lines_after
 from run.signals import recorded
@@ -155,16 +155,6 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
             (new / "file").write_text("third")
             raise OSError(28, "No space left on device")
     assert files(tmp_path) == {"checkpoint/file": b"second"}
-
-
-def test_what_a_killed_run_left_half_done_goes_but_not_its_only_checkpoint(tmp_path):
-    for name in ("checkpoint.new", "checkpoint.old", "final.old", "final"):
-        (tmp_path / "run" / name).mkdir(parents=True)
-    args = SimpleNamespace(eval_only=False, resume=True, model_path="elsewhere")
-    world = SimpleNamespace(rank=0, cleanup=SimpleNamespace(callback=lambda unlock: unlock()))
-    Saver(tmp_path / "run", world, args)
-    assert {path.name for path in (tmp_path / "run").iterdir()} - {".lock"} == {
-        "checkpoint.old", "final"}
 
 
 def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(judge, tmp_path, capsys):

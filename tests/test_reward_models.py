@@ -117,7 +117,6 @@ def test_internlm2_scores_are_those_of_llama_alone_and_in_a_batch(internlm2):
     expected = scores_one_by_one(llama, ids)
     for max_tokens in (None, 1):        # in one batch, and alone
         assert model.get_scores(CHATS, max_tokens) == pytest.approx(expected, abs=1e-4)
-    assert model.get_score(CHATS[1]) == pytest.approx(expected[1], abs=1e-4)
 
 
 @pytest.mark.parametrize("change, says", [
@@ -195,7 +194,7 @@ def test_a_reply_that_spells_special_tokens_stays_text(tiny_policy):
 
 
 def test_a_language_model_is_no_classifier():
-    with pytest.raises(ValueError, match="--reward_model_path model/weights/.* head named score"):
+    with pytest.raises(ValueError, match="^model/weights/.* head named score"):
         load_reward_model("model/weights/reason_128")
 
 

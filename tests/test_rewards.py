@@ -243,8 +243,7 @@ def test_what_is_no_list_of_rewards_is_an_error(returned, capsys):
 
 
 @pytest.mark.parametrize("value", [
-    math.nan, math.inf, -2e12, torch.tensor(1e38), "right", [1.0], torch.ones(2),
-    pytest.param(10**5000, id="without a text")])
+    math.nan, math.inf, -2e12, torch.tensor(1e38), "right", [1.0], torch.ones(2)])
 def test_a_value_that_is_of_no_use_is_a_warning_once_and_treated_as_none(value):
     judge = RewardFunction(judge_of([value, 1]))
     for count in (1, 0):

@@ -91,7 +91,7 @@ def test_a_run_leaves_all_its_files(tmp_path, capsys, pictures):
     card = ModelCard.load(folder / "final/README.md")
     ends = [jsonl(folder / "eval.jsonl")[i]["eval/accuracy"] for i in (0, -1)]
     assert card.data.library_name == "transformers" and card.data.base_model is None
-    assert "| held-out accuracy | {:.1%} → {:.1%} sampled, ".format(*ends) in card.text
+    assert "| result | held-out accuracy {:.1%} → {:.1%}, ".format(*ends) in card.text
     assert "`--num_generations 4`" in card.text and str(tmp_path) not in card.text
     printed = capsys.readouterr().out
     assert "held-out accuracy" in printed
@@ -141,7 +141,8 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
     ("--max_steps 50", 50), ("--max_steps 50 --epochs 2", 8), ("--max_steps 5 --epochs 2", 5),
     ("--max_steps 0 --epochs 99", 396)])
 def test_how_many_steps_a_run_makes(flags, steps):
-    assert prompts.last_step_of(train_grpo.parse_args(flags.split()), 4) == steps
+    args = train_grpo.parse_args(flags.split())
+    assert prompts.batches_from(1, [{}] * 4, None, 1, World("cpu"), args)[1] == steps
 
 
 def test_a_resume_in_the_second_pass_reads_what_an_unbroken_run_reads(tmp_path):

@@ -36,10 +36,7 @@ def importance_ratio(logps, old_logps, mask, *, level="token"):
     log_ratio = (logps - old_logps).masked_fill(mask == 0, 0)                           # (N, R)
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    return log_ratio.clamp(max=LARGEST).exp()
-
-
-LARGEST = 80        # of a log-ratio: e^89 is infinite in float32
+    return log_ratio.clamp(max=80).exp()        # e^89 would be infinite
 
 
 # --- bounds ---------------------------------------------------------------------------------------

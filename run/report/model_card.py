@@ -21,7 +21,7 @@ def write_card(folder, run_dir, args, defaults):
     rows = {"base": base, "prompts": Path(args.data_path).name,
             "rewards": " + ".join(f"{weight:g} {name}" for weight, name in
                                   zip(args.reward_weights, args.reward_funcs)),
-            "held-out accuracy": accuracy(run_dir, args),
+            "result": Run(run_dir).headline(),
             "flags that differ from the defaults": changed_flags(args, defaults)}
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
     prompt = f" --system_prompt {shlex.quote(args.system_prompt)}" if args.system_prompt else ""
@@ -46,16 +46,6 @@ As in training. Where the chat template has a switch for thinking, it is {thinks
 python -m model.chat FOLDER{prompt}
 ```
 """, encoding="utf-8")
-
-
-def accuracy(run_dir, args):
-    """Before and after, sampled and greedy; "" without an evaluation."""
-    run, parts = Run(run_dir), []
-    for key, how in (("eval/accuracy", "sampled"), ("eval/greedy_accuracy", "greedy")):
-        values = run.finite(key)
-        if len(values) > 1:
-            parts.append(f"{values[0]:.1%} → {values[-1]:.1%} {how}")
-    return f"{', '.join(parts)} (in {Path(args.eval_data_path).name})" if parts else ""
 
 
 def changed_flags(args, defaults):

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from dataset.jsonl import is_finite, read_jsonl
 from errors import Parser, UserError, explained, user_errors
-
-from ..metrics import duration
 
 # The palette of Okabe and Ito, whose colours colour-blind readers can tell apart. Its yellow is too
 # pale for lines, so brown takes its place.
@@ -99,7 +98,7 @@ class Run:
         count = self.steps[-1]["step"] - self.steps[0]["step"] + 1
         seconds = self.finite("step_time").sum() * count / len(self.steps)
         steps = "1 step" if count == 1 else f"{count:,} steps"
-        return ", ".join([*parts, steps, duration(seconds)])
+        return ", ".join([*parts, steps, tqdm.format_interval(seconds)])
 
 
 def numbers_in(path):
@@ -227,16 +226,13 @@ def above(ax, text, x, y, **style):
 
 
 def smooth(values):
-    """Centred moving average over a tenth of the series, with a Hann window."""
-    # A box window would spread a single spike into a plateau; this one keeps it a bump.
+    """Centred moving average over a tenth of the series."""
     means = np.empty(len(values))
     for i in range(len(values)):
         # Most is learned in the first steps: there the window grows from a single value, and stays
         # centred, so that the curve begins where the run began.
         reach = min(len(values) // 20, i)
-        window = values[i - reach:i + reach + 1]
-        weights = np.hanning(2 * reach + 3)[1:-1]
-        means[i] = np.average(window, weights=weights[:len(window)])
+        means[i] = values[i - reach:i + reach + 1].mean()
     return means
 
 

@@ -24,7 +24,7 @@ from reward.child import CHILD
 
 from ..checkpoint import Saver, as_saved
 from ..evaluate import evaluate
-from ..metrics import describe, duration, number, rollout_metrics
+from ..metrics import describe, number, rollout_metrics
 from ..signals import Signals, Stopped, stop
 
 # The most common ways a run fails, each with its remedy.
@@ -259,10 +259,7 @@ class Run:
         """Record one training step and its completions, move the bar, warn of common failures.
 
         The first and the last step also print one whole group.
-
-        Adds the timings, timing_s/<phase> in seconds, to the metrics, their sum step_time, and
-        perf/throughput, the sampled tokens per second, not counting the phases eval and checkpoint.
-        rows: a dict for each completion, as describe() returns them.
+        perf/throughput does not count the phases eval and checkpoint. rows: of describe().
         """
         if not self.active:
             return
@@ -376,7 +373,8 @@ class Run:
     def _numbers(self, step, metrics):
         """The line shown at every step: time left, and the few numbers that show progress."""
         seconds_per_step = (time.perf_counter() - self.training_started) / (step - self.start_step)
-        parts = [f"{duration(seconds_per_step * (self.last_step - step)):>7} left"]
+        left = tqdm.format_interval(seconds_per_step * (self.last_step - step))
+        parts = [f"{left} left"]
         for key, form in (("reward", "reward {:5.2f}"),
                           ("rewards/accuracy_reward/mean", "accuracy {:4.0%}"),
                           ("completions/mean_length", "length {:3.0f}"), ("kl", "kl {:.4f}")):
@@ -387,7 +385,7 @@ class Run:
     def _print_summary(self):
         from .picture import Run
         facts = {"result": Run(self.run_dir).headline(),
-                 "time": duration(time.perf_counter() - self.started)}
+                 "time": tqdm.format_interval(time.perf_counter() - self.started)}
         for label, name in (("curves", "curves.png"), ("a look inside", "report.html"),
                             ("completions", "completions.jsonl"), ("the trained model", "final")):
             if (self.run_dir / name).exists():
