@@ -105,3 +105,63 @@ def test_two_runs_do_not_meet_and_each_says_whose_functions_it_calls(tmp_path, c
                  "compute_loss wrapped by --entropy_coef (run/extensions/entropy.py)"):
         assert line in printed[1], printed[1]
     assert "run/extensions" not in printed[0] + printed[2]
+
+
+BOUND = """def own(ratio, advantages, logps, mask, **options):
+    loss, far = -ratio * advantages, ratio > 2
+    return """
+WHOLE = """def own(logps, old_logps, advantages, mask, **options):
+    loss = -(logps * mask).sum()
+    return """
+SIDES = '{"low": far, "high": far}'
+
+
+@pytest.mark.parametrize("before, returned, words", [       # the words of the sentence
+    (BOUND, "ratio.nothing", "nothing above"), (BOUND, "loss", "unpack write"),
+    (BOUND, "__import__('sys').exit(0)", "SystemExit above"), (BOUND, "None", "NoneType write"),
+    (BOUND, f"loss.sum(), {SIDES}", "bound [()"), (BOUND, f"loss.sum(1), {SIDES}", "bound [(3,)"),
+    (BOUND, f"loss.bfloat16(), {SIDES}", "torch.float32, torch.bfloat16"),
+    (BOUND, "loss, far", "'Tensor' mapping"), (BOUND, 'loss, {"low": far}', "KeyError 'high'"),
+    (BOUND, 'loss, {"low": far.any(), "high": far}', "[(3, 4), (), (3, 4)"),
+    (BOUND, 'loss, {"low": loss, "high": loss}', "'Float' write"),
+    (BOUND, f"loss.detach(), {SIDES}", "no gradient"), (BOUND, f"loss / 0, {SIDES}", "value inf"),
+    (BOUND, f"loss.detach().requires_grad_() * 1, {SIDES}", "no gradient log-prob"),
+    (WHOLE, "-logps, {}", "whole loss [(), (1,)] [(3, 4)]"), ("own = ", "3", "3 is no function"),
+    (WHOLE, "loss.item(), {}", "no gradient"), (WHOLE, "loss * float('nan'), {}", "value nan"),
+    (WHOLE, 'loss, {"step": 1}', "step rename"), (WHOLE, 'loss, {"loss": loss}', "loss rename"),
+    (WHOLE, 'loss, {"kl": -logps}', "[(), (3, 4)]"), ("own = lambda x: ", "0", "keyword write")])
+def test_a_mistake_in_an_own_loss_is_one_sentence(before, returned, words, own_module, capsys):
+    own_module("mine", before + returned)
+    logps, mask = torch.zeros(3, 4, requires_grad=True), torch.ones(3, 4).int()
+    with pytest.raises(UserError) as error:
+        train_grpo.parse_args(["--loss_type", "mine:own"])
+        train_grpo.family_loss(logps, logps.detach(), torch.tensor([1.0, -1, 0]), mask,
+                               loss_type="mine:own")
+    assert all(word in str(error.value) for word in ["--loss_type mine:own", *words.split()])
+    shown = capsys.readouterr().err         # from the user's file on
+    assert ("mine.py" in shown) == ("above" in words) == bool(shown) and "losses.py" not in shown
+
+
+def test_a_right_own_loss_is_left_alone(own_module):
+    def gradient(source, name="mine:own", factor=1, advantages=(1.0, -1, 0)):
+        own_module("mine", source)
+        logps = (torch.arange(12.0).view(3, 4) / 9 * factor).requires_grad_()
+        given = logps, torch.ones(3, 4), torch.tensor(advantages), torch.ones(3, 4)
+        loss, _ = train_grpo.family_loss(*given, beta=0.1, ref_logps=given[1], loss_type=name)
+        return torch.autograd.grad(loss, logps)[0]
+
+    clip = "from run.extensions.losses import ppo_clip as own"
+    assert torch.equal(gradient(clip), gradient(clip, "grpo"))
+    assert gradient(f"{BOUND}loss, {SIDES}", factor=torch.nan).isnan().all()
+    gradient(f"{BOUND}loss.detach().double().mean(1, True), {SIDES}", advantages=(0.0, 0, 0))
+    gradient(f"{WHOLE}loss[None], {{'a': 1, 'b': loss.detach()}}")
+
+
+def test_each_call_of_an_own_loss_is_checked(own_module, tmp_path, capsys):
+    own_module("mine", f"once = [1.0]\n\n{WHOLE}loss * once.pop(), {{}}")
+    with pytest.raises(SystemExit, match="2"):
+        train_grpo.main([*SMALL, "--max_steps", "3", "--eval_interval", "0", "--loss_type",
+                         "mine:own", "--out_dir", str(tmp_path), "--run_name", "own"])
+    shown = capsys.readouterr().err
+    assert len(jsonl(tmp_path / "own/metrics.jsonl")) == 1 and "losses.py" not in shown
+    assert 'mine.py", line 5, in own' in shown and "mine:own failed: IndexError: pop " in shown

@@ -16,8 +16,8 @@ from functools import partial
 
 import torch
 
-from errors import POSITIVE, UserError
-from reward.load import import_function
+from errors import POSITIVE, UserError, reason
+from reward.load import import_function, show
 
 NAME = "--loss_type and its like"
 ONE_RATIO = ("r1", "gmpo")      # losses whose ratio is one per completion
@@ -211,8 +211,9 @@ def row_of(loss_type, options=()):
         bound, average = LOSS_TYPES[loss_type]
         function = POLICY_LOSSES[bound]
     else:
-        known = ", ".join([*LOSS_TYPES, "r1"])
-        function = import_function("--loss_type", loss_type, known)
+        function = import_function("--loss_type", loss_type, ", ".join([*LOSS_TYPES, "r1"]))
+        if not callable(function):
+            raise ValueError(f"--loss_type {loss_type}: {function!r:.99} is no function; name one")
         is_bound = next(iter(inspect.signature(function).parameters), None) == "ratio"
         average = "completion" if is_bound else None
     of_every_loss, numbers = inspect.signature(family_loss).parameters, {}
@@ -224,7 +225,39 @@ def row_of(loss_type, options=()):
             raise ValueError(f"--loss_options {option}: --loss_type {loss_type} has no number "
                              f"{name}; it has {', '.join(own) or 'none'}")
         numbers[name] = float(value)
+    if ":" in loss_type:
+        function = partial(call_own, loss_type, function, average is not None)
     return function, average, numbers
+
+
+def call_own(name, function, is_bound, /, *given, **options):
+    """Calls a user's bound or whole loss; a UserError unless it does as docs/losses.md says."""
+    logps, advantages, mask = given[2 * is_bound], given[2 - is_bound], given[3]
+    shapes = [(len(mask), 1), tuple(mask.shape)] if is_bound else [(), (1,)]
+    try:
+        loss, named = function(*given, **options)
+        loss, *others = map(torch.as_tensor, (loss, *{**named}.values()))
+        if is_bound:
+            others.append(named["low"] | named["high"])
+        elif {"step", "loss"} & {*named}:
+            raise ValueError("step and loss are metrics of the run; rename those of the function")
+        returned = [tuple(x.shape) for x in (loss, *others)]
+        if not {*returned} <= {*shapes} or loss.dtype not in (logps.dtype, torch.float64):
+            raise ValueError(f"a {'bound' if is_bound else 'whole loss'} returns the shapes "
+                             f"{shapes} and {logps.dtype}, not {returned} and {loss.dtype}")
+        # If it was given a NaN, the weights are to blame, and the optimizer will not step.
+        if not loss.isfinite().all() and all(x.isfinite().all() for x in given):
+            raise ValueError(f"its loss has a value of {loss[~loss.isfinite()][0].item()}")
+        learns = logps.requires_grad and torch.is_grad_enabled()
+        if learns and not loss.requires_grad and (advantages.any() or not is_bound):
+            raise ValueError("its loss has no gradient")
+        if learns and advantages.any() and {None} == {*torch.autograd.grad(
+                loss.sum(), (given[0], logps), retain_graph=True, allow_unused=True)}:
+            raise ValueError("its loss has no gradient of the log-probabilities")
+    except (Exception, SystemExit) as error:
+        where = "its traceback is above" if show(error) else "write it as docs/losses.md says"
+        raise UserError(f"--loss_type {name} failed: {reason(error)}; {where}") from error
+    return loss, named
 
 
 def one_action_loss(logps, old_logps, advantages, mask, *, ref_logps=None, num_sequences=None,
