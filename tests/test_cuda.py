@@ -14,7 +14,7 @@ from support import ROOT, jsonl
 from train_grpo import completion_mask
 
 DEVICE = "cuda"
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and this file alone")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 every_policy = pytest.mark.parametrize("family", [*FAMILIES, "adapters"])
