@@ -1,5 +1,6 @@
 """Files of jsonl, read and written, in strict JSON."""
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from errors import UserError, explained
@@ -78,3 +79,20 @@ def write_jsonl(path, rows):
     lines = [to_line(row) for row in rows]
     Path(path).write_text("".join(lines), encoding="utf-8")
     return len(lines)
+
+
+def write_new(path, rows, *, same_kind=False):
+    """The same, but UserError if another file is there: it may be the user's.
+
+    same_kind: a file may be replaced whose first row has the same fields.
+    """
+    rows = [to_json(row) for row in rows]
+    if Path(path).exists():
+        there, fields = Path(path).read_bytes(), None
+        with suppress(ValueError, AttributeError):      # no JSON, or no object
+            fields = json.loads(there.partition(b"\n")[0]).keys()
+        is_same = there == "".join(map(to_line, rows)).encode()
+        if not is_same and not (same_kind and fields == rows[0].keys()):
+            raise UserError(f"{path} is there, and holds something else; move it away, or choose "
+                            "another place")
+    return write_jsonl(path, rows)

@@ -5,7 +5,7 @@
 import json
 from pathlib import Path
 
-from dataset.jsonl import write_jsonl
+from dataset.jsonl import write_new
 from errors import COUNT, COUNT_OR_0, Parser, UserError, explained, user_errors
 
 
@@ -39,7 +39,8 @@ def main(argv=None):
                         f"{args.heldout}; give a smaller one, or another --config")
     heldout = args.save.with_stem(f"{args.save.stem}_heldout")
     for path, part in ((args.save, rows[args.heldout:]), (heldout, rows[:args.heldout])):
-        print(f"wrote {write_jsonl(path, part)} lines to {path}")
+        if part:
+            print(f"wrote {write_new(path, part, same_kind=True)} lines to {path}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ The policies that we ship were made with it (lab/weights.md has all commands), f
     python -m model.train_sft --data out/sft/pretrain.jsonl \
         --tokenizer out/tokenizer --save out/pretrain_128
     python -m model.train_sft --data out/sft/reason.jsonl \
-        --init out/pretrain_128 --save model/weights/reason_128
+        --init out/pretrain_128 --save out/reason_128
 
 The loss is the cross-entropy over the tokens of the assistant's turns, <|im_end|> included: a model
 that never learns to end its turn never stops.
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from dataset.folders import claim
 from dataset.jsonl import read_lines
 from dataset.prompts import is_chat, read_row
 from errors import COUNT, COUNT_OR_0, Parser, UserError, explained, number, user_errors
@@ -198,7 +199,7 @@ def main(argv=None):
     rng = random.Random(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chats = read_chats(args.data)
-    args.save.mkdir(parents=True, exist_ok=True)        # before the work, not after it
+    args.save = claim(args.save, "model.train_sft", args)     # before the work
     if args.init:
         model = load_pretrained(args.init, dtype=torch.float32, device=device)
         tokenizer = load_tokenizer(args.init, model.config.vocab_size)

@@ -2,15 +2,17 @@
 
 A crash or a full disk, at any moment, leaves a whole checkpoint behind.
 """
+import json
 import os
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+from dataset.folders import claim, mark_of, new_mark, write_mark, write_whole
 from dataset.jsonl import to_json
 from dataset.prompts import asking_as_trained
 from errors import COUNT, UserError, explained, reason
@@ -20,11 +22,14 @@ from model.save import save_adapter, save_pretrained
 from model.transformers_model import AnyModel
 
 from .fsdp import load_parts, part_of
+from .identity import refuse_another, what_is_read
 from .report.model_card import write_card
 from .signals import SIGNALS
 
 LAUNCHER = os.getppid()                     # torchrun, if it is there
-NOT_OF_A_RUN = ("out_dir", "run_name", "resume")        # flags that only say which run it is
+NOT_OF_A_RUN = ("out_dir", "run_name", "resume", "id")   # they only say which run it is
+PROGRAM = "train_grpo.py"
+ELSE = "bring back what is missing, or start another run with another --run_name"
 
 
 def add_flags(parser):
@@ -44,7 +49,7 @@ def check(args):
 def flags_of_run(args):
     """The flags that the run which --resume continues was started with."""
     flags = read_json(Path(args.out_dir) / args.run_name / "args.json",
-                      "start without --resume, or name the run to resume with --run_name")
+                      "name the run to --resume with --out_dir and --run_name")
     return {name: value for name, value in flags.items() if name not in NOT_OF_A_RUN}
 
 
@@ -52,8 +57,9 @@ class Saver:
     """Writes the checkpoints and the final weights of a run into run_dir; rank 0 does.
 
     The folder is locked until the run ends, or its process does, whatever ends it. UserError if
-    another run has it, or if a new run would replace files in it that a flag names. With eval_only
-    nothing is written, and nothing locked.
+    another run has it, or if it is anybody else's (dataset/folders.py). args are those of the
+    script; with eval_only nothing is written, and nothing locked. Until the first step has ended
+    nothing is deleted.
     """
 
     def __init__(self, run_dir, world, args):
@@ -62,32 +68,50 @@ class Saver:
         self.writes = world.rank == 0
         if not self.writes or args.eval_only:
             return
-        for name, value in vars(args).items():
-            if (name.endswith("_path") and value and not args.resume
-                    and Path(value).resolve().is_relative_to(self.run_dir.resolve())):
-                raise UserError(f"--{name} {value} is in {self.run_dir}, where the new run would "
-                                "replace it; choose another --run_name")
+        if not args.resume:
+            self.run_dir = claim(self.run_dir, PROGRAM, args)
         held = FileLock(self.run_dir / ".lock")     # the end of the process unlocks it, too
         try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
             held.acquire(blocking=False)
         except Timeout:
             raise UserError(f"{self.run_dir}: another run is writing there; wait until it has "
                             "ended, stop it, or choose another --run_name") from None
         world.cleanup.callback(held.release)
 
-    def resume(self, policy, optimizer, others):
+    def resume(self, policy, optimizer, others, num_problems, prompts_per_step):
         """Restores the checkpoint with --resume; returns (steps done, tokens sampled).
 
-        others: {name: a model that is saved beside the policy}.
+        others: {name: a model that is saved beside the policy}. UserError if the run would read
+        something else than it did (identity.py).
         """
-        if not self.args.resume:
+        args, reads = self.args, {}
+        if self.writes and not args.eval_only:
+            reads = what_is_read(args, num_problems, prompts_per_step)
+        self.reads, *_ = self.world.gather([reads])
+        if not args.resume:
             return 0, 0
-        now = as_saved(self.args)
-        for name, was in flags_of_run(self.args).items():
+        now = as_saved(args)
+        for name, was in flags_of_run(args).items():
             if self.writes and now.get(name, was) != was:
                 print(f"--{name} was {was} when the run was started, and is now {now[name]}")
-        return load_checkpoint(self.run_dir / "checkpoint", policy, optimizer, others)
+        self.id = read_json(self.run_dir / "args.json").get("id")
+        return load_checkpoint(self.run_dir / "checkpoint", policy, optimizer, others,
+                               run=self.id, reads=self.reads)
+
+    def begin(self):
+        """The first step has ended: from here on the folder is this run's. Called by rank 0.
+
+        A new run deletes what an earlier one of its name has saved.
+        """
+        if not self.args.resume:
+            delete(self.run_dir / "checkpoint")
+            delete(self.run_dir / "checkpoint.old")
+            self._remove("final")
+            self._remove("adapter")
+            self.id = write_mark(self.run_dir, new_mark(PROGRAM))
+        args = json.dumps(as_saved(self.args) | {"id": self.id}, indent=2, sort_keys=True,
+                          ensure_ascii=False)
+        write_whole(self.run_dir / "args.json", args)
 
     def is_due(self, step, last_step, signal):
         """Is it time to save? And which signal asks to stop (0: none)? The same on every rank."""
@@ -106,7 +130,7 @@ class Saver:
         if self.writes:
             save_checkpoint(
                 self.run_dir / "checkpoint", policy, tokenizer, optimizer_state, others,
-                step=step, num_tokens=num_tokens)
+                step=step, num_tokens=num_tokens, run=self.id, reads=self.reads)
         self.world.gather([step])           # the others wait until rank 0 has saved
 
     def save_final(self, policy, tokenizer, defaults):
@@ -117,12 +141,30 @@ class Saver:
         policy = self._whole(policy)
         if self.writes:
             tokenizer = asking_as_trained(tokenizer, bool(self.args.reasoning))
-            with written_whole(self.run_dir / "final") as folder:
+            with written_whole(self.run_dir / "final", self._put) as folder:
                 save_pretrained(policy, tokenizer, folder)
                 write_card(folder, self.run_dir, self.args, defaults)
             if adapters(policy):
-                with written_whole(self.run_dir / "adapter") as folder:
+                with written_whole(self.run_dir / "adapter", self._put) as folder:
                     save_adapter(policy, folder)
+
+    def _put(self, new, path):
+        """Puts the files of a folder into another one, in place of those that a save put there."""
+        names = [str(file.relative_to(new)) for file in new.rglob("*") if file.is_file()]
+        for name in names:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (new / name).replace(path / name)
+        self._remove(path.name, but=names)
+        write_mark(self.run_dir, mark_of(self.run_dir) | {path.name: names})
+        delete(new)
+
+    def _remove(self, folder, but=()):
+        """Deletes what an earlier save has put into final/ or adapter/; a user's own files stay."""
+        for name in (mark_of(self.run_dir) or {}).get(folder, ()):
+            if name not in but:
+                (self.run_dir / folder / name).unlink(missing_ok=True)
+        with suppress(OSError):         # it is not there, or something is in it
+            (self.run_dir / folder).rmdir()
 
     def _whole(self, model):
         """The model itself or, if it is sharded, a whole copy of it for the rank that writes."""
@@ -161,25 +203,32 @@ def save_checkpoint(folder, model, tokenizer, optimizer_state, others=None, **pr
         torch.save({"optimizer": optimizer_state, **moved, **progress}, new / "optimizer.pt")
 
 
-def load_checkpoint(folder, model, optimizer, others=None):
+def load_checkpoint(folder, model, optimizer, others=None, *, run=None, reads=None):
     """Restore weights, optimizer and others in place; returns (steps done, tokens sampled).
 
-    What is saved is whole, and of sharded models each rank takes its part.
+    What is saved is whole, and of sharded models each rank takes its part. run, reads: the id of
+    the run and what it reads, which must be those of the checkpoint.
     """
     if not folder.exists():     # a crash between the two renames in written_whole leaves this one
         folder = folder.with_suffix(".old")
     if not (folder / "optimizer.pt").is_file():
-        raise UserError(f"--resume: no checkpoint in {folder.parent}; start without --resume, or "
-                        "name the run to resume with --run_name")
-    with explained(f"--resume: {folder}", "this checkpoint is broken, or of another model",
-                   "start without --resume"):
+        raise UserError(f"--resume: no checkpoint in {folder.parent}; name the run to resume with "
+                        "--out_dir and --run_name, or give the new one another name")
+    broken = f"--resume: {folder}", "this checkpoint is broken, or of another model", ELSE
+    with explained(*broken):
+        saved = read_tensors(folder / "optimizer.pt")
+    if saved.get("run") != run:
+        raise UserError(f"--resume: {folder} is of the run {saved.get('run')}, but the args.json "
+                        f"beside it of the run {run}; {ELSE}")
+    if reads:
+        refuse_another(saved.get("reads", {}), reads)
+    with explained(*broken):
         if adapters(model):
             load_adapter(model, folder)
         elif isinstance(model, AnyModel):
             model.load_state_dict(load_pretrained(folder).state_dict())
         else:
             load_parts(model, read_state(folder)[1])
-        saved = read_tensors(folder / "optimizer.pt")
         load_moments(model, optimizer, saved["optimizer"])
         for name, other in (others or {}).items():
             load_parts(other, saved[name])
@@ -215,26 +264,37 @@ def load_adapter(model, path):
         tensor.copy_(part_of(theirs[name], tensor))
 
 
-@contextmanager
-def written_whole(path):
-    """A new folder to write into. It takes the place of `path` once all of it is on the disk.
+def swap(new, path):
+    """Puts a folder in the place of another; a crash between the renames leaves that as .old."""
+    old = path.with_suffix(".old")
+    if path.exists():
+        delete(old)
+        path.rename(old)
+    new.rename(path)
+    delete(old)
 
-    A crash or a full disk before that leaves `path` as it was; a crash between the two renames
-    leaves it as `path`.old. UserError if the disk refuses a file.
+
+def delete(path):
+    """Delete a folder; an OSError if something of it stays."""
+    if path.exists():
+        shutil.rmtree(path)
+
+
+@contextmanager
+def written_whole(path, put=swap):
+    """A new folder to write into. put(it, path) is called once all of it is on the disk.
+
+    A crash or a full disk before that leaves `path` as it was. UserError if the disk refuses.
     """
-    new, old = path.with_suffix(".new"), path.with_suffix(".old")
-    shutil.rmtree(new, ignore_errors=True)
+    new = path.with_suffix(".new")
     try:
+        delete(new)
         new.mkdir(parents=True)
         yield new
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            path.rename(old)
-        new.rename(path)
+        put(new, path)
     # For a full disk torch.save raises RuntimeError, and no reason is in its message.
     except (OSError, SafetensorError, RuntimeError) as error:
         shutil.rmtree(new, ignore_errors=True)
         free = shutil.disk_usage(path.parent).free / 1e6
         raise UserError(f"{path} could not be written ({reason(error)}); {free:,.0f} MB are free "
                         "without it: make room, or choose another --out_dir") from error
-    shutil.rmtree(old, ignore_errors=True)

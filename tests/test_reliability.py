@@ -16,6 +16,7 @@ from filelock import FileLock
 
 import chaos
 import train_grpo
+from dataset.folders import MARK
 from dataset.jsonl import read_jsonl
 from errors import UserError
 from reward.child import CHILD
@@ -57,7 +58,7 @@ def run(out, *flags):
 
 def files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
-            if path.is_file() and path.name != ".lock"}
+            if path.is_file() and path.name not in (".lock", MARK)}
 
 
 def at(call, function, *arguments):
@@ -155,6 +156,16 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
             (new / "file").write_text("third")
             raise OSError(28, "No space left on device")
     assert files(tmp_path) == {"checkpoint/file": b"second"}
+
+
+def test_what_a_killed_run_left_half_done_goes_but_not_its_only_checkpoint(tmp_path):
+    folder = tmp_path / "run"
+    assert run(tmp_path, "--max_steps", "1") == 0
+    (folder / "checkpoint").rename(folder / "checkpoint.old")
+    for name in ("checkpoint.new", "final.new"):
+        (folder / name).mkdir()
+    assert run(tmp_path, "--max_steps", "2", "--resume") == 0
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"checkpoint", "final"}
 
 
 def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(judge, tmp_path, capsys):

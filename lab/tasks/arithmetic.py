@@ -21,7 +21,7 @@ import zlib
 from operator import add, mul, sub, truediv
 from pathlib import Path
 
-from dataset.jsonl import write_jsonl
+from dataset.jsonl import write_new
 from errors import Parser, user_errors
 
 # The shares of the styles in the fine-tuning texts, and of replies with broken tags.
@@ -283,7 +283,7 @@ def main(argv=None):
                 random.Random(7), 20_000, tags=True, styles=REDUNDANT_STYLES, malformed_share=0.0),
         }
     for path, rows in files.items():
-        print(f"wrote {write_jsonl(path, rows)} lines to {path}")
+        print(f"wrote {write_new(path, rows)} lines to {path}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import random
 import re
 from pathlib import Path
 
-from dataset.jsonl import write_jsonl
+from dataset.jsonl import write_new
 from errors import Parser, user_errors
 from reward.process_rewards import value_of
 
@@ -67,9 +67,9 @@ def main(argv=None):
     parser.add_argument("chats", type=Path, help="the file to write replies to")
     args = parser.parse_args(argv)
     rng, levels = random.Random(0), range(len(LEVELS))
-    write_jsonl(args.problems, [calculation(rng.choice(levels), rng) for _ in range(5000)])
-    write_jsonl(args.chats, [with_calculator(calculation(rng.choice(levels), rng), rng)
-                             for _ in range(40_000)])
+    write_new(args.problems, [calculation(rng.choice(levels), rng) for _ in range(5000)])
+    write_new(args.chats, [with_calculator(calculation(rng.choice(levels), rng), rng)
+                           for _ in range(40_000)])
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import zlib
 from numbers import Real
 from pathlib import Path
 
-from dataset.jsonl import write_jsonl
+from dataset.jsonl import write_new
 from dataset.prompts import countdown_prompt
 from errors import Parser, UserError, user_errors
 from reward.answers import extract_answer
@@ -243,7 +243,7 @@ def main(argv=None):
             args.sft / "countdown_hard_train.jsonl": rows(hard_train),
         }
     for path, lines in files.items():
-        print(f"wrote {write_jsonl(path, lines)} lines to {path}")
+        print(f"wrote {write_new(path, lines)} lines to {path}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ A run has the tool and the reward of this file:
 import random
 from pathlib import Path
 
-from dataset.jsonl import write_jsonl
+from dataset.jsonl import write_new
 from errors import Parser, user_errors
 
 LARGEST, MOST_GUESSES = 63, 6
@@ -93,15 +93,13 @@ def main(argv=None):
     parser.add_argument("--out_dir", type=Path, default=Path("dataset"), help="the folder")
     parser.add_argument("--sft", type=Path, help="also write the games to this folder")
     args = parser.parse_args(argv)
-    if args.sft and args.sft.resolve() == args.out_dir.resolve():
-        parser.error("both folders would get a guess.jsonl; choose another one for --sft")
     secrets = [{"prompt": PROMPT, "secret": secret} for secret in range(1, LARGEST + 1)]
     files = {args.out_dir / "guess.jsonl": secrets}
     if args.sft:
         files |= {args.sft / "guess.jsonl": games(random.Random(1), WITHOUT_HALVING, 60_000),
                   args.sft / "guess_halving.jsonl": games(random.Random(2), WITH_HALVING, 60_000)}
     for path, lines in files.items():
-        print(f"wrote {write_jsonl(path, lines)} lines to {path}")
+        print(f"wrote {write_new(path, lines)} lines to {path}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from dataset import PromptCollator, PromptDataset
-from dataset.jsonl import write_jsonl
+from dataset.jsonl import write_new
 from errors import Parser, UserError, user_errors
 from model import load_pretrained, load_tokenizer, sample
 from model.load import decode
@@ -51,13 +51,11 @@ def main(argv=None):
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     rng, problems = random.Random(0), PromptDataset(args.prompts)
-    if args.save.resolve() == args.prompts.resolve():
-        raise UserError(f"--save {args.save} would replace --prompts; choose another file")
     if all(problem.get("answer") is None for problem in problems):
         raise UserError(f"{args.prompts}: no line has an answer to tell right from wrong; add the "
                         "field answer")
-    count = write_jsonl(args.save, (row for path in args.sample
-                                    for row in sampled_pairs(path, problems, rng)))
+    count = write_new(args.save, (row for path in args.sample
+                                  for row in sampled_pairs(path, problems, rng)), same_kind=True)
     print(f"wrote {count} pairs to {args.save}")
 
 

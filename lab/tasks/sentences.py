@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from dataset.jsonl import write_jsonl
+from dataset.jsonl import write_new
 from errors import Parser, user_errors
 
 from .countdown import check
@@ -137,7 +137,7 @@ def main(argv=None):
         rng = random.Random(f"0 {name}")
         path = args.out_dir / f"sentences_{name}.jsonl"
         rows = prompts(rng, count, heldout=name == "heldout")
-        print(f"wrote {write_jsonl(path, rows)} lines to {path}")
+        print(f"wrote {write_new(path, rows)} lines to {path}")
 
 
 if __name__ == "__main__":

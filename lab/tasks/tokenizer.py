@@ -9,7 +9,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from errors import Parser, UserError, number, user_errors
+from dataset.folders import claim
+from errors import Parser, number, user_errors
 from model.train_sft import read_chats
 
 # Ids 0, 1, 2. Special tokens: decoding can skip them, and a user's text should not contain them.
@@ -59,10 +60,7 @@ def main(argv=None):
     flag("--merge_digits", action="store_true", help="let frequent numbers become one token each")
     args = parser.parse_args(argv)
     chats = [chat for path in args.data for chat in read_chats(path)[:5000]]
-    args.save.mkdir(parents=True, exist_ok=True)
-    if list(args.save.glob("*.safetensors")):
-        raise UserError(f"{args.save}: weights are there, which know another tokenizer; choose "
-                        "another folder")
+    args.save = claim(args.save, "lab.tasks.tokenizer", args)
     # The tags are tokens already: spend no merges on their letters.
     texts = [re.sub("|".join(TAGS), "", text) for chat in chats for turn in chat
              for text in (turn["role"], turn["content"])]

@@ -6,7 +6,6 @@ that fails before that, for a mistake in a reward function, say, leaves those re
 import importlib.util
 import json
 import math
-import shutil
 import sys
 import time
 from collections import Counter, deque
@@ -22,7 +21,7 @@ from errors import UserError, cut, explained, printable, reason
 from reward.answers import kind_of
 from reward.child import CHILD
 
-from ..checkpoint import Saver, as_saved
+from ..checkpoint import Saver
 from ..evaluate import evaluate
 from ..metrics import describe, number, rollout_metrics
 from ..signals import Signals, Stopped, stop
@@ -120,9 +119,10 @@ class Run:
         (step, batch) each; none with --eval_only. state is a TrainState.
         """
         self.state, args, world = state, self.args, self.world
-        done, num_tokens = self.saver.resume(
-            state.policy.model, state.optimizer, state.saved)
         self.collate, problems, self.heldout = read_prompts(args, state.tokenizer)
+        done, num_tokens = self.saver.resume(
+            state.policy.model, state.optimizer, state.saved, len(problems),
+            state.num_prompts * world.size)
         batches, last_step = batches_from(
             done + 1, problems, self.collate, state.num_prompts, world, args)
         if args.eval_only:
@@ -348,11 +348,7 @@ class Run:
         """A first step is done: from here on the folder is this run's."""
         for name in ("metrics", "eval", "completions"):
             drop_lines_after(self.start_step, self.run_dir / f"{name}.jsonl")
-        if self.start_step == 0:        # these belong to an earlier run
-            for name in ("checkpoint", "checkpoint.old", "final", "adapter"):
-                shutil.rmtree(self.run_dir / name, ignore_errors=True)
-        arguments = json.dumps(as_saved(self.args), indent=2, sort_keys=True, ensure_ascii=False)
-        (self.run_dir / "args.json").write_text(arguments + "\n", encoding="utf-8")
+        self.saver.begin()
         self.has_begun = True
         for name, step, rows in self.held_back:
             self._write(name, step, *rows)
