@@ -25,8 +25,7 @@ from dataset import PromptCollator, prompts
 from errors import UserError
 from model import eos_token_ids, fast, load_pretrained
 from reward.load import RewardFunction
-from run import evaluate as evaluation
-from run.evaluate import evaluate
+from run.evaluate import evaluate, measure
 from run.extensions import install, moving_reference, oversample, teacher
 from run.policy import Policy
 from support import ROOT, jsonl, turns, write
@@ -81,8 +80,8 @@ def test_a_run_leaves_all_its_files(tmp_path, capsys, monkeypatch, pictures):
     assert first["num_tokens"] < second["num_tokens"] < third["num_tokens"]
     assert [line["step"] for line in jsonl(folder / "eval.jsonl")] == [0, 2, 3]
     assert "eval/accuracy" in second and "eval/accuracy" not in first
-    measure, = {line["measure"] for line in jsonl(folder / "eval.jsonl")}
-    assert measure.startswith("accuracy on 16 problems, ")
+    of_all, = {line["measure"] for line in jsonl(folder / "eval.jsonl")}
+    assert of_all.startswith("accuracy on 16 problems, ")
     rows = jsonl(folder / "completions.jsonl")
     group, total = rows[:4], [sum(row["rewards"].values()) for row in rows[:4]]
     assert len(rows) == 3 * 16 and len({row["prompt"] for row in group}) == 1
@@ -199,13 +198,13 @@ def test_evaluation_by_a_reward_of_ones_own(capsys):
 
 def test_evaluations_of_other_rewards_problems_or_sampling_have_another_measure():
     rows = [{"messages": turns("1+1?"), "answer": "2"}] * 2
-    one = evaluation.measure(arguments(), rows)
+    one = measure(arguments(), rows)
     others = [(rows[:1], {}), ([rows[0], rows[0] | {"answer": "3"}], {}),
               (rows, {"eval_reward_funcs": ["a:good"]}), (rows, {"temperature": 0.5}),
               (rows, {"eval_reward_funcs": ["b:good"]}), (rows, {"system_prompt": "r1"})]
-    found = {evaluation.measure(arguments(**changes), problems) for problems, changes in others}
+    found = {measure(arguments(**changes), problems) for problems, changes in others}
     assert len(found | {one}) == 7 and one.startswith("accuracy on 2 problems, ")
-    assert one == evaluation.measure(arguments(eval_data_path="moved", seed=7), list(rows))
+    assert one == measure(arguments(eval_data_path="moved", seed=7), list(rows))
 
 
 def test_the_eos_is_learned_with_the_rest_and_padding_is_not():
