@@ -43,7 +43,8 @@ def reason(error):
 
     Further sentences are advice, and that of torch and transformers is to trust the file.
     """
-    sentence = " ".join(printable(str(error)).split()).partition(". ")[0].rstrip(".")[:200]
+    text = re.sub(r"^\[enforce fail at \S+\] \. ", "", printable(str(error)))     # torch's
+    sentence = " ".join(text.split()).partition(". ")[0].rstrip(".")[:200]
     return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__
 
 
@@ -172,7 +173,8 @@ class Parser(argparse.ArgumentParser):
     def _get_value(self, action, text):
         if not text.strip():
             raise argparse.ArgumentError(action, "it is empty; leave it out, or give a value")
-        return super()._get_value(action, text)
+        # No shell expands the ~ of --out_dir=~/runs, nor one in a file of flags.
+        return super()._get_value(action, os.path.expanduser(text))
 
     def error(self, message):
         raise UserError(message)

@@ -288,7 +288,7 @@ def read_prompts(args, tokenizer):
     if args.eval_interval or args.eval_only:
         data = PromptDataset(args.eval_data_path)
         pairs = [(row, place) for row, place in zip(data, data.places)
-                 if args.eval_reward_funcs != ["accuracy"] or row.get("answer") is not None]
+                 if "accuracy" not in args.eval_reward_funcs or row.get("answer") is not None]
         if not pairs:
             raise UserError(f"--eval_data_path {args.eval_data_path}: no line has an answer to "
                             "compare with; add the field answer, name your own reward with "

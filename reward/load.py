@@ -43,6 +43,7 @@ def add_flags(parser):
 def check(args, weights):
     """The rewards of a run that names none: of these, {name: weight}, those that fit."""
     shipped = Path(__file__).resolve().parent / "weights"
+    given = not args.resume and args.reward_model_path      # args.json has the default, too
     args.reward_model_path = args.reward_model_path or find_weights("reward", args, shipped)
     unfit = set() if args.reasoning else {"format", "tag"}
     # Our reward model knows nothing but arithmetic.
@@ -51,6 +52,9 @@ def check(args, weights):
     args.reward_funcs = args.reward_funcs or [name for name in weights if name not in unfit]
     args.reward_weights = args.reward_weights or [
         weights.get(name, 1.0) for name in args.reward_funcs]
+    if given and "rm" not in args.reward_funcs + args.eval_reward_funcs:
+        raise UserError(f"--reward_model_path {given}: no reward is rm, so nothing reads it; add "
+                        "rm to --reward_funcs, or leave the path out")
     if len(args.reward_weights) != len(args.reward_funcs):
         raise UserError(f"--reward_weights has {len(args.reward_weights)} numbers for "
                         f"{' '.join(args.reward_funcs)}; give one for each")

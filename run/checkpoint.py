@@ -296,5 +296,5 @@ def written_whole(path, put=swap):
     except (OSError, SafetensorError, RuntimeError) as error:
         shutil.rmtree(new, ignore_errors=True)
         free = shutil.disk_usage(path.parent).free / 1e6
-        raise UserError(f"{path} could not be written ({reason(error)}); {free:,.0f} MB are free "
-                        "without it: make room, or choose another --out_dir") from error
+        raise UserError(f"{path} could not be written ({reason(error)}; {free:,.0f} MB are free "
+                        "without it); correct that, or choose another --out_dir") from error

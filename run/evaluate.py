@@ -1,11 +1,18 @@
 """Held-out problems, answered and judged."""
+import hashlib
+import json
 import math
+import warnings
 from collections import defaultdict
 
 import torch
 from tqdm import tqdm
 
 from errors import COUNT, COUNT_OR_0
+
+# Flags that change what the policy reads, how it answers, or what rm says.
+ASKED_BY = ("temperature", "max_gen_len", "reasoning", "system_prompt", "tool", "max_tool_calls",
+            "max_seq_len", "overlong_prompts", "reward_model_clip", "reward_model_answer_share")
 
 
 def add_flags(parser):
@@ -18,11 +25,20 @@ def add_flags(parser):
     flag("--eval_only", action="store_true", help="evaluate the weights and stop")
 
 
+def measure(args, problems):
+    """What an evaluation measures, as a text; numbers are only compared if it is the same."""
+    asked = [getattr(args, name) for name in ASKED_BY]
+    content = json.dumps([asked, problems], sort_keys=True).encode()
+    rewards = " + ".join(sorted(args.eval_reward_funcs))
+    return f"{rewards} on {len(problems)} problems, {hashlib.sha256(content).hexdigest()[:12]}"
+
+
 def evaluate(state, problems, collate, step):
     """Held-out accuracy over all ranks: of k samples the mean, any of them (pass@k), and greedy.
 
-    A reply is right if its evaluation rewards add up to at least 1; unjudged problems don't count.
-    Returns metrics, and the rollout of greedy replies with the first problem, for a look at one.
+    A reply is right if its evaluation rewards add up to at least 1. Problems with an unscored reply
+    don't count, but in eval/judged, the share of the others. Returns metrics, and the rollout of
+    greedy replies with the first problem, for a look at one.
     """
     args, world = state.args, state.world
     rng, weights = world.rng(step, evaluating=True), [1.0] * len(state.eval_funcs)
@@ -35,9 +51,9 @@ def evaluate(state, problems, collate, step):
     at_once = max(1, args.batch_size * args.num_generations // k)
     if sum(weight.numel() for weight in state.policy.model.parameters()) < 10**7:
         at_once = 256
-    # A bar, or a line in a log, after ten seconds of silence and every ten seconds.
-    for start in tqdm(range(0, share, at_once), desc="evaluation", delay=10, mininterval=10,
-                      leave=False, dynamic_ncols=True, disable=world.rank > 0):
+    # None: a bar in a terminal alone. In a log it would stay in front of the next line.
+    for start in tqdm(range(0, share, at_once), desc="evaluation", leave=False, dynamic_ncols=True,
+                      disable=True if world.rank > 0 else None):
         batch = collate(answered[start:start + at_once])
         rollouts = [state.generate(batch, rng, n, greedy) for n, greedy in ((1, True), (k, False))]
         of_greedy, sampled = (
@@ -47,16 +63,23 @@ def evaluate(state, problems, collate, step):
             first = rollouts[0]
             first.rewards = of_greedy[:, 0]
         judged = ~torch.cat((of_greedy, sampled), 1).isnan().any(1)                     # (B,)
-        judged[len(mine) - start:] = False      # the one that isn't counted is the last
+        judged = judged[:len(mine) - start]     # the one that isn't counted is the last
+        found["judged"] += judged.tolist()
         right = (sampled >= 1).float()                                                  # (B, k)
         for name, numbers in {
             "accuracy": right.mean(1), "reward": sampled.mean(1), f"pass@{k}": right.amax(1),
             "greedy_accuracy": (of_greedy[:, 0] >= 1).float(),
             "mean_length": rollouts[1].lengths.cpu().float().view(-1, k).mean(1),
         }.items():
-            found[name] += numbers[judged].tolist()
+            found[name] += numbers[:len(judged)][judged].tolist()
     if k == 1:
         del found["pass@1"]         # it would be the accuracy again
     found = {f"eval/{name}": world.gather(numbers) for name, numbers in found.items()}
-    return {name: sum(all_of) / len(all_of) if all_of else math.nan
-            for name, all_of in found.items()}, first
+    judged = found["eval/judged"]
+    if world.rank == 0 and not all(judged):
+        warnings.warn(f"only {sum(judged)} of {len(judged)} held-out problems were scored: do "
+                      "--eval_reward_funcs find what they need in the columns of "
+                      "--eval_data_path?", stacklevel=2)
+    return {"measure": measure(args, problems)} | {
+        name: sum(all_of) / len(all_of) if all_of else math.nan
+        for name, all_of in found.items()}, first

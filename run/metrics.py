@@ -1,4 +1,5 @@
 """The metrics of a step, named as in TRL and verl, and the rows of completions.jsonl."""
+import json
 import math
 import time
 from collections import Counter
@@ -10,6 +11,8 @@ import torch
 
 from dataset.jsonl import is_finite
 from model.load import decode
+
+MOST_CHARACTERS = 2000      # of a column in completions.jsonl, which repeats it in every row
 
 
 def rollout_metrics(rows, num_generations, failures=()):
@@ -180,7 +183,7 @@ def describe(rollout, tokenizer, eos_ids, num_generations):
         "rewards": {name: values[i].item() for name, values in rollout.rewards_per_func.items()},
         "reward": rollout.rewards[i].item(),
         "advantage": advantages[i][0],
-        "columns": {name: values[i] for name, values in rollout.columns.items()},
+        "columns": {name: shortened(name, values[i]) for name, values in rollout.columns.items()},
     } for i in range(N)]
     fields = {"token_logps": rollout.sampling_logps[:num_generations].tolist()}
     if rollout.advantages.dim() == 2:
@@ -196,6 +199,15 @@ def describe(rollout, tokenizer, eos_ids, num_generations):
         for name, values in fields.items():
             rows[i][name] = [round(value, 4) for value in values[i][:len(ids)]]
     return rows
+
+
+def shortened(name, value):
+    """The value of a column, or if it is long the beginning of its text or JSON, and the length."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    # From answer and messages a reward model is retrained.
+    if name in ("answer", "messages") or len(text) <= MOST_CHARACTERS:
+        return value
+    return f"{text[:MOST_CHARACTERS]} … [{len(text):,} characters in all]"
 
 
 def token_texts(ids, tokenizer, eos_ids):

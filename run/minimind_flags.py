@@ -8,7 +8,7 @@ FLAGS = {
     "hidden_size": {"type": COUNT, "default": 128},
     "use_moe": {"type": int, "choices": (0, 1), "default": 0},
     "num_hidden_layers": {"type": COUNT},
-    "use_wandb": {"action": "store_const", "const": "online", "dest": "swanlab"},
+    "use_wandb": {"action": "store_true"},
     "wandb_project": {"default": "MiniGRPO"},
     "ddp": {"action": "store_true"}, "num_workers": {"type": int}, "log_interval": {"type": int},
 }
@@ -20,4 +20,5 @@ def add_flags(parser):
     parser.epilog = (
         "MiniMind's other flags work too: accumulation_steps multiplies batch_size; hidden_size "
         "(128) and use_moe name the default weights, num_hidden_layers refuses others; use_wandb "
-        "is, as there, SwanLab: swanlab online, wandb_project its project.")
+        "is, as there, SwanLab: swanlab online, unless swanlab says otherwise; wandb_project its "
+        "project.")

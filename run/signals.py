@@ -34,11 +34,11 @@ class Signals:
 
     def watch(self):
         CHILD.given_up = CHILD.cut_short = False
-        for number in SIGNALS:
-            handler = signal.getsignal(number)
-            # nohup, and a shell that starts a job in the background, have some of them ignored.
-            if handler != signal.SIG_IGN:
-                self.before[number] = signal.signal(number, self.note)
+        with suppress(ValueError):      # outside of the main thread they are the caller's
+            for number in SIGNALS:
+                # nohup, and a shell that starts a job in the background, have some ignored.
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self.before[number] = signal.signal(number, self.note)
 
     def leave(self):
         for number, handler in self.before.items():

@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 
 import train_grpo
 from errors import sentence, user_errors
+from lab.tasks import guess
 from run.report import picture
 from support import ROOT
 
@@ -66,6 +67,9 @@ CHAT, GYM = f"model.chat {WEIGHTS}", "dataset.reasoning_gym chain_sum --save new
     ("train_grpo --oversample 0", "--oversample 1"),
     ("train_grpo --ref_model_mixup_alpha 0", "--ref_model_mixup_alpha 0 1"),
     ("train_grpo --vllm_gpu_memory_utilization 0", "--vllm_gpu_memory_utilization 0 1"),
+    ("train_grpo --reward_model_path x --reward_funcs tag", "--reward_model_path x --reward_funcs"),
+    ("train_grpo --loss_type sapo --epsilon_high 0.3", "--loss_type sapo --epsilon_high"),
+    ("train_grpo --loss_type cispo --epsilon_low 0.1", "--loss_type cispo --epsilon_low"),
     ("train_grpo --run_name a/b", "--run_name a/b without"), ("train_grpo --run_name ..", ".. /"),
     # What the run finds.
     ("train_grpo --model_path nowhere", "nowhere config.json"),
@@ -95,6 +99,16 @@ def test_a_file_of_flags_may_name_another(tmp_path, monkeypatch):
     (tmp_path / "inner").write_text("--eval_only --reward_funcs format tag")
     args = train_grpo.parse_args(["@outer", "--reward_weights", "1", "-1e-3"])
     assert (args.tool, args.eval_only, args.reward_weights) == ("a b", True, [1, -0.001])
+
+
+def test_a_home_folder_is_found_where_no_shell_writes_it_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "flags").write_text("--data_path ~/data.jsonl")
+    args = train_grpo.parse_args(["--out_dir=~/runs", "@" + str(tmp_path / "flags")])
+    assert (args.out_dir, args.data_path) == (f"{tmp_path}/runs", f"{tmp_path}/data.jsonl")
+    with pytest.raises(SystemExit, match="2"):
+        guess.main(["--out_dir=~/flags/new"])           # a file is there
+    assert not (ROOT / "~").exists()
 
 
 def test_a_stream_that_knows_few_characters_ends_no_command(monkeypatch):

@@ -46,8 +46,10 @@ def test_an_rlaif_file_without_answers_trains_on_the_reward_model_alone(tmp_path
 def test_where_accuracy_evaluates_only_problems_with_answers_count(tokenizer, tmp_path):
     rows = [{"prompt": "1+1?"}, {"prompt": "1+2?", "answer": "3"}, {"prompt": "1+3?", "answer": 4}]
     path = write(tmp_path / "heldout.jsonl", rows)
-    args = train_grpo.parse_args(["--eval_data_path", str(path), "--eval_samples", "1"])
-    assert [row["answer"] for row in read_prompts(args, tokenizer)[2]] == ["3"]
+    for rewards in (["accuracy"], ["tag", "accuracy"]):
+        args = train_grpo.parse_args(["--eval_data_path", str(path), "--eval_samples", "1",
+                                      "--eval_reward_funcs", *rewards])
+        assert [row["answer"] for row in read_prompts(args, tokenizer)[2]] == ["3"]
     write(path, rows[:1])
     with pytest.raises(ValueError, match="heldout.jsonl: no line has an answer"):
         read_prompts(args, tokenizer)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -120,6 +121,13 @@ def test_ctrl_c_saves_where_nobody_reads_any_more(judge, tmp_path, monkeypatch):
     assert (tmp_path / "run/checkpoint/optimizer.pt").is_file()
 
 
+def test_a_worker_thread_leaves_signals_alone(judge, tmp_path):
+    thread = threading.Thread(target=run, args=(tmp_path, "--max_steps", "1"))
+    thread.start()
+    thread.join()
+    assert (tmp_path / "run/final").exists()
+
+
 def test_under_nohup_a_hangup_is_ignored(judge, tmp_path):
     judge.act = at(1, os.kill, os.getpid(), signal.SIGHUP)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -156,6 +164,11 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
             (new / "file").write_text("third")
             raise OSError(28, "No space left on device")
     assert files(tmp_path) == {"checkpoint/file": b"second"}
+    for error, why in ((OSError(22, "Invalid argument"), "Invalid argument"), (RuntimeError(
+            "[enforce fail at inline.cc:7] . open file failed: Not a directory"), "Not a dir")):
+        with pytest.raises(UserError, match=f"written .*{why}.*; correct that"):
+            with written_whole(folder):
+                raise error
 
 
 def test_what_a_killed_run_left_half_done_goes_but_not_its_only_checkpoint(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+import train_grpo
 from errors import UserError, user_errors
 from run.metrics import (
     Clock,
@@ -20,9 +21,10 @@ from run.metrics import (
     rollout_metrics,
     token_texts,
 )
+from run.report.model_card import accuracy
 from run.report.picture import Run, draw_curves, draw_time, smooth
 from run.report.terminal import Run as Recorded
-from run.report.terminal import one_group
+from run.report.terminal import one_group, start_swanlab
 from support import report_args, write
 
 
@@ -67,7 +69,7 @@ def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
     nan, inf = float("nan"), float("inf")
     text, clock = "苹果\n\"quoted\"", Clock(torch.device("cpu"))
     with reported(tmp_path / "run", report_args(), total_steps=3) as report:
-        evaluated = {"eval/accuracy": nan, "eval/greedy_accuracy": 0.5}
+        evaluated = {"measure": "accuracy", "eval/accuracy": nan, "eval/greedy_accuracy": 0.5}
         assert report.evaluation(0, evaluated) is evaluated
         for step in (1, 2, 3):
             for phase in ("rollout", "eval", None):
@@ -84,7 +86,8 @@ def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
     assert rows[1]["perf/throughput"] == pytest.approx(100 / times["rollout"])
     assert rows[1]["reward"] == 0.2 and rows[1]["kl"] is None and rows[1]["grad_norm"] is None
     assert lines(tmp_path / "run/eval.jsonl") == [
-        {"step": 0, "eval/accuracy": None, "eval/greedy_accuracy": 0.5}]
+        {"step": 0, "measure": "accuracy", "eval/accuracy": None, "eval/greedy_accuracy": 0.5}]
+    assert "measure" not in evaluated
     assert lines(tmp_path / "run/completions.jsonl") == [
         ROWS[0] | {"step": 3, "completion": text, "reward": None}]
     assert json.loads((tmp_path / "run/args.json").read_text())["num_generations"] == 2
@@ -111,6 +114,25 @@ def test_a_run_prints_its_group_and_is_tracked_with_the_flags_that_have_a_value(
         "      -0.71    0.25   0.25         -", "  three"]
     assert logged[0] == {"eval/accuracy": 0.5} and logged[1]["reward"] == 0.1
     assert given["config"]["beta"] == 0.0 and "delta" not in given["config"]
+
+
+def test_a_tracker_that_fails_is_a_warning_once(tmp_path, monkeypatch, capsys):
+    def fail(*values, step=None):
+        raise calls.append(step) or (ConnectionError("it is down") if step else SystemExit(1))
+
+    calls, began = [], {}
+    monkeypatch.setitem(sys.modules, "swanlab", SimpleNamespace(
+        Settings=lambda **options: None, init=began.update, log=fail, finish=fail,
+        has_run=lambda: True))
+    args = report_args(swanlab=None, use_wandb=True)        # online, unless --swanlab is given, too
+    with reported(tmp_path / "run", args, total_steps=3) as report:
+        for step in (1, 2, 3):
+            report.step(step, metrics(step), ROWS, {})
+    assert calls == [1, 2, 3, None] and began["mode"] == "online"
+    assert capsys.readouterr().out.count("SwanLab failed (ConnectionError: it is down)") == 1
+    for flags in (["--swanlab", "offline", "--use_wandb"], ["--use_wandb", "--swanlab", "offline"]):
+        start_swanlab(tmp_path, train_grpo.parse_args(flags))
+        assert began["mode"] == "offline"
 
 
 def test_a_tools_words_are_dim_and_in_brackets_and_a_models_are_not(monkeypatch):
@@ -184,10 +206,18 @@ def test_the_headline_has_the_first_and_the_last_of_what_was_recorded(tmp_path):
     write(tmp_path / "metrics.jsonl", [{"step": step, "reward": step / 4, "step_time": 1.5}
                                        for step in (1, 2, 3, 4)])
     assert Run(tmp_path).headline() == "reward 0.25 → 1.00, 4 steps, 00:06"
-    write(tmp_path / "eval.jsonl", [{"step": step, "eval/accuracy": accuracy, "eval/mean_length": 9}
-                                    for step, accuracy in ((0, 0.25), (2, 0.75), (4, 0.5))])
-    assert Run(tmp_path).headline().startswith(
-        "held-out accuracy 25.0% → 50.0%, answers 9 → 9 tokens, 4 steps")
+    accuracies = [{"step": step, "eval/accuracy": accuracy, "eval/mean_length": 9}
+                  for step, accuracy in ((0, 0.25), (2, 0.75), (4, 0.5))]
+    for measures, begins in (
+            ("aaa", "held-out accuracy 25.0% → 50.0%, answers 9 → 9 tokens, 4 steps"),
+            ("abb", "held-out accuracy 75.0% → 50.0%, answers 9"),
+            ("aab", "reward 0.25 → 1.00, 4"), ([None] * 3, "reward 0.25 → 1.00, 4")):
+        write(tmp_path / "eval.jsonl", [row | {"measure": measure} if measure else row
+                                        for row, measure in zip(accuracies, measures)])
+        assert Run(tmp_path).headline().startswith(begins)
+    write(tmp_path / "eval.jsonl", [row | {"measure": "a", "eval/judged": row["step"] / 4}
+                                    for row in accuracies[1:]])
+    assert Run(tmp_path).headline().startswith("only 50.0% of the held-out problems scored, held")
     (tmp_path / "eval.jsonl").unlink()
     write(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 0.25, "step_time": 1.5}])
     assert Run(tmp_path).headline() == "1 step, 00:01"
@@ -328,6 +358,11 @@ def test_a_rollout_is_described_one_row_per_completion():
     names = ("tokens", "completions/max_length", "tools/call_frequency", "tools/failure_frequency")
     assert [rollout_metrics(rows, 2)[name] for name in names] == [3, 1, 0.5, 1.0]
     assert rollout_metrics(rows[:1], 1)["tools/failure_frequency"] == 0
+    rollout.columns |= {"answer": ["9" * 5000] * 2, "tests": [["x" * 5000], "x" * 5000]}
+    one, two = (row["columns"] for row in describe(rollout, Bytes(), [], 2))
+    assert len(one["answer"]) == 5000 and one["nums"] == [7, 3]
+    assert one["tests"] == '["' + "x" * 1998 + " … [5,004 characters in all]"
+    assert two["tests"] == "x" * 2000 + " … [5,000 characters in all]"
     ids = [*"a果b".encode(), 0]         # three bytes make one character
     assert token_texts(ids, Bytes(), []) == ["a", "", "", "果", "b", ""]
     assert token_texts(ids[:3], Bytes(), []) == ["a", "", "\ufffd"]     # cut off within a character

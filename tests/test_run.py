@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 from huggingface_hub import ModelCard
+from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import train_grpo
@@ -24,7 +25,7 @@ from dataset import PromptCollator, prompts
 from errors import UserError
 from model import eos_token_ids, fast, load_pretrained
 from reward.load import RewardFunction
-from run.evaluate import evaluate
+from run.evaluate import evaluate, measure
 from run.extensions import install, moving_reference, oversample, teacher
 from run.policy import Policy
 from support import ROOT, jsonl, turns, write
@@ -60,7 +61,7 @@ def state_of(model, args, world=None, reader=fast.token_logps, **fields):
     return state
 
 
-def test_a_run_leaves_all_its_files(tmp_path, capsys, pictures):
+def test_a_run_leaves_all_its_files(tmp_path, capsys, monkeypatch, pictures):
     train_grpo.main(["--max_steps", "3", "--eval_interval", "2", "--out_dir", str(tmp_path),
                      "--run_name", "short", *SMALL])
     folder, metrics = tmp_path / "short", jsonl(tmp_path / "short/metrics.jsonl")
@@ -79,6 +80,8 @@ def test_a_run_leaves_all_its_files(tmp_path, capsys, pictures):
     assert first["num_tokens"] < second["num_tokens"] < third["num_tokens"]
     assert [line["step"] for line in jsonl(folder / "eval.jsonl")] == [0, 2, 3]
     assert "eval/accuracy" in second and "eval/accuracy" not in first
+    of_all, = {line["measure"] for line in jsonl(folder / "eval.jsonl")}
+    assert of_all.startswith("accuracy on 16 problems, ")
     rows = jsonl(folder / "completions.jsonl")
     group, total = rows[:4], [sum(row["rewards"].values()) for row in rows[:4]]
     assert len(rows) == 3 * 16 and len({row["prompt"] for row in group}) == 1
@@ -93,7 +96,11 @@ def test_a_run_leaves_all_its_files(tmp_path, capsys, pictures):
     assert card.data.library_name == "transformers" and card.data.base_model is None
     assert "| result | held-out accuracy {:.1%} → {:.1%}, ".format(*ends) in card.text
     assert "`--num_generations 4`" in card.text and str(tmp_path) not in card.text
+    assert 'python -m model.chat "short/final" --temperature 1.0\n' in card.text
     printed = capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    exec(card.text.split("```python\n")[1].partition("```")[0], {})
+    assert capsys.readouterr().out.startswith("<think>\n")
     assert "held-out accuracy" in printed
     # At each evaluation the same problem; the shipped weights begin carelessly.
     assert printed.count("\n  What is 24 + 33*8?\n") == 3
@@ -165,9 +172,10 @@ def test_only_evaluating_prints_the_results(tmp_path, capsys):
     assert results["eval/greedy_accuracy"] > 0 and results["eval/mean_length"] > 1
 
 
-def test_evaluation_by_a_reward_of_ones_own():
+def test_evaluation_by_a_reward_of_ones_own(capsys):
     """Four problems, two samples each; the reward is the sample's number in the batch."""
     def judge(prompts, completions, target, **columns):
+        tqdm.write("a line of a log, before which no bar stays")
         if len(prompts) == 4:                       # greedy
             return [0.5, 1.0, None, 0.0]
         assert target == [1, 1, 2, 2, 3, 3, 4, 4]
@@ -178,13 +186,26 @@ def test_evaluation_by_a_reward_of_ones_own():
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     state = state_of(load_pretrained(POLICY), args, tokenizer=tokenizer,
                      eval_funcs=[RewardFunction(judge)])
-    results, first = evaluate(state, rows, PromptCollator(tokenizer, 99), 0)
+    with pytest.warns(match="only 3 of 4 held-out problems were scored"):
+        results, first = evaluate(state, rows, PromptCollator(tokenizer, 99), 0)
+    assert results["eval/judged"] == 0.75 and not capsys.readouterr().err
     assert first.rewards.tolist() == pytest.approx([0.5, 1.0, NAN, 0.0], nan_ok=True)
     # The third problem was not judged. Sampled right: 1 of 2, 2 of 2, 0 of 2.
     assert results["eval/accuracy"] == pytest.approx(1.5 / 3)
     assert results["eval/pass@2"] == pytest.approx(2 / 3)
     assert results["eval/greedy_accuracy"] == pytest.approx(1 / 3)
     assert results["eval/reward"] == pytest.approx((1.75 + 1 + 0.25) / 3)
+
+
+def test_evaluations_of_other_rewards_problems_or_sampling_have_another_measure():
+    rows = [{"messages": turns("1+1?"), "answer": "2"}] * 2
+    one = measure(arguments(), rows)
+    others = [(rows[:1], {}), ([rows[0], rows[0] | {"answer": "3"}], {}),
+              (rows, {"eval_reward_funcs": ["a:good"]}), (rows, {"temperature": 0.5}),
+              (rows, {"eval_reward_funcs": ["b:good"]}), (rows, {"system_prompt": "r1"})]
+    found = {measure(arguments(**changes), problems) for problems, changes in others}
+    assert len(found | {one}) == 7 and one.startswith("accuracy on 2 problems, ")
+    assert one == measure(arguments(eval_data_path="moved", seed=7), list(rows))
 
 
 def test_the_eos_is_learned_with_the_rest_and_padding_is_not():
@@ -278,7 +299,8 @@ def test_the_groups_with_the_largest_spread_are_selected_whole_and_in_order(six)
         [NAN, NAN, NAN]]).flatten()
     for times, best in ((6, [2]), (3, [2, 4]), (2, [0, 2, 4])):
         state = SimpleNamespace(args=arguments(oversample=times, num_generations=3))
-        chosen = oversample.from_best_groups(lambda rollout: rollout, state, groups)
+        with pytest.warns(match=f"--oversample {times}: .* only 6 prompts.* from {len(best)};"):
+            chosen = oversample.from_best_groups(lambda rollout: rollout, state, groups)
         assert chosen.advantages.tolist() == [3 * group + i for group in best for i in range(3)]
         assert chosen.columns["number"] == [int(i) % 6 for i in chosen.advantages]
 
@@ -496,9 +518,10 @@ def test_a_step_without_a_judged_completion_moves_nothing_and_ten_in_a_row_end_t
     assert all("loss" not in line for line in lines[1:])
     printed, error = capsys.readouterr()
     # The same text is printed once in 20 steps; with a reason it is another one.
-    assert printed.count("warning: no completion of this step has a reward") == 2
+    assert printed.count("warning: no completion of this step was scored") == 2
     assert "; judge judged nothing in this step: RuntimeError: asleep" in printed
-    assert "error: " in error and "10 steps" in error and "--reward_funcs" in error
+    assert "error: no completion was scored in the last 10 steps" in error
+    assert "--reward_funcs" in error
 
 
 def test_a_rank_without_a_judged_completion_learns_with_the_others(policy, six):

@@ -377,8 +377,10 @@ def summary(run_dir, names):
     for name in names:
         if not name.startswith("eval/") and any(name in row for row in rows):
             series[name] = [mean_of(name, part) for part in parts]
+    evaluations = [{name: value for name, value in row.items() if name != "measure"}
+                   for row in read_jsonl(run_dir / "eval.jsonl")]
     return {"steps": [fmean(row["step"] for row in part) for part in parts], "series": series,
-            "eval": columns(read_jsonl(run_dir / "eval.jsonl")),
+            "eval": columns(evaluations),
             "seconds": round(sum(row["step_time"] for row in rows))}
 
 

@@ -342,6 +342,10 @@ def check(args):
     for is_there, sentence in [
         (loss_type == "cispo" and high <= 1, f"--epsilon_high {high} is the cap itself with "
          "--loss_type cispo and would scale down every token; give one above 1, or none for 5"),
+        (bound is soft_gate and (args.epsilon_low, high) != (0.2, 0.2) and not args.resume,
+         "--loss_type sapo clips nothing; leave --epsilon_low and --epsilon_high out"),
+        (bound is cispo_cap and args.epsilon_low != 0.2 and not args.resume,
+         "--loss_type cispo has no lower bound; leave --epsilon_low out"),
         (delta is not None and bound is not ppo_clip and average is not None,
          f"--delta belongs to PPO's clip, and --loss_type {loss_type} has none; leave it out"),
         (delta is not None and delta <= 1 + high,

@@ -1,5 +1,6 @@
 """--oversample: sample more prompts, and learn from the groups with the largest spread."""
 import math
+import warnings
 
 import torch
 
@@ -33,6 +34,11 @@ def from_best_groups(inner, state, rollout):
     """
     G = state.args.num_generations
     spread = nanstd(rollout.rewards.view(-1, G))[:, 0]                                  # (B,)
-    groups = spread.topk(math.ceil(len(spread) / state.args.oversample)).indices.sort().values
+    B, times = len(spread), state.args.oversample
+    best = math.ceil(B / times)
+    if B < times * state.args.batch_size * state.args.accumulation_steps:   # the last of the file
+        warnings.warn(f"{NAME} {times}: this step has only {B} prompts, and learns from {best}; "
+                      "lower --batch_size, or give more prompts", stacklevel=2)
+    groups = spread.topk(best).indices.sort().values
     rows = groups[:, None] * G + torch.arange(G)
     return inner(rollout.only(rows.flatten()))

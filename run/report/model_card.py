@@ -1,14 +1,15 @@
 """The model card of a run's final weights: README.md in the hub's format."""
 import shlex
 from pathlib import Path
+from string import Template
 
-from huggingface_hub import ModelCardData
+from dataset.prompts import R1_SYSTEM_PROMPT
 
 from .picture import Run
 
 # Where a run writes, what it prints, the machine: no word on the weights.
-OF_NO_WEIGHT = {"out_dir", "run_name", "resume", "save_interval", "swanlab", "device", "sampler",
-                "micro_batch_size", "rollout_batch_size", "gradient_checkpointing"}
+OF_NO_WEIGHT = {"out_dir", "run_name", "resume", "save_interval", "swanlab", "use_wandb", "device",
+                "sampler", "micro_batch_size", "rollout_batch_size", "gradient_checkpointing"}
 
 
 def write_card(folder, run_dir, args, defaults):
@@ -16,36 +17,24 @@ def write_card(folder, run_dir, args, defaults):
     base, is_id = args.model_path, not Path(args.model_path).exists()
     if not is_id:
         base = Path(base).name      # of a folder of this machine
-    data = ModelCardData(library_name="transformers", pipeline_tag="text-generation",
-                         tags=["grpo", "minigrpo"], base_model=base if is_id else None)
     rows = {"base": base, "prompts": Path(args.data_path).name,
             "rewards": " + ".join(f"{weight:g} {name}" for weight, name in
                                   zip(args.reward_weights, args.reward_funcs)),
             "result": Run(run_dir).headline(),
             "flags that differ from the defaults": changed_flags(args, defaults)}
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
-    prompt = f" --system_prompt {shlex.quote(args.system_prompt)}" if args.system_prompt else ""
-    thinks = "on" if args.reasoning else "off"
-    (folder / "README.md").write_text(f"""---
-{data.to_yaml()}
----
-
-# {run_dir.name}
-
-{base}, trained with Group Relative Policy Optimization (GRPO) by MiniGRPO.
-
-| | |
-|---|---|
-{table}
-
-## How to ask
-
-As in training. Where the chat template has a switch for thinking, it is {thinks} by default.
-
-```bash
-python -m model.chat FOLDER{prompt}
-```
-""", encoding="utf-8")
+    # Of a folder of this machine only the end.
+    out_dir = "" if Path(args.out_dir).is_absolute() else args.out_dir
+    system = R1_SYSTEM_PROMPT if args.system_prompt == "r1" else args.system_prompt
+    chat = [{"role": "system", "content": system}] if system else []
+    chat.append({"role": "user", "content": "What is 24 + 33*8?"})
+    card = Template(Path(__file__).with_name("model_card.md").read_text(encoding="utf-8"))
+    (folder / "README.md").write_text(card.substitute(
+        base_model=f"base_model: {base}\n" if is_id else "", base=base, table=table, chat=chat,
+        thinks="on" if args.reasoning else "off", temperature=args.temperature, name=run_dir.name,
+        path=Path(out_dir, run_dir.name, "final").as_posix(), tokens=args.max_gen_len,
+        prompt=f" --system_prompt {shlex.quote(args.system_prompt)}" if args.system_prompt else "",
+    ), encoding="utf-8")
 
 
 def changed_flags(args, defaults):

@@ -65,7 +65,9 @@ class Run:
     def __init__(self, run_dir):
         self.name = Path(run_dir).resolve().name
         self.steps = numbers_in(Path(run_dir) / "metrics.jsonl")
-        self.evaluations = numbers_in(Path(run_dir) / "eval.jsonl")
+        rows = numbers_in(Path(run_dir) / "eval.jsonl")
+        self.measure = rows[-1].get("measure") if rows else None    # None: of older commits
+        self.evaluations = [row for row in rows if row.get("measure") == self.measure]
         if not self.steps:
             raise UserError(f"{run_dir}: no step in metrics.jsonl yet; "
                             "give the folder of a run, such as out/run_a.")
@@ -82,13 +84,16 @@ class Run:
         return np.array(pairs, dtype=float).reshape(-1, 2).T
 
     def finite(self, key):
-        """The finite values of one metric."""
+        """The finite values of one metric; none of evaluations that don't say what they measure."""
+        if key.startswith("eval/") and self.measure is None:
+            return np.array([])
         values = self.series(key)[1]
         return values[np.isfinite(values)]
 
     def headline(self):
         """What the run achieved: "held-out accuracy 25% → 71%, answers 30 → 52 tokens, ..."."""
-        parts = []
+        scored = self.finite("eval/judged").min(initial=1)
+        parts = [f"only {scored:.1%} of the held-out problems scored"] if scored < 1 else []
         for form, key in (("held-out accuracy {:.1%} → {:.1%}", "eval/accuracy"),
                           ("answers {:.0f} → {:.0f} tokens", "eval/mean_length"),
                           ("reward {:.2f} → {:.2f}", "reward")):
@@ -104,8 +109,9 @@ class Run:
 def numbers_in(path):
     """The rows of a run's file, evenly spaced; what is no finite number is None, as null is."""
     with explained(path, "no run has written it", "give the folder of a run, such as out/run_a"):
-        return [{name: value if is_finite(value) else None for name, value in row.items()}
-                | {"step": int(float(row["step"]))} for row in read_jsonl(path, most=MOST_STEPS)]
+        return [{name: value if is_finite(value) or name == "measure" else None
+                 for name, value in row.items()} | {"step": int(float(row["step"]))}
+                for row in read_jsonl(path, most=MOST_STEPS)]
 
 
 # --- the panels -----------------------------------------------------------------------------------
@@ -170,7 +176,10 @@ def draw_one(fig, run):
 def draw_several(fig, runs):
     from matplotlib.lines import Line2D
 
-    for key, ax in panels(fig, f"{len(runs)} runs", "").items():
+    measures = {run.measure for run in runs if run.evaluations}
+    alike = len(measures) < 2 and None not in measures
+    note = "" if alike else "; not all say that they were evaluated alike"
+    for key, ax in panels(fig, f"{len(runs)} runs{note}", "").items():
         draw_strip(ax, runs, key)
     swatches = [Line2D([], [], color=color, linewidth=3)
                 for _, color in zip(runs, itertools.cycle(COLORS))]

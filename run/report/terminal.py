@@ -27,7 +27,7 @@ from ..metrics import describe, number, rollout_metrics
 from ..signals import Signals, Stopped, stop
 
 # The most common ways a run fails, each with its remedy.
-NO_REWARD = ("no completion of this step has a reward, so nothing is learned from it: every reward "
+NO_REWARD = ("no completion of this step was scored, so nothing is learned from it: every reward "
              "function returned None or failed")
 NO_SIGNAL = ("in most groups every completion got the same reward, so the advantages are 0 and "
              "nothing is learned: use prompts that the policy solves sometimes but not always, "
@@ -51,8 +51,8 @@ RUN_BY = {"fast": "model/fast; --sampler plain runs the lines of train_grpo.py",
 
 def add_flags(parser):
     parser.group("5. log").add_argument(
-        "--swanlab", choices=("disabled", "offline", "local", "online"), default="disabled",
-        help="track the run: local for `swanlab watch`, online with an account")
+        "--swanlab", choices=("disabled", "offline", "local", "online"), help="track the run: "
+        "local for `swanlab watch`, online with an account (default: disabled)")
 
 
 class Run:
@@ -71,6 +71,7 @@ class Run:
         self.dead_groups = deque(maxlen=5)      # frac_reward_zero_std of the last steps
         self.first_difference = None            # rollout_probs_diff_mean, when it was first known
         self.warned_at = {}                     # text of a warning -> step that last printed it
+        self.has_lost_steps = False             # whether SwanLab has failed
         self.has_begun = False                  # whether the first step is done
         self.held_back = []                     # evaluations until then
         self.drawn_at = -math.inf               # a time
@@ -103,8 +104,9 @@ class Run:
                 self.draw(pause=0)
             if error is None and self.current_step:
                 self._print_summary()
-            if self.swanlab and self.swanlab.has_run():     # it ends its run itself after Ctrl-C
-                self.swanlab.finish()
+            with suppress(Exception, SystemExit):       # of SwanLab
+                if self.swanlab and self.swanlab.has_run():     # after Ctrl-C it ends it itself
+                    self.swanlab.finish()
         if error_type is Stopped:
             self.world.gather([])       # torchrun ends all ranks once one has left
             self.world.close()
@@ -192,7 +194,7 @@ class Run:
         if signal:
             stop(signal, f"after step {step}, which is saved", world.rank)
         if self.unjudged == MOST_UNJUDGED:
-            raise UserError(f"no completion of the last {MOST_UNJUDGED} steps has a reward; check "
+            raise UserError(f"no completion was scored in the last {MOST_UNJUDGED} steps; check "
                             "that --reward_funcs fit the data")
 
     def finish(self, defaults):
@@ -239,10 +241,8 @@ class Run:
         """
         if not self.active:
             return metrics
-        self._write("eval", step, metrics)
-        if not is_finite(metrics.get("eval/accuracy", 0.0)):
-            self.warn("no held-out reply was judged: do --eval_reward_funcs find what they need in "
-                      "the columns of --eval_data_path?")
+        self._write("eval", step, {**metrics})
+        metrics.pop("measure", None)        # metrics.jsonl has numbers alone
         if step == self.start_step:         # the metrics of no step have it
             self._log(metrics, step)
             self.training_started = time.perf_counter()     # keep it out of the time left
@@ -364,7 +364,13 @@ class Run:
     def _log(self, metrics, step):
         if self.swanlab:
             finite = {key: value for key, value in metrics.items() if is_finite(value)}
-            self.swanlab.log(finite, step=step)
+            try:
+                self.swanlab.log(finite, step=step)
+            except (Exception, SystemExit) as error:    # it may be back at the next step
+                if not self.has_lost_steps:
+                    self.warn(f"SwanLab failed ({reason(error)}) and lacks a part of this run; "
+                              f"{short(self.run_dir)}/metrics.jsonl has all of it")
+                self.has_lost_steps = True
 
     def _numbers(self, step, metrics):
         """The line shown at every step: time left, and the few numbers that show progress."""
@@ -391,10 +397,12 @@ class Run:
 
 def start_swanlab(run_dir, args):
     """Open a SwanLab run; returns the swanlab module, or None with --swanlab disabled."""
-    if args.swanlab == "disabled":
+    # --swanlab says more than MiniMind's --use_wandb, whichever comes first.
+    mode = args.swanlab or ("online" if args.use_wandb else "disabled")
+    if mode == "disabled":
         return None
     # Without its dashboard, SwanLab itself would only log an error and record nothing.
-    if args.swanlab == "local" and not importlib.util.find_spec("swanboard"):
+    if mode == "local" and not importlib.util.find_spec("swanboard"):
         raise UserError("--swanlab local needs a package: pip install 'swanlab[dashboard]'")
     # Only flags that have a value: the dashboard shows a None as "[object Object]".
     flags = {name: value for name, value in to_json(vars(args)).items() if value is not None}
@@ -403,10 +411,10 @@ def start_swanlab(run_dir, args):
         # Ask no questions, since a run may have no keyboard, and leave stdout and stderr alone,
         # since the bar is drawn there.
         settings = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
-        swanlab.init(mode=args.swanlab, project=args.wandb_project, name=run_dir.name,
+        swanlab.init(mode=mode, project=args.wandb_project, name=run_dir.name,
                      settings=settings, log_dir=str(run_dir / "swanlab"), config=flags)
     except Exception as error:
-        raise UserError(f"--swanlab {args.swanlab} could not start ({reason(error)}): check "
+        raise UserError(f"--swanlab {mode} could not start ({reason(error)}): check "
                         "--wandb_project, `swanlab login` first, or choose --swanlab disabled"
                         ) from error
     return swanlab
