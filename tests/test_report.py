@@ -21,7 +21,6 @@ from run.metrics import (
     rollout_metrics,
     token_texts,
 )
-from run.report.model_card import accuracy
 from run.report.picture import Run, draw_curves, draw_time, smooth
 from run.report.terminal import Run as Recorded
 from run.report.terminal import one_group, start_swanlab
