@@ -2,6 +2,7 @@
 
 A crash or a full disk, at any moment, leaves a whole checkpoint behind.
 """
+import json
 import os
 import shutil
 from contextlib import contextmanager
@@ -121,7 +122,8 @@ class Saver:
         """
         policy = self._whole(policy)
         if self.writes:
-            tokenizer = asking_as_trained(tokenizer, bool(self.args.reasoning))
+            tokenizer = asking_as_trained(tokenizer, bool(self.args.reasoning),
+                                          json.loads(self.args.chat_template_kwargs))
             with written_whole(self.run_dir / "final") as folder:
                 save_pretrained(policy, tokenizer, folder)
                 write_card(folder, self.run_dir, self.args, defaults)

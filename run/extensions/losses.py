@@ -215,6 +215,8 @@ def row_of(loss_type, options=()):
         function = POLICY_LOSSES[bound]
     else:
         known = ", ".join([*LOSS_TYPES, "r1"])
+        if loss_type == "gspo":
+            known += ", for GSPO --importance_sampling_level sequence"
         function = import_function("--loss_type", loss_type, known)
         is_bound = next(iter(inspect.signature(function).parameters), None) == "ratio"
         average = "completion" if is_bound else None
