@@ -5,6 +5,12 @@ from pathlib import Path
 
 from errors import UserError, explained
 
+OTHER_FILES = [     # first bytes, what they begin, the line that converts it
+    (b"\x1f\x8b", "it is compressed with gzip", "gunzip -k FILE"),
+    (b"\xff\xfe", "it is in UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > new.jsonl"),
+    (b"[", "it is one JSON array", "python -c \"import json; [print(json.dumps(row)) for row in "
+     "json.load(open('FILE', encoding='utf-8-sig'))]\" > new.jsonl")]
+
 
 def is_finite(value):
     """True for a finite number; False for NaN, infinity and None, which is how null reads."""
@@ -59,15 +65,34 @@ def read_lines(path):
     if not Path(path).exists() or Path(path).is_dir():      # a pipe is as good as a file
         raise UserError(f"{path}: no such file; give a jsonl file")
     with open(path, "rb") as file:
+        start = file.peek(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+        for first, what, line in OTHER_FILES:
+            if start.startswith(first):
+                raise UserError(f"{path}: {what}, and one JSON object per line is needed; this "
+                                f"makes such a file: {line.replace('FILE', str(path))}")
+        if start.startswith(b"PAR1"):
+            yield from read_parquet(path, file)
+            return
         for number, line in enumerate(file, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
                 yield where, parse(line, where)
 
 
+def read_parquet(path, file):
+    """As read_lines; what JSON lacks, such as a date, becomes its text."""
+    with explained(path, "pyarrow can't read this parquet file", "pip install pyarrow, "
+                   "or download it again"):
+        from pyarrow.parquet import ParquetFile
+        rows = [row for batch in ParquetFile(file).iter_batches() for row in batch.to_pylist()]
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}, row {number}", to_json(row)
+
+
 def parse(line, where):
     """A line of bytes as JSON: in UTF-8, without NaN and without halves of characters."""
-    with explained(where, "not valid JSON in UTF-8", "write one object per line"):
+    with explained(where, "not valid JSON in UTF-8", "write one object per line; GBK is converted "
+                   f"by iconv -f GB18030 -t UTF-8 {where.rpartition(', line')[0]} > new.jsonl"):
         row = json.loads(line.decode("utf-8-sig"))
         json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
         return row

@@ -1,5 +1,7 @@
 """From a jsonl file to batches of prompts: the chats to complete, and the columns rewards need."""
 import copy
+import json
+import math
 import re
 import reprlib
 import warnings
@@ -13,11 +15,12 @@ from errors import COUNT, UserError
 
 HERE = Path(__file__).resolve().parent
 MOST_STEPS = 300        # of a run that names no number
-PROMPT_FIELDS = ("conversations", "prompt", "question", "problem")
+PROMPT_FIELDS = ("conversations", "prompt", "question", "problem", "messages")
 # Rewards get a line's other fields as keyword arguments, beside these.
 RESERVED = {"prompts", "completions", "messages", "completion_ids", "own_words", "own_ids",
             "histories", "seeds", "reward_funcs", "reward_weights", "self"}
-SWITCHES = "enable_thinking", "open_thinking"       # of chat templates: Qwen3's, MiniMind-3's
+# For thinking, in chat templates: Qwen3's, MiniMind-3's, DeepSeek-V3.1's and Granite's.
+SWITCHES = "enable_thinking", "open_thinking", "thinking"
 ROLES = ("system", "user", "assistant", "tool")
 # --system_prompt r1: asks for the format that format_reward and tag_reward check.
 R1_SYSTEM_PROMPT = (
@@ -80,7 +83,7 @@ def read_row(row, where):
                         "rename the field")
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    if not is_chat(messages) or any(
+    if not is_chat(messages, where) or any(
             turn["role"] == "tool" or turn.get("tool_calls") for turn in messages):
         raise UserError(f"{where}: {field} must be a string or a list of turns, each with a "
                         "content and a role, system, user or assistant, and none with tool_calls; "
@@ -90,11 +93,14 @@ def read_row(row, where):
     if not messages or not messages[-1]["content"].strip():
         raise UserError(f"{where}: {field} has nothing to reply to; end it with a user turn that "
                         "is not empty")
-    tools = messages[0].get("tools")
-    if tools and isinstance(tools, str):        # MiniMind's files have the text of a list
-        messages[0]["tools"] = tools = parse(tools.encode(), f"{where}: tools")
+    tools = row.get("tools") or messages[0].get("tools")        # TRL's place, and MiniMind's
+    if tools and isinstance(tools, str):        # MiniMind's files and parquet have a list's text
+        tools = parse(tools.encode(), f"{where}: tools")
     if tools and not isinstance(tools, list):
-        raise UserError(f"{where}: tools must be a list, as apply_chat_template takes it")
+        raise UserError(f"{where}: tools must be a list, as apply_chat_template takes it, or its "
+                        "text; a column that means something else needs another name")
+    if tools is not None:
+        messages[0]["tools"] = tools
     return {**row, "messages": messages}
 
 
@@ -115,7 +121,12 @@ def gold_of(row):
     return "answer", None
 
 
-def is_chat(turns):
+def is_chat(turns, where):
+    """Whether these are turns with a role and a text; UserError if a content is a list of parts."""
+    if isinstance(turns, list) and any(
+            isinstance(turn, dict) and isinstance(turn.get("content"), list) for turn in turns):
+        raise UserError(f"{where}: a content is a list, and must be a text; this joins its parts: "
+                        'turn["content"] = "".join(part["text"] for part in turn["content"])')
     return isinstance(turns, list) and all(
         isinstance(turn, dict) and turn.get("role") in ROLES
         and isinstance(turn.get("content"), str) for turn in turns)
@@ -128,23 +139,36 @@ class PromptCollator:
 
     A system prompt ("r1": the built-in one) is added to chats that have none of their own. Only the
     policy reads it: columns["messages"], which a reward model judges, stays as it is in the file.
+
+    thinking: on or off in templates that have a switch for it; None: as they have it by default.
+    template_kwargs: {name: value} of their other switches; UserError if there is no such name.
     """
 
-    def __init__(self, tokenizer, max_seq_len, system_prompt=None, thinking=True):
-        self.tokenizer, self.max_seq_len, self.thinking = tokenizer, max_seq_len, thinking
+    def __init__(self, tokenizer, max_seq_len, system_prompt=None, thinking=True,
+                 template_kwargs=None):
+        self.tokenizer, self.max_seq_len = tokenizer, max_seq_len
         self.system_prompt = R1_SYSTEM_PROMPT if system_prompt == "r1" else system_prompt
+        self.switches = {} if thinking is None else dict.fromkeys(SWITCHES, thinking)
+        self.switches |= template_kwargs or {}
+        for name in template_kwargs or ():
+            if name not in str(tokenizer.chat_template):
+                raise UserError(f"--chat_template_kwargs: the chat template has no {name}; read "
+                                "the template, or leave the name out")
 
-    def render(self, messages):
-        """The prompt as text, with thinking on or off in templates that have a switch for it.
+    def has_switch(self, messages):
+        """Whether one of SWITCHES changes what the template makes of these messages."""
+        on, off = (self.render(messages, **dict.fromkeys(SWITCHES, value))
+                   for value in (True, False))
+        return on != off
 
-        thinking None: as the template has it by default.
-        """
+    def render(self, messages, **switches):
+        """The prompt as text; switches: in place of the run's."""
+        tools = messages[0].get("tools")
         if self.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        tools = messages[0].get("tools")
-        switches = {} if self.thinking is None else dict.fromkeys(SWITCHES, self.thinking)
-        render = partial(self.tokenizer.apply_chat_template, messages, tokenize=False,
-                         add_generation_prompt=True, **switches)
+        options = {"tokenize": False, "add_generation_prompt": True}
+        render = partial(self.tokenizer.apply_chat_template, messages,
+                         **self.switches | switches | options)
         try:
             text = render(tools=tools)
             shown = not tools or text != render()
@@ -154,8 +178,8 @@ class PromptCollator:
                             "leave out --system_prompt, write the prompts without that role, or "
                             "give another --tokenizer_path") from None
         if not shown:
-            raise UserError("the tokenizer's chat template does not show the tools of a system "
-                            "turn; leave the field tools out, or give another --tokenizer_path")
+            raise UserError("the tokenizer's chat template does not show the data's tools; leave "
+                            "the field tools out, or give another --tokenizer_path")
         return text
 
     def encode(self, items):
@@ -188,29 +212,55 @@ class PromptCollator:
         }
 
 
-def asking_as_trained(tokenizer, thinking):
-    """A copy whose template has thinking on or off as in training, unless a caller says otherwise.
+def asking_as_trained(tokenizer, thinking, template_kwargs=None):
+    """A copy whose template has its switches as in training, unless a caller says otherwise.
 
-    MiniMind-3's default is off, Qwen3's is on.
+    By default thinking is off in MiniMind-3's, on in Qwen3's.
     """
     tokenizer, template = copy.copy(tokenizer), tokenizer.chat_template
     if isinstance(template, str):           # there may be several, by name
-        template = re.sub(r"\A(\{%- set \w+ = \w+ if \w+ is defined else (true|false) %\})+", "",
-                          template)
-        value = "true" if thinking else "false"
+        template = re.sub(r"\A(\{%- set \w+ = \w+ if \w+ is defined else .*? %\})+", "", template)
+        values = dict.fromkeys(SWITCHES, thinking) | (template_kwargs or {})
         tokenizer.chat_template = "".join(
-            f"{{%- set {name} = {name} if {name} is defined else {value} %}}"
-            for name in SWITCHES if name in template) + template
+            f"{{%- set {name} = {name} if {name} is defined else {json.dumps(value)} %}}"
+            for name, value in values.items() if name in template) + template
     return tokenizer
 
 
-def without_overlong(rows, places, collate, overlong):
-    """The rows whose prompts fit into max_seq_len tokens; with `overlong` "cut" all of them.
+def max_positions(config):
+    """The longest sequence that weights can read, by their config; at least, if RoPE is scaled."""
+    rope = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None) or {}
+    most = getattr(config, "max_position_embeddings", None) or math.inf
+    return most * (rope.get("factor") or 1)
 
-    With "refuse" a longer one is a UserError, with "drop" those that are left out are a warning.
+
+def check_ids(ids, where, tokenizer, config, new=0):
+    """UserError unless weights of this config can read these ids, and so many new ones after them.
     """
-    limit = f"--max_seq_len {collate.max_seq_len}"
-    lengths = [len(ids) for ids in collate.encode(rows)[1]]
+    largest, most = max(ids, default=0), max_positions(config)
+    if largest >= config.vocab_size:        # a tokenizer may have tokens for pictures
+        raise UserError(f"{where}: the token {tokenizer.convert_ids_to_tokens(largest)} has the id "
+                        f"{largest}, but the weights know {config.vocab_size} tokens; leave it "
+                        "out, or give another tokenizer")
+    if len(ids) + new > most:
+        advice = "lower --max_gen_len, or shorten it" if new > 1 else "shorten the text"
+        raise UserError(f"{where}: {len(ids)} tokens, and {new} that may follow, are more than the "
+                        f"{most:g} positions of the weights; {advice}")
+
+
+def without_overlong(rows, places, collate, args, config):
+    """The rows whose prompts fit into max_seq_len tokens; with --overlong_prompts cut all of them.
+
+    With refuse a longer one is a UserError, with drop those that are left out are a warning.
+    config: of the weights that are to read them.
+    """
+    limit, overlong = f"--max_seq_len {collate.max_seq_len}", args.overlong_prompts
+    encoded = collate.encode(rows)[1]
+    lengths = [len(ids) for ids in encoded]
+    for ids, place in sorted(zip(encoded, places), key=lambda pair: -len(pair[0])):
+        if config and (overlong == "cut" or len(ids) <= collate.max_seq_len):
+            check_ids(ids[-collate.max_seq_len:], place, collate.tokenizer, config,
+                      args.max_gen_len)
     fitting = [row for row, length in zip(rows, lengths) if length <= collate.max_seq_len]
     if len(fitting) == len(rows):
         return rows
@@ -258,9 +308,16 @@ def add_flags(parser):
     flag("--overlong_prompts", choices=("refuse", "cut", "drop"), default="refuse",
          help="refuse longer prompts, keep their last tokens, or leave them out")
     flag("--system_prompt", help="for chats without one; r1: a text that asks for the tags")
+    flag("--chat_template_kwargs", type=json_object, default="{}", metavar="JSON", help="switches "
+         "of the chat template, such as '{\"thinking\": true}'; --reasoning sets those it knows")
     flag = parser.group("5. log").add_argument
     flag("--eval_data_path", help="jsonl with held-out problems (default: dataset/heldout.jsonl)")
     flag("--eval_samples", type=COUNT, default=1000, help="held-out problems per evaluation")
+
+
+def json_object(text):
+    dict(json.loads(text))
+    return text
 
 
 def check(args):
@@ -280,11 +337,12 @@ def is_arithmetic(path):
     return Path(path).resolve() == HERE / "train.jsonl"
 
 
-def read_prompts(args, tokenizer):
+def read_prompts(args, tokenizer, config=None):
     """The collator, the training prompts, and the held-out problems if any are evaluated."""
-    collate = PromptCollator(tokenizer, args.max_seq_len, args.system_prompt, bool(args.reasoning))
+    collate = PromptCollator(tokenizer, args.max_seq_len, args.system_prompt, bool(args.reasoning),
+                             json.loads(args.chat_template_kwargs))
     problems, heldout = PromptDataset(args.data_path), []
-    problems = without_overlong(problems, problems.places, collate, args.overlong_prompts)
+    problems = without_overlong(problems, problems.places, collate, args, config)
     if args.eval_interval or args.eval_only:
         data = PromptDataset(args.eval_data_path)
         pairs = [(row, place) for row, place in zip(data, data.places)
@@ -294,7 +352,7 @@ def read_prompts(args, tokenizer):
                             "compare with; add the field answer, name your own reward with "
                             "--eval_reward_funcs, or train with --eval_interval 0")
         heldout, places = zip(*pairs[:args.eval_samples])
-        heldout = without_overlong(list(heldout), places, collate, args.overlong_prompts)
+        heldout = without_overlong(list(heldout), places, collate, args, config)
     return collate, problems, heldout
 
 

@@ -18,6 +18,7 @@ what it describes, it becomes a MiniMindConfig; otherwise transformers_model.py 
 import json
 import os
 import re
+import warnings
 from dataclasses import fields
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def read_tensors(path):
     From a pickle torch builds tensors and plain containers, nothing else. The tensors are the file
     itself, mapped, so that the ranks of a machine share one copy of it: copy those that you keep.
     """
-    with explained(path, "truncated, a git-lfs pointer, or something other than tensors", AGAIN):
+    with explained(path, "missing, truncated, a git-lfs pointer, or other than tensors", AGAIN):
         if path.suffix == ".safetensors":
             return load_file(path)
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
@@ -188,6 +189,10 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
             generation = read_json(file)
             with explained(file, "its eos_token_id is no token's id", AGAIN):
                 as_ids(generation.get("eos_token_id"))
+        asks = getattr(theirs, "output_router_logits", False)
+        if asks and getattr(theirs, "router_aux_loss_coef", 0):
+            warnings.warn(f"{path}: config.json asks for the router's balancing loss "
+                          "(router_aux_loss_coef), and no run has it", stacklevel=2)
         lacking = unbuilt(theirs)
         if lacking:
             model = transformers_model.load(
@@ -214,8 +219,15 @@ def read_state(path):
             config = infer_config(state)
     else:
         config, state = read_config(path), read_weights(path)
-    if config.tie_word_embeddings and "model.embed_tokens.weight" in state:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    names = "model.embed_tokens.weight", "lm_head.weight"
+    found = [state[name] for name in names if torch.is_tensor(state.get(name))]     # one or both
+    if config.tie_word_embeddings and found:
+        if torch.equal(found[0], found[-1].to(found[0].dtype)):
+            state |= dict.fromkeys(names, found[0])
+        else:               # left by merged adapters; transformers keeps both, too
+            config.tie_word_embeddings = False
+            warnings.warn(f"{path}: config.json ties head and embedding, but the weights have two "
+                          "different ones, and both are kept", stacklevel=2)
     return config, state
 
 
@@ -244,24 +256,25 @@ def local_path(path, *, weights=True):
 def load_tokenizer(path, vocab_size, advice="give another with --tokenizer_path"):
     """Load the tokenizer from a folder or a hub id. Code that comes with it never runs.
 
-    advice: what to do if there is none, if its chat template is missing, or if it has more tokens
-    than the weights, whose embedding has vocab_size rows: the end of the UserError.
+    advice: what to do if there is none, if its chat template is missing, or if its padding or EOS
+    has no row in the embedding, which has vocab_size: the end of the UserError. Other tokens may
+    have none; a text that holds one is refused where it is read.
     """
     path = local_path(path, weights=False)
     if not path.is_dir():
         raise UserError(f"{path}: not a folder, so it has no tokenizer; {advice}")
     with explained(path, "no tokenizer could be read there", advice):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        count = max(tokenizer.get_vocab().values()) + 1     # an id may be larger than all others
         # Without files transformers makes an empty one.
         if not tokenizer("a 1", add_special_tokens=False)["input_ids"]:
             raise ValueError("it has no token for any text")
     if tokenizer.chat_template is None:
         raise UserError(f"{path}: its tokenizer has no chat template; {advice}")
-    # Fewer tokens than rows are common: embeddings are often padded to a round number.
-    if count > vocab_size:
-        raise UserError(f"{path}: its tokenizer has {count} tokens, but the weights know "
-                        f"{vocab_size}; {advice}")
+    # More rows than tokens are common: embeddings are often padded to a round number.
+    for token in (tokenizer.pad_token, tokenizer.eos_token):
+        if token and tokenizer.convert_tokens_to_ids(token) >= vocab_size:
+            raise UserError(f"{path}: its token {token} has an id beyond the {vocab_size} tokens "
+                            f"that the weights know; {advice}")
     return tokenizer
 
 
@@ -284,14 +297,20 @@ def build(model_class, config, *more, state, path, dtype=torch.float32, matrix_d
 
 
 def read_weights(path):
-    """All tensors in a folder, by name: safetensors or else PyTorch's .bin, whole or in shards."""
-    for pattern in ("model.safetensors", "model-*-of-*.safetensors",
-                    "pytorch_model.bin", "pytorch_model-*-of-*.bin"):
-        parts = sorted(path.glob(pattern))
-        if parts:
+    """All tensors in a folder, by name: safetensors or else PyTorch's .bin, whole or in shards.
+
+    Shards are those that the index names, as in transformers: others may be left over.
+    """
+    for whole in (path / "model.safetensors", path / "pytorch_model.bin"):
+        index, parts = Path(f"{whole}.index.json"), [whole]
+        if index.exists() and not whole.exists():
+            with explained(index, "not an index of weights", AGAIN):
+                parts = sorted({path / part for part in read_json(index)["weight_map"].values()})
+        if index.exists() or whole.exists():
             break
     else:
-        raise UserError(f"{path}: model.safetensors is missing; copy it next to config.json")
+        raise UserError(f"{path}: neither model.safetensors nor model.safetensors.index.json is "
+                        "there; copy all files of the weights next to config.json")
     state = {}
     for file in parts:
         state |= read_tensors(file)

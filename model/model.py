@@ -252,8 +252,9 @@ class Head(nn.Linear):
         device = hidden.device.type
         if not torch.is_autocast_enabled(device):
             return super().forward(hidden)
+        bias = None if self.bias is None else self.bias.float()     # Phi's and GPT-J's have one
         with torch.autocast(device, enabled=False):
-            return F.linear(hidden.float(), self.weight.float())
+            return F.linear(hidden.float(), self.weight.float(), bias)
 
 
 class MiniMindForCausalLM(nn.Module):

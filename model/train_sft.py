@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dataset.folders import claim
 from dataset.jsonl import read_lines
-from dataset.prompts import is_chat, read_row
+from dataset.prompts import check_ids, is_chat, read_row
 from errors import COUNT, COUNT_OR_0, Parser, UserError, explained, number, user_errors
 
 from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, load_tokenizer, save_pretrained
@@ -32,13 +32,14 @@ from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, load_tokeniz
 def read_chats(path):
     """The chats of a jsonl file, {"conversations": [{"role", "content"}, ...]} a line.
 
-    Or a prompt and its answer, as PromptDataset reads them: then the answer is the reply.
+    OpenAI's files call it messages. Or a prompt and its answer, as PromptDataset reads them: then
+    the answer is the reply.
     """
     chats = []
     for where, row in read_lines(path):
         row = row if isinstance(row, dict) else {}
-        chat = row.get("conversations")
-        has_reply = is_chat(chat) and any(turn["role"] == "assistant" for turn in chat)
+        chat = row.get("conversations", row.get("messages"))
+        has_reply = is_chat(chat, where) and any(turn["role"] == "assistant" for turn in chat)
         if not has_reply:
             if row.get("answer") is None:
                 raise UserError(f"{where}: no turn by the role assistant, and no answer, so there "
@@ -212,6 +213,8 @@ def main(argv=None):
             num_attention_heads=args.hidden_size // 32, num_key_value_heads=args.hidden_size // 64,
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).to(device)
     examples = encode(chats, tokenizer)
+    for ids, _ in examples:
+        check_ids(ids, args.data, tokenizer, model.config)
     count = min(args.heldout, len(examples) // 10)
     examples, heldout = examples[:len(examples) - count], examples[len(examples) - count:]
     print(f"{len(examples)} chats to learn from, and {count} held out", flush=True)

@@ -87,6 +87,8 @@ def load(path, config, lacking, *, dtype=None, matrix_dtype=None, device=None):
             raise ValueError(f"{missing[0]} is missing, one of {len(missing)} such tensors")
         theirs.generation_config = GenerationConfig()   # it won't save one that it finds odd
         head = theirs.get_output_embeddings()
+        if head.weight is not theirs.get_input_embeddings().weight:     # whatever its config says
+            theirs.config.tie_word_embeddings = False
         if type(head) is nn.Linear:
             head.__class__ = Head                       # computes in float32 under autocast
         model = AnyModel(theirs.to(device), lacking)

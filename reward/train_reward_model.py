@@ -45,9 +45,9 @@ def read_pairs(paths):
     for path in paths:
         for where, row in read_lines(path):
             with explained(where, "not a pair", 'write {"conversations", "chosen", "rejected"}'):
-                chosen, rejected = (with_reply(row["conversations"], row[side])
-                                    for side in ("chosen", "rejected"))
-                if not (is_chat(chosen) and is_chat(rejected)):
+                chat = row["messages" if "messages" in row else "conversations"]
+                chosen, rejected = (with_reply(chat, row[side]) for side in ("chosen", "rejected"))
+                if not (is_chat(chosen, where) and is_chat(rejected, where)):
                     raise ValueError("a turn lacks its role or its text")
                 if chosen == rejected:
                     raise ValueError("both sides are the same")
@@ -80,7 +80,7 @@ def pairs_of_run(path, rng):
     groups, pairs = defaultdict(list), {False: [], True: []}
     for where, row in read_lines(path):
         with explained(where, "not a completion", "give the completions.jsonl of a run"):
-            if not is_chat(with_reply(row["columns"]["messages"], row["completion"])):
+            if not is_chat(with_reply(row["columns"]["messages"], row["completion"]), where):
                 raise ValueError("a turn lacks its role or its text")
             if row["columns"].get("answer") is not None:
                 groups[row["step"], row["prompt"]].append(row)

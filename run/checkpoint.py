@@ -140,7 +140,8 @@ class Saver:
         """
         policy = self._whole(policy)
         if self.writes:
-            tokenizer = asking_as_trained(tokenizer, bool(self.args.reasoning))
+            tokenizer = asking_as_trained(tokenizer, bool(self.args.reasoning),
+                                          json.loads(self.args.chat_template_kwargs))
             with written_whole(self.run_dir / "final", self._put) as folder:
                 save_pretrained(policy, tokenizer, folder)
                 write_card(folder, self.run_dir, self.args, defaults)

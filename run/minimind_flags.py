@@ -8,6 +8,8 @@ FLAGS = {
     "hidden_size": {"type": COUNT, "default": 128},
     "use_moe": {"type": int, "choices": (0, 1), "default": 0},
     "num_hidden_layers": {"type": COUNT},
+    "from_weight": {}, "from_resume": {"type": int, "choices": (0, 1), "dest": "resume"},
+    "save_dir": {"dest": "out_dir"}, "save_weight": {"dest": "run_name"},
     "use_wandb": {"action": "store_true"},
     "wandb_project": {"default": "MiniGRPO"},
     "ddp": {"action": "store_true"}, "num_workers": {"type": int}, "log_interval": {"type": int},
@@ -19,6 +21,7 @@ def add_flags(parser):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **options)
     parser.epilog = (
         "MiniMind's other flags work too: accumulation_steps multiplies batch_size; hidden_size "
-        "(128) and use_moe name the default weights, num_hidden_layers refuses others; use_wandb "
-        "is, as there, SwanLab: swanlab online, unless swanlab says otherwise; wandb_project its "
-        "project.")
+        "(128) and use_moe name the default weights, num_hidden_layers refuses others; from_weight "
+        "names weights in out_dir, without the size; from_resume 1 is resume, save_dir out_dir, "
+        "save_weight run_name; use_wandb is, as there, SwanLab: swanlab online, unless swanlab "
+        "says otherwise; wandb_project its project.")

@@ -77,6 +77,8 @@ def add_flags(parser):
 def check(args):
     """The included weights."""
     shipped = Path(__file__).resolve().parents[1] / "model/weights"
+    if args.from_weight:        # MiniMind's: what a run's args.json keeps is the path
+        args.model_path, args.from_weight = find_weights(args.from_weight, args, shipped), None
     kind = "reason" if args.reasoning else "full_sft"
     args.model_path = args.model_path or find_weights(kind, args, shipped)
 

@@ -1,5 +1,6 @@
 """Models that transformers' own classes run: exact in a batch, trained, saved, or refused."""
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from test_run import measured
 
 import train_grpo
 from errors import UserError
-from model import load_pretrained, sampler
+from model import load_pretrained, sampler, save_pretrained
 from model.load import read_config
 from model.lora import adapter_state, adapters, merged_state, with_adapters
 from model.transformers_model import AnyModel, Cache
@@ -136,6 +137,20 @@ def test_dropout_is_off_and_the_head_is_float32_under_autocast(saved):
         assert policy(ids, mask).dtype == torch.float32
 
 
+def test_a_bias_of_the_head_and_a_head_of_its_own_are_kept(tokenizer, tmp_path):
+    sizes = {name: SIZES[name] for name in SIZES if name != "head_dim"}
+    theirs = transformers.PhiForCausalLM(transformers.PhiConfig(vocab_size=280, **sizes)).eval()
+    theirs.lm_head.bias.data.normal_(std=2)
+    theirs.save_pretrained(tmp_path)
+    edit(tmp_path / "config.json", tie_word_embeddings=True)
+    ours, (ids, _) = load_pretrained(tmp_path), left_padded((9,), 200)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(ours(ids), theirs(ids).logits.float(), atol=0.05, rtol=0)
+    save_pretrained(ours, tokenizer, tmp_path / "final")
+    assert not json.loads((tmp_path / "final/config.json").read_text())["tie_word_embeddings"]
+    assert torch.equal(load_pretrained(tmp_path / "final")(ids), theirs(ids).logits)
+
+
 # --- trained and saved ----------------------------------------------------------------------------
 
 
@@ -202,6 +217,22 @@ def test_a_model_that_mixes_rows_is_refused_in_a_sentence(saved, tmp_path, capsy
         train_grpo.main(flags(saved("RwkvForCausalLM")[0], tmp_path))
     error = capsys.readouterr().err.splitlines()[-1]
     assert "transformers can't run it as a policy" in error and "choose other weights" in error
+
+
+def test_more_tokens_than_positions_are_refused_at_the_start(saved, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train_grpo.main([*flags(saved("GPT2LMHeadModel")[0], tmp_path), "--max_gen_len", "120"])
+    assert re.search(r"train.jsonl, line \d+: \d+ tokens, and 120 that may follow, are more than "
+                     r"the 128 positions .* lower --max_gen_len", capsys.readouterr().err)
+
+
+def test_a_router_whose_loss_is_left_out_is_a_warning(tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        **SIZES, vocab_size=9, num_experts=3, num_experts_per_tok=2,
+        moe_intermediate_size=8, output_router_logits=True)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="config.json asks for the router's balancing loss"):
+        load_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("wrong", ["positions", "cache"])

@@ -1,11 +1,15 @@
 import copy
+import datetime
+import gzip
 import json
 import math
 import random
 import re
 import runpy
+import subprocess
 import sys
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +17,11 @@ from tokenizers.processors import TemplateProcessing
 
 from dataset import PromptCollator, PromptDataset
 from dataset.prompts import rows_of_step, steps_per_epoch
+from errors import UserError
 from lab.tasks import arithmetic
 from lab.tasks.tokenizer import read_chats
 from model import load_pretrained, train_sft
+from reward.train_reward_model import read_pairs
 from support import ROOT, jsonl, turns, write
 
 USER, REPLY = turns("2+3?", "5")
@@ -32,6 +38,7 @@ def dataset_of(tmp_path, *lines):
 @pytest.mark.parametrize("line, messages", [
     ({"conversations": [USER, REPLY, USER, REPLY]}, [USER, REPLY, USER]),
     ({"prompt": "2+3?"}, [USER]), ({"prompt": [USER, REPLY]}, [USER]),
+    ({"messages": [USER, REPLY]}, [USER]),
     ({"question": "2+3?", "nums": [2, 3], "target": 5}, [USER]),
 ])
 def test_all_forms_become_messages_without_the_last_reply(line, messages, tmp_path):
@@ -65,6 +72,8 @@ def test_a_gold_answer_is_found_by_the_names_that_data_sets_have(line, gold, tmp
     ({"conversations": [USER, REPLY | {"role": "Assistant"}]}, "role, system, user or assistant"),
     ({"prompt": "2+3?", "answer": True}, "answer must be"),
     ({"prompt": "2+3?", "reward_weights": 1}, "called reward_weights"),
+    ({"prompt": "2+3?", "tools": {"a": 1}}, "tools must"),
+    ({"messages": [USER | {"content": [{"type": "text", "text": "2"}]}]}, "turn..content.. = "),
 ])
 def test_a_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
     with pytest.raises(ValueError, match=rf"^{tmp_path}/some.jsonl, line 3: .*{named}.*\Z"):
@@ -77,15 +86,54 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}
 
 
 @pytest.mark.parametrize("tools", [[WEATHER], json.dumps([WEATHER])], ids=["list", "text"])
-def test_tools_of_a_system_turn_reach_the_template(tools, tokenizer, tmp_path):
+@pytest.mark.parametrize("place", ["turn", "column"])
+def test_tools_of_a_system_turn_or_a_column_reach_the_template(place, tools, tokenizer, tmp_path):
     tokenizer = copy.deepcopy(tokenizer)
     system = {"role": "system", "content": "Be brief.", "tools": tools}
-    messages = dataset_of(tmp_path, {"conversations": [system, USER, REPLY]})[0]["messages"]
+    row = {"messages": [USER], "tools": tools}
+    if place == "turn":
+        row = {"conversations": [system, USER, REPLY]}
+    messages = dataset_of(tmp_path, row)[0]["messages"]
     with pytest.raises(ValueError, match="chat template.*tools"):       # ours knows none
         PromptCollator(tokenizer, 999).render(messages)
     tokenizer.chat_template = "{{ tools[0].function.name if tools }}" + tokenizer.chat_template
     assert PromptCollator(tokenizer, 999).render(messages).startswith("weather")
+    assert PromptCollator(tokenizer, 999, "Be brief.").render(messages).startswith("weather")
     assert not PromptCollator(tokenizer, 999).render([USER]).startswith("weather")
+
+
+ARRAY = json.dumps([{"prompt": "1+1?"}], indent=1).encode()
+
+
+@pytest.mark.parametrize("content, line", [
+    (gzip.compress(b"{}", mtime=0), "gunzip -k FILE"), (ARRAY, "python -c"),
+    ('{"prompt": "小明"}'.encode("utf-16"), "iconv -f UTF-16 -t UTF-8 FILE > new.jsonl"),
+    ('{"prompt": "小明"}'.encode("gbk"), "iconv -f GB18030 -t UTF-8 FILE > new.jsonl")])
+@pytest.mark.parametrize("read", [PromptDataset, read_chats, lambda path: read_pairs([path])])
+def test_other_files_are_named_with_the_line_that_converts_them(read, content, line, tmp_path):
+    file = tmp_path / "some.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=f"^{file}[:,]") as error:
+        read(file)
+    assert line.replace("FILE", str(file)) in str(error.value)
+    if line == "python -c":
+        command = str(error.value).partition("file: ")[2]
+        subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+        assert PromptDataset(tmp_path / "new.jsonl") == [{"messages": turns("1+1?")}]
+
+
+def test_parquet_is_read_by_pyarrow(tmp_path, monkeypatch):
+    (tmp_path / "some.parquet").write_bytes(b"PAR1...PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)       # not installed
+    with pytest.raises(UserError, match="some.parquet: .*parquet.*; pip install pyarrow"):
+        PromptDataset(tmp_path / "some.parquet")
+    rows = [{"question": "1+1?", "answer": "#### 2", "day": datetime.date(2026, 1, 2)}]
+    stand_in = SimpleNamespace(ParquetFile=lambda file: SimpleNamespace(
+        iter_batches=lambda: [SimpleNamespace(to_pylist=lambda: rows)]))
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=stand_in))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", stand_in)
+    assert PromptDataset(tmp_path / "some.parquet") == [
+        {"messages": turns("1+1?"), "answer": "#### 2", "day": "2026-01-02"}]
 
 
 def test_prompts_are_padded_on_the_left_and_a_long_one_keeps_its_end(tokenizer):
@@ -239,9 +287,9 @@ def test_fine_tuning_follows_its_schedule_and_prints_means_since_the_last(monkey
 def test_a_prompt_and_its_answer_are_a_chat_to_learn_from(tmp_path):
     write(tmp_path / "some.jsonl", [
         {"conversations": [USER, REPLY], "answer": "6"}, {"conversations": [USER], "answer": "5"},
-        {"question": "2+3?", "answer": 5},
+        {"question": "2+3?", "answer": 5}, {"messages": [USER, REPLY]},
         {"prompt": [USER, REPLY | {"content": "4"}], "answer": "5", "metadata": {}}])
-    assert read_chats(tmp_path / "some.jsonl") == [[USER, REPLY]] * 4
+    assert read_chats(tmp_path / "some.jsonl") == [[USER, REPLY]] * 5
 
 
 @pytest.mark.parametrize("lines, flags, words", [

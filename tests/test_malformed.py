@@ -143,12 +143,13 @@ def test_a_hostile_adapter(name, change, words, tiny_policy, tmp_path):
 
 
 def too_many_tokens(data):
-    """A damage to tokenizer.json: an id is beyond the embedding, though the tokens are few."""
-    return re.sub(rb'"!": \d+', b'"!": 10000', data)
+    """A damage to tokenizer.json: the EOS is beyond the embedding, though the tokens are few."""
+    data = re.sub(rb'"<\|im_end\|>": \d+', b'"<|im_end|>": 10000', data)
+    return re.sub(rb'"id": \d+,(\s+"content": "<\|im_end\|>")', rb'"id": 10000,\1', data)
 
 
 @cases({"tokenizer.json": [
-    ("no tokenizer", b"", DEEP), ("10001 512 --tokenizer_path", too_many_tokens),
+    ("no tokenizer", b"", DEEP), ("<|im_end|> 512 --tokenizer_path", too_many_tokens),
 ], "tokenizer_config.json": [("no tokenizer", b"["), ("no chat template", b"{}")]})
 def test_a_broken_tokenizer_is_refused(name, change, words, weights):
     damage(weights / name, change)

@@ -3,12 +3,16 @@
 GSM8K, MATH, RLAIF; templates that open the thinking.
 """
 import copy
+import dataclasses
 
 import pytest
 import torch
 
 import train_grpo
 from dataset import PromptCollator, PromptDataset, read_prompts
+from dataset.prompts import asking_as_trained
+from errors import UserError
+from model import load_pretrained, load_tokenizer
 from reward import accuracy_reward, load_reward_model
 from reward.load import RewardFunction
 from run.rollout import Rollout
@@ -71,7 +75,7 @@ def opening(tokenizer):
     return changed
 
 
-@pytest.mark.parametrize("switch", ["enable_thinking", "open_thinking"])
+@pytest.mark.parametrize("switch", ["enable_thinking", "open_thinking", "thinking"])
 def test_thinking_is_switched_on_and_what_the_template_opens_is_told(opening, tokenizer, switch):
     opening.chat_template = HYBRID.replace("enable_thinking", switch)
     for reasoning, opened in (("1", "<think>\n"), ("0", "")):
@@ -79,6 +83,38 @@ def test_thinking_is_switched_on_and_what_the_template_opens_is_told(opening, to
         assert read_prompts(args, opening)[0](ITEMS)["prefills"] == [opened] * 2
     items = [{"messages": turns("What does <think>\n")}]
     assert PromptCollator(tokenizer, 99)(items)["prefills"] == [""]
+
+
+def test_switches_of_any_name_are_set_and_are_those_of_the_final_template(opening):
+    opening.chat_template = HYBRID.replace("enable_thinking", "deep")
+    ask = ["--max_seq_len", "99", "--chat_template_kwargs"]
+    collate = read_prompts(train_grpo.parse_args([*ask, '{"deep": true}']), opening)[0]
+    asked = collate(ITEMS)
+    assert asked["prefills"] == ["<think>\n"] * 2
+    assert not collate.has_switch(turns("1"))       # for what --reasoning sets
+    final = asking_as_trained(opening, False, {"deep": "yes"})
+    assert PromptCollator(final, 99, thinking=None)(ITEMS)["prompts"] == asked["prompts"]
+    assert PromptCollator(asking_as_trained(final, True), 99)(ITEMS)["prefills"] == [""] * 2
+    with pytest.raises(UserError, match="--chat_template_kwargs: the chat template has no deeep"):
+        read_prompts(train_grpo.parse_args([*ask, '{"deeep": true}']), opening)
+
+
+def test_a_token_without_a_row_is_refused_where_a_prompt_holds_it(tokenizer, tmp_path):
+    rows, config = len(tokenizer), load_pretrained(ROOT / "model/weights/reason_128").config
+    more = copy.deepcopy(tokenizer)
+    more.add_tokens(["<picture>"])
+    more.save_pretrained(tmp_path)
+    more, config = load_tokenizer(tmp_path, rows), dataclasses.replace(config, vocab_size=rows)
+    path = write(tmp_path / "some.jsonl", [{"prompt": "1+1?"}, {"prompt": "What is <picture>?"}])
+    args = train_grpo.parse_args(["--data_path", str(path), "--max_seq_len", "99"])
+    with pytest.raises(UserError, match=f"some.jsonl, line 2: the token <picture> .* id {rows}"):
+        read_prompts(args, more, config)
+    write(path, [{"prompt": "1+1?"}])
+    assert read_prompts(args, more, config)[1]
+    more.pad_token = "<picture>"
+    more.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"its token <picture> has an id beyond the {rows} tokens"):
+        load_tokenizer(tmp_path, rows)
 
 
 def test_where_the_template_opens_the_thinking_rewards_see_the_whole_reply(opening):

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_docs import PAGES, blocks
 from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
@@ -181,6 +181,11 @@ def test_a_policy_on_the_hub_is_downloaded_and_read(kind, shard_size, monkeypatc
             frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
             torch.save(load_file(file) | frequencies, tmp_path / f"{name}.bin")
             file.unlink()
+        for index in tmp_path.glob("*.index.json"):
+            text = index.read_text().replace("model-", "pytorch_model-")
+            index.unlink()
+            file = tmp_path / "pytorch_model.bin.index.json"
+            file.write_text(text.replace(".safetensors", ".bin"))
 
     def download(name, *, allow_patterns, ignore_patterns):
         assert name == "Somebody/old"
@@ -192,6 +197,31 @@ def test_a_policy_on_the_hub_is_downloaded_and_read(kind, shard_size, monkeypatc
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert_same_logits(load_pretrained("Somebody/old"), theirs, *left_padded([4, 2], 61))
+
+
+def test_shards_are_those_that_the_index_names_and_a_missing_one_is_named(tmp_path):
+    theirs = reference("llama")
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    first, second, *_ = sorted(tmp_path.glob("model-*"))
+    left_over = {name: tensor + 1 for name, tensor in load_file(first).items()}
+    save_file(left_over, tmp_path / "model-00009-of-00009.safetensors")
+    assert_same_logits(load_pretrained(tmp_path), theirs, *left_padded([4, 2], 61))
+    second.unlink()
+    with pytest.raises(ValueError, match=f"{second.name}: missing, .*; download it again"):
+        load_pretrained(tmp_path)
+
+
+def test_a_head_of_its_own_is_kept_beside_a_config_that_ties_it(tokenizer, tmp_path):
+    theirs = reference("qwen2")
+    theirs.save_pretrained(tmp_path / "merged")
+    edit(tmp_path / "merged/config.json", tie_word_embeddings=True)
+    with pytest.warns(UserWarning, match="merged: config.json ties head and embedding, but"):
+        ours = load_pretrained(tmp_path / "merged")
+    ids, mask = left_padded([7, 2], 61)
+    assert_same_logits(ours, theirs, ids, mask)
+    save_pretrained(ours, tokenizer, tmp_path / "final")
+    assert not json.loads((tmp_path / "final/config.json").read_text())["tie_word_embeddings"]
+    assert_same_logits(load_pretrained(tmp_path / "final"), theirs, ids, mask)
 
 
 def test_what_cannot_be_downloaded_is_one_sentence(monkeypatch):
@@ -260,7 +290,8 @@ def test_a_pth_that_is_something_else_is_refused_by_what_it_is(tmp_path):
 
 def test_a_pth_in_the_output_folder_is_found_by_its_name(tmp_path):
     (tmp_path / "reason_64.pth").touch()
-    args = train_grpo.parse_args(["--hidden_size", "64", "--out_dir", str(tmp_path)])
+    args = train_grpo.parse_args(["--hidden_size", "64", "--from_weight", "reason",
+                                  "--reasoning", "0", "--save_dir", str(tmp_path)])
     assert args.model_path == str(tmp_path / "reason_64.pth")
     assert args.run_name == "grpo_reason_64"
 

@@ -211,7 +211,10 @@ def row_of(loss_type, options=()):
         bound, average = LOSS_TYPES[loss_type]
         function = POLICY_LOSSES[bound]
     else:
-        function = import_function("--loss_type", loss_type, ", ".join([*LOSS_TYPES, "r1"]))
+        known = ", ".join([*LOSS_TYPES, "r1"])
+        if loss_type == "gspo":
+            known += ", for GSPO --importance_sampling_level sequence"
+        function = import_function("--loss_type", loss_type, known)
         if not callable(function):
             raise ValueError(f"--loss_type {loss_type}: {function!r:.99} is no function; name one")
         is_bound = next(iter(inspect.signature(function).parameters), None) == "ratio"

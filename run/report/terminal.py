@@ -121,7 +121,8 @@ class Run:
         (step, batch) each; none with --eval_only. state is a TrainState.
         """
         self.state, args, world = state, self.args, self.world
-        self.collate, problems, self.heldout = read_prompts(args, state.tokenizer)
+        self.collate, problems, self.heldout = read_prompts(
+            args, state.tokenizer, state.policy.model.config)
         done, num_tokens = self.saver.resume(
             state.policy.model, state.optimizer, state.saved, len(problems),
             state.num_prompts * world.size)
@@ -216,6 +217,8 @@ class Run:
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             "run by": getattr(policy, "run_by", "") or RUN_BY[args.sampler],     # or transformers
+            "thinking": args.reasoning and not self.collate.has_switch(problems[0]["messages"])
+                        and "the chat template has no switch for it that --reasoning knows",
             "ended by": " ".join(state.tokenizer.decode([one]) or str(one)
                                  for one in state.eos_ids),
             "device": f"{num_processes} x {state.world.device.type}",
