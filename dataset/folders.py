@@ -8,7 +8,11 @@ from errors import UserError
 
 MARK = ".minigrpo.json"     # in each of ours: {"by": what made it, "id": of this run of it, ...}
 VERSIONED = {".git", ".hg", ".svn"}
-OF_A_RUN = {"num_generations", "reward_funcs", "run_name"}      # in args.json, before MARK was
+# Before there were marks: what args.json has, and what a run has saved.
+OF_A_RUN = {"num_generations", "reward_funcs", "run_name"}
+SAVED = ["model.safetensors", "config.json", "generation_config.json", "optimizer.pt",
+         "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+         "adapter_model.safetensors", "adapter_config.json"]
 
 
 def mark_of(folder):
@@ -19,7 +23,8 @@ def mark_of(folder):
         except (OSError, ValueError):
             continue
         if isinstance(found, dict) and fields <= found.keys():
-            return found if name == MARK else {"by": "train_grpo.py", "id": None}
+            of_old = dict.fromkeys(("checkpoint", "final", "adapter"), SAVED)
+            return found if name == MARK else {"by": "train_grpo.py", "id": None, **of_old}
     return None
 
 

@@ -117,7 +117,7 @@ def write_new(path, rows, *, same_kind=False):
         with suppress(ValueError, AttributeError):      # no JSON, or no object
             fields = json.loads(there.partition(b"\n")[0]).keys()
         is_same = there == "".join(map(to_line, rows)).encode()
-        if not is_same and not (same_kind and fields == rows[0].keys()):
+        if not is_same and not (same_kind and rows and fields == rows[0].keys()):
             raise UserError(f"{path} is there, and holds something else; move it away, or choose "
                             "another place")
     return write_jsonl(path, rows)

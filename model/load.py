@@ -303,10 +303,12 @@ def read_weights(path):
     """
     for whole in (path / "model.safetensors", path / "pytorch_model.bin"):
         index, parts = Path(f"{whole}.index.json"), [whole]
+        if not whole.exists():
+            parts = sorted(path.glob(f"{whole.stem}-*-of-*{whole.suffix}"))
         if index.exists() and not whole.exists():
             with explained(index, "not an index of weights", AGAIN):
                 parts = sorted({path / part for part in read_json(index)["weight_map"].values()})
-        if index.exists() or whole.exists():
+        if parts:
             break
     else:
         raise UserError(f"{path}: neither model.safetensors nor model.safetensors.index.json is "

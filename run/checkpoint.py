@@ -104,10 +104,8 @@ class Saver:
         A new run deletes what an earlier one of its name has saved.
         """
         if not self.args.resume:
-            delete(self.run_dir / "checkpoint")
-            delete(self.run_dir / "checkpoint.old")
-            self._remove("final")
-            self._remove("adapter")
+            for name in ("checkpoint", "final", "adapter"):
+                self._remove(name)
             self.id = write_mark(self.run_dir, new_mark(PROGRAM))
         args = json.dumps(as_saved(self.args) | {"id": self.id}, indent=2, sort_keys=True,
                           ensure_ascii=False)
@@ -129,7 +127,7 @@ class Saver:
         others = {name: self._whole(model) for name, model in others.items()}
         if self.writes:
             save_checkpoint(
-                self.run_dir / "checkpoint", policy, tokenizer, optimizer_state, others,
+                self.run_dir / "checkpoint", policy, tokenizer, optimizer_state, others, self._swap,
                 step=step, num_tokens=num_tokens, run=self.id, reads=self.reads)
         self.world.gather([step])           # the others wait until rank 0 has saved
 
@@ -150,8 +148,8 @@ class Saver:
                     save_adapter(policy, folder)
 
     def _put(self, new, path):
-        """Puts the files of a folder into another one, in place of those that a save put there."""
-        names = [str(file.relative_to(new)) for file in new.rglob("*") if file.is_file()]
+        """Puts files into a folder, in place of those that a save put there; a user's own stay."""
+        names = files_in(new)
         for name in names:
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (new / name).replace(path / name)
@@ -159,8 +157,17 @@ class Saver:
         write_mark(self.run_dir, mark_of(self.run_dir) | {path.name: names})
         delete(new)
 
+    def _swap(self, new, path):
+        """The same at one blow: there is always a whole checkpoint."""
+        names, mark = files_in(new), mark_of(self.run_dir)
+        for name in {*files_in(path)} - {*names, *mark.get(path.name, ())}:     # a user's own
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path / name, new / name)
+        swap(new, path)
+        write_mark(self.run_dir, mark | {path.name: names})
+
     def _remove(self, folder, but=()):
-        """Deletes what an earlier save has put into final/ or adapter/; a user's own files stay."""
+        """Deletes what an earlier save has put into this folder; a user's own files stay."""
         for name in (mark_of(self.run_dir) or {}).get(folder, ()):
             if name not in but:
                 (self.run_dir / folder / name).unlink(missing_ok=True)
@@ -189,14 +196,18 @@ def network(model):
 # --- a checkpoint ---------------------------------------------------------------------------------
 
 
-def save_checkpoint(folder, model, tokenizer, optimizer_state, others=None, **progress):
+def files_in(folder):
+    return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+
+
+def save_checkpoint(folder, model, tokenizer, optimizer_state, others=None, put=None, **progress):
     """Write all that a resume needs: weights, tokenizer, optimizer, progress (step, num_tokens).
 
     Of a model with adapters only these: the base stays as it was loaded. others: {name: a model
     that changes beside the policy}.
     """
     moved = {name: other.state_dict() for name, other in (others or {}).items()}
-    with written_whole(folder) as new:
+    with written_whole(folder, put or swap) as new:
         if adapters(model):
             save_adapter(model, new)
         else:

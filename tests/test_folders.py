@@ -96,12 +96,17 @@ def test_a_run_replaces_its_own_files_and_no_others(tmp_path):
     data, run = str(write(tmp_path / "data.jsonl", ROWS)), tmp_path / "out/run"
     flags = [*SMALL, "--out_dir", str(run.parent), "--data_path", data, "--max_steps", "1"]
     train_grpo.main(flags)
-    (run / "final/own.gguf").write_text("mine")
+    own = [run / "final/own.gguf", run / "checkpoint/notes/why.txt"]
+    (run / "checkpoint/notes").mkdir()
+    for file in own:
+        file.write_text("mine")
     (run / MARK).unlink()                   # a run of an earlier version has none
     train_grpo.main([*flags, "--lora_rank", "2"])
     assert (run / "adapter/adapter_model.safetensors").exists()
+    assert not (run / "checkpoint/model.safetensors").exists()
     train_grpo.main(flags)
-    assert not (run / "adapter").exists() and (run / "final/own.gguf").read_text() == "mine"
+    assert not (run / "adapter").exists() and [file.read_text() for file in own] == ["mine"] * 2
+    assert not (run / "checkpoint/adapter_model.safetensors").exists()
     moved = run.rename(tmp_path / "moved")
     train_grpo.main([*flags, "--out_dir", str(tmp_path), "--run_name", "moved", "--resume",
                      "--max_steps", "2"])

@@ -86,8 +86,8 @@ class Run:
         the files. num_tokens: sampled until then.
         """
         self.last_step, self.start_step, self.current_step = last_step, start_step, start_step
-        self.num_tokens, self.active = num_tokens, self.world.rank == 0
-        if not self.active:
+        self.num_tokens = num_tokens
+        if self.world.rank > 0:
             return
         self.swanlab = start_swanlab(self.run_dir, self.args)
         self.bar = tqdm(total=last_step, initial=start_step, dynamic_ncols=True,
@@ -96,6 +96,7 @@ class Run:
                         # step() prints plain lines.
                         disable=True if last_step <= start_step else None)
         self.started = self.training_started = time.perf_counter()
+        self.active = True
 
     def __exit__(self, error_type, error, traceback):
         if self.active:
