@@ -139,6 +139,8 @@ def main():
                     description="Write report.html, a page to look into a run.")
     parser.add_argument("run", help="the folder of a run, such as out/run_a")
     path = Path(parser.parse_args().run) / "report.html"
+    if path.exists() and "<title>GRPO run" not in path.read_text(errors="replace")[:1000]:
+        parser.error(f"{path} is there already, and no page of a run; move it away")
     write_page(path.parent, path)
     print(f"wrote {path}")
 
