@@ -1,13 +1,11 @@
 """Files of jsonl, read and written, in strict JSON."""
 import json
-from contextlib import suppress
 from pathlib import Path
 
 from errors import UserError, explained
 
 OTHER_FILES = [     # first bytes, what they begin, the line that converts it
     (b"\x1f\x8b", "it is compressed with gzip", "gunzip -k FILE"),
-    (b"\xff\xfe", "it is in UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > new.jsonl"),
     (b"[", "it is one JSON array", "python -c \"import json; [print(json.dumps(row)) for row in "
      "json.load(open('FILE', encoding='utf-8-sig'))]\" > new.jsonl")]
 
@@ -71,22 +69,16 @@ def read_lines(path):
                 raise UserError(f"{path}: {what}, and one JSON object per line is needed; this "
                                 f"makes such a file: {line.replace('FILE', str(path))}")
         if start.startswith(b"PAR1"):
-            yield from read_parquet(path, file)
+            with explained(path, "pyarrow can't read this parquet file", "pip install pyarrow, "
+                           "or download it again"):
+                from pyarrow.parquet import ParquetFile
+                rows = to_json(ParquetFile(file).read().to_pylist())        # a date as its text
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
             return
         for number, line in enumerate(file, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
                 yield where, parse(line, where)
-
-
-def read_parquet(path, file):
-    """As read_lines; what JSON lacks, such as a date, becomes its text."""
-    with explained(path, "pyarrow can't read this parquet file", "pip install pyarrow, "
-                   "or download it again"):
-        from pyarrow.parquet import ParquetFile
-        rows = [row for batch in ParquetFile(file).iter_batches() for row in batch.to_pylist()]
-    for number, row in enumerate(rows, start=1):
-        yield f"{path}, row {number}", to_json(row)
 
 
 def parse(line, where):
@@ -106,18 +98,10 @@ def write_jsonl(path, rows):
     return len(lines)
 
 
-def write_new(path, rows, *, same_kind=False):
-    """The same, but UserError if another file is there: it may be the user's.
-
-    same_kind: a file may be replaced whose first row has the same fields.
-    """
-    rows = [to_json(row) for row in rows]
-    if Path(path).exists():
-        there, fields = Path(path).read_bytes(), None
-        with suppress(ValueError, AttributeError):      # no JSON, or no object
-            fields = json.loads(there.partition(b"\n")[0]).keys()
-        is_same = there == "".join(map(to_line, rows)).encode()
-        if not is_same and not (same_kind and fields == rows[0].keys()):
-            raise UserError(f"{path} is there, and holds something else; move it away, or choose "
-                            "another place")
+def write_new(path, rows):
+    """The same, but UserError if another file is there: it may be the user's."""
+    rows = list(rows)
+    if Path(path).exists() and Path(path).read_bytes() != "".join(map(to_line, rows)).encode():
+        raise UserError(f"{path} is there, and holds something else; move it away, or choose "
+                        "another place")
     return write_jsonl(path, rows)

@@ -40,7 +40,7 @@ def main(argv=None):
     heldout = args.save.with_stem(f"{args.save.stem}_heldout")
     for path, part in ((args.save, rows[args.heldout:]), (heldout, rows[:args.heldout])):
         if part:
-            print(f"wrote {write_new(path, part, same_kind=True)} lines to {path}")
+            print(f"wrote {write_new(path, part)} lines to {path}")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def main(argv=None):
         raise UserError(f"{args.prompts}: no line has an answer to tell right from wrong; add the "
                         "field answer")
     count = write_new(args.save, (row for path in args.sample
-                                  for row in sampled_pairs(path, problems, rng)), same_kind=True)
+                                  for row in sampled_pairs(path, problems, rng)))
     print(f"wrote {count} pairs to {args.save}")
 
 
