@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import train_grpo
@@ -166,8 +167,14 @@ def test_a_resume_refuses_what_is_another_and_names_it(what, a_run, tmp_path, ca
     assert f"{what}" in line and " was " in line and files(where) == before
 
 
-def test_a_resume_takes_what_has_moved(a_run, tmp_path):
+def test_a_resume_takes_what_has_moved_and_a_run_without_hashes(a_run, tmp_path):
     where = shutil.copytree(a_run, tmp_path / "moved")
     train_grpo.main([*flags_of(where), "--resume", "--max_steps", "2", "--learning_rate", "1e-5"])
     flags = json.loads((where / "out/run/args.json").read_text())
     assert flags["learning_rate"] == 1e-5 and len(jsonl(where / "out/run/metrics.jsonl")) == 2
+    saved = torch.load(where / "out/run/checkpoint/optimizer.pt", weights_only=True)
+    del saved["reads"], flags["id"]
+    torch.save(saved, where / "out/run/checkpoint/optimizer.pt")
+    (where / "out/run/args.json").write_text(json.dumps(flags))
+    permuted(where / "weights")
+    train_grpo.main([*flags_of(where), "--resume", "--max_steps", "3"])
