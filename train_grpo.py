@@ -479,7 +479,8 @@ def parse_args(argv=None):
         owner.add_flags(parser)
     args = filled_in(parser.parse_args(argv))
     if args.resume:         # the flags that are not given are those of the run
-        parser.set_defaults(**checkpoint.flags_of_run(args))
+        was = checkpoint.flags_of_run(args)
+        parser.set_defaults(**{name: was[name] for name in vars(args) if name in was})
         args = filled_in(parser.parse_args(argv))
     extensions.check(args)
     return args

@@ -1,31 +1,29 @@
 """Whose a folder is: a run, or a command that makes weights, writes only into one of its own."""
 import json
-import os
-import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from errors import UserError
 
-MARK = ".minigrpo.json"     # in each of ours: {"by": what made it, "id": of this run of it, ...}
+MARK = ".minigrpo.json"     # in each of ours: {"by": what made it, "id": of a run, ...}
 VERSIONED = {".git", ".hg", ".svn"}
 # Before there were marks: what args.json has, and what a run has saved.
 OF_A_RUN = {"num_generations", "reward_funcs", "run_name"}
-SAVED = ["model.safetensors", "config.json", "generation_config.json", "optimizer.pt",
-         "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-         "adapter_model.safetensors", "adapter_config.json"]
+SAVED = [f"{folder}/{name}" for folder in ("checkpoint", "final", "adapter") for name in (
+    "model.safetensors", "config.json", "generation_config.json", "optimizer.pt", "tokenizer.json",
+    "tokenizer_config.json", "chat_template.jinja", "README.md", "adapter_model.safetensors",
+    "adapter_config.json")]
+
 
 
 def mark_of(folder):
-    """What a claim has left in the folder; None in a folder that is not ours."""
-    for name, fields in ((MARK, {"by", "id"}), ("args.json", OF_A_RUN)):
-        try:
+    """What a claim has left in the folder; {} in a folder that is not ours."""
+    for name, fields in ((MARK, {"by"}), ("args.json", OF_A_RUN)):
+        with suppress(OSError, ValueError, AttributeError):     # no object of JSON
             found = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(found, dict) and fields <= found.keys():
-            of_old = dict.fromkeys(("checkpoint", "final", "adapter"), SAVED)
-            return found if name == MARK else {"by": "train_grpo.py", "id": None, **of_old}
-    return None
+            if fields <= found.keys():
+                return found if name == MARK else {"by": "train_grpo.py", "saved": SAVED}
+    return {}
 
 
 def claim(folder, by, args):
@@ -36,45 +34,32 @@ def claim(folder, by, args):
     folder without links.
     """
     folder = Path(folder).resolve()
+    for what in obstacles(folder, by, args):
+        raise UserError(f"{folder} {what}; choose a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not mark_of(folder):
+        write_whole(folder / MARK, json.dumps({"by": by}))
+    return folder
+
+
+def obstacles(folder, by, args):
+    """What speaks against a claim, in words."""
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; choose a new folder")
+        yield "is a file"
     for flag, value in vars(args).items():
         for path in value if isinstance(value, list) else [value]:
             is_input = isinstance(path, Path) and flag != "save" or flag.endswith("_path")
             if is_input and path and Path(path).resolve().is_relative_to(folder):
-                raise UserError(f"--{flag} {path} is in {folder}, where {by} would replace it; "
-                                "choose another folder")
-    for outer in folder.parents:
-        if mark_of(outer):
-            raise UserError(f"{folder} is in {outer}, which is {mark_of(outer)['by']}'s; choose a "
-                            "folder elsewhere")
-    there = {*os.listdir(folder)} - {".lock"} if folder.exists() else set()     # of a failed start
+                yield f"holds --{flag} {path}, which {by} would replace"
     mark = mark_of(folder)
-    if there and (mark is None or mark["by"] != by or there & VERSIONED):
-        raise UserError(f"{folder} holds {', '.join(sorted(there)[:3])}, which {by} has not "
-                        "written; choose a new folder")
-    for name in there:
-        if (folder / name).is_symlink():
-            raise UserError(f"{folder / name} is a link to something else; remove the link, or "
-                            "choose a new folder")
-    for inner in {file.parent for name in (MARK, "args.json") for file in folder.rglob(name)}:
-        if inner != folder and mark_of(inner):
-            raise UserError(f"{folder} holds {inner}, which is {mark_of(inner)['by']}'s; move it "
-                            "away, or choose a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    if mark is None:
-        write_mark(folder, new_mark(by))
-    return folder
-
-
-def new_mark(by):
-    return {"by": by, "id": uuid.uuid4().hex[:12]}
-
-
-def write_mark(folder, mark):
-    """Marks the folder; returns the mark's id."""
-    write_whole(folder / MARK, json.dumps(mark))
-    return mark["id"]
+    others = [path.name for path in sorted(folder.glob("*")) if path.name != ".lock" and (
+        mark.get("by") != by or path.name in VERSIONED or path.is_symlink())]
+    if others:
+        yield f"holds {', '.join(others[:3])}, which {by} has not written"
+    inner = {file.parent for name in (MARK, "args.json") for file in folder.rglob(name)} - {folder}
+    for how, places in (("is in", folder.parents), ("holds", inner)):
+        for place in filter(mark_of, places):
+            yield f"{how} {place}, which is {mark_of(place)['by']}'s"
 
 
 def write_whole(path, text):

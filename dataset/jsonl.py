@@ -7,7 +7,6 @@ from errors import UserError, explained
 
 OTHER_FILES = [     # first bytes, what they begin, the line that converts it
     (b"\x1f\x8b", "it is compressed with gzip", "gunzip -k FILE"),
-    (b"\xff\xfe", "it is in UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > new.jsonl"),
     (b"[", "it is one JSON array", "python -c \"import json; [print(json.dumps(row)) for row in "
      "json.load(open('FILE', encoding='utf-8-sig'))]\" > new.jsonl")]
 
@@ -71,22 +70,16 @@ def read_lines(path):
                 raise UserError(f"{path}: {what}, and one JSON object per line is needed; this "
                                 f"makes such a file: {line.replace('FILE', str(path))}")
         if start.startswith(b"PAR1"):
-            yield from read_parquet(path, file)
+            with explained(path, "pyarrow can't read this parquet file", "pip install pyarrow, "
+                           "or download it again"):
+                from pyarrow.parquet import ParquetFile
+                rows = to_json(ParquetFile(file).read().to_pylist())        # a date as its text
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
             return
         for number, line in enumerate(file, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
                 yield where, parse(line, where)
-
-
-def read_parquet(path, file):
-    """As read_lines; what JSON lacks, such as a date, becomes its text."""
-    with explained(path, "pyarrow can't read this parquet file", "pip install pyarrow, "
-                   "or download it again"):
-        from pyarrow.parquet import ParquetFile
-        rows = [row for batch in ParquetFile(file).iter_batches() for row in batch.to_pylist()]
-    for number, row in enumerate(rows, start=1):
-        yield f"{path}, row {number}", to_json(row)
 
 
 def parse(line, where):

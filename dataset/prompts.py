@@ -123,13 +123,12 @@ def gold_of(row):
 
 def is_chat(turns, where):
     """Whether these are turns with a role and a text; UserError if a content is a list of parts."""
-    if isinstance(turns, list) and any(
-            isinstance(turn, dict) and isinstance(turn.get("content"), list) for turn in turns):
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return False
+    if any(isinstance(turn.get("content"), list) for turn in turns):
         raise UserError(f"{where}: a content is a list, and must be a text; this joins its parts: "
                         'turn["content"] = "".join(part["text"] for part in turn["content"])')
-    return isinstance(turns, list) and all(
-        isinstance(turn, dict) and turn.get("role") in ROLES
-        and isinstance(turn.get("content"), str) for turn in turns)
+    return all(turn.get("role") in ROLES and isinstance(turn.get("content"), str) for turn in turns)
 
 
 class PromptCollator:
@@ -155,20 +154,13 @@ class PromptCollator:
                 raise UserError(f"--chat_template_kwargs: the chat template has no {name}; read "
                                 "the template, or leave the name out")
 
-    def has_switch(self, messages):
-        """Whether one of SWITCHES changes what the template makes of these messages."""
-        on, off = (self.render(messages, **dict.fromkeys(SWITCHES, value))
-                   for value in (True, False))
-        return on != off
-
-    def render(self, messages, **switches):
-        """The prompt as text; switches: in place of the run's."""
+    def render(self, messages):
+        """The prompt as text."""
         tools = messages[0].get("tools")
         if self.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        options = {"tokenize": False, "add_generation_prompt": True}
-        render = partial(self.tokenizer.apply_chat_template, messages,
-                         **self.switches | switches | options)
+        render = partial(self.tokenizer.apply_chat_template, messages, **self.switches | {
+            "tokenize": False, "add_generation_prompt": True})
         try:
             text = render(tools=tools)
             shown = not tools or text != render()
@@ -212,52 +204,38 @@ class PromptCollator:
         }
 
 
-def asking_as_trained(tokenizer, thinking, template_kwargs=None):
-    """A copy whose template has its switches as in training, unless a caller says otherwise.
-
-    By default thinking is off in MiniMind-3's, on in Qwen3's.
-    """
+def asking_as_trained(tokenizer, switches):
+    """A copy whose template has these switches by default, unless a caller says otherwise."""
     tokenizer, template = copy.copy(tokenizer), tokenizer.chat_template
     if isinstance(template, str):           # there may be several, by name
         template = re.sub(r"\A(\{%- set \w+ = \w+ if \w+ is defined else .*? %\})+", "", template)
-        values = dict.fromkeys(SWITCHES, thinking) | (template_kwargs or {})
         tokenizer.chat_template = "".join(
             f"{{%- set {name} = {name} if {name} is defined else {json.dumps(value)} %}}"
-            for name, value in values.items() if name in template) + template
+            for name, value in switches.items() if name in template) + template
     return tokenizer
 
 
-def max_positions(config):
-    """The longest sequence that weights can read, by their config; at least, if RoPE is scaled."""
-    rope = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None) or {}
-    most = getattr(config, "max_position_embeddings", None) or math.inf
-    return most * (rope.get("factor") or 1)
-
-
-def check_ids(ids, where, tokenizer, config, new=0):
-    """UserError unless weights of this config can read these ids, and so many new ones after them.
-    """
-    largest, most = max(ids, default=0), max_positions(config)
+def check_ids(ids, where, tokenizer, config, new):
+    """UserError unless weights of this config can read these ids, and so many new ones after."""
+    largest, most = max(ids), getattr(config, "max_position_embeddings", None) or math.inf
     if largest >= config.vocab_size:        # a tokenizer may have tokens for pictures
         raise UserError(f"{where}: the token {tokenizer.convert_ids_to_tokens(largest)} has the id "
                         f"{largest}, but the weights know {config.vocab_size} tokens; leave it "
                         "out, or give another tokenizer")
     if len(ids) + new > most:
-        advice = "lower --max_gen_len, or shorten it" if new > 1 else "shorten the text"
         raise UserError(f"{where}: {len(ids)} tokens, and {new} that may follow, are more than the "
-                        f"{most:g} positions of the weights; {advice}")
+                        f"{most} positions of the weights; lower --max_gen_len, or shorten it")
 
 
 def without_overlong(rows, places, collate, args, config):
     """The rows whose prompts fit into max_seq_len tokens; with --overlong_prompts cut all of them.
 
     With refuse a longer one is a UserError, with drop those that are left out are a warning.
-    config: of the weights that are to read them.
     """
     limit, overlong = f"--max_seq_len {collate.max_seq_len}", args.overlong_prompts
     encoded = collate.encode(rows)[1]
     lengths = [len(ids) for ids in encoded]
-    for ids, place in sorted(zip(encoded, places), key=lambda pair: -len(pair[0])):
+    for ids, place in zip(encoded, places):
         if config and (overlong == "cut" or len(ids) <= collate.max_seq_len):
             check_ids(ids[-collate.max_seq_len:], place, collate.tokenizer, config,
                       args.max_gen_len)

@@ -13,7 +13,6 @@ import sys
 import torch
 
 from dataset import PromptCollator
-from dataset.prompts import check_ids, max_positions
 from errors import COUNT, POSITIVE_OR_0, Parser, printable, user_errors
 
 from . import eos_token_ids, load_pretrained, load_tokenizer
@@ -26,12 +25,10 @@ def reply_to(model, tokenizer, messages, *, max_new_tokens, temperature, system_
     """The assistant's next turn, printed as it is sampled; temperature 0: greedy."""
     prompt = PromptCollator(tokenizer, None, system_prompt, thinking=None).render(messages)
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    check_ids(prompt_ids, "the chat", tokenizer, model.config, new=1)
-    room = max_positions(model.config) - len(prompt_ids)
     ids = torch.tensor([prompt_ids], device=model.lm_head.weight.device)                # (1, P)
     cache, eos_ids = model.new_cache(), eos_token_ids(model, tokenizer)
     reply, shown = [], ""
-    for _ in range(min(max_new_tokens, room)):
+    for _ in range(max_new_tokens):
         logits = model(ids, logits_to_keep=1, cache=cache)[:, 0]                        # (1, V)
         token, _ = next_token(logits, max(temperature, 1e-3), None, temperature == 0)   # (1,)
         if token.item() in eos_ids:

@@ -219,12 +219,11 @@ def read_state(path):
             config = infer_config(state)
     else:
         config, state = read_config(path), read_weights(path)
-    names = "model.embed_tokens.weight", "lm_head.weight"
-    found = [state[name] for name in names if torch.is_tensor(state.get(name))]     # one or both
-    if config.tie_word_embeddings and found:
-        if torch.equal(found[0], found[-1].to(found[0].dtype)):
-            state |= dict.fromkeys(names, found[0])
-        else:               # left by merged adapters; transformers keeps both, too
+    embedding = state.get("model.embed_tokens.weight")
+    if config.tie_word_embeddings and torch.is_tensor(embedding):
+        head = state.setdefault("lm_head.weight", embedding)
+        alike = torch.is_tensor(head) and torch.equal(embedding, head.to(embedding.dtype))
+        if not alike:       # as merged adapters leave it
             config.tie_word_embeddings = False
             warnings.warn(f"{path}: config.json ties head and embedding, but the weights have two "
                           "different ones, and both are kept", stacklevel=2)
@@ -257,8 +256,7 @@ def load_tokenizer(path, vocab_size, advice="give another with --tokenizer_path"
     """Load the tokenizer from a folder or a hub id. Code that comes with it never runs.
 
     advice: what to do if there is none, if its chat template is missing, or if its padding or EOS
-    has no row in the embedding, which has vocab_size: the end of the UserError. Other tokens may
-    have none; a text that holds one is refused where it is read.
+    has no row in the embedding, which has vocab_size: the end of the UserError.
     """
     path = local_path(path, weights=False)
     if not path.is_dir():

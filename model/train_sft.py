@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dataset.folders import claim
 from dataset.jsonl import read_lines
-from dataset.prompts import check_ids, is_chat, read_row
+from dataset.prompts import is_chat, read_row
 from errors import COUNT, COUNT_OR_0, Parser, UserError, explained, number, user_errors
 
 from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, load_tokenizer, save_pretrained
@@ -213,8 +213,6 @@ def main(argv=None):
             num_attention_heads=args.hidden_size // 32, num_key_value_heads=args.hidden_size // 64,
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).to(device)
     examples = encode(chats, tokenizer)
-    for ids, _ in examples:
-        check_ids(ids, args.data, tokenizer, model.config)
     count = min(args.heldout, len(examples) // 10)
     examples, heldout = examples[:len(examples) - count], examples[len(examples) - count:]
     print(f"{len(examples)} chats to learn from, and {count} held out", flush=True)

@@ -2,9 +2,11 @@
 
 A crash or a full disk, at any moment, leaves a whole checkpoint behind.
 """
+import hashlib
 import json
 import os
 import shutil
+import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -12,24 +14,24 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from dataset.folders import claim, mark_of, new_mark, write_mark, write_whole
+from dataset.folders import MARK, claim, mark_of, write_whole
 from dataset.jsonl import to_json
-from dataset.prompts import asking_as_trained
 from errors import COUNT, UserError, explained, reason
-from model.load import load_pretrained, read_json, read_state, read_tensors
+from model.load import load_pretrained, local_path, read_json, read_state, read_tensors
 from model.lora import adapter_state, adapters
 from model.save import save_adapter, save_pretrained
 from model.transformers_model import AnyModel
 
 from .fsdp import load_parts, part_of
-from .identity import refuse_another, what_is_read
 from .report.model_card import write_card
 from .signals import SIGNALS
 
 LAUNCHER = os.getppid()                     # torchrun, if it is there
 NOT_OF_A_RUN = ("out_dir", "run_name", "resume", "id")   # they only say which run it is
 PROGRAM = "train_grpo.py"
-ELSE = "bring back what is missing, or start another run with another --run_name"
+ID = "the id in args.json"
+READ = ".safetensors", ".bin", ".json", ".jinja", ".txt", ".model"      # of weights and tokenizers
+ELSE = "bring back what it was, or start another run with another --run_name"
 
 
 def add_flags(parser):
@@ -57,15 +59,14 @@ class Saver:
     """Writes the checkpoints and the final weights of a run into run_dir; rank 0 does.
 
     The folder is locked until the run ends, or its process does, whatever ends it. UserError if
-    another run has it, or if it is anybody else's (dataset/folders.py). args are those of the
-    script; with eval_only nothing is written, and nothing locked. Until the first step has ended
-    nothing is deleted.
+    another run has it, or if it is anybody else's (dataset/folders.py). With eval_only nothing is
+    written, and nothing locked.
     """
 
     def __init__(self, run_dir, world, args):
         # A reward may change the current folder.
         self.run_dir, self.world, self.args = Path(run_dir).absolute(), world, args
-        self.writes = world.rank == 0
+        self.writes, self.reads = world.rank == 0, {ID: uuid.uuid4().hex[:12]}
         if not self.writes or args.eval_only:
             return
         if not args.resume:
@@ -82,34 +83,37 @@ class Saver:
         """Restores the checkpoint with --resume; returns (steps done, tokens sampled).
 
         others: {name: a model that is saved beside the policy}. UserError if the run would read
-        something else than it did (identity.py).
+        something else than it did.
         """
         args, reads = self.args, {}
         if self.writes and not args.eval_only:
-            reads = what_is_read(args, num_problems, prompts_per_step)
+            if args.resume:
+                self.reads[ID] = read_json(self.run_dir / "args.json").get("id")
+            reads = self.reads | what_is_read(args, num_problems, prompts_per_step)
         self.reads, *_ = self.world.gather([reads])
         if not args.resume:
             return 0, 0
         now = as_saved(args)
-        for name, was in flags_of_run(args).items():
-            if self.writes and now.get(name, was) != was:
+        for name, was in flags_of_run(args).items() if self.writes else ():
+            if name not in now:         # it was one in an earlier version
+                print(f"--{name} was {was} when the run was started, and is no flag now")
+            elif now[name] != was:
                 print(f"--{name} was {was} when the run was started, and is now {now[name]}")
-        self.id = read_json(self.run_dir / "args.json").get("id")
-        return load_checkpoint(self.run_dir / "checkpoint", policy, optimizer, others,
-                               run=self.id, reads=self.reads)
+        return load_checkpoint(self.run_dir / "checkpoint", policy, optimizer, others, self.reads)
 
     def begin(self):
-        """The first step has ended: from here on the folder is this run's. Called by rank 0.
-
-        A new run deletes what an earlier one of its name has saved.
-        """
+        """After its first step, on rank 0, a new run deletes what an earlier one has saved."""
         if not self.args.resume:
-            for name in ("checkpoint", "final", "adapter"):
-                self._remove(name)
-            self.id = write_mark(self.run_dir, new_mark(PROGRAM))
-        args = json.dumps(as_saved(self.args) | {"id": self.id}, indent=2, sort_keys=True,
-                          ensure_ascii=False)
-        write_whole(self.run_dir / "args.json", args)
+            for name in mark_of(self.run_dir).get("saved", ()):     # a user's own files stay
+                file = self.run_dir / name
+                file.unlink(missing_ok=True)
+                with suppress(OSError):     # something is in it
+                    file.parent.rmdir()
+            mark = {"by": PROGRAM, "id": self.reads[ID]}
+            write_whole(self.run_dir / MARK, json.dumps(mark))
+        args = as_saved(self.args) | {"id": self.reads[ID]}
+        write_whole(self.run_dir / "args.json",
+                    json.dumps(args, indent=2, sort_keys=True, ensure_ascii=False))
 
     def is_due(self, step, last_step, signal):
         """Is it time to save? And which signal asks to stop (0: none)? The same on every rank."""
@@ -128,7 +132,7 @@ class Saver:
         if self.writes:
             save_checkpoint(
                 self.run_dir / "checkpoint", policy, tokenizer, optimizer_state, others, self._swap,
-                step=step, num_tokens=num_tokens, run=self.id, reads=self.reads)
+                step=step, num_tokens=num_tokens, reads=self.reads)
         self.world.gather([step])           # the others wait until rank 0 has saved
 
     def save_final(self, policy, tokenizer, defaults):
@@ -138,8 +142,6 @@ class Saver:
         """
         policy = self._whole(policy)
         if self.writes:
-            tokenizer = asking_as_trained(tokenizer, bool(self.args.reasoning),
-                                          json.loads(self.args.chat_template_kwargs))
             with written_whole(self.run_dir / "final", self._put) as folder:
                 save_pretrained(policy, tokenizer, folder)
                 write_card(folder, self.run_dir, self.args, defaults)
@@ -148,31 +150,28 @@ class Saver:
                     save_adapter(policy, folder)
 
     def _put(self, new, path):
-        """Puts files into a folder, in place of those that a save put there; a user's own stay."""
+        """Moves files into final/ or adapter/; what else is there is the user's, and stays."""
         names = files_in(new)
         for name in names:
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (new / name).replace(path / name)
-        self._remove(path.name, but=names)
-        write_mark(self.run_dir, mark_of(self.run_dir) | {path.name: names})
-        delete(new)
+        self._note(path, names)
 
     def _swap(self, new, path):
-        """The same at one blow: there is always a whole checkpoint."""
-        names, mark = files_in(new), mark_of(self.run_dir)
-        for name in {*files_in(path)} - {*names, *mark.get(path.name, ())}:     # a user's own
-            (new / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path / name, new / name)
+        """Puts a checkpoint in the place of another, at one blow; a user's own files come along."""
+        names, saved = files_in(new), mark_of(self.run_dir).get("saved", ())
+        for name in files_in(path):
+            if name not in names and f"{path.name}/{name}" not in saved:
+                (new / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path / name, new / name)
         swap(new, path)
-        write_mark(self.run_dir, mark | {path.name: names})
+        self._note(path, names)
 
-    def _remove(self, folder, but=()):
-        """Deletes what an earlier save has put into this folder; a user's own files stay."""
-        for name in (mark_of(self.run_dir) or {}).get(folder, ()):
-            if name not in but:
-                (self.run_dir / folder / name).unlink(missing_ok=True)
-        with suppress(OSError):         # it is not there, or something is in it
-            (self.run_dir / folder).rmdir()
+    def _note(self, path, names):
+        """Notes in the mark that these files are a run's, which the next one replaces."""
+        mark = mark_of(self.run_dir)
+        saved = {*mark.get("saved", ()), *(f"{path.name}/{name}" for name in names)}
+        write_whole(self.run_dir / MARK, json.dumps(mark | {"saved": sorted(saved)}))
 
     def _whole(self, model):
         """The model itself or, if it is sharded, a whole copy of it for the rank that writes."""
@@ -191,6 +190,25 @@ def as_saved(args):
 def network(model):
     """The module whose names torch may look up: of an AnyModel, that of transformers in it."""
     return model.model if isinstance(model, AnyModel) else model
+
+
+def what_is_read(args, num_problems, prompts_per_step):
+    """{what: hash or number} of the files that the flags name, wherever they are, and their order.
+
+    SHA-1 is the fastest in Python: 1 s for 1.5 GB.
+    """
+    found = {"--seed": args.seed, "the prompts of a step, over all ranks": prompts_per_step,
+             "the number of prompts in --data_path": num_problems}
+    for flag, path in vars(args).items():
+        if flag.endswith("_path") and path:
+            path = local_path(path)
+            inside = [file for file in path.glob("[!.]*") if file.suffix in READ]
+            for file in [path] if path.is_file() else inside:       # a pipe is read only once
+                name = "the file" if file == path else file.name
+                with open(file, "rb") as opened:
+                    value = hashlib.file_digest(opened, "sha1").hexdigest()[:12]
+                found[f"{name} of --{flag}"] = value
+    return found
 
 
 # --- a checkpoint ---------------------------------------------------------------------------------
@@ -215,26 +233,21 @@ def save_checkpoint(folder, model, tokenizer, optimizer_state, others=None, put=
         torch.save({"optimizer": optimizer_state, **moved, **progress}, new / "optimizer.pt")
 
 
-def load_checkpoint(folder, model, optimizer, others=None, *, run=None, reads=None):
+def load_checkpoint(folder, model, optimizer, others=None, reads=None):
     """Restore weights, optimizer and others in place; returns (steps done, tokens sampled).
 
-    What is saved is whole, and of sharded models each rank takes its part. run, reads: the id of
-    the run and what it reads, which must be those of the checkpoint.
+    What is saved is whole, and of sharded models each rank takes its part. UserError if the run
+    that has saved it has read something else than `reads`.
     """
     if not folder.exists():     # a crash between the two renames in written_whole leaves this one
         folder = folder.with_suffix(".old")
-    if not (folder / "optimizer.pt").is_file():
-        raise UserError(f"--resume: no checkpoint in {folder.parent}; name the run to resume with "
-                        "--out_dir and --run_name, or give the new one another name")
-    broken = f"--resume: {folder}", "this checkpoint is broken, or of another model", ELSE
-    with explained(*broken):
+    where = f"--resume: {folder}"
+    with explained(where, "this checkpoint is missing, broken, or of another model", ELSE):
         saved = read_tensors(folder / "optimizer.pt")
-    if saved.get("run") != run:
-        raise UserError(f"--resume: {folder} is of the run {saved.get('run')}, but the args.json "
-                        f"beside it of the run {run}; {ELSE}")
-    if reads:
-        refuse_another(saved.get("reads", {}), reads)
-    with explained(*broken):
+        for what, was in saved.get("reads", {ID: None}).items():
+            if reads and reads.get(what) != was:
+                raise UserError(f"{where}: {what} was {was} when this run was started, and is "
+                                f"{reads.get(what, 'missing')} now; {ELSE}")
         if adapters(model):
             load_adapter(model, folder)
         elif isinstance(model, AnyModel):
@@ -258,6 +271,10 @@ def load_moments(model, optimizer, saved):
     """Loads AdamW's moments; its options, such as the weight decay, stay those of the flags."""
     from torch.distributed.checkpoint import state_dict
     whole = state_dict.StateDictOptions(full_state_dict=True)
+    if 0 in saved["state"]:         # by number, as optimizers save it, in earlier versions
+        names = [name for name, _ in network(model).named_parameters()]
+        saved = {"state": {names[i]: moments for i, moments in saved["state"].items()},
+                 "param_groups": [saved["param_groups"][0] | {"params": names}]}
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     state_dict.set_optimizer_state_dict(network(model), optimizer, saved, options=whole)
     optimizer.param_groups[0].update(options)
@@ -304,6 +321,7 @@ def written_whole(path, put=swap):
         new.mkdir(parents=True)
         yield new
         put(new, path)
+        delete(new)
     # For a full disk torch.save raises RuntimeError, and no reason is in its message.
     except (OSError, SafetensorError, RuntimeError) as error:
         shutil.rmtree(new, ignore_errors=True)

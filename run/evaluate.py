@@ -10,10 +10,6 @@ from tqdm import tqdm
 
 from errors import COUNT, COUNT_OR_0
 
-# Flags that change what the policy reads, how it answers, or what rm says.
-ASKED_BY = ("temperature", "max_gen_len", "reasoning", "system_prompt", "tool", "max_tool_calls",
-            "max_seq_len", "overlong_prompts", "reward_model_clip", "reward_model_answer_share")
-
 
 def add_flags(parser):
     flag = parser.group("5. log").add_argument
@@ -27,7 +23,7 @@ def add_flags(parser):
 
 def measure(args, problems):
     """What an evaluation measures, as a text; numbers are only compared if it is the same."""
-    asked = [getattr(args, name) for name in ASKED_BY]
+    asked = args.temperature, args.max_gen_len, args.reasoning, args.system_prompt, args.tool
     content = json.dumps([asked, problems], sort_keys=True).encode()
     rewards = " + ".join(sorted(args.eval_reward_funcs))
     return f"{rewards} on {len(problems)} problems, {hashlib.sha256(content).hexdigest()[:12]}"

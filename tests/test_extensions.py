@@ -125,7 +125,6 @@ SIDES = '{"low": far, "high": far}'
     (BOUND, 'loss, {"low": far.any(), "high": far}', "[(3, 4), (), (3, 4)"),
     (BOUND, 'loss, {"low": loss, "high": loss}', "'Float' write"),
     (BOUND, f"loss.detach(), {SIDES}", "no gradient"), (BOUND, f"loss / 0, {SIDES}", "value inf"),
-    (BOUND, f"loss.detach().requires_grad_() * 1, {SIDES}", "no gradient log-prob"),
     (WHOLE, "-logps, {}", "whole loss [(), (1,)] [(3, 4)]"), ("own = ", "3", "3 is no function"),
     (WHOLE, "loss.item(), {}", "no gradient"), (WHOLE, "loss * float('nan'), {}", "value nan"),
     (WHOLE, 'loss, {"step": 1}', "step rename"), (WHOLE, 'loss, {"loss": loss}', "loss rename"),

@@ -120,7 +120,7 @@ def test_a_chat_has_the_prompts_of_a_run(reasoning, tokenizer, tmp_path, monkeyp
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template += "{{ '' if enable_thinking | default(true) else 'quiet' }}"
     save_pretrained(tiny(seed=0, vocab_size=len(tokenizer)),
-                    asking_as_trained(tokenizer, bool(reasoning)), tmp_path)
+                    asking_as_trained(tokenizer, {"enable_thinking": bool(reasoning)}), tmp_path)
     asked, args = [], train_grpo.parse_args(["--system_prompt", "r1", f"--reasoning={reasoning}"])
     collate = PromptCollator(tokenizer, 99, args.system_prompt, bool(args.reasoning))
 

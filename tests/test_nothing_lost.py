@@ -110,7 +110,7 @@ def test_an_optimizer_of_other_shapes_is_refused_before_it_is_read(change, tiny_
     moments = saved["state"]["model.norm.weight"]
     moments["exp_avg"] = change(moments["exp_avg"])
     save_checkpoint(tmp_path / "checkpoint", policy, tokenizer, saved, step=1, num_tokens=1)
-    with pytest.raises(UserError, match="checkpoint is broken.* start another run"):
+    with pytest.raises(UserError, match="checkpoint is missing, broken.* start another run"):
         load_checkpoint(tmp_path / "checkpoint", policy, optimizer)
 
 

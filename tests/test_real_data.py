@@ -91,10 +91,10 @@ def test_switches_of_any_name_are_set_and_are_those_of_the_final_template(openin
     collate = read_prompts(train_grpo.parse_args([*ask, '{"deep": true}']), opening)[0]
     asked = collate(ITEMS)
     assert asked["prefills"] == ["<think>\n"] * 2
-    assert not collate.has_switch(turns("1"))       # for what --reasoning sets
-    final = asking_as_trained(opening, False, {"deep": "yes"})
+    final = asking_as_trained(opening, collate.switches)
     assert PromptCollator(final, 99, thinking=None)(ITEMS)["prompts"] == asked["prompts"]
-    assert PromptCollator(asking_as_trained(final, True), 99)(ITEMS)["prefills"] == [""] * 2
+    final = asking_as_trained(final, {"thinking": True})
+    assert PromptCollator(final, 99)(ITEMS)["prefills"] == [""] * 2
     with pytest.raises(UserError, match="--chat_template_kwargs: the chat template has no deeep"):
         read_prompts(train_grpo.parse_args([*ask, '{"deeep": true}']), opening)
 

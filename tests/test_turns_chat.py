@@ -38,8 +38,9 @@ ASK = '<tool_call>\n{"name": "pow", "arguments": {"base": 2, "exp": 3}}\n</tool_
 def test_who_asks_the_final_weights_asks_as_training_did(template, thinking, tokenizer, tmp_path):
     tokenizer, chat = deepcopy(tokenizer), [{"role": "user", "content": "2**3?"}]
     tokenizer.chat_template = template
-    trained = PromptCollator(tokenizer, 999, thinking=thinking).render(chat)
-    final = asking_as_trained(asking_as_trained(tokenizer, not thinking), thinking)     # twice
+    asks, other = (PromptCollator(tokenizer, 999, thinking=on) for on in (thinking, not thinking))
+    trained = asks.render(chat)
+    final = asking_as_trained(asking_as_trained(tokenizer, other.switches), asks.switches)
     final.save_pretrained(tmp_path)
     ask = partial(AutoTokenizer.from_pretrained(tmp_path).apply_chat_template, chat,
                   tokenize=False, add_generation_prompt=True)

@@ -211,9 +211,7 @@ def row_of(loss_type, options=()):
         bound, average = LOSS_TYPES[loss_type]
         function = POLICY_LOSSES[bound]
     else:
-        known = ", ".join([*LOSS_TYPES, "r1"])
-        if loss_type == "gspo":
-            known += ", for GSPO --importance_sampling_level sequence"
+        known = ", ".join([*LOSS_TYPES, "r1", "for GSPO --importance_sampling_level sequence"])
         function = import_function("--loss_type", loss_type, known)
         if not callable(function):
             raise ValueError(f"--loss_type {loss_type}: {function!r:.99} is no function; name one")
@@ -254,9 +252,6 @@ def call_own(name, function, is_bound, /, *given, **options):
         learns = logps.requires_grad and torch.is_grad_enabled()
         if learns and not loss.requires_grad and (advantages.any() or not is_bound):
             raise ValueError("its loss has no gradient")
-        if learns and advantages.any() and {None} == {*torch.autograd.grad(
-                loss.sum(), (given[0], logps), retain_graph=True, allow_unused=True)}:
-            raise ValueError("its loss has no gradient of the log-probabilities")
     except (Exception, SystemExit) as error:
         where = "its traceback is above" if show(error) else "write it as docs/losses.md says"
         raise UserError(f"--loss_type {name} failed: {reason(error)}; {where}") from error

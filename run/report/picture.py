@@ -272,8 +272,7 @@ def main(argv=None):
     parser = Parser(prog="python -m run.report.picture",
                     description="Draw the curves of one or more runs.")
     parser.add_argument("runs", nargs="+", help="folders of runs, such as out/run_a")
-    parser.add_argument("-o", "--output", type=Path, default=Path("curves.png"),
-                        help="to write")
+    parser.add_argument("-o", "--output", type=Path, default="curves.png", help="to write")
     args = parser.parse_args(argv)
     kinds = b"\x89PNG", b"%PDF", b"<?xm"
     if args.output.is_file() and not args.output.read_bytes().startswith(kinds):

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dataset import batches_from, read_prompts
+from dataset import PromptCollator, batches_from, read_prompts
 from dataset.jsonl import is_finite, to_json, to_line
+from dataset.prompts import asking_as_trained
 from errors import UserError, cut, explained, printable, reason
 from reward.answers import kind_of
 from reward.child import CHILD
@@ -71,7 +72,6 @@ class Run:
         self.dead_groups = deque(maxlen=5)      # frac_reward_zero_std of the last steps
         self.first_difference = None            # rollout_probs_diff_mean, when it was first known
         self.warned_at = {}                     # text of a warning -> step that last printed it
-        self.has_lost_steps = False             # whether SwanLab has failed
         self.has_begun = False                  # whether the first step is done
         self.held_back = []                     # evaluations until then
         self.drawn_at = -math.inf               # a time
@@ -202,7 +202,8 @@ class Run:
     def finish(self, defaults):
         """Writes the final weights; their card names the flags that are not the defaults."""
         if not self.args.eval_only:
-            self.saver.save_final(self.state.policy.model, self.state.tokenizer, defaults)
+            tokenizer = asking_as_trained(self.state.tokenizer, self.collate.switches)
+            self.saver.save_final(self.state.policy.model, tokenizer, defaults)
 
     # --- what these call --------------------------------------------------------------------------
 
@@ -215,10 +216,12 @@ class Run:
         policy = state.policy.model
         size = sum(parameter.numel() for parameter in policy.parameters())
         prompts = min(state.num_prompts, num_prompts // num_processes) * num_processes
+        first = problems[0]["messages"]
+        unswitched = PromptCollator(state.tokenizer, None, args.system_prompt, thinking=False)
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             "run by": getattr(policy, "run_by", "") or RUN_BY[args.sampler],     # or transformers
-            "thinking": args.reasoning and not self.collate.has_switch(problems[0]["messages"])
+            "thinking": args.reasoning and self.collate.render(first) == unswitched.render(first)
                         and "the chat template has no switch for it that --reasoning knows",
             "ended by": " ".join(state.tokenizer.decode([one]) or str(one)
                                  for one in state.eos_ids),
@@ -371,10 +374,10 @@ class Run:
             try:
                 self.swanlab.log(finite, step=step)
             except (Exception, SystemExit) as error:    # it may be back at the next step
-                if not self.has_lost_steps:
-                    self.warn(f"SwanLab failed ({reason(error)}) and lacks a part of this run; "
-                              f"{short(self.run_dir)}/metrics.jsonl has all of it")
-                self.has_lost_steps = True
+                text = (f"SwanLab failed ({reason(error)}) and lacks a part of this run; "
+                        f"{short(self.run_dir)}/metrics.jsonl has all of it")
+                if text not in self.warned_at:
+                    self.warn(text)
 
     def _numbers(self, step, metrics):
         """The line shown at every step: time left, and the few numbers that show progress."""
