@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import train_grpo
 from dataset.folders import MARK, claim
 from errors import UserError
+from model import load_pretrained
 from support import ROOT, jsonl, write
 
 POLICY, JUDGE = ROOT / "model/weights/reason_128", ROOT / "reward/weights/reward_128"
@@ -177,9 +178,26 @@ def test_a_resume_takes_what_has_moved_and_a_run_without_hashes(a_run, tmp_path)
     train_grpo.main([*flags_of(where), "--resume", "--max_steps", "2", "--learning_rate", "1e-5"])
     flags = json.loads((where / "out/run/args.json").read_text())
     assert flags["learning_rate"] == 1e-5 and len(jsonl(where / "out/run/metrics.jsonl")) == 2
-    saved = torch.load(where / "out/run/checkpoint/optimizer.pt", weights_only=True)
-    del saved["reads"], flags["id"]
-    torch.save(saved, where / "out/run/checkpoint/optimizer.pt")
-    (where / "out/run/args.json").write_text(json.dumps(flags))
-    permuted(where / "weights")
-    train_grpo.main([*flags_of(where), "--resume", "--max_steps", "3"])
+
+
+def test_a_run_of_an_earlier_version_is_resumed(a_run, tmp_path, capsys):
+    """It has no id, no hashes and no mark, flags that are gone, and an optimizer by number."""
+    metrics = []
+    for name in ("now", "earlier"):
+        where, run = shutil.copytree(a_run, tmp_path / name), tmp_path / name / "out/run"
+        if name == "earlier":
+            saved = torch.load(run / "checkpoint/optimizer.pt", weights_only=True)
+            del saved["reads"]
+            names = load_pretrained(POLICY).state_dict()
+            of_number = {list(names).index(one): moments
+                         for one, moments in saved["optimizer"]["state"].items()}
+            group = saved["optimizer"]["param_groups"][0] | {"params": sorted(of_number)}
+            saved["optimizer"] = {"state": of_number, "param_groups": [group]}
+            torch.save(saved, run / "checkpoint/optimizer.pt")
+            flags = json.loads((run / "args.json").read_text()) | {"fast": 1}
+            del flags["id"]
+            (run / "args.json").write_text(json.dumps(flags))
+            (run / MARK).unlink()
+        train_grpo.main([*flags_of(where), "--resume", "--max_steps", "2"])
+        metrics.append(jsonl(run / "metrics.jsonl")[1]["grad_norm"])
+    assert metrics[0] == metrics[1] and "--fast was 1" in capsys.readouterr().out
