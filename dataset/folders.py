@@ -11,9 +11,8 @@ VERSIONED = {".git", ".hg", ".svn"}
 OF_A_RUN = {"num_generations", "reward_funcs", "run_name"}
 SAVED = [f"{folder}/{name}" for folder in ("checkpoint", "final", "adapter") for name in (
     "model.safetensors", "config.json", "generation_config.json", "optimizer.pt", "tokenizer.json",
-    "tokenizer_config.json", "chat_template.jinja", "README.md", "adapter_model.safetensors",
+    "tokenizer_config.json", "chat_template.jinja", "adapter_model.safetensors",
     "adapter_config.json")]
-
 
 
 def mark_of(folder):
