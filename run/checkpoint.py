@@ -17,7 +17,14 @@ from safetensors import SafetensorError
 from dataset.folders import MARK, claim, mark_of, write_whole
 from dataset.jsonl import to_json
 from errors import COUNT, UserError, explained, reason
-from model.load import load_pretrained, local_path, read_json, read_state, read_tensors
+from model.load import (
+    load_pretrained,
+    local_path,
+    read_json,
+    read_state,
+    read_tensors,
+    read_weights,
+)
 from model.lora import adapter_state, adapters
 from model.save import save_adapter, save_pretrained
 from model.transformers_model import AnyModel
@@ -30,7 +37,7 @@ LAUNCHER = os.getppid()                     # torchrun, if it is there
 NOT_OF_A_RUN = ("out_dir", "run_name", "resume", "id")   # they only say which run it is
 PROGRAM = "train_grpo.py"
 ID = "the id in args.json"
-READ = ".safetensors", ".bin", ".json", ".jinja", ".txt", ".model"      # of weights and tokenizers
+READ = ".json", ".jinja", ".txt", ".model"      # of tokenizers and configurations
 ELSE = "bring back what it was, or start another run with another --run_name"
 
 
@@ -193,22 +200,28 @@ def network(model):
 
 
 def what_is_read(args, num_problems, prompts_per_step):
-    """{what: hash or number} of the files that the flags name, wherever they are, and their order.
+    """{what: hash or number} of what the flags name, wherever it is, and of the prompts' order.
 
-    SHA-1 is the fastest in Python: 1 s for 1.5 GB.
+    Of weights the tensors count, whatever files they are in. SHA-1 is the fastest that Python has:
+    1 s for 1.5 GB.
     """
     found = {"--seed": args.seed, "the prompts of a step, over all ranks": prompts_per_step,
              "the number of prompts in --data_path": num_problems}
     for flag, path in vars(args).items():
         if flag.endswith("_path") and path:
             path = local_path(path)
-            inside = [file for file in path.glob("[!.]*") if file.suffix in READ]
-            for file in [path] if path.is_file() else inside:       # a pipe is read only once
-                name = "the file" if file == path else file.name
-                with open(file, "rb") as opened:
-                    value = hashlib.file_digest(opened, "sha1").hexdigest()[:12]
-                found[f"{name} of --{flag}"] = value
-    return found
+            inside = {file.name: file for file in path.glob("[!.]*")
+                      if file.suffix in READ and not file.name.endswith(".index.json")}
+            for name, file in ({"the file": path} if path.is_file() else inside).items():
+                with open(file, "rb") as opened:            # a pipe can be read only once
+                    found[f"{name} of --{flag}"] = hashlib.file_digest(opened, "sha1")
+            if [*path.glob("model*.safetensors"), *path.glob("pytorch_model*.bin")]:
+                weights = found[f"the weights of --{flag}"] = hashlib.sha1(usedforsecurity=False)
+                for name, tensor in sorted(read_weights(path).items()):
+                    weights.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+                    weights.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return {what: value.hexdigest()[:12] if hasattr(value, "hexdigest") else value
+            for what, value in found.items()}
 
 
 # --- a checkpoint ---------------------------------------------------------------------------------

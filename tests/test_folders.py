@@ -133,10 +133,10 @@ def edited(name, old, new):
 
 
 CHANGES = {
-    "model.safetensors of --model_path": lambda where: permuted(where / "weights"),
+    "the weights of --model_path": lambda where: permuted(where / "weights"),
     "tokenizer.json of --model_path": edited("weights/tokenizer.json", "false", "true"),
     "config.json of --model_path": edited("weights/config.json", "10000.0", "20000.0"),
-    "model.safetensors of --reward_model_path": lambda where: permuted(where / "judge"),
+    "the weights of --reward_model_path": lambda where: permuted(where / "judge"),
     "the file of --data_path": edited("data.jsonl", '"answer": "1"', '"answer": "2"'),
     "the file of --eval_data_path": edited("heldout.jsonl", "What", "Was"),
     "the id in args.json": edited("out/run/args.json", '"id": "', '"id": "0')}
@@ -175,6 +175,8 @@ def test_a_resume_refuses_what_is_another_and_names_it(what, a_run, tmp_path, ca
 
 def test_a_resume_takes_what_has_moved_and_a_run_without_hashes(a_run, tmp_path):
     where = shutil.copytree(a_run, tmp_path / "moved")
+    weights = load_file(where / "weights/model.safetensors")        # and saved in another order
+    save_file(dict(reversed(weights.items())), where / "weights/model.safetensors")
     train_grpo.main([*flags_of(where), "--resume", "--max_steps", "2", "--learning_rate", "1e-5"])
     flags = json.loads((where / "out/run/args.json").read_text())
     assert flags["learning_rate"] == 1e-5 and len(jsonl(where / "out/run/metrics.jsonl")) == 2
