@@ -202,8 +202,7 @@ def network(model):
 def what_is_read(args, num_problems, prompts_per_step):
     """{what: hash or number} of what the flags name, wherever it is, and of the prompts' order.
 
-    Of weights the tensors count, whatever files they are in. SHA-1 is the fastest that Python has:
-    1 s for 1.5 GB.
+    Of weights the tensors count, whatever files they are in. SHA-1 takes 1 s for 1.5 GB.
     """
     found = {"--seed": args.seed, "the prompts of a step, over all ranks": prompts_per_step,
              "the number of prompts in --data_path": num_problems}
