@@ -268,9 +268,9 @@ def test_a_sampler_may_be_coarse_but_not_wrong_from_the_start(
 def test_a_smooth_curve_begins_where_the_run_began_and_leaves_a_straight_line_straight():
     line = np.arange(100.0)
     assert smooth(line)[:95] == pytest.approx(line[:95])
-    # A window of three around the second value; of one at the first.
+    # A window of three, (1/4, 1/2, 1/4) around the second value; of one at the first.
     fall = np.array([8.0, 4.0] + [0.0] * 28)
-    assert smooth(fall)[:3] == pytest.approx([8, 4, 4 / 3])
+    assert smooth(fall)[:3] == pytest.approx([8, 4, 1])
 
 
 def test_phases_are_stacked_with_their_shares_of_the_whole_time(tmp_path):

@@ -235,13 +235,16 @@ def above(ax, text, x, y, **style):
 
 
 def smooth(values):
-    """Centred moving average over a tenth of the series."""
+    """Centred moving average over a tenth of the series, with a Hann window."""
+    # A box window would spread a single spike into a plateau; this one keeps it a bump.
     means = np.empty(len(values))
     for i in range(len(values)):
         # Most is learned in the first steps: there the window grows from a single value, and stays
         # centred, so that the curve begins where the run began.
         reach = min(len(values) // 20, i)
-        means[i] = values[i - reach:i + reach + 1].mean()
+        window = values[i - reach:i + reach + 1]
+        weights = np.hanning(2 * reach + 3)[1:-1]
+        means[i] = np.average(window, weights=weights[:len(window)])
     return means
 
 

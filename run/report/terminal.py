@@ -222,7 +222,7 @@ class Run:
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             "run by": getattr(policy, "run_by", "") or RUN_BY[args.sampler],     # or transformers
             "thinking": args.reasoning and self.collate.render(first) == unswitched.render(first)
-                        and "the chat template has no switch for it that --reasoning knows",
+                        and "left to the weights: the chat template has no switch for it",
             "ended by": " ".join(state.tokenizer.decode([one]) or str(one)
                                  for one in state.eos_ids),
             "device": f"{num_processes} x {state.world.device.type}",
