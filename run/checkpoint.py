@@ -1,6 +1,7 @@
 """The Saver decides when a run is saved, and resumes it; it keeps other runs out of its folder.
 
-A crash or a full disk, at any moment, leaves a whole checkpoint behind.
+A crash or a full disk, at any moment, leaves a whole checkpoint behind. A resume goes on with the
+same run: it compares what the run reads with what it has read.
 """
 import hashlib
 import json
@@ -208,19 +209,23 @@ def what_is_read(args, num_problems, prompts_per_step):
              "the number of prompts in --data_path": num_problems}
     for flag, path in vars(args).items():
         if flag.endswith("_path") and path:
-            path = local_path(path)
-            inside = {file.name: file for file in path.glob("[!.]*")
-                      if file.suffix in READ and not file.name.endswith(".index.json")}
-            for name, file in ({"the file": path} if path.is_file() else inside).items():
-                with open(file, "rb") as opened:            # a pipe can be read only once
-                    found[f"{name} of --{flag}"] = hashlib.file_digest(opened, "sha1")
-            if [*path.glob("model*.safetensors"), *path.glob("pytorch_model*.bin")]:
-                weights = found[f"the weights of --{flag}"] = hashlib.sha1(usedforsecurity=False)
-                for name, tensor in sorted(read_weights(path).items()):
-                    weights.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-                    weights.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
-    return {what: value.hexdigest()[:12] if hasattr(value, "hexdigest") else value
-            for what, value in found.items()}
+            found |= {f"{part} of --{flag}": value for part, value in contents(local_path(path))}
+    return found
+
+
+def contents(path):
+    """(part, hash) of a file, or of the weights and the small files in a folder."""
+    inside = {file.name: file for file in path.glob("[!.]*")
+              if file.suffix in READ and not file.name.endswith(".index.json")}
+    for name, file in ({"the file": path} if path.is_file() else inside).items():
+        with open(file, "rb") as opened:            # a pipe can be read only once
+            yield name, hashlib.file_digest(opened, "sha1").hexdigest()[:12]
+    if [*path.glob("model*.safetensors"), *path.glob("pytorch_model*.bin")]:
+        weights = hashlib.sha1(usedforsecurity=False)
+        for name, tensor in sorted(read_weights(path).items()):
+            weights.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            weights.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        yield "the weights", weights.hexdigest()[:12]
 
 
 # --- a checkpoint ---------------------------------------------------------------------------------
@@ -230,14 +235,30 @@ def files_in(folder):
     return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
 
 
-def save_checkpoint(folder, model, tokenizer, optimizer_state, others=None, put=None, **progress):
+def swap(new, path):
+    """Puts a folder in the place of another; a crash between the renames leaves that as .old."""
+    old = path.with_suffix(".old")
+    if path.exists():
+        delete(old)
+        path.rename(old)
+    new.rename(path)
+    delete(old)
+
+
+def delete(path):
+    """Delete a folder; an OSError if something of it stays."""
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def save_checkpoint(folder, model, tokenizer, optimizer_state, others=None, put=swap, **progress):
     """Write all that a resume needs: weights, tokenizer, optimizer, progress (step, num_tokens).
 
     Of a model with adapters only these: the base stays as it was loaded. others: {name: a model
     that changes beside the policy}.
     """
     moved = {name: other.state_dict() for name, other in (others or {}).items()}
-    with written_whole(folder, put or swap) as new:
+    with written_whole(folder, put) as new:
         if adapters(model):
             save_adapter(model, new)
         else:
@@ -303,22 +324,6 @@ def load_adapter(model, path):
     ours, theirs = adapter_state(model), read_tensors(path / "adapter_model.safetensors")
     for name, tensor in ours.items():
         tensor.copy_(part_of(theirs[name], tensor))
-
-
-def swap(new, path):
-    """Puts a folder in the place of another; a crash between the renames leaves that as .old."""
-    old = path.with_suffix(".old")
-    if path.exists():
-        delete(old)
-        path.rename(old)
-    new.rename(path)
-    delete(old)
-
-
-def delete(path):
-    """Delete a folder; an OSError if something of it stays."""
-    if path.exists():
-        shutil.rmtree(path)
 
 
 @contextmanager

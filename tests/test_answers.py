@@ -121,8 +121,8 @@ def test_an_empty_gold_answer_is_a_mistake_in_the_data():
 def test_a_run_says_how_its_gold_answers_are_compared():
     golds = ["42", ["1/2", "a"], "Paris", "2024-05-06", r"\sqrt{2}", None, r"so \boxed{7}"]
     text = kinds_of_answers([{"answer": gold} for gold in golds])
-    assert text == "number: 3, words: 2, expression: 1, none: 1"
-    assert kinds_of_answers([{}] * 3000) == "none: 2,000 in the first rows"
+    assert text == "3 numbers, 2 words, 1 expressions, 1 missing"
+    assert kinds_of_answers([{}] * 3000) == "2,000 missing, in the first rows"
 
 
 @pytest.mark.parametrize("gold, given, expected", [

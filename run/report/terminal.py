@@ -428,11 +428,12 @@ def start_swanlab(run_dir, args):
 
 
 def kinds_of_answers(problems):
-    """How the gold answers of the first rows are compared: "number: 1,990, none: 10"."""
+    """What the gold answers of the first rows are: "1,990 numbers, 10 missing"."""
     golds = [problems[i].get("answer") for i in range(min(len(problems), FIRST_ROWS))]
-    kinds = Counter("none" if gold is None else kind_of(gold) for gold in golds)
-    found = ", ".join(f"{kind}: {count:,}" for kind, count in kinds.most_common())
-    return f"{found}{' in the first rows' if len(problems) > FIRST_ROWS else ''}"
+    names = {"number": "numbers", "expression": "expressions", "words": "words", None: "missing"}
+    kinds = Counter(None if gold is None else kind_of(gold) for gold in golds)
+    found = ", ".join(f"{count:,} {names[kind]}" for kind, count in kinds.most_common())
+    return f"{found}{', in the first rows' if len(problems) > FIRST_ROWS else ''}"
 
 
 def styled(text, *codes):
