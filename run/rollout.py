@@ -2,6 +2,7 @@
 from dataclasses import dataclass, field, fields, replace
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from errors import UserError
 from model.load import decode
@@ -121,14 +122,20 @@ class Rollout(Sequences):
 
     def only(self, rows):
         """The Rollout of these rows, (n,)."""
-        def cut(value):
-            if isinstance(value, torch.Tensor):
-                return value[rows.to(value.device)]
-            if isinstance(value, dict):
-                return {name: cut(one) for name, one in value.items()}
-            return value and [value[row] for row in rows.tolist()]
+        return replace(self, **{one.name: rows_of(getattr(self, one.name), rows)
+                                for one in fields(self)})
 
-        return replace(self, **{one.name: cut(getattr(self, one.name)) for one in fields(self)})
+    def joined(self, other):
+        """The Rollout of the rows of both; they are of one batch, so prompts have one length."""
+        def join(one, two):
+            if isinstance(one, torch.Tensor):
+                return pad_sequence([*one, *two], True) if one.dim() > 1 else torch.cat((one, two))
+            if isinstance(one, dict):
+                return {name: join(one[name], two[name]) for name in one}
+            return one and one + two
+
+        return replace(self, **{one.name: join(getattr(self, one.name), getattr(other, one.name))
+                                for one in fields(self)})
 
     def minibatches(self, number, micro_batch_size, read):
         """Cuts the rows evenly, in order: (micro-batches, counts) for each of `number` minibatches.
@@ -157,3 +164,12 @@ class Rollout(Sequences):
             cut(self.completion_mask), cut(self.loss_mask), cut(self.sampling_logps),
             cut(self.ref_logps), cut(self.advantages),
             {name: cut(values) for name, values in self.extra.items()})
+
+
+def rows_of(value, rows):
+    """These rows, (n,), of a tensor, a list, or of each in a dict; None of None."""
+    if isinstance(value, torch.Tensor):
+        return value[rows.to(value.device)]
+    if isinstance(value, dict):
+        return {name: rows_of(one, rows) for name, one in value.items()}
+    return value and [value[row] for row in rows.tolist()]

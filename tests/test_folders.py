@@ -140,7 +140,8 @@ CHANGES = {
     "the file of --data_path": edited("data.jsonl", '"answer": "1"', '"answer": "2"'),
     "the file of --eval_data_path": edited("heldout.jsonl", "What", "Was"),
     "the id in args.json": edited("out/run/args.json", '"id": "', '"id": "0')}
-FLAGS = {"the prompts of a step": ["--batch_size", "4"], "--seed": ["--seed", "7"]}
+FLAGS = {"the prompts of a step": ["--batch_size", "4"], "--seed": ["--seed", "7"],
+         "--shuffle": ["--shuffle", "0"]}
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from support import ROOT, jsonl, write
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="sends itself a signal to stop")
 SHARD = ["--shard", "1"]
 KL = ["--beta", "0.1", "--sampler", "plain", "--ref_model_sync_steps", "2"]
-LORA = ["--beta", "0.1", "--lora_rank", "2"]
+LORA = ["--beta", "0.1", "--lora_rank", "2", "--oversample", "2"]
 HALF = ["--beta", "0.1", "--dtype", "bfloat16"]
 RUNS = [        # (name, flags, calls of `unequal` so far)
     ("kl_apart", KL, 100), ("kl_sharded", [*KL, *SHARD, "--gradient_checkpointing"], 100),
@@ -126,7 +126,7 @@ def test_sharded_runs_learn_the_same(names, out):
     assert max((apart[name] - start[name]).abs().max() for name in apart) > 1e-3
     lines = [jsonl(out / name / "metrics.jsonl") for name in names]
     for ours, theirs in zip(*lines):
-        for key in ("reward", "grad_norm", "kl", "loss", "eval/mean_length"):
+        for key in ("reward", "grad_norm", "kl", "loss", "eval/mean_length", "oversample/rounds"):
             assert ours.get(key, 0) == pytest.approx(theirs.get(key, 0), rel=1e-4, abs=1e-6), key
     assert len(lines[1]) == STEPS
 

@@ -3,10 +3,12 @@ import math
 
 import torch
 
-from errors import UserError
+from errors import UserError, reason
 from reward.baselines import BASELINES, SCALES, estimate, nanstd
+from reward.load import import_function, show
 
 NAME = "--scale_rewards, --advantage_estimator"
+ESTIMATORS = ("grpo", *BASELINES, "gdpo")
 
 
 def add_flags(parser):
@@ -14,10 +16,11 @@ def add_flags(parser):
     flag("--scale_rewards", choices=("group", *SCALES), help="divide advantages by the std of the "
          "group, of the step, by nothing, by the group's mean (default: group; none with another "
          "--advantage_estimator)")
-    flag("--advantage_estimator", choices=("grpo", *BASELINES, "gdpo"), default="grpo",
-         help="compare a reward with its group's mean, or with the mean of the others (rloo); "
-         "grpo_passk: only the best of a group, with the second best; gdpo: divide each reward "
-         "function by its own std in the group, then the sum by that of the step")
+    flag("--advantage_estimator", metavar="NAME", default="grpo", help="compare a reward with its "
+         "group's mean (grpo), or with the mean of the others (rloo); grpo_passk: only the best of "
+         "a group, with the second best; gdpo: divide each reward function by its own std in the "
+         "group, then the sum by that of the step; or a function of your own as module:function "
+         "(docs/losses.md)")
 
 
 def defaults(args):
@@ -29,14 +32,20 @@ def is_on(args):
 
 
 def check(args):
-    if args.advantage_estimator == "gdpo" and (args.scale_rewards != "none" or args.kl_in_reward):
+    name = args.advantage_estimator
+    if name == "gdpo" and (args.scale_rewards != "none" or args.kl_in_reward):
         raise UserError("--advantage_estimator gdpo has its own scales, and reads the reward "
                         "functions one by one; leave --scale_rewards and --kl_in_reward out")
+    if name not in ESTIMATORS:
+        import_function("--advantage_estimator", name, ", ".join(ESTIMATORS))
+        if args.scale_rewards != "none":
+            raise UserError(f"--advantage_estimator {name} is a function, which has its own scale; "
+                            "leave --scale_rewards out")
 
 
 def install(state):
-    of = gdpo if state.args.advantage_estimator == "gdpo" else compute_advantages
-    state.replace(NAME, compute_advantages=of)
+    by_name = dict.fromkeys(ESTIMATORS, compute_advantages) | {"gdpo": gdpo}
+    state.replace(NAME, compute_advantages=by_name.get(state.args.advantage_estimator, call_own))
 
 
 def compute_advantages(state, rollout):
@@ -62,3 +71,19 @@ def gdpo(state, rollout):
     of_all = torch.tensor(state.world.gather([total.tolist()]), dtype=total.dtype)    # (ranks, N)
     advantages = estimate(of_all.flatten(), of_all.numel()).view_as(of_all)[state.world.rank]
     return advantages.to(rollout.loss_mask.device, rollout.rewards.dtype)
+
+
+def call_own(state, rollout):
+    """What a user's function makes of the rewards and G; UserError unless it is (N,), finite."""
+    name, rewards = state.args.advantage_estimator, rollout.rewards
+    function = import_function("--advantage_estimator", name)
+    try:
+        found = function(rewards.clone(), state.args.num_generations)
+        fits = found.shape == rewards.shape and found.is_floating_point()
+        advantages = found.detach().to(rollout.loss_mask.device, rewards.dtype)
+        if not fits or not advantages.isfinite().all():
+            raise ValueError(f"it returned {found!r:.99}, not {len(rewards)} finite floats, (N,)")
+    except (Exception, SystemExit) as error:
+        where = "its traceback is above" if show(error) else "write it as docs/losses.md says"
+        raise UserError(f"--advantage_estimator {name} failed: {reason(error)}; {where}") from error
+    return advantages
