@@ -3,10 +3,16 @@ import ast
 import trace  # tests/trace.py
 
 import pytest
+from test_extensions import FLAGS
+from test_objective import DEVIATIONS, DIVISORS, FAMILY
+from test_real_weights import FAMILIES
 from test_run import assert_same_weights, measured
 
 import train_grpo
+from model import load
+from reward import baselines, functions
 from run import extensions
+from run.extensions import losses
 from support import ROOT
 
 SMALL = ["--batch_size", "2", "--num_generations", "4", "--max_gen_len", "24", "--eval_samples",
@@ -45,7 +51,7 @@ def test_what_is_read_is_what_runs():
     found = trace.measure()
     assert len(found["above"]) <= 8 and found["token_logps"] == []
     assert len(found["names"]) <= 10, found["names"]
-    for name, most in (("lines to the end of main", 360), ("lines of the script", 560),
+    for name, most in (("lines to the end of main", 360), ("lines of the script", 600),
                        ("parameters of grpo_loss", 10), ("lines before a tensor", 2)):
         assert found[name] <= most, name
 
@@ -58,3 +64,28 @@ def test_a_run_is_the_same_without_the_options_that_it_does_not_use(tmp_path, mo
         monkeypatch.setattr(extensions, "EXTENSIONS", [extensions.losses, extensions.advantages])
     assert measured(tmp_path / "whole") == measured(tmp_path / "bare")
     assert_same_weights(tmp_path / "whole/final", tmp_path / "bare/final")
+
+
+BY_LOOP = {one.get("loss_type", "grpo") for one in FAMILY}
+BOUNDS, AVERAGES = zip(*(losses.LOSS_TYPES[name] for name in BY_LOOP - {"r1"}))
+
+
+@pytest.mark.parametrize("table, rows, tested, line", [
+    ("POLICY_LOSSES or LOSS_AGGREGATIONS", [*losses.POLICY_LOSSES, *losses.LOSS_AGGREGATIONS],
+     BOUNDS + AVERAGES, "a row of LOSS_TYPES that has ROW, and it to FAMILY in test_objective.py"),
+    ("LOSS_TYPES", losses.LOSS_TYPES, BY_LOOP,
+     '{"loss_type": "ROW"} to FAMILY in test_objective.py, and its formula to loop_loss'),
+    ("KL_TYPES", losses.KL_TYPES, {one.get("kl_type", "k3") for one in FAMILY},
+     '{"kl_type": "ROW", "beta": 1} to FAMILY in test_objective.py, its formula to loop_loss'),
+    ("BASELINES", baselines.BASELINES, DEVIATIONS, '"ROW": [...] to DEVIATIONS, test_objective.py'),
+    ("SCALES", baselines.SCALES, {scale for scale, *_ in DIVISORS} | {"mean"},    # test_maxrl_...
+     '("ROW", None, what it divides by) to DIVISORS in test_objective.py'),
+    ("RULES", functions.RULES, {"accuracy", "repetition", "reasoning_gym"},
+     'a test of its function to test_rewards.py, and "ROW" to this test'),
+    ("FAMILIES", [name.removesuffix("ForCausalLM") for name, _ in load.FAMILIES.values()],
+     dict(FAMILIES.values()), '"any name": ("ROW", {}) to FAMILIES in test_real_weights.py'),
+    ("EXTENSIONS", [one.__name__.rpartition(".")[2] for one in extensions.EXTENSIONS], FLAGS,
+     '"ROW": "the flags that switch it on" to FLAGS in test_extensions.py')])
+def test_a_test_touches_every_row_of_a_table(table, rows, tested, line):
+    for row in rows:
+        assert row in tested, f"no test touches {row} of {table}: add {line.replace('ROW', row)}"
