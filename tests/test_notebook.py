@@ -27,7 +27,8 @@ MISTAKES = {5: [("std + 1e-4", "std + 1e-2"), ("groups - mean", "groups"), PROPO
 
 def run(number, source, names):
     few = re.sub("^(STEPS, PROMPTS, HELDOUT) = .*", r"\1 = 2, 4, 40", source, flags=re.MULTILINE)
-    exec(compile(few.replace("steps=15", "steps=2"), f"cell {number}", "exec"), names)
+    few = re.sub("steps=(15|30)", "steps=2", few)
+    exec(compile(few, f"cell {number}", "exec"), names)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -67,6 +68,7 @@ def test_every_cell_runs(monkeypatch):
     steps, shares = zip(*names["curve"])
     assert steps == (0, 2) and 0.05 < shares[0] < 0.6
     assert len(names["axes"].lines[0].get_xdata()) == len(names["my_curve"]) == 2
+    assert len(names["history"]) == 2 and type(names["model"]).__name__ == "Qwen3ForCausalLM"
     assert names["my_reward"](None, ["I guess 7.", "3+4=7"], ["7", "7"]) == [1, 0]
     names["plt"].close("all")
 
@@ -77,16 +79,18 @@ def test_both_notebooks_have_the_same_code():
 
 @pytest.mark.parametrize("cells", [CODE, CODE_ZH], ids=NAMES)
 def test_the_saved_outputs_show_rewards_climb(cells):
-    assert [cell["execution_count"] for cell in cells] == list(range(1, 11))
+    assert [cell["execution_count"] for cell in cells] == list(range(1, 12))
     printed = ["".join("".join(output.get("text", "")) for output in cell["outputs"])
                for cell in cells]
     assert all(printed) and {output["output_type"] for cell in cells
                              for output in cell["outputs"]} == {"stream", "display_data"}
     curve, mine = ([float(share) for share in re.findall(r"^step.* (\S+)$", text, re.MULTILINE)]
-                   for text in printed[8:])
+                   for text in printed[8:10])
     assert len(curve) == 9 and curve[0] < 0.4 and min(curve[-3:]) > 0.8
     assert len(mine) == 4 and mine[0] < 0.4 and mine[-1] > 0.8
     assert "ratios 0.03 to" in printed[7]           # of which the text speaks
+    before, after = printed[10].splitlines()[-1].split(" -> ")
+    assert float(before) < 0.7 and float(after) > 0.95
     assert any("image/png" in output.get("data", ()) for output in cells[8]["outputs"])
 
 
