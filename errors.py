@@ -3,13 +3,24 @@
 The ground of the house: all rooms import it, and it imports none.
 """
 import argparse
+import json
 import os
 import re
 import shlex
 import sys
 import warnings
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
 
+for room in "dataset", "model", "reward", "run":
+    found = find_spec(room)
+    where = found and (found.origin or [*found.submodule_search_locations][0])
+    if where and not Path(where).resolve().is_relative_to(Path(__file__).resolve().parent):
+        raise ImportError(f"{where} hides the folder {room} of MiniGRPO; rename it, or put the "
+                          "folder of train_grpo.py before its own in sys.path")
+
+GIVEN = {}      # name -> object or function, while a call from Python runs: run/given.py
 NO_MEMORY = ("out of memory; train_grpo.py needs less with a lower --micro_batch_size or "
              "--rollout_batch_size, with --gradient_checkpointing, or with --lora_rank")
 
@@ -157,6 +168,29 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options):
         super().__init__(fromfile_prefix_chars="@", formatter_class=HelpFormatter, **options)
         self._negative_number_matcher = re.compile(r"-\.?\d")       # argparse's lacks -1e-3
+
+    def words(self, given):
+        """A command line: given itself; or of {flag: value}; with None that of this program."""
+        if given is None:       # a notebook's names a file of its kernel
+            return [] if "kernel_launcher" in sys.argv[0] else sys.argv[1:]
+        if not isinstance(given, dict):
+            return given
+        words = []
+        for name, value in given.items():
+            flag = self._option_string_actions.get(f"--{name}")
+            if isinstance(value, dict):
+                value = [f"{key}={one}" for key, one in value.items()] if flag and flag.nargs else (
+                    json.dumps(value))
+            if flag is None or name == "help":
+                raise UserError(f"{name} is no flag; `python train_grpo.py --help` lists them")
+            if isinstance(value, (list, tuple)):
+                words += [f"--{name}", *map(str, value)]
+            elif flag.nargs == 0:           # a switch
+                words += [f"--{name}"] * bool(value)
+            elif value is not None:
+                value = int(value) if isinstance(value, bool) else value
+                words.append(f"--{name}={value}")
+        return words
 
     def group(self, title):
         """The group of flags whose title begins so."""

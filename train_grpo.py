@@ -27,7 +27,7 @@ A step takes B prompts and G completions of each (beta, the epsilons and sizes a
     3. rewards                compute_rewards      a number for each completion
        and advantages         compute_advantages   each reward relative to its group
     4. update                 update_policy        gradient steps on the loss
-    5. log                    run.record           metrics, evaluations, pictures, checkpoints
+    5. log                    log.record           metrics, evaluations, pictures, checkpoints
 
 A rollout is all completions of a step; a minibatch, what one optimizer step learns from (by default
 the whole rollout); a micro-batch, what goes through the model at a time, to save memory. A rank is
@@ -63,20 +63,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import torch
 
+# The first of ours, which says so if a file of yours hides one of the others.
+import errors
 import reward.load
 from dataset import prompts
-from errors import (
-    COUNT,
-    COUNT_OR_0,
-    POSITIVE,
-    POSITIVE_OR_0,
-    Parser,
-    UserError,
-    number,
-    user_errors,
-)
+from errors import COUNT, COUNT_OR_0, POSITIVE, POSITIVE_OR_0, Parser, UserError, number
 from model import eos_token_ids, load_tokenizer, vllm
-from run import checkpoint, distributed, evaluate, extensions, minimind_flags
+from run import checkpoint, distributed, evaluate, extensions, given, minimind_flags
 from run import policy as policies
 from run.distributed import World
 from run.metrics import Clock, Metrics
@@ -344,19 +337,68 @@ def grpo_step(state, batch, step, lr):
     return rollout, metrics | {"learning_rate": lr}
 
 
-@user_errors("train_grpo.py")       # prints a user's mistake as one sentence, without a traceback
-@recorded                           # tells torchrun which rank has failed, and why
+def run(args, world, **options):
+    """Trains: (policy, metrics of each step)."""
+    with terminal.Run(args, world, **options) as log:   # files, checkpoints, evaluations
+        state = load(args, world)
+        for step, batch in log.steps(state):        # resumes with --resume; evaluates before step 1
+            lr = lr_at(step, log.last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
+            rollout, metrics = grpo_step(state, batch, step, lr)
+            log.record(step, rollout, metrics)      # 5. log
+        log.finish(parse_args([]))      # writes final/; its card names the flags that were changed
+    world.close()
+    return state.policy.model, log.history
+
+
+@errors.user_errors("train_grpo.py")    # a user's mistake: one sentence without a traceback
+@recorded                               # tells torchrun which rank has failed, and why
 def main(argv=None):
     args = parse_args(argv)
-    world = World.join(args)        # the processes that torchrun started, or this one alone
-    with terminal.Run(args, world) as run:      # files, checkpoints, evaluations: run/report
-        state = load(args, world)
-        for step, batch in run.steps(state):        # resumes with --resume; evaluates before step 1
-            lr = lr_at(step, run.last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
-            rollout, metrics = grpo_step(state, batch, step, lr)
-            run.record(step, rollout, metrics)      # 5. log
-        run.finish(parse_args([]))      # writes final/; its card names the flags that were changed
-    world.close()
+    run(args, World.join(args))     # the processes that torchrun started, or this one alone
+
+
+# --- what one looks up: a call from Python --------------------------------------------------------
+
+
+def train(model, tokenizer=None, *, reward_funcs, prompts, reference=None, reward_model=None,
+          out_dir=None, **flags):
+    """What `main` does, called from Python: (the trained model, the metrics of its steps).
+
+        def length(completions, **columns):
+            return [min(len(text), 100) / 100 for text in completions]
+
+        model, history = train(model, tokenizer, reward_funcs=[length], prompts=["Tell me a joke."],
+                               max_steps=30, num_generations=8, learning_rate=1e-5)
+
+    model, tokenizer, reference, reward_model: an object, a folder or a hub id. It is your model
+    that learns, on `device` (a flag), its weights in float32, in evaluation mode; what you have
+    frozen stays frozen. A Qwen3, Qwen2 or
+    Llama learns as part of our own network, on the same storage, and is sampled as fast; any other
+    causal model of transformers by its own code. If it has PEFT's adapters, these alone learn, and
+    the reference is the model without them. Otherwise, with beta above 0, the reference is a copy,
+    so that the weights need twice the memory, or the one that you give. lora_rank, shard,
+    ref_model_sync_steps and sampler="vllm" read weights from files, and need a path.
+    reward_funcs: functions, names or "module:function". prompts: texts, chats, rows such as
+    {"prompt": ..., "answer": ...}, or a file (dataset/prompts.py). out_dir: None writes nothing.
+    flags: those of --help, as keywords; a function may stand for any "module:function". To go on
+    with a run, give its out_dir and run_name, resume=True, and the model as it was at its start:
+    weights, tokenizer and prompts are compared, functions are not.
+
+    A mistake is a ValueError. Signals stay the caller's: Ctrl-C ends the step at once, and the
+    model keeps its last update. Call it in each process of torchrun.
+    """
+    own = {"model_path": model, "tokenizer_path": tokenizer, "reference_path": reference,
+           "reward_model_path": reward_model, "data_path": prompts, "reward_funcs": reward_funcs,
+           "out_dir": out_dir}
+    with given.as_flags(flags, own) as named:
+        args = parse_args(named)
+        args.out_dir = out_dir and args.out_dir
+        world = World.join(args)
+        try:
+            policy, history = run(args, world, watches=False)
+        finally:
+            world.close()
+        return errors.GIVEN.get(args.model_path, policy), history
 
 
 # --- what one looks up: loading -------------------------------------------------------------------
@@ -392,7 +434,7 @@ class TrainState:
     k3: Callable                        # for other losses
     phase: Clock = field(init=False)    # state.phase("update") starts the clock of a phase
     step: int = 0                       # the current step
-    saved: dict = field(default_factory=dict)       # {name: model}, saved beside the policy
+    saved: dict = field(default_factory=dict)       # {name: a model or a dict}, in checkpoints
     changed: dict = field(default_factory=dict)     # {function: by which flags and files}
 
     def __post_init__(self):
@@ -467,6 +509,7 @@ GROUPS = ("the six that matter first", "1. generate (weights, prompts, sampling)
 
 
 def parse_args(argv=None):
+    """The flags. argv: a list of words, or {flag: value}."""
     parser = Parser(usage="%(prog)s [flags] [@file of flags]", description=(
         "Group Relative Policy Optimization. Without flags, a small model learns within minutes "
         "to think before it answers. Policy: the model being trained. Reference: a frozen copy of "
@@ -477,11 +520,12 @@ def parse_args(argv=None):
     for owner in (prompts, reward.load, evaluate, checkpoint, terminal, policies, distributed,
                   minimind_flags, extensions):
         owner.add_flags(parser)
-    args = filled_in(parser.parse_args(argv))
+    words = parser.words(argv)
+    args = filled_in(parser.parse_args(words))
     if args.resume:         # the flags that are not given are those of the run
         was = checkpoint.flags_of_run(args)
         parser.set_defaults(**{name: was[name] for name in vars(args) if name in was})
-        args = filled_in(parser.parse_args(argv))
+        args = filled_in(parser.parse_args(words))
     extensions.check(args)
     return args
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from dataset.jsonl import parse, read_lines
-from errors import COUNT, UserError
+from errors import COUNT, GIVEN, UserError
 
 HERE = Path(__file__).resolve().parent
 MOST_STEPS = 300        # of a run that names no number
@@ -45,16 +45,20 @@ class PromptDataset(list):
     A last turn by the assistant is dropped. The answer is optional: without one, only the rewards
     that don't need it apply. An item is {"messages": [...], **the line's other fields}, with None
     for those that only other lines have; `places` has "<path>, line <number>" of each. UserError
-    names the file, the line and the field at fault.
+    names the file, the line and the field at fault. In a list that Python code has given an item
+    may also be a prompt alone, a text or a list of turns.
     """
 
     def __init__(self, path):
-        self.places = []
-        for where, row in read_lines(path):
+        self.places, rows = [], read_lines(path)
+        if path in GIVEN:
+            rows = ((f"prompts[{i}]", row if isinstance(row, dict) else {"prompt": row})
+                    for i, row in enumerate(map(copy.deepcopy, GIVEN[path])))
+        for where, row in rows:
             self.append(read_row(row, where))
             self.places.append(where)
         if not self:
-            raise UserError(f"{path}: the file has no prompts; write one JSON object per line")
+            raise UserError(f"{path}: there are no prompts; write one JSON object per line")
         names = dict.fromkeys(name for row in self for name in row)     # in the same order always
         for row in self:
             for name in names:
@@ -253,20 +257,21 @@ def without_overlong(rows, places, collate, args, config):
     return rows if overlong == "cut" else fitting
 
 
-def rows_of_step(step, num_rows, prompts_per_rank, *, rank=0, world_size=1, seed=0):
+def rows_of_step(step, num_rows, prompts_per_rank, *, rank=0, world_size=1, seed=0, shuffle=True):
     """The rows that a rank reads at a step (counted from 1), shuffled anew in every epoch.
 
     A step takes `prompts_per_rank` rows for each rank; the last step of an epoch takes what is
     left. The rows depend on the seed and the step, not on the steps before, so a resumed run reads
-    what it would have read without the interruption.
+    what it would have read without the interruption. Without `shuffle` they keep their order.
     """
     per_step = prompts_per_rank * world_size
     epoch, position = divmod(step - 1, steps_per_epoch(num_rows, prompts_per_rank, world_size))
     generator = torch.Generator().manual_seed(seed + 1_000_003 * epoch)
-    order = torch.randperm(num_rows, generator=generator).tolist()
+    shuffled = torch.randperm(num_rows, generator=generator).tolist()
+    order = shuffled if shuffle else range(num_rows)
     rows = order[position * per_step:(position + 1) * per_step]
     even = len(rows) // world_size * world_size         # every rank must get the same number
-    return rows[:even][rank::world_size]
+    return list(rows[:even][rank::world_size])
 
 
 def steps_per_epoch(num_rows, prompts_per_rank, world_size=1):
@@ -281,6 +286,8 @@ def steps_per_epoch(num_rows, prompts_per_rank, world_size=1):
 def add_flags(parser):
     flag = parser.group("1. generate").add_argument
     flag("--data_path", help="training prompts, a jsonl file (default: dataset/train.jsonl)")
+    flag("--shuffle", type=int, choices=(0, 1), default=1, help="1: prompts come in another order "
+         "in each pass over the file; 0: in that of the file")
     flag("--max_seq_len", "--max_prompt_length", type=COUNT, default=66,
          help="tokens that a prompt may have")
     flag("--overlong_prompts", choices=("refuse", "cut", "drop"), default="refuse",
@@ -334,11 +341,11 @@ def read_prompts(args, tokenizer, config=None):
     return collate, problems, heldout
 
 
-def batches_from(first_step, problems, collate, num_prompts, world, args):
-    """This rank's batches from a step on, num_prompts each, and the number of the last step.
+def batches_from(problems, collate, num_prompts, world, args):
+    """A function from a step to this rank's batch, of num_prompts, and the number of the last step.
 
     That is --max_steps, with as many passes over the prompts as it takes; --epochs bounds them.
-    With neither: one pass, and at most MOST_STEPS.
+    With neither: one pass, and at most MOST_STEPS. batch(step, problems) draws from others.
     """
     per_pass = steps_per_epoch(len(problems), num_prompts, world.size)
     last_step = (args.epochs or 1) * per_pass
@@ -350,9 +357,9 @@ def batches_from(first_step, problems, collate, num_prompts, world, args):
         raise UserError(f"{args.data_path}: {len(problems)} prompts are too few for {world.size} "
                         "processes; give one at least to each")
 
-    def batch(step):
+    def batch(step, problems=problems):
         rows = rows_of_step(step, len(problems), num_prompts, rank=world.rank,
-                            world_size=world.size, seed=args.seed)
+                            world_size=world.size, seed=args.seed, shuffle=args.shuffle)
         return collate([problems[row] for row in rows])
 
-    return map(batch, range(first_step, last_step + 1)), last_step
+    return batch, last_step

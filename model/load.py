@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
-from errors import UserError, explained
+from errors import GIVEN, UserError, explained
 
 from . import transformers_model
 from .model import MiniMindConfig, MiniMindForCausalLM
@@ -122,16 +122,21 @@ def read_config(path):
         if lacking:
             raise UserError(f"{file}: model/model.py does not build {lacking}; choose weights "
                             f"without it, of one of the families {', '.join(FAMILIES)}")
-        _, switches = FAMILIES[config.model_type]
-        rope = config.rope_parameters
-        scaling = {name: rope[name] for name in ROPE_FIELDS[rope["rope_type"]]}
-        found = {field.name: getattr(config, field.name) for field in fields(MiniMindConfig)
-                 if hasattr(config, field.name)}
-        found["head_dim"] = (getattr(config, "head_dim", None)
-                             or config.hidden_size // config.num_attention_heads)
-        found["rope_theta"] = rope["rope_theta"]
-        found["rope_scaling"] = {"rope_type": rope["rope_type"], **scaling} if scaling else None
-        return MiniMindConfig(**found | switches)
+        return as_ours(config)
+
+
+def as_ours(config):
+    """A configuration of transformers, of which nothing is unbuilt, as a MiniMindConfig."""
+    _, switches = FAMILIES[config.model_type]
+    rope = config.rope_parameters
+    scaling = {name: rope[name] for name in ROPE_FIELDS[rope["rope_type"]]}
+    found = {field.name: getattr(config, field.name) for field in fields(MiniMindConfig)
+             if hasattr(config, field.name)}
+    found["head_dim"] = (getattr(config, "head_dim", None)
+                         or config.hidden_size // config.num_attention_heads)
+    found["rope_theta"] = rope["rope_theta"]
+    found["rope_scaling"] = {"rope_type": rope["rope_type"], **scaling} if scaling else None
+    return MiniMindConfig(**found | switches)
 
 
 def as_ids(value):
@@ -253,19 +258,21 @@ def local_path(path, *, weights=True):
 
 
 def load_tokenizer(path, vocab_size, advice="give another with --tokenizer_path"):
-    """Load the tokenizer from a folder or a hub id. Code that comes with it never runs.
+    """The tokenizer of a folder or a hub id, or the one given. Code that comes with it never runs.
 
     advice: what to do if there is none, if its chat template is missing, or if its padding or EOS
     has no row in the embedding, which has vocab_size: the end of the UserError.
     """
-    path = local_path(path, weights=False)
-    if not path.is_dir():
-        raise UserError(f"{path}: not a folder, so it has no tokenizer; {advice}")
-    with explained(path, "no tokenizer could be read there", advice):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        # Without files transformers makes an empty one.
-        if not tokenizer("a 1", add_special_tokens=False)["input_ids"]:
-            raise ValueError("it has no token for any text")
+    tokenizer = GIVEN.get(path)
+    if tokenizer is None:
+        path = local_path(path, weights=False)
+        if not path.is_dir():
+            raise UserError(f"{path}: not a folder, so it has no tokenizer; {advice}")
+        with explained(path, "no tokenizer could be read there", advice):
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            # Without files transformers makes an empty one.
+            if not tokenizer("a 1", add_special_tokens=False)["input_ids"]:
+                raise ValueError("it has no token for any text")
     if tokenizer.chat_template is None:
         raise UserError(f"{path}: its tokenizer has no chat template; {advice}")
     # More rows than tokens are common: embeddings are often padded to a round number.

@@ -15,7 +15,9 @@ def save_pretrained(model, tokenizer, path):
     """Write a folder for load_pretrained, transformers and servers, with adapters merged."""
     path, state = Path(path), merged_state(model)
     path.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, AnyModel):
+    if isinstance(model, AnyModel) and model.peft:
+        model.peft.save_pretrained(path)            # the adapters alone
+    elif isinstance(model, AnyModel):
         model.model.save_pretrained(path, state_dict=state)
         for file in path.glob("*.safetensors"):
             file.chmod(0o644)           # as in save_tensors

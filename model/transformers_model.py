@@ -36,6 +36,7 @@ class AnyModel(nn.Module):
         super().__init__()
         self.model, self.lm_head = model, model.get_output_embeddings()
         self.config, self.generation_config = model.config.get_text_config(), {}
+        self.peft = None        # the model of PEFT around it, if it carries adapters
         self.run_by = (f"transformers' {type(model).__name__}, because of {lacking}: "
                        "without model/fast")
         self.known = set(inspect.signature(model.forward).parameters)
@@ -89,14 +90,21 @@ def load(path, config, lacking, *, dtype=None, matrix_dtype=None, device=None):
         head = theirs.get_output_embeddings()
         if head.weight is not theirs.get_input_embeddings().weight:     # whatever its config says
             theirs.config.tie_word_embeddings = False
-        if type(head) is nn.Linear:
-            head.__class__ = Head                       # computes in float32 under autocast
-        model = AnyModel(theirs.to(device), lacking)
-        check_rows(model)
+        model = wrapped(theirs.to(device), lacking)
     if matrix_dtype:
         for layer in model.modules():
             if isinstance(layer, nn.Linear) and not isinstance(layer, Head):
                 layer.to(matrix_dtype)
+    return model
+
+
+def wrapped(theirs, lacking):
+    """The model as an AnyModel, which has been tried; ValueError if it does not keep rows apart."""
+    head = theirs.get_output_embeddings()
+    if type(head) is nn.Linear:
+        head.__class__ = Head                       # computes in float32 under autocast
+    model = AnyModel(theirs, lacking)
+    check_rows(model)
     return model
 
 

@@ -71,6 +71,10 @@ class Child:
     def give_up(self):
         """A signal wants the run to stop: what is being asked, and all after it, stays open."""
         self.given_up = True
+        self.end()
+
+    def end(self):
+        """Ends the process; the next question starts another."""
         if self.process is not None:
             self.process.kill()
             self.process = None

@@ -8,11 +8,12 @@ import sys
 import traceback
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from dataset.prompts import RESERVED, is_arithmetic
-from errors import FINITE, POSITIVE_OR_0, UserError, number, printable, reason
+from errors import FINITE, GIVEN, POSITIVE_OR_0, UserError, number, printable, reason
 from model.load import find_weights
 
 from .child import CHILD, MOST_LATE, SECONDS
@@ -105,6 +106,8 @@ def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
 
 def import_function(flag, name, known=""):
     """`module:function`, from the packages, the folder of the script or the current folder."""
+    if name in GIVEN:
+        return GIVEN[name]
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -145,7 +148,9 @@ class RewardFunction:
         unanswered = CHILD.unanswered
         try:
             values = self.function(**arguments)
-            values = asyncio.run(values) if inspect.iscoroutine(values) else values
+            if inspect.iscoroutine(values):     # in a thread: a notebook's own has a loop that runs
+                with ThreadPoolExecutor(1) as pool:
+                    values = pool.submit(asyncio.run, values).result()
             values = values.tolist() if hasattr(values, "tolist") else values
             if not isinstance(values, (list, tuple)) or len(values) != count:
                 raise TypeError(f"it returned {reprlib.repr(values)} instead of a list of {count} "

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from errors import GIVEN
 from model import load_tokenizer
 from model.fast import read_tree
 from model.load import (
@@ -131,7 +132,15 @@ def load_reward_model(path, *, device="cpu"):
 
     It can be a classifier that transformers knows, with one label, or one of InternLM2's reward
     models. It is bfloat16 on CUDA, else float32. Code that comes with the weights never runs.
+    What Python code has given is one that has get_scores, or a classifier with a name_or_path.
     """
+    given = GIVEN.get(path)
+    if hasattr(given, "get_scores"):
+        return given
+    if given is not None:
+        with explained(path, "no reward model", "give one with get_scores, or a path"):
+            tokenizer = load_tokenizer(given.name_or_path, given.config.vocab_size, ANOTHER)
+            return of_classifier(given, tokenizer).to(device).eval()
     with explained(f"--reward_model_device {device}", "torch has no such device here",
                    "choose cpu, or a GPU such as cuda:1"):
         torch.empty(0, device=device)
@@ -172,6 +181,11 @@ def load_classifier(folder, dtype):
             folder, dtype=dtype, trust_remote_code=False, output_loading_info=True)
         if info["missing_keys"] or classifier.score.weight.shape[0] != 1:
             raise TypeError("it needs a head named score, with one label, and a backbone")
+    return of_classifier(classifier, tokenizer)
+
+
+def of_classifier(classifier, tokenizer):
+    """A RewardModel on the weights of a ...ForSequenceClassification of transformers."""
     classifier.config.use_cache = False     # one forward per chat: no need to keep keys and values
     model = RewardModel(classifier.config, tokenizer, backbone=classifier.base_model)
     model.score = classifier.score.float()

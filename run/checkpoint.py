@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from dataset.folders import MARK, claim, mark_of, write_whole
 from dataset.jsonl import to_json
-from errors import COUNT, UserError, explained, reason
+from errors import COUNT, GIVEN, UserError, explained, reason
 from model.load import (
     load_pretrained,
     local_path,
@@ -51,7 +51,8 @@ def add_flags(parser):
 
 
 def check(args):
-    args.run_name = args.run_name or f"grpo_{Path(args.model_path).name.removesuffix('.pth')}"
+    weights = Path(args.model_path).name.removesuffix(".pth").strip("<>")
+    args.run_name = args.run_name or f"grpo_{weights}"
     if args.run_name == ".." or Path(args.run_name).name != args.run_name:
         raise UserError(f"--run_name {args.run_name}: it must be the name of a folder, without /")
 
@@ -67,14 +68,15 @@ class Saver:
     """Writes the checkpoints and the final weights of a run into run_dir; rank 0 does.
 
     The folder is locked until the run ends, or its process does, whatever ends it. UserError if
-    another run has it, or if it is anybody else's (dataset/folders.py). With eval_only nothing is
-    written, and nothing locked.
+    another run has it, or if it is anybody else's (dataset/folders.py). With eval_only, or without
+    a folder, nothing is written, and nothing locked.
     """
 
     def __init__(self, run_dir, world, args):
         # A reward may change the current folder.
-        self.run_dir, self.world, self.args = Path(run_dir).absolute(), world, args
-        self.writes, self.reads = world.rank == 0, {ID: uuid.uuid4().hex[:12]}
+        self.run_dir, self.world, self.args = run_dir and Path(run_dir).absolute(), world, args
+        self.writes = world.rank == 0 and run_dir is not None
+        self.reads = {ID: uuid.uuid4().hex[:12]}
         if not self.writes or args.eval_only:
             return
         if not args.resume:
@@ -90,8 +92,8 @@ class Saver:
     def resume(self, policy, optimizer, others, num_problems, prompts_per_step):
         """Restores the checkpoint with --resume; returns (steps done, tokens sampled).
 
-        others: {name: a model that is saved beside the policy}. UserError if the run would read
-        something else than it did.
+        others: {name: what is saved beside the policy}. UserError if the run would read something
+        else than it did.
         """
         args, reads = self.args, {}
         if self.writes and not args.eval_only:
@@ -134,6 +136,8 @@ class Saver:
 
     def save(self, step, num_tokens, policy, tokenizer, optimizer, others):
         """Write a checkpoint; all ranks wait until it is whole."""
+        if self.run_dir is None:
+            return
         optimizer_state = moments_of(policy, optimizer)
         policy = self._whole(policy)
         others = {name: self._whole(model) for name, model in others.items()}
@@ -148,6 +152,8 @@ class Saver:
 
         defaults: the flags of a run that is given none.
         """
+        if self.run_dir is None:
+            return
         policy = self._whole(policy)
         if self.writes:
             with written_whole(self.run_dir / "final", self._put) as folder:
@@ -205,12 +211,33 @@ def what_is_read(args, num_problems, prompts_per_step):
 
     Of weights the tensors count, whatever files they are in. SHA-1 takes 1 s for 1.5 GB.
     """
-    found = {"--seed": args.seed, "the prompts of a step, over all ranks": prompts_per_step,
+    found = {"--seed": args.seed, "--shuffle": args.shuffle,
+             "the prompts of a step, over all ranks": prompts_per_step,
              "the number of prompts in --data_path": num_problems}
     for flag, path in vars(args).items():
         if flag.endswith("_path") and path:
-            found |= {f"{part} of --{flag}": value for part, value in contents(local_path(path))}
+            parts = parts_of(GIVEN[path]) if path in GIVEN else contents(local_path(path))
+            found |= {f"{part} of --{flag}": value for part, value in parts}
     return found
+
+
+def parts_of(given):
+    """(part, hash) of a tokenizer, a model or rows."""
+    if hasattr(given, "state_dict"):
+        return [("the weights", hash_of(given.state_dict()))]
+    if hasattr(given, "get_vocab"):
+        given = given.get_vocab(), given.chat_template
+    text = json.dumps(given, sort_keys=True, default=str)
+    return [("the content", hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:12])]
+
+
+def hash_of(weights):
+    """The hash of tensors by name."""
+    found = hashlib.sha1(usedforsecurity=False)
+    for name, tensor in sorted(weights.items()):
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy())
+    return found.hexdigest()[:12]
 
 
 def contents(path):
@@ -221,11 +248,7 @@ def contents(path):
         with open(file, "rb") as opened:            # a pipe can be read only once
             yield name, hashlib.file_digest(opened, "sha1").hexdigest()[:12]
     if [*path.glob("model*.safetensors"), *path.glob("pytorch_model*.bin")]:
-        weights = hashlib.sha1(usedforsecurity=False)
-        for name, tensor in sorted(read_weights(path).items()):
-            weights.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            weights.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
-        yield "the weights", weights.hexdigest()[:12]
+        yield "the weights", hash_of(read_weights(path))
 
 
 # --- a checkpoint ---------------------------------------------------------------------------------
@@ -254,10 +277,11 @@ def delete(path):
 def save_checkpoint(folder, model, tokenizer, optimizer_state, others=None, put=swap, **progress):
     """Write all that a resume needs: weights, tokenizer, optimizer, progress (step, num_tokens).
 
-    Of a model with adapters only these: the base stays as it was loaded. others: {name: a model
-    that changes beside the policy}.
+    Of a model with adapters only these: the base stays as it was loaded. others: {name: what
+    changes beside the policy, a model or a dict of numbers}.
     """
-    moved = {name: other.state_dict() for name, other in (others or {}).items()}
+    moved = {name: other if isinstance(other, dict) else other.state_dict()
+             for name, other in (others or {}).items()}
     with written_whole(folder, put) as new:
         if adapters(model):
             save_adapter(model, new)
@@ -283,13 +307,20 @@ def load_checkpoint(folder, model, optimizer, others=None, reads=None):
                                 f"{reads.get(what, 'missing')} now; {ELSE}")
         if adapters(model):
             load_adapter(model, folder)
+        elif isinstance(model, AnyModel) and model.peft:
+            from peft import set_peft_model_state_dict
+            saved_adapters = read_tensors(folder / "adapter_model.safetensors")
+            set_peft_model_state_dict(model.peft, saved_adapters)
         elif isinstance(model, AnyModel):
             model.load_state_dict(load_pretrained(folder).state_dict())
         else:
             load_parts(model, read_state(folder)[1])
         load_moments(model, optimizer, saved["optimizer"])
         for name, other in (others or {}).items():
-            load_parts(other, saved[name])
+            if isinstance(other, dict):
+                other.update(saved[name])
+            else:
+                load_parts(other, saved[name])
         return int(saved["step"]), int(saved["num_tokens"])
 
 

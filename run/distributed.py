@@ -1,4 +1,5 @@
 """The processes that train one model together, and the collectives they use."""
+import itertools
 import os
 import time
 from contextlib import ExitStack
@@ -13,6 +14,8 @@ from model.load import choose_device
 from model.sampler import rng_of
 
 from .fsdp import is_sharded, whole
+
+GROUPS = itertools.count()      # a second one must not find what the first has left in the store
 
 
 def add_flags(parser):
@@ -35,14 +38,21 @@ class World:
         self.size = int(os.environ.get("WORLD_SIZE", 1))
         self.device, self.seed = choose_device(device, self.size), seed
         self.cleanup = ExitStack()     # cleanup.callback(f) calls f when the run ends, well or not
+        self.joined = False            # a group of processes, which it then leaves
         on_cuda = self.device.type == "cuda"
         if on_cuda:
+            if torch.cuda.is_initialized():         # by a caller
+                self.cleanup.callback(torch.cuda.set_device, torch.cuda.current_device())
             torch.cuda.set_device(self.device)      # what "cuda" means from now on
             if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
                 # Shapes are always new: segments that grow leave no holes between them.
                 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+            self.cleanup.callback(
+                torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
             # cuDNN's attention makes a plan for each new shape, and here shapes are always new.
+            self.cleanup.callback(
+                torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
             torch.backends.cuda.enable_cudnn_sdp(False)
         if dtype == "auto":
             has_bfloat16 = on_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -54,11 +64,15 @@ class World:
         """The processes that torchrun started, or this one alone, each with a device of its own."""
         world = cls(args.device, args.dtype, args.seed)
         args.shard = int(args.shard and world.size > 1)     # one process has nothing to divide
-        if world.size > 1:
+        world.joined = world.size > 1 and not dist.is_initialized()     # else it is a caller's
+        if world.joined:
             on_cuda = world.device.type == "cuda"
             # One rank's rewards may be slow while the others wait. NCCL's own limit is 10 minutes.
-            dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(minutes=30),
-                                    device_id=world.device if on_cuda else None)
+            store, rank, size = next(dist.rendezvous("env://"))
+            dist.init_process_group(
+                "nccl" if on_cuda else "gloo", timeout=timedelta(minutes=30), rank=rank,
+                store=dist.PrefixStore(f"group {next(GROUPS)}", store), world_size=size,
+                device_id=world.device if on_cuda else None)
         return world
 
     def autocast(self):
@@ -122,7 +136,8 @@ class World:
 
     def close(self):
         self.cleanup.close()
-        if self.size > 1:
+        if self.joined:
+            self.joined = False
             if dist.is_initialized():       # vLLM, when it ends, ends all groups
                 dist.destroy_process_group()
             # After a sharded run DTensor's caches keep Gloo's threads alive. If Python ends while

@@ -3,6 +3,7 @@
 `sample` (model/sampler.py) and `token_logps` (train_grpo.py, which hands it over) are the plain
 ones. Others wrap or replace them here, once, where the model is loaded.
 """
+import argparse
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from pathlib import Path
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from errors import COUNT_OR_0, POSITIVE, UserError, number
+from errors import COUNT_OR_0, GIVEN, POSITIVE, UserError, explained, number
 from model import fast
+from model.in_memory import WithoutPeft, as_policy, frozen_copy
 from model.load import find_weights, load_pretrained
 from model.lora import AdaptersOff, with_adapters
 from model.model import MiniMindForCausalLM
@@ -59,6 +61,7 @@ def add_flags(parser):
     flag = parser.group("1. generate").add_argument
     flag("--rollout_batch_size", type=COUNT_OR_0, default=0, help="completions sampled at once, in "
          "training and evaluation: fewer need less memory and more time; 0: all of them")
+    flag("--reference_path", help=argparse.SUPPRESS)        # of train(reference=...)
     flag = parser.group("4. update (the optimizer)").add_argument
     flag("--lora_rank", type=COUNT_OR_0, default=0,
          help="train adapters of this rank (LoRA) instead of the weights; 0: the weights")
@@ -76,6 +79,8 @@ def add_flags(parser):
 
 def check(args):
     """The included weights."""
+    if args.reference_path and args.beta == 0:
+        raise UserError("reference: with beta=0 nothing reads it; leave one of the two out")
     shipped = Path(__file__).resolve().parents[1] / "model/weights"
     if args.from_weight:        # MiniMind's: what a run's args.json keeps is the path
         args.model_path, args.from_weight = find_weights(args.from_weight, args, shipped), None
@@ -90,9 +95,12 @@ def load_models(args, world, token_logps, engine=None):
     the dtype in which products read them anyway. token_logps: the script's.
     """
     path = args.model_path
-    model = load_pretrained(path, dtype=torch.float32,
-                            matrix_dtype=world.matrix_dtype if args.lora_rank else None,
-                            device="meta" if args.shard else world.device)
+    if path in GIVEN:
+        model = of_object(path, args, world)
+    else:
+        model = load_pretrained(path, dtype=torch.float32,
+                                matrix_dtype=world.matrix_dtype if args.lora_rank else None,
+                                device="meta" if args.shard else world.device)
     if args.num_hidden_layers not in (None, model.config.num_hidden_layers):
         raise UserError(f"--num_hidden_layers {args.num_hidden_layers}: {path} has "
                         f"{model.config.num_hidden_layers} layers; leave the flag out")
@@ -104,18 +112,45 @@ def load_models(args, world, token_logps, engine=None):
     policy = policy_of(model, path, world, args, token_logps, engine, learns=True)
     if args.beta == 0:
         return policy, None
-    if not args.lora_rank:
-        return policy, load_frozen(path, world, args, token_logps)
-    if args.shard:              # the base is let go: it would keep every layer whole on the GPU
+    has_peft = getattr(model, "peft", None) is not None
+    if args.reference_path or not (args.lora_rank or has_peft):
+        return policy, load_frozen(args.reference_path or path, world, args, token_logps)
+    if has_peft:
+        base = WithoutPeft(model)
+    elif args.shard:            # the base is let go: it would keep every layer whole on the GPU
         base = AdaptersOff(model)
     return policy, policy_of(base, path, world, args, token_logps)
 
 
+def of_object(name, args, world):
+    """A policy that is the model itself. UserError for flags that read its files."""
+    theirs = GIVEN[name]
+    for flag, asks in {"lora_rank": args.lora_rank, "shard": args.shard,
+                       "ref_model_sync_steps": args.ref_model_sync_steps,
+                       "sampler='vllm'": args.sampler == "vllm"}.items():
+        if asks:
+            raise UserError(f"{flag} reads weights from files; give the path of the model, not "
+                            f"{name}")
+    if isinstance(theirs, torch.nn.Module) and hasattr(theirs, "get_output_embeddings"):
+        # Its class may change while it trains.
+        head = theirs.get_output_embeddings()
+        world.cleanup.callback(setattr, head, "__class__", type(head))
+    with explained(name, "it can't be run as a policy", "give another"):
+        model = as_policy(theirs, device=world.device, matrix_dtype=world.matrix_dtype)
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise UserError(f"{name}: all its weights are frozen; unfreeze those that are to learn "
+                        "(PEFT loads adapters frozen, unless is_trainable=True)")
+    return model
+
+
 def load_frozen(path, world, args, token_logps, *, exact=False):
     """A Policy that does not learn: a reference, a teacher. exact: its matrices are float32."""
-    model = load_pretrained(path, dtype=torch.float32,
-                            matrix_dtype=None if exact else world.matrix_dtype,
-                            device="meta" if args.shard else world.device)
+    if path in GIVEN:
+        model = frozen_copy(GIVEN[path], device=world.device, matrix_dtype=world.matrix_dtype)
+    else:
+        model = load_pretrained(path, dtype=torch.float32,
+                                matrix_dtype=None if exact else world.matrix_dtype,
+                                device="meta" if args.shard else world.device)
     model.requires_grad_(False)
     return policy_of(model, path, world, args, token_logps)
 

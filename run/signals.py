@@ -30,11 +30,11 @@ class Signals:
 
     def __init__(self, rank):
         self.rank, self.received, self.first_at = rank, 0, 0.0
-        self.owner, self.before = os.getpid(), {}
+        self.owner, self.before, self.wakeup = os.getpid(), {}, None
 
     def watch(self):
-        CHILD.given_up = CHILD.cut_short = False
         with suppress(ValueError):      # outside of the main thread they are the caller's
+            self.wakeup = signal.set_wakeup_fd(-1)      # an event loop would hear of them, too
             for number in SIGNALS:
                 # nohup, and a shell that starts a job in the background, have some ignored.
                 if signal.getsignal(number) != signal.SIG_IGN:
@@ -43,6 +43,8 @@ class Signals:
     def leave(self):
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        if self.wakeup is not None:
+            signal.set_wakeup_fd(self.wakeup)
 
     def note(self, number, frame):
         if os.getpid() != self.owner:       # a process that a reward function forked

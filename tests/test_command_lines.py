@@ -51,6 +51,8 @@ CHAT, GYM = f"model.chat {WEIGHTS}", "dataset.reasoning_gym chain_sum --save new
     ("train_grpo --loss_type dppo --importance_sampling_level sequence", "dppo --importance_s"),
     ("train_grpo --advantage_estimator gdpo --scale_rewards batch", "gdpo --scale_rewards"),
     ("train_grpo --advantage_estimator gdpo --kl_in_reward", "gdpo --kl_in_reward"),
+    ("train_grpo --advantage_estimator praise", "praise grpo, rloo, grpo_passk, gdpo, module:f"),
+    ("train_grpo --advantage_estimator math:gcd --scale_rewards mean", "math:gcd --scale_rewards"),
     ("train_grpo --fast 0", "--fast unrecognized"),
     ("train_grpo --reward_funcs tag tag", "--reward_funcs tag_reward"),
     ("train_grpo --loss_type praise", "--loss_type praise module:function"),

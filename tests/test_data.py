@@ -15,7 +15,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from dataset import PromptCollator, PromptDataset
+from dataset import PromptCollator, PromptDataset, batches_from
 from dataset.prompts import rows_of_step, steps_per_epoch
 from errors import UserError
 from lab.tasks import arithmetic
@@ -23,6 +23,7 @@ from lab.tasks.tokenizer import read_chats
 from model import load_pretrained, train_sft
 from reward.train_reward_model import read_pairs
 from support import ROOT, jsonl, turns, write
+from train_grpo import World, parse_args
 
 USER, REPLY = turns("2+3?", "5")
 
@@ -78,7 +79,7 @@ def test_a_gold_answer_is_found_by_the_names_that_data_sets_have(line, gold, tmp
 def test_a_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
     with pytest.raises(ValueError, match=rf"^{tmp_path}/some.jsonl, line 3: .*{named}.*\Z"):
         dataset_of(tmp_path, {"prompt": "2+3?"}, "", line)
-    with pytest.raises(ValueError, match="some.jsonl: the file has no prompts"):
+    with pytest.raises(ValueError, match="some.jsonl: there are no prompts"):
         dataset_of(tmp_path, "", "  ")
 
 
@@ -151,10 +152,10 @@ def test_prompts_are_padded_on_the_left_and_a_long_one_keeps_its_end(tokenizer):
     assert batch["prompts"] == [prompts[0], tokenizer.decode(long[-limit:])]
 
 
-def rows_by_step(steps, num_rows=22, prompts_per_rank=4, world_size=2, seed=0):
+def rows_by_step(steps, num_rows=22, prompts_per_rank=4, world_size=2, **options):
     """[step][rank] -> rows"""
     return [[rows_of_step(step, num_rows, prompts_per_rank, rank=rank, world_size=world_size,
-                          seed=seed) for rank in range(world_size)] for step in steps]
+                          **options) for rank in range(world_size)] for step in steps]
 
 
 def test_a_prompt_has_the_templates_tokens_alone_where_the_tokenizer_would_add_some(tokenizer):
@@ -175,6 +176,10 @@ def test_an_epoch_over_two_ranks_reads_every_row_once_in_an_order_of_its_own():
         assert sorted(row for ranks in epoch for rows in ranks for row in rows) == list(range(22))
     assert first == rows_by_step([1, 2, 3]) != second and first != rows_by_step([1, 2, 3], seed=1)
     assert first[0][0] + first[0][1] != [*range(8)]
+    assert rows_by_step([1, 3, 4], shuffle=False) == [
+        [[0, 2, 4, 6], [1, 3, 5, 7]], [[16, 18, 20], [17, 19, 21]], [[0, 2, 4, 6], [1, 3, 5, 7]]]
+    args = parse_args(["--shuffle", "0"])           # a run's batches
+    assert batches_from("abcde", list, 2, World("cpu"), args)[0](2) == ["c", "d"]
 
 
 @pytest.mark.parametrize("num_rows, steps, last", [(9, 1, [4, 4]), (11, 2, [1, 1])])

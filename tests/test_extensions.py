@@ -1,6 +1,7 @@
 """Options wrap or replace the functions of a step: by name, in a declared order, run by run."""
 import itertools
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,7 @@ from transformers import AutoTokenizer
 
 import train_grpo
 from errors import UserError
-from run import extensions
-from run.extensions import correction, entropy, moving_reference, oversample, teacher, truncated
+from run.extensions import correction, entropy, moving_reference, teacher, truncated
 from run.policy import Policy
 from run.rollout import MicroBatch, Rollout
 from support import jsonl
@@ -58,8 +58,6 @@ def test_who_replaces_a_function_would_undo_what_wraps_it():
 
 
 def test_every_pair_of_extensions_is_refused_or_can_be_installed():
-    assert {f"run.extensions.{name}" for name in FLAGS} == {
-        one.__name__ for one in extensions.EXTENSIONS}
     changed, refused = {name: {*state_with(name).changed} for name in FLAGS}, []
     for one, other in itertools.combinations(FLAGS, 2):
         try:
@@ -72,9 +70,8 @@ def test_every_pair_of_extensions_is_refused_or_can_be_installed():
 
 
 @pytest.mark.parametrize("hook, names, order", [
-    ("update_policy", ("truncated", "oversample", "moving_reference"),
-     [moving_reference.then_sync_reference, oversample.from_best_groups,
-      truncated.from_whole_completions]),
+    ("update_policy", ("truncated", "moving_reference"),
+     [moving_reference.then_sync_reference, truncated.from_whole_completions]),
     ("compute_loss", ("correction", "entropy", "teacher"),
      [correction.near_sampler, correction.weighted, entropy.minus_entropy, teacher.with_distance])])
 def test_wrappers_are_called_in_the_declared_order(monkeypatch, hook, names, order):
@@ -164,3 +161,28 @@ def test_each_call_of_an_own_loss_is_checked(own_module, tmp_path, capsys):
     shown = capsys.readouterr().err
     assert len(jsonl(tmp_path / "own/metrics.jsonl")) == 1 and "losses.py" not in shown
     assert 'mine.py", line 5, in own' in shown and "mine:own failed: IndexError: pop " in shown
+
+
+@pytest.mark.parametrize("returned, words", [       # None: it does as it should
+    ("rewards.nan_to_num_(num_generations).double()", None),
+    ("rewards.nothing", "nothing above"), ("__import__('sys').exit(0)", "SystemExit above"),
+    ("rewards.tolist()", "'list' write"), ("rewards.nan_to_num().view(2, -1)", "[[1., 4 finite"),
+    ("rewards", "nan finite write"), ("rewards.nan_to_num().double() + 1e300", "+300, 4 finite"),
+    ("rewards.nan_to_num().long()", "[1, 0, 4 finite floats")])
+def test_an_own_estimator_is_called_and_its_mistake_is_one_sentence(
+        returned, words, own_module, capsys):
+    own_module("mine", f"def own(rewards, num_generations):\n    return {returned}")
+    flags = ["--advantage_estimator", "mine:own", "--num_generations", "2"]
+    state = state_of(None, train_grpo.parse_args(flags))
+    rewards = torch.tensor([1.0, torch.nan, 0, 3])
+    rollout = SimpleNamespace(rewards=rewards, loss_mask=torch.ones(4, 1))
+    if words is None:
+        found = state.compute_advantages(rollout)
+        assert found.tolist() == [1, 2, 0, 3] and found.dtype == torch.float32
+        assert rewards.isnan().tolist() == [False, True, False, False]
+        return
+    with pytest.raises(UserError, match="--advantage_estimator mine:own failed: ") as error:
+        state.compute_advantages(rollout)
+    assert all(word in str(error.value) for word in words.split()), error.value
+    shown = capsys.readouterr().err
+    assert ("mine.py" in shown) == ("above" in words) == bool(shown) and "advantages" not in shown

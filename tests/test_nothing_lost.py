@@ -136,7 +136,7 @@ def test_escape_codes_in_a_path_do_not_reach_the_terminal(tmp_path, capsys):
 def test_a_run_without_a_step_or_to_resume_writes_nothing(tmp_path, capsys):
     args = train_grpo.parse_args(["--batch_size", "1"])
     with pytest.raises(UserError, match="1 prompts are too few for 2 processes"):
-        batches_from(1, [{}], None, 1, SimpleNamespace(size=2), args)
+        batches_from([{}], None, 1, SimpleNamespace(size=2), args)
     rows = [{"prompt": "1?"}, {"prompt": "2?"}]
     data = ["--data_path", str(write(tmp_path / "data.jsonl", rows))]
     run(tmp_path, *data, "--max_steps", "1")

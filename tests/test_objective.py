@@ -41,19 +41,20 @@ def test_the_worked_example_of_the_docstring():
 
 # Groups of three; the second has two rewards, the third one, with nothing to compare it to.
 REWARDS = torch.tensor([1.0, 2, 6, 4, NAN, 1, NAN, NAN, 7, 5, 5, NAN])
+DEVIATIONS = {
+    "grpo": [-2, -1, 3, 1.5, 0, -1.5, 0, 0, 0, 0, 0, 0],                # from the group's mean
+    "rloo": [-3, -1.5, 4.5, 3, 0, -3, 0, 0, 0, 0, 0, 0],                # from that of the others
+    "grpo_passk": [0, 0, 4, 3, 0, 0, 0, 0, 0, 0, 0, 0],                 # of the best, from the next
+}
+# Squared deviations add up to 14 and 4.5.
+STDS = torch.tensor([math.sqrt(14 / 2)] * 3 + [math.sqrt(4.5)] * 3 + [0.0] * 6)
+DIVISORS = [("group", None, STDS + 1e-4), ("none", None, 1.0), ("batch", 2.0, 2.0001),
+            ("batch", None, stdev([1, 2, 6, 4, 1, 7, 5, 5]) + 1e-4)]    # scale, batch_std, divisor
 
 
-@pytest.mark.parametrize("estimator, deviations", [
-    ("grpo", [-2, -1, 3, 1.5, 0, -1.5, 0, 0, 0, 0, 0, 0]),              # from the group's mean
-    ("rloo", [-3, -1.5, 4.5, 3, 0, -3, 0, 0, 0, 0, 0, 0]),              # from that of the others
-    ("grpo_passk", [0, 0, 4, 3, 0, 0, 0, 0, 0, 0, 0, 0]),               # of the best, from the next
-])
+@pytest.mark.parametrize("estimator, deviations", DEVIATIONS.items())
 def test_advantages_stay_within_their_group_and_leave_out_the_unjudged(estimator, deviations):
-    # Squared deviations add up to 14 and 4.5.
-    stds = torch.tensor([math.sqrt(14 / 2)] * 3 + [math.sqrt(4.5)] * 3 + [0.0] * 6)
-    of_all = stdev([1, 2, 6, 4, 1, 7, 5, 5])
-    for scale, batch_std, divisor in (("group", None, stds + 1e-4), ("none", None, 1.0),
-                                      ("batch", None, of_all + 1e-4), ("batch", 2.0, 2.0001)):
+    for scale, batch_std, divisor in DIVISORS:
         advantages = estimate(REWARDS, 3, baseline=estimator, scale=scale, batch_std=batch_std)
         torch.testing.assert_close(advantages, torch.tensor(deviations) / divisor)
         if (estimator, scale) == ("grpo", "group"):
@@ -95,7 +96,7 @@ def test_gdpo_normalises_each_function_in_its_group_and_then_their_sum_over_the_
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "grpo_passk"])
+@pytest.mark.parametrize("estimator", DEVIATIONS)
 def test_equal_rewards_teach_nothing_whatever_their_rounding(estimator):
     rewards = torch.full((6,), 2.35)
     assert not estimate(rewards, 6, baseline=estimator).any()

@@ -240,8 +240,7 @@ def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
         options, backend=kind))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2" if "SIZE" in name else "1")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(dist.HashStore(), 1, 2)]))
     before = torch.get_float32_matmul_precision()
     args = train_grpo.parse_args(["--dtype", "bfloat16"])
     for theirs, kept in (("", "expandable_segments:True"), ("max_split_size_mb:9",) * 2):
@@ -249,12 +248,14 @@ def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
         monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
         if theirs:                                              # what the user set, stays
             monkeypatch.setenv("PYTORCH_ALLOC_CONF", theirs)
-        World(None, "bfloat16")
+        World(None, "bfloat16").cleanup.close()
         assert os.environ["PYTORCH_ALLOC_CONF"] == kept
     current.clear()
-    assert World.join(args).device == current.pop() == torch.device("cuda:1")
+    world = World.join(args)
+    assert world.device == current.pop() == torch.device("cuda:1")
     assert torch.get_float32_matmul_precision() == "high"
-    torch.set_float32_matmul_precision(before)
+    world.cleanup.close()
+    assert torch.get_float32_matmul_precision() == before
     assert (began["backend"], began["device_id"]) == ("nccl", torch.device("cuda:1"))
     assert began["timeout"] == timedelta(minutes=30)
     args = train_grpo.parse_args(["--device", "cpu"])

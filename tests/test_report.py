@@ -156,7 +156,7 @@ def test_an_evaluation_prints_its_first_question_and_answer(
     with reported(tmp_path / "run", report_args(), total_steps=1) as report:
         report.evaluation(0, {"eval/accuracy": 0.5}, rollout)
     with reported(tmp_path / "run", report_args(), total_steps=1, active=False) as report:
-        report.evaluation(0, {"eval/accuracy": 0.5}, rollout)       # another rank prints nothing
+        assert report.evaluation(0, {"measure": "it", "n": 1}, rollout) == {"n": 1}     # no print
     assert capsys.readouterr().out.splitlines()[1:] == ["  1 + ⏎ 1?", f"  {printed}"]
 
 

@@ -301,15 +301,14 @@ RUN = ("--batch_size 4 --num_generations 4 --max_gen_len 16 --max_steps 2 --eval
        "--reward_funcs my_nasty:wild ")
 
 
-@pytest.mark.parametrize("flags", [
-    "--supervision process",
-    "--kl_in_reward --oversample 2 --scale_rewards batch --advantage_estimator rloo"])
-def test_a_run_outlives_its_rewards(flags, own_module, tmp_path):
+@pytest.mark.parametrize("flags, failed, reward", [
+    ("--supervision process", 16 - 4, 2 / 3), ("--kl_in_reward --oversample 2 --scale_rewards "
+     "batch --advantage_estimator rloo", 16 - 4 + 12 - 4, 3 / 5)])      # two rounds, 16 and 12
+def test_a_run_outlives_its_rewards(flags, failed, reward, own_module, tmp_path):
     own_module("my_nasty", NASTY)
     with pytest.warns(UserWarning, match="wild"):
         train_grpo.main([*(RUN + flags).split(), "--out_dir", str(tmp_path), "--run_name", "run"])
     _, line = jsonl(tmp_path / "run/metrics.jsonl")
-    assert line["rewards/wild/failed"] == len(jsonl(tmp_path / "run/completions.jsonl")) // 2 - 4
-    assert line["reward"] == pytest.approx(2 / 3)
+    assert line["rewards/wild/failed"] == failed and line["reward"] == pytest.approx(reward)
     weights = load_pretrained(tmp_path / "run/final").parameters()
     assert all(weight.isfinite().all() for weight in weights)

@@ -26,7 +26,7 @@ from errors import UserError
 from model import eos_token_ids, fast, load_pretrained
 from reward.load import RewardFunction
 from run.evaluate import evaluate, measure
-from run.extensions import install, moving_reference, oversample, teacher
+from run.extensions import install, moving_reference, teacher
 from run.policy import Policy
 from support import ROOT, jsonl, turns, write
 from train_grpo import Rollout, TrainState, World, completion_mask, token_logps
@@ -125,12 +125,12 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
              "--num_iterations", "2", "--num_minibatches", "2", "--ref_model_sync_steps", "1",
              "--kl_in_reward", "--oversample", "2", "--out_dir", str(tmp_path)]
     train_grpo.main([*flags, "--run_name", "unbroken"])
-    calls, compute_rewards = itertools.count(1), train_grpo.compute_rewards
+    compute_rewards = train_grpo.compute_rewards
 
-    def interrupted(*args):
-        if next(calls) == 4:
+    def interrupted(state, *args):
+        if state.step == 4:
             raise KeyboardInterrupt
-        return compute_rewards(*args)
+        return compute_rewards(state, *args)
 
     with monkeypatch.context() as until, pytest.raises(SystemExit, match="130"):
         until.setattr(train_grpo, "compute_rewards", interrupted)
@@ -140,7 +140,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
     train_grpo.main([*flags, "--run_name", "broken", "--resume"])
     assert_same_weights(tmp_path / "unbroken/final", tmp_path / "broken/final")
     assert measured(tmp_path / "unbroken") == measured(tmp_path / "broken")
-    assert len(jsonl(tmp_path / "broken/completions.jsonl")) == 4 * 32      # oversampled prompts
+    assert len(jsonl(tmp_path / "broken/completions.jsonl")) == 4 * 16
 
 
 @pytest.mark.parametrize("flags, steps", [
@@ -149,7 +149,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
     ("--max_steps 0 --epochs 99", 396)])
 def test_how_many_steps_a_run_makes(flags, steps):
     args = train_grpo.parse_args(flags.split())
-    assert prompts.batches_from(1, [{}] * 4, None, 1, World("cpu"), args)[1] == steps
+    assert prompts.batches_from([{}] * 4, None, 1, World("cpu"), args)[1] == steps
 
 
 def test_a_resume_in_the_second_pass_reads_what_an_unbroken_run_reads(tmp_path):
@@ -288,21 +288,49 @@ def six(policy):
     return rollout_of_six(policy)
 
 
-def test_the_groups_with_the_largest_spread_are_selected_whole_and_in_order(six):
-    groups = six.only(torch.arange(6).repeat(3))
-    groups.advantages, groups.rewards = torch.arange(18.0), torch.tensor([
-        [0.0, 0.0, 1.0],        # std 0.6
-        [NAN, NAN, 9.0],        # nothing to compare with
-        [0.0, NAN, 3.0],        # 2.1
-        [7.0, 7.0, 7.0],        # 0
-        [0.0, 2.0, 1.0],        # 1
-        [NAN, NAN, NAN]]).flatten()
-    for times, best in ((6, [2]), (3, [2, 4]), (2, [0, 2, 4])):
-        state = SimpleNamespace(args=arguments(oversample=times, num_generations=3))
-        with pytest.warns(match=f"--oversample {times}: .* only 6 prompts.* from {len(best)};"):
-            chosen = oversample.from_best_groups(lambda rollout: rollout, state, groups)
-        assert chosen.advantages.tolist() == [3 * group + i for group in best for i in range(3)]
-        assert chosen.columns["number"] == [int(i) % 6 for i in chosen.advantages]
+@pytest.mark.parametrize("times, spreads, theirs, kept, rounds, flat", [
+    (3, "-+.+++", [0, 1, 1], [1, 3], 3, 3 / 8),     # two ranks, each with the other's numbers of
+    (3, "++-+++", [1, 2, 2], [0, 1], 3, 3 / 8),     # groups without a spread: it samples along
+    (2, "--+-", [], [0, 2], 2, 3 / 4), (2, "++-.++", [], [0, 1, 2], 2, 1 / 2),  # no third round
+    (2, "-.+", [], [0, 2], 2, 2 / 3), (3, "++----", [], [0, 1], 1, 0)])
+def test_rounds_go_on_until_each_rank_has_enough_groups_with_a_spread(
+        six, recwarn, times, spreads, theirs, kept, rounds, flat):
+    """Of each prompt: two rewards with a spread (+), equal ones (-), or a single one (.)."""
+    six, rows = six.only(torch.arange(6).repeat(2)), torch.arange(12).view(6, 2)
+    each = {"+": [0.0, 1.0], "-": [0.1, 0.1], ".": [NAN, 1.0]}
+    rewards, asked = torch.tensor([each[one] for one in spreads]).flatten(), []
+    six.failed_calls, six.rewards = list(range(12)), None
+
+    def generate(state, batch, rng, *how):
+        part = six.only(torch.tensor(batch["columns"]["rows"]).flatten())
+        R = part.loss_mask.sum(1).max()
+        cut = {name: getattr(part, name)[:, :R] for name in (
+            "completion_ids", "completion_mask", "loss_mask", "sampling_logps")}
+        return replace(part, **cut, extra={"x": part.extra["teacher_logps"][:, :R]})
+
+    def compute_rewards(state, rollout, *how):
+        asked.extend(rollout.failed_calls)
+        return rewards[rollout.failed_calls], {"half": rewards[rollout.failed_calls] / 2}
+
+    world, others = World("cpu"), iter(theirs)
+    world.size, world.gather = 1 + bool(theirs), lambda rows: rows + [*itertools.islice(others, 1)]
+    state = state_of(None, arguments(oversample=times, num_generations=2), world,
+                     generate=generate, compute_rewards=compute_rewards,
+                     update_policy=lambda *_: {}, num_prompts=-(-len(spreads) // times))
+    batch = {"prompts": [*spreads], "columns": {"rows": rows[:len(spreads)].tolist()}}
+    for how in ((2,), (None, True)):        # an evaluation
+        assert len(state.generate(batch, None, *how).prompts) == 2 * len(spreads)
+    rollout, wanted = state.generate(batch, None), six.only(rows[kept].flatten())
+    found, by_name = state.compute_rewards(rollout, [], [])
+    assert asked == list(range(len(asked)))                 # nothing is judged twice
+    assert torch.equal(found, rewards[rows[kept]].flatten()) and (by_name["half"] <= found).all()
+    assert state.update_policy(rollout) == {
+        "oversample/rounds": rounds, "oversample/frac_zero_std": flat}
+    assert rollout.token_ids() == wanted.token_ids() and rollout.columns == wanted.columns
+    pairs = zip(rollout.extra["x"], wanted.extra["teacher_logps"], wanted.lengths)
+    assert all(torch.equal(ours[:length], theirs[:length]) for ours, theirs, length in pairs)
+    warned = [one for one in recwarn if "only 3 prompts, and learns from 2" in str(one.message)]
+    assert len(warned) == (spreads == "-.+")
 
 
 # --- the gradient ---------------------------------------------------------------------------------

@@ -60,13 +60,14 @@ class Run:
     """A run, as a context manager, so that its files are complete even after an error or Ctrl-C.
 
     From its beginning on its folder is locked. Rank 0 writes and prints; `active` says whether this
-    process does.
+    process does. Without out_dir nothing is written. watches: whether a signal lets a step end.
     """
 
-    def __init__(self, args, world):
-        self.args, self.world = args, world
-        self.saver = Saver(Path(args.out_dir) / args.run_name, world, args)
-        self.signals = Signals(world.rank)
+    def __init__(self, args, world, watches=True):
+        self.args, self.world, self.watches = args, world, watches
+        folder = None if args.out_dir is None else Path(args.out_dir) / args.run_name
+        self.saver = Saver(folder, world, args)
+        self.signals, self.history = Signals(world.rank), []    # history: the metrics of each step
         self.run_dir, self.active = self.saver.run_dir, False
         self.unjudged = 0                       # steps in a row without a reward
         self.dead_groups = deque(maxlen=5)      # frac_reward_zero_std of the last steps
@@ -112,6 +113,7 @@ class Run:
             self.world.gather([])       # torchrun ends all ranks once one has left
             self.world.close()
         self.signals.leave()
+        CHILD.end()
         self.world.cleanup.close()
 
     # --- called by the training loop --------------------------------------------------------------
@@ -119,29 +121,32 @@ class Run:
     def steps(self, state):
         """Resumes, says what is about to be trained, evaluates; the steps that are left.
 
-        (step, batch) each; none with --eval_only. state is a TrainState.
+        (step, batch) each; none with --eval_only. state is a TrainState. batch(step, problems) is
+        a batch of other problems than all.
         """
         self.state, args, world = state, self.args, self.world
-        self.collate, problems, self.heldout = read_prompts(
+        self.collate, self.problems, self.heldout = read_prompts(
             args, state.tokenizer, state.policy.model.config)
         done, num_tokens = self.saver.resume(
-            state.policy.model, state.optimizer, state.saved, len(problems),
+            state.policy.model, state.optimizer, state.saved, len(self.problems),
             state.num_prompts * world.size)
-        batches, last_step = batches_from(
-            done + 1, problems, self.collate, state.num_prompts, world, args)
+        self.batch, last_step = batches_from(
+            self.problems, self.collate, state.num_prompts, world, args)
         if args.eval_only:
             found, _ = evaluate(state, self.heldout, self.collate, done)
             if world.rank == 0:
                 print(json.dumps(to_json(found), indent=2))
             return ()
         self.open(last_step, done, num_tokens)
-        self.intro(problems, len(self.heldout))
+        self.intro(self.problems, len(self.heldout))
         if done == 0:
             self.evaluate_if_due(0)
-        self.signals.watch()                    # from here on a signal lets the step end
+        CHILD.given_up = CHILD.cut_short = False
+        if self.watches:
+            self.signals.watch()                # from here on a signal lets the step end
         self.done = done
         state.compute_rewards = partial(self.rewards_or_stop, state.compute_rewards)
-        return enumerate(batches, start=done + 1)
+        return ((step, self.batch(step)) for step in range(done + 1, last_step + 1))
 
     def evaluate_if_due(self, step):
         """The metrics of an evaluation, which are written and printed; none if none is due."""
@@ -216,6 +221,7 @@ class Run:
         policy = state.policy.model
         size = sum(parameter.numel() for parameter in policy.parameters())
         prompts = min(state.num_prompts, num_prompts // num_processes) * num_processes
+        up_to = "up to " * (state.num_prompts > args.batch_size * args.accumulation_steps)
         first = problems[0]["messages"]
         unswitched = PromptCollator(state.tokenizer, None, args.system_prompt, thinking=False)
         facts = {
@@ -233,11 +239,11 @@ class Run:
                         f"if {' + '.join(args.eval_reward_funcs)} is at least 1",
             "rewards": " + ".join(f"{weight:g} {name}" for weight, name in
                                   zip(args.reward_weights, args.reward_funcs)),
-            "steps": f"{self.last_step}, each with {prompts} prompts x {args.num_generations} "
-                     "completions",
-            "files": f"{short(self.run_dir)}/",
+            "steps": f"{self.last_step}, each with {up_to}{prompts} prompts x "
+                     f"{args.num_generations} completions",
+            "files": self.run_dir and f"{short(self.run_dir)}/",
         }
-        if self.start_step == 0 and (self.run_dir / "metrics.jsonl").exists():
+        if self.run_dir and not self.start_step and (self.run_dir / "metrics.jsonl").exists():
             facts[""] = "the first step replaces the earlier run there"
         self._print(facts_table(facts))
 
@@ -246,10 +252,11 @@ class Run:
 
         replies: a rollout of greedy replies; the first is printed, to be watched as it changes.
         """
+        if self.active:
+            self._write("eval", step, {**metrics})
+        metrics.pop("measure", None)        # metrics.jsonl and history have numbers alone
         if not self.active:
             return metrics
-        self._write("eval", step, {**metrics})
-        metrics.pop("measure", None)        # metrics.jsonl has numbers alone
         if step == self.start_step:         # the metrics of no step have it
             self._log(metrics, step)
             self.training_started = time.perf_counter()     # keep it out of the time left
@@ -268,17 +275,18 @@ class Run:
         The first and the last step also print one whole group.
         perf/throughput does not count the phases eval and checkpoint. rows: of describe().
         """
-        if not self.active:
-            return
         self.current_step = step
-        if not self.has_begun:
-            self._begin()
         self.num_tokens += metrics["tokens"]
         training = sum(seconds for phase, seconds in timings.items()
                        if phase not in ("timing_s/eval", "timing_s/checkpoint"))
         metrics = {**metrics, **timings, "num_tokens": self.num_tokens,
                    "step_time": sum(timings.values()),
                    "perf/throughput": metrics["tokens"] / max(training, 1e-9)}
+        self.history.append({"step": step} | {name: float(one) for name, one in metrics.items()})
+        if not self.active:
+            return
+        if not self.has_begun:
+            self._begin()
         self._write("metrics", step, metrics)
         self._write("completions", step, *rows)
         self._log(metrics, step)
@@ -305,7 +313,7 @@ class Run:
 
     def draw(self, pause=60):
         """Draw curves.png and report.html, if that was not done in the last `pause` seconds."""
-        if not self.active or time.perf_counter() - self.drawn_at < pause:
+        if not self.active or not self.run_dir or time.perf_counter() - self.drawn_at < pause:
             return
         # Imported here: each is also a command, and Python warns if that was imported before.
         from . import html_page, picture
@@ -353,10 +361,12 @@ class Run:
 
     def _begin(self):
         """A first step is done: from here on the folder is this run's."""
+        self.has_begun = True
+        if not self.run_dir:
+            return
         for name in ("metrics", "eval", "completions"):
             drop_lines_after(self.start_step, self.run_dir / f"{name}.jsonl")
         self.saver.begin()
-        self.has_begun = True
         for name, step, rows in self.held_back:
             self._write(name, step, *rows)
 
@@ -364,6 +374,8 @@ class Run:
         """Append rows of a step to a file."""
         if not self.has_begun:
             self.held_back.append((name, step, rows))
+            return
+        if not self.run_dir:
             return
         with open(self.run_dir / f"{name}.jsonl", "a", encoding="utf-8") as file:
             file.writelines(to_line({"step": step, **row}) for row in rows)
@@ -393,11 +405,11 @@ class Run:
 
     def _print_summary(self):
         from .picture import Run
-        facts = {"result": Run(self.run_dir).headline(),
+        facts = {"result": self.run_dir and Run(self.run_dir).headline(),
                  "time": tqdm.format_interval(time.perf_counter() - self.started)}
         for label, name in (("curves", "curves.png"), ("a look inside", "report.html"),
                             ("completions", "completions.jsonl"), ("the trained model", "final")):
-            if (self.run_dir / name).exists():
+            if self.run_dir and (self.run_dir / name).exists():
                 facts[label] = short(self.run_dir / name)
         self._print(facts_table(facts))
 
@@ -408,6 +420,8 @@ def start_swanlab(run_dir, args):
     mode = args.swanlab or ("online" if args.use_wandb else "disabled")
     if mode == "disabled":
         return None
+    if run_dir is None:
+        raise UserError(f"swanlab={mode!r}: it writes into the run's folder; give an out_dir")
     # Without its dashboard, SwanLab itself would only log an error and record nothing.
     if mode == "local" and not importlib.util.find_spec("swanboard"):
         raise UserError("--swanlab local needs a package: pip install 'swanlab[dashboard]'")

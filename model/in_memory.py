@@ -1,0 +1,80 @@
+"""A model that is in memory already, as a policy on the same weights."""
+import copy
+
+import torch
+from torch import nn
+
+from errors import UserError
+
+from . import transformers_model
+from .load import as_ours, unbuilt
+from .model import MiniMindForCausalLM
+
+
+class WithoutPeft:
+    """The base of a model with PEFT's adapters, as a reference."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def run(self, function, *args, **options):
+        with self.policy.peft.disable_adapter():
+            return function(self.policy, *args, **options)
+
+
+def prepare(model, device, matrix_dtype):
+    """Moves a model to the device; what learns becomes float32, and frozen matrices matrix_dtype.
+
+    In place, as is the change to evaluation mode: dropout would make another network of each pass.
+    UserError if it has no weights that can learn.
+    """
+    who = f"<{type(model).__name__}>"
+    if not isinstance(model, nn.Module) or not (
+            hasattr(model, "get_output_embeddings") or hasattr(model, "new_cache")):
+        raise UserError(f"{who} is no causal model of transformers; give one, or a path")
+    if any(weight.is_meta for weight in model.parameters()):
+        raise UserError(f"{who} is on the meta device, where weights have no numbers; load them")
+    if not all(weight.is_floating_point() for weight in model.parameters()):
+        raise UserError(f"{who} is quantized, and can't be trained; give one that is not")
+    model.to(device).eval().zero_grad()
+    for name, weight in model.named_parameters():
+        is_matrix = ".layers." in name and weight.dim() == 2 and not weight.requires_grad
+        weight.data = weight.data.to(matrix_dtype if is_matrix else torch.float32)
+
+
+def as_policy(theirs, *, device, matrix_dtype):
+    """A policy on the weights of a model: our own network, or an AnyModel. No weight is copied.
+
+    theirs: a causal model of transformers, maybe with PEFT's adapters, or what load_pretrained
+    returns.
+    """
+    prepare(theirs, device, matrix_dtype)
+    if hasattr(theirs, "new_cache"):        # of load_pretrained
+        return theirs
+    peft = theirs if hasattr(theirs, "get_base_model") else None
+    base = theirs.get_base_model() if peft else theirs
+    lacking = "PEFT's adapters" if peft else unbuilt(base.config)
+    if base.config.model_type == "qwen3_moe":       # its experts are one tensor in memory
+        lacking = lacking or "its experts"
+    if lacking:
+        model = transformers_model.wrapped(base, lacking)
+        model.peft = peft
+    else:
+        config, head = as_ours(base.config), base.get_output_embeddings()
+        config.tie_word_embeddings = head.weight is base.get_input_embeddings().weight
+        with torch.device("meta"):
+            model = MiniMindForCausalLM(config)
+        learns = [weight.requires_grad for weight in base.parameters()]
+        model.load_state_dict(base.state_dict(keep_vars=True), assign=True)
+        model.tie_weights()
+        for weight, kept in zip(base.parameters(), learns):     # which assign has overwritten
+            weight.requires_grad_(kept)
+    eos = getattr(base.generation_config, "eos_token_id", None)
+    model.generation_config = {} if eos is None else {"eos_token_id": eos}
+    return model
+
+
+def frozen_copy(theirs, *, device, matrix_dtype):
+    """A reference that stays as the model is now."""
+    copied = copy.deepcopy(theirs).requires_grad_(False)
+    return as_policy(copied, device=device, matrix_dtype=matrix_dtype)

@@ -1,0 +1,298 @@
+"""A call from Python: `train` with objects and functions does what the command line does."""
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+from types import ModuleType
+
+import pytest
+import torch
+from test_run import POLICY
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import errors
+import train_grpo
+from reward.child import CHILD
+from run.rollout import Rollout
+from support import ROOT, jsonl
+from train_grpo import train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPTS = ["What is 3 + 4?", [{"role": "user", "content": "What is 5 * 6?"}],
+           {"prompt": "What is 7 - 2?", "answer": "5"}]
+SHORT = {"max_steps": 2, "num_generations": 4, "max_gen_len": 16, "learning_rate": 1e-3}
+
+
+def length(completions, **columns):
+    return [len(text) / 100 for text in completions]
+
+
+TOKENIZER = AutoTokenizer.from_pretrained(POLICY)
+
+
+def qwen(path=POLICY):
+    return AutoModelForCausalLM.from_pretrained(path)
+
+
+def weights(model):
+    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+
+def without_clocks(rows):
+    return [{name: value for name, value in row.items()
+             if not name.startswith(("timing_s", "step_time", "perf", "eval"))} for row in rows]
+
+
+def test_a_model_learns_what_its_folder_learns_and_is_the_object_that_was_given(tmp_path):
+    flags = {"max_steps": 2, "batch_size": 4, "num_generations": 4, "max_gen_len": 64,
+             "micro_batch_size": 8, "reward_weights": [1, 0.5], "eval_interval": 0}
+    model, problems = qwen(), str(ROOT / "dataset/train.jsonl")
+    trained, history = train(model, TOKENIZER, reward_funcs=["accuracy", "format"],
+                             prompts=problems, **flags)
+    assert trained is model and type(model.lm_head) is torch.nn.Linear
+    train_grpo.main([
+        *(f"--{name}={value}" for name, value in flags.items() if name != "reward_weights"),
+        *"--reward_weights 1 0.5 --run_name run --reward_funcs accuracy format".split(),
+        "--model_path", str(POLICY), "--data_path", problems, "--out_dir", str(tmp_path)])
+    for row, other in zip(history, jsonl(tmp_path / "run/metrics.jsonl"), strict=True):
+        for name, value in without_clocks([other])[0].items():
+            assert row[name] == value, name
+    saved = qwen(tmp_path / "run/final")
+    assert torch.equal(weights(model), weights(saved))
+    assert not torch.equal(weights(model), weights(qwen()))
+
+
+@pytest.mark.parametrize("name", ["README.md", "README_zh.md"])
+def test_the_lines_of_the_readme_run(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / name).read_text(encoding="utf-8")
+    block, = (part.partition("```")[0] for part in text.split("```python\n") if "train(" in part)
+    lines, names = block.replace("max_steps=30", "max_steps=4"), {}
+    exec(lines, names)
+    assert lines != block and [row["step"] for row in names["history"]] == [1, 2, 3, 4]
+    assert names["history"][-1]["kl"] > 0
+
+
+@pytest.mark.parametrize("mistake, words", [
+    ({"reward_funcs": [lambda completions, **columns: [1.0]]}, "returned [1.0] instead of a list"),
+    ({"learning_rat": 1}, "learning_rat is no flag"),
+    ({"max_steps": 1.5}, "--max_steps: invalid int value: '1.5'"),
+    ({"model": 7}, "<int> is no causal model"),
+    ({"model": torch.nn.Linear(1, 1), "tokenizer": None}, "give the tokenizer, too"),
+    ({"prompts": []}, "there are no prompts"),
+    ({"prompts": [{"answer": "1"}]}, "prompts[0]: no prompt found"),
+    ({"prompts": ["one " * 99]}, "prompts[0]: the prompt has"),
+    ({"lora_rank": 4}, "lora_rank reads weights from files"),
+    ({"resume": True}, "give the out_dir"),
+    ({"model": qwen().requires_grad_(False)}, "all its weights are frozen"),
+    ({"swanlab": "offline"}, "give an out_dir"),
+    ({"data_path": "x"}, "data_path is given twice"),
+    ({"oversample": 2, "shuffle": 0}, "leaves prompts out"),
+    ({"model": type(qwen())}, "<type> is no causal model"),
+    ({"loss_type": "sapo", "loss_options": {"tau_god": 2}}, "has no number tau_god"),
+    ({"reference": POLICY, "beta": 0}, "with beta=0 nothing reads it"),
+])
+def test_a_mistake_is_one_sentence_and_a_value_error(mistake, words):
+    given = {"model": qwen(), "tokenizer": TOKENIZER, "reward_funcs": [length],
+             "prompts": PROMPTS, **SHORT} | mistake
+    with pytest.raises(ValueError) as caught:
+        train(given.pop("model"), given.pop("tokenizer"), **given)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def state_of_the_process():
+    return (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM),
+            torch.get_float32_matmul_precision(), torch.random.get_rng_state().tolist(),
+            errors.GIVEN.copy(), CHILD.process, threading.active_count(), [*os.scandir(".")])
+
+
+@pytest.mark.parametrize("fails", [None, RuntimeError, KeyboardInterrupt])
+def test_the_process_goes_on_as_it_was(tmp_path, monkeypatch, fails):
+    def reward(completions, **columns):
+        if fails:
+            raise fails
+        return length(completions)
+
+    monkeypatch.chdir(tmp_path)
+    before = state_of_the_process()
+    try:
+        train(qwen(), TOKENIZER, reward_funcs=["accuracy", reward], prompts=PROMPTS, **SHORT)
+    except (ValueError, KeyboardInterrupt):
+        assert fails
+    assert state_of_the_process() == before
+    # Again, beside the main thread, and with a reward that awaits in a thread whose loop runs.
+    calls = []
+
+    async def awaits(completions, **columns):
+        await asyncio.sleep(0)
+        return length(completions)
+
+    async def within_a_loop():
+        calls.append(train(qwen(), TOKENIZER, reward_funcs=awaits, prompts=PROMPTS, **SHORT))
+
+    thread = threading.Thread(target=lambda: asyncio.run(within_a_loop()))
+    thread.start()
+    thread.join()
+    assert [row["step"] for row in calls[0][1]] == [1, 2]
+
+
+def test_adapters_of_peft_alone_learn_and_the_reference_is_the_model_without_them(
+        tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def adapted():
+        torch.manual_seed(0)
+        model = peft.get_peft_model(qwen(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.1)
+        return model
+
+    def run(steps, **flags):
+        return train(adapted(), TOKENIZER, reward_funcs=length, prompts=PROMPTS, save_interval=1,
+                     **SHORT | {"max_steps": steps, "beta": 0.1}, **flags)
+
+    whole, history = run(2)
+    for (name, weight), was in zip(whole.named_parameters(), adapted().parameters(), strict=True):
+        assert torch.equal(weight, was) == ("lora_" not in name), name
+    assert history[0]["kl"] > 1e-4 and history[0]["clip_ratio/region_mean"] == 0
+    run(1, out_dir=tmp_path, run_name="run")
+    resumed, rest = run(2, out_dir=tmp_path, run_name="run", resume=True)
+    assert torch.equal(weights(resumed), weights(whole))
+    assert without_clocks(rest)[0]["loss"] == history[1]["loss"]
+    again = peft.PeftModel.from_pretrained(qwen(), tmp_path / "run/final")
+    assert torch.equal(weights(again), weights(whole))
+
+
+def test_what_is_frozen_stays_frozen_and_a_prompt_may_come_twice():
+    model = qwen()
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("mlp" in name)
+    train(model, TOKENIZER, reward_funcs=length, prompts=PROMPTS[2:] * 2, **SHORT)
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, before[name]) != ("mlp" in name) == weight.requires_grad, name
+
+
+def test_a_resume_compares_what_objects_hold(tmp_path):
+    flags = SHORT | {"out_dir": tmp_path, "run_name": "run", "resume": True, "max_steps": 2}
+    train(qwen(), TOKENIZER, reward_funcs=length, prompts=PROMPTS,
+          **flags | {"resume": False, "max_steps": 1})
+    other = qwen()
+    with torch.no_grad():
+        other.model.norm.weight[0] += 1
+    for model, prompts, what in ((other, PROMPTS, "the weights of --model_path"),
+                                 (qwen(), PROMPTS[::-1], "the content of --data_path")):
+        with pytest.raises(ValueError, match=what):
+            train(model, TOKENIZER, reward_funcs=length, prompts=prompts, **flags)
+    assert len(train(qwen(), TOKENIZER, reward_funcs=length, prompts=PROMPTS, **flags)[1]) == 1
+
+
+def test_functions_and_models_stand_for_names_and_paths(capsys):
+    class Judge:
+        def get_scores(self, chats):
+            return [len(chat[-1]["content"]) / 100 for chat in chats]
+
+    def bound(ratio, advantages, logps, mask, *, epsilon_low, **options):
+        nowhere = torch.zeros_like(ratio, dtype=torch.bool)
+        return -ratio * advantages, {"low": nowhere, "high": nowhere}
+
+    config = GPT2Config(vocab_size=len(TOKENIZER), n_embd=16, n_layer=1, n_head=2,
+                        bos_token_id=0, eos_token_id=TOKENIZER.eos_token_id)
+    _, history = train(
+        GPT2LMHeadModel(config), TOKENIZER, reference=GPT2LMHeadModel(config), prompts=PROMPTS,
+        reward_model=Judge(), reasoning=0, reward_funcs=["rm", length, lambda completions, **
+                                                         columns: length(completions)],
+        loss_type=bound, **SHORT)
+    first = history[0]
+    assert first["rewards/reward_model/mean"] == first["rewards/length/mean"]
+    assert first["reward"] == pytest.approx(3 * first["rewards/function/mean"])
+    assert first["kl"] > 1e-4 and "grpo_loss replaced by --loss_type" in " ".join(
+        capsys.readouterr().out.split())
+
+
+def test_a_file_that_hides_one_of_our_folders_is_named(monkeypatch):
+    theirs = ModuleType("model")
+    theirs.__spec__ = importlib.util.spec_from_file_location("model", "/theirs/model.py")
+    monkeypatch.setitem(sys.modules, "model", theirs)
+    spec = importlib.util.spec_from_file_location("errors_again", ROOT / "errors.py")
+    with pytest.raises(ImportError, match=r"/theirs/model.py hides the folder model of MiniGRPO"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_trls_quickstart_learns_the_same(tmp_path, monkeypatch):
+    trl, datasets = (pytest.importorskip(name) for name in ("trl", "datasets"))
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, bos_token_id=None,
+        eos_token_id=TOKENIZER.eos_token_id, pad_token_id=None))
+    model.save_pretrained(tmp_path / "model")
+    texts = ["Tell me a joke.", "What is a group?"]
+    trainer = trl.GRPOTrainer(
+        model=str(tmp_path / "model"), processing_class=TOKENIZER, reward_funcs=length,
+        train_dataset=datasets.Dataset.from_list(
+            [{"prompt": TOKENIZER.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)}
+             for text in texts]),
+        args=trl.GRPOConfig(
+            output_dir=tmp_path, num_generations=4, per_device_train_batch_size=8, beta=0.1,
+            max_completion_length=16, loss_type="grpo", use_cpu=True, report_to=[], max_steps=1,
+            logging_steps=1, shuffle_dataset=False, bf16=False, learning_rate=1e-3))
+    scored, score = [], trainer._generate_and_score_completions
+    monkeypatch.setattr(trainer, "_generate_and_score_completions",
+                        lambda inputs: scored.append(score(inputs)) or scored[-1])
+    trainer.train()
+    (theirs,), log = scored, trainer.state.log_history[0]
+
+    ours = []
+
+    def the_same(state, batch, rng):
+        ids = theirs["completion_ids"].cpu()
+        order = [texts.index(turns[0]["content"]) for turns in batch["columns"]["messages"]]
+        rows = torch.cat([torch.arange(4) + 4 * place for place in order])
+        ours.append(Rollout.of(batch, ids[rows], theirs["completion_mask"][rows].int(),
+                               torch.zeros(ids.shape), state.eos_ids, state.tokenizer))
+        ours[-1].extra["theirs"] = theirs["advantages"][rows][:, None].expand(ids.shape)
+        return ours[-1]
+
+    monkeypatch.setattr(train_grpo, "generate", the_same)
+    _, history = train(model, TOKENIZER, reward_funcs=length, prompts=texts, num_generations=4,
+                       beta=0.1, max_steps=1, learning_rate=1e-3)
+    rollout = ours[0]
+    torch.testing.assert_close(rollout.advantages, rollout.extra["theirs"][:, 0])
+    assert rollout.advantages.abs().sum() > 1
+    assert history[0]["loss"] == pytest.approx(log["loss"], abs=1e-6)
+    assert history[0]["grad_norm"] == pytest.approx(log["grad_norm"], rel=1e-4)
+
+
+TWICE = """import argparse
+import sys
+sys.path.insert(0, {root!r})
+import torch
+from run.distributed import World
+for _ in range(2):
+    world = World.join(argparse.Namespace(device="cpu", dtype="float32", seed=0, shard=0))
+    assert world.sum(torch.ones(1)).item() == 2 and torch.distributed.is_initialized()
+    world.close()
+    assert not torch.distributed.is_initialized()
+"""
+
+
+def test_a_second_run_in_the_processes_of_torchrun_makes_a_group_of_its_own(tmp_path):
+    script = tmp_path / "twice.py"
+    script.write_text(TWICE.format(root=str(ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
