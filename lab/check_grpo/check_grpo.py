@@ -86,7 +86,70 @@ WHAT = {        # of each BUG and note: what it means
     "shifted": "log-probs are those of the next or the last token",
     "temperature ignored": "log-probs at another temperature are those at 1",
     "unjudged": "a completion without a reward, NaN, is compared as if it had one",
+    "inputs written to": "the function changes a tensor that it was given",
+    "adds up": "the loss grows from call to call, by the same amount for the same inputs",
+    "averaged twice": "the loss is divided by the number of completions, or of tokens, twice",
+    "mean over the wrong axis": "a token is averaged with those at its place in other completions",
+    "beta twice": "twice the beta gives four times the KL: it is multiplied in twice",
+    "std twice": "advantages are divided by the std of the group twice",
+    "max where A < 0": "where A < 0 the clip ends the gradient above 1 + epsilon, where pi has "
+                       "gone wrong, and not below 1 - epsilon, where it has gone far enough",
+    "no KL": "it is no estimate of a KL: at pi = pi_ref it pulls, or it pulls away from pi_ref",
+    "NaN under the mask": "where padding is far from pi_ref or pi_old, NaN times 0 is NaN",
 }
+# What a convention other than GRPO's default costs, by what its line says. (Each costs something:
+# it is for the reader to know, and no bug.)
+COSTS = {
+    "average": {
+        "then of completions (GRPO)": "",
+        "length^-2": "divided by the length twice: short completions count far more",
+        "of all tokens": "a long completion counts more than a short one",
+        "/ (N R)": "divided by the padded width: one long completion shrinks all gradients",
+        "(Dr. GRPO)": "a long completion counts more than a short one, by its length",
+        "sum over tokens, then": "the longer the completions, the larger the gradient",
+        "then a sum over": "the larger the batch, the larger the gradient",
+        "width of the batch": "the larger the batch, the larger the gradient; padding shrinks it",
+        "none: a sum": "the larger the batch, the larger the gradient",
+        "of groups": "a group weighs as much as another, however long its completions are",
+        "": "tokens weigh otherwise than in GRPO"},
+    "ratio": {
+        "of each token": "",
+        "none": "right for one update per rollout only",
+        "product": "it is far from 1 for long completions, and the bound then ends all they teach",
+        "geometric mean": "epsilons must be about 3e-4; no bound sees a single token",
+        "": "the ratio is none of a token"},
+    "bound": {
+        "dual clip": "a bad token that pi finds ever likelier is pushed down no more",
+        "outer ends": "a token that has moved far the wrong way is not pulled back",
+        "PPO's clip, epsilons": "",
+        "none": "no bound: with several updates per rollout nothing ends a token's gradient",
+        "good completions only": "bad completions are pushed down without an end",
+        "bad completions only": "good completions are pushed up without an end",
+        "alone": "good completions are pushed up without an end",
+        "CISPO": "no token loses its gradient, however far pi has moved",
+        "soft gate": "the gradient fades, and no token is ever done",
+        "a mask": "a token that has moved the wrong way is not pulled back",
+        "": "where the gradient ends is not where GRPO's does"},
+    "KL": {
+        "k3": "", "none in this function": "", "k3+": "",
+        "k1": "as a penalty its gradient is 0 on average: it holds nothing back",
+        "k2": "its gradient is the KL's, its value is not",
+        "abs": "it pulls as hard near pi_ref as far from it",
+        "in the advantage": "it counts as a reward: advantages are not those of the rewards alone",
+        "": "it is no estimate that is known here"},
+    "advantages": {
+        "(r - mean) / (std": "",
+        "r - mean of the group": "no std: groups with a large spread teach more",
+        "RLOO": "no std: groups with a large spread teach more",
+        "MaxRL": "no std, and hard prompts count more; for rewards from 0 to 1",
+        "one number": "one scale for all groups: those with a large spread teach more",
+        "without groups": "an easy prompt's completions all beat a hard one's",
+        "max(0": "bad completions teach nothing: none is pushed down",
+        "none is negative": "bad completions are not pushed down",
+        "pass@k": "a group counts as its best completion: the others teach nothing",
+        "": "twice as far above the mean is not twice the advantage, as it is in GRPO"},
+}
+LINK = "lab/check.md#conventions"
 
 
 class Report:
@@ -102,6 +165,15 @@ class Report:
             kind, text = "is", f"allowed; {text}"
         self.lines.append((kind, name, text))
 
+    @property
+    def marks(self):
+        """{name: what it costs} of the conventions that are not GRPO's default."""
+        found = {}
+        for name, text in self.facts.items():
+            costs = COSTS.get(name, {"": ""})
+            found[name] = next(costs[part] for part in costs if part in text)
+        return {name: cost for name, cost in found.items() if cost}
+
     def of(self, kind):
         return [name for found, name, _ in self.lines if found == kind]
 
@@ -115,8 +187,14 @@ class Report:
         return 1 if self.bugs else 2 if self.questions else 0
 
     def __str__(self):
-        lines = [f"{kind:4}  {name}: {text}" if text else f"{kind:4}  {name}"
-                 for kind, name, text in self.lines]
+        lines, marks = [], self.marks
+        for kind, name, text in self.lines:
+            cost = marks.get(name) if kind == "is" else None
+            lines.append(f"{kind + ' *' * bool(cost):4}  {name}{': ' * bool(text)}{text}")
+            if cost:
+                lines.append(f"        * {cost}")
+        if marks:
+            lines.append(f"*: not GRPO's default, and no bug; {LINK}")
         count = f"bugs: {len(self.bugs)}, notes: {len(self.notes)}"
         if self.questions:
             count += f", not judged: {len(self.questions)}"
@@ -125,6 +203,10 @@ class Report:
 
 class CannotJudge(Exception):
     """What is wrong with the call, and which wrapper would help."""
+
+
+class Found(Exception):
+    """The name of a BUG after which nothing else can be said."""
 
 
 # --- calling anybody's function -------------------------------------------------------------------
@@ -209,7 +291,7 @@ class Box:
             elif required:
                 lacking.append(name)
         self.has = set(self.roles.values()).__contains__
-        self.of_padding = False
+        self.of_padding, self.written = False, set()
         if lacking or not (self.has("logps") and self.has("advantages")):
             what = f"{', '.join(lacking)} among its parameters" if lacking else (
                 "its parameters, without log-probs or advantages,")
@@ -233,7 +315,7 @@ class Box:
                 ("(N,)", "(N, 1)", "(N, R)"), (torch.float64, torch.bool, torch.int64)):
             try:
                 value, gradient = self(random_case())
-            except Exception as error:          # of code that we do not know
+            except (Exception, SystemExit) as error:        # of code that we do not know
                 errors.append(f"{type(error).__name__}: {error}")
                 continue
             if math.isfinite(value) and gradient.isfinite().all():
@@ -244,8 +326,9 @@ class Box:
                     taught.append(bool(self.policy(random_case()).any()))
                 self.part = taught.index(True) if any(taught) else 0
                 self.first = first[self.part]
+                self.check_growth()
                 return self.style
-            errors.append("its loss is not finite")
+            raise Found("NaN")
         raise CannotJudge(f"it can't be called: {errors[0]}")
 
     def __call__(self, case, dtype=torch.float64, totals=None):
@@ -262,8 +345,12 @@ class Box:
             "mask": mask.clone().to(dtype if kind == torch.float64 else kind),
             "beta": case.beta,
             "num_sequences": sequences}
+        before = {role: value.detach().clone() for role, value in values.items()
+                  if isinstance(value, torch.Tensor)}
         losses = losses_in(self.function(**self.constants, **{
             name: values[role] for name, role in self.roles.items()}))
+        self.written |= {role for role, value in before.items()
+                         if not torch.equal(value, values[role].detach())}
         loss, self.parts = losses[min(self.part, len(losses) - 1)], len(losses)
         loss = (loss * case.mask if loss.shape == case.mask.shape else loss).sum()
         gradient = None
@@ -275,6 +362,14 @@ class Box:
         """The loss at moved_case(), and its gradient there, as one tensor."""
         value, gradient = self(moved_case())
         return torch.cat((gradient.new_tensor([value]), gradient.flatten()))
+
+    def check_growth(self):
+        """Raises Found if equal calls have one gradient, and losses that grow by equal steps."""
+        values, gradients = zip(*(self(moved_case()) for _ in range(4)))
+        steps = [b - a for a, b in itertools.pairwise(values)]
+        if abs(steps[0]) > 1e-12 and near(steps, steps[:1] * 3, 1e-4) and all(
+                same(gradient, gradients[0]) for gradient in gradients):
+            raise Found("adds up")
 
     def check_repeats(self):
         """Raises CannotJudge if the inputs of the first calls don't give now what they gave then.
@@ -422,14 +517,27 @@ def check_tokens(box, report):
     elif not gradient[:, 0][taught].all():
         report.add("BUG", "mask shifted")
     elif not same(gradient * case.mask, gradient[:, :1] * case.mask):
-        report.add("note", "tokens weighted")
+        weights = gradient / case.advantages[:, None] * case.mask.sum(0)        # of each column
+        report.add(*("BUG", "mean over the wrong axis") if same(
+            weights * case.mask, weights[0, 0] * case.mask) else ("note", "tokens weighted"))
     pull = box.without(replace(case, ref_logps=case.logps - 0.5, beta=1.0))[1]
+    columns = pull * case.mask.sum(0)
+    if pull[~padding].all() and same(columns * case.mask, columns[0, 0] * case.mask):
+        report.add("BUG", "mean over the wrong axis")
     if pull[~padding].any() and (gradient != 0)[~padding & (pull == 0)].any():
         report.add("BUG", "KL leaves tokens out")
     if len(report.bugs) > bugs:
         return
-    other = replace(moved, **{name: getattr(moved, name).where(~padding, value) for name, value in (
-        ("logps", -7.0), ("old_logps", -0.1), ("ref_logps", -3.0))})
+
+    def padded(*values):
+        names = "logps", "old_logps", "ref_logps"
+        return replace(moved, **{name: getattr(moved, name).where(~padding, value)
+                                 for name, value in zip(names, values)})
+
+    if not box(padded(-20.0, -0.1, -0.1))[1].isfinite().all():
+        report.add("BUG", "NaN under the mask")
+        return
+    other = padded(-7.0, -0.1, -3.0)
     (value, before), (changed, after) = box(moved), box(other)
     if close(value, changed, 1e-9) and same(before[~padding], after[~padding]):
         report.add("ok", "padding", "is neither trained nor read, and the EOS is trained")
@@ -486,6 +594,8 @@ def check_average(box, report):
         report.add("is", "average", "of groups, as DAPO's equation has it, or in a like way")
     elif name is None:
         report.add("?", "average", "the weights of tokens follow no rule that is known here")
+    elif re.search(r"\bN\^-[2-9]|tokens\^-[2-9]|\bN\^-\S+ tokens\^-", name):
+        report.add("BUG", "averaged twice", f"{WHAT['averaged twice']}: {name}")
     elif close(factor, 1, 1e-3):
         report.add("is", "average", name)
     elif name.startswith("sum over tokens, then"):
@@ -537,15 +647,16 @@ def check_ratio(box, report):
             if max(abs(own), abs(other)) > 1e-3:
                 break
         name, level = "of a completion, in a way that is not known here", "mean"
-        if abs(other) < 1e-3:
+        if box.has("mask") and max(abs(own - 1 / 4), abs(other - 1 / 4)) < 1e-2:
+            report.add("BUG", "ratio over the width")
+            name = "of a completion: the mean log-ratio over the width"
+        elif abs(other) < 1e-3:
             name, level = "of each token", "token"
         elif abs(own - other) < 1e-2:
             name, level = "of a completion: the product of its tokens' ratios", "sum"
         if level == "mean" and abs(other - 1 / 3) < 1e-2 or abs(own - other) < 1e-2 and abs(
                 other - 1 / 3) < 1e-2:
             name, level = "of a completion: the geometric mean (GSPO)", "mean"
-        if level == "mean" and box.has("mask") and abs(other - 1 / 4) < 1e-2:
-            report.add("BUG", "ratio over the width")
         report.add("is", "ratio", name)
         old_logps = case.old_logps.clone()
         old_logps[0] -= 0.1
@@ -630,6 +741,9 @@ def clip(curve):
     if ends == (True,) * 4 and bad_low - good_low > 1e-3 and bad_high - good_high > 1e-3:
         return (f"PPO's clip, epsilons {1 - low:.4g} and {high - 1:.4g}, and outer ends at "
                 f"{math.exp(good_low):.4g} and {math.exp(bad_high):.4g}")
+    if ends == (False, True) * 2 and close(good_high, bad_high, 1e-3) and not is_mask(
+            curve.box, good_high):
+        return "max where A < 0"
     if ends[:2] == ends[2:] and all(
             x is None or close(x, y, 1e-3) for x, y in zip(curve.good_ends, curve.bad_ends)):
         least = math.exp(good_low) if good_low else 0
@@ -716,11 +830,17 @@ def named_kl(values, slopes):
     return None, 0.0
 
 
-def verdict(values, slopes):
-    """A line of the report on a KL, (kind, name, text), by its values and gradients at XS."""
+def verdict(values, slopes, pull=0.0):
+    """A line of the report on a KL, (kind, name, text), by its values and gradients at XS.
+
+    pull: its gradient where pi is pi_ref.
+    """
     name, scale = named_kl(values, slopes)
     if not any(abs(slope) > 1e-12 for slope in slopes):
         return "BUG", "KL without gradient", ""
+    wrong = any(x * slope > 1e-9 * max(map(abs, slopes)) for x, slope in zip(XS, slopes))
+    if name is None and (wrong or min(values) < 0 or abs(pull) > 1e-6 * max(map(abs, slopes))):
+        return "BUG", "no KL", ""
     if name is None:
         return "?", "KL", "its values and gradients are those of no estimator that is known here"
     if scale < 0:
@@ -753,8 +873,9 @@ def check_kl(box, report, average):
     values = [value - nothing for value in values]
     if not any(abs(x) > 1e-12 for x in (*values, *slopes)):
         far = replace(case, ref_logps=case.ref_logps - 0.5)
-        report.add(*("note", "reference ignored") if close(box(far)[0], box(case)[0], 1e-12) else
-                   ("BUG", "KL times the advantage"))
+        ignored = close(box(far)[0], box(case)[0], 1e-12)
+        report.add("BUG" if box.has("beta") or not ignored else "note",
+                   "reference ignored" if ignored else "KL times the advantage")
         return
     times_ratio = box.has("old_logps") and close(
         at(0.9, d=0.1)[0] - at(0.0, d=0.1)[0], values[5] * math.exp(0.1)) and values[5] != 0
@@ -763,9 +884,10 @@ def check_kl(box, report, average):
         share = 1 / case.mask[0].sum().item() if of_mean else 1
         slopes = [slope - value * share for slope, value in zip(slopes, values)]
         if not any(abs(slope) > 1e-12 for slope in slopes):
-            report.add("is", "KL", "in the advantage: its gradient is the ratio's")
+            report.add(*("BUG", "KL sign") if values[-1] > 0 else (
+                "is", "KL", "in the advantage: its gradient is the ratio's"))
             return
-    line = verdict(values, slopes)
+    line = verdict(values, slopes, pull)
     report.add(*line)
     if line[0] != "is":
         return
@@ -779,6 +901,8 @@ def check_kl(box, report, average):
         twice = at(0.9, beta=2.0)[0] - at(0.0, beta=2.0)[0]
         if close(twice, values[5], 1e-9):
             report.add("BUG", "beta ignored")
+        elif close(twice, 4 * values[5], 1e-6):
+            report.add("BUG", "beta twice")
         elif not close(twice, 2 * values[5]):
             report.add("note", "KL scaled", "the KL does not grow as beta does")
     far = replace(case, ref_logps=case.ref_logps - 0.5)
@@ -883,9 +1007,12 @@ def check_advantages(function, report):
             report.add("BUG", "not of these groups")
             return
         formula = "normalised over the batch, without groups"
+    std = rewards.std(1, keepdim=True)
     if same_order(rewards, found)[0]:
-        formula = formula or "of each group, by a formula that is not known here"
-        report.add("is", "advantages", formula)
+        report.add("is", "advantages", formula or what_rises(found, rewards))
+        twice = found * (std + 1e-4)**2 / (rewards - rewards.mean(1, keepdim=True))
+        if torch.allclose(twice, torch.ones_like(twice), rtol=1e-2):
+            report.add("BUG", "std twice")
     else:
         report.add("BUG", "advantage falls")
     equal = call(torch.full((B, G), 2.35))
@@ -898,6 +1025,19 @@ def check_advantages(function, report):
     if unjudged[0].isfinite().all():
         report.add(*("is", "unjudged", "a NaN reward is left out") if unjudged[0, 1] == 0 else
                    ("note", "unjudged"))
+
+
+def what_rises(found, rewards):
+    """What advantages (B, G) do that rise with the rewards by a formula that is not known here."""
+    above = rewards > rewards.mean(1, keepdim=True)
+    if (found[~above] == 0).all() and (found >= 0).all():
+        return "rise with the reward above the mean, and are 0 below it: max(0, r - mean)"
+    if ((found != 0).sum(1) <= 1).all():
+        return "only the best of a group has any (pass@k)"
+    if (found >= 0).all():
+        return "rise with the reward, and none is negative"
+    return (f"rise with the reward, by a formula that is not known here, from {found.min():.3g} to "
+            f"{found.max():.3g}; {int((found == 0).sum())} of {found.numel()} are 0")
 
 
 def advantage_formula(found, rewards):
@@ -940,10 +1080,12 @@ def check_kl_function(function, report):
     """A function of logps and ref_logps, by its values and gradients at XS."""
     logps = torch.zeros(len(XS), dtype=torch.float64, requires_grad=True)
     value = function(logps, torch.tensor(XS, dtype=torch.float64))
-    slopes = torch.zeros_like(logps)
+    slopes, nothing = torch.zeros_like(logps), function(
+        *torch.zeros(2, 1, dtype=torch.float64)).sum().item()
     if value.requires_grad:
         slopes, = torch.autograd.grad(value.sum(), logps)
-    report.add(*verdict(value.tolist(), slopes.tolist()))
+    report.add(*("BUG", "KL not 0") if abs(nothing) > 1e-6 else verdict(
+        value.tolist(), slopes.tolist()))
 
 
 class Bigrams(torch.nn.Module):
@@ -993,7 +1135,9 @@ def check(loss=None, *, advantages=None, mask=None, kl=None, logps=None, allow=(
         if function is not None:
             try:
                 judge(function, report)
-            except Exception as error:          # most often of code that we do not know
+            except Found as error:
+                report.add("BUG", str(error))
+            except (Exception, SystemExit) as error:        # most often of code that we do not know
                 text = str(error)
                 if not isinstance(error, CannotJudge):
                     text = f"it failed, with {type(error).__name__}: {error}"
@@ -1041,6 +1185,9 @@ def check_function(box, report):
             check_bound(box, report, level)
     check_kl(box, report, average)
     check_odd(box, report)
+    if box.written:
+        names = [name for name, role in box.roles.items() if role in box.written]
+        report.add("BUG", "inputs written to", f"{WHAT['inputs written to']}: {', '.join(names)}")
 
 
 # --- a rollout ------------------------------------------------------------------------------------
