@@ -839,7 +839,7 @@ def verdict(values, slopes, pull=0.0):
     if not any(abs(slope) > 1e-12 for slope in slopes):
         return "BUG", "KL without gradient", ""
     wrong = any(x * slope > 1e-9 * max(map(abs, slopes)) for x, slope in zip(XS, slopes))
-    if name is None and (wrong or min(values) < 0 or abs(pull) > 1e-6 * max(map(abs, slopes))):
+    if name is None and (wrong or abs(pull) > 1e-6 * max(map(abs, slopes))):
         return "BUG", "no KL", ""
     if name is None:
         return "?", "KL", "its values and gradients are those of no estimator that is known here"
