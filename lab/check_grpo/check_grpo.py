@@ -26,9 +26,17 @@ import os
 import re
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-import torch
+try:
+    import torch
+except ImportError:
+    lacking = "check-grpo needs torch: pip install torch"
+    if Path(sys.argv[0]).stem in ("check-grpo", "check_grpo"):
+        sys.exit(lacking)
+    raise ImportError(lacking) from None
 
+__version__ = "0.2.0"
 CURVE = [i / 12.5 for i in range(-50, 51)]      # log-ratios at which a bound is looked at
 WHAT = {        # of each BUG and note: what it means
     "no gradient": "nothing is learned: log-probs or advantages are detached, or not used",
@@ -170,7 +178,7 @@ class Report:
         """{name: what it costs} of the conventions that are not GRPO's default."""
         found = {}
         for name, text in self.facts.items():
-            costs = COSTS.get(name, {"": ""})
+            costs = COSTS.get(name.removesuffix(" function"), {"": ""})
             found[name] = next(costs[part] for part in costs if part in text)
         return {name: cost for name, cost in found.items() if cost}
 
@@ -1084,8 +1092,9 @@ def check_kl_function(function, report):
         *torch.zeros(2, 1, dtype=torch.float64)).sum().item()
     if value.requires_grad:
         slopes, = torch.autograd.grad(value.sum(), logps)
-    report.add(*("BUG", "KL not 0") if abs(nothing) > 1e-6 else verdict(
-        value.tolist(), slopes.tolist()))
+    line = ("BUG", "KL not 0", "") if abs(nothing) > 1e-6 else verdict(
+        value.tolist(), slopes.tolist())
+    report.add(line[0], line[1] if line[0] == "BUG" else "KL function", line[2])
 
 
 class Bigrams(torch.nn.Module):
@@ -1325,6 +1334,7 @@ def main():
     for name in ("advantages", "mask", "kl", "logps"):
         parser.add_argument(f"--{name}", metavar="MODULE:FUNCTION")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("--allow", nargs="+", default=[], metavar="NAME", help="of a BUG")
     args = parser.parse_args()
     names = {name: getattr(args, name) for name in ("loss", "advantages", "mask", "kl", "logps")
@@ -1342,6 +1352,7 @@ def main():
         parser.error(f"{type(error).__name__}: {error}")
     if args.json:
         print(json.dumps([{"kind": kind, "name": name, "text": text}
+                          | ({"mark": report.marks[name]} if name in report.marks else {})
                           for kind, name, text in report.lines], indent=2))
     else:
         print(report)
