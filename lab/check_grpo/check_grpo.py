@@ -1038,10 +1038,10 @@ def check_advantages(function, report):
 def what_rises(found, rewards):
     """What advantages (B, G) do that rise with the rewards by a formula that is not known here."""
     above = rewards > rewards.mean(1, keepdim=True)
-    if (found[~above] == 0).all() and (found >= 0).all():
-        return "rise with the reward above the mean, and are 0 below it: max(0, r - mean)"
     if ((found != 0).sum(1) <= 1).all():
         return "only the best of a group has any (pass@k)"
+    if (found[~above] == 0).all() and (found >= 0).all():
+        return "rise with the reward above the mean, and are 0 below it: max(0, r - mean)"
     if (found >= 0).all():
         return "rise with the reward, and none is negative"
     return (f"rise with the reward, by a formula that is not known here, from {found.min():.3g} to "

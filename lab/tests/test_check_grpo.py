@@ -190,6 +190,24 @@ BUGS = [        # in which loss, the old and the new text, and what the mutant m
     (A, "beta * kl", "beta * kl * A", "KL times the advantage"),
     (A, "beta * kl", "beta * kl * (A < 0)", "KL times the advantage"),
     (A, ".clamp(min=1)", "", "empty row"),
+    (A, "clipped * A)", "clipped * A).where(A >= 0, torch.max(ratio * A, clipped * A))",
+     "max where A < 0"),
+    (A, "rows.mean()", "rows.mean() / len(rows)", "averaged twice"),
+    (A, ").sum(1) / mask.sum(1)", ").sum(0) / mask.sum(0)", "mean over the wrong axis"),
+    (A, "((policy + beta * kl) * mask).sum(1)",
+     "((policy + beta * kl / mask.sum(0).clamp(min=1) * mask.sum(1, True)) * mask).sum(1)",
+     "mean over the wrong axis"),
+    (A, "beta * kl", "beta * beta * kl", "beta twice"),
+    (A, "torch.exp(x) - x - 1", "torch.exp(x) + x - 1", "no KL"),
+    (A, "torch.exp(x) - x - 1", "torch.exp(x) - 2 * x - 1", "no KL"),
+    (A, "torch.exp(logps - old_logps)", "torch.exp(((logps - old_logps) * mask).mean(1, True))",
+     "ratio over the width"),
+    (A, "= torch.exp(x) - x", "= torch.exp(x.half()).to(x.dtype) - x", "NaN under the mask"),
+    (A, "rows.mean()", "rows.mean() + logps.masked_fill(mask == 0, -torch.inf).mul(mask).sum()",
+     "NaN"),
+    (A, "advantages[", "advantages.mul_(0.5)[", "inputs written to"),
+    (A, "clipped * A)\n    x = ref_logps - logps\n    kl = torch.exp(x) - x - 1", "clipped * A) - "
+     "ratio * beta * (logps - ref_logps).detach()\n    kl = 0", "KL sign"),
 ]
 CONVENTIONS = [
     (A, "rows.mean()", "rows.sum()", "average"),
@@ -198,6 +216,13 @@ CONVENTIONS = [
     (A, "torch.exp(x) - x - 1", "x ** 2 / 2", "KL"),
     (B, "max=1.28", "max=1.2", "bound"),
     (A, "-torch.min(ratio * A, clipped * A)", "-ratio * A", "bound"),
+]
+COSTS = [       # what of these conventions a mark says
+    (A, "eps=0.2", "eps=0.3", {}),
+    (A, "-torch.min(ratio * A, clipped * A)", "-ratio * A", {"bound": "no bound"}),
+    (A, "mask.sum(1).clamp(min=1)", "mask.sum(1).clamp(min=1)**2", {"average": "length twice"}),
+    (A, "mask.sum(1).clamp(min=1)", "mask.shape[1]", {"average": "padded width"}),
+    (A, "torch.exp(x) - x - 1", "-x", {"KL": "holds nothing back"}),
 ]
 
 
@@ -220,6 +245,36 @@ def test_what_is_only_a_convention_is_no_bug():
     for source, old, new, name in CONVENTIONS:
         right, report = report_of(source), report_of(source, old, new)
         assert not report.bugs and report.facts[name] != right.facts[name], str(report)
+
+
+@pytest.mark.parametrize("source, old, new, costs", COSTS)
+def test_what_is_not_grpos_default_carries_a_mark_with_its_cost(source, old, new, costs):
+    report = report_of(source, old, new)
+    assert not report.bugs and report.marks.keys() == costs.keys(), str(report)
+    assert all(text in report.marks[name] for name, text in costs.items())
+    assert ("not GRPO's default" in str(report)) == bool(costs)
+
+
+@pytest.mark.parametrize("formula, text", [
+    ("(r - r.mean(1, True)).clamp(min=0)", "max(0, r - mean)"),
+    ("(r - r.topk(2, 1).values[:, 1:]).clamp(min=0)", "pass@k"),
+    ("(r - r.mean(1, True)).sign() * (r - r.mean(1, True)).square()", "formula that is not known"),
+    ("(r - r.mean(1, True)) / (r.std(1, keepdim=True) + 1e-4)**2", "std twice"),
+    ("r.argsort(1).double() - 1.5", "advantage falls")])
+def test_advantages_that_rise_are_said_to_do_what_they_do(formula, text):
+    report = check(advantages=lambda rewards, G: eval(formula, {"r": rewards.view(-1, G)}))
+    assert text in report.facts.get("advantages", "") + " ".join(report.bugs), str(report)
+    assert report.bugs or report.marks["advantages"]
+
+
+def test_a_loss_that_only_grows_is_named_and_one_that_exits_has_failed():
+    report = report_of("seen = []\n" + A.replace("rows.mean()", "rows.mean() + kept(kl)") + """
+def kept(kl):
+    seen.append(float(kl.sum().detach()))
+    return sum(seen[:-1])
+""")
+    assert report.bugs == ["adds up"], str(report)
+    assert "SystemExit: 7" in str(report_of(A, "rows.mean()", "exit(7)"))
 
 
 # What keeps state or draws random numbers, in A: two calls in a row show only some of these.
