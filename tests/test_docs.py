@@ -151,6 +151,8 @@ def program_of(words):
         if program == "-m":
             module = flags.pop(0)
             program = module if module in NOT_OURS else file_of(module)
+    elif program == "check-grpo":       # once its package is installed
+        program = "lab/check_grpo/check_grpo.py"
     is_theirs = program in NOT_OURS | MADE_BY_THE_READER | {"eval_llm.py"}      # MiniMind's
     return ("", []) if is_theirs else (program, flags)
 
