@@ -178,18 +178,18 @@ class Parser(argparse.ArgumentParser):
         words = []
         for name, value in given.items():
             flag = self._option_string_actions.get(f"--{name}")
-            if isinstance(value, dict):
-                value = [f"{key}={one}" for key, one in value.items()] if flag and flag.nargs else (
-                    json.dumps(value))
             if flag is None or name == "help":
                 raise UserError(f"{name} is no flag; `python train_grpo.py --help` lists them")
+            if isinstance(value, dict) and flag.nargs:      # --loss_options
+                value = [f"{key}={one}" for key, one in value.items()]
+            elif isinstance(value, dict):
+                value = json.dumps(value)
             if isinstance(value, (list, tuple)):
                 words += [f"--{name}", *map(str, value)]
             elif flag.nargs == 0:           # a switch
                 words += [f"--{name}"] * bool(value)
             elif value is not None:
-                value = int(value) if isinstance(value, bool) else value
-                words.append(f"--{name}={value}")
+                words.append(f"--{name}={int(value) if isinstance(value, bool) else value}")
         return words
 
     def group(self, title):

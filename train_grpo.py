@@ -63,7 +63,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import torch
 
-# The first of ours, which says so if a file of yours hides one of the others.
+# Imported first: it raises an error if another file hides one of our folders.
 import errors
 import reward.load
 from dataset import prompts
@@ -372,12 +372,12 @@ def train(model, tokenizer=None, *, reward_funcs, prompts, reference=None, rewar
 
     model, tokenizer, reference, reward_model: an object, a folder or a hub id. It is your model
     that learns, on `device` (a flag), its weights in float32, in evaluation mode; what you have
-    frozen stays frozen. A Qwen3, Qwen2 or
-    Llama learns as part of our own network, on the same storage, and is sampled as fast; any other
-    causal model of transformers by its own code. If it has PEFT's adapters, these alone learn, and
-    the reference is the model without them. Otherwise, with beta above 0, the reference is a copy,
-    so that the weights need twice the memory, or the one that you give. lora_rank, shard,
-    ref_model_sync_steps and sampler="vllm" read weights from files, and need a path.
+    frozen stays frozen. A Qwen3, Qwen2 or Llama runs in our own network, on the same storage, and
+    samples as fast as one from a path; any other causal model of transformers runs its own code. If
+    it has PEFT's adapters, these alone learn, and the reference is the model without them.
+    Otherwise, with beta above 0, the reference is the one that you give, or else a copy, so that
+    the weights need twice the memory. lora_rank, shard, ref_model_sync_steps and sampler="vllm"
+    read weights from files, and need a path.
     reward_funcs: functions, names or "module:function". prompts: texts, chats, rows such as
     {"prompt": ..., "answer": ...}, or a file (dataset/prompts.py). out_dir: None writes nothing.
     flags: those of --help, as keywords; a function may stand for any "module:function". To go on

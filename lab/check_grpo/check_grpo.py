@@ -105,8 +105,7 @@ WHAT = {        # of each BUG and note: what it means
     "no KL": "it is no estimate of a KL: at pi = pi_ref it pulls, or it pulls away from pi_ref",
     "NaN under the mask": "where padding is far from pi_ref or pi_old, NaN times 0 is NaN",
 }
-# What a convention other than GRPO's default costs, by what its line says. (Each costs something:
-# it is for the reader to know, and no bug.)
+# What a convention costs, by a part of its line: the first that fits. "" is GRPO's default.
 COSTS = {
     "average": {
         "then of completions (GRPO)": "",
@@ -125,15 +124,15 @@ COSTS = {
         "none": "right for one update per rollout only",
         "product": "it is far from 1 for long completions, and the bound then ends all they teach",
         "geometric mean": "epsilons must be about 3e-4; no bound sees a single token",
-        "": "the ratio is none of a token"},
+        "": "it is not the ratio of a single token"},
     "bound": {
+        "good completions only": "bad completions are pushed down without an end",
+        "bad completions only": "good completions are pushed up without an end",
+        "alone": "good completions are pushed up without an end",
         "dual clip": "a bad token that pi finds ever likelier is pushed down no more",
         "outer ends": "a token that has moved far the wrong way is not pulled back",
         "PPO's clip, epsilons": "",
         "none": "no bound: with several updates per rollout nothing ends a token's gradient",
-        "good completions only": "bad completions are pushed down without an end",
-        "bad completions only": "good completions are pushed up without an end",
-        "alone": "good completions are pushed up without an end",
         "CISPO": "no token loses its gradient, however far pi has moved",
         "soft gate": "the gradient fades, and no token is ever done",
         "a mask": "a token that has moved the wrong way is not pulled back",
