@@ -210,10 +210,10 @@ def write_pages():
 
 
 def source_of(name):
-    """The source of a function of the script, or of all of it."""
-    source = (ROOT / "train_grpo.py").read_text(encoding="utf-8")
-    if name is None:
-        return source
+    """The source of a function of the script, or of a file."""
+    if name.endswith(".py"):
+        return (ROOT / name).read_text(encoding="utf-8")
+    source = source_of("train_grpo.py")
     return next(ast.get_source_segment(source, node) for node in ast.parse(source).body
                 if getattr(node, "name", None) == name)
 
@@ -274,9 +274,9 @@ def run(name, row, arm, seed):
     command = flags.format(out=quoted(out))
     if not command.lstrip().startswith("-m "):
         command = f"train_grpo.py {command}"
-    diff = diff_of(experiment, row, arm)
+    change = change_of(experiment, row, arm)
     with tempfile.TemporaryDirectory() as folder:
-        where = copy(diff, experiment["page"], folder) if diff else ROOT
+        where = copy(*change, experiment["page"], folder) if change else ROOT
         python(f"{command} --seed {seed} --out_dir {quoted(out)} --run_name {run_name}",
                out / f"{run_name}.log", folder=where)
     line = {"row": row, "arm": arm, "seed": seed, **where_run(flags),
@@ -326,20 +326,20 @@ def quoted(path):
     return shlex.quote(path.as_posix())
 
 
-def diff_of(experiment, row, arm):
-    """The diff on the experiment's page that changes the code of this arm, or None."""
+def change_of(experiment, row, arm):
+    """(diff, file) of the experiment's page that change the code of this arm, or None."""
     if "page" not in experiment or arm == "right":
         return None
     name = row or arm.partition(",")[0]
-    diff, _ = changes(ROOT / experiment["page"]).get(name.lower(), (None, None))
-    return diff
+    found = changes(ROOT / experiment["page"]).get(name.lower())
+    return found and found[:2]
 
 
-def copy(diff, page, folder):
+def copy(diff, file, page, folder):
     """The repository with the diff, in a folder; UserError, naming the page, if it does not fit."""
     shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(
         ".?*", "venv", "out", "__pycache__", "images"))
-    script = Path(folder, "train_grpo.py")
+    script = Path(folder, file)
     source = changed(script.read_text(encoding="utf-8"), diff, page)
     script.write_text(source, encoding="utf-8")
     return folder
@@ -347,12 +347,12 @@ def copy(diff, page, folder):
 
 def prove(page):
     """See the test of each diff of a page fail in a copy with it; UserError if it passes."""
-    for heading, (diff, test) in changes(ROOT / page).items():
+    for heading, (diff, file, test) in changes(ROOT / page).items():
         if not test:
             continue
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "pytest", "-q", "-x", f"tests/{test}"]
-            done = subprocess.run(command, cwd=copy(diff, page, folder))
+            done = subprocess.run(command, cwd=copy(diff, file, page, folder))
         if done.returncode != 1:
             raise UserError(f"{page}: {test} should fail with the diff of {heading!r}")
 

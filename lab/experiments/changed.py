@@ -82,7 +82,33 @@ def moved(_):
     train_grpo.grpo_step = grpo_step
 
 
-CHANGES = {"noise": noise, "above_0": above_0, "whole_answers": whole_answers, "moved": moved}
+def top_p(p):
+    """Sampler and trainer both leave out what top-p does. Of the trainer only with one update per
+    rollout: a later one could find that a token it samples is no longer among them.
+    """
+    right = sampler.next_token
+
+    def next_token(logits, temperature, *options):
+        return right(of_top_p(logits, temperature, float(p)), temperature, *options)
+
+    def token_logps(model, *sequences, temperature=1.0, **options):
+        def truncated(*inputs, **more):
+            return of_top_p(model(*inputs, **more), temperature, float(p))
+        return script_token_logps(truncated, *sequences, temperature=temperature, **options)
+
+    script_token_logps, train_grpo.token_logps = train_grpo.token_logps, token_logps
+    sampler.next_token = next_token
+
+
+def of_top_p(logits, temperature, p):
+    """Logits (..., V) of the likeliest tokens that together have probability p; others' are low."""
+    probs, order = (logits.float() / temperature).softmax(-1).sort(descending=True)
+    kept = torch.zeros_like(probs).scatter(-1, order, (probs.cumsum(-1) - probs < p).float())
+    return logits.masked_fill(kept == 0, -1e9)        # -inf would make an entropy NaN
+
+
+CHANGES = {"noise": noise, "above_0": above_0, "whole_answers": whole_answers, "moved": moved,
+           "top_p": top_p}
 
 
 @user_errors("lab.experiments.changed")

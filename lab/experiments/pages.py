@@ -15,7 +15,9 @@ from .figures import at_end, holm, interval, p_value, series, sizes
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n\n)(.*?)(?=\n\n<!-- end -->)", re.DOTALL)
 # A variable: functions, methods and fields keep their names.
 NAME = re.compile(r"(?<![\w.])[^\W\d]\w*\b(?!\()")
-DIFF = re.compile(r"(^```diff\n)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL)
+# Those that `git apply` reads have a head, and stay as they are.
+DIFF = re.compile(r"(^```diff\n)(?!---)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL)
+SECTION = re.compile(r"(?m)^(?=## )")
 # A row whose last cells are lines of code, and the function of the script that has them.
 CODE = re.compile(r"(`[^|]*`)( \| \[`(\w+)`\]\((?:\.\./)+train_grpo\.py\) \|)$", re.MULTILINE)
 # 5.0 ± 2.0, perhaps in bold; <0.001
@@ -156,15 +158,22 @@ def paired_p(values):
 
 
 def changes(page):
-    """{heading in small letters: (its diff, the test that it says catches it)} of a page."""
+    """{heading in small letters: (its diff, the file that it changes, the test that it says catches
+    it)} of a page."""
     found = {}
-    for section in re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
-        heading = re.match(r"(.*?)( \(in|$)", section, re.MULTILINE)[1]
-        diff = re.search(r"^```diff\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    for section in SECTION.split(page.read_text(encoding="utf-8"))[1:]:
+        heading = re.match(r"## (.*?)( \(in|$)", section, re.MULTILINE)[1]
+        diff = DIFF.search(section)
         test = re.search(r"\*\*Caught by\*\* `(.+?)`", section)
         if diff:
-            found[heading.lower()] = diff[1], test and test[1]
+            found[heading.lower()] = diff[2], file_of(section), test and test[1]
     return found
+
+
+def file_of(section):
+    """The file that the diff of a section changes: the one in its heading, or the script."""
+    named = re.match(r"## .*`([\w/]+\.py)`", section)
+    return named[1] if named else "train_grpo.py"
 
 
 def changed(source, diff, page):
@@ -187,8 +196,8 @@ def as_now(diff, source, page):
         if source.count(before) != 1:
             names = renamed(before, source)
             if names is None:
-                raise UserError(f"{page}: {before.strip()!r} does not stand in train_grpo.py once; "
-                                "adapt the diff to the code")
+                raise UserError(f"{page}: {before.strip()!r} does not stand in the code once; "
+                                "adapt the diff to it")
             part = with_names(part, names)
         parts.append(part)
     return " ...\n".join(parts)
@@ -215,12 +224,15 @@ def with_names(text, names):
 
 
 def code_as_now(text, source_of, page):
-    """A page with its diffs and the lines of its table of code as the script has them now.
+    """A page with its diffs and the lines of its table of code as the code has them now.
 
-    source_of(name): the source of a function of the script; of None, that of the script.
+    source_of(name): the source of a function of the script, or of a file.
     """
-    def diff(block):
-        return block[1] + as_now(block[2], source_of(None), page)
+    def section(old):
+        def diff(block):
+            return block[1] + as_now(block[2], source_of(file_of(old)), page)
+
+        return DIFF.sub(diff, old)
 
     def cell(block):
         source = " ".join(source_of(block[3]).split())
@@ -233,5 +245,4 @@ def code_as_now(text, source_of, page):
 
         return re.sub(r"`([^`]+)`", line, block[1]) + block[2]
 
-    text = DIFF.sub(diff, text)
-    return CODE.sub(cell, text)
+    return CODE.sub(cell, "".join(section(part) for part in SECTION.split(text)))
