@@ -115,8 +115,8 @@ def commands_of(experiment):
     """{(row, arm): the flags of its runs}"""
     commands = {}
     for row, flags in experiment.get("rows", {"": ""}).items():
-        arms = experiment["arms"]
-        for arm, own in arms.get(row, arms).items():
+        arms = {arm: own for arm, own in experiment["arms"].items() if isinstance(own, str)}
+        for arm, own in (arms | experiment["arms"].get(row, {})).items():
             for each in experiment.get("each", [""]):       # an arm without a $ is the same in all
                 own_flags = own.replace("$", each)
                 common = experiment.get("common", "")
@@ -281,8 +281,10 @@ def run(name, row, arm, seed):
                out / f"{run_name}.log", folder=where)
     line = {"row": row, "arm": arm, "seed": seed, **where_run(flags),
             **summary(out / run_name, experiment["panels"] + experiment.get("also", []))}
-    if "measure" in experiment:
-        line["series"] |= MEASURES[experiment["measure"]](out / run_name)
+    measure = experiment.get("measure", {})
+    measure = measure.get(row) if isinstance(measure, dict) else measure
+    if measure:
+        line["series"] |= MEASURES[measure](out / run_name)
     RESULTS.mkdir(exist_ok=True)
     with open(RESULTS / f"{name}.jsonl", "a", encoding="utf-8") as file:
         file.write(to_line(line))
@@ -328,7 +330,7 @@ def quoted(path):
 
 def change_of(experiment, row, arm):
     """(diff, file) of the experiment's page that change the code of this arm, or None."""
-    if "page" not in experiment or arm == "right":
+    if "page" not in experiment or arm in ("right", "control"):
         return None
     name = row or arm.partition(",")[0]
     found = changes(ROOT / experiment["page"]).get(name.lower())
