@@ -57,6 +57,7 @@ WHAT = {        # of each BUG and note: what it means
     "ratio upside down": "it is pi_old / pi in place of pi / pi_old",
     "ratio over the width": "the mean log-ratio of a completion counts its padding",
     "ratio to the reference": "it is pi / pi_ref in place of pi / pi_old: another objective",
+    "ratio to a power": "it is (pi / pi_old)^p, with another p than 1: another base of exp or log?",
     "no min": "the clip ends the gradient on both sides: what has gone wrong is not pulled back",
     "max for min": "the clip ends the gradient on the wrong side, and lets the right side run",
     "bound on the wrong side": "the gradient ends where pi moves back, not where it moves away",
@@ -69,6 +70,7 @@ WHAT = {        # of each BUG and note: what it means
     "KL scaled": "the KL has another weight than beta",
     "KL leaves tokens out": "some tokens of a completion are not held back by the KL",
     "KL times the advantage": "the KL pulls otherwise at completions with another advantage",
+    "mask counts": "tokens weigh 1, 2, 3 and so on: a running sum of the mask stands for the mask",
     "tokens weighted": "at ratio 1 the tokens of a completion have different weights",
     "k1 in the loss": "on policy its gradient is 0 on average: as a penalty it holds nothing back",
     "KL average": "the KL is averaged in another way than the policy's term",
@@ -102,6 +104,8 @@ WHAT = {        # of each BUG and note: what it means
     "std twice": "advantages are divided by the std of the group twice",
     "max where A < 0": "where A < 0 the clip ends the gradient above 1 + epsilon, where pi has "
                        "gone wrong, and not below 1 - epsilon, where it has gone far enough",
+    "dual clip too low": "where A < 0 the gradient ends as soon as pi has gone wrong a little: the "
+                         "outer bound must be well above 1 + epsilon, say at 3",
     "no KL": "it is no estimate of a KL: at pi = pi_ref it pulls, or it pulls away from pi_ref",
     "NaN under the mask": "where padding is far from pi_ref or pi_old, NaN times 0 is NaN",
 }
@@ -525,8 +529,10 @@ def check_tokens(box, report):
         report.add("BUG", "mask shifted")
     elif not same(gradient * case.mask, gradient[:, :1] * case.mask):
         weights = gradient / case.advantages[:, None] * case.mask.sum(0)        # of each column
+        counted = gradient[:, :1] * case.mask.cumsum(1)
         report.add(*("BUG", "mean over the wrong axis") if same(
-            weights * case.mask, weights[0, 0] * case.mask) else ("note", "tokens weighted"))
+            weights * case.mask, weights[0, 0] * case.mask) else ("BUG", "mask counts") if same(
+                gradient * case.mask, counted * case.mask) else ("note", "tokens weighted"))
     pull = box.without(replace(case, ref_logps=case.logps - 0.5, beta=1.0))[1]
     columns = pull * case.mask.sum(0)
     if pull[~padding].all() and same(columns * case.mask, columns[0, 0] * case.mask):
@@ -544,12 +550,13 @@ def check_tokens(box, report):
     if not box(padded(-20.0, -0.1, -0.1))[1].isfinite().all():
         report.add("BUG", "NaN under the mask")
         return
-    other = padded(-7.0, -0.1, -3.0)
-    (value, before), (changed, after) = box(moved), box(other)
-    if close(value, changed, 1e-9) and same(before[~padding], after[~padding]):
-        report.add("ok", "padding", "is neither trained nor read, and the EOS is trained")
-    else:
-        report.add("BUG", "padding read")
+    value, before = box(moved)
+    for other in padded(-7.0, -0.1, -3.0), padded(0.0, 0.0, 0.0):
+        changed, after = box(other)
+        if not (close(value, changed, 1e-9) and same(before[~padding], after[~padding])):
+            report.add("BUG", "padding read")
+            return
+    report.add("ok", "padding", "is neither trained nor read, and the EOS is trained")
 
 
 SHAPES = [((6, 3, 4, 2), 6), ((6, 3, 4, 2, 5, 1), 6), ((6, 3, 4, 2), 9), ((7, 2), 7),
@@ -562,6 +569,9 @@ AVERAGES = {    # exponents of N, all tokens, the completion's length, the width
     (0, 0, 0, 0): "none: a sum over tokens",
     (0, 0, -1, 0): "of each completion's tokens, then a sum over completions",
     (0, 0, 0, -1): "sum over tokens / the width of the batch"}
+
+
+TWICE = re.compile(r"\bN\^-[2-9]|tokens\^-[2-9]|\bN\^-\S+ tokens\^-")
 
 
 def average_of(weights_of):
@@ -601,7 +611,7 @@ def check_average(box, report):
         report.add("is", "average", "of groups, as DAPO's equation has it, or in a like way")
     elif name is None:
         report.add("?", "average", "the weights of tokens follow no rule that is known here")
-    elif re.search(r"\bN\^-[2-9]|tokens\^-[2-9]|\bN\^-\S+ tokens\^-", name):
+    elif TWICE.search(name):
         report.add("BUG", "averaged twice", f"{WHAT['averaged twice']}: {name}")
     elif close(factor, 1, 1e-3):
         report.add("is", "average", name)
@@ -720,7 +730,7 @@ def check_bound(box, report, level):
     else:
         text = "the curve of its gradient is none that is known here"
         name = "none" if near(both, [math.exp(d) for d in CURVE] * 2) else (
-            clip(curve) or weight(curve.good, curve.bad))
+            clip(curve) or power(curve) or weight(curve.good, curve.bad))
     if name is None:
         report.add("?", "bound", text)
     else:
@@ -751,6 +761,8 @@ def clip(curve):
     if ends == (False, True) * 2 and close(good_high, bad_high, 1e-3) and not is_mask(
             curve.box, good_high):
         return "max where A < 0"
+    if ends == (False, True, True, True) and bad_high < good_high + 1e-3:
+        return "dual clip too low"
     if ends[:2] == ends[2:] and all(
             x is None or close(x, y, 1e-3) for x, y in zip(curve.good_ends, curve.bad_ends)):
         least = math.exp(good_low) if good_low else 0
@@ -769,6 +781,16 @@ def clip(curve):
         (False, False, True, True): f"of bad completions only, epsilon {1 - low:.4g}, and a dual "
                                     f"clip at {math.exp(bad_high or 0):.4g}",
     }.get(ends, "bound on the wrong side")
+
+
+def power(curve):
+    """The name of a ratio that is raised to a power other than 1, clipped or not; or None."""
+    powers = [math.log(value) / d for d, value in zip(CURVE * 2, curve.good + curve.bad)
+              if value > 0 and d]
+    if powers and near(powers, powers[:1] * len(powers)) and powers[0] > 0 and not close(
+            powers[0], 1, 1e-3):
+        return "ratio to a power"
+    return None
 
 
 def is_mask(box, end):
@@ -939,7 +961,8 @@ def check_kl_average(box, report, name, times_ratio, of_mean, average):
     if found is None:
         report.add("?", "KL average", "its weights follow no rule that is known here")
     elif found != average[0]:
-        report.add("note", "KL average", f"{WHAT['KL average']}: {found}")
+        name = "averaged twice" if TWICE.search(found) else "KL average"
+        report.add("note" if name == "KL average" else "BUG", name, f"{WHAT[name]}: {found}")
     elif not close(factor, average[1], 1e-3):
         shown = f"{factor / average[1]:.4g}"
         report.add(*("note", "KL scaled", f"{WHAT['KL scaled']}: {shown} of it")
@@ -986,9 +1009,11 @@ def check_advantages(function, report):
     B, G = rewards.shape
 
     def call(rewards):
-        first, *others = inspect.signature(function).parameters
-        sizes = {name: G for name in others
-                 if re.search("^[gnk]$|group_?size|generation|num_", name.lower())}
+        _, *others = inspect.signature(function).parameters.values()
+        sizes = {parameter.name: G for parameter in others if parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and (
+                parameter.default is parameter.empty or re.search(
+                    "^[gnk]$|group_?size|generation|num_", parameter.name.lower()))}
         for shaped in (rewards.flatten(), rewards):
             try:
                 found = function(shaped, **sizes)
@@ -1014,11 +1039,10 @@ def check_advantages(function, report):
             report.add("BUG", "not of these groups")
             return
         formula = "normalised over the batch, without groups"
-    std = rewards.std(1, keepdim=True)
     if same_order(rewards, found)[0]:
         report.add("is", "advantages", formula or what_rises(found, rewards))
-        twice = found * (std + 1e-4)**2 / (rewards - rewards.mean(1, keepdim=True))
-        if torch.allclose(twice, torch.ones_like(twice), rtol=1e-2):
+        twice = found * rewards.var(1, keepdim=True) / (rewards - rewards.mean(1, keepdim=True))
+        if found.all() and torch.allclose(twice, twice[0, 0].expand_as(twice), rtol=1e-2):
             report.add("BUG", "std twice")
     else:
         report.add("BUG", "advantage falls")
@@ -1106,8 +1130,9 @@ class Bigrams(torch.nn.Module):
 
     def forward(self, input_ids, attention_mask=None, **options):
         logits = self.table[input_ids]
-        keep = options.get("logits_to_keep", 0)
-        return logits[:, -keep:] if keep else logits
+        logits = logits[:, -options.get("logits_to_keep", 0):]      # -0: all of them
+        logits.logits = logits              # as transformers' models return them
+        return logits
 
 
 def check_logps(function, report):

@@ -208,6 +208,12 @@ BUGS = [        # in which loss, the old and the new text, and what the mutant m
     (A, "advantages[", "advantages.mul_(0.5)[", "inputs written to"),
     (A, "clipped * A)\n    x = ref_logps - logps\n    kl = torch.exp(x) - x - 1", "clipped * A) - "
      "ratio * beta * (logps - ref_logps).detach()\n    kl = 0", "KL sign"),
+    (A, "torch.exp(logps - old_logps)", "torch.exp2(logps - old_logps)", "ratio to a power"),
+    (A, "clipped * A)", "clipped * A).clamp(min=1.1 * A.clamp(max=0))",
+     "dual clip too low"),
+    (A, ") * mask).sum(1)", ") * mask * mask.cumsum(1)).sum(1)", "mask counts"),
+    (A, "mask.sum(1)", "(logps != 0).sum(1)", "padding read"),
+    (A, "beta * kl", "beta * kl / len(mask)", "averaged twice"),
 ]
 CONVENTIONS = [
     (A, "rows.mean()", "rows.sum()", "average"),
@@ -260,6 +266,7 @@ def test_what_is_not_grpos_default_carries_a_mark_with_its_cost(source, old, new
     ("(r - r.topk(2, 1).values[:, 1:]).clamp(min=0)", "pass@k"),
     ("(r - r.mean(1, True)).sign() * (r - r.mean(1, True)).square()", "formula that is not known"),
     ("(r - r.mean(1, True)) / (r.std(1, keepdim=True) + 1e-4)**2", "std twice"),
+    ("(r - r.mean(1, True)) / r.std(1, correction=0, keepdim=True).add(1e-4)**2", "std twice"),
     ("r.argsort(1).double() - 1.5", "advantage falls")])
 def test_advantages_that_rise_are_said_to_do_what_they_do(formula, text):
     report = check(advantages=lambda rewards, G: eval(formula, {"r": rewards.view(-1, G)}))
@@ -363,9 +370,11 @@ MUSEUM = {
     "an unjudged reply earns 0": ("advantages", "group_advantages", "unjudged"),
     "k3 the wrong way round": ("loss", "grpo_loss", "KL reversed"),
     "temperature in sampling only": ("logps", "token_logps", "temperature ignored"),
+    "k1 in the loss": ("loss", "grpo_loss", "k1 in the loss"),
     "the ratio is taken to the reference": ("loss", "grpo_loss", "ratio to the reference"),
     "padding is trained under the kl": ("loss", "grpo_loss", "padding trained under the KL"),
     # Seen in the arrays of a rollout: lab/tests/test_check_batch.py makes each.
+    "top-p in sampling only": "top-k or top-p",
     "eos left out of the mask": "EOS not trained",
     "the sampler keeps its first weights": "stale weights",
     "the tool's words are trained": "tool's words trained",
@@ -387,7 +396,7 @@ def test_each_exhibit_is_seen_or_it_is_known_why_not():
 @pytest.mark.parametrize("exhibit", [
     name for name, seen in MUSEUM.items() if isinstance(seen, tuple)])
 def test_an_exhibit_is_seen(exhibit):
-    diff, _ = DIFFS[exhibit]
+    diff, _, _ = DIFFS[exhibit]
     source = Path(train_grpo.__file__).read_text(encoding="utf-8")
     reports = []
     hook, function, name = MUSEUM[exhibit]

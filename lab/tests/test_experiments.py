@@ -132,11 +132,11 @@ def test_the_flags_of_every_arm_go_together(monkeypatch):
 
 def test_an_arm_has_the_flags_of_its_row_the_common_ones_and_its_own():
     experiment = {"rows": {"r": "--a", "s": "--b"}, "common": "--c", "each": ["1", "2"],
-                  "arms": {"r": {"x": "--x"}, "s": {"y$": "--y $"}}}
+                  "arms": {"x": "--x", "s": {"y$": "--y $"}}}
     commands = command.commands_of(experiment)
     assert {arm: flags.split() for arm, flags in commands.items()} == {
-        ("r", "x"): ["--a", "--c", "--x"], ("s", "y1"): ["--b", "--c", "--y", "1"],
-        ("s", "y2"): ["--b", "--c", "--y", "2"]}
+        ("r", "x"): ["--a", "--c", "--x"], ("s", "x"): ["--b", "--c", "--x"],
+        ("s", "y1"): ["--b", "--c", "--y", "1"], ("s", "y2"): ["--b", "--c", "--y", "2"]}
 
 
 def test_what_is_not_kept_runs_with_the_first_seed_only():
@@ -172,29 +172,28 @@ MUSEUM = pages.changes(ROOT / "docs/museum.md")
 # These start whole runs; the experiment sees them fail.
 SLOW = ("test_a_run_leaves_all_its_files",
         "test_ranks_micro_batches_and_the_pair_change_no_gradient")
-QUICK = [heading for heading, (_, test) in MUSEUM.items() if not test.endswith(SLOW)]
+QUICK = [heading for heading, (_, _, test) in MUSEUM.items() if not test.endswith(SLOW)]
 
 
 def test_every_exhibit_has_its_runs_and_a_change_that_does_not_fit_is_an_error():
     assert {*MUSEUM} == {row.lower() for row in EXPERIMENTS["museum"]["rows"]}
-    source = (ROOT / "train_grpo.py").read_text(encoding="utf-8")
-    assert all(pages.changed(source, diff, "docs/museum.md") for diff, _ in MUSEUM.values())
+    assert all(pages.changed(command.source_of(file), diff, "docs/museum.md")
+               for diff, file, _ in MUSEUM.values())
     ladder = EXPERIMENTS["ladder"]
-    changed = {arm for arm in ladder["arms"] if command.diff_of(ladder, "", arm)}
+    changed = {arm for arm in ladder["arms"] if command.change_of(ladder, "", arm)}
     assert changed == {arm for arm in ladder["arms"] if arm.startswith("1.")}
-    with pytest.raises(UserError, match="page.md: '40' does not stand in train_grpo.py once"):
+    with pytest.raises(UserError, match="page.md: '40' does not stand in the code once"):
         pages.changed("answer = 42\n", "-40\n+41\n", "page.md")
 
 
 @pytest.mark.parametrize("heading", QUICK)
 def test_the_test_of_an_exhibit_catches_its_error(heading, monkeypatch):
-    diff, test = MUSEUM[heading]
-    source = (ROOT / "train_grpo.py").read_text(encoding="utf-8")
-    source = pages.changed(source, diff, "docs/museum.md")
-    wrong = ModuleType("train_grpo")
-    wrong.__file__ = train_grpo.__file__
-    monkeypatch.setitem(sys.modules, "train_grpo", wrong)
-    exec(compile(source, "train_grpo.py", "exec"), wrong.__dict__)
+    diff, file, test = MUSEUM[heading]
+    source = pages.changed(command.source_of(file), diff, "docs/museum.md")
+    wrong = ModuleType(file.removesuffix(".py").replace("/", "."))
+    wrong.__file__ = str(ROOT / file)
+    monkeypatch.setitem(sys.modules, wrong.__name__, wrong)
+    exec(compile(source, file, "exec"), wrong.__dict__)
     for name in [name for name in sys.modules if name.startswith("test_")]:
         monkeypatch.delitem(sys.modules, name)      # what they import of each other, too
     assert pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
