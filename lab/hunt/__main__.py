@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from dataset.jsonl import read_jsonl
-from errors import UserError, user_errors
+from errors import UserError, cut, user_errors
 
 from .checks import alike, computed
 
@@ -91,7 +91,8 @@ def begin(say, state, number):
     for whose, run in runs.items():
         print("\n" + say.group.format(whose=whose, question=run["question"]))
         for text, *numbers in run["group"]:
-            print("  {:>6}  {:>9}  {:>6}  ".format(*map(number_of, numbers)) + repr(text))
+            print("  {:>6}  {:>9}  {:>6}  ".format(*map(number_of, numbers)), end="")
+            print(cut(repr(text), 120))
     print("\n" + (say.edited if is_edited else say.end).format(**state))
 
 
