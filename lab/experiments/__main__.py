@@ -279,12 +279,12 @@ def run(name, row, arm, seed):
         where = copy(*change, experiment["page"], folder) if change else ROOT
         python(f"{command} --seed {seed} --out_dir {quoted(out)} --run_name {run_name}",
                out / f"{run_name}.log", folder=where)
-    line = {"row": row, "arm": arm, "seed": seed, **where_run(flags),
-            **summary(out / run_name, experiment["panels"] + experiment.get("also", []))}
-    measure = experiment.get("measure", {})
-    measure = measure.get(row) if isinstance(measure, dict) else measure
-    if measure:
-        line["series"] |= MEASURES[measure](out / run_name)
+        line = {"row": row, "arm": arm, "seed": seed, **where_run(flags),
+                **summary(out / run_name, experiment["panels"] + experiment.get("also", []))}
+        measure = experiment.get("measure", {})
+        measure = measure.get(row) if isinstance(measure, dict) else measure
+        if measure:                     # it may read the weights that the copy began with
+            line["series"] |= MEASURES[measure](out / run_name)
     RESULTS.mkdir(exist_ok=True)
     with open(RESULTS / f"{name}.jsonl", "a", encoding="utf-8") as file:
         file.write(to_line(line))

@@ -58,7 +58,7 @@ def generate(page):
 def grpo_step(page):
     """Two steps: what the rollout of the second has, and the weights after it."""
     state, batch = state_and_batch()
-    page.MAX_LEN = 48
+    page.MAX_LEN = 24
     page.grpo_step(state, batch, 1, 0.2)
     rollout, _ = page.grpo_step(state, batch, 2, 0.1)
     return [rollout.ref_logps, rollout.rewards, rollout.advantages,
@@ -80,10 +80,14 @@ def state_and_batch():
     ), PromptCollator(tokenizer, max_seq_len=66)(rows)
 
 
+# The last one calls all others.
+PROBES = group_advantages, completion_mask, grpo_loss, token_logps, generate, grpo_step
+
+
 def computed(source):
-    """{function: what it computes, or the reason why it fails}; the last one calls all others."""
+    """{function: what it computes, or the reason why it fails}"""
     page, found = page_of(source), {}
-    for probe in (group_advantages, completion_mask, grpo_loss, token_logps, generate, grpo_step):
+    for probe in PROBES:
         with redirect_stdout(StringIO()):       # the reader's own prints
             try:
                 found[probe.__name__] = probe(page)

@@ -1,0 +1,83 @@
+"""lab/hunt: every bug is noticed, and an edit is judged rightly."""
+import pytest
+
+from lab.hunt import __main__ as hunt
+from lab.hunt import checks
+from lab.hunt.__main__ import BUGS, DATA, RUNS, source_of
+from support import jsonl
+
+LAST = "def report("         # of the page: no check reads what it prints
+
+
+@pytest.fixture
+def game(tmp_path, monkeypatch, capsys):
+    """Runs the command with these flags and returns what it printed; files go to tmp_path."""
+    monkeypatch.setattr(hunt, "COPY", tmp_path / "hunt.py")
+    monkeypatch.setattr(hunt, "STATE", tmp_path / "hunt.json")
+    monkeypatch.setenv("LC_ALL", "C")
+
+    def run(*flags):
+        hunt.main([str(flag) for flag in flags])
+        return capsys.readouterr().out
+    return run
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_every_bug_changes_what_a_function_computes():
+    right = checks.computed(source_of(0))
+    assert not [text for text in right.values() if isinstance(text, str)]
+    for number in range(1, len(BUGS) + 1):
+        page = checks.page_of(source_of(number))
+        assert any(not checks.alike(probe(page), right[probe.__name__])
+                   for probe in checks.PROBES), number
+
+
+def test_both_languages_say_the_same_and_each_bug_has_a_run():
+    assert len(BUGS) == 16 and DATA["en"].keys() == DATA["zh"].keys()
+    assert [bug["level"] for bug in BUGS] == sorted(bug["level"] for bug in BUGS)
+    for bug in BUGS:
+        assert bug["en"].keys() == bug["zh"].keys()
+        assert len(bug["en"]["hints"]) == len(bug["zh"]["hints"]) == 3
+    runs = jsonl(RUNS)
+    assert [run["bug"] for run in runs] == [*range(17)]
+    for run in runs:
+        assert run["series"].keys() == DATA["en"]["series"].keys() and len(run["group"]) == 8
+
+
+@pytest.mark.parametrize("edits, verdict", [
+    ([], "The bug is still there: each"),
+    ([("x = logps - ref_logps", "x = ref_logps - logps"), (LAST, "def other():\n    1\n\n" + LAST)],
+     "Found: k3 the wrong way round."),
+    ([("x = logps - ref_logps", "x = ref_logps - logps"), ("std + 1e-4", "std + 1e-2")],
+     "The bug is gone, but group_advantages now"),
+    ([("std + 1e-4", "std + 1e-2")], "The bug is still there, and group_advantages now"),
+    ([("x.expm1() - x", "x.expm1() + x")], "Something that the bug reaches has changed"),
+    ([("is_eos = ", "is_eos = 1 / 0 + ")], "completion_mask: ZeroDivisionError")])
+def test_an_edit_is_judged_by_what_the_functions_compute(edits, verdict, game, monkeypatch):
+    monkeypatch.setattr(checks, "PROBES", checks.PROBES[:3])        # those without a model
+    game(12)
+    source = hunt.COPY.read_text(encoding="utf-8")
+    for old, new in edits:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    hunt.COPY.write_text(source, encoding="utf-8")
+    assert verdict in game("--check")
+    assert ("k3 the wrong way round" in game("--list")) == verdict.startswith("Found")
+
+
+def test_a_game(game):
+    shown = game()
+    assert shown.startswith("Bug 1 of 16, level 1") and shown.count(" the right page\n") == 6
+    assert hunt.COPY.read_text(encoding="utf-8") == source_of(1)
+    hunt.COPY.write_text("edited", encoding="utf-8")
+    assert "stays as you have edited it" in game() and hunt.COPY.read_text() == "edited"
+    hints = BUGS[0]["en"]["hints"]
+    assert [game("--hint").splitlines() for _ in range(4)] == [
+        hints[:1], hints[:2], hints, hints]
+    assert "第 1 个 bug" in game(1, "--language", "zh")
+    assert hunt.COPY.read_text(encoding="utf-8") == source_of(1)
+    with pytest.raises(SystemExit):
+        game(17)
+    hunt.COPY.unlink()
+    with pytest.raises(SystemExit):
+        game("--check")
