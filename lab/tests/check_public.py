@@ -2,20 +2,24 @@
 
     pip install trl==1.16.0 verl==0.9.1     # and others of CASES; with --no-deps, if they want GPUs
     python lab/tests/check_public.py
+    python lab/tests/check_public.py --rlhf-book PATH           # your copy of a course's file
 
-It prints a table; what is not installed is left out. It holds no code of these packages: an adapter
-calls a function of theirs with the checker's batch. verl's adds the KL as its trainer does, by two
-other functions; where the table has no KL, a package adds its own elsewhere, or has none.
-lab/check.md has the table. What is wrong and not yet reported in public is not in this file; there
-it stands without a name.
+It prints a table; what is not installed is left out. It holds no code of theirs: an adapter calls a
+function of a package, or of a file that it executes, with the checker's batch. verl's adds the KL
+as its trainer does, by two other functions; where the table has no KL, a package adds its own
+elsewhere, or has none. lab/check.md has the table. What is wrong and not yet reported in public is
+not in this file; there it stands without a name.
 """
+import argparse
 import os
 import re
 import sys
 import tempfile
 from contextlib import chdir, redirect_stderr, redirect_stdout
+from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -110,15 +114,39 @@ def areal(c, **options):
     return ppo_actor_loss_fn(c.logps, c.old_logps, c.old_logps, c.A, 0.2, c.mask > 0, **options)[0]
 
 
+# --- adapters for a file of a course: m is the file as a module -----------------------------------
+
+
+def rlhf_book(m, c, **options):
+    loss = m.GRPOLoss(clip_eps_lo=0.2, clip_eps_hi=0.2, beta=c.beta, **options)
+    return loss(c.logps, SimpleNamespace(log_probs_old=c.old_logps, log_probs_ref=c.ref_logps,
+                                         advantages=c.A, action_mask=c.mask))
+
+
+def reasoning_from_scratch(m, c, **options):
+    """A model is the log-probs of c's completions, in float64; sampling returns a row's number."""
+    rows = iter(range(len(c.mask)))
+    models = [MagicMock(logps=(x * c.mask).sum(1)) for x in (c.logps, c.old_logps, c.ref_logps)]
+    # The file computes advantages from rewards: (r - mean) / (std + 1e-4) gives the checker's.
+    rewards = MagicMock(std=lambda: 1 - 1e-4, __sub__=lambda self, mean: c.advantages)
+    m.torch = SimpleNamespace(**vars(torch) | {"tensor": lambda x, **device: (
+        rewards if isinstance(x, list) else torch.tensor(x))})
+    m.sample_response = lambda **options: (torch.tensor([next(rows)]), 0, "")
+    m.sequence_logprob_and_entropy = lambda model, row, length, return_entropy=False: (
+        (model.logps[row[0]], torch.zeros(())) if return_entropy else model.logps[row[0]])
+    return m.compute_grpo_loss_plus_kl(*models, None, MagicMock(), "cpu", len(c.mask),
+                                       kl_coeff=c.beta, **options)["loss_tensor"]
+
+
 # --- what to call them with -----------------------------------------------------------------------
 
 GSPO, LUSPO = {"importance_sampling_level": "sequence"}, {"loss_type": "luspo"}
 TYPES = [*({"loss_type": name} for name in ("grpo", "bnpo", "dapo", "sapo")),
          {"loss_type": "dr_grpo", "max_completion_length": 50}, {"loss_type": "grpo"} | GSPO,
          {"loss_type": "cispo", "epsilon_high": 5.0}, {"loss_type": "grpo", "delta": 3.0}]
-# Package, adapter, has it a KL?, configurations; `report`: a public one of what is wrong. Not here
-# is what the checker can't see: Clip-Cov and KL-Cov change single tokens of a batch, and DRO pulls
-# to the old policy. A BUG without a report, of a later version, say, is of "a published package".
+# Package, adapter, has it a KL?, configurations. Not here is what the checker can't see: Clip-Cov
+# and KL-Cov change single tokens of a batch, and DRO pulls to the old policy. A row with a BUG, of
+# a later version, say, is of "a published package".
 CASES = [
     ("trl", trl, True, [*TYPES, LUSPO | GSPO, {"loss_type": "vespo"},
                         {"loss_type": "grpo", "use_bias_correction_kl": False}]),
@@ -130,8 +158,7 @@ CASES = [
         *({"name": "vanilla", "kl_type": name} for name in ("k1", "abs", "k2", "k3+"))]),
     ("liger-kernel", liger, True, [
         *TYPES, {"loss_type": "vespo"}, {"loss_type": "grpo", "use_bias_correction_kl": True}]),
-    ("unsloth-zoo", unsloth, True, [*TYPES, LUSPO | {      # tokens weigh length / width, not 1
-        "report": "https://github.com/unslothai/unsloth-zoo/pull/1282"}]),
+    ("unsloth-zoo", unsloth, True, [*TYPES, LUSPO]),
     ("torchrl", torchrl, False, [
         {"name": "GRPOLoss"}, {"name": "GRPOLoss", "aggregation": "prompt_mean"},
         {"name": "DAPO", "clip_epsilon": (0.2, 0.28)}]),
@@ -139,6 +166,27 @@ CASES = [
         {}, {"token_level_loss": False}, {"dual_clip": 3.0}, {"policy_loss_type": "gspo"}]),
     ("openpipe-art", art, True, [{}, {"ppo": True}, GSPO]),
     ("areal", areal, False, [{}, {"eps_clip_higher": 0.28, "c_clip": 3.0}, GSPO])]
+FILES = {       # of courses: where, adapter, configurations
+    "rlhf-book": ("natolambert/rlhf-book, code/policy_gradients/loss.py",
+                  rlhf_book, [{"kl_estimator": name} for name in ("kl1", "kl2", "kl3")]),
+    "reasoning-from-scratch": ("rasbt/reasoning-from-scratch, ch07/03_rlvr_grpo_scripts_advanced/"
+                               "7_5_plus_kl.py", reasoning_from_scratch, [{}])}
+
+
+def stub(name):
+    sys.modules[name] = MagicMock(__spec__=ModuleSpec(name, None), __path__=[])
+
+
+def module_of(path):
+    """A file as a module; what it imports and is not installed is a stub."""
+    spec = spec_from_file_location("course.file", path)
+    stub("course")
+    while True:
+        try:
+            spec.loader.exec_module(module := module_from_spec(spec))
+            return module
+        except ModuleNotFoundError as error:
+            stub(error.name)
 
 
 def loss_of(adapter, has_kl, options):
@@ -159,9 +207,9 @@ def short(fact):
     return name[1] if name else fact.removeprefix("of ")
 
 
-def row(package, adapter, has_kl, report=None, **options):
+def row(package, adapter, has_kl, **options):
     """The cells of a row. An ImportError: it is not installed, or not all that it imports."""
-    number, c = version(package), random_case()
+    number, c = "read" if package in FILES else version(package), random_case()
     loss_of(adapter, False, options)(c.logps, c.old_logps, c.advantages, c.mask)
     found = check(loss_of(adapter, has_kl, options))
     facts = found.facts | {name: "?" for name in found.questions}
@@ -170,24 +218,29 @@ def row(package, adapter, has_kl, report=None, **options):
     cells[3] += ", times the ratio" if "KL times ratio" in facts else ""
     cells.append("; ".join(f"{kind} {name}" for kind, name, _ in found.lines
                            if kind in ("BUG", "note", "?")))
-    if found.bugs and not report:
+    if found.bugs and package not in FILES:
         return ["a published package", "", "", *cells]
     shown = ", ".join(f"`{value}`" if name in ("loss_type", "name") else f"`{name}={value}`"
                       for name, value in options.items()) or "defaults"
-    return [package, number, f"{shown} ([report]({report}))" if report else shown, *cells]
+    return [package, number, shown, *cells]
 
 
 def main():
+    parser = argparse.ArgumentParser(description="What are public GRPO losses? A table.")
+    for name, (where, *_) in FILES.items():
+        parser.add_argument(f"--{name}", dest=name, metavar="PATH", help=f"execute a copy: {where}")
+    cases = [(name, partial(FILES[name][1], module_of(path)), True, FILES[name][2])
+             for name, path in vars(parser.parse_args()).items() if path] or CASES
     # When imported, some want a GPU, the network, or modules for a GPU; some write files and print.
     os.environ |= {"UNSLOTH_ALLOW_CPU": "1", "UNSLOTH_IS_PRESENT": "1",
                    "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     for name in ("", ".bert_padding", ".utils", ".utils.distributed"):
-        sys.modules["flash_attn" + name] = MagicMock(__spec__=ModuleSpec("flash_attn" + name, None))
-    sys.modules["deepspeed"] = MagicMock(__spec__=ModuleSpec("deepspeed", None))
+        stub("flash_attn" + name)
+    stub("deepspeed")
     rows, left_out = [], {}
     with (tempfile.TemporaryDirectory() as folder, chdir(folder), open(os.devnull, "w") as null,
           redirect_stdout(null), redirect_stderr(null)):
-        for package, adapter, has_kl, configurations in CASES:
+        for package, adapter, has_kl, configurations in cases:
             for options in configurations:
                 try:
                     rows.append(row(package, adapter, has_kl, **options))
