@@ -70,6 +70,9 @@ WHAT = {        # of each BUG and note: what it means
     "KL scaled": "the KL has another weight than beta",
     "KL leaves tokens out": "some tokens of a completion are not held back by the KL",
     "KL times the advantage": "the KL pulls otherwise at completions with another advantage",
+    "lengths of other rows": "each completion is divided by the lengths of all: (N, 1) / (N,) is "
+                             "(N, N)",
+    "row without padding": "a completion that fills the width is averaged in another way",
     "mask counts": "tokens weigh 1, 2, 3 and so on: a running sum of the mask stands for the mask",
     "tokens weighted": "at ratio 1 the tokens of a completion have different weights",
     "k1 in the loss": "on policy its gradient is 0 on average: as a penalty it holds nothing back",
@@ -94,6 +97,7 @@ WHAT = {        # of each BUG and note: what it means
     "tool's words trained": "the mask has tokens that the policy did not draw",
     "one EOS only": "of several ids that end a completion, the mask knows fewer",
     "shifted": "log-probs are those of the next or the last token",
+    "softmax twice": "probabilities are taken for logits: their softmax is nearly flat",
     "temperature ignored": "log-probs at another temperature are those at 1",
     "unjudged": "a completion without a reward, NaN, is compared as if it had one",
     "inputs written to": "the function changes a tensor that it was given",
@@ -547,7 +551,8 @@ def check_tokens(box, report):
         return replace(moved, **{name: getattr(moved, name).where(~padding, value)
                                  for name, value in zip(names, values)})
 
-    if not box(padded(-20.0, -0.1, -0.1))[1].isfinite().all():
+    far = padded(-20.0, -0.1, -0.1), padded(-0.1, -20.0, -20.0)
+    if not all(box(case)[1].isfinite().all() for case in far):
         report.add("BUG", "NaN under the mask")
         return
     value, before = box(moved)
@@ -574,13 +579,13 @@ AVERAGES = {    # exponents of N, all tokens, the completion's length, the width
 TWICE = re.compile(r"\bN\^-[2-9]|tokens\^-[2-9]|\bN\^-\S+ tokens\^-")
 
 
-def average_of(weights_of):
+def average_of(weights_of, shapes=SHAPES):
     """(name, factor) of an average, by a fit of the weights (N,) of a token of each row.
 
-    log weight = a log N + b log tokens + c log length + d log R + log factor, over SHAPES.
+    log weight = a log N + b log tokens + c log length + d log R + log factor, over the shapes.
     """
     rows, logs = [], []
-    for lengths, R in SHAPES:
+    for lengths, R in shapes:
         case = random_case(lengths, R)
         for length, weight in zip(lengths, weights_of(case).tolist()):
             if not weight > 0:
@@ -610,7 +615,14 @@ def check_average(box, report):
     if name is None and "rows" in report.facts:
         report.add("is", "average", "of groups, as DAPO's equation has it, or in a like way")
     elif name is None:
-        report.add("?", "average", "the weights of tokens follow no rule that is known here")
+        lengths = torch.tensor(SHAPES[0][0], dtype=torch.float64)
+        mixed = torch.full_like(lengths, (1 / lengths).mean() / len(lengths))
+        if torch.allclose(weights_of(random_case()), mixed, rtol=1e-4):
+            report.add("BUG", "lengths of other rows")
+        elif average_of(weights_of, [(lengths, R + 2) for lengths, R in SHAPES])[0]:
+            report.add("BUG", "row without padding")
+        else:
+            report.add("?", "average", "the weights of tokens follow no rule that is known here")
     elif TWICE.search(name):
         report.add("BUG", "averaged twice", f"{WHAT['averaged twice']}: {name}")
     elif close(factor, 1, 1e-3):
@@ -1141,16 +1153,19 @@ def check_logps(function, report):
     ids = torch.tensor([[1, 4, 2, 6, 3, 5], [0, 3, 3, 1, 5, 2]])
     attention = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
 
-    def is_those(start, **options):
+    def is_those(start, twice=False, **options):
         """Are they those of the last R tokens, given the tokens that `start` selects?"""
         found = function(model, ids, attention, R, **options)
         found = (found[0] if isinstance(found, tuple) else found).detach().double()
-        table = (model.table.detach() / options.get("temperature", 1.0)).log_softmax(-1)
+        table = model.table.detach() / options.get("temperature", 1.0)
+        table = (table.softmax(-1) if twice else table).log_softmax(-1)
         return torch.allclose(found, table[ids[:, start], ids[:, -R:]], atol=1e-5)
 
     before = slice(-R - 1, -1)
     if is_those(slice(-R, None)) or is_those(slice(-R - 2, -2)):
         report.add("BUG", "shifted")
+    elif is_those(before, twice=True):
+        report.add("BUG", "softmax twice")
     elif not is_those(before):
         report.add("?", "log-probs", "they are not those of the model at temperature 1")
     elif "temperature" in inspect.signature(function).parameters and not is_those(

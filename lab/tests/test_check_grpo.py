@@ -214,6 +214,10 @@ BUGS = [        # in which loss, the old and the new text, and what the mutant m
     (A, ") * mask).sum(1)", ") * mask * mask.cumsum(1)).sum(1)", "mask counts"),
     (A, "mask.sum(1)", "(logps != 0).sum(1)", "padding read"),
     (A, "beta * kl", "beta * kl / len(mask)", "averaged twice"),
+    (A, ".sum(1) / mask", ".sum(1, keepdim=True) / mask", "lengths of other rows"),
+    (A, "mask.sum(1)", "mask.long().argmin(1)", "row without padding"),
+    (A, "torch.exp(logps - old_logps)", "torch.exp((logps - old_logps).half()).double()",
+     "NaN under the mask"),
 ]
 CONVENTIONS = [
     (A, "rows.mean()", "rows.sum()", "average"),
