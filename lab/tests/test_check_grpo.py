@@ -367,6 +367,23 @@ def test_advantages_may_not_fall_where_rewards_rise(bugs, function):
     assert bool(report.questions) == (function is gdpo_of_two)
 
 
+def of_transformers(model, ids, attention, R):
+    logits = model(input_ids=ids, attention_mask=attention).logits[:, -R - 1:-1]
+    return logits.log_softmax(-1).gather(-1, ids[:, -R:, None]).squeeze(-1)
+
+
+def softmax_twice(model, ids, attention, R):
+    logits = model(ids, attention, logits_to_keep=R + 1)[:, :-1].softmax(-1)
+    return logits.log_softmax(-1).gather(-1, ids[:, -R:, None]).squeeze(-1)
+
+
+def test_log_probs_of_anybodys_model_and_advantages_with_any_second_name():
+    assert not check(logps=of_transformers).questions + check(logps=of_transformers).bugs
+    assert check(logps=softmax_twice).bugs == ["softmax twice"]
+    report = check(advantages=lambda rewards, samples_of_each: normal(rewards, samples_of_each))
+    assert not report.bugs + report.questions, str(report)
+
+
 # The museum's exhibits: the function of the script that shows each, and what it is called.
 MUSEUM = {
     "logits shifted by one": ("logps", "token_logps", "shifted"),
