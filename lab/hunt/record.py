@@ -11,6 +11,10 @@ from .__main__ import BUGS, RUNS, source_of
 from .checks import page_of
 
 STEPS = 40
+# model/fast has the numbers of the page's sampler and token_logps, but for rounding, and 0 at
+# padding: the bugs that change token_logps or read padding need the page's own.
+OWN_LOGPS = [i for i, bug in enumerate(BUGS, start=1) if bug["en"]["name"] in (
+    "logits shifted by one", "padding is trained under the KL")]
 
 
 def trained(number):
@@ -45,8 +49,9 @@ def trained(number):
         right = page.compute_rewards(answered, [accuracy_reward], [1.0])
         series["held_out"].append(rounded(float(right.mean())))
 
-    # The fast sampler draws the tokens of the page's own, but for rounding.
     page.grpo_step, page.report, page.sample = grpo_step, report, fast.sample
+    if number not in OWN_LOGPS:
+        page.token_logps = fast.token_logps
     torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
     page.main(last_step=STEPS)
     torch.nn.utils.clip_grad_norm_ = clip
