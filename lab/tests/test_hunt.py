@@ -17,8 +17,14 @@ def game(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LC_ALL", "C")
 
     def run(*flags):
-        hunt.main([str(flag) for flag in flags])
-        return capsys.readouterr().out
+        code = 0
+        try:
+            hunt.main([str(flag) for flag in flags])
+        except SystemExit as ended:
+            code = ended.code
+        out, error = capsys.readouterr()
+        assert code == 2 or ("--check" in flags and "Found" not in out) == (code == 1)
+        return out + error
     return run
 
 
@@ -48,14 +54,18 @@ def test_both_languages_say_the_same_and_each_bug_has_a_run():
     ([], "The bug is still there: each"),
     ([("x = logps - ref_logps", "x = ref_logps - logps"), (LAST, "def other():\n    1\n\n" + LAST)],
      "Found: k3 the wrong way round."),
+    ([("x = logps - ref_logps", "x = ref_logps - logps"), ("std + 1e-4", "std + 1e-7")],
+     "Found: k3 the wrong way round."),
     ([("x = logps - ref_logps", "x = ref_logps - logps"), ("std + 1e-4", "std + 1e-2")],
-     "The bug is gone, but group_advantages now"),
-    ([("std + 1e-4", "std + 1e-2")], "The bug is still there, and group_advantages now"),
-    ([("x.expm1() - x", "x.expm1() + x")], "Something that the bug reaches has changed"),
-    ([("is_eos = ", "is_eos = 1 / 0 + ")], "completion_mask: ZeroDivisionError")])
+     "The bug is gone, but group_advantages, or something"),
+    ([("std + 1e-4", "std + 1e-2")],
+     "The bug is still there, and group_advantages, which was right,"),
+    ([("x.expm1() - x", "x.expm1() + x")], "grpo_loss computes something else than before"),
+    ([("is_eos = ", "is_eos = 1 / 0 + ")], "completion_mask: ZeroDivisionError"),
+    ([("is_eos = ", "is_eos = = ")], "out/hunt.py, line 53: invalid syntax")])
 def test_an_edit_is_judged_by_what_the_functions_compute(edits, verdict, game, monkeypatch):
     monkeypatch.setattr(checks, "PROBES", checks.PROBES[:3])        # those without a model
-    game(12)
+    game(13)
     source = hunt.COPY.read_text(encoding="utf-8")
     for old, new in edits:
         assert source.count(old) == 1
@@ -72,12 +82,11 @@ def test_a_game(game):
     hunt.COPY.write_text("edited", encoding="utf-8")
     assert "stays as you have edited it" in game() and hunt.COPY.read_text() == "edited"
     hints = BUGS[0]["en"]["hints"]
-    assert [game("--hint").splitlines() for _ in range(4)] == [
-        hints[:1], hints[:2], hints, hints]
+    assert [game("--hint").splitlines() for _ in range(5)] == [
+        hints[:1], hints[:2], hints, [*hints, DATA["en"]["no_hint"]],
+        [*hints, DATA["en"]["no_hint"]]]
     assert "第 1 个 bug" in game(1, "--language", "zh")
     assert hunt.COPY.read_text(encoding="utf-8") == source_of(1)
-    with pytest.raises(SystemExit):
-        game(17)
+    assert "invalid choice: 17" in game(17) and "not allowed with" in game(3, "--check")
     hunt.COPY.unlink()
-    with pytest.raises(SystemExit):
-        game("--check")
+    assert "there is no out/hunt.py yet" in game("--check")
