@@ -229,8 +229,12 @@ def main():
     parser = argparse.ArgumentParser(description="What are public GRPO losses? A table.")
     for name, (where, *_) in FILES.items():
         parser.add_argument(f"--{name}", dest=name, metavar="PATH", help=f"execute a copy: {where}")
+    paths = {name: path for name, path in vars(parser.parse_args()).items() if path}
+    for path in paths.values():
+        if not Path(path).is_file():
+            parser.error(f"{path}: no such file")
     cases = [(name, partial(FILES[name][1], module_of(path)), True, FILES[name][2])
-             for name, path in vars(parser.parse_args()).items() if path] or CASES
+             for name, path in paths.items()] or CASES
     # When imported, some want a GPU, the network, or modules for a GPU; some write files and print.
     os.environ |= {"UNSLOTH_ALLOW_CPU": "1", "UNSLOTH_IS_PRESENT": "1",
                    "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
