@@ -83,8 +83,10 @@ def moved(_):
 
 
 def top_p(p):
-    """Sampler and trainer both leave out what top-p does. Of the trainer only with one update per
-    rollout: a later one could find that a token it samples is no longer among them.
+    """The sampler draws from top-p's tokens, and the trainer's log-probs are of the same tokens.
+
+    Only for one update per rollout: after it, top-p may no longer keep a token that was sampled,
+    and the log-prob of that token would be about -1e9.
     """
     right = sampler.next_token
 
@@ -101,7 +103,7 @@ def top_p(p):
 
 
 def of_top_p(logits, temperature, p):
-    """Logits (..., V) of the likeliest tokens that together have probability p; others' are low."""
+    """Logits (..., V), -1e9 for all but the most likely tokens that together have probability p."""
     probs, order = (logits.float() / temperature).softmax(-1).sort(descending=True)
     kept = torch.zeros_like(probs).scatter(-1, order, (probs.cumsum(-1) - probs < p).float())
     return logits.masked_fill(kept == 0, -1e9)        # -inf would make an entropy NaN

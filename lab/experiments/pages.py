@@ -158,8 +158,7 @@ def paired_p(values):
 
 
 def changes(page):
-    """{heading in small letters: (its diff, the file that it changes, the test that it says catches
-    it)} of a page."""
+    """Returns {heading in small letters: (diff, file that it changes, test that catches it)}."""
     found = {}
     for section in SECTION.split(page.read_text(encoding="utf-8"))[1:]:
         heading = re.match(r"## (.*?)( \(in|$)", section, re.MULTILINE)[1]

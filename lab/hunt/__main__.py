@@ -45,7 +45,7 @@ def main(argv=None):
     parser.add_argument("--language", choices=("en", "zh"), help="default: that of the terminal",
                         default="zh" if locale.startswith("zh") else "en")
     args = parser.parse_args(argv)
-    say = SimpleNamespace(**DATA[args.language], language=args.language)
+    say = SimpleNamespace(**DATA[args.language])
     state = json.loads(STATE.read_text()) if STATE.exists() else {"number": 0, "found": []}
     is_right = True
     if args.list:
@@ -62,7 +62,7 @@ def main(argv=None):
         hints = [*BUGS[state["number"] - 1][args.language]["hints"], say.no_hint]
         state["hints"] = min(state["hints"] + 1, len(hints))
         print(*hints[:state["hints"]], sep="\n")
-    STATE.write_text(json.dumps(state))         # again in `begin`: a closed pipe may end that
+    STATE.write_text(json.dumps(state))
     if not is_right:
         raise SystemExit(1)
 
@@ -86,7 +86,7 @@ def begin(say, state, number):
         number = number or next((i for i in left if i > state["number"]), (left or [1])[0])
         state |= {"number": number, "hints": 0}
         COPY.write_text(source_of(number), encoding="utf-8")
-        STATE.write_text(json.dumps(state))
+        STATE.write_text(json.dumps(state))     # before the prints: `| head` ends the program
     runs = {line["bug"]: line for line in read_jsonl(RUNS)}
     runs = {say.right: runs[0], say.wrong: runs[state["number"]]}
     print(say.begin.format(**state, level=say.levels[BUGS[state["number"] - 1]["level"]]))

@@ -103,7 +103,7 @@ def computed(source):
 
 
 def alike(a, b):
-    """Whether two results agree; tensors, to 0.2% of the largest value: an eps may differ."""
+    """Whether two results agree; tensors to 0.2% of the largest value, so an eps may differ."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         limit = 2e-3 * b.double().nan_to_num(0.0).abs().max()
         return a.shape == b.shape and torch.allclose(

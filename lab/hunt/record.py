@@ -1,5 +1,8 @@
-"""Trains the right page and the sixteen, 40 steps each, and writes runs.jsonl: python -m
-lab.hunt.record. What is there stays; to make it anew, delete the file.
+"""Trains the right page and those with a bug for 40 steps each, and writes runs.jsonl.
+
+    python -m lab.hunt.record
+
+Runs that the file has already are kept, so delete it to record all of them again.
 """
 import torch
 
@@ -11,8 +14,9 @@ from .__main__ import BUGS, RUNS, source_of
 from .checks import page_of
 
 STEPS = 40
-# model/fast has the numbers of the page's sampler and token_logps, but for rounding, and 0 at
-# padding: the bugs that change token_logps or read padding need the page's own.
+# To save time, model/fast replaces the page's sampler and token_logps: its numbers are the same up
+# to rounding, and 0 at padding. Two bugs change token_logps or read padding, so they keep the
+# page's own.
 OWN_LOGPS = [i for i, bug in enumerate(BUGS, start=1) if bug["en"]["name"] in (
     "logits shifted by one", "padding is trained under the KL")]
 
