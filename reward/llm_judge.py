@@ -1,7 +1,6 @@
 """An LLM behind an OpenAI-compatible endpoint as a reward: --reward_funcs reward.llm_judge:judge
 
-The environment has JUDGE_URL, JUDGE_MODEL and JUDGE_KEY. What a missing score costs, and when a run
-ends: docs/own_task.md.
+docs/own_task.md has an example, and says what the variables of the environment mean.
 """
 import json
 import os
@@ -11,6 +10,7 @@ from urllib.request import Request, urlopen
 
 URL = os.environ.get("JUDGE_URL", "http://127.0.0.1:8000/v1/chat/completions")
 MODEL, KEY = os.environ.get("JUDGE_MODEL", "judge"), os.environ.get("JUDGE_KEY", "")
+OPTIONS = json.loads(os.environ.get("JUDGE_OPTIONS", '{"temperature": 0}'))     # of the request
 AT_ONCE = max(1, 16 // int(os.environ.get("WORLD_SIZE") or 1))  # requests of this process
 TIMEOUT, TRIES, PAUSE, LONGEST_PAUSE = 30, 3, 1, 60             # in seconds, but for TRIES
 GRADES = [str(grade) for grade in range(11)]
@@ -45,7 +45,7 @@ def score(chat, reply):
 def ask(chat, reply):
     """The judge's score, 0 to 1. Raises an error if it writes anything but a grade."""
     pair = f"<question>\n{chat[-1]['content']}\n</question>\n<reply>\n{reply}\n</reply>"
-    body = {"model": MODEL, "temperature": 0, "messages": [
+    body = {"model": MODEL, **OPTIONS, "messages": [
         {"role": "system", "content": TASK}, {"role": "user", "content": pair}]}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
     with urlopen(Request(URL, json.dumps(body).encode(), headers), timeout=TIMEOUT) as response:

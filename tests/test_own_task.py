@@ -44,9 +44,6 @@ SMALL = (f"--model_path {ROOT}/model/weights/reason_128 --data_path {ROOT}/datas
          "--beta 0 --run_name run").split()
 
 
-# --- the page -------------------------------------------------------------------------------------
-
-
 def test_the_smallest_reward_is_one_of_four_in_a_run(here):
     program = next(words for words in commands_of(PAGE) if "brevity:brevity" in words)
     train_grpo.main([*program[2:], *SMALL])
@@ -75,23 +72,28 @@ def test_the_task_from_nothing_runs(here, monkeypatch, capsys):
     assert (here / "out/sorting/final").is_dir()
 
 
-def test_the_two_examples_of_rewards():
-    rewards = {}
-    exec(FILES["shapes.py"], rewards)
+def test_the_examples_of_rewards_score(here, server):
+    import graded
+    import mixed
+    import shapes
     replies = ["It is B", "A, B, C or D", "None", "<answer>\nB\n</answer>"]
-    assert rewards["choice"](replies, replies, ["B"] * 4) == [1, 0, 0, 1]
-    replies = ["the cat sat", "the the the", ""]
-    assert rewards["overlap"](replies, replies, ["the cat slept"] * 3) == pytest.approx(
-        [2 / 3, 0.5, 0])
+    assert shapes.choice(replies, replies, ["B"] * 4) == [1, 0, 0, 1]
+    columns = {"answer": ["021", "5"], "task": ["sort", "sum"]}
+    assert mixed.digits([""] * 2, ["012", "5"], **columns) == [1 / 3, None]
+    assert mixed.sums([""] * 2, ["012", "5"], **columns) == [None, 1]
+    server.answer = lambda reply, trial: (200, {}, reply)
+    assert graded.good([""] * 3, ["8", "7", "8 of 10"], [turns("Why?")] * 3) == [1, 0, None]
+    assert server.body["temperature"] == 0 and "polite" in server.body["messages"][0]["content"]
 
 
-def test_the_style_without_a_right_answer_is_paid_in_steps_and_judged_by_a_line():
-    rewards = {}
-    exec(FILES["style.py"], rewards)
-    replies = ["Hello, thank you.", "Hello " + "word " * 59 + "thanks", "No."]
-    assert rewards["tone"](replies, replies, column=[1] * 3) == pytest.approx(
-        [0.5 + 57 / 120, 0.5, 59 / 120])
-    assert rewards["good"](replies, replies) == [1, 0, 0]
+def test_the_page_on_watching_prints_the_tokens_that_a_step_has_moved(here, monkeypatch, capsys):
+    text = next(text for _, text in blocks(ENGLISH["docs/watching.md"]) if "topk" in text)
+    (here / "moved.py").write_text(text.replace("update = 40", "update = 2"))
+    monkeypatch.setattr(train_grpo, "update_policy", train_grpo.update_policy)
+    monkeypatch.setattr(sys, "argv", ["moved.py", *SMALL])
+    runpy.run_path("moved.py")
+    found = re.findall(r"^[+-](\d\.\d\d)  token \d+, '.*', of '", capsys.readouterr().out, re.M)
+    assert len(found) == 20 and float(found[0]) > 0 and found == sorted(found, reverse=True)
 
 
 MINE = """
@@ -138,15 +140,13 @@ def test_a_class_of_ones_own_is_registered_and_trained(here, monkeypatch, tokeni
     assert len(jsonl(here / "out/run/metrics.jsonl")) == 2
 
 
-# --- a judge behind HTTP --------------------------------------------------------------------------
-
-
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         server = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         reply = re.search("<reply>\n(.*)\n</reply>", body["messages"][1]["content"], re.DOTALL)[1]
         server.tries[reply] += 1
+        server.body = body
         with server.counting:
             server.busy += 1
             server.most = max(server.most, server.busy)
@@ -175,6 +175,7 @@ def server(monkeypatch):
         monkeypatch.setenv("no_proxy", "*")
         monkeypatch.setattr(llm_judge, "URL", f"http://127.0.0.1:{server.server_port}/v1")
         monkeypatch.setattr(llm_judge, "PAUSE", 0.01)
+        monkeypatch.setattr(llm_judge, "TASK", llm_judge.TASK)      # which graded.py sets
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
