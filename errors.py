@@ -1,6 +1,6 @@
-"""A user's mistake, in one sentence: the error, what prints it, and flags that are checked.
+"""The base module, which all others may import: errors for users, and a parser of flags.
 
-The ground of the house: all rooms import it, and it imports none.
+A user's mistake ends a run with one sentence instead of a traceback.
 """
 import argparse
 import json
@@ -18,9 +18,9 @@ for room in "dataset", "model", "reward", "run":
     where = found and (found.origin or [*found.submodule_search_locations][0])
     if where and not Path(where).resolve().is_relative_to(Path(__file__).resolve().parent):
         raise ImportError(f"{where} hides the folder {room} of MiniGRPO; rename it, or put the "
-                          "folder of train_grpo.py before its own in sys.path")
+                          "folder of train_grpo.py before it in sys.path")
 
-GIVEN = {}      # name -> object or function, while a call from Python runs: run/given.py
+GIVEN = {}      # name -> object or function, during a call from Python (run/given.py)
 NO_MEMORY = ("out of memory; train_grpo.py needs less with a lower --micro_batch_size or "
              "--rollout_batch_size, with --gradient_checkpointing, or with --lora_rank")
 
@@ -28,43 +28,43 @@ NO_MEMORY = ("out of memory; train_grpo.py needs less with a lower --micro_batch
 class UserError(ValueError):
     """A user's mistake. Its message is the sentence that the user reads: what, where, what to do.
 
-    All rooms raise it. Any other exception is a mistake in the code, and keeps its traceback.
+    Any other exception is a mistake in the code, and keeps its traceback.
     """
 
 
 def printable(text):
-    """The text with a dot for each character that a terminal would obey instead of showing it.
+    """Returns the text with a dot for each control character, which a terminal would obey.
 
-    Escape sequences recolour and overwrite what was printed before; bidirectional marks reorder it.
-    Line breaks and tabs stay, and so do the Chinese space and the joiner inside some emoji.
+    Escape sequences could recolor or overwrite what was printed before, and bidirectional marks
+    reorder it. Line breaks and tabs stay, as do the Chinese space and the joiner inside some emoji.
     """
     return "".join(c if c.isprintable() or c in "\n\t\u3000\u200d" else "·" for c in text)
 
 
 def cut(text, room):
-    """The text, or its two ends if it has more than `room` characters: an answer is at the end."""
-    half = max(room // 2 - 20, 1)       # the rest is for what stands between them
+    """Returns the text, or its two ends if it has more than `room` characters."""
+    half = max(room // 2 - 20, 1)       # the other 40 are for the note between them
     if len(text) <= room:
         return text
     return f"{text[:half]} … [{len(text) - 2 * half:,} characters left out] … {text[-half:]}"
 
 
 def reason(error):
-    """The class of an exception and the first sentence of its message, in one line.
+    """Returns the class of an exception and the first sentence of its message, in one line.
 
-    Further sentences are advice, and that of torch and transformers is to trust the file.
+    The other sentences are advice; torch's and transformers' would be to trust the file.
     """
-    text = re.sub(r"^\[enforce fail at \S+\] \. ", "", printable(str(error)))     # torch's
+    text = re.sub(r"^\[enforce fail at \S+\] \. ", "", printable(str(error)))     # from torch
     sentence = " ".join(text.split()).partition(". ")[0].rstrip(".")[:200]
     return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__
 
 
 @contextmanager
 def explained(path, what, advice):
-    """Turns any exception into one sentence: the path, what is wrong, the reason, the advice.
+    """Turns any exception into a UserError: the path, what is wrong, the reason, the advice.
 
-    A parser raises dozens of classes for a broken file, from KeyError to RecursionError. A
-    UserError that begins with the path is such a sentence already.
+    Parsers raise dozens of classes for broken files, from KeyError to RecursionError. A UserError
+    that begins with the path is left as it is.
     """
     try:
         yield
@@ -75,19 +75,19 @@ def explained(path, what, advice):
 
 
 def sentence(error):
-    """What the user reads of this error instead of a traceback; None if it needs its traceback.
+    """Returns what the user reads instead of a traceback; None if the traceback is needed.
 
-    MINIGRPO_TRACEBACK=1 asks for every traceback.
+    MINIGRPO_TRACEBACK=1 shows every traceback.
     """
     if os.environ.get("MINIGRPO_TRACEBACK"):
         return None
     text = str(error)
-    kind = type(error).__name__         # torch's and safetensors' classes, without an import
-    # Python, a GPU, and the CPU, which has no class of its own for it.
+    kind = type(error).__name__         # classes of torch and safetensors, without importing them
+    # Python's error, a GPU's, and a CPU's, which has no class of its own.
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or (
             isinstance(error, RuntimeError) and "can't allocate memory" in text):
         return NO_MEMORY
-    # Nor has tokenizers one for a full disk: "No space left on device (os error 28)".
+    # tokenizers has no class of its own for a full disk: "No space left on device (os error 28)".
     if (isinstance(error, (UserError, OSError)) or kind == "SafetensorError"
             or "(os error " in text):
         return " ".join(printable(text).splitlines()) or type(error).__name__
@@ -96,20 +96,20 @@ def sentence(error):
 
 @contextmanager
 def user_errors(program):
-    """Decorates a main function: an error that a sentence explains prints it and exits with code 2.
+    """Decorates a main function: prints an error that one sentence explains, and exits with 2.
 
-    program: the script's name, which starts that line. Warnings are one line too.
+    program: the script's name, which starts that line. Warnings take one line, too.
     """
     formatwarning = warnings.formatwarning
     warnings.formatwarning = lambda text, *where: f"warning: {printable(str(text))}\n"
-    with suppress(AttributeError):      # a notebook's has no such method; None if it is closed
+    with suppress(AttributeError):      # a notebook's stdout lacks the method; it may also be None
         sys.stdout.reconfigure(errors="replace")
     try:
         yield
-        print(end="", flush=True)   # or Python says at its end, at length, that the disk is full
+        print(end="", flush=True)   # raises here if the disk is full, not when Python exits
     except KeyboardInterrupt:
         print(f"\n{program}: stopped by Ctrl-C", file=sys.stderr)
-        sys.exit(130)           # as shells have it
+        sys.exit(130)           # the code that shells use for Ctrl-C
     except Exception as error:
         line = sentence(error)
         if line is None:
@@ -121,9 +121,9 @@ def user_errors(program):
 
 
 def number(kind, low, high=10**9, *, above=False):
-    """An argparse type: a number of at least `low`, or above it, and at most `high`.
+    """Returns an argparse type: a number of at least `low` (or above it) and at most `high`.
 
-    kind: int or float, whose name argparse shows in its own messages.
+    kind: int or float; argparse shows its name in messages.
     """
     def parse(text):
         value = kind(text)
@@ -143,7 +143,7 @@ FINITE = number(float, -10**6, 10**6)
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Shows defaults, INT, FLOAT or TEXT for a value, and a text of several lines as it is."""
+    """Shows defaults; INT, FLOAT or TEXT for values; and a text of several lines as it is."""
 
     def _fill_text(self, text, width, indent):
         return text if "\n" in text else super()._fill_text(text, width, indent)
@@ -159,19 +159,19 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of flags, and of files of flags, named as @file, in which # begins a comment.
+    """A parser of flags, and of files of flags (@file), in which # begins a comment.
 
-    A wrong flag, or an empty value, which a shell makes of a variable that is not set, raises
-    UserError, so that all of a user's mistakes end in the same way.
+    A wrong flag raises a UserError, like all of a user's mistakes. So does an empty value, which a
+    shell makes of a variable that is not set.
     """
 
     def __init__(self, **options):
         super().__init__(fromfile_prefix_chars="@", formatter_class=HelpFormatter, **options)
-        self._negative_number_matcher = re.compile(r"-\.?\d")       # argparse's lacks -1e-3
+        self._negative_number_matcher = re.compile(r"-\.?\d")       # argparse's misses -1e-3
 
     def words(self, given):
-        """A command line: given itself; or of {flag: value}; with None that of this program."""
-        if given is None:       # a notebook's names a file of its kernel
+        """Returns the words of a list or of {flag: value}; for None, the command line."""
+        if given is None:       # a notebook's command line is that of its kernel
             return [] if "kernel_launcher" in sys.argv[0] else sys.argv[1:]
         if not isinstance(given, dict):
             return given
@@ -179,7 +179,7 @@ class Parser(argparse.ArgumentParser):
         for name, value in given.items():
             flag = self._option_string_actions.get(f"--{name}")
             if flag is None or name == "help":
-                raise UserError(f"{name} is no flag; `python train_grpo.py --help` lists them")
+                raise UserError(f"{name} is not a flag; `python train_grpo.py --help` lists them")
             if isinstance(value, dict) and flag.nargs:      # --loss_options
                 value = [f"{key}={one}" for key, one in value.items()]
             elif isinstance(value, dict):
@@ -193,7 +193,7 @@ class Parser(argparse.ArgumentParser):
         return words
 
     def group(self, title):
-        """The group of flags whose title begins so."""
+        """Returns the group of flags whose title begins with this text."""
         return next(one for one in self._action_groups if one.title.startswith(title))
 
     def convert_arg_line_to_args(self, line):
@@ -206,8 +206,8 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action, text):
         if not text.strip():
-            raise argparse.ArgumentError(action, "it is empty; leave it out, or give a value")
-        # No shell expands the ~ of --out_dir=~/runs, nor one in a file of flags.
+            raise argparse.ArgumentError(action, "its value is empty; leave it out, or add a value")
+        # Shells don't expand the ~ in --out_dir=~/runs or in a file of flags.
         return super()._get_value(action, os.path.expanduser(text))
 
     def error(self, message):

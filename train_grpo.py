@@ -21,7 +21,7 @@ penalizes drift from the reference. By default each rollout gets a single update
 is still pi_old: every ratio is 1, nothing is clipped, and the first part of the loss has the
 gradient of -A log pi.
 
-A step takes B prompts and G completions of each (beta, the epsilons and sizes are flags):
+A step takes B prompts and G completions of each (B, G, beta and the epsilons are flags):
     1. generate               generate             the policy samples the completions
     2. reference log-probs    compute_logps        how likely each token is under the reference
     3. rewards                compute_rewards      a number for each completion
@@ -29,21 +29,21 @@ A step takes B prompts and G completions of each (beta, the epsilons and sizes a
     4. update                 update_policy        gradient steps on the loss
     5. log                    log.record           metrics, evaluations, pictures, checkpoints
 
-A rollout is all completions of a step; a minibatch, what one optimizer step learns from (by default
-the whole rollout); a micro-batch, what goes through the model at a time, to save memory. A rank is
-one of torchrun's processes; by default there is one. logps are log-probabilities. A mask is 1 where
-a token counts and 0 at padding. Comments give shapes: N = B*G completions, n of a micro-batch; P
-prompt tokens, R completion tokens, T = P + R; V entries in the vocabulary.
+A rollout is all completions of a step. A minibatch is the part of it that one optimizer step uses,
+by default all of it. A micro-batch is what goes through the model at once; smaller ones save
+memory. A rank is one of torchrun's processes; by default there is one. logps are log-probabilities.
+A mask is 1 where a token counts and 0 at padding. Comments give shapes: N = B*G completions, n in a
+micro-batch; P prompt tokens, R completion tokens, T = P + R; V entries in the vocabulary.
 
-    python docs/grpo_on_one_page.py                 read this one first: the same, without options
+    python docs/grpo_on_one_page.py                 read this first: the same without options
     python train_grpo.py                            two to four minutes on two cores
     torchrun --nproc_per_node=2 train_grpo.py       on two processes
 
-GRPO's own steps are in this file, above the end of `main`. The sampler, two of the four rewards,
-and bookkeeping are not. By default model/fast replaces the sampler and `token_logps` with faster
-versions that agree up to rounding, and each run checks `token_logps`; `--sampler plain` runs the
-readable ones. Any other option wraps or replaces one of the functions below when the run is loaded,
-and the first lines of a run name each function that is not this file's.
+GRPO's own steps are in this file, above the end of `main`; the sampler, two of the four rewards,
+and bookkeeping are in others. By default model/fast replaces the sampler and `token_logps` with
+faster versions that agree up to rounding (each run checks `token_logps`); `--sampler plain` runs
+the readable ones. All other options wrap or replace functions below when the run is loaded, and a
+run's first lines name each function that comes from another file.
 
 The trainer, not the sampler, computes pi_old, so every ratio starts at 1. Unlike in the papers,
   - log-probabilities are computed in float32 from the output head onward, under the distribution
@@ -58,7 +58,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-# Before torch is imported: waiting threads go to sleep soon, so that a busy machine stays usable.
+# Set before torch is imported: idle threads then go to sleep soon, so a busy machine stays usable.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import torch
@@ -100,17 +100,17 @@ def group_advantages(rewards, num_generations, eps=1e-4):
 
 
 def completion_mask(completion_ids, eos_token_id):
-    """The mask of completions (N, R): 1 through the first EOS token, all 1 without one.
+    """Returns the mask of completions, (N, R): 1 through the first EOS token, all 1 without one.
 
-    The EOS itself is trained, because ending is part of the answer. eos_token_id is an int or a
-    list of ints.
+    The EOS itself is trained, because the policy has to learn when to stop. eos_token_id is an int
+    or a list of ints.
     """
     is_eos = torch.isin(completion_ids, completion_ids.new_tensor(eos_token_id)).int()
     return (is_eos.cumsum(1) - is_eos == 0).int()   # no EOS before this token; the first one stays
 
 
 def k3(x):
-    """GRPO's estimate of KL(pi || pi_ref) at a token that pi sampled; x = log pi_ref - log pi.
+    """Estimates KL(pi || pi_ref) at a token that pi sampled, as GRPO does; x = log pi_ref - log pi.
 
     The KL is the mean of -x over pi's tokens. Adding e^x - 1, which is pi_ref / pi - 1 and has mean
     0, keeps that mean and makes every value at least 0. Beyond x = 20, k3 continues as a straight
@@ -126,8 +126,8 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta, epsilon_lo
 
     logps, old_logps, mask and ref_logps are (N, R), the last one None without a reference;
     advantages are (N,), or (N, R) if each token has its own. num_sequences and num_tokens count the
-    completions and tokens of the whole optimizer step, of which this call may see one micro-batch:
-    the losses and the metrics of all calls add up. Only metrics are divided by num_tokens.
+    completions and tokens of the whole optimizer step. A call may see only one micro-batch of it;
+    the losses and metrics of all calls add up. Only metrics are divided by num_tokens.
     """
     A, padding = advantages.view(len(mask), -1), mask == 0              # (N, 1 or R), (N, R)
     log_ratio = (logps - old_logps).masked_fill(padding, 0)             # (N, R) from here on
@@ -143,7 +143,7 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta, epsilon_lo
     # The mean over each completion's tokens, then over all completions.
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                    # (N, 1)
     loss = (loss * mask / (num_sequences * lengths)).sum()
-    # The share of tokens that the clip deprives of their gradient, below 1 and above it.
+    # The share of tokens whose gradient the clip removes, below 1 and above it.
     low, high = (ratio < 1 - epsilon_low) & (A < 0), (ratio > 1 + epsilon_high) & (A > 0)
     for name, acts in {"low": low, "high": high, "region": low | high}.items():
         metrics[f"clip_ratio/{name}_mean"] = (acts * (mask / num_tokens)).sum()
@@ -173,19 +173,19 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 
 # --- rewards --------------------------------------------------------------------------------------
 # A reward function scores N completions at once: a number for each, or None if it does not apply.
-# `columns` are the other fields of the data, N values each, for example `answer`. In the pattern,
-# (?>...) never tries a second match, so its time is linear in the length of a completion.
+# `columns` are the other fields of the data, N values each, for example `answer`. In FORMAT,
+# (?>...) never tries a second match, so matching takes time linear in a completion's length.
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 FORMAT = re.compile(r"(?><think>\n.*?\n</think>\n\n?<answer>\n).*\n</answer>", re.DOTALL)
 
 
 def format_reward(prompts, completions, own_words=None, **columns):
-    """0.5 for `<think>\\n...\\n</think>\\n<answer>\\n...\\n</answer>` and nothing else, else 0."""
+    """0.5 if the text is just `<think>\\n...\\n</think>\\n<answer>\\n...\\n</answer>`, else 0."""
     return [0.5 if FORMAT.fullmatch(text) else 0.0 for text in own_words or completions]
 
 
 def tag_reward(prompts, completions, own_words=None, **columns):
-    """0.25 for each of the four tags that occurs exactly once: partial credit for the format."""
+    """0.25 for each of the four tags that occurs exactly once, as partial credit for the format."""
     return [sum(0.25 for tag in TAGS if text.count(tag) == 1) for text in own_words or completions]
 
 
@@ -195,20 +195,20 @@ REWARD_WEIGHTS = {"format": 1.0, "tag": 1.0, "rm": 1.0, "accuracy": 1.0}
 
 
 # --- the functions of a step ----------------------------------------------------------------------
-# `state` is a TrainState, declared right below main: the flags, state.args; the ranks, state.world;
-# the models; and these functions. state.generate(batch, rng) calls generate(state, batch, rng),
-# unless an option has taken its place.
+# `state` is a TrainState, declared below main. It holds the flags, state.args; the ranks,
+# state.world; the models; and these functions. state.generate(batch, rng) calls
+# generate(state, batch, rng), unless an option has replaced it.
 #
-# A Rollout (run/rollout.py) has a row for each completion. This file uses of it:
+# A Rollout (run/rollout.py) has a row for each completion. This file uses these parts of it:
 #     loss_mask                  (N, R) the tokens that are trained, by default all through the EOS
-#     sampling_logps, ref_logps  (N, R) as the sampler computed them; under the reference
+#     sampling_logps, ref_logps  (N, R) log-probs from the sampler, and under the reference
 #     rewards, advantages        (N,); rewards_per_func {name: (N,)}
-#     select(rows)               a MicroBatch of these rows; its R is that of its longest completion
-#     sequences()                input_ids and attention_mask (N, T), and R: what token_logps reads
+#     select(rows)               a MicroBatch of these rows, cut to the longest completion in it
+#     sequences()                the inputs of token_logps: input_ids, attention_mask (N, T), and R
 
 
 def generate(state, batch, rng, num_generations=None, greedy=False):
-    """1. Samples G completions of each prompt of a batch (dataset/prompts.py): a Rollout."""
+    """1. Samples G completions of each prompt in a batch (dataset/prompts.py) into a Rollout."""
     args = state.args
     completion_ids, logps = state.policy.sample(    # (N, R); prompt_ids are (B, P)
         batch["prompt_ids"].to(rng.device), batch["prompt_mask"].to(rng.device),
@@ -262,9 +262,9 @@ def compute_loss(state, part, logps, entropy):
 
 
 def update_policy(state, rollout):
-    """4. Makes an optimizer step for each minibatch, num_iterations times, as PPO does.
+    """4. Takes an optimizer step for each minibatch, num_iterations times, as in PPO.
 
-    PPO is the algorithm that GRPO comes from. By default there is one minibatch and one iteration.
+    PPO is the algorithm that GRPO builds on. By default there is one minibatch and one iteration.
     Returns {metric: number}, empty if no completion on any rank has a reward.
     """
     args, world, policy = state.args, state.world, state.policy
@@ -272,7 +272,7 @@ def update_policy(state, rollout):
     if not world.sum((~rollout.rewards.isnan()).sum()):
         return {}
     # A row of advantage 0 need not go through the model if nothing else, such as a KL, gives it a
-    # gradient. All shards (FSDP) must run equally often, so with --shard every row is read.
+    # gradient. With FSDP all ranks must run equally often, so --shard reads every row.
     read = rollout.has_gradient(state.every_row_has_gradient) | bool(args.shard)        # (N,)
     for parts, counts in rollout.minibatches(args.num_minibatches, args.micro_batch_size, read):
         # The loss averages over all completions of the minibatch, on all ranks, read or not.
@@ -306,15 +306,15 @@ def update_policy(state, rollout):
                 state.optimizer.step()
             state.optimizer.zero_grad()     # frees the gradients; sampling needs the memory
             metrics.end_update(grad_norm)
-    # A number of the loss is summed over micro-batches and ranks, and averaged over updates.
+    # Metrics of the loss are summed over micro-batches and ranks, and averaged over updates.
     return metrics.means()
 
 
 def grpo_step(state, batch, step, lr):
-    """Takes a step of GRPO on a batch of prompts: (rollout, metrics).
+    """Takes a step of GRPO on a batch of prompts; returns (rollout, metrics).
 
-    state.generate is `generate` above, unless an option has replaced it, and so are the others.
-    state.phase starts the clock of a phase.
+    state.generate is `generate` above, unless an option has replaced it, and likewise for the other
+    functions. state.phase starts the clock of a phase.
     """
     state.step = step               # extensions read it
 
@@ -338,7 +338,7 @@ def grpo_step(state, batch, step, lr):
 
 
 def run(args, world, **options):
-    """Trains: (policy, metrics of each step)."""
+    """Trains; returns (policy, metrics of each step)."""
     with terminal.Run(args, world, **options) as log:   # files, checkpoints, evaluations
         state = load(args, world)
         for step, batch in log.steps(state):        # resumes with --resume; evaluates before step 1
@@ -350,19 +350,19 @@ def run(args, world, **options):
     return state.policy.model, log.history
 
 
-@errors.user_errors("train_grpo.py")    # a user's mistake: one sentence without a traceback
+@errors.user_errors("train_grpo.py")    # prints a user's mistake as one sentence, no traceback
 @recorded                               # tells torchrun which rank has failed, and why
 def main(argv=None):
     args = parse_args(argv)
     run(args, World.join(args))     # the processes that torchrun started, or this one alone
 
 
-# --- what one looks up: a call from Python --------------------------------------------------------
+# --- for reference: a call from Python ------------------------------------------------------------
 
 
 def train(model, tokenizer=None, *, reward_funcs, prompts, reference=None, reward_model=None,
           out_dir=None, **flags):
-    """What `main` does, called from Python: (the trained model, the metrics of its steps).
+    """Does what `main` does, from Python; returns (the trained model, the metrics of its steps).
 
         def length(completions, **columns):
             return [min(len(text), 100) / 100 for text in completions]
@@ -370,22 +370,22 @@ def train(model, tokenizer=None, *, reward_funcs, prompts, reference=None, rewar
         model, history = train(model, tokenizer, reward_funcs=[length], prompts=["Tell me a joke."],
                                max_steps=30, num_generations=8, learning_rate=1e-5)
 
-    model, tokenizer, reference, reward_model: an object, a folder or a hub id. It is your model
-    that learns, on `device` (a flag), its weights in float32, in evaluation mode; what you have
-    frozen stays frozen. A Qwen3, Qwen2 or Llama runs in our own network, on the same storage, and
-    samples as fast as one from a path; any other causal model of transformers runs its own code. If
-    it has PEFT's adapters, these alone learn, and the reference is the model without them.
-    Otherwise, with beta above 0, the reference is the one that you give, or else a copy, so that
-    the weights need twice the memory. lora_rank, shard, ref_model_sync_steps and sampler="vllm"
-    read weights from files, and need a path.
+    model, tokenizer, reference, reward_model: an object, a folder or a hub id. A model object is
+    trained in place, on `device` (a flag), in float32 and evaluation mode; frozen parameters stay
+    frozen. Qwen3, Qwen2 and Llama models run in our own network, on the same storage, as fast as if
+    loaded from a path; any other causal model of transformers runs its own code. If the model has
+    PEFT adapters, only these are trained, and the reference is the model without them. Otherwise,
+    with beta above 0, the reference is the one that you pass or else a copy, so the weights need
+    twice the memory. lora_rank, shard, ref_model_sync_steps and sampler="vllm" read weights from
+    files, so they need a path.
     reward_funcs: functions, names or "module:function". prompts: texts, chats, rows such as
     {"prompt": ..., "answer": ...}, or a file (dataset/prompts.py). out_dir: None writes nothing.
-    flags: those of --help, as keywords; a function may stand for any "module:function". To go on
-    with a run, give its out_dir and run_name, resume=True, and the model as it was at its start:
-    weights, tokenizer and prompts are compared, functions are not.
+    flags: those of --help, as keywords; any "module:function" may also be a function. To resume a
+    run, pass its out_dir and run_name, resume=True, and the model as it was when the run started;
+    weights, tokenizer and prompts are compared with those of the run, functions are not.
 
-    A mistake is a ValueError. Signals stay the caller's: Ctrl-C ends the step at once, and the
-    model keeps its last update. Call it in each process of torchrun.
+    A mistake raises a ValueError. Signal handlers are left alone: Ctrl-C ends the step at once, and
+    the model keeps its last update. Under torchrun, call it in each process.
     """
     own = {"model_path": model, "tokenizer_path": tokenizer, "reference_path": reference,
            "reward_model_path": reward_model, "data_path": prompts, "reward_funcs": reward_funcs,
@@ -401,17 +401,17 @@ def train(model, tokenizer=None, *, reward_funcs, prompts, reference=None, rewar
         return errors.GIVEN.get(args.model_path, policy), history
 
 
-# --- what one looks up: loading -------------------------------------------------------------------
+# --- for reference: loading -----------------------------------------------------------------------
 
 
-# The functions of a step that are bound to their state.
+# The functions of a step whose first argument is the TrainState.
 BOUND = ("generate", "compute_logps", "compute_rewards", "compute_advantages", "compute_loss",
          "update_policy")
 
 
 @dataclass(slots=True)
 class TrainState:
-    """All that a step needs. A mistyped field or function is an AttributeError."""
+    """Everything that a step needs. A mistyped name raises an AttributeError."""
     args: object                        # the flags
     world: World
     tokenizer: object
@@ -422,20 +422,20 @@ class TrainState:
     reward_funcs: list
     eval_funcs: list
     num_prompts: int                    # per step and rank
-    every_row_has_gradient: bool        # a KL, say, gives a row of advantage 0 a gradient
-    generate: Callable                  # from here on this file's functions, unless an option
-    compute_logps: Callable             # wraps or replaces them
+    every_row_has_gradient: bool        # a KL, for example, gives rows of advantage 0 a gradient
+    generate: Callable                  # this and the next functions are this file's, unless an
+    compute_logps: Callable             # option wraps or replaces them
     compute_rewards: Callable
     compute_advantages: Callable
     compute_loss: Callable
     update_policy: Callable
-    grpo_loss: Callable                 # the last three are not bound
+    grpo_loss: Callable                 # this and the next two don't take the state
     token_logps: Callable               # for models that an option loads
     k3: Callable                        # for other losses
     phase: Clock = field(init=False)    # state.phase("update") starts the clock of a phase
     step: int = 0                       # the current step
     saved: dict = field(default_factory=dict)       # {name: a model or a dict}, in checkpoints
-    changed: dict = field(default_factory=dict)     # {function: by which flags and files}
+    changed: dict = field(default_factory=dict)     # {function: how, by which flags and files}
 
     def __post_init__(self):
         self.phase = Clock(self.world.device)
@@ -443,12 +443,12 @@ class TrainState:
             setattr(self, name, partial(getattr(self, name), self))
 
     def wrap(self, flag, **wrappers):
-        """Puts wrapper(inner, state, ...) in the place of a function, which it calls inner(...)."""
+        """Wraps functions: calls go to wrapper(inner, state, ...), which calls inner(...)."""
         for name, wrapper in wrappers.items():
             self._put(name, partial(wrapper, getattr(self, name)), f"wrapped by {flag}", wrapper)
 
     def replace(self, flag, **functions):
-        """Puts function(state, ...) in the place of the one of its name, before any wrapper."""
+        """Replaces functions, by name, with function(state, ...); must precede any wrapper."""
         for name, function in functions.items():
             if name in self.changed:
                 raise RuntimeError(f"{flag} would undo that {name} is {self.changed[name][-1]}")
@@ -463,8 +463,8 @@ class TrainState:
 
 
 def load(args, world):
-    """The TrainState of a run: models, optimizer, rewards, and what its options wrap or replace."""
-    world.check_same_flags(args)      # else some rank waits for the others, unnoticed
+    """Returns the TrainState of a run: its models, optimizer, rewards, and installed options."""
+    world.check_same_flags(args)      # if they differed, a rank could wait forever for the others
     engine = vllm.Engine(world, args) if args.sampler == "vllm" else None
     policy, reference = policies.load_models(args, world, token_logps, engine)
     tokenizer_path = args.tokenizer_path or args.model_path
@@ -485,7 +485,7 @@ def load(args, world):
         compute_logps=compute_logps, compute_rewards=compute_rewards,
         compute_advantages=compute_advantages, compute_loss=compute_loss, grpo_loss=grpo_loss,
         update_policy=update_policy, token_logps=token_logps, k3=k3)
-    if engine is not None:          # it samples with the policy's weights, and makes room for it
+    if engine is not None:          # reloads changed weights, and frees its memory for the update
         optimizer.register_step_post_hook(engine.outdate)
         state.phase.listeners.append(engine.sleep)
     extensions.install(state)
@@ -500,8 +500,8 @@ def lr_at(step, last_step, *, peak, warmup_steps):
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-# --- what one looks up: flags ---------------------------------------------------------------------
-# Those of the algorithm stand here. Others stand beside the code that reads them.
+# --- for reference: flags -------------------------------------------------------------------------
+# The flags of the algorithm are defined here, all others next to the code that reads them.
 
 GROUPS = ("the six that matter first", "1. generate (weights, prompts, sampling)",
           "2. reference log-probs", "3. rewards and advantages", "4. update (the objective)",
@@ -509,11 +509,11 @@ GROUPS = ("the six that matter first", "1. generate (weights, prompts, sampling)
 
 
 def parse_args(argv=None):
-    """The flags. argv: a list of words, or {flag: value}."""
+    """Parses the flags. argv: a list of words, or {flag: value}."""
     parser = Parser(usage="%(prog)s [flags] [@file of flags]", description=(
-        "Group Relative Policy Optimization. Without flags, a small model learns within minutes "
-        "to think before it answers. Policy: the model being trained. Reference: a frozen copy of "
-        "the initial weights. Group: the completions of one prompt. Rollout: those of a step."))
+        "Trains a language model with GRPO (Group Relative Policy Optimization). Without flags, a "
+        "small model learns arithmetic within minutes. Policy: the model being trained. Reference: "
+        "a frozen copy of its initial weights. Group: all completions of one prompt."))
     for title in GROUPS:
         parser.add_argument_group(title)
     add_flags(parser)
@@ -522,7 +522,7 @@ def parse_args(argv=None):
         owner.add_flags(parser)
     words = parser.words(argv)
     args = filled_in(parser.parse_args(words))
-    if args.resume:         # the flags that are not given are those of the run
+    if args.resume:         # flags that are not passed keep the values of the run
         was = checkpoint.flags_of_run(args)
         parser.set_defaults(**{name: was[name] for name in vars(args) if name in was})
         args = filled_in(parser.parse_args(words))
@@ -533,52 +533,52 @@ def parse_args(argv=None):
 def add_flags(parser):
     flag = parser.group("the six").add_argument
     flag("--reasoning", type=int, choices=(0, 1), default=1,
-         help="1: weights that think between tags, rewards for the tags, and thinking switched on "
-         "in chat templates that have the switch; 0: weights without tags")
-    flag("--num_generations", type=number(int, 2), default=8, help="G, completions per prompt: "
-         "with more of them a group's mean is less noisy, at a cost in proportion")
-    flag("--batch_size", type=COUNT, default=16, help="prompts per step, for each process")
-    flag("--learning_rate", type=POSITIVE, default=3e-4,
-         help="peak learning rate, which then falls to a tenth; 1e-6 to 3e-5 for real models")
+         help="1: start from weights that think between tags, reward the tags, and switch thinking "
+         "on in chat templates that have a switch for it; 0: none of these, and thinking off")
+    flag("--num_generations", type=number(int, 2), default=8, help="G, completions per prompt; "
+         "more make a group's mean less noisy, but sampling and training take longer")
+    flag("--batch_size", type=COUNT, default=16, help="prompts per step on each process")
+    flag("--learning_rate", type=POSITIVE, default=3e-4, help="peak learning rate, which then "
+         "decays to a tenth; for real models, use 1e-6 to 3e-5")
     flag("--max_gen_len", "--max_completion_length", type=COUNT, default=96,
-         help="tokens after which a completion is cut off")
+         help="maximum tokens per completion; longer completions are truncated")
     flag("--beta", type=POSITIVE_OR_0, help="weight of the KL penalty, which keeps the policy near "
-         "the reference; 0: none, and no reference in memory (default: 0.02)")
+         "the reference; 0: no penalty, and no reference in memory (default: 0.02)")
 
     flag = parser.group("1. generate").add_argument
-    flag("--model_path", help="the policy: a folder or hub id of Qwen3, Qwen2.5, Llama or "
-         "Qwen3-MoE weights, or (slower) of any other causal model of transformers; or MiniMind's "
-         ".pth (default: reason_128 or full_sft_128, from out_dir or else from model/weights)")
-    flag("--tokenizer_path", help="a folder or hub id, if the tokenizer is not with the weights")
+    flag("--model_path", help="initial weights: a folder or hub id of a Qwen3, Qwen2.5, Llama or "
+         "Qwen3-MoE model, or of any other causal model of transformers (slower); or a MiniMind "
+         ".pth file (default: reason_128 or full_sft_128, in out_dir or else in model/weights)")
+    flag("--tokenizer_path", help="folder or hub id of the tokenizer, if not that of the weights")
     flag("--temperature", type=number(float, 0.001), default=1.0,
-         help="of sampling, in evaluation too")
+         help="sampling temperature, in training and evaluation")
 
     flag = parser.group("4. update (the objective)").add_argument
     flag("--epsilon_low", type=POSITIVE_OR_0, default=0.2,
          help="lower clip bound: the ratio is clipped at 1 - epsilon_low")
     flag("--epsilon_high", type=POSITIVE_OR_0, help="upper clip bound: the ratio is clipped at "
-         "1 + epsilon_high (default: 0.2; DAPO 0.28); cispo: the cap itself (default: 5); gmpo: "
-         "both bounds are of the log-ratio, e.g. 0.4; dppo: both bound the change of pi, e.g. 0.15")
-    flag("--num_iterations", type=COUNT, default=1, help="passes over each rollout: more save "
-         "sampling, but the policy moves away from the one that sampled")
-    flag("--num_minibatches", type=COUNT, default=1,
-         help="optimizer steps per pass; with a single one in all, no ratio moves and no clip acts")
+         "1 + epsilon_high (default: 0.2; DAPO uses 0.28). For cispo, the cap itself (default: 5); "
+         "for gmpo, both bounds limit the log-ratio, e.g. 0.4; for dppo, pi - pi_old, e.g. 0.15")
+    flag("--num_iterations", type=COUNT, default=1, help="passes over a step's completions: more "
+         "of them save sampling time, but the policy moves away from the one that sampled")
+    flag("--num_minibatches", type=COUNT, default=1, help="optimizer steps per pass; with one pass "
+         "of one step, every ratio is 1 and nothing is clipped")
 
     flag = parser.group("4. update (the optimizer)").add_argument
-    flag("--micro_batch_size", type=COUNT, default=64, help="completions per forward pass: lower "
-         "it if memory runs out; the result stays the same")
-    flag("--max_steps", type=COUNT_OR_0, help="with as many passes over the prompts as it takes; "
-         "0: one pass (default: --epochs; without it one pass, at most 300 steps)")
-    flag("--epochs", type=COUNT, help="passes over the prompts; with --max_steps, unlike in TRL, "
-         "whichever ends first")
-    flag("--warmup_steps", type=COUNT_OR_0, default=3, help="steps up to the peak learning rate")
+    flag("--micro_batch_size", type=COUNT, default=64, help="completions per forward pass; lower "
+         "it if you run out of memory, the result stays the same")
+    flag("--max_steps", type=COUNT_OR_0, help="number of steps, in as many passes over the prompts "
+         "as needed; 0: one pass (default: as --epochs says, else one pass, at most 300 steps)")
+    flag("--epochs", type=COUNT, help="passes over the prompts; with --max_steps too, training "
+         "ends at the earlier of the two (in TRL, max_steps overrides epochs)")
+    flag("--warmup_steps", type=COUNT_OR_0, default=3, help="steps to reach the peak learning rate")
     flag("--weight_decay", type=POSITIVE_OR_0, default=0.0, help="weight decay of AdamW")
     flag("--grad_clip", "--max_grad_norm", type=POSITIVE, default=1.0,
          help="clip the gradient norm to this value")
 
 
 def filled_in(args):
-    """The flags, with the defaults that depend on other flags."""
+    """Checks the flags, and sets defaults that depend on other flags."""
     extensions.set_defaults(args)
     for owner in (prompts, policies, checkpoint):
         owner.check(args)
@@ -590,7 +590,7 @@ def filled_in(args):
     return args
 
 
-# What notebooks import from here as well.
+# Notebooks import these names from here, too.
 from model import sample  # noqa: F401
 from run.extensions import losses
 

@@ -1,13 +1,13 @@
-"""Whose a folder is: a run, or a command that makes weights, writes only into one of its own."""
+"""Marks folders: a run, or a command that makes weights, only writes into folders of its own."""
 import json
 from contextlib import suppress
 from pathlib import Path
 
 from errors import UserError
 
-MARK = ".minigrpo.json"     # in each of ours: {"by": what made it, "id": of a run, ...}
+MARK = ".minigrpo.json"     # in each such folder: {"by": what made it, "id": of a run, ...}
 VERSIONED = {".git", ".hg", ".svn"}
-# Before there were marks: what args.json has, and what a run has saved.
+# For runs of versions without marks: fields of args.json, and files that a run saved.
 OF_A_RUN = {"num_generations", "reward_funcs", "run_name"}
 SAVED = [f"{folder}/{name}" for folder in ("checkpoint", "final", "adapter") for name in (
     "model.safetensors", "config.json", "generation_config.json", "optimizer.pt", "tokenizer.json",
@@ -16,9 +16,9 @@ SAVED = [f"{folder}/{name}" for folder in ("checkpoint", "final", "adapter") for
 
 
 def mark_of(folder):
-    """What a claim has left in the folder; {} in a folder that is not ours."""
+    """Returns the mark that `claim` left in the folder; {} if there is none."""
     for name, fields in ((MARK, {"by"}), ("args.json", OF_A_RUN)):
-        with suppress(OSError, ValueError, AttributeError):     # no object of JSON
+        with suppress(OSError, ValueError, AttributeError):     # missing, or not a JSON object
             found = json.loads((folder / name).read_text(encoding="utf-8"))
             if fields <= found.keys():
                 return found if name == MARK else {"by": "train_grpo.py", "saved": SAVED}
@@ -28,9 +28,9 @@ def mark_of(folder):
 def claim(folder, by, args):
     """Makes the folder and marks it as made by this program, which may replace what it wrote there.
 
-    It must be new, empty, or have this program's mark; and no marked folder may be around it or in
-    it, nor a file that a flag in args names. UserError says what is there instead. Returns the
-    folder without links.
+    It must be new, empty, or have this program's mark, and must not contain or lie in another
+    marked folder, nor contain a file that a flag in args names. Otherwise raises a UserError.
+    Returns the folder's path without links.
     """
     folder = Path(folder).resolve()
     for what in obstacles(folder, by, args):
@@ -42,7 +42,7 @@ def claim(folder, by, args):
 
 
 def obstacles(folder, by, args):
-    """What speaks against a claim, in words."""
+    """Yields the reasons why a folder can't be claimed, in words."""
     if folder.exists() and not folder.is_dir():
         yield "is a file"
     for flag, value in vars(args).items():
@@ -54,15 +54,15 @@ def obstacles(folder, by, args):
     others = [path.name for path in sorted(folder.glob("*")) if path.name != ".lock" and (
         mark.get("by") != by or path.name in VERSIONED or path.is_symlink())]
     if others:
-        yield f"holds {', '.join(others[:3])}, which {by} has not written"
+        yield f"holds {', '.join(others[:3])}, which {by} did not write"
     inner = {file.parent for name in (MARK, "args.json") for file in folder.rglob(name)} - {folder}
     for how, places in (("is in", folder.parents), ("holds", inner)):
         for place in filter(mark_of, places):
-            yield f"{how} {place}, which is {mark_of(place)['by']}'s"
+            yield f"{how} {place}, a folder of {mark_of(place)['by']}"
 
 
 def write_whole(path, text):
-    """Write a file so that it is never half there: aside, then renamed."""
+    """Writes a file under another name, then renames it, so that it is never half written."""
     aside = path.with_name(f"{path.name}.new")
     aside.write_text(f"{text}\n", encoding="utf-8")
     aside.replace(path)

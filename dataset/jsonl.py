@@ -1,11 +1,11 @@
-"""Files of jsonl, read and written, in strict JSON."""
+"""Reads and writes jsonl files, in strict JSON."""
 import json
 from contextlib import suppress
 from pathlib import Path
 
 from errors import UserError, explained
 
-OTHER_FILES = [     # first bytes, what they begin, the line that converts it
+OTHER_FILES = [     # first bytes, what such a file is, the command that converts it
     (b"\x1f\x8b", "it is compressed with gzip", "gunzip -k FILE"),
     (b"[", "it is one JSON array", "python -c \"import json; [print(json.dumps(row)) for row in "
      "json.load(open('FILE', encoding='utf-8-sig'))]\" > new.jsonl")]
@@ -17,35 +17,35 @@ def is_finite(value):
 
 
 def rounded(value):
-    """A number to four digits, all that a picture of it can show."""
+    """Rounds a number to four digits, as precisely as a picture can show it."""
     return float(f"{value:.4g}") if isinstance(value, float) and is_finite(value) else value
 
 
 def columns(rows):
-    """Rows as {name: values}, to four digits; None where a row lacks the name."""
+    """Turns rows into {name: values}, to four digits; None if a row lacks the name."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [rounded(row.get(name)) for row in rows] for name in names}
 
 
 def to_json(value):
-    """A copy of `value` in types that strict JSON knows.
+    """Returns a copy of `value` in types that strict JSON has.
 
-    NaN and infinity become None, tensors numbers or lists, and what else JSON lacks its text.
+    NaN and infinity become None, tensors become numbers or lists, and other types become text.
     """
     text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
     return json.loads(text, parse_constant=lambda constant: None)
 
 
 def to_line(row):
-    """The row as a line of strict JSON; other languages stay readable."""
+    """Returns the row as a line of strict JSON; text in other scripts stays readable."""
     return json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_jsonl(path, *, most=None):
-    """The lines of a run's file as a list of dicts; an empty list if there is no such file.
+    """Returns the lines of a run's file as a list of dicts, which is empty if the file is missing.
 
-    most: parse no more lines than that, evenly spaced, with the first and the last. Half a line at
-    the end is left out: the run is still writing, or was killed.
+    most: parse at most this many lines, evenly spaced, with the first and the last. Half a line at
+    the end is left out, since the run may still be writing, or may have been killed.
     """
     if not Path(path).exists():
         return []
@@ -59,21 +59,21 @@ def read_jsonl(path, *, most=None):
 def read_lines(path):
     """Yields ("<path>, line <number>", the line's JSON) for each line that is not blank.
 
-    For a user's data, which must be right: UserError names the file and the line at fault.
+    It is for users' data: a mistake raises a UserError that names the file and the line.
     """
-    if not Path(path).exists() or Path(path).is_dir():      # a pipe is as good as a file
-        raise UserError(f"{path}: no such file; give a jsonl file")
+    if not Path(path).exists() or Path(path).is_dir():      # a pipe is fine
+        raise UserError(f"{path}: no such file; pass a jsonl file")
     with open(path, "rb") as file:
         start = file.peek(64).removeprefix(b"\xef\xbb\xbf").lstrip()
         for first, what, line in OTHER_FILES:
             if start.startswith(first):
-                raise UserError(f"{path}: {what}, and one JSON object per line is needed; this "
-                                f"makes such a file: {line.replace('FILE', str(path))}")
+                raise UserError(f"{path}: {what}, but one JSON object per line is needed; "
+                                f"this makes such a file: {line.replace('FILE', str(path))}")
         if start.startswith(b"PAR1"):
-            with explained(path, "pyarrow can't read this parquet file", "pip install pyarrow, "
+            with explained(path, "pyarrow cannot read this parquet file", "pip install pyarrow, "
                            "or download it again"):
                 from pyarrow.parquet import ParquetFile
-                rows = to_json(ParquetFile(file).read().to_pylist())        # a date as its text
+                rows = to_json(ParquetFile(file).read().to_pylist())        # dates become text
             yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
             return
         for number, line in enumerate(file, start=1):
@@ -83,16 +83,16 @@ def read_lines(path):
 
 
 def parse(line, where):
-    """A line of bytes as JSON: in UTF-8, without NaN and without halves of characters."""
-    with explained(where, "not valid JSON in UTF-8", "write one object per line; GBK is converted "
-                   f"by iconv -f GB18030 -t UTF-8 {where.rpartition(', line')[0]} > new.jsonl"):
+    """Parses a line of bytes as JSON in UTF-8, without NaNs or halves of characters."""
+    with explained(where, "not valid JSON in UTF-8", "write one object per line; to convert GBK: "
+                   f"iconv -f GB18030 -t UTF-8 {where.rpartition(', line')[0]} > new.jsonl"):
         row = json.loads(line.decode("utf-8-sig"))
         json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
         return row
 
 
 def write_jsonl(path, rows):
-    """Write each row as a line, in a folder that is made if need be; returns how many there are."""
+    """Writes each row as a line, making the folder if necessary; returns the number of rows."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     lines = [to_line(row) for row in rows]
     Path(path).write_text("".join(lines), encoding="utf-8")
@@ -100,9 +100,9 @@ def write_jsonl(path, rows):
 
 
 def write_new(path, rows, *, same_kind=False):
-    """The same, but UserError if another file is there: it may be the user's.
+    """Does the same, but raises a UserError if another file is there, which may be the user's.
 
-    same_kind: a file may be replaced whose first row has the same fields.
+    same_kind: a file may be replaced if its first row has the same fields.
     """
     rows = [to_json(row) for row in rows]
     if Path(path).exists():
@@ -111,6 +111,6 @@ def write_new(path, rows, *, same_kind=False):
             fields = json.loads(there.partition(b"\n")[0]).keys()
         is_same = there == "".join(map(to_line, rows)).encode()
         if not is_same and not (same_kind and rows and fields == rows[0].keys()):
-            raise UserError(f"{path} is there, and holds something else; move it away, or choose "
-                            "another place")
+            raise UserError(f"{path} exists, and holds something else; move it away, or choose "
+                            "another path")
     return write_jsonl(path, rows)

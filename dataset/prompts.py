@@ -1,4 +1,4 @@
-"""From a jsonl file to batches of prompts: the chats to complete, and the columns rewards need."""
+"""Turns a jsonl file into batches of prompts: chats to complete, and columns that rewards need."""
 import copy
 import json
 import math
@@ -14,12 +14,12 @@ from dataset.jsonl import parse, read_lines
 from errors import COUNT, GIVEN, UserError
 
 HERE = Path(__file__).resolve().parent
-MOST_STEPS = 300        # of a run that names no number
+MOST_STEPS = 300        # of a run without --max_steps and --epochs
 PROMPT_FIELDS = ("conversations", "prompt", "question", "problem", "messages")
-# Rewards get a line's other fields as keyword arguments, beside these.
+# Reward functions get a line's other fields as keyword arguments, in addition to these.
 RESERVED = {"prompts", "completions", "messages", "completion_ids", "own_words", "own_ids",
             "histories", "seeds", "reward_funcs", "reward_weights", "self"}
-# For thinking, in chat templates: Qwen3's, MiniMind-3's, DeepSeek-V3.1's and Granite's.
+# Switches for thinking in the chat templates of Qwen3, MiniMind-3, DeepSeek-V3.1 and Granite.
 SWITCHES = "enable_thinking", "open_thinking", "thinking"
 ROLES = ("system", "user", "assistant", "tool")
 # --system_prompt r1: asks for the format that format_reward and tag_reward check.
@@ -42,11 +42,11 @@ class PromptDataset(list):
         {"problem": "...", "solution": "... \\boxed{42}"}       MATH, with or without an answer
         {"nums": [9, 8, 6], "target": 57}                     Countdown; the prompt is made of them
 
-    A last turn by the assistant is dropped. The answer is optional: without one, only the rewards
-    that don't need it apply. An item is {"messages": [...], **the line's other fields}, with None
-    for those that only other lines have; `places` has "<path>, line <number>" of each. UserError
-    names the file, the line and the field at fault. In a list that Python code has given an item
-    may also be a prompt alone, a text or a list of turns.
+    If the last turn is the assistant's, it is dropped. The answer is optional; without one, only
+    rewards that don't need it apply. An item is {"messages": [...], **the line's other fields},
+    with None for fields that only other lines have; `places` has its "<path>, line <number>". In a
+    list from Python code, an item may also be just a prompt, a text or a list of turns. A mistake
+    raises a UserError that names the file, the line and the field.
     """
 
     def __init__(self, path):
@@ -59,7 +59,7 @@ class PromptDataset(list):
             self.places.append(where)
         if not self:
             raise UserError(f"{path}: there are no prompts; write one JSON object per line")
-        names = dict.fromkeys(name for row in self for name in row)     # in the same order always
+        names = dict.fromkeys(name for row in self for name in row)     # a set has no fixed order
         for row in self:
             for name in names:
                 row.setdefault(name)    # None
@@ -77,41 +77,41 @@ def read_row(row, where):
     for gold in answer if isinstance(answer, list) and answer else [answer]:
         if isinstance(gold, (list, dict, bool)) or (
                 gold is not None and not str(gold).rpartition("####")[2].strip()):
-            raise UserError(f"{where}: the field {name} must be text, a number or a list of them, "
-                            "and not empty; leave it out where there is none")
+            raise UserError(f"{where}: the field {name} must be a text, a number, or a list of "
+                            "these, and must not be empty; without an answer, leave it out")
     if answer is not None:
         row["answer"] = answer
     messages = row.pop(field)
     for name in RESERVED.intersection(row):
-        raise UserError(f"{where}: rewards or tools have an argument of their own called {name}; "
-                        "rename the field")
+        raise UserError(f"{where}: the field name {name} is reserved for reward functions and "
+                        "tools; rename the field")
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if not is_chat(messages, where) or any(
             turn["role"] == "tool" or turn.get("tool_calls") for turn in messages):
         raise UserError(f"{where}: {field} must be a string or a list of turns, each with a "
-                        "content and a role, system, user or assistant, and none with tool_calls; "
-                        "ShareGPT's files call these value and from, human and gpt: rename them")
+                        "content and a role, system, user or assistant, and no tool_calls; in Share"
+                        "GPT files rename from to role, value to content, human to user, and so on")
     if messages and messages[-1]["role"] == "assistant":    # the policy samples its own reply
         messages = messages[:-1]
     if not messages or not messages[-1]["content"].strip():
         raise UserError(f"{where}: {field} has nothing to reply to; end it with a user turn that "
                         "is not empty")
     tools = row.get("tools") or messages[0].get("tools")        # TRL's place, and MiniMind's
-    if tools and isinstance(tools, str):        # MiniMind's files and parquet have a list's text
+    if tools and isinstance(tools, str):        # MiniMind's files and parquet store JSON text
         tools = parse(tools.encode(), f"{where}: tools")
     if tools and not isinstance(tools, list):
-        raise UserError(f"{where}: tools must be a list, as apply_chat_template takes it, or its "
-                        "text; a column that means something else needs another name")
+        raise UserError(f"{where}: tools must be a list, as apply_chat_template expects it, or "
+                        "that list as JSON; rename the column if it means something else")
     if tools is not None:
         messages[0]["tools"] = tools
     return {**row, "messages": messages}
 
 
 def gold_of(row):
-    """(field, gold answer) of a row, by the names that data sets have for it; None without one.
+    """Returns (field, gold answer) of a row, by the field names of common data sets.
 
-    A solution, as in MATH, counts where it has its answer in a box or after ####.
+    The answer may be None. A solution, as in MATH, counts only with a box or a ####.
     """
     if row.get("answer") is not None:
         return "answer", row["answer"]
@@ -126,25 +126,23 @@ def gold_of(row):
 
 
 def is_chat(turns, where):
-    """Whether these are turns with a role and a text; UserError if a content is a list of parts."""
+    """Whether all turns have a role and a text. A content that is a list of parts: UserError."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return False
     if any(isinstance(turn.get("content"), list) for turn in turns):
-        raise UserError(f"{where}: a content is a list, and must be a text; this joins its parts: "
+        raise UserError(f"{where}: a content is a list, but must be a text; to join its parts: "
                         'turn["content"] = "".join(part["text"] for part in turn["content"])')
     return all(turn.get("role") in ROLES and isinstance(turn.get("content"), str) for turn in turns)
 
 
 class PromptCollator:
-    """Collates items into one batch, with the tokenizer's chat template.
-
-    The batch is {"prompts", "prompt_ids", "prompt_mask", "prefills", "columns"}.
+    """Collates items into {"prompts", "prompt_ids", "prompt_mask", "prefills", "columns"}.
 
     A system prompt ("r1": the built-in one) is added to chats that have none of their own. Only the
-    policy reads it: columns["messages"], which a reward model judges, stays as it is in the file.
+    policy reads it: columns["messages"], which a reward model scores, stays as it is in the file.
 
-    thinking: on or off in templates that have a switch for it; None: as they have it by default.
-    template_kwargs: {name: value} of their other switches; UserError if there is no such name.
+    thinking: on or off in templates that have a switch for it; None keeps the template's default.
+    template_kwargs: {name: value} of other switches; UserError if the template lacks the name.
     """
 
     def __init__(self, tokenizer, max_seq_len, system_prompt=None, thinking=True,
@@ -155,11 +153,11 @@ class PromptCollator:
         self.switches |= template_kwargs or {}
         for name in template_kwargs or ():
             if name not in str(tokenizer.chat_template):
-                raise UserError(f"--chat_template_kwargs: the chat template has no {name}; read "
-                                "the template, or leave the name out")
+                raise UserError(f"--chat_template_kwargs: the chat template does not use {name}; "
+                                "check the name in the template, or leave it out")
 
     def render(self, messages):
-        """The prompt as text."""
+        """Returns the prompt as text."""
         tools = messages[0].get("tools")
         if self.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
@@ -172,24 +170,24 @@ class PromptCollator:
             roles = reprlib.repr([turn["role"] for turn in messages])
             raise UserError(f"the tokenizer's chat template rejects the roles {roles}: {error}; "
                             "leave out --system_prompt, write the prompts without that role, or "
-                            "give another --tokenizer_path") from None
+                            "pass another --tokenizer_path") from None
         if not shown:
-            raise UserError("the tokenizer's chat template does not show the data's tools; leave "
-                            "the field tools out, or give another --tokenizer_path")
+            raise UserError("the tokenizer's chat template ignores the field tools of the data; "
+                            "leave the field out, or pass another --tokenizer_path")
         return text
 
     def encode(self, items):
-        """The prompts of these items, as texts and as ids."""
+        """Returns the prompts of these items, as texts and as ids."""
         texts = [self.render(item["messages"]) for item in items]
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return texts, ids
 
     def __call__(self, items):
-        """prompt_ids and prompt_mask are (B, P), padded on the left.
+        """Returns the batch of these items; prompt_ids and prompt_mask (B, P) are padded left.
 
-        A prompt longer than max_seq_len keeps its last max_seq_len tokens, and its text is what
-        these say. "prefills" are what the template has already written of each reply: `<think>\\n`,
-        or "" with most templates.
+        A prompt longer than max_seq_len keeps its last max_seq_len tokens, and its text is cut in
+        the same way. "prefills" are the beginnings of the completions that the template has already
+        written: `<think>\\n` in some templates, "" in most.
         """
         texts, ids = self.encode(items)
         for i, row in enumerate(ids):
@@ -209,7 +207,7 @@ class PromptCollator:
 
 
 def asking_as_trained(tokenizer, switches):
-    """A copy whose template has these switches by default, unless a caller says otherwise."""
+    """Returns a copy whose template has these switches as defaults, which a caller can change."""
     tokenizer, template = copy.copy(tokenizer), tokenizer.chat_template
     if isinstance(template, str):           # there may be several, by name
         template = re.sub(r"\A(\{%- set \w+ = \w+ if \w+ is defined else .*? %\})+", "", template)
@@ -220,22 +218,19 @@ def asking_as_trained(tokenizer, switches):
 
 
 def check_ids(ids, where, tokenizer, config, new):
-    """UserError unless weights of this config can read these ids, and so many new ones after."""
+    """Raises a UserError unless weights of this config can read these ids and `new` more."""
     largest, most = max(ids), getattr(config, "max_position_embeddings", None) or math.inf
     if largest >= config.vocab_size:        # a tokenizer may have tokens for pictures
         raise UserError(f"{where}: the token {tokenizer.convert_ids_to_tokens(largest)} has the id "
-                        f"{largest}, but the weights know {config.vocab_size} tokens; leave it "
-                        "out, or give another tokenizer")
+                        f"{largest}, but the weights know only {config.vocab_size} tokens; remove "
+                        "the token, or use another tokenizer")
     if len(ids) + new > most:
         raise UserError(f"{where}: {len(ids)} tokens, and {new} that may follow, are more than the "
                         f"{most} positions of the weights; lower --max_gen_len, or shorten it")
 
 
 def without_overlong(rows, places, collate, args, config):
-    """The rows whose prompts fit into max_seq_len tokens; with --overlong_prompts cut all of them.
-
-    With refuse a longer one is a UserError, with drop those that are left out are a warning.
-    """
+    """Returns the rows that fit into max_seq_len tokens, or all if --overlong_prompts is cut."""
     limit, overlong = f"--max_seq_len {collate.max_seq_len}", args.overlong_prompts
     encoded = collate.encode(rows)[1]
     lengths = [len(ids) for ids in encoded]
@@ -250,7 +245,7 @@ def without_overlong(rows, places, collate, args, config):
     found = f"{len(rows) - len(fitting)} of {len(rows)} prompts are longer than {limit} tokens"
     if overlong == "refuse" or overlong == "drop" and not fitting:
         raise UserError(f"{place}: the prompt has {longest} tokens with its chat template, and "
-                        f"{found}; raise --max_seq_len to {longest}, or choose --overlong_prompts "
+                        f"{found}; raise --max_seq_len to {longest}, or pass --overlong_prompts "
                         f"cut{' or drop' if fitting else ''}")
     fate = "lose their beginning, the system prompt first" if overlong == "cut" else "were dropped"
     warnings.warn(f"{found} and {fate}", stacklevel=2)
@@ -258,11 +253,11 @@ def without_overlong(rows, places, collate, args, config):
 
 
 def rows_of_step(step, num_rows, prompts_per_rank, *, rank=0, world_size=1, seed=0, shuffle=True):
-    """The rows that a rank reads at a step (counted from 1), shuffled anew in every epoch.
+    """Returns the rows that a rank reads at a step (from 1), shuffled anew in every epoch.
 
     A step takes `prompts_per_rank` rows for each rank; the last step of an epoch takes what is
-    left. The rows depend on the seed and the step, not on the steps before, so a resumed run reads
-    what it would have read without the interruption. Without `shuffle` they keep their order.
+    left. The rows depend only on the seed and the step, so a resumed run reads the same rows as an
+    uninterrupted one. Without `shuffle` they keep their order.
     """
     per_step = prompts_per_rank * world_size
     epoch, position = divmod(step - 1, steps_per_epoch(num_rows, prompts_per_rank, world_size))
@@ -275,28 +270,29 @@ def rows_of_step(step, num_rows, prompts_per_rank, *, rank=0, world_size=1, seed
 
 
 def steps_per_epoch(num_rows, prompts_per_rank, world_size=1):
-    """Steps that read the file once. A remainder of fewer rows than ranks is skipped."""
+    """Returns the steps of one pass. A remainder of fewer rows than ranks is skipped."""
     full, rest = divmod(num_rows, prompts_per_rank * world_size)
     return full + (rest >= world_size)
 
 
-# --- of a run -------------------------------------------------------------------------------------
+# --- the data of a run ----------------------------------------------------------------------------
 
 
 def add_flags(parser):
     flag = parser.group("1. generate").add_argument
-    flag("--data_path", help="training prompts, a jsonl file (default: dataset/train.jsonl)")
-    flag("--shuffle", type=int, choices=(0, 1), default=1, help="1: prompts come in another order "
-         "in each pass over the file; 0: in that of the file")
+    flag("--data_path", help="jsonl file of training prompts (default: dataset/train.jsonl)")
+    flag("--shuffle", type=int, choices=(0, 1), default=1, help="1: shuffle the prompts anew in "
+         "each pass over the file; 0: keep the order of the file")
     flag("--max_seq_len", "--max_prompt_length", type=COUNT, default=66,
-         help="tokens that a prompt may have")
+         help="maximum tokens per prompt")
     flag("--overlong_prompts", choices=("refuse", "cut", "drop"), default="refuse",
-         help="refuse longer prompts, keep their last tokens, or leave them out")
-    flag("--system_prompt", help="for chats without one; r1: a text that asks for the tags")
+         help="what to do with longer prompts: stop with an error (refuse), keep their last tokens "
+         "(cut), or leave them out (drop)")
+    flag("--system_prompt", help="added to chats without one; r1: a text that asks for the tags")
     flag("--chat_template_kwargs", type=json_object, default="{}", metavar="JSON", help="switches "
-         "of the chat template, such as '{\"thinking\": true}'; --reasoning sets those it knows")
+         "of the chat template, e.g. '{\"thinking\": true}'; --reasoning sets known ones")
     flag = parser.group("5. log").add_argument
-    flag("--eval_data_path", help="jsonl with held-out problems (default: dataset/heldout.jsonl)")
+    flag("--eval_data_path", help="jsonl, held-out problems (default: dataset/heldout.jsonl)")
     flag("--eval_samples", type=COUNT, default=1000, help="held-out problems per evaluation")
 
 
@@ -306,12 +302,12 @@ def json_object(text):
 
 
 def check(args):
-    """The arithmetic problems, which say nothing about another task."""
+    """Sets the default files. Our held-out problems are not used to evaluate another task."""
     args.data_path = args.data_path or str(HERE / "train.jsonl")
     own_data = not is_arithmetic(args.data_path)
     if args.eval_only and own_data and not args.eval_data_path:
-        raise UserError("--eval_only would ask our arithmetic problems, not those of your task; "
-                        "give yours with --eval_data_path")
+        raise UserError("--eval_only would evaluate on our arithmetic problems, not on your task; "
+                        "pass your problems with --eval_data_path")
     if args.eval_interval is None:
         args.eval_interval = 0 if own_data and not args.eval_data_path else 30
     args.eval_data_path = args.eval_data_path or str(HERE / "heldout.jsonl")
@@ -323,7 +319,7 @@ def is_arithmetic(path):
 
 
 def read_prompts(args, tokenizer, config=None):
-    """The collator, the training prompts, and the held-out problems if any are evaluated."""
+    """Returns the collator, the training prompts, and the held-out problems, or [] without them."""
     collate = PromptCollator(tokenizer, args.max_seq_len, args.system_prompt, bool(args.reasoning),
                              json.loads(args.chat_template_kwargs))
     problems, heldout = PromptDataset(args.data_path), []
@@ -334,7 +330,7 @@ def read_prompts(args, tokenizer, config=None):
                  if "accuracy" not in args.eval_reward_funcs or row.get("answer") is not None]
         if not pairs:
             raise UserError(f"--eval_data_path {args.eval_data_path}: no line has an answer to "
-                            "compare with; add the field answer, name your own reward with "
+                            "compare with; add the field answer, pass your own reward function as "
                             "--eval_reward_funcs, or train with --eval_interval 0")
         heldout, places = zip(*pairs[:args.eval_samples])
         heldout = without_overlong(list(heldout), places, collate, args, config)
@@ -342,10 +338,10 @@ def read_prompts(args, tokenizer, config=None):
 
 
 def batches_from(problems, collate, num_prompts, world, args):
-    """A function from a step to this rank's batch, of num_prompts, and the number of the last step.
+    """Returns a function from a step to this rank's batch of num_prompts, and the last step.
 
-    That is --max_steps, with as many passes over the prompts as it takes; --epochs bounds them.
-    With neither: one pass, and at most MOST_STEPS. batch(step, problems) draws from others.
+    The last step is --max_steps or the end of --epochs, whichever comes first; with neither flag,
+    the end of one pass, but at most MOST_STEPS. batch(step, problems) draws from other problems.
     """
     per_pass = steps_per_epoch(len(problems), num_prompts, world.size)
     last_step = (args.epochs or 1) * per_pass
@@ -355,7 +351,7 @@ def batches_from(problems, collate, num_prompts, world, args):
         last_step = min(args.max_steps, last_step) if args.epochs else args.max_steps
     if per_pass < 1:
         raise UserError(f"{args.data_path}: {len(problems)} prompts are too few for {world.size} "
-                        "processes; give one at least to each")
+                        "processes; add prompts until there is at least one for each process")
 
     def batch(step, problems=problems):
         rows = rows_of_step(step, len(problems), num_prompts, rank=world.rank,

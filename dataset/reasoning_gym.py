@@ -1,4 +1,4 @@
-"""Problems of the package reasoning-gym, whose hundred generators each have a judge of their own.
+"""Writes problems of the package reasoning-gym: a hundred generators, each with its own scorer.
 
     python -m dataset.reasoning_gym chain_sum --config max_terms=3 --save out/chain_sum.jsonl
 """
@@ -13,30 +13,30 @@ from errors import COUNT, COUNT_OR_0, Parser, UserError, explained, user_errors
 def main(argv=None):
     parser = Parser(prog="python -m dataset.reasoning_gym", description=__doc__)
     flag = parser.add_argument
-    flag("name", help="of the generator")
+    flag("name", help="name of the generator")
     flag("--size", type=COUNT, default=2000, help="problems to train on")
-    flag("--heldout", type=COUNT_OR_0, default=200, help="more, for a second file")
-    flag("--seed", type=COUNT_OR_0, default=0, help="of the generator")
-    flag("--config", nargs="*", default=[], metavar="FIELD=VALUE", help="values as in JSON")
-    flag("--save", type=Path, required=True, help="the jsonl file to write")
+    flag("--heldout", type=COUNT_OR_0, default=200, help="held-out problems, for a second file")
+    flag("--seed", type=COUNT_OR_0, default=0, help="seed of the generator")
+    flag("--config", nargs="*", default=[], metavar="FIELD=VALUE", help="settings, in JSON")
+    flag("--save", type=Path, required=True, help="jsonl file to write")
     args = parser.parse_args(argv)
     if not args.save.name or not all("=" in pair for pair in args.config):
-        parser.error("--save needs the name of a file, and --config FIELD=VALUE")
-    with explained(args.name, "it gives no problems",
-                   "pip install reasoning-gym, or give another name or --config"):
-        # Each generator checks its own configuration, and raises what it likes.
+        parser.error("--save needs a file name, and --config needs FIELD=VALUE")
+    with explained(args.name, "it makes no problems",
+                   "pip install reasoning-gym, or pass another name or --config"):
+        # Each generator checks its own configuration, and may raise any exception.
         from reasoning_gym import create_dataset
         pairs = (pair.split("=", 1) for pair in args.config)
         config = {field: json.loads(value) for field, value in pairs}
         data = create_dataset(args.name, size=args.size + args.heldout, seed=args.seed, **config)
-        # As they come back from a file, which may not hold an empty answer:
+        # Compare them as they come back from JSON; an empty answer can't be stored.
         rows = {row["question"]: json.loads(json.dumps(row)) for row in data if row["answer"] != ""}
         if min(data.score_answer(row["answer"], row) for row in rows.values()) < 1:
-            raise ValueError("there are problems without an answer that earns 1")
+            raise ValueError("its own answers to some problems score below 1")
     rows = list(rows.values())
     if len(rows) <= args.heldout:
-        raise UserError(f"{args.name}: only {len(rows)} problems differ, too few for --heldout "
-                        f"{args.heldout}; give a smaller one, or another --config")
+        raise UserError(f"{args.name}: only {len(rows)} problems are distinct, too few for "
+                        f"--heldout {args.heldout}; pass a smaller number, or another --config")
     heldout = args.save.with_stem(f"{args.save.stem}_heldout")
     for path, part in ((args.save, rows[args.heldout:]), (heldout, rows[:args.heldout])):
         if part:

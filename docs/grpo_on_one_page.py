@@ -1,22 +1,22 @@
-"""GRPO on one page: all of the algorithm, and none of its options.
+"""GRPO on one page: the whole algorithm, without options.
 
     python docs/grpo_on_one_page.py             three to five minutes on two cores, no GPU
 
-A small model does sums such as `What is 34 + 27*6?`. It can work on paper, but often it guesses.
-Group Relative Policy Optimization (arXiv 2402.03300) lets it find out what pays. Nobody shows it a
-solution: three rules score what it wrote. The model that learns is the policy, pi. A step:
+A small model solves problems such as `What is 34 + 27*6?`. It can think first, but often it guesses
+right away. Group Relative Policy Optimization (arXiv 2402.03300) trains it without showing it any
+solutions: three rules score what it writes. The model being trained is the policy, pi. A step:
 
-    1. generate             generate            the policy writes G completions of each of B prompts
+    1. generate             generate            the policy samples G completions per prompt
     2. reference log-probs  compute_logps       how likely they are under the initial weights
     3. rewards              compute_rewards     a reward for each completion
-       and advantages       group_advantages    ... compared with its group, those of its prompt
-    4. update               update_policy       makes tokens of better completions likelier
-    5. log                  report              what the policy gets right; one group of the step
+       and advantages       group_advantages    ... compared with the others of the same prompt
+    4. update               update_policy       makes tokens of better completions more likely
+    5. log                  report              held-out accuracy; one group of the step
 
 Functions, except `report`, have the names and order of train_grpo.py, which takes these steps with
 `python train_grpo.py --sampler plain --micro_batch_size 128 --max_steps 100 --device cpu
---reward_funcs format tag accuracy`; by default a reward model judges there, too.
-N = B*G completions; R tokens of a completion, T with its prompt; V words of the vocabulary.
+--reward_funcs format tag accuracy`; its default rewards also include a reward model.
+N = B*G completions; R tokens per completion, T with its prompt; V tokens in the vocabulary.
 """
 import math
 import sys
@@ -34,13 +34,13 @@ from reward import accuracy_reward
 from train_grpo import format_reward, tag_reward
 
 WEIGHTS, SEED = ROOT / "model/weights/reason_128", 42
-B, G, MAX_LEN = 16, 8, 96           # prompts a step, completions of each, most tokens of one
+B, G, MAX_LEN = 16, 8, 96           # prompts per step, completions per prompt, maximum tokens
 # 0.5 for the format; 0.25 for each of four tags; 1 for the right result.
 REWARD_FUNCS, REWARD_WEIGHTS = [format_reward, tag_reward, accuracy_reward], [1.0, 1.0, 1.0]
-EPSILON, BETA = 0.2, 0.02               # no gain from ratios beyond 1 ± 0.2; weight of the KL
-PEAK, WARMUP, MAX_NORM = 3e-4, 3, 1.0   # learning rate, steps up to it, largest gradient norm
-UPDATES = 1     # per rollout (num_iterations). With 1, every ratio is 1 and the clip never acts.
-                # With 2, it acts on 0 to 2.3% of the tokens of the second update.
+EPSILON, BETA = 0.2, 0.02               # the ratio is clipped at 1 ± EPSILON; weight of the KL
+PEAK, WARMUP, MAX_NORM = 3e-4, 3, 1.0   # learning rate, steps to reach it, largest gradient norm
+UPDATES = 1     # per rollout (num_iterations). With 1, every ratio is 1 and nothing is clipped.
+                # With 2, 0 to 2.3% of the tokens of the second update are clipped.
 
 def group_advantages(rewards, num_generations):
     """How much better is each completion than its group, in standard deviations? (N,) -> (N,)"""
@@ -49,19 +49,19 @@ def group_advantages(rewards, num_generations):
     return ((groups - mean) / (std + 1e-4)).float().view(-1)
 
 def completion_mask(completion_ids, eos_token_id):
-    """(N, R): 1 through the first EOS, the token that ends a completion; 0 after it."""
+    """Returns a mask (N, R): 1 through the first EOS, which ends a completion; 0 after it."""
     is_eos = torch.isin(completion_ids, torch.tensor(eos_token_id)).int()
     return (is_eos.cumsum(1) - is_eos == 0).int()   # no EOS before this token
 
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta):
-    """The loss: a mean over each completion's tokens, then over completions; and KL per token.
+    """Returns the loss, a mean over each completion's tokens, then over completions; and the KL.
 
     The tokens were drawn by pi_old. The ratio corrects for that once an update has moved pi; the
     clip ends a token's gradient when pi has moved far enough in the direction that A asks for. The
     KL penalizes drift from the initial weights. By hand: two prompts, one token each, sampled with
     p = 0.5, A = 1 and -1. The ratio is p / 0.5, and each token weighs 1/2, so d loss / dp = -A. As
-    weights are shared, a first update may raise both to 0.7: ratios of 1.4, past 1.2. Now A = 1 has
-    no gradient, and A = -1 keeps its own.
+    weights are shared, an update may raise both p to 0.7: both ratios are 1.4, above 1.2. Then the
+    token with A = 1 has no gradient, but the one with A = -1 still has.
 
     >>> A, old, mask = torch.tensor([1.0, -1.0]), torch.full((2, 1), 0.5).log(), torch.ones(2, 1)
     >>> for p in torch.full((2, 1), 0.5), torch.full((2, 1), 0.7):
@@ -73,15 +73,15 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta):
     A = advantages[:, None]                     # (N, 1) the same for all tokens of a completion
     ratio = (logps - old_logps).exp()           # (N, R) pi / pi_old
     clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
-    x = ref_logps - logps       # over pi's tokens -x has the mean KL(pi || pi_ref), e^x - 1 mean 0
+    x = ref_logps - logps       # over pi's tokens, -x has mean KL(pi || pi_ref), e^x - 1 has mean 0
     kl = x.expm1() - x          # never < 0, its mean is the KL; its gradient is KL(pi_ref || pi)'s
     loss = beta * kl - torch.min(ratio * A, clipped * A)                                # (N, R)
     loss = ((loss * mask).sum(1) / mask.sum(1)).mean()
     return loss, {"kl": (kl.detach() * mask).sum() / mask.sum()}
 
 def token_logps(model, input_ids, attention_mask, num_completion_tokens):
-    """log pi(token | all before) of the last R = num_completion_tokens of each row, (N, R)."""
-    R = num_completion_tokens       # logits predict the next token: start one before them
+    """Returns log pi(token | all before) of each row's last R = num_completion_tokens, (N, R)."""
+    R = num_completion_tokens       # logits predict the next token, so start one token earlier
     logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, :-1]             # (N, R, V)
     return logits.log_softmax(-1).gather(-1, input_ids[:, -R:, None]).squeeze(-1)
 
@@ -89,7 +89,7 @@ def generate(state, batch, rng, num_generations=G):
     """1. Samples G completions of each prompt, a a b b; prompts are padded on the left."""
     policy, tokenizer = state.policy, state.tokenizer
     eos_ids = eos_token_ids(policy, tokenizer)
-    completion_ids, _ = sample(     # (N, R); _: their log-probs, without a gradient
+    completion_ids, _ = sample(     # (N, R); _: log-probs, which have no gradient
         policy, batch["prompt_ids"], batch["prompt_mask"], generator=rng, max_new_tokens=MAX_LEN,
         eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id, num_generations=num_generations)
     mask = completion_mask(completion_ids, eos_ids)                                     # (N, R)
@@ -127,7 +127,7 @@ def update_policy(state, rollout):
     return metrics
 
 def grpo_step(state, batch, step, lr):
-    """Takes a step of GRPO on a batch of prompts: the rollout, and metrics."""
+    """Takes a step of GRPO on a batch of prompts; returns the rollout and metrics."""
     rollout = generate(state, batch, rng_of(SEED, 0, step, 0))                  # 1. generate
     rollout.ref_logps = compute_logps(state.reference, rollout)                 # 2. reference
     rollout.rewards = compute_rewards(rollout, REWARD_FUNCS, REWARD_WEIGHTS)    # 3. rewards
@@ -136,7 +136,7 @@ def grpo_step(state, batch, step, lr):
     return rollout, update_policy(state, rollout)                               # 4. update
 
 def main(last_step=100, heldout=200):
-    """GRPO, from the weights that we ship; returns the policy."""
+    """Trains the included weights with GRPO; returns the policy."""
     policy, reference = (load_pretrained(WEIGHTS, dtype=torch.float32) for _ in range(2))
     tokenizer = load_tokenizer(WEIGHTS, policy.config.vocab_size)
     state = SimpleNamespace(policy=policy, reference=reference, tokenizer=tokenizer)
@@ -155,7 +155,7 @@ def main(last_step=100, heldout=200):
     return policy
 
 def report(step, state, unseen, rollout=None, metrics=None):
-    """5. Prints held-out accuracy, one answer each; then the group whose rewards differ most."""
+    """5. Prints held-out accuracy with one completion per problem, and the most varied group."""
     answered = generate(state, unseen, rng_of(SEED, 1), 1)
     right = compute_rewards(answered, [accuracy_reward], [1.0]).mean()
     print(f"step {step}: {right:.1%} of held-out problems right. The first of them:")

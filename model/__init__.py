@@ -1,20 +1,20 @@
-"""The policy. Two files to read: model.py, the network, and sampler.py. Beside them stand
+"""The policy. Read model.py, the network, and sampler.py first. The other files are
 
-    fast.py                   both again, and log-probabilities, in less time: a run uses these
-    vllm.py                   an engine that samples in their place
+    fast.py                   faster versions of both and of token_logps, which a run uses
+    vllm.py                   an inference engine that can replace the sampler
     lora.py                   adapters
-    load.py, save.py          weights and tokenizers, in and out
+    load.py, save.py          loading and saving of weights and tokenizers
     transformers_model.py     any model of transformers that model.py does not build
-    chat.py, train_sft.py     commands: chat with a policy, train one from chats
-    weights/                  those that we ship
+    chat.py, train_sft.py     commands: chat with a policy, train one on chats
+    weights/                  the included weights
 
 On disk, weights are what transformers writes: a folder with config.json, model.safetensors and the
-tokenizer's files. Where a function takes a path to weights, a hub id like Qwen/Qwen3-0.6B will do
-too, as will one of MiniMind's .pth files.
+tokenizer's files. Functions that take a path to weights also take a hub id like Qwen/Qwen3-0.6B or
+one of MiniMind's .pth files.
 """
 import os
 
-# Before torch is imported: waiting threads go to sleep soon, so that a busy machine stays usable.
+# Set before torch is imported: idle threads then go to sleep soon, so a busy machine stays usable.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 from .load import eos_token_ids, find_weights, load_pretrained, load_tokenizer

@@ -1,9 +1,9 @@
-"""A chat with any weights that train_grpo.py reads or writes:
+"""Chats with any weights that train_grpo.py reads or writes:
 
     python -m model.chat out/grpo_reason_128/final
 
-The model reads what it read in training: the chat template, which in a run's final/ has thinking on
-or off as the run had, and the system prompt if you give it again. An empty line or Ctrl-D ends it.
+The chat template is that of the weights; in a run's final/ it has thinking on or off as in
+training. If you trained with --system_prompt, pass it again. An empty line or Ctrl-D ends the chat.
 A prompt can also come from a pipe:
 
     echo "What is 7 + 3*7?" | python -m model.chat model/weights/reason_128
@@ -22,7 +22,7 @@ from .sampler import next_token
 
 @torch.no_grad()
 def reply_to(model, tokenizer, messages, *, max_new_tokens, temperature, system_prompt=None):
-    """The assistant's next turn, printed as it is sampled; temperature 0: greedy."""
+    """Prints the assistant's next turn as it is sampled, and returns it; temperature 0: greedy."""
     prompt = PromptCollator(tokenizer, None, system_prompt, thinking=None).render(messages)
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ids = torch.tensor([prompt_ids], device=model.lm_head.weight.device)                # (1, P)
@@ -36,7 +36,7 @@ def reply_to(model, tokenizer, messages, *, max_new_tokens, temperature, system_
         ids = token[None]
         reply.append(token.item())
         text = decode(reply, tokenizer, eos_ids)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character of several tokens: wait
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else half a character: wait for more
             print(printable(text[len(shown):]), end="", flush=True)
             shown = text
     print()
@@ -44,7 +44,7 @@ def reply_to(model, tokenizer, messages, *, max_new_tokens, temperature, system_
 
 
 def chat(model, tokenizer, **sampling):
-    """Reads the user's turns and prints the replies, each of which sees all the turns before."""
+    """Reads the user's turns and prints the replies, each of which depends on all turns before."""
     messages, prompt = [], "> " if sys.stdin.isatty() else ""
     while text := input(prompt).strip():
         messages.append({"role": "user", "content": text})
@@ -56,11 +56,11 @@ def chat(model, tokenizer, **sampling):
 def main(argv=None):
     parser = Parser(prog="python -m model.chat", description=__doc__)
     flag = parser.add_argument
-    flag("path", help="weights: a folder, a hub id like Qwen/Qwen3-0.6B, or a MiniMind .pth")
-    flag("--tokenizer_path", help="a folder or hub id, if the tokenizer is not with the weights")
-    flag("--system_prompt", help="the one of training; r1: a text that asks for the tags")
-    flag("--temperature", type=POSITIVE_OR_0, default=0.7, help="0: greedy")
-    flag("--max_new_tokens", type=COUNT, default=1024, help="the longest reply, in tokens")
+    flag("path", help="weights: a folder, a hub id like Qwen/Qwen3-0.6B, or a MiniMind .pth file")
+    flag("--tokenizer_path", help="folder or hub id of the tokenizer, if not that of the weights")
+    flag("--system_prompt", help="pass the one of training; r1: a text that asks for the tags")
+    flag("--temperature", type=POSITIVE_OR_0, default=0.7, help="sampling temperature; 0: greedy")
+    flag("--max_new_tokens", type=COUNT, default=1024, help="maximum tokens per reply")
     args = parser.parse_args(argv)
     device = choose_device(None, 1)
     dtype = torch.float32 if device.type == "cpu" else None     # half precision is slow on a CPU

@@ -1,7 +1,7 @@
-"""`sample` and `token_logps` again: same signatures, same weights, same numbers, in less time.
+"""Faster versions of `sample` and `token_logps`: same signatures, same weights, same numbers.
 
-Each run compares the two `token_logps` once (run/policy.py); --sampler plain runs the plain pair
-instead. How many times as long sampling or learning takes on a CPU without each trick (python
+Each run compares the two `token_logps` once (run/policy.py); --sampler plain runs the plain pair.
+The table says how many times as long sampling or learning takes on a CPU without each trick (python
 tests/bench.py --tricks; differences below 0.1 may be noise, and sampling was up to 5% faster then):
 
     without ...                                          default   trained   1.7M   26M
@@ -11,11 +11,11 @@ tests/bench.py --tricks; differences below 0.1 may be noise, and sampling was up
     learning: sequences of like size attend together       1.27      1.02    1.05   0.99
     all of it: sampling, learning                     1.8, 3.9  3.9, 7.3  2.4, 1.2  2.8, 1.2
 
-A reward model of our own network reads a tree, too (reward/reward_model.py): of a default step the
-reward takes 0.056 s instead of 0.089.
+A reward model with our own network also reads a tree of prefixes (reward/reward_model.py): in a
+default step, the rewards take 0.056 s instead of 0.089.
 
-The tricks know our own network; one of another architecture (transformers_model.py) runs the plain
-pair. On a GPU nobody has measured any of it. What samples fast there is an inference engine.
+These versions only work for our own network; other architectures (transformers_model.py) run the
+plain pair. Nothing here was measured on a GPU, where an inference engine is the way to sample fast.
 """
 import functools
 
@@ -35,12 +35,12 @@ from .model import (
     rotate,
 )
 
-PACK_FROM = 95_000          # weights of a matrix; packing a smaller one does not pay
-CHUNK_TOKENS, CHUNK_LOGITS = 1024, 2**24    # of log_probs: at least so many, or so many logits
+PACK_FROM = 95_000          # weights per matrix; packing smaller ones isn't worth it
+CHUNK_TOKENS, CHUNK_LOGITS = 1024, 2**24    # size of a log_probs chunk: the larger one
 
 
 def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, **options):
-    """The `sample` of model/sampler.py, where completions that agree so far are one row.
+    """Samples as model/sampler.py does, but completions that agree so far share one row.
 
     The same seed gives the same completions.
     """
@@ -49,18 +49,18 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, *
         decoding = Decoding(model, prompt_ids, prompt_mask, rows, max_new_tokens)
         found = sampler.sample(decoding, prompt_ids, prompt_mask, num_generations=num_generations,
                                max_new_tokens=max_new_tokens, **options)
-    return tuple(x.clone() for x in found)      # a loss can't use what is made in inference mode
+    return tuple(x.clone() for x in found)      # autograd can't use tensors of inference mode
 
 
 class Decoding:
     """The network as a sampler calls it, and its cache, without gradients.
 
-    Completions of a prompt share a row until they part: see `branch`. The layers are those of
-    model.py in half the operations: queries and keys are normalised and turned as one.
+    Completions of a prompt share a row until they diverge: see `branch`. The layers are those of
+    model.py with half the operations: queries and keys are normalized and rotated together.
     """
 
     def __init__(self, model, prompt_ids, prompt_mask, max_rows, max_new_tokens):
-        """Reads the prompts (B, P), a row each; `prompt_logits` (B, 1, V) predict what follows."""
+        """Reads the prompts (B, P), a row each; `prompt_logits`, (B, 1, V), predict the next."""
         config, (B, P), device = model.config, prompt_ids.shape, prompt_ids.device
         self.num_rows, self.length, S = B, P, P + max_new_tokens
         self.row = torch.arange(B, device=device)       # of each prompt, then of each completion
@@ -74,8 +74,8 @@ class Decoding:
         for layer, (keys, values) in prompts.layers.items():
             self.cache[layer, 0, :B, :, :P], self.cache[layer, 1, :B, :, :P] = keys, values
         self.padding = torch.zeros(max_rows, 1, dtype=torch.long, device=device)
-        self.padding[:B, 0] = P - prompt_mask.sum(1)                # it takes no position
-        self.places = torch.arange(S, device=device)                # of the cache
+        self.padding[:B, 0] = P - prompt_mask.sum(1)                # padding has no position
+        self.places = torch.arange(S, device=device)                # columns of the cache
         self.rotary = rotary_tables(self.places, rotary_frequencies(config, device))
         self.embedding, self.norm = model.model.embed_tokens, model.model.norm
         self.layers = [self.parts(layer) for layer in model.model.layers]
@@ -88,8 +88,8 @@ class Decoding:
         self.row = self.row[completions]
 
     def __call__(self, tokens, mask, *, logits_to_keep, cache):
-        """The logits after the prompts, (B, 1, V), or after a token of each completion, (n, 1)."""
-        if mask.shape[1] == self.length:            # of the prompts: nothing is new
+        """Returns logits after the prompts, (B, 1, V), or after a token of each completion."""
+        if mask.shape[1] == self.length:            # the prompts were read already
             return self.prompt_logits
         tokens = tokens.squeeze(1)
         self.row = self.branch(self.row, tokens)
@@ -97,9 +97,9 @@ class Decoding:
         return self.step(of_rows)[self.row, None]                               # (n, 1, V)
 
     def parts(self, layer):
-        """What `step` needs of a layer, in the order of use."""
+        """Returns what `step` needs of a layer, in the order of use."""
         attention, mlp, head_norm = layer.self_attn, layer.mlp, nn.Identity()
-        if isinstance(attention.q_norm, RMSNorm):       # of queries and keys in one
+        if isinstance(attention.q_norm, RMSNorm):       # one norm for queries and keys together
             weights = [attention.q_norm.weight] * self.H + [attention.k_norm.weight] * self.K
             head_norm = RMSNorm(self.d, attention.q_norm.eps)
             head_norm.weight = nn.Parameter(torch.stack(weights))               # (H + K, d)
@@ -108,12 +108,12 @@ class Decoding:
                 layer.post_attention_layernorm, feed_forward(mlp))
 
     def branch(self, row, tokens):
-        """Splits each row whose completions part: one row for each distinct next token.
+        """Splits each row whose completions diverge: one row for each distinct next token.
 
         row, tokens (n,), each completion's row and next token -> its new row, (n,). The first
-        continuation of a row stays in place; the others fill rows that nobody continues.
+        continuation of a row stays in place; the others fill rows that no completion continues.
         """
-        # A pair is one number, and a small one: some devices sort the lower 32 bits alone.
+        # A pair becomes one small number, because some devices sort only the lower 32 bits.
         distinct, rank = tokens.unique(return_inverse=True)
         pairs, child = torch.unique(row * len(distinct) + rank, return_inverse=True)
         parents = pairs // len(distinct)                            # (num_rows,), sorted
@@ -129,7 +129,7 @@ class Decoding:
         return parents[child]
 
     def step(self, tokens):
-        """Reads one more token of each row, (n,); returns the logits of the next, (n, V)."""
+        """Reads one more token per row, (n,); returns the logits of the next one, (n, V)."""
         padding = self.padding[:len(tokens)]                                    # (n, 1)
         rotary = [table[self.length - padding.squeeze(1)] for table in self.rotary]  # (n, 1, d)
         self.length += 1
@@ -155,7 +155,7 @@ class Decoding:
 
 
 def plain_attention(q, keys, values, bias):
-    """A query of each head, (n, H, d), to keys and values (n*K, S, d) -> (n, H*d)."""
+    """Attention of one query per head, (n, H, d), to keys and values (n*K, S, d) -> (n, H*d)."""
     (n, H, d), (nK, S, _) = q.shape, keys.shape
     q = (q * d**-0.5).view(nK, n * H // nK, d)
     scores = torch.bmm(q, keys.transpose(1, 2))                                 # (n*K, H/K, S)
@@ -164,7 +164,7 @@ def plain_attention(q, keys, values, bias):
 
 
 def fused_attention(q, keys, values, bias):
-    """The same in bfloat16: the scores stay float32, which a product would round to 8 bits."""
+    """The same for bfloat16: scores stay float32, which a plain product would round to 8 bits."""
     (n, H, d), nK = q.shape, len(keys)
     q = q.to(keys.dtype).reshape(nK, 1, n * H // nK, d)
     out = F.scaled_dot_product_attention(q, keys[:, None], values[:, None], attn_mask=bias)
@@ -179,10 +179,10 @@ def feed_forward(mlp):
 
 
 def linear(layer):
-    """A linear layer as a function: cast once, where autocast would; packed for oneDNN on a CPU.
+    """Makes a linear layer a function: cast once, as autocast would; packed for oneDNN on a CPU.
 
-    An adapter is merged into float32 weights. bfloat16 would round it away, so in bfloat16 it stays
-    a product of its own.
+    An adapter is merged into float32 weights. bfloat16 would round it away, so in bfloat16 it is
+    computed separately.
     """
     base, adapter = layer, None
     if isinstance(layer, LoRALinear):
@@ -193,7 +193,7 @@ def linear(layer):
         if isinstance(layer, Head):
             dtype = torch.float32
     elif adapter is not None:
-        weight, adapter = adapter.merged(), None        # nothing stays beside it
+        weight, adapter = adapter.merged(), None
     weight = weight.to(dtype)
     if bias is not None:
         bias = bias.to(dtype)
@@ -213,14 +213,14 @@ def linear(layer):
 
 
 def products_dtype(device, dtype):
-    """The dtype that autocast gives to matrix products; without it the weights' own."""
+    """Returns the dtype of matrix products: autocast's, or the weights' own without autocast."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return dtype
 
 
 def can_pack(dtype, device):
-    """Whether oneDNN is there to multiply: not in every build of PyTorch."""
+    """Whether oneDNN can multiply this dtype here; not every build of PyTorch includes it."""
     if device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if dtype == torch.bfloat16:
@@ -230,9 +230,9 @@ def can_pack(dtype, device):
 
 def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temperature=1.0,
                 with_entropy=False):
-    """The `token_logps` of train_grpo.py, where each prefix that sequences share is read once.
+    """Does what `token_logps` of train_grpo.py does, but reads a prefix that rows share only once.
 
-    For sequences with padding at their ends only.
+    Padding may only be at the ends of the sequences.
     """
     (N, R), device = (len(input_ids), num_completion_tokens), input_ids.device
     P = input_ids.shape[1] - R
@@ -244,7 +244,7 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
                                  input_ids[:, P:].flatten()[wanted], temperature=temperature,
                                  with_entropy=with_entropy)
 
-    def spread(x):      # no view of another tensor: FSDP warns of those
+    def spread(x):      # a new tensor, because FSDP warns about views
         return x.new_zeros(N, R).index_put((wanted // R, wanted % R), x)
 
     if not with_entropy:
@@ -253,10 +253,10 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 
 
 def read_tree(decoder, input_ids, attention_mask, P):
-    """The hidden states of the distinct prefixes of sequences (N, T), which are read once, (n, D).
+    """Reads each distinct prefix of sequences (N, T) once; returns their hidden states, (n, D).
 
-    Also which of them predicts each token from column P on, (N, R), and the mask there; these two
-    on the CPU, because a GPU would have to stop for each number that a shape depends on.
+    Also returns which of them predicts each token from column P on, (N, R), and the mask there,
+    both on the CPU, because a GPU would have to wait for each number that a shape depends on.
     """
     device, mask = input_ids.device, attention_mask.cpu()
     tokens, positions, node, groups = prefix_tree(input_ids.cpu(), mask, P)
@@ -270,11 +270,11 @@ def read_tree(decoder, input_ids, attention_mask, P):
 
 @torch.no_grad()
 def prefix_tree(input_ids, attention_mask, P):
-    """The batch (N, T) as a tree of n nodes: a prefix that sequences share is read once.
+    """Turns the batch (N, T) into a tree of n nodes, in which sequences share their prefixes.
 
     A node stands for a prefix and holds its last token. Returns the nodes' tokens and positions,
     (n,) each; the node that predicts each completion token, (N, R); and the groups of sequences
-    that attention takes together. A group of m sequences, with at most C new nodes and S nodes
+    that attention computes together. A group of m sequences, with at most C new nodes and S nodes
     each, is (C, real, nodes, start): real, which places of the flattened (m, C) are not padding;
     nodes (m, S), the node at each position; start (m,), how many of them the sequence shares.
     """
@@ -286,10 +286,10 @@ def prefix_tree(input_ids, attention_mask, P):
     rows, place = rows.unique(dim=0, return_inverse=True)                               # (U, T)
     is_input = column < (rows >= 0).sum(1, keepdim=True) - 1        # the last predicts nothing
     shared = shared_with_the_row_above(rows) & is_input.roll(1, dims=0)
-    new = is_input & ~shared                            # a sequence's own nodes: the rest of it
+    new = is_input & ~shared                            # a sequence's own nodes are all others
     count, start = new.sum(1), (shared & is_input).sum(1)                               # (U,)
     kind = size_class(count)
-    order = kind.argsort(stable=True)                   # nodes stand group by group, row by row
+    order = kind.argsort(stable=True)                   # nodes are ordered by group, then by row
     node = torch.empty_like(rows)
     node[order] = (new[order].flatten().cumsum(0) - 1).view_as(rows)
     # A shared node belongs to the nearest row above that has it as its own.
@@ -308,10 +308,9 @@ def prefix_tree(input_ids, attention_mask, P):
 
 
 def causal_bias(start, C, nodes, dtype):
-    """(m, 1, C, S): 0, or -inf after a query's own position.
+    """Returns an attention bias (m, 1, C, S): 0, or -inf after a query's own position.
 
-    Made where it is used, in the dtype of attention: else it would be copied, and cast in each
-    layer.
+    It is made on the device and in the dtype of attention, so that no layer has to cast it.
     """
     m, S = nodes.shape
     positions = torch.arange(max(C, S), device=start.device)
@@ -321,14 +320,14 @@ def causal_bias(start, C, nodes, dtype):
 
 
 def shared_with_the_row_above(rows):
-    """(U, T) bool: the prefix of each row that the row before it begins with, too."""
+    """Marks the prefix of each row that the row above it has, too: (U, T) bool."""
     same = (rows == rows.roll(1, dims=0)).int().cumprod(1).bool()
     same[0] = False
     return same
 
 
 def size_class(count):
-    """Which sequences attention takes together: those of 1, 2-3, 4-7, ... nodes; -1 for none."""
+    """Returns the size class of sequences with 1, 2-3, 4-7, ... nodes; -1 without nodes."""
     return torch.where(count > 0, count.log2().floor(), -1.0)
 
 
@@ -342,7 +341,7 @@ def attention(q, k, v, *, groups):
         # index_select, because its gradient is cheaper than that of indexing.
         keys, values = (x.index_select(0, nodes.flatten()).unflatten(0, nodes.shape)
                         .transpose(1, 2) for x in (k, v))                       # (m, K, S, d)
-        if q.is_cuda:       # its fused kernels take no mask where heads share keys
+        if q.is_cuda:       # the fused kernels don't support a mask if heads share keys
             keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1)
                             for x in (keys, values))
         x = F.scaled_dot_product_attention(
@@ -353,7 +352,7 @@ def attention(q, k, v, *, groups):
 
 
 def log_probs(head, hidden, row, tokens, *, temperature, with_entropy):
-    """log softmax(head(hidden) / temperature) at some tokens, and the entropy of each row, or 0.
+    """Returns log softmax(head(hidden) / temperature) at some tokens, and each row's entropy or 0.
 
     hidden (m, D); row, tokens (p,): which row predicts which token -> float32 (p,) and (m,).
     """
@@ -371,17 +370,17 @@ def log_probs(head, hidden, row, tokens, *, temperature, with_entropy):
 
 
 class InChunks(torch.autograd.Function):
-    """`log_probs` of many tokens, where the logits of one chunk of rows exist at a time.
+    """Computes `log_probs` of many tokens with the logits of only one chunk of rows in memory.
 
-    Where the vocabulary is large, logits are a micro-batch's largest tensor. The backward pass
+    If the vocabulary is large, logits are a micro-batch's largest tensor. The backward pass
     computes them again. With p the softmax, T the temperature and H the entropy, it needs
 
         d log p(token) / d logits = (one_hot(token) - p) / T
         d H            / d logits = -p (log p + H) / T
 
-    All of it is float32, under autocast too, as in model.Head. torch.utils.checkpoint over the same
-    chunks takes 1.5 times the processor time and 2.4 times the memory (a forward and a backward
-    pass on one core, 2,048 tokens, V = 49,152, D = 576; three runs each).
+    Everything is float32, also under autocast, as in model.Head. torch.utils.checkpoint over the
+    same chunks takes 1.5 times the processor time and 2.4 times the memory (a forward and a
+    backward pass on one core, 2,048 tokens, V = 49,152, D = 576; three runs each).
     """
 
     @staticmethod
@@ -390,7 +389,7 @@ class InChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, row, tokens, size, temperature, with_entropy):
-        """row is sorted."""
+        """Like log_probs; row must be sorted."""
         starts = torch.arange(0, len(hidden) + size, size, device=row.device)
         ends = torch.searchsorted(row, starts).tolist()
         ctx.temperature, ctx.chunks = temperature, []
@@ -404,7 +403,7 @@ class InChunks(torch.autograd.Function):
                 logps[those] = all_logps[row[those] - rows.start, tokens[those]]
                 if with_entropy:
                     entropy[rows] = -all_logps.exp().mul_(all_logps).sum(-1)
-                del all_logps                           # before there are the next ones
+                del all_logps                           # before the next chunk is computed
         ctx.save_for_backward(hidden, weight, row, tokens, entropy)
         return logps, entropy
 

@@ -1,4 +1,4 @@
-"""A model that is in memory already, as a policy on the same weights."""
+"""Makes a policy of a model that is already in memory, without copying its weights."""
 import copy
 
 import torch
@@ -12,7 +12,7 @@ from .model import MiniMindForCausalLM
 
 
 class WithoutPeft:
-    """The base of a model with PEFT's adapters, as a reference."""
+    """The reference of a model with PEFT adapters: the same model with its adapters off."""
 
     def __init__(self, policy):
         self.policy = policy
@@ -23,19 +23,19 @@ class WithoutPeft:
 
 
 def prepare(model, device, matrix_dtype):
-    """Moves a model to the device; what learns becomes float32, and frozen matrices matrix_dtype.
+    """Moves a model to the device; trainable weights become float32, frozen matrices matrix_dtype.
 
-    In place, as is the change to evaluation mode: dropout would make another network of each pass.
-    UserError if it has no weights that can learn.
+    This happens in place, and so does the change to evaluation mode, without which dropout would
+    make each pass a different network. UserError if the weights can't be trained.
     """
     who = f"<{type(model).__name__}>"
     if not isinstance(model, nn.Module) or not (
             hasattr(model, "get_output_embeddings") or hasattr(model, "new_cache")):
-        raise UserError(f"{who} is no causal model of transformers; give one, or a path")
+        raise UserError(f"{who} is not a causal model of transformers; pass one, or a path")
     if any(weight.is_meta for weight in model.parameters()):
-        raise UserError(f"{who} is on the meta device, where weights have no numbers; load them")
+        raise UserError(f"{who} is on the meta device, so it has no values; load its weights")
     if not all(weight.is_floating_point() for weight in model.parameters()):
-        raise UserError(f"{who} is quantized, and can't be trained; give one that is not")
+        raise UserError(f"{who} is quantized, so it cannot be trained; pass one that is not")
     model.to(device).eval().zero_grad()
     for name, weight in model.named_parameters():
         is_matrix = ".layers." in name and weight.dim() == 2 and not weight.requires_grad
@@ -43,13 +43,13 @@ def prepare(model, device, matrix_dtype):
 
 
 def as_policy(theirs, *, device, matrix_dtype):
-    """A policy on the weights of a model: our own network, or an AnyModel. No weight is copied.
+    """Returns a policy on the weights of a model, without a copy: our own network or an AnyModel.
 
-    theirs: a causal model of transformers, maybe with PEFT's adapters, or what load_pretrained
+    theirs: a causal model of transformers, maybe with PEFT adapters, or what load_pretrained
     returns.
     """
     prepare(theirs, device, matrix_dtype)
-    if hasattr(theirs, "new_cache"):        # of load_pretrained
+    if hasattr(theirs, "new_cache"):        # from load_pretrained
         return theirs
     peft = theirs if hasattr(theirs, "get_base_model") else None
     base = theirs.get_base_model() if peft else theirs
@@ -67,7 +67,7 @@ def as_policy(theirs, *, device, matrix_dtype):
         learns = [weight.requires_grad for weight in base.parameters()]
         model.load_state_dict(base.state_dict(keep_vars=True), assign=True)
         model.tie_weights()
-        for weight, kept in zip(base.parameters(), learns):     # which assign has overwritten
+        for weight, kept in zip(base.parameters(), learns):     # load_state_dict overwrote this
             weight.requires_grad_(kept)
     eos = getattr(base.generation_config, "eos_token_id", None)
     model.generation_config = {} if eos is None else {"eos_token_id": eos}
@@ -75,6 +75,6 @@ def as_policy(theirs, *, device, matrix_dtype):
 
 
 def frozen_copy(theirs, *, device, matrix_dtype):
-    """A reference that stays as the model is now."""
+    """Returns a reference: a frozen copy of the model as it is now."""
     copied = copy.deepcopy(theirs).requires_grad_(False)
     return as_policy(copied, device=device, matrix_dtype=matrix_dtype)

@@ -1,7 +1,7 @@
-"""Reads weights and tokenizers, whoever wrote them.
+"""Reads weights and tokenizers from any source.
 
-MiniMind's own .pth files hold half-precision tensors and no configuration, which follows from the
-tensors' names and shapes. The names are those of transformers' Llama and Qwen3. Two generations:
+MiniMind's own .pth files hold half-precision tensors without a configuration, so it is inferred
+from their names, which are those of transformers' Llama and Qwen3, and shapes. Two generations:
 
                 heads   q/k-norm   rms eps   experts                             we save it as
     MiniMind2     8     no         1e-5      none (those with MoE are refused)   Llama
@@ -10,8 +10,8 @@ tensors' names and shapes. The names are those of transformers' Llama and Qwen3.
 Both have 6,400 tokens, a RoPE base of 1e6, and tied embeddings.
 Source: jingyaogong/minimind, model/model_minimind.py.
 
-A stranger may have written these files. Code that comes with weights never runs. Any other file
-that a library refuses ends in one sentence, made by `explained`: the path, what could not be read,
+These files may come from a stranger, so code that comes with weights never runs. If a library
+refuses a file, `explained` turns its exception into one sentence: the path, what could not be read,
 the library's reason, and what to do. transformers reads config.json. If model/model.py can build
 what it describes, it becomes a MiniMindConfig; otherwise transformers_model.py loads the model.
 """
@@ -31,24 +31,24 @@ from errors import GIVEN, UserError, explained
 from . import transformers_model
 from .model import MiniMindConfig, MiniMindForCausalLM
 
-HEADS = 8       # in every MiniMind; without a q-norm, no tensor's shape gives the head size
+HEADS = 8       # of every MiniMind; without a q-norm, no tensor's shape shows the head size
 # model_type in config.json -> (class in transformers, our switches that build it)
 FAMILIES = {
     "qwen3": ("Qwen3ForCausalLM", {"qk_norm": True, "qkv_bias": False, "num_experts": 0}),
-    # Whatever its attention_bias says, q, k and v always have biases (qkv_bias), the output none.
+    # q, k and v always have biases, and the output has none, whatever attention_bias says.
     "qwen2": ("Qwen2ForCausalLM", {"qk_norm": False, "qkv_bias": True, "attention_bias": False,
                                    "num_experts": 0}),
     "llama": ("LlamaForCausalLM", {"qk_norm": False, "qkv_bias": False, "num_experts": 0}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", {"qk_norm": True, "qkv_bias": False}),
 }
-ROPE_FIELDS = {     # rope_type -> what it needs
+ROPE_FIELDS = {     # rope_type -> fields that it needs
     "default": [], "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
 AGAIN = "download it again"
 
 
 def read_json(path, advice=AGAIN):
-    """The object in a json file, as a dict."""
+    """Returns the object in a json file, as a dict."""
     if not Path(path).exists():
         raise UserError(f"{path}: no such file; {advice}")
     with explained(path, "not a JSON object", advice):
@@ -56,50 +56,50 @@ def read_json(path, advice=AGAIN):
 
 
 def read_tensors(path):
-    """The tensors of a safetensors file, or of one that torch.save wrote, by name.
+    """Returns the tensors by name of a safetensors file or of one that torch.save wrote.
 
-    From a pickle torch builds tensors and plain containers, nothing else. The tensors are the file
-    itself, mapped, so that the ranks of a machine share one copy of it: copy those that you keep.
+    From a pickle, torch only builds tensors and plain containers. The tensors are memory-mapped, so
+    that all ranks of a machine share one copy of the file; copy those that you keep.
     """
-    with explained(path, "missing, truncated, a git-lfs pointer, or other than tensors", AGAIN):
+    with explained(path, "missing, truncated, a git-lfs pointer, or not tensors", AGAIN):
         if path.suffix == ".safetensors":
             return load_file(path)
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
 
 
 def refuse_code(saved, path):
-    """UserError if a config.json, as a dict, names code that transformers would download and run.
+    """Raises a UserError if a config.json names code that transformers would download and run.
 
-    Remote classes need trust_remote_code, which we never give. But an implementation of attention
-    with a hub id, such as somebody/kernel, needs none.
+    Remote classes need trust_remote_code, which we never pass. But an implementation of attention
+    with a hub id, such as somebody/kernel, would run without it.
     """
     for name, value in saved.items():
         if name.endswith("_implementation") and "/" in str(value):
-            raise UserError(f"{path}: its {name} is code from elsewhere; choose other weights, or "
-                            "remove the field")
-        if isinstance(value, dict):         # text_config, of a model that also sees
+            raise UserError(f"{path}: its {name} is code from elsewhere, which never runs here; "
+                            "choose other weights, or remove the field")
+        if isinstance(value, dict):         # e.g. text_config of a vision-language model
             refuse_code(value, path)
 
 
 def read_hub_config(path):
-    """The folder's config.json as a configuration of transformers."""
+    """Returns the folder's config.json as a configuration of transformers."""
     file = Path(path) / "config.json"
-    saved = read_json(file, "give a folder with config.json and model.safetensors, a hub id like "
+    saved = read_json(file, "pass a folder with config.json and model.safetensors, a hub id like "
                             "Qwen/Qwen3-0.6B, or a MiniMind .pth file")
     refuse_code(saved, file)
     if saved.get("quantization_config"):
-        raise UserError(f"{file}: its weights are quantized (quantization_config), and can't be "
-                        "trained; choose those that are not")
-    with explained(file, "transformers can't read it", "choose other weights"):
+        raise UserError(f"{file}: its weights are quantized (quantization_config), so they cannot "
+                        "be trained; choose weights that are not")
+    with explained(file, "transformers cannot read it", "choose other weights"):
         return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
 
 
 def unbuilt(config):
-    """What model/model.py lacks for a configuration of transformers, in words; "" if nothing."""
+    """Says what model/model.py lacks for a configuration of transformers; "" if nothing."""
     if config.model_type not in FAMILIES:
         return f"model_type {config.model_type}"
     rope = config.rope_parameters
-    options = {         # name -> its value, and those that are built
+    options = {         # name -> its value, and the values that model/model.py supports
         "hidden_act": (config.hidden_act, "silu", "swish"),
         "rope_type": (rope["rope_type"], *ROPE_FIELDS),
         "partial_rotary_factor": (rope.get("partial_rotary_factor"), None, 1.0),
@@ -115,18 +115,18 @@ def unbuilt(config):
 
 
 def read_config(path):
-    """The folder's config.json as a MiniMindConfig; UserError if model/model.py lacks an option."""
+    """Reads config.json as a MiniMindConfig; UserError if model/model.py lacks an option."""
     file, config = Path(path) / "config.json", read_hub_config(path)
     with explained(file, "a field is wrong", AGAIN):
         lacking = unbuilt(config)
         if lacking:
-            raise UserError(f"{file}: model/model.py does not build {lacking}; choose weights "
-                            f"without it, of one of the families {', '.join(FAMILIES)}")
+            raise UserError(f"{file}: model/model.py does not support {lacking}; choose weights "
+                            f"without it, from one of the families {', '.join(FAMILIES)}")
         return as_ours(config)
 
 
 def as_ours(config):
-    """A configuration of transformers, of which nothing is unbuilt, as a MiniMindConfig."""
+    """Turns a configuration of transformers that model/model.py supports into a MiniMindConfig."""
     _, switches = FAMILIES[config.model_type]
     rope = config.rope_parameters
     scaling = {name: rope[name] for name in ROPE_FIELDS[rope["rope_type"]]}
@@ -140,37 +140,37 @@ def as_ours(config):
 
 
 def as_ids(value):
-    """The ids in a field that has none, one, or a list of them."""
+    """Returns the ids in a field that may be None, one id, or a list of ids."""
     if isinstance(value, list):
         return [int(item) for item in value]
     return [] if value is None else [int(value)]
 
 
 def eos_token_ids(model, tokenizer):
-    """Every id that ends a reply, sorted."""
+    """Returns every id that ends a completion, sorted."""
     places = (tokenizer.eos_token_id, model.config.eos_token_id,
               model.generation_config.get("eos_token_id"), end_of_turn(tokenizer))
     return sorted({eos for place in places for eos in as_ids(place)})
 
 
 def end_of_turn(tokenizer):
-    """The id of the token with which the chat template ends a reply, or None.
+    """Returns the id of the token with which the chat template ends a reply, or None.
 
-    The EOS of base weights is often another, and then nothing that the template taught would stop.
+    The EOS of base weights is often another one, at which a reply in the template never stops.
     """
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bcd"}]
     try:
         rest = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("bcd")[2]
         first, *_ = tokenizer(rest, add_special_tokens=False)["input_ids"]
-    except Exception:           # no template, or one that refuses such a chat
+    except Exception:           # there is no template, or it refuses such a chat
         return None
     return first if first in tokenizer.added_tokens_decoder else None
 
 
 def decode(ids, tokenizer, eos_ids):
-    """The text of a reply without its EOS and padding.
+    """Returns the text of a completion without its EOS and padding.
 
-    Other special tokens stay, as rewards look for tags, and a reader for a turn that goes on.
+    Other special tokens stay, because rewards look for tags, and readers should see extra turns.
     """
     hidden = {*eos_ids, tokenizer.pad_token_id}
     return tokenizer.decode([one for one in ids if one not in hidden])
@@ -180,7 +180,7 @@ def decode(ids, tokenizer, eos_ids):
 
 
 def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
-    """Load a model from a folder, a hub id or a MiniMind .pth; an AnyModel, if need be.
+    """Loads a model from a folder, a hub id or a MiniMind .pth file; an AnyModel if necessary.
 
     dtype: None keeps the dtype that the weights were saved in. matrix_dtype: another one for the
     matrices in the layers, which are nearly all of a model. device "meta": the shapes alone, for
@@ -197,7 +197,7 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
         asks = getattr(theirs, "output_router_logits", False)
         if asks and getattr(theirs, "router_aux_loss_coef", 0):
             warnings.warn(f"{path}: config.json asks for the router's balancing loss "
-                          "(router_aux_loss_coef), and no run has it", stacklevel=2)
+                          "(router_aux_loss_coef), which is not computed here", stacklevel=2)
         lacking = unbuilt(theirs)
         if lacking:
             model = transformers_model.load(
@@ -215,11 +215,11 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
 
 
 def read_state(path):
-    """The MiniMindConfig of a folder or a .pth, and its tensors by name, mapped from the files."""
+    """Reads a folder or a .pth: its MiniMindConfig, and its tensors by name, memory-mapped."""
     if path.is_file():
         state = read_tensors(path)
         with explained(path, "no MiniMind since April 2025 has tensors of these names and shapes",
-                       "give a folder with config.json, or a .pth of a whole model"):
+                       "pass a folder with config.json, or a .pth file of a whole model"):
             state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
             config = infer_config(state)
     else:
@@ -228,17 +228,17 @@ def read_state(path):
     if config.tie_word_embeddings and torch.is_tensor(embedding):
         head = state.setdefault("lm_head.weight", embedding)
         alike = torch.is_tensor(head) and torch.equal(embedding, head.to(embedding.dtype))
-        if not alike:       # as merged adapters leave it
+        if not alike:       # as in some merged adapters
             config.tie_word_embeddings = False
-            warnings.warn(f"{path}: config.json ties head and embedding, but the weights have two "
-                          "different ones, and both are kept", stacklevel=2)
+            warnings.warn(f"{path}: config.json ties head and embedding, but they differ in the "
+                          "weights, so both are kept", stacklevel=2)
     return config, state
 
 
 def local_path(path, *, weights=True):
-    """The path itself; for a hub id like Qwen/Qwen3-0.6B, the folder it is downloaded to.
+    """Returns the path or, for a hub id like Qwen/Qwen3-0.6B, the folder it is downloaded to.
 
-    weights: download them too, PyTorch's pytorch_model*.bin only if there are no safetensors.
+    weights: download these, too; pytorch_model*.bin only if there are no safetensors.
     """
     if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return Path(path)
@@ -250,18 +250,18 @@ def local_path(path, *, weights=True):
             allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", *patterns]))
 
     with explained(path, "no such folder on this machine, and downloading it from the hub failed",
-                   "check the spelling, the network, and whether it needs a login (hf auth login)"):
+                   "check the spelling and the network, and log in (hf auth login) if it needs it"):
         folder = download("*.safetensors") if weights else download()
         if weights and not list(folder.glob("*.safetensors")):
             folder = download("pytorch_model*.bin")
         return folder
 
 
-def load_tokenizer(path, vocab_size, advice="give another with --tokenizer_path"):
-    """The tokenizer of a folder or a hub id, or the one given. Code that comes with it never runs.
+def load_tokenizer(path, vocab_size, advice="pass another with --tokenizer_path"):
+    """Loads the tokenizer of a folder or a hub id. Code that comes with it never runs.
 
-    advice: what to do if there is none, if its chat template is missing, or if its padding or EOS
-    has no row in the embedding, which has vocab_size: the end of the UserError.
+    Raises a UserError, which ends with `advice`, if there is none, if its chat template is missing,
+    or if its padding or EOS token has no row in an embedding of vocab_size.
     """
     tokenizer = GIVEN.get(path)
     if tokenizer is None:
@@ -270,7 +270,7 @@ def load_tokenizer(path, vocab_size, advice="give another with --tokenizer_path"
             raise UserError(f"{path}: not a folder, so it has no tokenizer; {advice}")
         with explained(path, "no tokenizer could be read there", advice):
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-            # Without files transformers makes an empty one.
+            # If there are no files, transformers makes an empty tokenizer.
             if not tokenizer("a 1", add_special_tokens=False)["input_ids"]:
                 raise ValueError("it has no token for any text")
     if tokenizer.chat_template is None:
@@ -278,22 +278,22 @@ def load_tokenizer(path, vocab_size, advice="give another with --tokenizer_path"
     # More rows than tokens are common: embeddings are often padded to a round number.
     for token in (tokenizer.pad_token, tokenizer.eos_token):
         if token and tokenizer.convert_tokens_to_ids(token) >= vocab_size:
-            raise UserError(f"{path}: its token {token} has an id beyond the {vocab_size} tokens "
-                            f"that the weights know; {advice}")
+            raise UserError(f"{path}: the id of its token {token} is beyond the {vocab_size} "
+                            f"tokens that the weights know; {advice}")
     return tokenizer
 
 
 def build(model_class, config, *more, state, path, dtype=torch.float32, matrix_dtype=None,
           device=None):
-    """model_class(config, *more) with copies of the tensors in `state`. UserError: they don't fit.
+    """Builds model_class(config, *more) with copies of the tensors in `state`, which must fit.
 
-    On the meta device nothing is drawn: at 4B parameters that takes a minute.
+    It is first made on the meta device, since random weights take a minute at 4B parameters.
     """
-    with explained(path, "no model has this configuration and these tensors", AGAIN):
+    with explained(path, "the tensors do not fit the configuration", AGAIN):
         with torch.device("meta"):
             model = model_class(config, *more)
         copies = {}
-        for name, tensor in state.items():      # there is never a second model, in another dtype
+        for name, tensor in state.items():      # one by one, so no second model is in memory
             is_matrix = ".layers." in name and tensor.dim() == 2
             kept = matrix_dtype if is_matrix and matrix_dtype else dtype
             copies[name] = tensor.to(device, kept, copy=True)
@@ -302,9 +302,9 @@ def build(model_class, config, *more, state, path, dtype=torch.float32, matrix_d
 
 
 def read_weights(path):
-    """All tensors in a folder, by name: safetensors or else PyTorch's .bin, whole or in shards.
+    """Returns all tensors in a folder by name: safetensors or else .bin files, whole or in shards.
 
-    Shards are those that the index names, as in transformers: others may be left over.
+    As in transformers, only shards that the index names are read, since others may be left over.
     """
     for whole in (path / "model.safetensors", path / "pytorch_model.bin"):
         index, parts = Path(f"{whole}.index.json"), [whole]
@@ -316,34 +316,34 @@ def read_weights(path):
         if parts:
             break
     else:
-        raise UserError(f"{path}: neither model.safetensors nor model.safetensors.index.json is "
-                        "there; copy all files of the weights next to config.json")
+        raise UserError(f"{path}: there is neither model.safetensors nor model.safetensors.index."
+                        "json; copy all files of the weights next to config.json")
     state = {}
     for file in parts:
         state |= read_tensors(file)
-    # Llama 2's files also hold the RoPE frequencies, which the model computes from its config.
+    # Llama 2's files also hold RoPE frequencies, which our model computes from its config.
     return {name: state[name] for name in state if not name.endswith("rotary_emb.inv_freq")}
 
 
 def choose_device(name, size):
-    """The device of this process, one of `size`; UserError if it can't have the one it names."""
+    """Returns the device of this process, one of `size`; UserError if it isn't available."""
     gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     has_mps = torch.backends.mps.is_available() and size == 1   # Gloo cannot sum MPS tensors
-    name = name or ("cuda" if gpus else "cpu")          # nobody has run it on a Mac's GPU
+    name = name or ("cuda" if gpus else "cpu")          # mps was never tried, so it's no default
     kind, _, number = name.partition(":")
-    number = number if here == 1 else ""            # of several processes each has its own
+    number = number if here == 1 else ""            # several processes each have their own GPU
     if (not re.fullmatch(r"cuda(:\d+)?|mps|cpu", name) or kind == "mps" and not has_mps
             or kind == "cuda" and gpus < max(here, int(number or 0) + 1)):
-        raise UserError(f"--device {name} is not there for {here} processes on a machine with "
-                        f"{gpus} GPU(s); choose another, cpu say, or --nproc_per_node")
+        raise UserError(f"--device {name} is not available for {here} process(es) on a machine "
+                        f"with {gpus} GPU(s); pass another, e.g. cpu, or another --nproc_per_node")
     return torch.device(f"cuda:{number or os.environ.get('LOCAL_RANK') or 0}" if kind == "cuda"
                         else kind)
 
 
 def find_weights(kind, args, shipped):
-    """The path of weights of a kind, of --hidden_size and --use_moe: a folder or a .pth.
+    """Returns the path of weights of a kind, --hidden_size and --use_moe: a folder or a .pth file.
 
-    They are in --out_dir or else in `shipped`; if in neither, the path they would have there.
+    Looks in --out_dir, then in `shipped`; if they are in neither, returns a path in `shipped`.
     """
     name = f"{kind}_{args.hidden_size}{'_moe' if args.use_moe else ''}"
     paths = [folder / file for folder in (Path(args.out_dir), shipped)
@@ -353,7 +353,7 @@ def find_weights(kind, args, shipped):
 
 
 def infer_config(state):
-    """What the names and shapes in a .pth imply, with MiniMind's constants for the rest."""
+    """Infers a config from the names and shapes in a .pth, and MiniMind's constants."""
     first = "model.layers.0."
     qk_norm = f"{first}self_attn.q_norm.weight" in state
     q_size, hidden_size = state[f"{first}self_attn.q_proj.weight"].shape

@@ -1,14 +1,14 @@
-"""LoRA: the policy is the frozen base plus thin matrices that learn (Hu et al., arXiv 2106.09685).
+"""LoRA: the policy is a frozen base plus small trainable matrices (Hu et al., arXiv 2106.09685).
 
     W x   becomes   W x + (alpha / rank) B (A x)        A (rank, in), B (out, rank), B = 0 at first
 
-Only A and B have gradients and moments, so a parameter of the base costs 2 bytes in bfloat16 and
-not 16. The base is also the reference of the KL, without a copy: it is the same tensors.
+Only A and B have gradients and moments, so a parameter of the base takes 2 bytes in bfloat16
+instead of 16. The base is also the reference of the KL: it shares its tensors, without a copy.
 
-A small rank is enough here. A completion tells the policy little more than whether it was good,
-about one bit ("LoRA Without Regret", Schulman et al., Thinking Machines Lab, 2025). Rank 1 of a
-0.6B model already holds 630,000 numbers. The learning rate is about ten times that of full
-training.
+A small rank is enough, because a completion tells the policy little more than whether it was good,
+about one bit ("LoRA Without Regret", Schulman et al., Thinking Machines Lab, 2025), while rank 1 of
+a 0.6B model already has 630,000 parameters. The learning rate should be about ten times that of
+full training.
 """
 import copy
 import math
@@ -23,9 +23,9 @@ from .model import Head
 
 
 class LoRALinear(nn.Module):
-    """A linear layer and its adapter, unmerged: a merged bfloat16 matrix would round B A away."""
+    """A linear layer and its adapter, not merged, since a bfloat16 matrix would round B A away."""
 
-    enabled = True                          # False: all of them compute as their bases do
+    enabled = True                          # False: all instances compute what their bases do
 
     def __init__(self, base, rank, alpha, generator):
         super().__init__()
@@ -47,16 +47,16 @@ class LoRALinear(nn.Module):
         return self.base(x) + F.linear(self.scale * F.linear(x, self.lora_A), self.lora_B)
 
     def merged(self):
-        """The weight of a plain linear layer that computes the same, in the base's dtype."""
+        """Returns the weight of a linear layer that computes the same, in the base's dtype."""
         update = self.scale * self.lora_B.detach() @ self.lora_A.detach()
         return (self.weight.float() + update).to(self.weight.dtype)
 
 
 def with_adapters(base, *, rank, alpha, name="", seed=0):
-    """A policy that shares every weight with `base`, now frozen, and has adapters beside them.
+    """Returns a policy that shares every weight with `base`, now frozen, and adds adapters.
 
-    Every linear layer has one but the head, experts and what chooses among them. name: where the
-    base was loaded from, for adapter_config.json.
+    All linear layers get one, except the head, experts and routers. name: where the base was loaded
+    from, for adapter_config.json.
     """
     generator = torch.Generator().manual_seed(seed)
     base.requires_grad_(False)
@@ -67,15 +67,15 @@ def with_adapters(base, *, rank, alpha, name="", seed=0):
             policy.set_submodule(path, LoRALinear(layer, rank, alpha, generator))
     found = dict.fromkeys(path.rpartition(".")[2] for path in adapters(policy))
     if not found:
-        raise UserError(f"--lora_rank: {name} has no layer of the class nn.Linear to adapt; train "
-                        "all its weights")
+        raise UserError(f"--lora_rank: {name} has no layer of the class nn.Linear to adapt; leave "
+                        "--lora_rank out to train all weights")
     policy.lora = {"r": rank, "lora_alpha": alpha, "target_modules": list(found),
                    "base_model_name_or_path": str(name)}
     return policy
 
 
 class AdaptersOff:
-    """The base of a sharded policy, as a reference: FSDP would keep a base of its own twice."""
+    """The base of a sharded policy, as a reference: with FSDP, a separate base would be a copy."""
 
     def __init__(self, policy):
         self.policy = policy
@@ -89,13 +89,13 @@ class AdaptersOff:
 
 
 def adapters(model):
-    """{name of the layer: LoRALinear}; empty for a model without adapters."""
+    """Returns {name of the layer: LoRALinear}; empty for a model without adapters."""
     return {name: module for name, module in model.named_modules()
             if isinstance(module, LoRALinear)}
 
 
 def merged_state(model):
-    """The state dict of a plain model that computes the same."""
+    """Returns the state dict of a plain model that computes the same."""
     layers = adapters(model)
     merged = {f"{name}.weight": layer.merged() for name, layer in layers.items()}
     dtype = next((layer.weight.dtype for layer in layers.values()), None)
@@ -103,12 +103,12 @@ def merged_state(model):
 
 
 def base_state(model):
-    """The state dict of the plain model below the adapters."""
+    """Returns the state dict of the base, without the adapters."""
     return {name.replace(".base.", "."): tensor for name, tensor in model.state_dict().items()
             if ".lora_" not in name}
 
 
 def adapter_state(model):
-    """The adapters alone, by PEFT's names; the tensors are the model's own."""
+    """Returns only the adapters, by PEFT's names; the tensors are the model's own."""
     return {f"base_model.model.{name}.{part}.weight": getattr(layer, part).detach()
             for name, layer in adapters(model).items() for part in ("lora_A", "lora_B")}

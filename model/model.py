@@ -1,15 +1,15 @@
 """The policy: one decoder-only transformer, from scratch.
 
-RMSNorm, rotary positions, grouped-query attention, SwiGLU, and three switches that make it one of
-four families:
+It has RMSNorm, rotary positions, grouped-query attention, SwiGLU, and three switches that make it
+one of four families:
 
     qk_norm   qkv_bias   num_experts      the same network as transformers'
-       yes       no           0           Qwen3        (the weights we ship)
+       yes       no           0           Qwen3        (the included weights)
        no        yes          0           Qwen2, Qwen2.5
        no        no           0           Llama
        yes       no          > 0          Qwen3-MoE
 
-Parameter names and numerics are those of transformers' classes, so a state dict moves either way
+Parameter names and numerics are those of transformers' classes, so state dicts can be exchanged
 without renaming. Shapes: N sequences, T new tokens, S tokens to attend to (cached and new),
 D hidden size, H query heads, K key/value heads, d head size, V vocabulary.
 """
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class MiniMindConfig:
-    """Sizes and switches. The defaults, vocab_size aside, describe the shipped weights."""
+    """Sizes and switches. The defaults, except vocab_size, are those of the included weights."""
     vocab_size: int = 512
     hidden_size: int = 128
     intermediate_size: int = 352
@@ -63,11 +63,12 @@ class RMSNorm(nn.Module):
 
 
 def rotary_frequencies(config, device=None):
-    """Angle per position of each of the d/2 pairs, theta^(-2i/d); (d/2,) float32.
+    """Returns the angle per position of each of the d/2 pairs, theta^(-2i/d); (d/2,) float32.
 
-    Weights extended to longer contexts rotate more slowly, by `factor`. "linear" slows every pair.
+    Models extended to longer contexts rotate more slowly, by `factor`. "linear" slows all pairs.
     "llama3" (Llama 3.1) slows the pairs that turn less than low_freq_factor times within the
-    original context, keeps those that turn more than high_freq_factor times, and blends between.
+    original context, keeps those that turn more than high_freq_factor times, and interpolates
+    between the two.
     """
     exponents = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
     frequencies = config.rope_theta ** -exponents
@@ -83,9 +84,9 @@ def rotary_frequencies(config, device=None):
 
 
 def rotary_tables(positions, frequencies):
-    """cos and sin of position * frequency for positions (...): (..., 1, d) each, float32.
+    """Returns cos and sin of position * frequency for positions (...): (..., 1, d), float32.
 
-    The d/2 angles stand twice in a row. In sin the first half is negated: see rotate.
+    The d/2 angles are repeated to fill d. In sin the first half is negated: see rotate.
     """
     angles = positions[..., None, None].float() * frequencies                   # (..., 1, d/2)
     cos, sin = angles.cos(), angles.sin()
@@ -93,7 +94,7 @@ def rotary_tables(positions, frequencies):
 
 
 def rotate(x, rotary):
-    """Turns each pair (x_i, x_{i+d/2}) by its angle, so that q.k depends only on the distance."""
+    """Rotates each pair (x_i, x_{i+d/2}) by its angle, so that q.k depends only on distance."""
     cos, sin = (table.to(x.dtype) for table in rotary)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)   # roll swaps the halves
 
@@ -105,7 +106,7 @@ class KVCache:
         self.layers, self.length = {}, 0
 
     def append(self, layer, k, v):
-        """Adds the new tokens' k and v (N, K, T, d); returns those of all tokens."""
+        """Adds k and v (N, K, T, d) of the new tokens; returns those of all tokens."""
         if layer in self.layers:
             k, v = (torch.cat(pair, dim=2) for pair in zip(self.layers[layer], (k, v)))
         self.layers[layer], self.length = (k, v), k.shape[2]
@@ -117,7 +118,7 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Each token's average of the values of the tokens that it sees, in H heads."""
+    """Averages, for each token and in H heads, the values of the tokens that it can see."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -134,12 +135,12 @@ class Attention(nn.Module):
 
     def forward(self, x, rotary, mask=None, cache=None, attend=None):
         """x (N, T, D) -> (N, T, D); mask (N, 1, T, S), None: causal."""
-        # Queries (..., H, d), keys and values (..., K, d), then with their positions.
+        # Queries (..., H, d), keys and values (..., K, d); then queries and keys get positions.
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         q, k = rotate(q, rotary), rotate(k, rotary)
-        if attend is not None:                  # model/fast reads other tokens in its own way
+        if attend is not None:                  # model/fast has its own attention
             return self.o_proj(attend(q, k, v))
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))                # (N, H or K, T, d)
         if cache is not None:
@@ -171,14 +172,14 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList(SwiGLU(config, config.moe_intermediate_size) for _ in numbers)
 
     def forward(self, x):
-        # Weights and numbers of each token's k = num_experts_per_tok experts, (..., k).
+        # The weights and numbers of each token's k = num_experts_per_tok experts, (..., k).
         weights, chosen = self.gate(x).float().softmax(-1).topk(self.config.num_experts_per_tok)
         if self.config.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        number, order = chosen.flatten().sort(stable=True)      # (n*k,), expert after expert
+        number, order = chosen.flatten().sort(stable=True)      # (n*k,), grouped by expert
         first = torch.searchsorted(number, torch.arange(len(self.experts) + 1, device=x.device))
         parts = x.flatten(0, -2).index_select(0, order // chosen.shape[-1])     # (n*k, D)
-        parts = parts.split(first.diff().tolist())      # here, and only here, a GPU is waited for
+        parts = parts.split(first.diff().tolist())      # the only place that waits for a GPU
         out = torch.cat([expert(part) for expert, part in zip(self.experts, parts)])
         out = out.index_select(0, order.argsort()).unflatten(0, chosen.shape)   # (..., k, D)
         return (out * weights[..., None]).sum(-2).to(x.dtype)
@@ -199,12 +200,12 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids -> final-norm hidden states, which a language-model head or a reward head reads."""
+    """Token ids -> normalized hidden states, the input of a language-model head or reward head."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.gradient_checkpointing = False     # True: backward recomputes a layer's activations
+        self.gradient_checkpointing = False     # True: the backward pass recomputes activations
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in layers)
@@ -214,7 +215,7 @@ class Decoder(nn.Module):
         """input_ids (N, T); attention_mask (N, S) 0/1, cached tokens first -> (N, T, D)."""
         N, T = input_ids.shape
         past = 0 if cache is None else cache.length
-        causal = attention_mask is None and past == 0       # no padding: needs no mask
+        causal = attention_mask is None and past == 0       # without padding, no mask is needed
         if attention_mask is None:
             attention_mask = input_ids.new_ones(N, past + T)
         positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past:]      # padding has none
@@ -223,7 +224,7 @@ class Decoder(nn.Module):
         return self.read(input_ids, rotary, mask, cache)
 
     def read(self, tokens, rotary, mask=None, cache=None, attend=None):
-        """The same for tokens of any shape (...), each at its position -> (..., D)."""
+        """Reads tokens of any shape (...), each at its position -> (..., D)."""
         x = self.embed_tokens(tokens)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         for layer in self.layers:
@@ -235,42 +236,42 @@ class Decoder(nn.Module):
 
 
 def visible(attention_mask, T):
-    """Which of S tokens each of the last T sees, (N, 1, T, S) bool: real, not later than itself."""
+    """Which of S tokens each of the last T sees, (N, 1, T, S) bool: real and not after itself."""
     S, device = attention_mask.shape[1], attention_mask.device
     row, column = torch.arange(S - T, S, device=device)[:, None], torch.arange(S, device=device)
-    # A padding token sees itself: a softmax over nothing is NaN, and NaN spreads.
+    # A padding token sees itself, because a softmax over nothing is NaN, and NaNs spread.
     return (attention_mask.bool()[:, None, None, :] & (column <= row)) | (column == row)
 
 
 class Head(nn.Linear):
-    """The language-model head: a linear layer that computes in float32 under autocast too.
+    """The language-model head: a linear layer that computes in float32 even under autocast.
 
-    A logit of 20 in bfloat16 is off by up to 0.06, and so is its log-probability.
+    In bfloat16 a logit of 20 has an error of up to 0.06, and so has its log-probability.
     """
 
     def forward(self, hidden):
         device = hidden.device.type
         if not torch.is_autocast_enabled(device):
             return super().forward(hidden)
-        bias = None if self.bias is None else self.bias.float()     # Phi's and GPT-J's have one
+        bias = None if self.bias is None else self.bias.float()     # Phi and GPT-J have one
         with torch.autocast(device, enabled=False):
             return F.linear(hidden.float(), self.weight.float(), bias)
 
 
 class MiniMindForCausalLM(nn.Module):
-    new_cache = KVCache     # what a sampler fills; other models have another
+    new_cache = KVCache     # what a sampler fills; AnyModel has its own
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.generation_config = {}     # read and written back, for servers
+        self.generation_config = {}     # kept for inference servers: read, and saved again
         self.model = Decoder(config)
         self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.apply(self._init_weights)
         self.tie_weights()
 
     def tie_weights(self):
-        """Lets head and embedding share one matrix, where the configuration says so."""
+        """Lets head and embedding share one matrix if the configuration says so."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -281,6 +282,6 @@ class MiniMindForCausalLM(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, input_ids, attention_mask=None, *, logits_to_keep=0, cache=None):
-        """Logits (N, T, V), or only of the last k = logits_to_keep, (N, k, V): the head is big."""
+        """Returns logits (N, T, V), or of the last k = logits_to_keep: the head is expensive."""
         hidden = self.model(input_ids, attention_mask, cache)
         return self.lm_head(hidden[:, -logits_to_keep:])        # -0: all of them

@@ -1,20 +1,20 @@
-"""Completions of prompts, one token at a time, with the log-probability of each sampled token."""
+"""Samples completions token by token, with the log-probability of each sampled token."""
 import torch
 
 
 @torch.no_grad()
 def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, temperature=1.0,
            eos_token_id, pad_token_id, generator=None, greedy=False, tool=None):
-    """Samples G = num_generations completions of each prompt: no top-k, no top-p.
+    """Samples G = num_generations completions of each prompt, without top-k or top-p.
 
     prompt_ids, prompt_mask (B, P), padded on the left; eos_token_id an int or a list of ints.
     Returns completion_ids (N, R) and logps (N, R), N = B*G, R <= max_new_tokens; the G completions
     of a prompt are adjacent. After a completion's EOS follow pad_token_id and log-probability 0.
-    logps are float32 and belong to the distribution that was sampled, softmax(logits /
-    temperature); `greedy` takes its most likely token instead of a random one.
+    logps are float32 and those of the distribution that is sampled, softmax(logits / temperature).
+    With `greedy`, each token is the most likely one instead of a random one.
 
-    With a tool (reward/turns.py) some tokens are its words instead, with log-probability 0; then it
-    also returns which ones were drawn, (N, R) of 0 and 1.
+    With a tool (reward/turns.py) some tokens are the tool's, with log-probability 0; then it also
+    returns which ones were drawn, (N, R) of 0 and 1.
     """
     N, device = len(prompt_ids) * num_generations, prompt_ids.device
     eos_ids = prompt_ids.new_tensor(eos_token_id)
@@ -26,7 +26,7 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
         tool.begin(N)
     cache = model.new_cache()
     logits = model(prompt_ids, prompt_mask, logits_to_keep=1, cache=cache).squeeze(1)   # (B, V)
-    # Each prompt was read once; from here on there is a row for each of its completions: a a b b.
+    # Each prompt was read once. From here on, each of its completions has a row: a a b b.
     prompt_of = torch.arange(len(prompt_ids), device=device).repeat_interleave(num_generations)
     cache.select(prompt_of)
     logits, mask = logits[prompt_of], prompt_mask[prompt_of]                    # (N, V), (N, P)
@@ -51,10 +51,10 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
 
 
 def next_token(logits, temperature, generator, greedy):
-    """One token per row and its log-probability, (n,) each, from logits (n, V).
+    """Returns one token per row and its log-probability, (n,) each, from logits (n, V).
 
-    Draws by inverting the cumulative distribution: the first token at which it exceeds a uniform
-    number. That is one random number per row, where torch.multinomial takes V of them.
+    It draws a uniform number u per row, and takes the first token at which the cumulative
+    distribution exceeds u. torch.multinomial would need V random numbers per row.
     """
     logps = (logits.float() / temperature).log_softmax(-1)                              # (n, V)
     if greedy:
@@ -63,13 +63,13 @@ def next_token(logits, temperature, generator, greedy):
         cumulative = logps.exp().cumsum(-1)
         u = torch.rand(len(logps), 1, device=logps.device, generator=generator)
         tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).squeeze(1)
-        # Only NaN logits draw V, which is no token; the step that learns from them is skipped.
+        # NaN logits draw V, which is not a token. The step that would learn from it is skipped.
         tokens = tokens.clamp(max=logps.shape[1] - 1)
     return tokens, logps.gather(-1, tokens[:, None]).squeeze(1)
 
 
 def rng_of(seed, *numbers, device="cpu"):
-    """Random numbers that follow from these alone: whoever resumes a run needs no state of it."""
+    """Returns a generator that depends only on these numbers, so a resumed run needs no state."""
     for number in numbers:
         seed = (seed * 1_000_003 + number) % 2**62
     return torch.Generator(device).manual_seed(seed)

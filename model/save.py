@@ -12,11 +12,11 @@ MOE_FIELDS = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "nor
 
 
 def save_pretrained(model, tokenizer, path):
-    """Write a folder for load_pretrained, transformers and servers, with adapters merged."""
+    """Writes a folder for load_pretrained, transformers and servers, with adapters merged."""
     path, state = Path(path), merged_state(model)
     path.mkdir(parents=True, exist_ok=True)
     if isinstance(model, AnyModel) and model.peft:
-        model.peft.save_pretrained(path)            # the adapters alone
+        model.peft.save_pretrained(path)            # only the adapters
     elif isinstance(model, AnyModel):
         model.model.save_pretrained(path, state_dict=state)
         for file in path.glob("*.safetensors"):
@@ -34,10 +34,10 @@ def save_pretrained(model, tokenizer, path):
 
 
 def save_tensors(state, path):
-    """Write a safetensors file that other users, such as a server's, can read too."""
+    """Writes a safetensors file that other users of the machine, e.g. a server, can read, too."""
     save_file({name: tensor.detach().contiguous().cpu() for name, tensor in state.items()}, path,
               metadata={"format": "pt"})
-    path.chmod(0o644)       # save_file lets nobody else read it; the folder's mode still decides
+    path.chmod(0o644)       # save_file makes it private; the folder's mode can still do that
 
 
 def write_json(content, path):
@@ -45,7 +45,7 @@ def write_json(content, path):
 
 
 def hub_config(model):
-    """The content of config.json, as a dict."""
+    """Returns the content of config.json, as a dict."""
     if isinstance(model, AnyModel):
         return model.model.config.to_dict() | {"architectures": [type(model.model).__name__]}
     ours = vars(model.config).copy()
@@ -67,7 +67,7 @@ def hub_config(model):
 
 
 def save_adapter(model, path):
-    """Write adapter_config.json and adapter_model.safetensors, for PEFT and load_adapter."""
+    """Writes adapter_config.json and adapter_model.safetensors, for PEFT and load_adapter."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     save_tensors(adapter_state(model), path / "adapter_model.safetensors")

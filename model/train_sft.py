@@ -1,14 +1,14 @@
 r"""Trains a policy on conversations, from scratch (pretraining) or from weights (fine-tuning).
 
-The policies that we ship were made with it (lab/weights.md has all commands), for example
+This command made the included policies. lab/weights.md has all the steps, for example
 
     python -m model.train_sft --data out/sft/pretrain.jsonl \
         --tokenizer out/tokenizer --save out/pretrain_128
     python -m model.train_sft --data out/sft/reason.jsonl \
         --init out/pretrain_128 --save out/reason_128
 
-The loss is the cross-entropy over the tokens of the assistant's turns, <|im_end|> included: a model
-that never learns to end its turn never stops.
+The loss is the cross-entropy over the tokens of the assistant's turns, <|im_end|> included, since a
+model has to learn to end its turn.
 """
 import copy
 import functools
@@ -30,10 +30,10 @@ from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, load_tokeniz
 
 
 def read_chats(path):
-    """The chats of a jsonl file, {"conversations": [{"role", "content"}, ...]} a line.
+    """Returns the chats of a jsonl file, {"conversations": [{"role", "content"}, ...]} per line.
 
-    OpenAI's files call it messages. Or a prompt and its answer, as PromptDataset reads them: then
-    the answer is the reply.
+    The field may also be called messages, as in OpenAI's files. A line may also have a prompt and
+    an answer, as PromptDataset reads them; then the answer is the reply.
     """
     chats = []
     for where, row in read_lines(path):
@@ -42,8 +42,8 @@ def read_chats(path):
         has_reply = is_chat(chat, where) and any(turn["role"] == "assistant" for turn in chat)
         if not has_reply:
             if row.get("answer") is None:
-                raise UserError(f"{where}: no turn by the role assistant, and no answer, so there "
-                                "is nothing to learn; leave the line out")
+                raise UserError(f"{where}: there is no turn by the role assistant and no answer, "
+                                "so there is nothing to learn; remove the line")
             item = read_row(row, where)
             chat = [*item["messages"], {"role": "assistant", "content": str(item["answer"])}]
         chats.append(chat)
@@ -53,14 +53,14 @@ def read_chats(path):
 
 
 def encode(chats, tokenizer):
-    """For each chat a pair (ids, labels): labels are the ids in assistant turns, -100 elsewhere.
+    """Returns a pair (ids, labels) for each chat: labels are -100 outside of assistant turns.
 
-    A reply begins where the chat template's prompt for it ends, and goes on through its EOS token,
-    or to the end of its turn where templates end turns otherwise.
+    A reply begins where the chat template's prompt for it ends, and it ends with its EOS token, or
+    with its turn if the template ends turns without an EOS token.
     """
     render, examples = functools.partial(tokenizer.apply_chat_template, tokenize=False), []
     with explained("the chats", "the tokenizer's chat template rejects one of them",
-                   "leave it out, or give another tokenizer"):
+                   "remove it, or pass another tokenizer"):
         texts = render(chats)
         replies = [find_replies(chat, text, render) for chat, text in zip(chats, texts)]
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
@@ -74,28 +74,28 @@ def encode(chats, tokenizer):
                         break
         if set(labels) == {-100}:
             raise UserError("the tokenizer's chat template does not show in chat "
-                            f"{len(examples) + 1} where a reply begins; give another tokenizer")
+                            f"{len(examples) + 1} where a reply begins; pass another tokenizer")
         examples.append((ids, labels))
     return examples
 
 
 def find_replies(chat, text, render):
-    """What of a chat's text the assistant writes, [(first character, end), ...].
+    """Returns the spans of a chat's text that the assistant writes, [(first character, end), ...].
 
-    That is its turns, but for what a tool writes in them: the field `forced` of a turn has these
-    spans of its content, [[first character, end], ...].
+    These are its turns, without what a tool has written in them: the field `forced` of a turn lists
+    such spans of its content, [[first character, end], ...].
     """
     spans = []
     for i, turn in enumerate(chat):
         if turn["role"] == "assistant":
             before, through = render(chat[:i], add_generation_prompt=True), render(chat[:i + 1])
             if text.startswith(before):
-                # Some templates write the last turn otherwise: then its EOS token is its end.
+                # Some templates write the last turn in another way; then its EOS token ends it.
                 end = len(through) if text.startswith(through) else len(text)
                 start, content = len(before), text.find(turn["content"], len(before))
                 if content < 0 and "forced" in turn:
                     raise UserError("the tokenizer's chat template rewrites a turn with the field "
-                                    f"forced, {turn['content']!r}; give another tokenizer")
+                                    f"forced, {turn['content']!r}; pass another tokenizer")
                 for first, last in turn.get("forced", []):
                     spans.append((start, content + first))
                     start = content + last
@@ -104,10 +104,10 @@ def find_replies(chat, text, render):
 
 
 def batches(examples, batch_size, rng):
-    """Yield batches without end, each epoch in a new order; every example once an epoch.
+    """Yields batches forever, every example once per epoch, each epoch in a new order.
 
-    Examples of similar length share a batch: little of it is padding. It is cut from 32 batches'
-    worth of random examples, sorted by length.
+    To keep padding small, examples of similar length share a batch: 32 batches' worth of random
+    examples are sorted by length, and then cut into batches.
     """
     while True:
         order = list(range(len(examples)))
@@ -121,13 +121,13 @@ def batches(examples, batch_size, rng):
 
 
 def loss_of(model, batch, num_tokens, device):
-    """Cross-entropy summed over the labelled tokens, divided by num_tokens.
+    """Returns the cross-entropy summed over the labeled tokens, divided by num_tokens.
 
     In training, num_tokens is the average over batches, not this batch's count. Dividing by the
     batch's own count would give tokens in batches of short replies more weight, and the model would
     write short replies more often than its training data does.
     """
-    # The padding is on the right, where causal attention hides it from all real tokens: no mask.
+    # No mask is needed: padding is on the right, where causal attention hides it from all tokens.
     ids = pad_sequence([torch.tensor(ids) for ids, _ in batch], True).to(device)    # (N, T)
     labels = pad_sequence([torch.tensor(labels) for _, labels in batch], True, -100).to(device)
     logits = model(ids)[:, :-1].float()                                             # (N, T-1, V)
@@ -141,10 +141,10 @@ def num_labels(examples):
 
 
 def optimize(model, next_loss, *, steps, learning_rate, warmup_steps, progress=None):
-    """Take `steps` AdamW steps, each on the loss that next_loss() returns.
+    """Takes `steps` AdamW steps, each on the loss that next_loss() returns.
 
     The learning rate rises linearly over warmup_steps, and follows a cosine down to 1% of its peak.
-    Every 100 steps and at the end it prints the mean loss since it last did, and progress().
+    Every 100 steps and at the end, prints the mean loss since the last time, and progress().
     """
     def factor(step):
         warmup = min(1, (step + 1) / warmup_steps) if warmup_steps else 1
@@ -172,20 +172,20 @@ def optimize(model, next_loss, *, steps, learning_rate, warmup_steps, progress=N
 def parse_args(argv=None):
     parser = Parser(prog="python -m model.train_sft", description=__doc__)
     flag = parser.add_argument
-    flag("--data", type=Path, required=True, help="jsonl of chats, or of prompts and answers")
-    flag("--save", type=Path, required=True, help="the folder to save the weights in")
+    flag("--data", type=Path, required=True, help="jsonl file of chats, or of prompts and answers")
+    flag("--save", type=Path, required=True, help="folder to save the weights to")
     start = parser.add_mutually_exclusive_group(required=True).add_argument
-    start("--init", type=Path, help="weights to start from, with their tokenizer")
+    start("--init", type=Path, help="folder of the initial weights and their tokenizer")
     start("--tokenizer", type=Path,
-          help="the tokenizer for a new model; python -m lab.tasks.tokenizer makes one")
-    flag("--learning_rate", type=number(float, 0, 1, above=True), default=3e-3, help="its peak")
-    flag("--warmup_steps", type=COUNT_OR_0, default=100, help="until then it rises")
-    flag("--heldout", type=COUNT_OR_0, default=200,
-         help="chats at the end of the file that only measure the loss, at most a tenth of it")
-    flag("--seed", type=COUNT_OR_0, default=0, help="of a new model, and of the order of chats")
-    flag("--hidden_size", type=number(int, 64, 2**14), default=128, help="of a new model")
-    flag("--num_hidden_layers", type=number(int, 1, 1000), default=4, help="of a new model")
-    flag("--steps", type=COUNT, default=3000, help="of AdamW")
+          help="tokenizer for a new model; python -m lab.tasks.tokenizer makes one")
+    flag("--learning_rate", type=number(float, 0, 1, above=True), default=3e-3, help="peak value")
+    flag("--warmup_steps", type=COUNT_OR_0, default=100, help="steps to reach that learning rate")
+    flag("--heldout", type=COUNT_OR_0, default=200, help="held-out chats: the last ones of the "
+         "file, at most a tenth, which only measure the loss")
+    flag("--seed", type=COUNT_OR_0, default=0, help="seed of new weights and of the order of chats")
+    flag("--hidden_size", type=number(int, 64, 2**14), default=128, help="for a new model")
+    flag("--num_hidden_layers", type=number(int, 1, 1000), default=4, help="for a new model")
+    flag("--steps", type=COUNT, default=3000, help="number of AdamW steps")
     flag("--batch_size", type=COUNT, default=32, help="chats per step")
     args = parser.parse_args(argv)
     if args.hidden_size % 64:
@@ -215,7 +215,7 @@ def main(argv=None):
     examples = encode(chats, tokenizer)
     count = min(args.heldout, len(examples) // 10)
     examples, heldout = examples[:len(examples) - count], examples[len(examples) - count:]
-    print(f"{len(examples)} chats to learn from, and {count} held out", flush=True)
+    print(f"{len(examples)} chats to train on, and {count} held out", flush=True)
 
     @torch.no_grad()
     def progress():

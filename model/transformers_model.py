@@ -1,8 +1,8 @@
-"""Any causal model of transformers, where model/model.py does not build the architecture.
+"""Runs any causal model of transformers whose architecture model/model.py does not build.
 
-transformers' own class runs it, and no code that comes with the weights. Not every class there
-keeps the rows of a batch apart: some ignore padding, some keep a state whose rows can't be chosen.
-So each model is tried as it is loaded, and may be refused.
+transformers' own class runs it; code that comes with the weights never does. Some of its classes
+don't keep the rows of a batch apart: they ignore padding, or keep a state whose rows can't be
+selected. So each model is tested when it is loaded, and may be refused.
 """
 import inspect
 from functools import partial
@@ -24,28 +24,28 @@ class Cache:
 
     def select(self, rows):
         """Keeps these sequences, in this order: numbers of rows, or True for each that stays."""
-        # Not its batch_select_indices, which fails where layers have a recurrent state.
+        # batch_select_indices would fail for layers with a recurrent state.
         self.past.reorder_cache(rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows)
 
 
 class AnyModel(nn.Module):
-    """A policy that is a model of transformers, because model/model.py lacks something for it."""
+    """A policy that transformers runs, because model/model.py lacks something that it needs."""
     new_cache = Cache
 
     def __init__(self, model, lacking):
         super().__init__()
         self.model, self.lm_head = model, model.get_output_embeddings()
         self.config, self.generation_config = model.config.get_text_config(), {}
-        self.peft = None        # the model of PEFT around it, if it carries adapters
+        self.peft = None        # the PEFT model around it, if it has adapters
         self.run_by = (f"transformers' {type(model).__name__}, because of {lacking}: "
                        "without model/fast")
         self.known = set(inspect.signature(model.forward).parameters)
         for name in ("state_dict", "load_state_dict", "named_modules", "set_submodule"):
-            setattr(self, name, getattr(model, name))   # so all names are those of transformers
+            setattr(self, name, getattr(model, name))   # so that all names are transformers'
         model.gradient_checkpointing = False        # a run's flag
 
     def forward(self, input_ids, attention_mask=None, *, logits_to_keep=0, cache=None):
-        """Logits (N, T, V), as those of MiniMindForCausalLM."""
+        """Returns logits (N, T, V), as MiniMindForCausalLM does."""
         T, past, theirs = input_ids.shape[1], 0, None
         if cache is not None:
             past, theirs = cache.length, cache.past
@@ -54,8 +54,8 @@ class AnyModel(nn.Module):
         positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
         options = {"position_ids": positions, "logits_to_keep": logits_to_keep}
         from transformers.modeling_layers import GradientCheckpointingLayer
-        # A layer recomputes its activations in training mode only. The modules in it stay in
-        # evaluation mode: dropout would make another network of each pass.
+        # A layer only recomputes its activations in training mode. The modules in it stay in
+        # evaluation mode, because dropout would make each pass a different network.
         recompute = self.model.gradient_checkpointing and torch.is_grad_enabled()
         for layer in self.model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
@@ -71,24 +71,24 @@ class AnyModel(nn.Module):
 
 
 def load(path, config, lacking, *, dtype=None, matrix_dtype=None, device=None):
-    """The model in a folder, with the options of read.load_pretrained; UserError if refused.
+    """Loads the model in a folder, with the options of load_pretrained; UserError if refused.
 
     config: load.read_hub_config(path); lacking: load.unbuilt(config).
     """
-    # Imported here, as it takes longer than all that a run of our own network imports.
+    # Imported here, because it takes longer than all other imports of a run.
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
     logging.disable_progress_bar()
-    with explained(path, "transformers can't run it as a policy", "choose other weights"):
+    with explained(path, "transformers cannot run it as a policy", "choose other weights"):
         theirs, info = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype or "auto", trust_remote_code=False,
             local_files_only=True, output_loading_info=True)
         missing = sorted(info["missing_keys"])
         if missing:
             raise ValueError(f"{missing[0]} is missing, one of {len(missing)} such tensors")
-        theirs.generation_config = GenerationConfig()   # it won't save one that it finds odd
+        theirs.generation_config = GenerationConfig()   # it refuses to save some that it loads
         head = theirs.get_output_embeddings()
-        if head.weight is not theirs.get_input_embeddings().weight:     # whatever its config says
+        if head.weight is not theirs.get_input_embeddings().weight:     # its config may be wrong
             theirs.config.tie_word_embeddings = False
         model = wrapped(theirs.to(device), lacking)
     if matrix_dtype:
@@ -99,7 +99,7 @@ def load(path, config, lacking, *, dtype=None, matrix_dtype=None, device=None):
 
 
 def wrapped(theirs, lacking):
-    """The model as an AnyModel, which has been tried; ValueError if it does not keep rows apart."""
+    """Returns the model as a tested AnyModel; ValueError if it does not keep rows apart."""
     head = theirs.get_output_embeddings()
     if type(head) is nn.Linear:
         head.__class__ = Head                       # computes in float32 under autocast
@@ -110,12 +110,12 @@ def wrapped(theirs, lacking):
 
 @torch.no_grad()
 def check_rows(model):
-    """ValueError unless the rows of a padded batch get the logits that each of them gets alone.
+    """Raises a ValueError unless rows of a padded batch get the logits that each gets alone.
 
-    Read at once, as in learning, and in parts with a cache whose rows are chosen, as in sampling.
+    The batch is read at once, as in training, and in parts with a cache, as in sampling.
     """
     vocab_size, device = model.config.vocab_size, model.lm_head.weight.device
-    ids = torch.randint(min(vocab_size, 1000), (3, 13),     # the last tokens may stand for pictures
+    ids = torch.randint(min(vocab_size, 1000), (3, 13),     # the last ids may be image tokens
                         generator=torch.Generator().manual_seed(0)).to(device)
     mask = torch.ones_like(ids)
     mask[1, [0, 1, 2, 3, 12]] = 0
@@ -129,16 +129,16 @@ def check_rows(model):
     rows = torch.tensor([2, 0, 0, 1], device=device)
     cache.select(rows)
     for t in range(9, 13):
-        if t == 11:             # a row leaves
+        if t == 11:             # a row leaves the batch
             stays = torch.tensor([True, True, False, True], device=device)
             cache.select(stays)
             rows = rows[stays]
         in_parts[rows, t] = model(ids[rows, t, None], mask[rows, :t + 1], cache=cache)[:, 0]
     error = torch.maximum((at_once[real] - alone).abs().max(), (in_parts[real] - alone).abs().max())
-    # Rounding leaves at least half of the digits, of which TF32 has 10.
+    # Rounding leaves at least half of the binary digits, of which TF32 has 10.
     digits, scale = torch.finfo(error.dtype).eps, alone.abs().max()
     if torch.get_float32_matmul_precision() != "highest":
         digits = max(digits, 2**-10)
     if not error <= digits**0.5 * scale:
         raise ValueError(f"rows of a padded batch get logits that differ by {error:.2g} from those "
-                         f"that each gets alone, which are up to {scale:.2g}")
+                         f"that each row gets alone, which are up to {scale:.2g}")

@@ -1,9 +1,9 @@
-"""vLLM in place of the sampler, --sampler vllm. docs/requirements-vllm.txt says what to install.
+"""Samples with vLLM: --sampler vllm. docs/requirements-vllm.txt says what to install.
 
-Each rank has an engine, made in its own process at the first call. The optimizer tells it when
-weights have changed, and the next call hands all of them over; of a policy with adapters only
-these, since bfloat16 would round small updates of a merged matrix away. Tensors would not tell:
-AdamW's fused step leaves a tensor's version as it was.
+Each rank has an engine, made in its own process at the first call. After the optimizer has changed
+the weights, the next call passes all of them to the engine. For a policy with adapters, it only
+passes these, since bfloat16 would round small updates of a merged matrix away. The optimizer has to
+tell, because AdamW's fused step does not increase a tensor's version.
 """
 import os
 import tempfile
@@ -19,27 +19,28 @@ from errors import UserError, reason
 from .lora import adapters, base_state, merged_state
 from .save import hub_config, save_adapter, write_json
 
-RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512    # of adapters, that vLLM takes
+RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512    # ranks of adapters that vLLM supports
 
 
 class Engine:
-    """`sample` of model/sampler.py, but greedy log-probs are those at temperature 1. UserError if
-    vLLM is missing or can't start. On a GPU it sleeps, which frees its memory, from the phase after
-    the rollout until it samples again.
+    """Does what `sample` of model/sampler.py does, but greedy log-probs are those at temperature 1.
+
+    UserError if vLLM is missing or can't start. On a GPU it sleeps, which frees its memory, from
+    the phase after the rollout until it samples again.
     """
 
     def __init__(self, world, args):
         self.world, self.args, self.llm = world, args, None
         self.may_sleep = world.device.type == "cuda"
         self.is_asleep, self.is_outdated = False, True
-        self.has_base, self.adapter = False, None       # of a policy with adapters
+        self.has_base, self.adapter = False, None       # for a policy with adapters
 
     def outdate(self, *_):
-        """The policy's weights have changed: a hook of the optimizer, after its step."""
+        """A hook that the optimizer calls after its step: the policy's weights have changed."""
         self.is_outdated = True
 
     def sleep(self, phase):
-        """What comes after sampling needs the room."""
+        """Frees the engine's memory for the phases after sampling."""
         samples = phase in (None, "rollout", "eval", "checkpoint")
         if self.may_sleep and self.llm is not None and not self.is_asleep and not samples:
             self.llm.sleep(level=2)             # frees weights and cache
@@ -57,17 +58,17 @@ class Engine:
     def _start(self, model):
         world, args, lora = self.world, self.args, {}
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                       "VLLM_NO_USAGE_STATS": "1"}              # it would tell its makers
+                       "VLLM_NO_USAGE_STATS": "1"}              # else vLLM sends usage data
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")    # GiB
         if adapters(model):
             rank = next((rank for rank in RANKS if rank >= args.lora_rank), args.lora_rank)
             lora = {"enable_lora": True, "max_lora_rank": rank}
-        # By itself it would open a store of its own. Under torchrun torch has one for all, and
-        # would wait for another process to serve that of vLLM.
+        # By default vLLM opens a store of its own. Under torchrun, torch would wait for another
+        # process to serve that store, so the engine uses the launcher's.
         launched = world.size > 1 or dist.is_torchelastic_launched()
         if world.rank == 0:
-            print("vLLM starts, which may take a minute", flush=True)
+            print("starting vLLM, which may take a minute", flush=True)
         try:
             with tempfile.TemporaryDirectory() as folder:
                 from vllm import LLM, SamplingParams
@@ -81,27 +82,27 @@ class Engine:
                     logprobs_mode="processed_logprobs",
                     distributed_executor_backend="external_launcher" if launched else "uni")
                 world.cleanup.callback(self.llm.llm_engine.engine_core.shutdown)
-                # Some models it builds, and says at the first token that it can't run them.
+                # For some models, vLLM only fails at the first token.
                 self._generate([[0]], [SamplingParams(max_tokens=1, detokenize=False)])
-        except Exception as error:      # many classes, of vLLM and of what it imports
-            raise UserError(f"--sampler vllm: it could not start with {args.model_path} "
+        except Exception as error:      # vLLM and its imports raise many classes
+            raise UserError(f"--sampler vllm: vLLM could not start with {args.model_path} "
                             f"({reason(error)}); see docs/requirements-vllm.txt") from error
 
     def _hand_over(self, model):
         if self.is_asleep:
-            # What learning took at its peak is free, but torch keeps it for itself.
+            # torch keeps the memory that the update needed, although it is free now.
             torch.cuda.empty_cache()
             self.llm.wake_up()
         if not self.has_base:
-            # With the head's own name where it is the embedding, which a checkpoint would leave
-            # out: a CPU's product reads a packed copy of the head, and else that would stay.
+            # The state includes a tied head, which a checkpoint would leave out, because on a CPU
+            # vLLM multiplies by a packed copy of the head, which has to be renewed.
             state = base_state(model) if adapters(model) else merged_state(model)
             self.llm.collective_rpc(
                 "reload_weights", kwargs={"weights_iterator": list(state.items())})
         if adapters(model):
             self.has_base = True
             self._hand_over_adapter(model)
-        self.llm.reset_prefix_cache()       # it was computed with other weights
+        self.llm.reset_prefix_cache()       # it was computed with the old weights
         self.is_asleep, self.is_outdated = False, False
 
     def _hand_over_adapter(self, model):
@@ -113,7 +114,7 @@ class Engine:
             self.llm.llm_engine.add_lora(self.adapter)
 
     def _generate(self, prompts, options):
-        """The answers of each prompt, a list of ids: what vLLM returns."""
+        """Returns what vLLM does: the completions of each prompt, which is a list of ids."""
         return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], options,
                                  use_tqdm=False, lora_request=self.adapter)
 
@@ -122,7 +123,7 @@ class Engine:
         eos_ids = prompt_ids.new_tensor(eos_token_id).flatten().tolist()
         prompts = [ids[mask.bool()].tolist() for ids, mask in zip(prompt_ids, prompt_mask)]
         def write(prompts, n, rooms, stops):
-            """n answers of each prompt as (ids, log-probs), of at most `rooms` tokens."""
+            """Returns n completions per prompt as (ids, log-probs), of at most `rooms` tokens."""
             seeds = torch.randint(2**31, (len(prompts),), generator=generator,
                                   device=prompt_ids.device)
             options = [self.SamplingParams(
@@ -145,9 +146,9 @@ class Engine:
 
 @contextmanager
 def as_before(device):
-    """vLLM leaves torch one thread, a set_num_threads that does nothing, and its own precision.
+    """Restores what vLLM changes in torch: the number of threads, set_num_threads, the precision.
 
-    Its weights are cast already, so autocast is off.
+    Autocast is off within, because vLLM's weights are already cast.
     """
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     precision = torch.get_float32_matmul_precision()
@@ -168,10 +169,10 @@ def in_rounds(write, prompts, max_new_tokens, eos_ids, tool, like):
     """Completions with a tool, a row for each prompt: (ids, log-probs, which tokens were drawn).
 
     A round: vLLM writes each row up to the token that asks, the tool answers all rows that asked,
-    and its words are appended as ids. The next round goes on from there.
+    and its words are appended as ids. The next round continues from there.
     """
     rows, going = [([], [], []) for _ in prompts], list(range(len(prompts)))
-    ahead = [[] for _ in prompts]       # of each row what vLLM has written: (token, log-prob)
+    ahead = [[] for _ in prompts]       # per row, what vLLM has already written: (token, log-prob)
     tool.begin(len(rows))
     while going:
         if not any(ahead[place] or tool.waits(place) for place in going):
@@ -180,7 +181,7 @@ def in_rounds(write, prompts, max_new_tokens, eos_ids, tool, like):
                             [eos_ids + tool.stops(place) for place in going])
             for place, (tokens, logps) in zip(going, written):
                 ahead[place] = list(zip(tokens, logps))
-        # The last tokens of all rows are taken together, so all that ask are answered at once.
+        # The last tokens of all rows are taken together, so the tool answers all rows at once.
         ready = [place for place in going if len(ahead[place]) > 1 or tool.waits(place)] or going
         tokens, logps = zip(*[(0, 0.0) if tool.waits(place) else ahead[place].pop(0)
                               for place in ready])

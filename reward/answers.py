@@ -1,12 +1,12 @@
-"""What a text answers: one grammar for gold answers and replies, boxed, tagged or bare.
+"""Finds and compares answers: one grammar for gold answers and completions, boxed, tagged or bare.
 
     extract_answer(reply)       the text of its answer, "" if there is none
-    read(text)                  what that says: a number and its unit, or words
-    same_answer(given, gold)    True, False, or two expressions that mathematics has to compare
+    read(text)                  what the text says: a number and its unit, or words
+    same_answer(given, gold)    True, False, or two expressions that math-verify has to compare
 
-A number is a numeral, exact, in any spelling: `1,234`, `.5`, `\\frac12`, `2 2/3`, `1e6`, `50%`.
-What has to be computed is none: `2^5`, `3-5`, `84/2`. Only a number meets a gold answer that is
-one, else repeating the question would be a right answer.
+A number is an exact numeral in any spelling: `1,234`, `.5`, `\\frac12`, `2 2/3`, `1e6`, `50%`.
+A text that has to be computed, such as `2^5`, `3-5` or `84/2`, is not a number. If the gold answer
+is a number, only a number can equal it; otherwise repeating the question would be a right answer.
 """
 import functools
 import re
@@ -17,13 +17,13 @@ from errors import UserError
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 IN_BRACES = r"[^{}]*"
-for _ in range(8):      # braces in braces, but no box in a box
+for _ in range(8):      # nested braces, but no box inside a box
     IN_BRACES = rf"(?:(?!\\f?box)[^{{}}]|\{{{IN_BRACES}\}})*+"
 BOX = re.compile(rf"\\f?box(?:ed)?\s*\{{({IN_BRACES})\}}|\\boxed\s*([^\s{{}}$]*[^\s{{}}$.,])")
-BESIDE = re.compile(r"(?:[\s$,;&]|\\q?quad|\\[()]|\\text\{\s*and\s*\}|and)*")     # two boxes
-LONGEST = 4000          # characters of an answer: a longer one is only compared as text
+BESIDE = re.compile(r"(?:[\s$,;&]|\\q?quad|\\[()]|\\text\{\s*and\s*\}|and)*")     # between boxes
+LONGEST = 4000          # characters of an answer; longer ones are only compared as text
 
-# What is read as a number, in one line.
+# What counts as a number, after in_one_line.
 FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 TIMES_10 = re.compile(r"(?<=[\d.])\s*(?:\\times|\\cdot|[×·x*])\s*10\s*\^\s*(\{)?([-+]?\d+)(?(1)\})")
 DIGITS = r"(?: \d{1,3} (?:,\d{3})+ (?!\d) | \d{1,3} (?:\ \d{3})+ (?!\d) | \d+ )"
@@ -32,7 +32,7 @@ MONEY = r"(?: \\?\$ | [€£¥₹] )"
 NUMERAL = rf"""(?: (?P<money> {MONEY}) \s* )? (?P<sign> [-+]\s?)? (?P<money2> {MONEY} )?
     (?: (?: (?P<whole> \d+) \s+ )? (?P<over> -?{DECIMAL}) \s? / \s? (?P<under> {DECIMAL})
       | (?P<decimal> {DECIMAL}) (?: [eE] (?P<exponent> [-+]?\d{{1,3}}) )? )"""
-# A unit has a blank or \text{} before it, or is a sign, or can't be a product of variables.
+# A unit follows a blank or is in \text{}, or is a sign, or can't be a product of variables.
 SIGN = rf"\\?% | {MONEY} | (?: \^?\s*\{{?\\circ\}}? | ° ) \s*[CF]?"
 CHINESE = r"""(?:平方|立方)?(?:厘米|毫米|千米|公里|米) | 千克 | 公斤 | 毫升 | 小时 | 分钟
     | [元角个名人只头岁天年月日周本张块件支枝条位次度页棵颗箱袋瓶辆艘座户组双套份克斤吨升秒]"""
@@ -45,10 +45,10 @@ UNIT = rf"""(?P<unit> \s* (?: {SIGN} | {CHINESE} )
       (?: \^\{{?-?\d\}}? )? )"""
 NUMBER = re.compile(rf"{NUMERAL} {UNIT}?", re.VERBOSE)
 
-# Where a number stands in a bare reply.
+# A number within a bare reply.
 IN_A_TEXT = re.compile(
     rf"(?<![\d.,]) (?![-+]\s) {NUMERAL} (?: \s? (?:{SIGN}|[元个]) )?", re.VERBOSE)
-# It is a part of something if one of these stands before it or after it. Chinese has no blanks.
+# A number is part of something larger if one of these is next to it. Chinese has no blanks.
 NOT_AFTER = re.compile(r"""(?: [^\W\u3400-\u9fff] | [)\]}] | [\w\\][(\[]        # x2, )2, f(2
     | [-_^/*+×÷·<>≤≥≠±|] [\ {]* | \\(?!text|math)[a-zA-Z]+ [\ {]*           # 5 - 2, \\sqrt{2
     | \d \s* (?: [,;:x] | \b(?:or|and|to)\b ) \s* | \b not \s* | 第 | 分之     # 1, 2
@@ -60,12 +60,12 @@ NOT_BEFORE = re.compile(r"""[^\W\u3400-\u9fff] | [(\[] | [万亿千百十] | 分
 TEXT = re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}")
 GROUP = re.compile(rf"^(?:\\(?:text|math|bold)[a-z]*\s*)?\{{({IN_BRACES})\}}$")
 CHOICE = re.compile(r"^\(?([A-Z])\)?$")
-# Compared letter by letter: words, dates and versions, times. Those are no arithmetic.
+# Words, dates, versions and times are compared letter by letter, because they are not arithmetic.
 WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*|\d+(?:[-/.]\d+){2,}|\d+(?::\d+)+")
 
 
 def extract_answer(reply):
-    """The first of these that exists, else "":
+    """Returns the first of these that exists, or "" if none does:
 
     - the last answer block after the thinking, or the last box in it if it has one;
     - the last box after the thinking: \\boxed{...}, \\fbox{...} or \\boxed 2;
@@ -82,20 +82,20 @@ def extract_answer(reply):
 
 
 def answer_block(reply):
-    """The text of the last answer block after the thinking, or None. Inside, it is a thought."""
+    """Returns the text of the last answer block after the thinking, or None."""
     closed = after_thinking(reply).split("</answer>")[:-1]
     blocks = [part.partition("<answer>")[2] for part in closed if "<answer>" in part]
     return blocks[-1].strip() if blocks else None
 
 
 def after_thinking(reply):
-    """What follows the thinking: all of a reply without any, "" if the thinking never ends."""
+    """Returns what follows the thinking: everything without any, "" if the thinking never ends."""
     thought, end, rest = reply.rpartition("</think>")
     return rest if end or "<think>" not in rest else ""
 
 
 def boxed(text, default=None):
-    """What is in the last complete box, or the default. Boxes side by side are one list."""
+    """Returns what is in the last complete box, or the default. Adjacent boxes form one list."""
     found, end = [], 0
     for box in BOX.finditer(text):
         if not BESIDE.fullmatch(text, end, box.start()):
@@ -106,7 +106,7 @@ def boxed(text, default=None):
 
 
 def last_number(text):
-    """The last number, as it stands there; "" if it may be a part: better no point than a wrong."""
+    """Returns the last number as it is written; "" if it may be part of something larger."""
     text = in_one_line(plain(text))
     numbers = [*IN_A_TEXT.finditer(text)]
     if not numbers:
@@ -119,9 +119,9 @@ def last_number(text):
     return found[0]
 
 
-@functools.lru_cache(4096)      # gold answers come once for each completion, and again
+@functools.lru_cache(4096)      # the same gold answer comes once for each completion
 def read(text):
-    """(number, unit, words): an exact Fraction or None, its unit or "", the text in short."""
+    """Returns (number, unit, words): an exact Fraction or None, a unit or "", the bare text."""
     if len(text) > LONGEST:
         return None, "", text.strip()
     text = unwrapped(plain(text))
@@ -132,9 +132,9 @@ def read(text):
 
 
 def plain(text):
-    """The text with ASCII digits, signs and blanks, and without marks of LaTeX and Markdown."""
+    """Returns the text with ASCII digits, signs and blanks, without marks of LaTeX and Markdown."""
     text = re.sub("([⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+)", r"^{\1}", text)
-    text = re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])", " ", text)            # 2½, which NFKC makes 21/2
+    text = re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])", " ", text)            # NFKC would turn 2½ into 21/2
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")
     text = re.sub("[\u2010-\u2015\u2212]", "-", text)
     text = re.sub(r"(?<!\\)\\[()\[\]]|\\!\s*", "", text)
@@ -144,14 +144,14 @@ def plain(text):
 
 
 def in_one_line(text):
-    """\\frac{1}{2} as 1/2, 2\\frac12 as 2 1/2, 1 \\times 10^6 as 1e6."""
+    """Writes \\frac{1}{2} as 1/2, 2\\frac12 as 2 1/2, 1 \\times 10^6 as 1e6."""
     text = re.sub(r"(?<=\d)(?=\\[dtc]?frac)", " ", text)
     text = FRACTION.sub(r"\1\2/\3\4 ", text)
     return TIMES_10.sub(r"e\2", text).strip()
 
 
 def unwrapped(text):
-    """Without what changes nothing around a value: blanks, a stop, `x =`, \\text{}, braces."""
+    """Removes what doesn't change a value: blanks, a final period, `x =`, \\text{}, braces."""
     before = None
     while text != before:
         before, text = text, text.strip("` \n\t")
@@ -162,7 +162,7 @@ def unwrapped(text):
 
 
 def value_of(found):
-    """The number of a NUMBER, or None. A fraction that is whole is none: it may be the question."""
+    """Returns the value of a NUMBER. None for `84/2`, which is whole: it may be the question."""
     over, under, value, exponent = (
         Fraction(re.sub(r"[, ]", "", found[name] or "0"))
         for name in ("over", "under", "decimal", "exponent"))
@@ -182,17 +182,17 @@ def unit_of(found):
 
 
 def gold_text(gold):
-    """What a gold answer says: GSM8K's follows ####, MATH's is boxed in a worked solution."""
+    """Returns the bare gold answer: GSM8K's follows ####, MATH's is boxed in a worked solution."""
     _, hashes, text = str(gold).rpartition("####")
     text = text.strip().partition("\n")[0] if hashes else text
     text = boxed(text, text)
     if not text.strip():
-        raise UserError("the column answer is empty; give the gold answer, or leave the field out")
+        raise UserError("the column answer is empty; add the gold answer, or leave the field out")
     return text
 
 
 def kind_of(gold):
-    """number, words or expression: what a gold answer, or the first of a list, is compared as."""
+    """Returns how a gold answer (or the first of a list) is compared: number, words, expression."""
     number, _, words = read(gold_text(gold[0] if isinstance(gold, list) else gold))
     if number is not None:
         return "number"
@@ -200,7 +200,7 @@ def kind_of(gold):
 
 
 def same_answer(given, gold):
-    """Whether two answers are the same: True, False, or both expressions, to be compared."""
+    """Whether two answers are the same: True, False, or both as expressions for math-verify."""
     number, unit, words = read(gold_text(gold))
     given_number, given_unit, given_words = read(given)
     if number is not None:
@@ -208,9 +208,9 @@ def same_answer(given, gold):
     if words == given_words or not given_words or kind_of(gold) == "words":
         return words == given_words
     sides = [words, given_words]
-    pair, other = sorted(sides)     # "(" comes first
+    pair, other = sorted(sides)     # "(" sorts first
     if pair[:1] == "(" and other[:1] == "\\" and other.endswith("\\}"):
-        return False                # to math-verify the pair (1, 2) is the set {1, 2}
+        return False                # math-verify equates the pair (1, 2) with the set {1, 2}
     if pair[:1] == "(" and "," in other and other[0] not in "([\\":
-        sides[sides.index(other)] = f"({other})"        # and (3, 1) is the list 1, 3, without order
+        sides[sides.index(other)] = f"({other})"        # and ignores the order of the list 1, 3
     return tuple(sides)

@@ -1,11 +1,11 @@
-"""Foreign mathematics, in a child process that ends itself.
+"""Runs scorers of other packages in a child process that ends itself when one takes too long.
 
-math-verify and the judges of reasoning-gym compute what a reply says, such as 9^{9^{9}}. Python
-then keeps its lock for ever, and neither a thread nor an alarm ends that. So they run in a child:
-this file, started as a program, where faulthandler has a timer in C that needs no lock. The child
-reads a question a line, as JSON, and writes an answer a line:
+math-verify and the scorers of reasoning-gym compute what a completion says, such as 9^{9^{9}}.
+Python then never releases its lock, so neither a thread nor an alarm can stop it. They therefore
+run in a child process: this file, started as a program, in which faulthandler has a timer in C that
+needs no lock. The child reads one question per line, as JSON, and writes one answer per line:
 
-    [seconds, package, *what it is about]  ->  a number, true or false, or "missing"
+    [seconds, package, *arguments]  ->  a number, true or false, or "missing"
 """
 import faulthandler
 import functools
@@ -18,23 +18,23 @@ import subprocess
 import sys
 from contextlib import suppress
 
-SECONDS = 2             # that an answer may take; imports are not counted
-MOST_LATE = 8           # late answers in a step; its other questions are not asked
-AT_ONCE = 16            # questions in the pipe, since to wait for each costs milliseconds
-LONGEST = 2000          # characters of a question that is asked at all
-MEMORY = 4 * 2**30      # bytes of addresses
+SECONDS = 2             # time limit for an answer, without imports
+MOST_LATE = 8           # late answers per step; after these no more questions are asked
+AT_ONCE = 16            # questions in the pipe, since waiting for each one costs milliseconds
+LONGEST = 2000          # maximum characters of a question; longer ones are not asked
+MEMORY = 4 * 2**30      # limit on the child's address space, in bytes
 RELATION = re.compile(r"[<>≤≥]|\\[lg](?:e|t|eq)q?\b")
 
 
 class Child:
-    """Asks a child process, and starts another when it has ended. Each step sets late to 0."""
+    """Asks a child process, and starts a new one if it has ended. Each step resets `late` to 0."""
 
     def __init__(self):
         self.process, self.late, self.unanswered = None, 0, 0     # numbers of questions
-        self.given_up = self.cut_short = False      # after a signal; whether it left questions
+        self.given_up = self.cut_short = False      # by a signal; whether questions were left then
 
     def ask(self, questions):
-        """An answer to each question: 0 if it is late, None after MOST_LATE late ones in a step."""
+        """Returns the answers: 0 for a late one, None for all after MOST_LATE late ones."""
         answers = []
         while len(answers) < len(questions) and self.late < MOST_LATE and not self.given_up:
             answers += self.answers_to(questions[len(answers):len(answers) + AT_ONCE])
@@ -44,14 +44,14 @@ class Child:
         return answers + [None] * left
 
     def answers_to(self, questions):
-        """The answers until the child ends; the question at which it does so is late."""
+        """Returns the answers until the child ends; the question that ended it is late."""
         process = self.process
-        if process is None or process.poll() is not None:       # or it has ended since
+        if process is None or process.poll() is not None:
             process = self.process = subprocess.Popen(
                 [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL, text=True,
-                start_new_session=True)         # Ctrl-C in a terminal is for the run, not for it
-        with suppress(OSError):                 # it has ended, as the answers will show
+                start_new_session=True)         # so Ctrl-C in a terminal does not reach the child
+        with suppress(OSError):                 # if the child has ended, answers will be missing
             process.stdin.write("".join(json.dumps([SECONDS, *one]) + "\n" for one in questions))
             process.stdin.flush()
         lines = [process.stdout.readline() for _ in questions]
@@ -69,7 +69,7 @@ class Child:
         return answers
 
     def give_up(self):
-        """A signal wants the run to stop: what is being asked, and all after it, stays open."""
+        """Leaves the current question and all later ones open, as a signal has stopped the run."""
         self.given_up = True
         self.end()
 
@@ -80,18 +80,18 @@ class Child:
             self.process = None
 
 
-CHILD = Child()         # of this process: its late answers are those of all functions
+CHILD = Child()         # one per process: all reward functions share it and its late answers
 
 
 def math_verify(gold, given):
-    """Whether two expressions in LaTeX are equal, or the second is the interval of the first."""
+    """Whether two LaTeX expressions are equal, or the second is the interval of the first."""
     from math_verify import parse, verify
     one, other = (parse(f"${text}$", parsing_timeout=None) for text in (gold, given))
     if not verify(one, other, timeout_seconds=None):
         return False
-    with suppress(Exception):           # unless both are numbers
+    with suppress(Exception):           # raised unless both are numbers
         x, y = one[0].evalf(), other[0].evalf()
-        if abs(x - y) > 1e-4 * abs(y):      # 1/2004! and 1/2006! both count as 0 there
+        if abs(x - y) > 1e-4 * abs(y):      # math-verify takes both 1/2004! and 1/2006! for 0
             return False
     return bool(RELATION.search(gold) or verify(other, one, timeout_seconds=None))
 
@@ -108,22 +108,22 @@ def reasoning_gym(answer, gold, task):
 
 def main():
     judges = {"math_verify": math_verify, "reasoning_gym": reasoning_gym}
-    sys.path.pop(0)             # this folder, whose modules would hide others of their names
+    sys.path.pop(0)             # this folder's modules would hide others of the same name
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)               # what a package prints must not stand between them
-    logging.disable()           # math-verify warns of having no limit of its own
+    os.dup2(2, 1)               # what a package prints must not get between the answers
+    logging.disable()           # math-verify warns that it has no time limit of its own
     with suppress(ImportError, ValueError, OSError):        # Windows has no such limit
         import resource
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    for line in sys.stdin:      # its end is the end of this process
+    for line in sys.stdin:      # when it ends, this process ends
         seconds, package, *about = json.loads(line)
         try:
-            importlib.import_module(package)        # before the clock runs
+            importlib.import_module(package)        # before the timer starts
             faulthandler.dump_traceback_later(seconds, exit=True)
             answer = judges[package](*about)
         except ImportError:
             answer = "missing"
-        except Exception:       # MemoryError and RecursionError, too
+        except Exception:       # including MemoryError and RecursionError
             answer = 0
         faulthandler.cancel_dump_traceback_later()
         print(json.dumps(answer), file=answers, flush=True)

@@ -1,25 +1,25 @@
-"""Rewards by rule: one function each, with TRL's signature.
+"""Rule-based reward functions, with TRL's signature:
 
     f(prompts: list[str], completions: list[str], **columns) -> list[float | None]
 
 `columns` holds the dataset's other fields (`answer`, ...), `messages` (the chat before each
-completion), `completion_ids`, and `own_words` and `own_ids`, both without a tool's. Rules read
-these: nobody is paid for a tool's words. A rule has no options: a column of that name would set
-them.
-None: the reward does not apply. If the chat template opens `<think>`, completions begin with it.
+completion), `completion_ids`, and `own_words` and `own_ids`, which leave out a tool's words. Rules
+score `own_words`, because the policy should not be rewarded for a tool's words. They have no
+options, since a column of the same name would set them. None means that the reward does not apply.
+If the chat template opens `<think>`, completions begin with it.
 """
 from .answers import TAGS, extract_answer, gold_text, read, same_answer
 from .child import CHILD, LONGEST
 
-NGRAM = 4               # tokens; of repetition_reward
+NGRAM = 4               # tokens per n-gram, in repetition_reward
 
 
 def accuracy_reward(prompts, completions, answer=None, own_words=None, **columns):
-    """1 if the reply's answer, or all of it, equals the gold answer in the column `answer`, else 0.
+    """1 if the answer in a completion equals the gold answer in the column `answer`, else 0.
 
-    Any of a list of gold answers is right. reward/answers.py says what is equal, and leaves
-    expressions to math-verify (reward/child.py). None if there is no gold answer, or if
-    math-verify was late too often in this step to be asked.
+    The whole completion may also be the answer, and `answer` may be a list of right answers.
+    reward/answers.py compares them, and leaves expressions to math-verify (reward/child.py). None
+    without a gold answer, and after math-verify was late too often in this step.
     """
     rewards, questions, rows = [], [], []
     for reply, gold in zip(own_words or completions, answer or [None] * len(completions)):
@@ -35,7 +35,7 @@ def accuracy_reward(prompts, completions, answer=None, own_words=None, **columns
 
 
 def same(reply, gold):
-    """Whether a reply is right: True, False, or two expressions to compare."""
+    """Whether a completion is right: True, False, or two expressions to compare."""
     if gold is None:
         return False
     bare = not any(tag in reply for tag in TAGS)
@@ -46,10 +46,10 @@ def same(reply, gold):
 
 
 def soft_overlong_reward(max_completion_length):
-    """A reward function: DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
+    """Returns DAPO's soft overlong punishment, a reward function (arXiv 2503.14476, equation 13).
 
-    Over the last fifth of max_completion_length it falls from 0 to -1. With a hard limit, a single
-    token too many costs everything, without warning. Here the policy feels the limit coming.
+    The reward falls linearly from 0 to -1 over the last fifth of max_completion_length, so that a
+    completion which comes close to the limit already gets a small penalty.
     """
     cache = max(1, max_completion_length // 5)
 
@@ -63,7 +63,7 @@ def soft_overlong_reward(max_completion_length):
 def repetition_reward(prompts, completions, completion_ids, own_ids=None, **columns):
     """-(1 - distinct n-grams / n-grams) of the token ids: 0 without repetition, near -1 in a loop.
 
-    Token ids rather than words, so that it works for Chinese and other text without spaces.
+    It counts token ids rather than words, so it also works for text without spaces, e.g. Chinese.
     """
     rewards = []
     for ids in own_ids or completion_ids:
@@ -73,9 +73,10 @@ def repetition_reward(prompts, completions, completion_ids, own_ids=None, **colu
 
 
 def reasoning_gym_reward(prompts, completions, answer, metadata, **columns):
-    """What the task's own judge gives the extracted answer, 0 to 1; 1 too if all of it is right.
+    """The score of the extracted answer, 0 to 1, by the task's own scorer in reasoning-gym.
 
-    All of a reply is worth nothing less: many a judge pays a share for any text with the answer.
+    It is also 1 if the whole completion scores 1. Lower scores of the whole completion don't count,
+    because many scorers give part of the score to any text that contains the answer.
     """
     rows = [row for row, gold in enumerate(answer) if gold is not None and metadata[row]]
     questions = [("reasoning_gym", text, answer[row], metadata[row]) for row in rows
@@ -87,6 +88,6 @@ def reasoning_gym_reward(prompts, completions, answer, metadata, **columns):
     return rewards
 
 
-# By the names that --reward_funcs knows.
+# The names that --reward_funcs knows.
 RULES = {"accuracy": accuracy_reward, "repetition": repetition_reward,
          "reasoning_gym": reasoning_gym_reward}

@@ -12,7 +12,7 @@ from model import MiniMindConfig
 from model.load import read_json
 
 ARCHITECTURE = "InternLM2ForRewardModel"
-# Their names -> those of the policy's backbone. The fused wqkv is also split: see internlm2_state.
+# InternLM2's tensor names -> our Decoder's. internlm2_state also splits the fused wqkv.
 RENAMED = {
     "tok_embeddings": "embed_tokens", "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm", "attention.wo": "self_attn.o_proj",
@@ -24,9 +24,9 @@ SPECIAL = {"<s>": 1, "<|im_end|>": 92542, "<|im_start|>": 92543, "<|reward|>": 9
 
 
 def internlm2_config(saved):
-    """Their config.json, parsed, as a MiniMindConfig. ValueError for what our Decoder lacks."""
+    """Turns a parsed config.json into a MiniMindConfig; ValueError for what our Decoder lacks."""
     rope, heads = saved.get("rope_scaling") or {}, saved["num_attention_heads"]
-    # Dynamic scaling changes nothing within the length that the model was trained on.
+    # Dynamic scaling has no effect within the length that the model was trained on.
     if rope.get("type", rope.get("rope_type", "dynamic")) not in ("dynamic", "default"):
         raise ValueError(f"rope scaling {rope}")
     if saved.get("bias"):
@@ -42,7 +42,7 @@ def internlm2_config(saved):
 
 
 def internlm2_state(tensors, config):
-    """Their tensors under our names.
+    """Returns InternLM2's tensors under our names.
 
     wqkv holds each group's query heads, then its key head and its value head: q q k v, q q k v, ...
     """
@@ -64,9 +64,9 @@ def internlm2_state(tensors, config):
 class InternLM2Tokenizer:
     """Encodes chats. Text goes through sentencepiece; special tokens are inserted by their ids.
 
-    So a text that spells out a special token stays text.
+    So a text that spells out a special token remains text.
     """
-    added_tokens_decoder = {}       # of a tokenizer in transformers: what a text may not spell
+    added_tokens_decoder = {}       # for RewardModel: no text has to be kept from spelling tokens
 
     def __init__(self, folder, saved):
         from sentencepiece import SentencePieceProcessor
@@ -79,7 +79,7 @@ class InternLM2Tokenizer:
                 raise ValueError(f"no id is known for {token}")
 
     def apply_chat_template(self, chats, **options):
-        """The ids of each chat, each ending in the reward token."""
+        """Returns the ids of each chat, each ending in the reward token."""
         special, encode = self.special, self.pieces.encode
 
         def ids_of(turn):

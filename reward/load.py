@@ -1,4 +1,4 @@
-"""From names to reward functions, and from several rewards to one number per completion."""
+"""Loads reward functions by name, and calls them so that their failures can't end a long run."""
 import asyncio
 import inspect
 import math
@@ -20,49 +20,50 @@ from .child import CHILD, MOST_LATE, SECONDS
 from .functions import RULES, soft_overlong_reward
 from .reward_model import load_reward_model, reward_model_reward
 
-LARGEST = 1e12      # of a reward: the squares of larger ones soon overflow in float32
+LARGEST = 1e12      # absolute reward; squares of larger ones could overflow in float32
 
 
 def add_flags(parser):
     flag = parser.group("3. rewards").add_argument
-    flag("--reward_funcs", nargs="+", metavar="NAME", help="format, tag, rm, accuracy, overlong, "
-         "repetition, reasoning_gym, or your own as module:function (default: "
-         "format tag rm accuracy; no tags with --reasoning 0, rm only for our data or your model)")
-    flag("--reward_weights", nargs="+", type=FINITE, metavar="W", help="a factor for each of them; "
-         "with 0 it is recorded, but teaches nothing (default: 1)")
-    flag("--reward_model_path", help="what rm is, a folder or hub id: a "
-         "...ForSequenceClassification with one label, InternLM2's, or one of "
-         "reward.train_reward_model (default: reward_128, from out_dir or else from "
+    flag("--reward_funcs", nargs="+", metavar="NAME", help="reward functions: format, tag, rm, "
+         "accuracy, overlong, repetition, reasoning_gym, or your own as module:function (default: "
+         "format tag rm accuracy; format and tag only with --reasoning 1, rm only with our data or "
+         "a reward model of your own)")
+    flag("--reward_weights", nargs="+", type=FINITE, metavar="W", help="one factor per reward "
+         "function; with 0 its rewards are logged, but not trained on (default: 1 each)")
+    flag("--reward_model_path", help="reward model behind rm, a folder or hub id: a ...ForSequence"
+         "Classification with one label, an InternLM2 reward model, or one that "
+         "reward.train_reward_model saved (default: reward_128, in out_dir or else in "
          "reward/weights)")
-    flag("--reward_model_device", help="cpu or cuda:1, say (default: the policy's)")
-    flag("--reward_model_clip", type=POSITIVE_OR_0, default=1.0,
-         help="bounds the score of rm: 1 is worth as much as a right answer; 0: no bound")
-    flag("--reward_model_answer_share", type=number(float, 0, 1), default=0.6,
-         help="with --reasoning 1, weight of the answer's own score; the whole reply has the rest")
+    flag("--reward_model_device", help="device of rm, e.g. cpu or cuda:1 (default: the policy's)")
+    flag("--reward_model_clip", type=POSITIVE_OR_0, default=1.0, help="clip the scores of rm at "
+         "plus and minus this value (accuracy gives 1 for a right answer); 0: no clip")
+    flag("--reward_model_answer_share", type=number(float, 0, 1), default=0.6, help="with "
+         "--reasoning 1, rm is share * score(answer alone) + (1 - share) * score(completion)")
 
 
 def check(args, weights):
-    """The rewards of a run that names none: of these, {name: weight}, those that fit."""
+    """Sets the default rewards: those of `weights`, {name: weight}, that fit the run."""
     shipped = Path(__file__).resolve().parent / "weights"
-    given = not args.resume and args.reward_model_path      # args.json has the default, too
+    given = not args.resume and args.reward_model_path      # args.json also holds the default
     args.reward_model_path = args.reward_model_path or find_weights("reward", args, shipped)
     unfit = set() if args.reasoning else {"format", "tag"}
-    # Our reward model knows nothing but arithmetic.
+    # Our reward model was only trained on arithmetic.
     if not is_arithmetic(args.data_path) and Path(args.reward_model_path).parent == shipped:
         unfit.add("rm")
     args.reward_funcs = args.reward_funcs or [name for name in weights if name not in unfit]
     args.reward_weights = args.reward_weights or [
         weights.get(name, 1.0) for name in args.reward_funcs]
     if given and "rm" not in args.reward_funcs + args.eval_reward_funcs:
-        raise UserError(f"--reward_model_path {given}: no reward is rm, so nothing reads it; add "
-                        "rm to --reward_funcs, or leave the path out")
+        raise UserError(f"--reward_model_path {given}: rm is not among the rewards, so the model "
+                        "would not be used; add rm to --reward_funcs, or leave the path out")
     if len(args.reward_weights) != len(args.reward_funcs):
         raise UserError(f"--reward_weights has {len(args.reward_weights)} numbers for "
-                        f"{' '.join(args.reward_funcs)}; give one for each")
+                        f"{' '.join(args.reward_funcs)}; pass one for each reward function")
 
 
 def load_for_run(args, device, known):
-    """The functions of training, and those of evaluation; UserError if two have one name."""
+    """Returns the functions of training and those of evaluation; names must differ in each."""
     funcs = load_reward_funcs(
         args.reward_funcs + args.eval_reward_funcs, known=known,
         reward_model_path=args.reward_model_path, device=args.reward_model_device or device,
@@ -74,22 +75,22 @@ def load_for_run(args, device, known):
 
 
 def apart(funcs, typed):
-    """The functions, those of one name called as the user typed them, or a UserError."""
+    """Renames functions that share a name to what the user typed; UserError if some still do."""
     taken = Counter(func.__name__ for func in funcs)
     for func, name in zip(funcs, typed):
         if taken[func.__name__] > 1 and ":" in name:
             func.__name__ = name
     name, count = Counter(func.__name__ for func in funcs).most_common(1)[0]
     if count > 1:
-        raise UserError(f"two of --reward_funcs are called {name}; rename one, or leave it out")
+        raise UserError(f"two of --reward_funcs are called {name}; rename one, or leave one out")
     return funcs
 
 
 def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
                       max_completion_length=None, **reward_model_options):
-    """A RewardFunction for each of these names; `module:function` names a function of your own.
+    """Returns a RewardFunction for each name; `module:function` names a function of your own.
 
-    known: {name: function} beside RULES.
+    known: {name: function}, in addition to RULES.
     """
     functions = RULES | dict(known)
     if "rm" in names:
@@ -105,14 +106,14 @@ def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
 
 
 def import_function(flag, name, known=""):
-    """`module:function`, from the packages, the folder of the script or the current folder."""
+    """Imports `module:function` from a package, the script's folder, or the current folder."""
     if name in GIVEN:
         return GIVEN[name]
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        __import__(module)      # importlib.import_module would show its own frames, too
+        __import__(module)      # importlib.import_module would add its frames to tracebacks
         return getattr(sys.modules[module], function)
     except (Exception, SystemExit) as error:
         show(error)
@@ -122,23 +123,22 @@ def import_function(flag, name, known=""):
 
 
 class RewardFunction:
-    """Calls a reward function: one float for each completion, NaN where it judged nothing.
+    """Calls a reward function; returns a float for each completion, NaN if it has no score.
 
-    Until a call has succeeded, an exception ends the run with a UserError, after its traceback,
-    because the function itself is probably wrong. Only a TimeoutError is tolerated: a service may
-    be slow to start. Later failures are counted by kind in `failed`, and the first of a kind is a
-    warning.
+    Until a call has succeeded, any exception but a TimeoutError (a service may be slow to start)
+    ends the run with a UserError, usually after its traceback, because the function is probably
+    wrong. Later failures are counted by kind in `failed`; the first of each kind is a warning.
     """
 
     def __init__(self, function, name=""):
-        """name: what the user typed, for a function without a name: a partial, an object."""
+        """name: what the user typed, for functions without a __name__, such as a partial."""
         self.function = function
         self.__name__ = getattr(function, "__name__", "")
         if not self.__name__.isidentifier():
             self.__name__ = name.rpartition(":")[2] or type(function).__name__
-        self.has_succeeded = False         # whether a call went well
+        self.has_succeeded = False         # whether any call has succeeded
         self.failed = Counter()     # kind of failure -> how often, in the whole run
-        self.reason = None          # what failed first in the last call
+        self.reason = None          # the first failure in the last call
 
     def __call__(self, /, **arguments):
         count, self.reason = len(arguments["completions"]), None
@@ -148,7 +148,7 @@ class RewardFunction:
         unanswered = CHILD.unanswered
         try:
             values = self.function(**arguments)
-            if inspect.iscoroutine(values):     # in a thread: a notebook's own has a loop that runs
+            if inspect.iscoroutine(values):     # in a thread, as a notebook already runs a loop
                 with ThreadPoolExecutor(1) as pool:
                     values = pool.submit(asyncio.run, values).result()
             values = values.tolist() if hasattr(values, "tolist") else values
@@ -162,52 +162,52 @@ class RewardFunction:
                 where = "its traceback is above" if show(error) else "correct the function"
                 raise UserError(f"{who} failed in its first call: {reason(error)}; {where}"
                                 ) from error
-            self.fail(type(error).__name__, f"judged nothing in this step: {reason(error)}")
+            self.fail(type(error).__name__, f"scored nothing in this step: {reason(error)}")
             return [math.nan] * count
         self.has_succeeded = True
         if CHILD.unanswered > unanswered and not CHILD.given_up:
-            self.fail("late", f"left {CHILD.unanswered - unanswered} replies of a step unjudged, "
-                      f"after {MOST_LATE} that took longer than {SECONDS} s")
+            self.fail("late", f"skipped {CHILD.unanswered - unanswered} checks in a step, because "
+                      f"{MOST_LATE} others took longer than {SECONDS} s")
         return [self.reward(value) for value in values]
 
     def reward(self, value):
-        """The value as a float; NaN for None, and for what is of no use."""
+        """Returns the value as a float; NaN for None and for an unusable value."""
         if value is None:
             return math.nan
         with suppress(Exception):
             if not isinstance(value, str) and abs(float(value)) <= LARGEST:     # float reads "1"
                 return float(value)
-        self.fail("no number", f"returned {reprlib.repr(value)} (no number up to {LARGEST:g}), "
-                               "treated as None")
+        self.fail("no number", f"returned {reprlib.repr(value)}, which is not a number up to "
+                               f"{LARGEST:g}, so it counts as None")
         return math.nan
 
     def fail(self, kind, what):
-        """Count a failure; the first of its kind is a warning."""
+        """Counts a failure; the first of its kind prints a warning."""
         self.failed[kind] += 1
         self.reason = self.reason or what
         if self.failed[kind] == 1:
-            # Not warn(), which would be silent in a second run of the same process.
-            warnings.warn_explicit(f"reward function {self.__name__} {what}; from now on this is "
+            # warn() would be silent in a second run of the same process.
+            warnings.warn_explicit(f"reward function {self.__name__} {what}; further cases are "
                                    "only counted", UserWarning, __file__, 0)
 
 
 def show(error):
-    """Prints the traceback from the code that was called on; returns whether there is any.
+    """Prints the traceback below the caller's own frame; returns whether there is any.
 
-    It may quote a completion, so it is printed as `printable` has it.
+    It may quote a completion, so it is made printable.
     """
-    frame = error.__traceback__.tb_next         # the first one is the caller's
-    if frame is not None:       # else the call could not begin, or its value is of no use
+    frame = error.__traceback__.tb_next         # the first frame is the caller's
+    if frame is not None:       # None: the call did not start, or its value was unusable
         lines = traceback.format_exception(type(error), error, frame)
         print(printable("".join(lines)), end="", file=sys.stderr)
     return frame is not None
 
 
 def check_columns(who, function, columns, *before):
-    """UserError unless the function can be called with these, because it needs another column."""
-    try:        # a decorator's own signature: it may fill in what its function needs
+    """Raises a UserError if the function can't be called with these columns."""
+    try:        # follow_wrapped=False, as a decorator may supply what its function needs
         inspect.signature(function, follow_wrapped=False).bind(*before, **columns)
-    except ValueError:      # some functions in C have none
+    except ValueError:      # some functions written in C have no signature
         return
     except TypeError as error:
         raise UserError(f"{who}: {error}; the data has the columns "

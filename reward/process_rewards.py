@@ -1,4 +1,4 @@
-"""Process supervision: reward the steps of the reasoning too (DeepSeekMath, section 4.1.3)."""
+"""Process supervision: rewards for steps of the reasoning (DeepSeekMath, section 4.1.3)."""
 import ast
 import math
 import operator
@@ -10,12 +10,12 @@ import torch
 
 from model.load import decode
 
-LONGEST = 1000          # characters of arithmetic, whose numbers may grow with it
+LONGEST = 1000          # characters of an expression, whose value may have as many digits
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
              ast.Div: operator.truediv, ast.UAdd: operator.pos, ast.USub: operator.neg}
 # An equation is a chain of expressions, each said to equal the next: `27*6=120+42=162` or
-# `27*6 is 162`. An expression can only start where a run of its characters starts; that keeps the
-# search linear in time, whatever a policy writes.
+# `27*6 is 162`. An expression can only start where a run of its characters starts, so that the
+# search takes linear time whatever a policy writes.
 EXPRESSION = r"(?<![-+*/().\d ])[-+*/(). ]*\d[-+*/().\d ]*"
 EQUATION = re.compile(rf"{EXPRESSION}(?:(?:=|\bis\b){EXPRESSION})+")
 NOT_ARITHMETIC = re.compile(r"^\s*(?:\d+[.)]|[-*])\s+"          # bullets
@@ -23,7 +23,7 @@ NOT_ARITHMETIC = re.compile(r"^\s*(?:\d+[.)]|[-*])\s+"          # bullets
 
 
 def process_advantages(step_rewards, step_ends, num_generations, mask, *, eps=1e-4):
-    """Token advantages (N, R): the normalised rewards of all steps that end at or after a token.
+    """Returns token advantages (N, R): normalized rewards of all steps that end at or after it.
 
         A_t = sum over the completion's steps k with end_k >= t of (r_k - mean) / (std + eps)
 
@@ -46,11 +46,11 @@ def process_advantages(step_rewards, step_ends, num_generations, mask, *, eps=1e
 
 
 def judge_steps(completions, completion_ids, tokenizer, eos_ids, outcomes):
-    """The rewards of each completion's steps, and the index of each step's last token.
+    """Returns the rewards of each completion's steps, and the index of each step's last token.
 
-    Both are lists of lists. A line with equations is a step: 1 if all of them hold, else 0 (so 1=1
-    earns a 1). The last step ends at the last token, and its reward is the outcome, which should be
-    on the same scale. If the outcome is NaN, nothing was judged, and there are no steps at all.
+    Both are lists of lists. A line with equations is a step, whose reward is 1 if all of them hold
+    (1=1 does, too), otherwise 0. The last step ends at the last token, and its reward is the
+    outcome, which should be on the same scale. If the outcome is NaN, there are no steps.
     """
     rewards, ends = [], []
     for completion, ids, outcome in zip(completions, completion_ids, outcomes):
@@ -65,7 +65,7 @@ def judge_steps(completions, completion_ids, tokenizer, eos_ids, outcomes):
 
 
 def judge_lines(completion):
-    """[(where the line ends in the completion, right)] for each line with equations."""
+    """Returns [(where the line ends in the completion, is it right)] for lines with equations."""
     judged, end = [], 0
     for line in completion.splitlines(keepends=True):
         end += len(line)
@@ -82,13 +82,13 @@ def holds(equation):
 
 
 def token_at(end, ids, tokenizer, eos_ids):
-    """The index of the first token at which the decoded text is at least `end` characters long."""
+    """Returns the index of the first token with which the text has at least `end` characters."""
     return bisect_left(range(1, len(ids) + 1), end,
                        key=lambda k: len(decode(ids[:k], tokenizer, eos_ids)))
 
 
 def value_of(expression):
-    """The exact value of an expression with + - * / and brackets, or None if it has none."""
+    """Returns the exact value of an expression with + - * / and brackets; None if it has none."""
     def evaluate(node):
         if isinstance(node, ast.BinOp):
             return OPERATORS[type(node.op)](evaluate(node.left), evaluate(node.right))
@@ -100,4 +100,4 @@ def value_of(expression):
         tree = ast.parse(expression.strip().rstrip("."), mode="eval")
         return evaluate(tree.body) if len(expression) <= LONGEST else None
     except Exception:
-        return None     # a policy may write anything: no arithmetic, or nested too deep
+        return None     # a policy may write anything, e.g. no arithmetic, or too many brackets

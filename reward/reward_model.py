@@ -1,4 +1,4 @@
-"""Reward models: a network reads a chat and rates the assistant's last turn with one number."""
+"""Reward models: networks that read a chat and score the assistant's last turn."""
 import math
 from pathlib import Path
 
@@ -33,12 +33,12 @@ def with_reply(messages, text):
 
 
 class RewardModel(nn.Module):
-    """A causal backbone with a head of one output, read at the last token of a chat.
+    """A causal backbone with a head of one output, whose score is read at a chat's last token.
 
     Without a `backbone` it uses the policy's Decoder, and its tensors have the names of
     Qwen3ForSequenceClassification.
     """
-    centering = 0.01        # in training: how strongly scores are pulled towards 0
+    centering = 0.01        # weight of the training penalty that keeps scores near 0
 
     def __init__(self, config, tokenizer, backbone=None):
         super().__init__()
@@ -50,48 +50,48 @@ class RewardModel(nn.Module):
         self.markers = [token.content for token in added if token.special]
 
     def forward(self, input_ids):
-        """Scores (N, T): at each position, the score of the chat up to there.
+        """Returns scores (N, T): at each position, the score of the chat up to there.
 
-        input_ids (N, T) are padded on the right. That needs no mask, as attention is causal.
+        input_ids (N, T) are padded on the right, which needs no mask because attention is causal.
         """
         hidden = self.model(input_ids)
         hidden = getattr(hidden, "last_hidden_state", hidden)       # transformers returns an object
-        return self.score(hidden.float())[..., 0]       # in bfloat16, close scores would be equal
+        return self.score(hidden.float())[..., 0]       # bfloat16 would make close scores equal
 
     def tokenize(self, chats):
-        """The ids of each chat. A marker that a text spells, such as <|im_end|>, ends no turn."""
+        """Returns each chat's ids. A marker such as <|im_end|> inside a text doesn't end a turn."""
         chats = [[turn | {"content": self.without_markers(turn["content"])} for turn in chat]
                  for chat in chats]
-        # The model's own chat template writes a BOS where it needs one; the tokenizer adds none.
+        # The model's own chat template writes a BOS if one is needed; the tokenizer adds none.
         return self.tokenizer.apply_chat_template(chats, tokenize=True, return_dict=False)
 
     def without_markers(self, text):
-        """The text with a space after the first character of each marker."""
+        """Returns the text with a space after the first character of each marker."""
         for marker in self.markers:
             text = text.replace(marker, f"{marker[0]} {marker[1:]}")
         return text
 
     def pad(self, ids):
-        """Lists of ids -> tensor (N, T), padded on the right, and their last positions, (N,)."""
+        """Pads lists of ids on the right: a tensor (N, T), and their last positions, (N,)."""
         pad_id, device, T = self.config.pad_token_id, self.score.weight.device, max(map(len, ids))
         padded = [[*row] + [0] * (T - len(row)) for row in ids]     # any id: no token attends to it
-        # If a template ends with the pad token itself, transformers reads the score before it. The
-        # model was trained that way, so we do the same.
+        # If a template ends with the pad token itself, transformers reads the score before it, and
+        # the model was trained that way, so we do the same.
         last = [next((t for t in reversed(range(len(row))) if row[t] != pad_id), 0) for row in ids]
         return torch.tensor(padded, device=device), torch.tensor(last, device=device)
 
     @torch.no_grad()
     def get_scores(self, chats, max_tokens=None):
-        """A score for each chat, a list of {"role", "content"}.
+        """Returns a score for each chat, a list of {"role", "content"}.
 
-        Only the difference between two replies to one prompt means something. Equal chats are
-        scored once, and our own network reads what chats of a batch begin with once. max_tokens: of
-        a batch, with its padding; by default few on a CPU, to fit into its cache.
+        Only differences between completions of the same prompt are meaningful. Equal chats are
+        scored once, and our own network reads a prefix that chats of a batch share only once.
+        max_tokens: per batch, padding included; by default small on a CPU, to fit into its cache.
         """
         on_cpu = self.score.weight.device.type == "cpu"
         max_tokens = max_tokens or (4096 if on_cpu else 16384)
         ids, scores = [tuple(chat) for chat in self.tokenize(chats)], {}
-        # Side by side are chats that begin alike, or else those of like length.
+        # Sorting puts chats with common prefixes next to each other, or else those of equal length.
         shares = self.shares_prefixes
         distinct = sorted(dict.fromkeys(ids), key=None if shares else len, reverse=not shares)
         while distinct:
@@ -102,22 +102,22 @@ class RewardModel(nn.Module):
         return [scores[chat] for chat in ids]
 
     def of_rows(self, ids):
-        """The score of each chat at its last token, (N,)."""
+        """Returns the score of each chat at its last token, (N,)."""
         input_ids, last = self.pad(ids)
         return self(input_ids).gather(1, last[:, None])[:, 0]
 
     def of_tree(self, ids):
-        """The same, where a prefix that chats share is read once."""
+        """Returns the same, but reads a prefix that several chats share only once."""
         input_ids, last = self.pad(ids)                                         # on the right
         T = input_ids.shape[1]
-        # The tree says what predicts a token, so one more follows each chat; it is not read.
+        # The tree says what predicts a token, so each chat gets one more token, which is not read.
         mask = torch.arange(T + 1, device=last.device) < last[:, None] + 2
         hidden, predicts, _ = read_tree(self.model, F.pad(input_ids, (0, 1)), mask.int(), 1)
         row = predicts.gather(1, last[:, None].to(predicts.device))[:, 0].to(hidden.device)
         return self.score(hidden.index_select(0, row).float())[:, 0]
 
     def save_pretrained(self, path):
-        """Saves a folder for load_reward_model and AutoModelForSequenceClassification."""
+        """Saves a folder that load_reward_model and AutoModelForSequenceClassification can load."""
         path, config = Path(path), hub_config(self)
         path.mkdir(parents=True, exist_ok=True)
         save_tensors(self.state_dict(), path / "model.safetensors")
@@ -128,21 +128,21 @@ class RewardModel(nn.Module):
 
 
 def load_reward_model(path, *, device="cpu"):
-    """The reward model in a folder, or with a name owner/name on the hub, ready to score.
+    """Loads the reward model in a folder, or with a hub id owner/name, ready to score.
 
-    It can be a classifier that transformers knows, with one label, or one of InternLM2's reward
-    models. It is bfloat16 on CUDA, else float32. Code that comes with the weights never runs.
-    What Python code has given is one that has get_scores, or a classifier with a name_or_path.
+    It can be a one-label classifier of transformers, or one of InternLM2's reward models. It is
+    bfloat16 on CUDA, else float32. Code that comes with the weights never runs. A call from Python
+    may pass an object with get_scores, or a classifier with a name_or_path.
     """
     given = GIVEN.get(path)
     if hasattr(given, "get_scores"):
         return given
     if given is not None:
-        with explained(path, "no reward model", "give one with get_scores, or a path"):
+        with explained(path, "not a reward model", "pass one with get_scores, or a path"):
             tokenizer = load_tokenizer(given.name_or_path, given.config.vocab_size, ANOTHER)
             return of_classifier(given, tokenizer).to(device).eval()
     with explained(f"--reward_model_device {device}", "torch has no such device here",
-                   "choose cpu, or a GPU such as cuda:1"):
+                   "pass cpu, or a GPU such as cuda:1"):
         torch.empty(0, device=device)
     dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     folder = local_path(path)
@@ -155,7 +155,7 @@ def load_reward_model(path, *, device="cpu"):
 
 
 def load_internlm2(folder, saved, dtype):
-    with explained(folder, "not a reward model of InternLM2 that is built here",
+    with explained(folder, "not an InternLM2 reward model that can be built here",
                    "run pip install sentencepiece, or download all files of the model again"):
         config = internlm2_config(saved)
         state = internlm2_state(read_weights(folder), config)
@@ -180,27 +180,27 @@ def load_classifier(folder, dtype):
         classifier, info = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=dtype, trust_remote_code=False, output_loading_info=True)
         if info["missing_keys"] or classifier.score.weight.shape[0] != 1:
-            raise TypeError("it needs a head named score, with one label, and a backbone")
+            raise TypeError("it needs a backbone and a head named score with one label")
     return of_classifier(classifier, tokenizer)
 
 
 def of_classifier(classifier, tokenizer):
-    """A RewardModel on the weights of a ...ForSequenceClassification of transformers."""
-    classifier.config.use_cache = False     # one forward per chat: no need to keep keys and values
+    """Makes a RewardModel that shares the weights of a ...ForSequenceClassification."""
+    classifier.config.use_cache = False     # each chat takes one forward pass, so nothing is cached
     model = RewardModel(classifier.config, tokenizer, backbone=classifier.base_model)
     model.score = classifier.score.float()
     return model
 
 
 def reward_model_reward(model, *, reasoning=True, clip=3.0, answer_share=0.6):
-    """A reward function that returns the reward model's scores, bounded by the clip.
+    """Returns a reward function whose rewards are the reward model's scores, clipped.
 
         reward = clip(score, -clip, clip)                 a clip of 0 means none
 
-    With `reasoning`, the answer of a reply with an answer block is also scored on its own, as if it
-    were the whole reply:
+    With `reasoning`, if a completion has an answer block, the answer is also scored on its own, as
+    if it were the whole completion:
 
-        reward = (1 - answer_share) * reward(whole reply) + answer_share * reward(answer)
+        reward = (1 - answer_share) * reward(completion) + answer_share * reward(answer)
 
     Each of the two is clipped, so that eloquent reasoning can't make up for a bad answer.
     """

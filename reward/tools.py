@@ -1,12 +1,13 @@
-"""Tools: functions that answer while a completion is written (--tool). A tool is, as a reward is,
+"""Tools: functions that answer while a completion is being sampled (--tool). A tool is a function
 
     f(histories: list[list[str]], **columns) -> list[str | None]
 
-with an entry for each completion that asks now. A history is what the policy wrote and what it was
-answered, in turn. f.stop is the text of the token that asks, with which each history ends. A text
-is read by the policy, which then goes on; None: nothing follows, and where f.stop ends a reply, it
-has ended. `columns` are `prompts`, the data's fields, and `seeds`, a number for each row: random
-tools that draw from (seed, number of turns) do the same again when a run is resumed.
+that is called with one history for each completion that asks at this moment: the policy's texts and
+the tool's answers, in turn. f.stop is the text of the token that asks, and each history ends with
+it. If the tool returns a text, the policy reads it and continues. If it returns None, nothing is
+added, and if f.stop is an end token, the completion has ended. `columns` are `prompts`, the data's
+fields, and `seeds`, a number for each row: a tool that draws its random numbers from (seed, number
+of turns) repeats them when a run is resumed.
 """
 import json
 import warnings
@@ -15,11 +16,11 @@ from errors import UserError, cut, reason
 
 from .load import check_columns, show
 
-MOST_CHARACTERS = 4000      # of an answer
+MOST_CHARACTERS = 4000      # per answer
 
 
 class Tool:
-    """Asks a tool. What it raises is its answer, but for a UserError; the first of a kind is shown.
+    """Calls a tool. An exception, except a UserError, becomes its answer; new kinds are shown.
 
     stop_id: the token that asks; UserError if f.stop is not the text of one token. max_calls: how
     often a completion may ask.
@@ -31,22 +32,22 @@ class Tool:
         self.stop, self.seen = getattr(function, "stop", ""), set()
         ids = tokenizer(self.stop, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
-            raise UserError(f"--tool {self.name}: its attribute stop is {self.stop!r}, which is no "
-                            f"text of exactly one token ({len(ids)} with this tokenizer); set "
-                            f"{self.name}.stop to the text of the token that asks it")
+            raise UserError(f"--tool {self.name}: its attribute stop is {self.stop!r}, which is "
+                            f"{len(ids)} tokens with this tokenizer, but must be one; set "
+                            f"{self.name}.stop to the text of the token that asks the tool")
         self.stop_id = ids[0]
 
     def __call__(self, histories, columns):
-        """For each history (answer, whether the tool raised); after an error each is asked alone.
+        """Returns (answer, did the tool raise) for each history; after an error, asks each alone.
 
-        An answer has at most MOST_CHARACTERS: a longer one loses its middle.
+        An answer longer than MOST_CHARACTERS loses its middle.
         """
         check_columns(f"--tool {self.name}", self.function, columns, histories)
         try:
             answers = self.function(histories, **columns)
             if not isinstance(answers, (list, tuple)) or len(answers) != len(histories):
-                raise TypeError(f"it must return a list with an answer to each of {len(histories)} "
-                                "histories")
+                raise TypeError("it must return a list with one answer for each of the "
+                                f"{len(histories)} histories")
             return [(self.checked(answer), False) for answer in answers]
         except UserError:
             raise
@@ -62,30 +63,30 @@ class Tool:
             return None
         if not isinstance(answer, str):
             raise TypeError(f"an answer must be a text or None, not {answer!r}")
-        answer.encode()         # half a character is an error, and no token
+        answer.encode()         # raises for half a character, which no token can represent
         return cut(answer, MOST_CHARACTERS)
 
     def warn(self, error):
-        """Shows the first error of a kind, with its traceback."""
+        """Shows the first error of each kind, with its traceback."""
         if type(error) not in self.seen:
             self.seen.add(type(error))
             show(error)
-            # Not warn(), which would be silent in a second run of the same process.
-            warnings.warn_explicit(f"the tool {self.name} raised ({reason(error)}), which is its "
-                                   "answer; from now on this is only counted",
+            # warn() would be silent in a second run of the same process.
+            warnings.warn_explicit(f"the tool {self.name} raised ({reason(error)}), which is now "
+                                   "its answer; further cases are only counted",
                                    UserWarning, __file__, 0)
 
 
 def tool_calls(functions):
-    """A tool that runs these functions where a reply asks in the words of Qwen3 and MiniMind-3:
+    """Returns a tool that runs these functions when a completion calls them as Qwen3 does:
 
         <tool_call>
         {"name": "add", "arguments": {"a": 2, "b": 3}}
         </tool_call>
 
-    There may be several, after the reply's thoughts. All results come back in one turn: text as it
-    is, else as JSON, and in place of a call that failed a line that says why. The next reply begins
-    as the first did: with what the chat template wrote of it, an empty thought perhaps.
+    MiniMind-3 calls them in the same way. There may be several calls, after the thinking. All
+    results come back in one turn: text as it is, other values as JSON, and for a call that failed a
+    line that says why. The next reply begins like the first, with what the chat template writes.
     """
     named = {function.__name__: function for function in functions}
 
@@ -96,7 +97,7 @@ def tool_calls(functions):
                 raise LookupError(f"no tool {call['name']!r}; choose from {', '.join(named)}")
             value = named[call["name"]](**call["arguments"])
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            text.encode()       # as above, of this call alone
+            text.encode()       # as in Tool.checked, but for this call alone
             return text
         except Exception as error:
             return reason(error)

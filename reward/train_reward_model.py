@@ -4,17 +4,17 @@
         --data out/sft/replies_train.jsonl out/sft/flaws_train.jsonl \\
         --heldout out/sft/replies_heldout.jsonl out/sft/flaws_heldout.jsonl
 
-The loss is Bradley and Terry's, -log sigmoid(score(chosen) - score(rejected)). It reads the margin
-between the two scores as the log-odds that the first reply is better. A small penalty keeps a
-classifier's scores centred on 0, where the clip expects them.
+The loss is that of Bradley and Terry, -log sigmoid(score(chosen) - score(rejected)), in which the
+margin between the two scores is the log-odds that the first reply is better. A small penalty keeps
+scores centered on 0, where --reward_model_clip expects them.
 
-One bit for a whole reply is little to learn from. So the better reply should also lead at every
-token from where the two diverge to where the shorter one ends. A slip then costs where it happens,
-not thirty tokens later.
+One comparison per reply is a weak signal, so the chosen reply should also score higher at every
+token from where the two diverge to where the shorter one ends. A mistake then lowers the score
+where it happens, not thirty tokens later.
 
-With --completions, the model is retrained on what a policy has learnt to write, as in iterative
-GRPO: right completions of a run against wrong ones of the same prompt. A share of each batch,
---replay, comes from --data, what the model was trained on before, so that it does not forget.
+With --completions, the model is retrained on what a policy has learned to write, as in iterative
+GRPO: right completions of a run against wrong ones of the same prompt. The share --replay of each
+batch comes from --data, which the model was trained on before, so that it does not forget.
 """
 import json
 import random
@@ -40,7 +40,7 @@ KEPT = 1000         # pairs saved next to the weights, for a later --replay
 
 
 def read_pairs(paths):
-    """[(chosen chat, rejected chat, kind)]"""
+    """Returns [(chosen chat, rejected chat, kind)]."""
     pairs = []
     for path in paths:
         for where, row in read_lines(path):
@@ -58,7 +58,7 @@ def read_pairs(paths):
 
 
 def pairs_of(replies, answers, rng):
-    """Pairs (right reply, wrong reply) of the replies to one prompt; no reply is used twice."""
+    """Returns pairs (right reply, wrong reply) to one prompt; no reply is used twice."""
     scores = accuracy_reward(None, replies, answers)
     right = [text for text, score in zip(replies, scores) if score == 1.0]
     wrong = [text for text, score in zip(replies, scores) if score == 0.0]
@@ -68,18 +68,18 @@ def pairs_of(replies, answers, rng):
 
 
 def held_out(messages):
-    """Whether a prompt is in the tenth that retraining never sees, the same in every run."""
+    """Whether a prompt is in the tenth that retraining never sees; the same in every run."""
     return random.Random(json.dumps(messages)).random() < 0.1
 
 
 def pairs_of_run(path, rng):
-    """(training pairs, held-out pairs) from the completions.jsonl of a run.
+    """Returns (training pairs, held-out pairs) from the completions.jsonl of a run.
 
     A pair is a right and a wrong completion of the same group; held_out splits by prompt.
     """
     groups, pairs = defaultdict(list), {False: [], True: []}
     for where, row in read_lines(path):
-        with explained(where, "not a completion", "give the completions.jsonl of a run"):
+        with explained(where, "not a completion", "pass the completions.jsonl of a run"):
             if not is_chat(with_reply(row["columns"]["messages"], row["completion"]), where):
                 raise ValueError("a turn lacks its role or its text")
             if row["columns"].get("answer") is not None:
@@ -92,13 +92,13 @@ def pairs_of_run(path, rng):
             (with_reply(messages, better), with_reply(messages, worse), "reply")
             for better, worse in pairs_of(replies, answers, rng)]
     if not (pairs[False] and pairs[True]):
-        raise UserError(f"{path}: too few groups have both a right and a wrong completion; give a "
-                        "longer run, on data with answers")
+        raise UserError(f"{path}: too few groups have both a right and a wrong completion; pass "
+                        "that of a longer run, on data with answers")
     return pairs[False], pairs[True]
 
 
 def load_init(path):
-    """A reward model, or a language model with a new head."""
+    """Loads a reward model, or a language model with a new head."""
     config, weights = read_config(path), read_weights(path)
     if "score.weight" in weights:
         return load_classifier(path, torch.float32)
@@ -111,8 +111,8 @@ def load_init(path):
 def with_bare_answers(pairs, rng, share=1 / 3):
     """Adds a second pair for a share of the reply pairs: one or both sides cut to the bare answer.
 
-    The reward also scores answers on their own. A model that has never seen a bare answer scores it
-    at random, and with large values.
+    The reward also scores answers on their own, and a model that has never seen a bare answer gives
+    it random, large scores.
     """
     def cut(chat):
         return with_reply(chat[:-1], extract_answer(chat[-1]["content"]))
@@ -129,7 +129,7 @@ def with_bare_answers(pairs, rng, share=1 / 3):
 
 
 def accuracy_by_kind(model, pairs):
-    """{kind: share of its pairs whose chosen reply scores higher}; "all" counts every pair."""
+    """Returns {kind: share of its pairs whose chosen reply scores higher}; "all" has every pair."""
     chosen, rejected = (model.get_scores([pair[side] for pair in pairs]) for side in (0, 1))
     right = defaultdict(list)
     for (_, _, kind), better, worse in zip(pairs, chosen, rejected):
@@ -139,9 +139,9 @@ def accuracy_by_kind(model, pairs):
 
 
 def loss_of(model, input_ids, last):
-    """The loss of a batch of pairs, all chosen chats (2 * pairs, T) before all rejected ones.
+    """Returns the loss of a batch of pairs, all chosen chats before all rejected ones.
 
-    `last`, (2 * pairs,), holds each chat's last position.
+    input_ids (2 * pairs, T); last (2 * pairs,) holds each chat's last position.
     """
     ids, other_ids = input_ids.chunk(2)                                     # (pairs, T)
     end, other_end = last[:, None].chunk(2)                                 # (pairs, 1)
@@ -158,19 +158,20 @@ def arguments(argv=None):
     parser = Parser(prog="python -m reward.train_reward_model", description=__doc__)
     flag, files = parser.add_argument, dict(type=Path, nargs="+", default=[])
     flag("--data", **files, help='jsonl files of {"conversations", "chosen", "rejected"}')
-    flag("--heldout", **files, help="files of the same form, to evaluate on")
-    flag("--completions", type=Path, help="the completions.jsonl of a run, to retrain on")
+    flag("--heldout", **files, help="files of the same format, to evaluate on")
+    flag("--completions", type=Path, help="completions.jsonl of a run, to retrain on")
     flag("--replay", type=number(float, 0, 1), default=0.1,
          help="with --completions, the share of each batch that comes from --data")
-    flag("--init", type=Path, help="where to start: a reward model or a language model")
-    flag("--save", type=Path, required=True, help="a folder")
-    flag("--steps", type=COUNT, default=1200, help="of AdamW")
+    flag("--init", type=Path, help="folder of the initial weights: a reward or language model")
+    flag("--save", type=Path, required=True, help="folder to save the reward model to")
+    flag("--steps", type=COUNT, default=1200, help="number of AdamW steps")
     flag("--batch_size", type=COUNT, default=32, help="pairs per step")
-    flag("--learning_rate", type=number(float, 0, 1, above=True), default=2e-3, help="its peak")
+    flag("--learning_rate", type=number(float, 0, 1, above=True), default=2e-3,
+         help="peak learning rate")
     args = parser.parse_args(argv)
     if not (args.init and args.data and (args.heldout or args.completions)):
-        parser.error("nothing to learn from, or to be measured on; give --init, --data and "
-                     "--heldout (or --completions)")
+        parser.error("initial weights, training pairs or held-out pairs are missing; pass --init, "
+                     "--data and --heldout (or --completions)")
     return args
 
 
@@ -182,7 +183,7 @@ def main(argv=None):
 
 
 def train(model, args, *, bare_answers=True):
-    """Trains the model and saves it, by the flags."""
+    """Trains the model and saves it, as the flags say."""
     rng = random.Random(0)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     earlier = read_pairs(args.data)

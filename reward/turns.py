@@ -1,8 +1,8 @@
-"""Turns: while a completion is sampled, a tool answers, and the policy reads on.
+"""Turns: a tool answers while a completion is being sampled, and the policy continues from there.
 
-So some tokens of a completion were not chosen by the policy. It reads them and never learns them:
-of a Rollout, `attention` has all of them, and `mask` only those that the policy chose. All else is
-GRPO as before.
+So the policy didn't choose all tokens of its completion. It reads those of the tool, but is not
+trained on them: in a Rollout, completion_mask includes them, and loss_mask doesn't. Everything else
+is GRPO as without a tool.
 """
 import torch
 
@@ -10,13 +10,13 @@ from model.load import decode
 
 
 class Turns:
-    """What a tool adds to N completions; the keyword `tool` of a sampler.
+    """What a tool adds to N completions; passed to a sampler as `tool`.
 
-    tool: a Tool of tools.py. batch: of dataset/prompts.py, G completions for each prompt, which
-    share its columns. rng gives each of them a number, which the tool finds in the column `seeds`.
+    tool: a Tool of tools.py. batch: from dataset/prompts.py, with G completions for each prompt,
+    which share its columns. rng draws a number for each completion, the tool's column `seeds`.
 
-    Where a row draws the tool's stop token, the tool is asked. Its text is queued, and the row
-    takes these tokens before it draws again. No text is encoded a second time.
+    When a row draws the tool's stop token, the tool is called. Its answer is queued as tokens, and
+    the row takes these before it draws again. No text is encoded a second time.
     """
 
     def __init__(self, tool, batch, G, rng):
@@ -27,29 +27,29 @@ class Turns:
                         for name, values in columns.items()}
         seeds = torch.randint(2**31, (count,), generator=rng, device=rng.device)
         self.columns["seeds"] = seeds.tolist()
-        self.texts = [[] for _ in range(count)]     # of each row: own words, answer, own words, ...
-        self.own = [[] for _ in range(count)]       # the ids that it drew since
-        self.queue = [[] for _ in range(count)]     # the ids that it is yet to read
-        self.failures = [0] * count                 # answers that were errors
+        self.texts = [[] for _ in range(count)]     # per row: own words, answer, own words, ...
+        self.own = [[] for _ in range(count)]       # ids that the row has drawn since
+        self.queue = [[] for _ in range(count)]     # ids that the row has yet to read
+        self.failures = [0] * count                 # number of answers that were errors
         self.lengths = [0] * count
-        self.ended = [False] * count                # False: cut off at the length limit
-        self.first, self.end = 0, 0                 # the rows that are being sampled
+        self.ended = [False] * count                # False: truncated at the length limit
+        self.first, self.end = 0, 0                 # range of rows that are being sampled
 
     def begin(self, count):
-        """The next `count` rows are to be sampled: a batch may come in slices."""
+        """Begins with the next `count` rows, since a batch may be sampled in slices."""
         self.first, self.end = self.end, self.end + count
 
     def stops(self, place):
-        """The ids at which a sampler that writes ahead must stop this row of the slice."""
+        """Returns the ids at which a sampler that writes ahead must stop this row of the slice."""
         asks = self.calls(self.first + place) < self.tool.max_calls
         return [self.tool.stop_id] if asks else []
 
     def waits(self, place):
-        """Whether this row of the slice has yet to read words of the tool."""
+        """Whether this row of the slice still has words of the tool to read."""
         return bool(self.queue[self.first + place])
 
     def take(self, places, tokens, alive):
-        """What happens to tokens just drawn, (n,): the tokens, which were drawn, which rows go on.
+        """Takes newly drawn tokens, (n,); returns tokens, which were drawn, which rows continue.
 
         places (n,): the row of each, counted from the slice's first. alive (n,): not an EOS.
         """
@@ -70,18 +70,18 @@ class Turns:
             self.lengths[row] += 1
         for i, (answer, _) in zip(asking, self.ask([rows[i] for i in asking])):
             if answer is not None:
-                goes_on[i] = True       # an end token that is answered ends only a turn
+                goes_on[i] = True       # an end token that gets an answer only ends a turn
         for row, on in zip(rows, goes_on):
             self.ended[row] = not on
         for row, (answer, _) in zip(in_vain, self.answers_to(in_vain)[1]):
-            self.ended[row] = answer is None    # else it wanted to go on: it is cut off
+            self.ended[row] = answer is None    # with an answer, it would continue: truncated
         return tokens.new_tensor(ids), tokens.new_tensor(is_drawn), alive.new_tensor(goes_on)
 
     def calls(self, row):
         return len(self.texts[row]) // 2
 
     def ask(self, rows):
-        """The tool's answers to these rows, each with whether it is an error; they are queued."""
+        """Queues the tool's answers to these rows; returns [(answer, is it an error)]."""
         histories, answers = self.answers_to(rows)
         for row, history, (answer, failed) in zip(rows, histories, answers):
             if answer is not None:
@@ -91,18 +91,18 @@ class Turns:
         return answers
 
     def answers_to(self, rows):
-        """The histories of these rows, and the tool's answers."""
+        """Returns the histories of these rows, and the tool's answers."""
         histories = []
-        for row in rows:        # what it wrote since the last answer, through the stop token
+        for row in rows:        # own: what the row wrote since the last answer
             own = self.tokenizer.decode(self.own[row][:-1]) + self.tool.stop
             histories.append([*self.texts[row], own])
         columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
         return histories, self.tool(histories, columns) if rows else []
 
     def finished(self, eos_ids):
-        """N lists of texts: own words and answers in turn, own words at both ends."""
+        """Returns N lists of texts: own words and answers in turn, with own words at both ends."""
         for texts, unread in zip(self.texts, self.queue):
-            if unread:                  # of an answer that did not fit
+            if unread:                  # the rest of an answer that did not fit
                 ids = self.tokenizer(texts[-1], add_special_tokens=False)["input_ids"]
                 texts[-1] = self.tokenizer.decode(ids[:len(ids) - len(unread)])
         last = [decode(ids, self.tokenizer, eos_ids) for ids in self.own]

@@ -1,7 +1,7 @@
-"""The Saver decides when a run is saved, and resumes it; it keeps other runs out of its folder.
+"""The Saver saves and resumes a run, and keeps other runs out of its folder.
 
-A crash or a full disk, at any moment, leaves a whole checkpoint behind. A resume goes on with the
-same run: it compares what the run reads with what it has read.
+A crash or a full disk, at any moment, leaves a whole checkpoint behind. A resumed run must read the
+same data and weights as before, which the Saver checks.
 """
 import hashlib
 import json
@@ -34,46 +34,46 @@ from .fsdp import load_parts, part_of
 from .report.model_card import write_card
 from .signals import SIGNALS
 
-LAUNCHER = os.getppid()                     # torchrun, if it is there
-NOT_OF_A_RUN = ("out_dir", "run_name", "resume", "id")   # they only say which run it is
+LAUNCHER = os.getppid()                     # torchrun, if that started the run
+NOT_OF_A_RUN = ("out_dir", "run_name", "resume", "id")   # these only say which run it is
 PROGRAM = "train_grpo.py"
 ID = "the id in args.json"
-READ = ".json", ".jinja", ".txt", ".model"      # of tokenizers and configurations
-ELSE = "bring back what it was, or start another run with another --run_name"
+READ = ".json", ".jinja", ".txt", ".model"      # files of tokenizers and configurations
+ELSE = "restore it, or start a new run with another --run_name"
 
 
 def add_flags(parser):
     flag = parser.group("5. log").add_argument
-    flag("--out_dir", default="out", help="a run writes to out_dir/run_name")
-    flag("--run_name", help="(default: grpo_<name of the weights>)")
+    flag("--out_dir", default="out", help="folder of all runs; a run writes to out_dir/run_name")
+    flag("--run_name", help="name of the run (default: grpo_<name of the weights>)")
     flag("--save_interval", type=COUNT, default=30, help="steps between checkpoints")
-    flag("--resume", action="store_true", help="continue exactly from the run's checkpoint")
+    flag("--resume", action="store_true", help="continue the run from its last checkpoint")
 
 
 def check(args):
     weights = Path(args.model_path).name.removesuffix(".pth").strip("<>")
     args.run_name = args.run_name or f"grpo_{weights}"
     if args.run_name == ".." or Path(args.run_name).name != args.run_name:
-        raise UserError(f"--run_name {args.run_name}: it must be the name of a folder, without /")
+        raise UserError(f"--run_name {args.run_name}: it must be a folder name without /")
 
 
 def flags_of_run(args):
-    """The flags that the run which --resume continues was started with."""
+    """Returns the flags with which the run that --resume continues was started."""
     flags = read_json(Path(args.out_dir) / args.run_name / "args.json",
-                      "name the run to --resume with --out_dir and --run_name")
+                      "--resume needs the --out_dir and --run_name of an earlier run")
     return {name: value for name, value in flags.items() if name not in NOT_OF_A_RUN}
 
 
 class Saver:
-    """Writes the checkpoints and the final weights of a run into run_dir; rank 0 does.
+    """Writes the checkpoints and the final weights of a run into run_dir, on rank 0.
 
-    The folder is locked until the run ends, or its process does, whatever ends it. UserError if
-    another run has it, or if it is anybody else's (dataset/folders.py). With eval_only, or without
-    a folder, nothing is written, and nothing locked.
+    The folder is locked until the run or its process ends. UserError if another run has locked it,
+    or if it was not made by a run (dataset/folders.py). With eval_only, or without a folder,
+    nothing is written or locked.
     """
 
     def __init__(self, run_dir, world, args):
-        # A reward may change the current folder.
+        # An absolute path, because a reward function may change the current folder.
         self.run_dir, self.world, self.args = run_dir and Path(run_dir).absolute(), world, args
         self.writes = world.rank == 0 and run_dir is not None
         self.reads = {ID: uuid.uuid4().hex[:12]}
@@ -81,19 +81,19 @@ class Saver:
             return
         if not args.resume:
             self.run_dir = claim(self.run_dir, PROGRAM, args)
-        held = FileLock(self.run_dir / ".lock")     # the end of the process unlocks it, too
+        held = FileLock(self.run_dir / ".lock")     # unlocked if the process ends, too
         try:
             held.acquire(blocking=False)
         except Timeout:
             raise UserError(f"{self.run_dir}: another run is writing there; wait until it has "
-                            "ended, stop it, or choose another --run_name") from None
+                            "ended, stop it, or pass another --run_name") from None
         world.cleanup.callback(held.release)
 
     def resume(self, policy, optimizer, others, num_problems, prompts_per_step):
         """Restores the checkpoint with --resume; returns (steps done, tokens sampled).
 
-        others: {name: what is saved beside the policy}. UserError if the run would read something
-        else than it did.
+        others: {name: what is saved in addition to the policy}. UserError if the run would not read
+        the same as before.
         """
         args, reads = self.args, {}
         if self.writes and not args.eval_only:
@@ -105,19 +105,19 @@ class Saver:
             return 0, 0
         now = as_saved(args)
         for name, was in flags_of_run(args).items() if self.writes else ():
-            if name not in now:         # it was one in an earlier version
-                print(f"--{name} was {was} when the run was started, and is no flag now")
+            if name not in now:         # a flag of an earlier version
+                print(f"--{name} was {was} when the run was started, and no longer exists")
             elif now[name] != was:
                 print(f"--{name} was {was} when the run was started, and is now {now[name]}")
         return load_checkpoint(self.run_dir / "checkpoint", policy, optimizer, others, self.reads)
 
     def begin(self):
-        """After its first step, on rank 0, a new run deletes what an earlier one has saved."""
+        """Deletes what an earlier run has saved; called on rank 0 after a new run's first step."""
         if not self.args.resume:
             for name in mark_of(self.run_dir).get("saved", ()):     # a user's own files stay
                 file = self.run_dir / name
                 file.unlink(missing_ok=True)
-                with suppress(OSError):     # something is in it
+                with suppress(OSError):     # the folder isn't empty
                     file.parent.rmdir()
             mark = {"by": PROGRAM, "id": self.reads[ID]}
             write_whole(self.run_dir / MARK, json.dumps(mark))
@@ -126,7 +126,7 @@ class Saver:
                     json.dumps(args, indent=2, sort_keys=True, ensure_ascii=False))
 
     def is_due(self, step, last_step, signal):
-        """Is it time to save? And which signal asks to stop (0: none)? The same on every rank."""
+        """Returns, on every rank the same, whether to save, and the signal to stop (0: none)."""
         if step == last_step:
             return True, 0
         if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER:    # it was killed
@@ -135,7 +135,7 @@ class Saver:
         return signal > 0 or step % int(self.args.save_interval) == 0, signal
 
     def save(self, step, num_tokens, policy, tokenizer, optimizer, others):
-        """Write a checkpoint; all ranks wait until it is whole."""
+        """Writes a checkpoint; all ranks wait until it is complete."""
         if self.run_dir is None:
             return
         optimizer_state = moments_of(policy, optimizer)
@@ -148,9 +148,9 @@ class Saver:
         self.world.gather([step])           # the others wait until rank 0 has saved
 
     def save_final(self, policy, tokenizer, defaults):
-        """Write final/, which load_pretrained, transformers and inference servers can load.
+        """Writes final/, which load_pretrained, transformers and inference servers can load.
 
-        defaults: the flags of a run that is given none.
+        defaults: the flags of a run without any.
         """
         if self.run_dir is None:
             return
@@ -164,7 +164,7 @@ class Saver:
                     save_adapter(policy, folder)
 
     def _put(self, new, path):
-        """Moves files into final/ or adapter/; what else is there is the user's, and stays."""
+        """Moves files into final/ or adapter/; other files there are the user's, and stay."""
         names = files_in(new)
         for name in names:
             (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ class Saver:
         self._note(path, names)
 
     def _swap(self, new, path):
-        """Puts a checkpoint in the place of another, at one blow; a user's own files come along."""
+        """Replaces a checkpoint in one step; a user's own files in it are kept."""
         names, saved = files_in(new), mark_of(self.run_dir).get("saved", ())
         for name in files_in(path):
             if name not in names and f"{path.name}/{name}" not in saved:
@@ -182,18 +182,18 @@ class Saver:
         self._note(path, names)
 
     def _note(self, path, names):
-        """Notes in the mark that these files are a run's, which the next one replaces."""
+        """Lists these files in the folder's mark as a run's, which the next run may replace."""
         mark = mark_of(self.run_dir)
         saved = {*mark.get("saved", ()), *(f"{path.name}/{name}" for name in names)}
         write_whole(self.run_dir / MARK, json.dumps(mark | {"saved": sorted(saved)}))
 
     def _whole(self, model):
-        """The model itself or, if it is sharded, a whole copy of it for the rank that writes."""
+        """Returns the model or, if it is sharded, a whole copy on the rank that writes."""
         return model.whole(device="cpu", keep=self.writes) if hasattr(model, "whole") else model
 
 
 def as_saved(args):
-    """The flags as args.json has them: paths are absolute, as a resume may start elsewhere."""
+    """Returns the flags for args.json, with absolute paths, since a resume may start elsewhere."""
     flags = to_json(vars(args))
     for name, value in flags.items():
         if name.endswith("_path") and value and Path(value).exists():
@@ -202,14 +202,14 @@ def as_saved(args):
 
 
 def network(model):
-    """The module whose names torch may look up: of an AnyModel, that of transformers in it."""
+    """Returns the module whose names torch can look up: for an AnyModel, the model inside."""
     return model.model if isinstance(model, AnyModel) else model
 
 
 def what_is_read(args, num_problems, prompts_per_step):
-    """{what: hash or number} of what the flags name, wherever it is, and of the prompts' order.
+    """Returns {what: hash or number} of what the flags name, and of the order of the prompts.
 
-    Of weights the tensors count, whatever files they are in. SHA-1 takes 1 s for 1.5 GB.
+    The hash of weights is that of their tensors, not of files. SHA-1 takes 1 s for 1.5 GB.
     """
     found = {"--seed": args.seed, "--shuffle": args.shuffle,
              "the prompts of a step, over all ranks": prompts_per_step,
@@ -222,7 +222,7 @@ def what_is_read(args, num_problems, prompts_per_step):
 
 
 def parts_of(given):
-    """(part, hash) of a tokenizer, a model or rows."""
+    """Returns [(part, hash)] of a tokenizer, a model or rows."""
     if hasattr(given, "state_dict"):
         return [("the weights", hash_of(given.state_dict()))]
     if hasattr(given, "get_vocab"):
@@ -232,7 +232,7 @@ def parts_of(given):
 
 
 def hash_of(weights):
-    """The hash of tensors by name."""
+    """Returns the hash of a dict of tensors."""
     found = hashlib.sha1(usedforsecurity=False)
     for name, tensor in sorted(weights.items()):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -241,7 +241,7 @@ def hash_of(weights):
 
 
 def contents(path):
-    """(part, hash) of a file, or of the weights and the small files in a folder."""
+    """Yields (part, hash) of a file, or of the weights and the small files in a folder."""
     inside = {file.name: file for file in path.glob("[!.]*")
               if file.suffix in READ and not file.name.endswith(".index.json")}
     for name, file in ({"the file": path} if path.is_file() else inside).items():
@@ -259,7 +259,7 @@ def files_in(folder):
 
 
 def swap(new, path):
-    """Puts a folder in the place of another; a crash between the renames leaves that as .old."""
+    """Replaces a folder by another; a crash between the two renames leaves the former as .old."""
     old = path.with_suffix(".old")
     if path.exists():
         delete(old)
@@ -269,16 +269,16 @@ def swap(new, path):
 
 
 def delete(path):
-    """Delete a folder; an OSError if something of it stays."""
+    """Deletes a folder; raises an OSError if something can't be deleted."""
     if path.exists():
         shutil.rmtree(path)
 
 
 def save_checkpoint(folder, model, tokenizer, optimizer_state, others=None, put=swap, **progress):
-    """Write all that a resume needs: weights, tokenizer, optimizer, progress (step, num_tokens).
+    """Writes what a resume needs: weights, tokenizer, optimizer, progress (step, num_tokens).
 
-    Of a model with adapters only these: the base stays as it was loaded. others: {name: what
-    changes beside the policy, a model or a dict of numbers}.
+    For a model with adapters, only these, since the base never changes. others: {name: what else
+    changes, a model or a dict of numbers}.
     """
     moved = {name: other if isinstance(other, dict) else other.state_dict()
              for name, other in (others or {}).items()}
@@ -291,20 +291,20 @@ def save_checkpoint(folder, model, tokenizer, optimizer_state, others=None, put=
 
 
 def load_checkpoint(folder, model, optimizer, others=None, reads=None):
-    """Restore weights, optimizer and others in place; returns (steps done, tokens sampled).
+    """Restores weights, optimizer and others in place; returns (steps done, tokens sampled).
 
-    What is saved is whole, and of sharded models each rank takes its part. UserError if the run
-    that has saved it has read something else than `reads`.
+    Saved tensors are whole; each rank of a sharded model takes its part. UserError if the run that
+    saved them did not read the same as `reads`.
     """
-    if not folder.exists():     # a crash between the two renames in written_whole leaves this one
+    if not folder.exists():     # after a crash between the two renames in swap
         folder = folder.with_suffix(".old")
     where = f"--resume: {folder}"
-    with explained(where, "this checkpoint is missing, broken, or of another model", ELSE):
+    with explained(where, "this checkpoint is missing, broken, or from another model", ELSE):
         saved = read_tensors(folder / "optimizer.pt")
         for what, was in saved.get("reads", {ID: None}).items():
             if reads and reads.get(what) != was:
-                raise UserError(f"{where}: {what} was {was} when this run was started, and is "
-                                f"{reads.get(what, 'missing')} now; {ELSE}")
+                raise UserError(f"{where}: {what} was {was} when this run was started, but is now "
+                                f"{reads.get(what, 'missing')}; {ELSE}")
         if adapters(model):
             load_adapter(model, folder)
         elif isinstance(model, AnyModel) and model.peft:
@@ -325,24 +325,24 @@ def load_checkpoint(folder, model, optimizer, others=None, reads=None):
 
 
 def moments_of(model, optimizer):
-    """AdamW's state as whole tensors, by the names of the weights; every rank takes part."""
+    """Returns AdamW's state as whole tensors by the weights' names; every rank must call it."""
     from torch.distributed.checkpoint import state_dict  # slow to import
     whole = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     return state_dict.get_optimizer_state_dict(network(model), optimizer, options=whole)
 
 
 def load_moments(model, optimizer, saved):
-    """Loads AdamW's moments; its options, such as the weight decay, stay those of the flags."""
+    """Loads AdamW's moments; options, such as the weight decay, remain those of the flags."""
     from torch.distributed.checkpoint import state_dict
     whole = state_dict.StateDictOptions(full_state_dict=True)
-    if 0 in saved["state"]:         # by number, as optimizers save it, in earlier versions
+    if 0 in saved["state"]:         # earlier versions saved weights by number, as optimizers do
         names = [name for name, _ in network(model).named_parameters()]
         saved = {"state": {names[i]: moments for i, moments in saved["state"].items()},
                  "param_groups": [saved["param_groups"][0] | {"params": names}]}
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     state_dict.set_optimizer_state_dict(network(model), optimizer, saved, options=whole)
     optimizer.param_groups[0].update(options)
-    for weight, moments in optimizer.state.items():     # the fused step reads them without a look
+    for weight, moments in optimizer.state.items():     # the fused step does not check them
         for name in ("exp_avg", "exp_avg_sq"):
             shape, stride, dtype = moments[name].shape, moments[name].stride(), moments[name].dtype
             if (shape, stride, dtype) != (weight.shape, weight.stride(), weight.dtype):
@@ -351,7 +351,7 @@ def load_moments(model, optimizer, saved):
 
 @torch.no_grad()
 def load_adapter(model, path):
-    """Copy an adapter into the model, in place."""
+    """Copies an adapter into the model, in place."""
     ours, theirs = adapter_state(model), read_tensors(path / "adapter_model.safetensors")
     for name, tensor in ours.items():
         tensor.copy_(part_of(theirs[name], tensor))
@@ -359,9 +359,9 @@ def load_adapter(model, path):
 
 @contextmanager
 def written_whole(path, put=swap):
-    """A new folder to write into. put(it, path) is called once all of it is on the disk.
+    """Yields a new folder to write into, and then calls put(new, path).
 
-    A crash or a full disk before that leaves `path` as it was. UserError if the disk refuses.
+    A crash or a full disk before that leaves `path` as it was. UserError if writing fails.
     """
     new = path.with_suffix(".new")
     try:
@@ -370,9 +370,9 @@ def written_whole(path, put=swap):
         yield new
         put(new, path)
         delete(new)
-    # For a full disk torch.save raises RuntimeError, and no reason is in its message.
+    # If the disk is full, torch.save raises a RuntimeError without a reason.
     except (OSError, SafetensorError, RuntimeError) as error:
         shutil.rmtree(new, ignore_errors=True)
         free = shutil.disk_usage(path.parent).free / 1e6
         raise UserError(f"{path} could not be written ({reason(error)}; {free:,.0f} MB are free "
-                        "without it); correct that, or choose another --out_dir") from error
+                        "without it); fix this, or pass another --out_dir") from error

@@ -15,42 +15,43 @@ from model.sampler import rng_of
 
 from .fsdp import is_sharded, whole
 
-GROUPS = itertools.count()      # a second one must not find what the first has left in the store
+GROUPS = itertools.count()      # a second group must not find what the first left in the store
 
 
 def add_flags(parser):
     flag = parser.group("the machine").add_argument
-    flag("--device", help="cuda, cuda:1, mps or cpu; with several processes "
-         "each has a GPU of its own (default: cuda if it is there, else cpu)")
-    flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of matrix "
-         "products; auto: bfloat16 on a GPU that has it, with TF32 for the rest; else float32")
-    flag("--seed", type=COUNT_OR_0, default=42, help="of the order of prompts and of sampling")
+    flag("--device", help="cuda, cuda:1, mps or cpu; several processes each use "
+         "their own GPU (default: cuda if available, else cpu)")
+    flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="dtype of matrix "
+         "products; auto: bfloat16 on GPUs that support it (TF32 where float32 is needed), else "
+         "float32")
+    flag("--seed", type=COUNT_OR_0, default=42, help="seed of the order of prompts and of sampling")
 
 
 class World:
     """All processes that torchrun started, or this one alone if it was started without torchrun.
 
-    device, dtype, seed: as the flags have them.
+    device, dtype, seed: the values of the flags.
     """
 
     def __init__(self, device=None, dtype="auto", seed=0):
         self.rank = int(os.environ.get("RANK", 0))          # torchrun sets both
         self.size = int(os.environ.get("WORLD_SIZE", 1))
         self.device, self.seed = choose_device(device, self.size), seed
-        self.cleanup = ExitStack()     # cleanup.callback(f) calls f when the run ends, well or not
-        self.joined = False            # a group of processes, which it then leaves
+        self.cleanup = ExitStack()     # cleanup.callback(f) calls f when the run ends in any way
+        self.joined = False            # whether it joined a group of processes, to leave later
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             if torch.cuda.is_initialized():         # by a caller
                 self.cleanup.callback(torch.cuda.set_device, torch.cuda.current_device())
-            torch.cuda.set_device(self.device)      # what "cuda" means from now on
+            torch.cuda.set_device(self.device)      # the device that "cuda" means from now on
             if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-                # Shapes are always new: segments that grow leave no holes between them.
+                # Shapes change all the time; expandable segments avoid fragmentation.
                 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
             self.cleanup.callback(
                 torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
-            # cuDNN's attention makes a plan for each new shape, and here shapes are always new.
+            # cuDNN's attention makes a plan for each new shape, and shapes change all the time.
             self.cleanup.callback(
                 torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
             torch.backends.cuda.enable_cudnn_sdp(False)
@@ -61,13 +62,13 @@ class World:
 
     @classmethod
     def join(cls, args):
-        """The processes that torchrun started, or this one alone, each with a device of its own."""
+        """Joins the processes that torchrun started, if any, each with a device of its own."""
         world = cls(args.device, args.dtype, args.seed)
         args.shard = int(args.shard and world.size > 1)     # one process has nothing to divide
-        world.joined = world.size > 1 and not dist.is_initialized()     # else it is a caller's
+        world.joined = world.size > 1 and not dist.is_initialized()     # else the caller did it
         if world.joined:
             on_cuda = world.device.type == "cuda"
-            # One rank's rewards may be slow while the others wait. NCCL's own limit is 10 minutes.
+            # Ranks may wait for slow rewards of another one, and NCCL's default is 10 minutes.
             store, rank, size = next(dist.rendezvous("env://"))
             dist.init_process_group(
                 "nccl" if on_cuda else "gloo", timeout=timedelta(minutes=30), rank=rank,
@@ -76,55 +77,55 @@ class World:
         return world
 
     def autocast(self):
-        """Around what runs a network: matrix products are those of --dtype.
+        """Returns a context in which matrix products have --dtype.
 
         Weights and log-softmax stay float32.
         """
-        # No cache: it would keep a copy of every weight, and a forward pass reads a weight once.
+        # A cache would keep a copy of every weight, although a forward pass reads each one once.
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False,
                               enabled=self.matrix_dtype == torch.bfloat16)
 
     def sum(self, tensor):
-        """The sum of this tensor over all ranks."""
+        """Returns the sum of this tensor over all ranks."""
         if self.size > 1:
             tensor = tensor.to(self.device if self.device.type == "cuda" else "cpu")
             dist.all_reduce(tensor)
         return tensor
 
     def sum_gradients(self, model):
-        """Add up the gradients of all ranks.
+        """Adds up the gradients of all ranks.
 
-        A sum rather than a mean, because each rank's loss is already its share of the step's loss.
+        It is a sum, not a mean, because each rank's loss is its share of the step's loss.
         """
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:
-                # This rank had nothing to learn from, but the all_reduce needs every rank; and
-                # AdamW, to which 0 is a gradient too, moves the same with shards as without.
+                # This rank had no rows to train on, but the all_reduce needs every rank. And with a
+                # gradient of 0 instead of None, AdamW takes the same step with shards as without.
                 parameter.grad = torch.zeros_like(parameter)
             if self.size > 1 and not is_sharded(parameter):     # else FSDP has added them up
                 dist.all_reduce(parameter.grad)
 
     def clip_gradients(self, model, max_norm):
-        """Scale the gradient down to `max_norm`, if it is longer; its norm before, on all ranks."""
+        """Scales the gradient down to `max_norm` if its norm is larger; returns the old norm."""
         return whole(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
 
     def gather(self, rows):
-        """The lists of all ranks, joined in rank order, on every rank."""
+        """Returns the lists of all ranks, joined in rank order, on every rank."""
         lists = [rows] * self.size
         if self.size > 1:
             dist.all_gather_object(lists, rows)
         return [row for rows in lists for row in rows]
 
     def rng(self, step, *, evaluating=False):
-        """The random numbers of this rank at a step; those of an evaluation are others."""
+        """Returns the generator of this rank at a step; evaluations have different ones."""
         return rng_of(self.seed, int(evaluating), step, self.rank, device=self.device)
 
     def check_same_flags(self, args):
-        """UserError unless all ranks have the same flags: else one waits for another forever.
+        """Raises a UserError unless all ranks have the same flags; paths may differ by machine.
 
-        Paths may differ from machine to machine.
+        With different flags, one rank could wait for another forever.
         """
         flags = {name: value for name, value in to_json(vars(args)).items()
                  if name != "out_dir" and not name.endswith("_path")}
@@ -138,9 +139,9 @@ class World:
         self.cleanup.close()
         if self.joined:
             self.joined = False
-            if dist.is_initialized():       # vLLM, when it ends, ends all groups
+            if dist.is_initialized():       # vLLM destroys all groups when it ends
                 dist.destroy_process_group()
             # After a sharded run DTensor's caches keep Gloo's threads alive. If Python ends while
-            # one frees a tensor, the process aborts (pytorch issue 190489): let them finish.
+            # one frees a tensor, the process aborts (pytorch issue 190489), so let them finish.
             if self.device.type == "cpu":
                 time.sleep(0.3)

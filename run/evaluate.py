@@ -1,4 +1,4 @@
-"""Held-out problems, answered and judged."""
+"""Evaluates the policy on held-out problems."""
 import hashlib
 import json
 import math
@@ -13,16 +13,16 @@ from errors import COUNT, COUNT_OR_0
 
 def add_flags(parser):
     flag = parser.group("5. log").add_argument
-    flag("--eval_interval", type=COUNT_OR_0, help="steps between evaluations; also before and "
-         "after training; 0: none (default: 30; 0 if only data_path is your own)")
-    flag("--eval_reward_funcs", nargs="+", metavar="NAME", default=["accuracy"], help="by the "
-         "names of --reward_funcs: a held-out reply is right if these add up to 1 or more")
-    flag("--num_generations_eval", type=COUNT, default=2, help="k, samples per problem (pass@k)")
-    flag("--eval_only", action="store_true", help="evaluate the weights and stop")
+    flag("--eval_interval", type=COUNT_OR_0, help="steps between evaluations, also before and "
+         "after training; 0: none (default: 30; 0 with --data_path but no --eval_data_path)")
+    flag("--eval_reward_funcs", nargs="+", metavar="NAME", default=["accuracy"], help="names as in "
+         "--reward_funcs: a held-out completion is right if these rewards add up to 1 or more")
+    flag("--num_generations_eval", type=COUNT, default=2, help="k, samples per held-out problem")
+    flag("--eval_only", action="store_true", help="evaluate the weights without training")
 
 
 def measure(args, problems):
-    """What an evaluation measures, as a text; numbers are only compared if it is the same."""
+    """Describes what an evaluation measures; only equal descriptions have comparable numbers."""
     asked = args.temperature, args.max_gen_len, args.reasoning, args.system_prompt, args.tool
     content = json.dumps([asked, problems], sort_keys=True).encode()
     rewards = " + ".join(sorted(args.eval_reward_funcs))
@@ -30,24 +30,24 @@ def measure(args, problems):
 
 
 def evaluate(state, problems, collate, step):
-    """Held-out accuracy over all ranks: of k samples the mean, any of them (pass@k), and greedy.
+    """Measures held-out accuracy over all ranks: the mean of k samples, pass@k, and greedy.
 
-    A reply is right if its evaluation rewards add up to at least 1. Problems with an unscored reply
-    don't count, but in eval/judged, the share of the others. Returns metrics, and the rollout of
-    greedy replies with the first problem, for a look at one.
+    A completion is right if its evaluation rewards add up to at least 1. Problems with an unscored
+    completion are left out; eval/judged is the share of the others. Returns metrics, and the greedy
+    rollout that contains the first problem, as an example to print.
     """
     args, world = state.args, state.world
     rng, weights = world.rng(step, evaluating=True), [1.0] * len(state.eval_funcs)
     k, found = args.num_generations_eval, defaultdict(list)     # metric -> a number per problem
-    # Sharded ranks must sample equally often: one with a problem less than others answers another
-    # one, which isn't counted.
+    # Sharded ranks must sample equally often, so a rank with one problem less than others answers
+    # an extra one, which isn't counted.
     mine, share = problems[world.rank::world.size], -(-len(problems) // world.size)
     answered = mine + problems[:share - len(mine)]
-    # What fits into memory in a rollout fits in an evaluation, and a small model fits anyway.
+    # As many completions as in a rollout fit into memory; a small model can take more.
     at_once = max(1, args.batch_size * args.num_generations // k)
     if sum(weight.numel() for weight in state.policy.model.parameters()) < 10**7:
         at_once = 256
-    # None: a bar in a terminal alone. In a log it would stay in front of the next line.
+    # None shows the bar only in a terminal. In a log file it would remain before the next line.
     for start in tqdm(range(0, share, at_once), desc="evaluation", leave=False, dynamic_ncols=True,
                       disable=True if world.rank > 0 else None):
         batch = collate(answered[start:start + at_once])
@@ -59,7 +59,7 @@ def evaluate(state, problems, collate, step):
             first = rollouts[0]
             first.rewards = of_greedy[:, 0]
         judged = ~torch.cat((of_greedy, sampled), 1).isnan().any(1)                     # (B,)
-        judged = judged[:len(mine) - start]     # the one that isn't counted is the last
+        judged = judged[:len(mine) - start]     # the extra problem is the last one
         found["judged"] += judged.tolist()
         right = (sampled >= 1).float()                                                  # (B, k)
         for name, numbers in {
@@ -69,13 +69,13 @@ def evaluate(state, problems, collate, step):
         }.items():
             found[name] += numbers[:len(judged)][judged].tolist()
     if k == 1:
-        del found["pass@1"]         # it would be the accuracy again
+        del found["pass@1"]         # it equals the accuracy
     found = {f"eval/{name}": world.gather(numbers) for name, numbers in found.items()}
     judged = found["eval/judged"]
     if world.rank == 0 and not all(judged):
-        warnings.warn(f"only {sum(judged)} of {len(judged)} held-out problems were scored: do "
-                      "--eval_reward_funcs find what they need in the columns of "
-                      "--eval_data_path?", stacklevel=2)
+        warnings.warn(f"only {sum(judged)} of {len(judged)} held-out problems were scored; check "
+                      "that --eval_data_path has the columns that --eval_reward_funcs need",
+                      stacklevel=2)
     return {"measure": measure(args, problems)} | {
         name: sum(all_of) / len(all_of) if all_of else math.nan
         for name, all_of in found.items()}, first

@@ -1,7 +1,7 @@
-"""What `train` of train_grpo.py is given, as flags: a name for each object and function.
+"""Turns the arguments of `train` in train_grpo.py into flags: a name for each object and function.
 
-The objects themselves are in errors.GIVEN until the call ends. In args they would differ from
-process to process, and no args.json could hold them.
+The objects themselves are in errors.GIVEN until the call ends, because flags must be the same in
+all processes, and args.json stores them.
 """
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,18 +9,18 @@ from threading import RLock
 
 from errors import GIVEN, UserError
 
-ONE_AT_A_TIME = RLock()     # of the threads: GIVEN, and the child that judges, are the process's
+ONE_AT_A_TIME = RLock()     # threads would share GIVEN and reward/child.py's process
 
 
 @contextmanager
 def as_flags(flags, own):
-    """{flag: value} without what is None, and with names for what a command line can't hold.
+    """Yields {flag: value} without Nones, and with names for what a command line can't hold.
 
-    own: the parameters of `train`, by the names of their flags, which flags may hold as well.
+    own: the parameters of `train`, by the names of their flags, which must not be in flags, too.
     """
     own = {flag: value for flag, value in own.items() if value is not None}
     for flag in own.keys() & flags.keys():
-        raise UserError(f"{flag} is given twice, as it has a parameter of its own; give it once")
+        raise UserError(f"{flag} is given twice, since it has a parameter of its own; pass it once")
     flags = flags | own
     with ONE_AT_A_TIME:
         before = GIVEN.copy()
@@ -32,9 +32,9 @@ def as_flags(flags, own):
                 named["tokenizer_path"] = getattr(model, "name_or_path", None)
                 if not named["tokenizer_path"]:
                     raise UserError(f"{named['model_path']} does not say where its tokenizer is; "
-                                    "give the tokenizer, too")
+                                    "pass the tokenizer, too")
             if "out_dir" not in named and named.get("resume"):
-                raise UserError("resume: give the out_dir of the run that is to go on")
+                raise UserError("resume: pass the out_dir of the run to resume")
             yield named
         finally:
             GIVEN.clear()
@@ -42,7 +42,7 @@ def as_flags(flags, own):
 
 
 def by_name(value, is_source):
-    """The value itself, or a name that stands for it. is_source: of weights, prompts, ..."""
+    """Returns the value, or a name for it. is_source: it is a model, prompts, ..."""
     if isinstance(value, (list, tuple)) and not is_source:
         return [by_name(one, is_source) for one in value]
     if isinstance(value, (str, Path)) or not (is_source or callable(value)):
@@ -50,6 +50,6 @@ def by_name(value, is_source):
     kind, name = type(value).__name__, getattr(value, "__name__", "")
     form = f"<{kind}%s>" if is_source else f"given:{name if name.isidentifier() else kind}%s"
     name = form % ""
-    while GIVEN.setdefault(name, value) is not value:       # another has that name
+    while GIVEN.setdefault(name, value) is not value:       # another value has that name
         name = form % f"_{len(GIVEN)}"
     return name

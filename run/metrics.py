@@ -12,14 +12,14 @@ import torch
 from dataset.jsonl import is_finite
 from model.load import decode
 
-MOST_CHARACTERS = 2000      # of a column in completions.jsonl, which repeats it in every row
+MOST_CHARACTERS = 2000      # of a column in completions.jsonl, where every row repeats it
 
 
 def rollout_metrics(rows, num_generations, failures=()):
-    """The metrics that follow from a step's completions and their rewards.
+    """Returns the metrics that follow from a step's completions and their rewards.
 
     rows: describe()'s rows of the completions of all ranks, the completions of a group adjacent.
-    A completion that no reward function judged has reward NaN and is left out of the reward
+    A completion that no reward function scored has reward NaN and is left out of the reward
     statistics. Standard deviations are sample standard deviations (n-1).
 
     failures, of all ranks: (reward function, how often it has failed, what failed now or None).
@@ -31,14 +31,14 @@ def rollout_metrics(rows, num_generations, failures=()):
     metrics = {
         "reward": mean_and_std(rewards)[0],
         "reward_std": mean_and_std(stds)[0],
-        # Not `std <= 1e-6`: a NaN counts too, since a group with fewer than two rewards
-        # has nothing to compare.
+        # `not std > 1e-6` also counts a NaN, the std of a group with fewer than two rewards, which
+        # gives no learning signal either.
         "frac_reward_zero_std": sum(not std > 1e-6 for std in stds) / len(stds),
         "completions/mean_length": sum(lengths) / len(lengths),
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": 1 - sum(row["ended"] for row in rows) / len(rows),
-        "tokens": sum(row["length"] + row.get("tool_tokens", 0) for row in rows),   # computed
+        "tokens": sum(row["length"] + row.get("tool_tokens", 0) for row in rows),
     }
     if "tool_tokens" in rows[0]:
         calls = sum(len(row["turns"]) // 2 for row in rows)
@@ -57,14 +57,14 @@ def rollout_metrics(rows, num_generations, failures=()):
 
 
 def mean_and_std(values):
-    """Mean and sample std, ignoring NaNs. The mean of no value is NaN, as is the std of one."""
+    """Mean and sample std, ignoring NaNs. NaN for the mean of no values, or the std of one."""
     values = np.array([value for value in values if not math.isnan(value)])
     return (values.mean() if len(values) else math.nan,
             values.std(ddof=1) if len(values) > 1 else math.nan)
 
 
 class Clock:
-    """The seconds of each phase: clock("rollout") ends the phase before it; clock(None) only that.
+    """Measures the seconds of each phase: clock(name) ends one and starts another; None just ends.
 
     listeners are called with the name of each new phase.
     """
@@ -75,7 +75,7 @@ class Clock:
 
     def __call__(self, name):
         if self.on_cuda:
-            torch.cuda.synchronize()        # it is still working when a call returns
+            torch.cuda.synchronize()        # a call returns before the GPU has finished
         now = time.perf_counter()
         if self.running:
             self.timings[f"timing_s/{self.running}"] += now - self.since
@@ -84,19 +84,19 @@ class Clock:
             listener(name)
 
     def taken(self):
-        """{timing_s/<phase>: seconds} since this was last asked."""
+        """Returns {timing_s/<phase>: seconds} since the last call."""
         timings, self.timings = self.timings, Counter()
         return timings
 
 
 # --- metrics of an optimizer step, by their kind --------------------------------------------------
-# Each micro-batch of each rank has a part of them; `joined` makes one of the parts. A plain number
-# was divided by the step's totals, so the parts add up; of a name that ends in _max the largest is
-# taken. All are tensors or floats: a GPU is still at work on them, and only the end is waited for.
+# Each micro-batch of each rank has a part of them, and `joined` puts the parts together. A plain
+# number was divided by the step's totals, so parts add up; for names that end in _max, the largest
+# counts. Parts may be tensors that a GPU still computes; end_update makes them floats.
 
 
 class Mean(NamedTuple):
-    """Sum and count of what it is the mean of."""
+    """A mean, as a sum and a count, so that parts of it can be added up."""
     sum: float
     count: float
 
@@ -105,7 +105,7 @@ class Mean(NamedTuple):
 
 
 def by_name(parts):
-    """{name: its metrics} of dicts of metrics."""
+    """Collects dicts of metrics into {name: [metric of each dict]}."""
     found = {}
     for part in parts:
         for name, metric in part.items():
@@ -114,10 +114,10 @@ def by_name(parts):
 
 
 def joined(parts):
-    """{name: metric as floats} of dicts of metrics."""
+    """Adds dicts of metrics up into one, {name: metric as floats}."""
     one = {}
     for name, metrics in by_name(parts).items():
-        if name.endswith("_max"):               # numpy's of a NaN is NaN
+        if name.endswith("_max"):               # numpy's max keeps a NaN
             one[name] = float(np.max([*map(float, metrics)]))
         elif isinstance(metrics[0], tuple):
             one[name] = type(metrics[0])(*map(float, map(sum, zip(*metrics))))
@@ -127,34 +127,34 @@ def joined(parts):
 
 
 class Metrics:
-    """The metrics of a step: over all tokens of its micro-batches, on all ranks; of its updates.
+    """Collects the metrics of a step, over the micro-batches of all ranks, and over its updates.
 
-    A number of grpo_loss is a part of the optimizer step's, and the parts add up; a Mean says how.
+    Numbers of grpo_loss are parts of the optimizer step's, so they add up; a Mean adds up as such.
     """
 
     def __init__(self, world, args):
         names = ["low", "high", "region"]
         if args.delta is not None:
             names.append("delta")
-        # The share of a rank, or of a step, that reads no completion: nothing is clipped.
+        # What a rank contributes whose completions all have no gradient: nothing is clipped.
         self.zeros = {"loss": 0.0} | {f"clip_ratio/{name}_mean": 0.0 for name in names}
         self.world, self.parts, self.updates = world, [self.zeros], []
 
     def add(self, part, logps, entropy, loss, of_loss):
-        """Of a micro-batch."""
+        """Adds the metrics of a micro-batch."""
         self.parts.append({"loss": loss.detach()} | of_loss | drift(part, logps, entropy))
 
     def end_update(self, grad_norm):
-        """Of an optimizer step, on all ranks."""
+        """Adds up the metrics of an optimizer step; all ranks must call it."""
         self.updates.append(joined(self.world.gather([joined(self.parts)]))
                             | {"grad_norm": grad_norm.item()})
         self.parts = [self.zeros]
 
     def means(self):
-        """{name: number}: the mean of each metric over the updates; of a maximum, the largest.
+        """Returns {name: number}: the mean of each metric over the updates; of a maximum, the max.
 
-        An update whose advantages are all 0 has no token, hence no entropy, say: average over the
-        updates that have one.
+        An update whose advantages are all 0 may read no token, and then has, e.g., no entropy; such
+        a metric is averaged over the other updates.
         """
         found = {}
         for name, metrics in by_name(self.updates).items():
@@ -164,13 +164,13 @@ class Metrics:
 
 
 def describe(rollout, tokenizer, eos_ids, num_generations):
-    """A row of completions.jsonl for each of the N completions; "columns" are those of its data.
+    """Returns a row of completions.jsonl for each of the N completions.
 
-    "reward" is the total and "rewards" each function's own; "advantage" is the first token's.
-    The first group also has "tokens", which together are the completion (the EOS that ends it is an
-    empty text), "token_logps", and where each token has an advantage of its own "token_advantages".
-    With a tool rows also have "turns", "failed_calls" and "tool_tokens", and tokens "token_drawn",
-    0 for a tool's.
+    "columns" are the data's; "reward" is the total and "rewards" each function's own; "advantage"
+    is the first token's. Rows of the first group also have "tokens", which add up to the completion
+    (its EOS is an empty text), "token_logps", and, if tokens have their own advantages,
+    "token_advantages". With a tool, rows also have "turns", "failed_calls" and "tool_tokens", and
+    those of the first group "token_drawn", which is 0 for the tool's tokens.
     """
     N = len(rollout.completions)
     lengths, ended = rollout.loss_mask.sum(1).tolist(), rollout.ended.tolist()
@@ -202,19 +202,19 @@ def describe(rollout, tokenizer, eos_ids, num_generations):
 
 
 def shortened(name, value):
-    """The value of a column, or if it is long the beginning of its text or JSON, and the length."""
+    """Returns the value of a column; of a long one, the beginning of its text, and the length."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    # From answer and messages a reward model is retrained.
+    # Retraining a reward model needs answer and messages.
     if name in ("answer", "messages") or len(text) <= MOST_CHARACTERS:
         return value
     return f"{text[:MOST_CHARACTERS]} … [{len(text):,} characters in all]"
 
 
 def token_texts(ids, tokenizer, eos_ids):
-    """What each token adds to the text.
+    """Returns what each token adds to the text.
 
-    Tokens are decoded after their predecessor, since some tokenizers drop a leading space. One that
-    holds a part of a character adds nothing, and the last of its parts the whole character.
+    Tokens are decoded after their predecessor, since some tokenizers drop a leading space. If a
+    character has several tokens, the last of them adds it, and the others add nothing.
     """
     texts, start, end = [], 0, 0        # ids[start:end] is the context of the next token
     for k in range(1, len(ids) + 1):
@@ -230,12 +230,12 @@ def token_texts(ids, tokenizer, eos_ids):
 
 @torch.no_grad()
 def drift(part, logps, entropy):
-    """A micro-batch's part of the metrics that tell how far the distributions have moved.
+    """Returns a micro-batch's part of the metrics that measure how far distributions have moved.
 
-    Means over its tokens: entropy, in nats; ppo_kl, log pi_old - log pi; rollout_probs_diff,
-    between the probabilities of sampler and trainer: 0 up to rounding, or one of the two is wrong.
-    Over completions: rollout_log_ratio, the absolute log of the product of pi_old / pi_sampler.
-    Completions without a gradient are in no micro-batch, and so not in these.
+    Over tokens: entropy, in nats; ppo_kl, log pi_old - log pi; rollout_probs_diff, the difference
+    between the probabilities of sampler and trainer, 0 up to rounding if both are right. Over
+    completions: rollout_log_ratio, the absolute log of the product of pi_old / pi_sampler.
+    Completions without a gradient are in no micro-batch, so they don't count.
     """
     tokens, completions = part.loss_mask.sum(), part.loss_mask.any(1).sum()
 
@@ -256,5 +256,5 @@ def drift(part, logps, entropy):
 
 
 def number(value, spec=".2f"):
-    """The value in a format spec; "-" for None, NaN and infinity."""
+    """Formats a value; "-" for None, NaN and infinity."""
     return format(value, spec) if is_finite(value) else "-"

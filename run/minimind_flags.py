@@ -1,4 +1,4 @@
-"""MiniMind's flags that have a better name here: they work for ever, and --help lists none."""
+"""MiniMind's flags that have another name here: they keep working, but --help lists none."""
 import argparse
 
 from errors import COUNT
@@ -20,8 +20,8 @@ def add_flags(parser):
     for name, options in FLAGS.items():
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **options)
     parser.epilog = (
-        "MiniMind's other flags work too: accumulation_steps multiplies batch_size; hidden_size "
-        "(128) and use_moe name the default weights, num_hidden_layers refuses others; from_weight "
-        "names weights in out_dir, without the size; from_resume 1 is resume, save_dir out_dir, "
-        "save_weight run_name; use_wandb is, as there, SwanLab: swanlab online, unless swanlab "
-        "says otherwise; wandb_project its project.")
+        "MiniMind's other flags also work: accumulation_steps multiplies batch_size; hidden_size "
+        "(128) and use_moe select the default weights; num_hidden_layers only checks the weights; "
+        "from_weight names weights in out_dir, without the size; from_resume 1 means resume, "
+        "save_dir is out_dir, save_weight is run_name; use_wandb, as in MiniMind, means swanlab "
+        "online, unless swanlab is set; wandb_project is its project.")

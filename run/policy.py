@@ -1,7 +1,7 @@
-"""Loads models, and chooses what runs them: a Policy is a model with its pair of functions.
+"""Loads models, and chooses how they run: a Policy is a model with its pair of functions.
 
-`sample` (model/sampler.py) and `token_logps` (train_grpo.py, which hands it over) are the plain
-ones. Others wrap or replace them here, once, where the model is loaded.
+`sample` (model/sampler.py) and `token_logps` (train_grpo.py, which passes it in) are the plain
+pair. This module wraps or replaces them once, when the model is loaded.
 """
 import argparse
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from model.sampler import sample
 
 from .fsdp import shard
 
-ROWS, MOST_LOGITS = 8, 2**25        # of the comparison of model/fast with the script
+ROWS, MOST_LOGITS = 8, 2**25        # limits of the comparison of model/fast with the script
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}      # see `checked`
 
 
@@ -33,22 +33,22 @@ class Policy:
     model: ours, or any causal model of transformers, wrapped by model/transformers_model.py.
     """
     model: torch.nn.Module
-    sampler: Callable                   # as model/sampler.sample
-    reader: Callable                    # as train_grpo.token_logps
-    world: object                       # whose `autocast` gives matrix products their dtype
-    entropy_learns: bool = False        # else the entropy is a metric, and has no gradient
+    sampler: Callable                   # called like model/sampler.sample
+    reader: Callable                    # called like train_grpo.token_logps
+    world: object                       # its `autocast` sets the dtype of matrix products
+    entropy_learns: bool = False        # False: the entropy is only a metric, without a gradient
 
     def sample(self, *prompts, **options):
         model = self.model
         with self.world.autocast():
-            if hasattr(model, "whole"):     # sharded: FSDP would gather each layer for each token
+            if hasattr(model, "whole"):     # sharded: FSDP would gather all layers for every token
                 model = model.whole(dtype=self.world.matrix_dtype)
             return self.sampler(model, *prompts, **options)
 
     def token_logps(self, *sequences, with_entropy=False, **options):
         options["with_entropy"] = with_entropy
         with self.world.autocast():
-            if hasattr(self.model, "run"):  # sharded: in it FSDP has gathered what is in no layer
+            if hasattr(self.model, "run"):  # sharded, or without adapters
                 found = self.model.run(self.reader, *sequences, **options)
             else:
                 found = self.reader(self.model, *sequences, **options)
@@ -60,39 +60,40 @@ class Policy:
 def add_flags(parser):
     flag = parser.group("1. generate").add_argument
     flag("--rollout_batch_size", type=COUNT_OR_0, default=0, help="completions sampled at once, in "
-         "training and evaluation: fewer need less memory and more time; 0: all of them")
-    flag("--reference_path", help=argparse.SUPPRESS)        # of train(reference=...)
+         "training and evaluation; fewer need less memory, but more time; 0: all of them")
+    flag("--reference_path", help=argparse.SUPPRESS)        # for train(reference=...)
     flag = parser.group("4. update (the optimizer)").add_argument
     flag("--lora_rank", type=COUNT_OR_0, default=0,
-         help="train adapters of this rank (LoRA) instead of the weights; 0: the weights")
-    flag("--lora_alpha", type=POSITIVE, default=32, help="alpha / rank scales the adapters")
-    flag("--gradient_checkpointing", action="store_true", help="less memory, more time")
+         help="train adapters of this rank (LoRA) instead of the weights; 0: train the weights")
+    flag("--lora_alpha", type=POSITIVE, default=32, help="adapters are scaled by lora_alpha / rank")
+    flag("--gradient_checkpointing", action="store_true",
+         help="recompute activations in the backward pass: less memory, more time")
     flag = parser.group("the machine").add_argument
-    flag("--sampler", choices=("fast", "plain", "vllm"), default="fast", help="fast: the sampler "
-         "and log-probs of model/fast; plain: the ones to read, same numbers; vllm: an inference "
-         "engine samples (docs/requirements-vllm.txt), log-probs are fast's")
+    flag("--sampler", choices=("fast", "plain", "vllm"), default="fast", help="fast: sampler and "
+         "log-probs of model/fast; plain: the readable versions, with the same numbers; vllm: an "
+         "inference engine samples (docs/requirements-vllm.txt), log-probs are those of fast")
     flag("--vllm_gpu_memory_utilization", type=number(float, 0, 1, above=True), default=0.3,
-         help="the engine's share of a GPU's memory; it is free while the policy learns")
+         help="share of GPU memory for vLLM, which frees it during updates")
     flag("--shard", type=int, choices=(0, 1), default=0, help="1: divide weights, gradients and "
-         "moments over the processes (FSDP); to sample, the whole model must fit one GPU")
+         "moments over the processes (FSDP); the whole model must still fit on one GPU to sample")
 
 
 def check(args):
-    """The included weights."""
+    """Sets the default weights."""
     if args.reference_path and args.beta == 0:
-        raise UserError("reference: with beta=0 nothing reads it; leave one of the two out")
+        raise UserError("reference: with beta=0 it would not be used; leave one of the two out")
     shipped = Path(__file__).resolve().parents[1] / "model/weights"
-    if args.from_weight:        # MiniMind's: what a run's args.json keeps is the path
+    if args.from_weight:        # MiniMind's flag; a run's args.json keeps the path instead
         args.model_path, args.from_weight = find_weights(args.from_weight, args, shipped), None
     kind = "reason" if args.reasoning else "full_sft"
     args.model_path = args.model_path or find_weights(kind, args, shipped)
 
 
 def load_models(args, world, token_logps, engine=None):
-    """The policy, and its reference, the same weights frozen; None with --beta 0.
+    """Returns the policy and its reference, the same weights frozen, or None with --beta 0.
 
-    Weights that learn are float32, so that small updates add up. The matrices of frozen ones have
-    the dtype in which products read them anyway. token_logps: the script's.
+    Trained weights are float32, so that small updates add up. Frozen matrices have the dtype to
+    which matrix products would cast them anyway. token_logps: the script's.
     """
     path = args.model_path
     if path in GIVEN:
@@ -117,34 +118,34 @@ def load_models(args, world, token_logps, engine=None):
         return policy, load_frozen(args.reference_path or path, world, args, token_logps)
     if has_peft:
         base = WithoutPeft(model)
-    elif args.shard:            # the base is let go: it would keep every layer whole on the GPU
+    elif args.shard:            # keeping the base would keep every whole layer on the GPU
         base = AdaptersOff(model)
     return policy, policy_of(base, path, world, args, token_logps)
 
 
 def of_object(name, args, world):
-    """A policy that is the model itself. UserError for flags that read its files."""
+    """Returns a model object as a policy; UserError for flags that would read its files."""
     theirs = GIVEN[name]
     for flag, asks in {"lora_rank": args.lora_rank, "shard": args.shard,
                        "ref_model_sync_steps": args.ref_model_sync_steps,
                        "sampler='vllm'": args.sampler == "vllm"}.items():
         if asks:
-            raise UserError(f"{flag} reads weights from files; give the path of the model, not "
-                            f"{name}")
+            raise UserError(f"{flag} reads weights from files; pass the path of the model instead "
+                            f"of {name}")
     if isinstance(theirs, torch.nn.Module) and hasattr(theirs, "get_output_embeddings"):
-        # Its class may change while it trains.
+        # The head's class may change during training, and is restored at the end.
         head = theirs.get_output_embeddings()
         world.cleanup.callback(setattr, head, "__class__", type(head))
-    with explained(name, "it can't be run as a policy", "give another"):
+    with explained(name, "it cannot be run as a policy", "pass another model"):
         model = as_policy(theirs, device=world.device, matrix_dtype=world.matrix_dtype)
     if not any(weight.requires_grad for weight in model.parameters()):
-        raise UserError(f"{name}: all its weights are frozen; unfreeze those that are to learn "
-                        "(PEFT loads adapters frozen, unless is_trainable=True)")
+        raise UserError(f"{name}: all its weights are frozen; unfreeze those to be trained (PEFT "
+                        "loads adapters frozen unless you pass is_trainable=True)")
     return model
 
 
 def load_frozen(path, world, args, token_logps, *, exact=False):
-    """A Policy that does not learn: a reference, a teacher. exact: its matrices are float32."""
+    """Loads a Policy that is not trained: a reference or teacher. exact: keep matrices float32."""
     if path in GIVEN:
         model = frozen_copy(GIVEN[path], device=world.device, matrix_dtype=world.matrix_dtype)
     else:
@@ -156,12 +157,12 @@ def load_frozen(path, world, args, token_logps, *, exact=False):
 
 
 def policy_of(model, path, world, args, token_logps, engine=None, *, learns=False):
-    """The model, divided over the ranks with --shard, with the pair that runs it by the flags.
+    """Returns the model, sharded with --shard 1, and the pair of functions that the flags ask for.
 
-    path: of the weights, the same on all ranks. engine: what samples it, slices and all.
+    path: of the weights, the same on all ranks. engine: replaces the sampler and its slices.
     """
-    sampler, reader = sample, token_logps               # the plain ones
-    network = getattr(model, "policy", model)           # of lora.AdaptersOff
+    sampler, reader = sample, token_logps               # the plain pair
+    network = getattr(model, "policy", model)           # inside of lora.AdaptersOff
     if args.sampler != "plain" and isinstance(network, MiniMindForCausalLM):
         sampler, reader = fast.sample, checked(
             fast.token_logps, token_logps, world, learns)
@@ -175,12 +176,12 @@ def policy_of(model, path, world, args, token_logps, engine=None, *, learns=Fals
 
 
 def checked(fast_logps, plain_logps, world, learns):
-    """fast_logps, whose first call is compared with plain_logps on a few of its rows.
+    """Returns fast_logps, but its first call is compared with plain_logps on a few rows.
 
-    Raises a UserError if the two differ by more than rounding: in float32 by their largest
-    difference, in bfloat16 by the mean one, because there rounding can send a token to another
-    expert. The policy, which learns, prints by how much. At most ROWS rows and MOST_LOGITS logits
-    are compared, because plain_logps holds all logits in memory at once.
+    Raises a UserError if the two differ by more than rounding: in float32 the largest difference
+    counts, in bfloat16 the mean, because there rounding can send a token to another expert. For the
+    policy (`learns`) it prints the difference. At most ROWS rows and MOST_LOGITS logits are
+    compared, because plain_logps holds all logits in memory at once.
     """
     compared = False
 
@@ -204,10 +205,10 @@ def checked(fast_logps, plain_logps, world, learns):
             tokens = attention_mask[:rows, T - short:T].sum()
             how, difference = " on average", (difference.sum() / tokens).item()
         if not difference <= TOLERANCE[world.matrix_dtype]:
-            raise UserError(f"model/fast and token_logps differ by {difference:.1g}{how} in a "
-                            "log-probability on this machine; pass --sampler plain, and report it")
+            raise UserError(f"log-probs of model/fast and token_logps differ by {difference:.1g}"
+                            f"{how} on this machine; pass --sampler plain, and report this")
         if world.rank == 0 and learns:
-            with suppress(OSError):         # nobody may be reading any more
+            with suppress(OSError):         # the reader of a pipe may have gone
                 print(f"model/fast equals token_logps within {difference:.0e}{how}", flush=True)
         return found
 
@@ -215,18 +216,18 @@ def checked(fast_logps, plain_logps, world, learns):
 
 
 def in_slices(sampler, most):
-    """A sampler for at most `most` completions at a time, but whole groups.
+    """Returns a sampler that samples at most `most` completions at a time, but whole groups.
 
-    The cache of keys and values is then that of a slice. sampler: of a slice.
+    The cache of keys and values then only holds one slice. sampler: samples a slice.
     """
-    def joined(of_slices, padding):         # rows of a slice have its length
+    def joined(of_slices, padding):         # slices differ in length
         return pad_sequence([row for rows in of_slices for row in rows], True, padding)
 
     def sliced(model, prompt_ids, prompt_mask, *, num_generations, **options):
         parts, prompts = [], max(1, most // num_generations)
         for one in zip(prompt_ids.split(prompts), prompt_mask.split(prompts)):
             parts.append(sampler(model, *one, num_generations=num_generations, **options))
-        ids, *others = zip(*parts)      # log-probs, and with a tool which tokens were drawn
+        ids, *others = zip(*parts)      # others: log-probs and, with a tool, what was drawn
         return joined(ids, options["pad_token_id"]), *(joined(other, 0) for other in others)
 
     return sliced

@@ -1,4 +1,4 @@
-"""A rollout: what one rank sampled in one step, and what the later phases find out about it."""
+"""A rollout: what one rank sampled in one step, and what later phases compute for it."""
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -8,21 +8,21 @@ from errors import UserError
 from model.load import decode
 
 
-@dataclass(slots=True)                          # a mistyped field is an AttributeError
+@dataclass(slots=True)                          # so a mistyped field raises an AttributeError
 class Sequences:
-    """What learning needs of N completions, a row each."""
+    """What training needs of N completions, a row each."""
     prompt_ids: torch.Tensor                    # (N, P) padded on the left
     prompt_mask: torch.Tensor                   # (N, P)
     completion_ids: torch.Tensor                # (N, R) padded on the right
     completion_mask: torch.Tensor               # (N, R) 1 through the EOS: what the network reads
-    loss_mask: torch.Tensor                     # (N, R) of these, where it learns: by default all
+    loss_mask: torch.Tensor                     # (N, R) what is trained: by default the same
     sampling_logps: torch.Tensor                # (N, R) as the sampler computed them
     ref_logps: torch.Tensor = None              # (N, R) under the reference; None with --beta 0
     advantages: torch.Tensor = None             # (N,) or (N, R)
-    extra: dict = field(default_factory=dict)   # name -> (N, R), of options
+    extra: dict = field(default_factory=dict)   # name -> (N, R), for options
 
     def sequences(self):
-        """input_ids and attention_mask (N, T), and R: what `token_logps` reads."""
+        """Returns the inputs of `token_logps`: input_ids and attention_mask (N, T), and R."""
         input_ids = torch.cat((self.prompt_ids, self.completion_ids), dim=1)
         mask = torch.cat((self.prompt_mask, self.completion_mask), dim=1)
         return input_ids, mask, self.completion_mask.shape[1]
@@ -31,33 +31,33 @@ class Sequences:
 @dataclass(slots=True)
 class MicroBatch(Sequences):
     """Some of the completions of an optimizer step."""
-    num_sequences: int = None                   # of the optimizer step, on all ranks
-    num_tokens: int = None                      # of its loss_mask
+    num_sequences: int = None                   # in the optimizer step, on all ranks
+    num_tokens: int = None                      # in its loss_mask, on all ranks
     old_logps: torch.Tensor = None              # (n, R) under pi_old
 
 
 @dataclass(slots=True, kw_only=True)
 class Rollout(Sequences):
-    """All that one rank knows of the completions of one step; groups are adjacent."""
+    """Everything that one rank has of the completions of one step; groups are adjacent."""
     prompts: list                               # N texts, each prompt G times
     columns: dict                               # name -> N values: the data's other fields
-    prefills: list                              # N texts: what the template wrote of the reply
+    prefills: list                              # N texts: beginnings that the template wrote
     completions: list                           # N texts, without the EOS
-    ended: torch.Tensor                         # (N,) False: cut off at the length limit
-    rewards: torch.Tensor = None                # (N,) on the CPU; NaN: not judged
+    ended: torch.Tensor                         # (N,) False: truncated at the length limit
+    rewards: torch.Tensor = None                # (N,) on the CPU; NaN: not scored
     rewards_per_func: dict = None               # name -> (N,)
     turns: list = None                          # N lists of texts: own words and a tool's, in turn
-    failed_calls: list = None                   # N numbers; both None: no tool
+    failed_calls: list = None                   # N numbers; without a tool, both are None
 
     @classmethod
     def of(cls, batch, completion_ids, completion_mask, sampling_logps, eos_ids, tokenizer):
-        """What a sampler returned, (N, R) each, for the prompts of a batch (dataset/prompts.py).
+        """Makes a Rollout of what a sampler returned, (N, R) each, for the prompts of a batch.
 
-        UserError if no completion begins with a probability: then the weights are broken.
+        UserError if no completion begins with a finite log-prob, because the weights are broken.
         """
         if not sampling_logps[:, 0].isfinite().any():
-            raise UserError("the policy's log-probabilities are not finite: its weights are "
-                            "broken; give others with --model_path")
+            raise UserError("the policy's log-probabilities are not finite, so its weights are "
+                            "broken; pass others with --model_path")
         G, device = len(completion_ids) // len(batch["prompts"]), completion_ids.device
 
         def repeat(items):
@@ -78,55 +78,55 @@ class Rollout(Sequences):
 
     @property
     def lengths(self):
-        """(N,) in tokens that the policy chose, the EOS included."""
+        """The number of tokens that the policy chose, (N,), including the EOS."""
         return self.loss_mask.sum(1)
 
     @property
     def replies(self):
-        """The completions with what the chat template had already written of them."""
+        """The completions, with the beginnings that the chat template wrote."""
         return [prefill + text for prefill, text in zip(self.prefills, self.completions)]
 
     @property
     def own_words(self):
-        """The replies without a tool's words."""
+        """The same, without a tool's words."""
         if self.turns is None:
             return self.replies
         return [prefill + "".join(turns[::2]) for prefill, turns in zip(self.prefills, self.turns)]
 
     def own_ids(self):
-        """The same as ids: those of a completion that the policy drew."""
+        """Returns the ids of each completion that the policy drew."""
         if self.turns is None:
             return self.token_ids()
         pairs = zip(self.completion_ids, self.loss_mask.bool())
         return [ids[drawn].tolist() for ids, drawn in pairs]
 
     def token_ids(self):
-        """The completions as N lists of ids, through their EOS."""
+        """Returns the completions as N lists of ids, through their EOS."""
         pairs = zip(self.completion_ids.tolist(), self.completion_mask.sum(1).tolist())
         return [ids[:length] for ids, length in pairs]
 
     def has_gradient(self, every_row_has_gradient):
-        """(N,): whether a row has tokens to train, and something that gives them a gradient.
+        """Whether each row, (N,), has trained tokens with a gradient.
 
-        That is an advantage that is not 0, or `every_row_has_gradient`, because of a KL for
-        example.
+        The gradient comes from an advantage that is not 0 or, with `every_row_has_gradient`, from
+        something else, for example a KL.
         """
         moves = self.advantages.view(len(self.loss_mask), -1).any(1) | every_row_has_gradient
         return self.loss_mask.any(1) & moves
 
     def for_rewards(self):
-        """What a reward function is called with: reward/functions.py."""
+        """Returns the arguments of a reward function (reward/functions.py)."""
         return {**self.columns, "prompts": self.prompts, "completions": self.replies,
                 "completion_ids": self.token_ids(), "own_words": self.own_words,
                 "own_ids": self.own_ids()}
 
     def only(self, rows):
-        """The Rollout of these rows, (n,)."""
+        """Returns the Rollout of these rows, (n,)."""
         return replace(self, **{one.name: rows_of(getattr(self, one.name), rows)
                                 for one in fields(self)})
 
     def joined(self, other):
-        """The Rollout of the rows of both; they are of one batch, so prompts have one length."""
+        """Returns a Rollout with the rows of both, which come from the same batch."""
         def join(one, two):
             if isinstance(one, torch.Tensor):
                 return pad_sequence([*one, *two], True) if one.dim() > 1 else torch.cat((one, two))
@@ -138,10 +138,10 @@ class Rollout(Sequences):
                                 for one in fields(self)})
 
     def minibatches(self, number, micro_batch_size, read):
-        """Cuts the rows evenly, in order: (micro-batches, counts) for each of `number` minibatches.
+        """Cuts the rows evenly, in order, into minibatches; yields (micro-batches, counts) of each.
 
-        So a group may fall into two minibatches. read (N,): which rows the micro-batches hold.
-        counts: the number of all completions of a minibatch, and of their trained tokens, (2,).
+        A group may be split between two minibatches. read (N,): the rows that the micro-batches
+        hold. counts (2,): the number of all completions in the minibatch, and of trained tokens.
         """
         for rows in torch.arange(len(read), device=read.device).tensor_split(
                 min(len(read), number)):
@@ -150,7 +150,7 @@ class Rollout(Sequences):
                    torch.tensor([len(rows), self.lengths[rows].sum()]))
 
     def select(self, rows):
-        """A MicroBatch of these rows, (n,), without positions that are padding in all of them."""
+        """Returns a MicroBatch of these rows, (n,), without columns of nothing but padding."""
         longest = [mask[rows].sum(1).max() for mask in (self.prompt_mask, self.completion_mask)]
         P, R = torch.stack(longest).tolist()
 
@@ -167,7 +167,7 @@ class Rollout(Sequences):
 
 
 def rows_of(value, rows):
-    """These rows, (n,), of a tensor, a list, or of each in a dict; None of None."""
+    """Returns these rows, (n,), of a tensor, a list, or each value of a dict; None for None."""
     if isinstance(value, torch.Tensor):
         return value[rows.to(value.device)]
     if isinstance(value, dict):

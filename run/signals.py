@@ -1,8 +1,8 @@
 """How a run ends before its last step.
 
     a signal   SIGINT (Ctrl-C), SIGTERM (a scheduler) or SIGHUP (a closed terminal): all ranks
-               finish the step, save (checkpoint.py) and stop. A second one ends a process at once
-    an error   of one rank: torch's @record writes it down for torchrun, which ends the others
+               finish the step, save (checkpoint.py) and stop. A second one ends a process at once.
+    an error   on one rank: torch's @record passes it to torchrun, which ends the other ranks.
 """
 import os
 import signal
@@ -19,13 +19,13 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Stopped(SystemExit):
-    """A signal ends the run, on all ranks after the same step."""
+    """Raised when a signal ends the run, on all ranks after the same step."""
 
 
 class Signals:
-    """Notes in `received` the signal that asks the run to stop (0: none).
+    """Stores in `received` the signal that asks the run to stop (0: none).
 
-    A second one ends this process at once.
+    A second signal ends this process at once.
     """
 
     def __init__(self, rank):
@@ -33,10 +33,10 @@ class Signals:
         self.owner, self.before, self.wakeup = os.getpid(), {}, None
 
     def watch(self):
-        with suppress(ValueError):      # outside of the main thread they are the caller's
-            self.wakeup = signal.set_wakeup_fd(-1)      # an event loop would hear of them, too
+        with suppress(ValueError):      # only the main thread can set handlers
+            self.wakeup = signal.set_wakeup_fd(-1)      # so no event loop handles them as well
             for number in SIGNALS:
-                # nohup, and a shell that starts a job in the background, have some ignored.
+                # nohup, and shells that start background jobs, set some signals to be ignored.
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self.before[number] = signal.signal(number, self.note)
 
@@ -48,16 +48,16 @@ class Signals:
 
     def note(self, number, frame):
         if os.getpid() != self.owner:       # a process that a reward function forked
-            # Ctrl-C reaches it, too, but the step that is running still needs it.
+            # Ctrl-C reaches this process, too, but the current step still needs it.
             if number != signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
         elif not self.received:
             self.received, self.first_at = number, time.monotonic()
-            CHILD.give_up()                 # what it computes may take longer than anybody waits
+            CHILD.give_up()                 # its computations may take too long
             say(f"{signal.Signals(number).name}: the step that is running ends, then the run saves "
                 "and stops; a second signal stops it at once", self.rank)
-        # A scheduler may signal torchrun and its ranks: within a second that is one wish.
+        # A scheduler may signal torchrun and its ranks, so signals within a second count as one.
         elif time.monotonic() - self.first_at > 1:
             os._exit(128 + number)
 
@@ -70,12 +70,12 @@ def stop(number, where, rank):
 
 
 def say(text, rank):
-    """Prints on rank 0 what all ranks have to say."""
-    with suppress(OSError):                 # a closed terminal takes no text
+    """Prints on rank 0 a message that all ranks have."""
+    with suppress(OSError):                 # the terminal may be closed
         if rank == 0:
             print(f"\n{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr, flush=True)
 
 
 def recorded(main):
-    """Decorates a main function: under torchrun, its page names the rank that failed, and why."""
+    """Decorates a main function, so that torchrun's error report says which rank failed and why."""
     return record(main) if "TORCHELASTIC_RUN_ID" in os.environ else main

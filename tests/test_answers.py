@@ -150,7 +150,7 @@ def test_replies_that_never_end_are_wrong_in_time_and_after_some_nobody_is_asked
     monkeypatch.setattr(child, "SECONDS", 0.5)
     judge, = load_reward_funcs(["accuracy"])
     replies = [f"<answer>{text}</answer>" for text in HANGS] + ["<answer>5</answer>"]
-    with pytest.warns(UserWarning, match="left .* replies of a step unjudged, after 3 "):
+    with pytest.warns(UserWarning, match="skipped .* checks in a step, because 3 others "):
         rewards = judge(prompts=[""] * 21, completions=replies, answer=[r"\sqrt{2}"] * 20 + ["5"])
     assert len(HANGS) == 20 and rewards[-1] == 1 and CHILD.late == 3
     assert {x for x in rewards[:-1] if not math.isnan(x)} == {0.0}

@@ -216,7 +216,7 @@ def test_a_model_that_mixes_rows_is_refused_in_a_sentence(saved, tmp_path, capsy
     with pytest.raises(SystemExit):
         train_grpo.main(flags(saved("RwkvForCausalLM")[0], tmp_path))
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "transformers can't run it as a policy" in error and "choose other weights" in error
+    assert "transformers cannot run it as a policy" in error and "choose other weights" in error
 
 
 def test_more_tokens_than_positions_are_refused_at_the_start(saved, tmp_path, capsys):
@@ -294,5 +294,5 @@ def test_an_option_that_our_network_lacks_leaves_a_model_to_transformers(
         expected = theirs(ids[1:, -6:]).logits
         torch.testing.assert_close(ours(ids, mask)[1:, -6:], expected, atol=1e-5, rtol=0)
     if lacking:
-        with pytest.raises(UserError, match=f"does not build .*{lacking}"):
+        with pytest.raises(UserError, match=f"does not support .*{lacking}"):
             read_config(tmp_path)

@@ -69,10 +69,10 @@ def test_a_gold_answer_is_found_by_the_names_that_data_sets_have(line, gold, tmp
     ({"conversations": [USER, {"role": "tool", "content": "5"}, USER]}, "user or assistant"),
     ({"conversations": [USER, REPLY | {"tool_calls": [{}]}]}, "tool_calls"),
     ({"conversations": [{"role": "system", "content": "", "tools": 5}, USER]}, "tools"),
-    ({"conversations": [{"from": "human", "value": "hi"}]}, "value and from"),
-    ({"conversations": [USER, REPLY | {"role": "Assistant"}]}, "role, system, user or assistant"),
+    ({"conversations": [{"from": "human", "value": "hi"}]}, "rename from to role"),
+    ({"conversations": [USER, REPLY | {"role": "Assistant"}]}, "role, system, user or assistant,"),
     ({"prompt": "2+3?", "answer": True}, "answer must be"),
-    ({"prompt": "2+3?", "reward_weights": 1}, "called reward_weights"),
+    ({"prompt": "2+3?", "reward_weights": 1}, "field name reward_weights is reserved"),
     ({"prompt": "2+3?", "tools": {"a": 1}}, "tools must"),
     ({"messages": [USER | {"content": [{"type": "text", "text": "2"}]}]}, "turn..content.. = "),
 ])
@@ -297,7 +297,7 @@ def test_a_prompt_and_its_answer_are_a_chat_to_learn_from(tmp_path):
 
 
 @pytest.mark.parametrize("lines, flags, words", [
-    (['{"messages": []}'], [], "line 1: no turn by the role assistant"),
+    (['{"messages": []}'], [], "line 1: there is no turn by the role assistant"),
     (['{"answer": "5"}'], [], "line 1: no prompt found"), ([], [], "empty"),
     ([json.dumps({"conversations": [REPLY]}), "{"], [], "line 2: not valid JSON"),
     ([], ["--steps", "3"], "--tokenizer")])

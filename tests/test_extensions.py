@@ -122,7 +122,7 @@ SIDES = '{"low": far, "high": far}'
     (BOUND, 'loss, {"low": far.any(), "high": far}', "[(3, 4), (), (3, 4)"),
     (BOUND, 'loss, {"low": loss, "high": loss}', "'Float' write"),
     (BOUND, f"loss.detach(), {SIDES}", "no gradient"), (BOUND, f"loss / 0, {SIDES}", "value inf"),
-    (WHOLE, "-logps, {}", "whole loss [(), (1,)] [(3, 4)]"), ("own = ", "3", "3 is no function"),
+    (WHOLE, "-logps, {}", "whole loss [(), (1,)] [(3, 4)]"), ("own = ", "3", "3 is not a function"),
     (WHOLE, "loss.item(), {}", "no gradient"), (WHOLE, "loss * float('nan'), {}", "value nan"),
     (WHOLE, 'loss, {"step": 1}', "step rename"), (WHOLE, 'loss, {"loss": loss}', "loss rename"),
     (WHOLE, 'loss, {"kl": -logps}', "[(), (3, 4)]"), ("own = lambda x: ", "0", "keyword write")])

@@ -49,12 +49,12 @@ def refused(capsys, program, *flags):
 
 @pytest.mark.parametrize("make, words", [
     (lambda mine: mine.write_text("text"), "mine is a file"),
-    (lambda mine: shutil.copytree(POLICY, mine / "final"), "holds final, which x has not written"),
-    (lambda mine: ours(mine, "y"), "which x has not written"),
+    (lambda mine: shutil.copytree(POLICY, mine / "final"), "holds final, which x did not write"),
+    (lambda mine: ours(mine, "y"), "which x did not write"),
     (lambda mine: (ours(mine) / ".git").mkdir(), "mine holds .git"),
-    (lambda mine: shutil.copytree(ours(mine), mine / "final"), "mine/final, which is x's"),
-    (lambda mine: (ours(mine) / "log").symlink_to(mine), "mine holds log, which x has not written"),
-    (lambda mine: ours(mine.parent), "is in .*theirs, which is x's; choose a new folder")])
+    (lambda mine: shutil.copytree(ours(mine), mine / "final"), "mine/final, a folder of x"),
+    (lambda mine: (ours(mine) / "log").symlink_to(mine), "mine holds log, which x did not write"),
+    (lambda mine: ours(mine.parent), "is in .*theirs, a folder of x; choose a new folder")])
 def test_a_folder_that_is_anybody_elses_is_refused(make, words, tmp_path):
     mine, link = tmp_path / "theirs/mine", tmp_path / "link"
     mine.parent.mkdir()
@@ -82,10 +82,10 @@ def test_commands_leave_what_they_read_and_what_they_did_not_write(tmp_path, cap
             ("weights holds --init weights", "model.train_sft", "--init", "weights",
              "--save", "weights", "--data", "chats.jsonl"),
             ("weights holds", "lab.tasks.tokenizer", "--data", "chats.jsonl", "--save", "weights"),
-            ("train.jsonl is there", "lab.tasks.arithmetic", "--out_dir", "."),
-            ("chats.jsonl is there", "lab.tasks.pairs", "--sample", "weights", "--prompts",
+            ("train.jsonl exists", "lab.tasks.arithmetic", "--out_dir", "."),
+            ("chats.jsonl exists", "lab.tasks.pairs", "--sample", "weights", "--prompts",
              "train.jsonl", "--save", "chats.jsonl"),
-            ("README is there already, and no picture", "run.report.picture", "x", "-o", "README"),
+            ("README exists, but is not a picture", "run.report.picture", "x", "-o", "README"),
             ("my holds", "train_grpo", *SMALL, *data, "--out_dir", ".", "--run_name", "my"),
             ("weights holds --teacher_path weights", "train_grpo", *SMALL, *data, "--out_dir", ".",
              "--run_name", "weights", "--teacher_path", "weights")):

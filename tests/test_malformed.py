@@ -128,7 +128,7 @@ def test_a_checkpoint_may_be_replaced_while_it_is_read_and_a_broken_one_is_one_s
         refused(file.parent, load_checkpoint, file.parent, policy, optimizer, words=words)
 
 
-@cases({"adapter_model.safetensors": [("other than tensors", Canary)]})
+@cases({"adapter_model.safetensors": [("or not tensors", Canary)]})
 def test_a_hostile_adapter(name, change, words, tiny_policy, tmp_path):
     policy = with_adapters(copy.deepcopy(tiny_policy[1]), rank=2, alpha=4)
     save_adapter(policy, tmp_path)

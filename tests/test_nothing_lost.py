@@ -62,9 +62,9 @@ def test_a_reward_that_judges_nothing_says_so_with_the_columns_there_are(tmp_pat
     data = str(write(tmp_path / "data.jsonl", rows[:5]))
     run(tmp_path, "--data_path", data, "--max_steps", "2", "--batch_size", "100")
     printed = capsys.readouterr().out
-    assert printed.count("accuracy_reward has judged none of the 10 completions") == 1
-    assert "data's columns, messages, result?" in printed and "nan%" not in printed
-    assert "format_reward has" not in printed and "each with 5 prompts" in printed
+    assert printed.count("accuracy_reward scored none of the 10 completions") == 1
+    assert "it has messages, result" in printed and "nan%" not in printed
+    assert "format_reward scored" not in printed and "each with 5 prompts" in printed
 
 
 def test_a_resume_has_the_flags_of_the_run_but_for_those_that_are_given(
@@ -87,7 +87,7 @@ def test_a_resume_with_other_weights_is_refused_and_changes_nothing(tmp_path, ca
     run(tmp_path, "--max_steps", "1")
     before = (tmp_path / "run/metrics.jsonl").read_bytes()
     other = ["--max_steps", "2", "--resume", "--lora_rank", "4"]
-    assert "start another run with another --run_name" in refused(capsys, tmp_path, *other)
+    assert "start a new run with another --run_name" in refused(capsys, tmp_path, *other)
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
 
 
@@ -110,7 +110,7 @@ def test_an_optimizer_of_other_shapes_is_refused_before_it_is_read(change, tiny_
     moments = saved["state"]["model.norm.weight"]
     moments["exp_avg"] = change(moments["exp_avg"])
     save_checkpoint(tmp_path / "checkpoint", policy, tokenizer, saved, step=1, num_tokens=1)
-    with pytest.raises(UserError, match="checkpoint is missing, broken.* start another run"):
+    with pytest.raises(UserError, match="checkpoint is missing, broken.* start a new run"):
         load_checkpoint(tmp_path / "checkpoint", policy, optimizer)
 
 

@@ -68,7 +68,7 @@ def test_maxrl_divides_by_the_mean_of_rewards_from_0_to_1():
     torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
     for reward in (-0.1, 1.5):
         rewards[0] = reward
-        with pytest.raises(UserError, match=rf"--scale_rewards mean .* {reward}; choose"):
+        with pytest.raises(UserError, match=rf"--scale_rewards mean .* {reward}; pass"):
             estimate(rewards, 4, scale="mean")
 
 

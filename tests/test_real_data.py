@@ -95,7 +95,7 @@ def test_switches_of_any_name_are_set_and_are_those_of_the_final_template(openin
     assert PromptCollator(final, 99, thinking=None)(ITEMS)["prompts"] == asked["prompts"]
     final = asking_as_trained(final, {"thinking": True})
     assert PromptCollator(final, 99)(ITEMS)["prefills"] == [""] * 2
-    with pytest.raises(UserError, match="--chat_template_kwargs: the chat template has no deeep"):
+    with pytest.raises(UserError, match="_kwargs: the chat template does not use deeep"):
         read_prompts(train_grpo.parse_args([*ask, '{"deeep": true}']), opening)
 
 
@@ -113,7 +113,7 @@ def test_a_token_without_a_row_is_refused_where_a_prompt_holds_it(tokenizer, tmp
     assert read_prompts(args, more, config)[1]
     more.pad_token = "<picture>"
     more.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"its token <picture> has an id beyond the {rows} tokens"):
+    with pytest.raises(UserError, match=f"id of its token <picture> is beyond the {rows} tokens"):
         load_tokenizer(tmp_path, rows)
 
 

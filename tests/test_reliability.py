@@ -166,7 +166,7 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     assert files(tmp_path) == {"checkpoint/file": b"second"}
     for error, why in ((OSError(22, "Invalid argument"), "Invalid argument"), (RuntimeError(
             "[enforce fail at inline.cc:7] . open file failed: Not a directory"), "Not a dir")):
-        with pytest.raises(UserError, match=f"written .*{why}.*; correct that"):
+        with pytest.raises(UserError, match=f"written .*{why}.*; fix this"):
             with written_whole(folder):
                 raise error
 
@@ -264,7 +264,7 @@ def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
         monkeypatch.delenv(name)
     assert train_grpo.parse_args(["--device", "cuda:1"]).device == "cuda:1"
     assert World("cuda:1").device == torch.device("cuda:1")
-    with pytest.raises(UserError, match="--device cuda:2 is not there"):
+    with pytest.raises(UserError, match="--device cuda:2 is not available"):
         World("cuda:2")
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2" if "SIZE" in name else "1")
@@ -274,7 +274,7 @@ def test_each_rank_has_a_gpu_and_a_time_limit(monkeypatch):
     assert World().device.type == "cpu"         # nobody has run it on a Mac's GPU
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for device in (None, "cuda"):
-        with pytest.raises(UserError, match="2 processes on a machine with 1 GPU"):
+        with pytest.raises(UserError, match="2 process.es. on a machine with 1 GPU"):
             World(device)
 
 

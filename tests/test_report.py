@@ -145,7 +145,7 @@ def test_a_tools_words_are_dim_and_in_brackets_and_a_models_are_not(monkeypatch)
 @pytest.mark.parametrize("reward, turns, printed", [
     (0.5, None, "wrong: I [red]guess⏎ 3·[2J"),
     (1.0, ["50 ", "low\n", "7 ", "yes\n", ""], "right: 50 ‹low⏎›7 ‹yes⏎›"),
-    (float("nan"), None, "not judged: I [red]guess⏎ 3·[2J"),
+    (float("nan"), None, "not scored: I [red]guess⏎ 3·[2J"),
 ])
 def test_an_evaluation_prints_its_first_question_and_answer(
         reward, turns, printed, tmp_path, capsys):
@@ -245,7 +245,7 @@ HEALTHY = [{"completions/clipped_ratio": 0.5, "rollout_probs_diff_mean": 5e-5,
     ({"completions/clipped_ratio": 0.6}, "--max_gen_len", [3, 23, 43]),
     ({"frac_reward_zero_std": 1.0}, "--num_generations", [5, 25, 45]),
     ({"grad_norm": float("nan")}, "--learning_rate", [3, 23, 43]),
-    ({"rollout_probs_diff_mean": 2e-3}, "old weights", [3, 23, 43]),
+    ({"rollout_probs_diff_mean": 2e-3}, "old or different weights", [3, 23, 43]),
     ({"rollout_probs_diff_mean": 9e-4}, "", []), ({}, "", []),
 ])
 def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, warned, tmp_path, capsys):

@@ -231,7 +231,7 @@ def test_a_function_that_fails_at_first_stops_the_run_and_later_is_a_warning(cap
     for count in (1, 0):
         rewards, texts = ask(judge)
         assert all(map(math.isnan, rewards)) and len(texts) == count
-    assert "judged nothing in this step: JSONDecodeError: " in judge.reason
+    assert "scored nothing in this step: JSONDecodeError: " in judge.reason
     assert judge.failed == {"JSONDecodeError": 2} and capsys.readouterr().err == ""
 
 
@@ -249,7 +249,7 @@ def test_a_value_that_is_of_no_use_is_a_warning_once_and_treated_as_none(value):
     for count in (1, 0):
         (reward, one), texts = ask(judge)
         assert math.isnan(reward) and one == 1 and len(texts) == count
-    assert judge.failed == {"no number": 2} and "treated as None" in judge.reason
+    assert judge.failed == {"no number": 2} and "counts as None" in judge.reason
 
 
 def test_numbers_of_all_kinds_are_rewards_and_none_is_no_failure():

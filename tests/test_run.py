@@ -329,7 +329,7 @@ def test_rounds_go_on_until_each_rank_has_enough_groups_with_a_spread(
     assert rollout.token_ids() == wanted.token_ids() and rollout.columns == wanted.columns
     pairs = zip(rollout.extra["x"], wanted.extra["teacher_logps"], wanted.lengths)
     assert all(torch.equal(ours[:length], theirs[:length]) for ours, theirs, length in pairs)
-    warned = [one for one in recwarn if "only 3 prompts, and learns from 2" in str(one.message)]
+    warned = [one for one in recwarn if "only 3 prompts, so it trains on 2" in str(one.message)]
     assert len(warned) == (spreads == "-.+")
 
 
@@ -547,7 +547,7 @@ def test_a_step_without_a_judged_completion_moves_nothing_and_ten_in_a_row_end_t
     printed, error = capsys.readouterr()
     # The same text is printed once in 20 steps; with a reason it is another one.
     assert printed.count("warning: no completion of this step was scored") == 2
-    assert "; judge judged nothing in this step: RuntimeError: asleep" in printed
+    assert "; judge scored nothing in this step: RuntimeError: asleep" in printed
     assert "error: no completion was scored in the last 10 steps" in error
     assert "--reward_funcs" in error
 

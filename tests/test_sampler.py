@@ -297,6 +297,6 @@ def test_a_run_compares_the_two_and_ends_if_they_differ(
     if wrong:
         assert error.value.code == 2
         how = " on average" if dtype == "bfloat16" else ""
-        assert f"error: model/fast and token_logps differ by {wrong:.1g}{how} in a log-" in err
+        assert f"log-probs of model/fast and token_logps differ by {wrong:.1g}{how} on" in err
     else:
         assert out.count("model/fast equals token_logps within ") == 1

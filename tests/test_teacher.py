@@ -79,7 +79,7 @@ def test_a_teacher_with_other_tokens_is_refused_and_one_of_another_family_is_rea
     tokens = json.loads(file.read_text(encoding="utf-8"))["model"]
     tokens["vocab"]["a"], tokens["vocab"]["b"] = tokens["vocab"]["b"], tokens["vocab"]["a"]
     edit(file, model=tokens)
-    with pytest.raises(UserError, match="other: its tokens are not the policy's; give a --teacher"):
+    with pytest.raises(UserError, match="other: its tokens are not the policy's; pass a --teacher"):
         loaded(tmp_path / "other")
     config = transformers.GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")

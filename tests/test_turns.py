@@ -176,7 +176,7 @@ def test_a_tool_that_fails_says_why_and_the_others_go_on(policy, tokenizer, caps
         assert answers == [("yes", False), ("SystemExit: None", True), (None, False),
                            ("TypeError: an answer must be a text or None, not 3", True)]
         assert no_text.startswith("UnicodeEncodeError: ")
-    with pytest.raises(UserError, match="<lambda>: its attribute stop is '', which is no text"):
+    with pytest.raises(UserError, match="<lambda>: its attribute stop is '', which is 0 tokens"):
         Tool(lambda histories, **columns: histories, tokenizer, 1)
     broken.stop = "no"
     with pytest.raises(UserError, match="broken.stop to the text of the token"):

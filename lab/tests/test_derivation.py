@@ -228,7 +228,7 @@ def test_the_ratio_corrects_k1_and_k3_and_no_other(kl_type, moved):
     assert abs(found - of_kl) > 0.1
     if not moved and kl_type != "abs":
         assert f"{found:.3f}" in " ".join(TEXT.split())
-    with pytest.raises(UserError, match="a gradient that is no KL's; pass --kl_type k1 or k3"):
+    with pytest.raises(UserError, match="a gradient that is not the KL's; pass --kl_type k1 or k3"):
         parse_args(["--use_bias_correction_kl", "--kl_type", kl_type])
 
 

@@ -6,12 +6,12 @@
 
 and, if it needs them,
 
-    is_on       whether a run's flags ask for it; else they do where the flag NAME is set
-    defaults    {flag: value} for other flags that were not given, while it is on
+    is_on       whether a run's flags ask for it (by default, whether the flag NAME is set)
+    defaults    {flag: value} for other flags that were not passed, while it is on
     check       raises a UserError for flags that contradict it
 
 A wrapper has the wrapped function as its first parameter, `inner`. An extension never imports the
-script, which runs as __main__ and would be loaded a second time. It finds the script's functions in
+script, which runs as __main__ and would be loaded a second time; it finds the script's functions in
 the TrainState.
 """
 from . import (
@@ -28,10 +28,10 @@ from . import (
     truncated,
 )
 
-# In the order in which they are installed. Those that replace a function come first, because they
-# would undo a wrapper (TrainState.replace refuses that). Of two that wrap one function the later
-# one is called first: entropy, correction, and teacher wrap compute_loss, and each leaves alone
-# what the others read and return; of those that wrap update_policy, the reference moves last.
+# They are installed in this order. Those that replace a function come first, because replacing
+# would undo a wrapper (TrainState.replace refuses that). If two wrap the same function, the later
+# one is called first: entropy, correction, and teacher wrap compute_loss, and none changes what the
+# others read or return; of those that wrap update_policy, the reference moves last.
 EXTENSIONS = [losses, advantages, process, teacher, tool, kl_in_reward, entropy, correction,
               truncated, oversample, moving_reference]
 
@@ -48,7 +48,7 @@ def add_flags(parser):
 
 
 def set_defaults(args):
-    """Sets flags that were not given to the defaults of the extensions that are on."""
+    """Sets flags that were not passed to the defaults of the extensions that are on."""
     for extension in reversed(EXTENSIONS):
         if hasattr(extension, "defaults") and is_on(extension, args):
             for name, value in extension.defaults(args).items():
@@ -64,7 +64,7 @@ def check(args):
 
 
 def install(state):
-    """Wraps and replaces functions of a TrainState, as its flags ask."""
+    """Wraps and replaces functions of a TrainState, as the flags ask."""
     for extension in EXTENSIONS:
         if is_on(extension, state.args):
             extension.install(state)

@@ -1,4 +1,4 @@
-"""--scale_rewards, --advantage_estimator: other baselines and scales, of reward/baselines.py."""
+"""--scale_rewards, --advantage_estimator: other baselines and scales (reward/baselines.py)."""
 import math
 
 import torch
@@ -13,14 +13,13 @@ ESTIMATORS = ("grpo", *BASELINES, "gdpo")
 
 def add_flags(parser):
     flag = parser.group("3. rewards").add_argument
-    flag("--scale_rewards", choices=("group", *SCALES), help="divide advantages by the std of the "
-         "group, of the step, by nothing, by the group's mean (default: group; none with another "
-         "--advantage_estimator)")
-    flag("--advantage_estimator", metavar="NAME", default="grpo", help="compare a reward with its "
-         "group's mean (grpo), or with the mean of the others (rloo); grpo_passk: only the best of "
-         "a group, with the second best; gdpo: divide each reward function by its own std in the "
-         "group, then the sum by that of the step; or a function of your own as module:function "
-         "(docs/losses.md)")
+    flag("--scale_rewards", choices=("group", *SCALES), help="what advantages are divided by: the "
+         "group's std (group), the step's std (batch), nothing (none), or the group's mean (mean) "
+         "(default: group; none with another --advantage_estimator)")
+    flag("--advantage_estimator", metavar="NAME", default="grpo", help="what a reward is compared "
+         "with: the group's mean (grpo); the mean of the others (rloo); the second best, for the "
+         "best one only (grpo_passk); gdpo: as grpo, but for each reward function separately, with "
+         "the sum divided by the step's std; or your own module:function (docs/losses.md)")
 
 
 def defaults(args):
@@ -34,13 +33,13 @@ def is_on(args):
 def check(args):
     name = args.advantage_estimator
     if name == "gdpo" and (args.scale_rewards != "none" or args.kl_in_reward):
-        raise UserError("--advantage_estimator gdpo has its own scales, and reads the reward "
-                        "functions one by one; leave --scale_rewards and --kl_in_reward out")
+        raise UserError("--advantage_estimator gdpo scales each reward function separately; leave "
+                        "--scale_rewards and --kl_in_reward out")
     if name not in ESTIMATORS:
         import_function("--advantage_estimator", name, ", ".join(ESTIMATORS))
         if args.scale_rewards != "none":
-            raise UserError(f"--advantage_estimator {name} is a function, which has its own scale; "
-                            "leave --scale_rewards out")
+            raise UserError(f"--advantage_estimator {name} is a function, which does the scaling "
+                            "itself; leave --scale_rewards out")
 
 
 def install(state):
@@ -57,12 +56,12 @@ def compute_advantages(state, rollout):
 
 
 def gdpo(state, rollout):
-    """GDPO's advantages, (N,), arXiv 2601.05242: each reward function is normalized on its own.
+    """GDPO's advantages, (N,), arXiv 2601.05242: each reward function is normalized separately.
 
         S = sum over functions k of weight_k (r_k - mean_k(group)) / (std_k(group) + eps)
         A = (S - mean(S)) / (std(S) + eps)          over the completions of the step, of all ranks
 
-    What a function has not scored adds nothing to S.
+    A completion that a function has not scored gets 0 from it.
     """
     rewards = torch.stack([*rollout.rewards_per_func.values()])                 # (functions, N)
     each = estimate(rewards.double().flatten(), state.args.num_generations).view_as(rewards)
@@ -74,7 +73,7 @@ def gdpo(state, rollout):
 
 
 def call_own(state, rollout):
-    """What a user's function makes of the rewards and G; UserError unless it is (N,), finite."""
+    """Calls a user's function with the rewards and G; UserError unless it returns (N,), finite."""
     name, rewards = state.args.advantage_estimator, rollout.rewards
     function = import_function("--advantage_estimator", name)
     try:

@@ -1,4 +1,4 @@
-"""--sampler_correction and --off_policy_mask_threshold: the sampler is not quite the policy."""
+"""--sampler_correction, --off_policy_mask_threshold: the sampler may differ from the policy."""
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,13 +23,13 @@ class EffectiveShare(NamedTuple):
 
 def add_flags(parser):
     flag = parser.group("4. update (the objective)").add_argument
-    flag("--sampler_correction", choices=CORRECTIONS, default="none", help="where the sampler is "
-         "not the policy: weight advantages by pi_old / pi_sampler of the token or the completion; "
-         "outside of the next two bounds by the bound (truncate) or 0 (mask)")
+    flag("--sampler_correction", choices=CORRECTIONS, default="none", help="correct for a sampler "
+         "that differs from the policy: multiply advantages by pi_old / pi_sampler of the token or "
+         "completion; outside of --sampler_ratio, by the bound (truncate) or 0 (mask)")
     flag("--sampler_ratio", type=POSITIVE_OR_0, nargs=2, default=[0.0, 3.0],
-         metavar=("MIN", "MAX"), help="bounds of that weight")
-    flag("--off_policy_mask_threshold", type=POSITIVE_OR_0, default=0.0, help="learn nothing from "
-         "bad completions whose mean of log pi_sampler - log pi is above this: 0.5, say; 0: all")
+         metavar=("MIN", "MAX"), help="bounds of the weight in --sampler_correction")
+    flag("--off_policy_mask_threshold", type=POSITIVE_OR_0, default=0.0, help="don't train on bad "
+         "completions with a mean of log pi_sampler - log pi above this, e.g. 0.5; 0: use all")
 
 
 def is_on(args):
@@ -39,26 +39,26 @@ def is_on(args):
 def check(args):
     low, high = args.sampler_ratio
     if not low <= 1 <= high:
-        raise UserError(f"--sampler_ratio {low:g} {high:g} leaves out the weight 1 of a sampler "
-                        "that is the policy; pass bounds around 1")
+        raise UserError(f"--sampler_ratio {low:g} {high:g} excludes the weight 1 of a sampler that "
+                        "equals the policy; pass bounds around 1")
     if args.sampler_correction.startswith("token") and args.loss_type in ONE_RATIO:
         raise UserError(f"--sampler_correction {args.sampler_correction} has a weight per token, "
-                        f"and --loss_type {args.loss_type} one ratio per completion; choose one of "
-                        "sequence_...")
+                        f"but --loss_type {args.loss_type} has one ratio per completion; pass "
+                        "sequence_truncate or sequence_mask")
 
 
 def install(state):
     if state.args.sampler_correction != "none":
         state.wrap("--sampler_correction", compute_loss=weighted)
-    if state.args.off_policy_mask_threshold:                # called before the weights
+    if state.args.off_policy_mask_threshold:                # this wrapper runs before `weighted`
         state.wrap("--off_policy_mask_threshold", compute_loss=near_sampler)
 
 
 def near_sampler(inner, state, part, logps, entropy):
-    """The advantages become 0 in bad completions that the policy has moved away from.
+    """Sets the advantages of bad completions that the policy has moved away from to 0.
 
-    The off-policy sequence mask, DeepSeek-V3.2, arXiv 2512.02556, equation 9: where A < 0, and the
-    completion's mean of log pi_sampler - log pi is above the threshold.
+    This is the off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556, equation 9), for A < 0
+    and a completion's mean of log pi_sampler - log pi above the threshold.
     """
     log_ratio = (part.sampling_logps - logps.detach()) * part.loss_mask                 # (n, R)
     lengths = part.loss_mask.sum(1, keepdim=True).clamp(min=1)
@@ -69,10 +69,10 @@ def near_sampler(inner, state, part, logps, entropy):
 
 
 def weighted(inner, state, part, logps, entropy):
-    """The advantages are multiplied by the weights, which are also metrics.
+    """Multiplies the advantages by the weights, and adds two metrics, named as in verl.
 
-    rollout_is_mean is the mean over tokens; rollout_is_eff_sample_size Kish's (sum w)² / sum w², as
-    a share of the tokens (verl's).
+    rollout_is_mean is the mean weight over tokens; rollout_is_eff_sample_size is Kish's
+    (sum w)² / sum w², as a share of the tokens.
     """
     args, advantages = state.args, part.advantages.view(len(logps), -1)
     weights = sampler_weights(part, args.sampler_correction, *args.sampler_ratio)  # (n, 1 or R)
@@ -84,16 +84,15 @@ def weighted(inner, state, part, logps, entropy):
 
 
 def sampler_weights(part, correction, low, high):
-    """Importance weights w = pi_old / pi_sampler, (n, R), or (n, 1) by completion, within bounds.
+    """Returns importance weights w = pi_old / pi_sampler, (n, R), or (n, 1) per completion.
 
         token_...       w of each token                 ..._truncate    clip(w, low, high)
         sequence_...    their product                   ..._mask        0 outside of [low, high]
 
-    For a sampler that rounds differently than the trainer, or more coarsely: TRL's
-    vllm_importance_sampling_mode; of Yao et al., 2025, and IcePop, arXiv 2510.18855 (token_mask).
-    Only the product weights a token's prefix too, at a variance that grows with the length. The
-    weights scale the advantage, and with it all bounds; the KL and the entropy keep weight 1, as in
-    TRL.
+    They correct for a sampler that rounds differently than the trainer, as the modes of TRL's
+    vllm_importance_sampling_mode do (Yao et al., 2025; token_mask: IcePop, arXiv 2510.18855).
+    Only the product also corrects for a token's prefix, but its variance grows with the length. The
+    weights multiply the whole clipped term; the KL and the entropy keep weight 1, as in TRL.
     """
     log_ratio = (part.old_logps - part.sampling_logps) * part.loss_mask                 # (n, R)
     level, _, bound = correction.partition("_")

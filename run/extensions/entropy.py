@@ -6,12 +6,12 @@ NAME = "--entropy_coef"
 
 def add_flags(parser):
     parser.group("4. update (the objective)").add_argument(
-        NAME, type=POSITIVE_OR_0, default=0.0, help="weight of an entropy bonus")
+        NAME, type=POSITIVE_OR_0, default=0.0, help="weight of an entropy bonus in the loss")
 
 
 def install(state):
     state.policy.entropy_learns = True
-    state.every_row_has_gradient = True         # a completion of advantage 0 has an entropy, too
+    state.every_row_has_gradient = True         # rows of advantage 0 also have an entropy
     state.wrap(NAME, compute_loss=minus_entropy)
 
 

@@ -1,4 +1,4 @@
-"""--kl_in_reward: beta times the KL comes off the reward, as in PPO, and is not in the loss."""
+"""--kl_in_reward: subtracts beta * KL from the reward, as PPO does; the loss has no KL."""
 from dataclasses import replace
 
 from errors import UserError
@@ -8,7 +8,8 @@ NAME = "--kl_in_reward"
 
 def add_flags(parser):
     parser.group("3. rewards").add_argument(
-        NAME, action="store_true", help="take beta * KL (k1) off the reward instead")
+        NAME, action="store_true", help="subtract beta * KL (k1) from rewards, as in PPO, instead "
+        "of adding it to the loss")
 
 
 def defaults(args):
@@ -17,10 +18,10 @@ def defaults(args):
 
 def check(args):
     if args.kl_type != "k1":
-        raise UserError(f"--kl_type {args.kl_type} is for the KL in the loss, and {NAME} takes k1; "
+        raise UserError(f"--kl_type {args.kl_type} is for the KL in the loss, but {NAME} uses k1; "
                         "leave one of the two out")
     if not args.beta:
-        raise UserError(f"{NAME} subtracts beta * KL, and --beta is 0; give a --beta above 0")
+        raise UserError(f"{NAME} subtracts beta * KL, but --beta is 0; pass a --beta above 0")
 
 
 def install(state):
@@ -28,10 +29,7 @@ def install(state):
 
 
 def of_rewards_minus_kl(inner, state, rollout):
-    """The advantages of the rewards less beta times the KL of the whole completion, (N,).
-
-    k1 = log pi - log pi_ref: its value is right, and its gradient does not count here.
-    """
+    """Computes advantages, (N,), from rewards minus beta times the KL (k1) of the completion."""
     kl = state.compute_logps(state.policy, rollout) - rollout.ref_logps                  # (N, R)
     rewards = rollout.rewards - state.args.beta * (kl * rollout.loss_mask).sum(1).cpu()
     return inner(replace(rollout, rewards=rewards))

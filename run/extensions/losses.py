@@ -1,15 +1,14 @@
-"""The relatives of GRPO's loss: --loss_type and the other flags of the objective.
+"""Variants of GRPO's loss: --loss_type and the other flags of the objective.
 
-`family_loss` is the loss of them all. On the default it equals the script's grpo_loss, to the bit.
-It takes its place where a flag asks for another ratio (`importance_ratio`), bound (POLICY_LOSSES),
-average (LOSS_AGGREGATIONS) or KL (KL_TYPES). LOSS_TYPES names bound and average of each.
-docs/losses.md is the map of the family; reward/baselines.py has those that differ in the
-advantages.
+`family_loss` computes all of them. With default flags it equals the script's grpo_loss, to the bit,
+and it replaces that if a flag asks for another ratio (`importance_ratio`), bound (POLICY_LOSSES),
+average (LOSS_AGGREGATIONS) or KL (KL_TYPES). LOSS_TYPES has the bound and average of each variant.
+docs/losses.md lists all losses; those that differ in the advantages are in reward/baselines.py.
 
-use_bias_correction_kl multiplies the KL's term by the ratio (DeepSeek-V3.2, arXiv 2512.02556; RPG,
-2505.17508): tokens count as if the policy of now had sampled them. The gradient of ratio times k is
-ratio (k + dk / d log pi) grad log pi. That of k3 is -ratio x grad log pi, the KL's; that of k1 has
-the same mean; those of k2, k3+ and abs do not.
+use_bias_correction_kl multiplies the KL term by the ratio (DeepSeek-V3.2, arXiv 2512.02556; RPG,
+2505.17508), so tokens count as if the current policy had sampled them. The gradient of ratio times
+k is ratio (k + dk / d log pi) grad log pi. For k3 it is -ratio x grad log pi, the gradient of the
+KL; for k1 it has the same mean; for k2, k3+ and abs it does not.
 """
 import inspect
 from functools import partial
@@ -20,15 +19,15 @@ from errors import POSITIVE, UserError, reason
 from reward.load import import_function, show
 
 NAME = "--loss_type and its like"
-ONE_RATIO = ("r1", "gmpo")      # losses whose ratio is one per completion
-CORRECTED = ("k1", "k3")        # estimates which, times the ratio, have the gradient of the KL
+ONE_RATIO = ("r1", "gmpo")      # losses with one ratio per completion
+CORRECTED = ("k1", "k3")        # estimates that have the gradient of the KL if times the ratio
 
 
 # --- the ratio ------------------------------------------------------------------------------------
 
 
 def importance_ratio(logps, old_logps, mask, *, level="token"):
-    """pi / pi_old; with d = log pi - log pi_old at each token:
+    """Returns pi / pi_old; with d = log pi - log pi_old at each token:
 
         token      exp(d)                                     (N, R)    PPO, GRPO
         sequence   exp(mean of d over the completion)         (N, 1)    GSPO, arXiv 2507.18071
@@ -40,15 +39,15 @@ def importance_ratio(logps, old_logps, mask, *, level="token"):
 
 
 # --- bounds ---------------------------------------------------------------------------------------
-# All are called as ppo_clip is, some with numbers of their own (--loss_options), and return the
-# same: the loss, (N, 1 or R), and where they act.
+# All are called like ppo_clip, some with numbers of their own (--loss_options), and return as it
+# does the loss, (N, 1 or R), and where they act.
 
 
 def ppo_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, delta=None):
-    """PPO's -min(ratio A, clip(ratio) A); and where it acts, by its sides.
+    """Returns PPO's -min(ratio A, clip(ratio) A), and where the clip acts, by side.
 
-    `delta`, above 1 + epsilon_high, also ends the gradient of a bad token, A < 0, whose ratio is
-    large (INTELLECT-2; dual clip, Ye et al. 2020).
+    `delta`, above 1 + epsilon_high, also ends the gradient of a token with A < 0 and a large ratio
+    (INTELLECT-2; dual clip, Ye et al. 2020).
     """
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     loss = -torch.min(ratio * advantages, clipped * advantages)
@@ -63,19 +62,19 @@ def ppo_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, delta
 def cispo_cap(ratio, advantages, logps, mask, *, epsilon_high, **unused):
     """CISPO's -sg[min(ratio, epsilon_high)] A log pi, arXiv 2506.13585.
 
-    The ratio is a weight without gradient, sg, and epsilon_high the cap itself: no token ever loses
-    its gradient. There is no lower bound.
+    The ratio is a weight without a gradient (sg), and epsilon_high is the cap itself, so no token
+    ever loses its gradient. There is no lower bound.
     """
     weight = ratio.detach().clamp(max=epsilon_high)
-    high = (ratio > epsilon_high) & (advantages > 0)        # as TRL counts
+    high = (ratio > epsilon_high) & (advantages > 0)        # counted as in TRL
     return -weight * advantages * logps, {"low": torch.zeros_like(high), "high": high}
 
 
 def soft_gate(ratio, advantages, logps, mask, *, tau_good=1.0, tau_bad=1.05, **unused):
     """SAPO's -(4 / tau) sigmoid(tau (ratio - 1)) A, arXiv 2511.20347: nothing is clipped.
 
-    While the ratio is 1 the gradient is that of ratio A; the further it moves, either way, the more
-    it fades. A bit sooner where A < 0: pushing a token down pushes up all others.
+    At ratio 1 the gradient is that of ratio A. It shrinks as the ratio moves away, a bit faster if
+    A < 0, because making a token less likely makes all others more likely.
     """
     tau = torch.full_like(advantages, tau_bad).masked_fill(advantages > 0, tau_good)
     loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
@@ -86,8 +85,8 @@ def soft_gate(ratio, advantages, logps, mask, *, tau_good=1.0, tau_bad=1.05, **u
 def geometric_mean(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, **unused):
     """GMPO's -A exp(mean over tokens of d, bounded), d = log ratio, arXiv 2507.20673; (N, 1).
 
-    d is at most epsilon_high where A > 0, at least -epsilon_low where A < 0. Here ratio, bound and
-    average are one: a completion's ratio is a mean over tokens, each of which was bounded before.
+    d is at most epsilon_high if A > 0, and at least -epsilon_low if A < 0. Ratio, bound and average
+    can't be separated: a completion's ratio is a mean over tokens that are bounded before.
     """
     d = ratio.clamp(min=1e-30).log()                                                    # (N, R)
     bounded = torch.where(advantages > 0, d.clamp(max=epsilon_high), d.clamp(min=-epsilon_low))
@@ -100,9 +99,9 @@ def pi_region(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, larg
               **unused):
     """DPPO's -sg[min(ratio, 20)] A log pi in a region of probabilities, arXiv 2602.04879; (N, R).
 
-    A token loses its gradient once pi - pi_old > epsilon_high where A > 0, or pi_old - pi >
-    epsilon_low where A < 0: the paper's binary total variation. So a rare token may become many
-    times as likely, and a frequent one, whose ratio hardly moves, soon stops.
+    A token loses its gradient once pi - pi_old > epsilon_high if A > 0, or once pi_old - pi >
+    epsilon_low if A < 0: the paper's binary total variation. So a rare token may become many times
+    as likely, while a frequent one, whose ratio hardly moves, soon stops.
     """
     ratio, pi = ratio.detach(), logps.detach().exp()
     gained = pi - pi / ratio                                              # pi - pi_old, (N, R)
@@ -136,16 +135,16 @@ LOSS_TYPES = {      # the flags of each: docs/losses.md
 }                   # and r1, a whole loss: one_action_loss
 
 
-# KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. An unbiased
-# value is the KL's on average. Its gradient is another matter: autograd does not see that another
-# pi would sample other tokens. k3+ is verl's.
+# KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. The mean of
+# an unbiased estimate is the KL. The mean of its gradient may not be the KL's gradient, because
+# autograd does not see that another pi would sample other tokens. k3+ is verl's.
 def k2(x):
     return x.pow(2) / 2
 
 
 KL_TYPES = {        # each is called with x and the script's k3
     # name                                                    value      mean gradient of
-    "k1":  lambda x, k3: -x,                                # unbiased   0: it pulls nowhere
+    "k1":  lambda x, k3: -x,                                # unbiased   0: no penalty on average
     "k2":  lambda x, k3: k2(x),                             # biased     KL(pi || pi_ref)
     "k3":  lambda x, k3: k3(x),                             # unbiased   KL(pi_ref || pi)
     "k3+": lambda x, k3: (k3(x) - k2(x)).detach() + k2(x),  # k3's       k2's
@@ -154,7 +153,7 @@ KL_TYPES = {        # each is called with x and the script's k3
 
 
 def kl_penalty(logps, ref_logps, *, k3, kl_type="k3"):
-    """KL to the reference, estimated at each token, (N, R)."""
+    """Estimates the KL to the reference at each token, (N, R)."""
     return KL_TYPES[kl_type](ref_logps - logps, k3)
 
 
@@ -165,10 +164,10 @@ def family_loss(logps, old_logps, advantages, mask, *, k3, ref_logps=None, beta=
                 epsilon_low=0.2, epsilon_high=0.2, num_sequences=None, num_tokens=None,
                 loss_type="grpo", kl_type="k3", delta=None, importance_sampling_level="token",
                 max_completion_length=None, use_bias_correction_kl=False, loss_options=()):
-    """The loss of GRPO and its family, and metrics: as the script's grpo_loss, with its options.
+    """Returns the loss of GRPO or a variant, and metrics, like the script's grpo_loss.
 
-    k3 is the script's: `train_grpo.family_loss` has it. num_sequences and num_tokens None: this
-    call is the whole optimizer step.
+    k3 is the script's; `train_grpo.family_loss` passes it. If num_sequences and num_tokens are
+    None, this call is the whole optimizer step.
     """
     options = dict(ref_logps=ref_logps, beta=beta, epsilon_low=epsilon_low,
                    epsilon_high=epsilon_high, num_sequences=num_sequences, num_tokens=num_tokens,
@@ -181,7 +180,7 @@ def family_loss(logps, old_logps, advantages, mask, *, k3, ref_logps=None, beta=
     if average is None:                 # a whole loss: r1, or one of your own
         return bound(logps, old_logps, advantages, mask, **options | numbers)
     if beta and ref_logps is None:
-        raise ValueError("beta weights the KL to the reference; give ref_logps")
+        raise ValueError("beta weights the KL to the reference; pass ref_logps")
     advantages = advantages.view(len(mask), -1)                                       # (N, 1 or R)
     num_sequences, num_tokens = num_sequences or len(mask), num_tokens or mask.sum().clamp(min=1)
     ratio = importance_ratio(logps, old_logps, mask, level=importance_sampling_level)
@@ -192,7 +191,7 @@ def family_loss(logps, old_logps, advantages, mask, *, k3, ref_logps=None, beta=
     if ref_logps is not None:
         x = (ref_logps - logps).masked_fill(mask == 0, 0)                               # (N, R)
         kl = KL_TYPES[kl_type](x, k3)
-        metrics["kl"] = (kl.detach() * mask).sum() / num_tokens     # whatever the loss averages
+        metrics["kl"] = (kl.detach() * mask).sum() / num_tokens     # for every loss, per token
         loss = loss + beta * (ratio * kl if use_bias_correction_kl else kl)
     divisor = LOSS_AGGREGATIONS[average](lengths, num_sequences, num_tokens, max_completion_length)
     return (loss * mask / divisor).sum(), metrics
@@ -201,9 +200,9 @@ def family_loss(logps, old_logps, advantages, mask, *, k3, ref_logps=None, beta=
 def row_of(loss_type, options=()):
     """Returns (bound, average, numbers) of a loss, or (function, None, numbers) of a whole loss.
 
-    `module:function` is a bound if its first parameter is `ratio`, and is then averaged as GRPO is.
-    It is imported anew each time. numbers are those of options, such as "width=0.2": keywords of a
-    function that are not those of every bound. A ValueError names the keywords that there are.
+    `module:function` is a bound if its first parameter is `ratio`, and is then averaged as in GRPO.
+    numbers come from options, such as "width=0.2", for keywords of the function that aren't those
+    of every loss. A ValueError names the keywords that exist.
     """
     if loss_type == "r1":
         function, average = one_action_loss, None
@@ -214,7 +213,7 @@ def row_of(loss_type, options=()):
         known = ", ".join([*LOSS_TYPES, "r1", "for GSPO --importance_sampling_level sequence"])
         function = import_function("--loss_type", loss_type, known)
         if not callable(function):
-            raise ValueError(f"--loss_type {loss_type}: {function!r:.99} is no function; name one")
+            raise ValueError(f"--loss_type {loss_type}: {function!r:.99} is not a function")
         is_bound = next(iter(inspect.signature(function).parameters), None) == "ratio"
         average = "completion" if is_bound else None
     of_every_loss, numbers = inspect.signature(family_loss).parameters, {}
@@ -232,7 +231,7 @@ def row_of(loss_type, options=()):
 
 
 def call_own(name, function, is_bound, /, *given, **options):
-    """Calls a user's bound or whole loss; a UserError unless it does as docs/losses.md says."""
+    """Calls a user's bound or whole loss; UserError unless it returns what docs/losses.md says."""
     logps, advantages, mask = given[2 * is_bound], given[2 - is_bound], given[3]
     shapes = [(len(mask), 1), tuple(mask.shape)] if is_bound else [(), (1,)]
     try:
@@ -241,12 +240,12 @@ def call_own(name, function, is_bound, /, *given, **options):
         if is_bound:
             others.append(named["low"] | named["high"])
         elif {"step", "loss"} & {*named}:
-            raise ValueError("step and loss are metrics of the run; rename those of the function")
+            raise ValueError("step and loss are metrics of the run; rename the function's metrics")
         returned = [tuple(x.shape) for x in (loss, *others)]
         if not {*returned} <= {*shapes} or loss.dtype not in (logps.dtype, torch.float64):
             raise ValueError(f"a {'bound' if is_bound else 'whole loss'} returns the shapes "
                              f"{shapes} and {logps.dtype}, not {returned} and {loss.dtype}")
-        # If it was given a NaN, the weights are to blame, and the optimizer will not step.
+        # If an input is a NaN, the weights are to blame, and the optimizer will skip the step.
         if not loss.isfinite().all() and all(x.isfinite().all() for x in given):
             raise ValueError(f"its loss has a value of {loss[~loss.isfinite()][0].item()}")
         learns = logps.requires_grad and torch.is_grad_enabled()
@@ -262,7 +261,7 @@ def one_action_loss(logps, old_logps, advantages, mask, *, ref_logps=None, num_s
                     num_tokens=None, **options):
     """r1, DeepSeek-R1's loss: a completion is one action, with its tokens' summed log-probs."""
     if advantages.dim() == 2 and advantages.shape[1] > 1:
-        raise ValueError("loss_type r1 has one ratio per completion; give advantages (N,)")
+        raise ValueError("loss_type r1 has one ratio per completion; pass advantages (N,)")
     logps, old_logps, ref_logps = (
         None if x is None else x.masked_fill(mask == 0, 0).sum(1, keepdim=True)
         for x in (logps, old_logps, ref_logps))                                         # (N, 1)
@@ -273,9 +272,9 @@ def one_action_loss(logps, old_logps, advantages, mask, *, ref_logps=None, num_s
 
 
 def clip_ratios(where, mask, num_sequences, num_tokens, *, level):
-    """Metrics: the share of tokens at which a bound acts, by sides; "region": low or high.
+    """Returns the share of tokens at which a bound acts, by side; "region" is low or high.
 
-    where: {side: (N, 1 or R)}. If a completion has one ratio, all completions count the same.
+    where: {side: (N, 1 or R)}. If a completion has one ratio, all completions count equally.
     """
     weight = mask / num_tokens
     if level == "sequence":
@@ -286,26 +285,27 @@ def clip_ratios(where, mask, num_sequences, num_tokens, *, level):
 
 # --- flags ----------------------------------------------------------------------------------------
 
-# Those that family_loss takes, as the script's grpo_loss has them.
+# Flags that family_loss takes, with the values for which it equals the script's grpo_loss.
 USUAL = {"loss_type": "grpo", "loss_options": [], "importance_sampling_level": "token",
          "delta": None, "kl_type": "k3", "use_bias_correction_kl": False}
 
 
 def add_flags(parser):
     flag = parser.group("4. update (the objective)").add_argument
-    flag("--loss_type", metavar="NAME", help="mean over tokens: of each completion, then of all "
-         "(grpo); of all tokens (bnpo, dapo); sum / max_gen_len (dr_grpo); sum (luspo); cispo, "
-         "dppo, sapo, gmpo and r1 also change the bound or the ratio; or a bound or a loss of your "
-         "own as module:function (docs/losses.md; default: grpo)")
+    flag("--loss_type", metavar="NAME", help="how the loss averages over tokens: first over each "
+         "completion (grpo), over all tokens (bnpo, dapo), sum / max_gen_len (dr_grpo), or sum "
+         "(luspo); cispo, dppo, sapo, gmpo and r1 also change the bound or the ratio; or your own "
+         "bound or loss as module:function (docs/losses.md; default: grpo)")
     flag("--loss_options", nargs="+", default=[], metavar="NAME=NUMBER",
-         help="numbers of the loss type, for example tau_bad=1.1 for sapo, or of your own")
-    flag("--importance_sampling_level", choices=("token", "sequence"), default="token",
-         help="a ratio pi / pi_old per token, or per completion (GSPO: epsilons of about 3e-4)")
-    flag("--delta", type=POSITIVE, help="dual clip: cap on the ratio of bad tokens (default: none)")
-    flag("--kl_type", choices=tuple(KL_TYPES), help="estimate of the KL: k2 has its gradient, k3 "
-         "is GRPO's, k3+ its value with k2's gradient (default: k3)")
-    flag("--use_bias_correction_kl", action="store_true", help="multiply the KL, k1 or k3, by the "
-         "ratio: with one per token it has the KL's gradient, after any number of updates")
+         help="numbers of the loss type, e.g. tau_bad=1.1 for sapo, or of your own function")
+    flag("--importance_sampling_level", choices=("token", "sequence"), default="token", help="one "
+         "ratio pi / pi_old per token, or per completion (GSPO, with epsilons of about 3e-4)")
+    flag("--delta", type=POSITIVE, help="dual clip: upper bound of the ratio of tokens with a "
+         "negative advantage (default: none)")
+    flag("--kl_type", choices=tuple(KL_TYPES), help="estimator of the KL: k3 is GRPO's, k2 has the "
+         "KL's gradient, k3+ has k3's value and k2's gradient (default: k3)")
+    flag("--use_bias_correction_kl", action="store_true", help="multiply the KL (k1 or k3) by the "
+         "ratio, so that it has the KL's gradient after any number of updates (with token ratios)")
 
 
 def defaults(args):
@@ -313,7 +313,7 @@ def defaults(args):
 
 
 def reasons(args):
-    """The flags that ask for another loss than the script's."""
+    """Returns the flags that ask for another loss than the script's."""
     return [f"--{name}" for name, usual in USUAL.items()
             if getattr(args, name) not in (None, usual)]
 
@@ -330,7 +330,7 @@ def install(state):
 
 
 def check(args):
-    """UserError for flags of the loss that would together learn something else, unnoticed."""
+    """Raises a UserError for flags of the loss that contradict each other."""
     try:
         bound, average, _ = row_of(args.loss_type, args.loss_options)
     except ValueError as error:
@@ -338,22 +338,22 @@ def check(args):
     loss_type, high, delta = args.loss_type, args.epsilon_high, args.delta
     sequence = args.importance_sampling_level == "sequence"
     for is_there, sentence in [
-        (loss_type == "cispo" and high <= 1, f"--epsilon_high {high} is the cap itself with "
-         "--loss_type cispo and would scale down every token; give one above 1, or none for 5"),
+        (loss_type == "cispo" and high <= 1, f"--epsilon_high {high} is the cap itself with --loss"
+         "_type cispo, and would scale down every token; pass one above 1, or leave it out for 5"),
         (bound is soft_gate and (args.epsilon_low, high) != (0.2, 0.2) and not args.resume,
          "--loss_type sapo clips nothing; leave --epsilon_low and --epsilon_high out"),
         (bound is cispo_cap and args.epsilon_low != 0.2 and not args.resume,
          "--loss_type cispo has no lower bound; leave --epsilon_low out"),
         (delta is not None and bound is not ppo_clip and average is not None,
-         f"--delta belongs to PPO's clip, and --loss_type {loss_type} has none; leave it out"),
+         f"--delta is for PPO's clip, which --loss_type {loss_type} does not use; leave it out"),
         (delta is not None and delta <= 1 + high,
-         f"--delta {delta} undoes the clip at 1 + epsilon_high = {1 + high}; give a larger one"),
+         f"--delta {delta} undoes the clip at 1 + epsilon_high = {1 + high}; pass a larger value"),
         (args.use_bias_correction_kl and args.kl_type not in CORRECTED,
-         f"--use_bias_correction_kl gives {args.kl_type} a gradient that is no KL's; pass "
+         f"--use_bias_correction_kl gives {args.kl_type} a gradient that is not the KL's; pass "
          f"--kl_type {' or '.join(CORRECTED)}, or leave it out"),
-        (loss_type in (*ONE_RATIO, "dppo") and sequence, f"--loss_type {loss_type} has a level of "
-         "its own; leave --importance_sampling_level out"),
-        (loss_type == "luspo" and not sequence, "--loss_type luspo is for one ratio per "
+        (loss_type in (*ONE_RATIO, "dppo") and sequence, f"--loss_type {loss_type} has its own "
+         "level; leave --importance_sampling_level out"),
+        (loss_type == "luspo" and not sequence, "--loss_type luspo needs one ratio per "
          "completion; add --importance_sampling_level sequence"),
     ]:
         if is_there:
@@ -361,10 +361,10 @@ def check(args):
 
 
 def check_token_advantages(name, args):
-    """UserError for flags that do not fit the advantages of tokens, which `name` makes."""
+    """Raises a UserError for flags that do not fit the token advantages that `name` computes."""
     if (args.scale_rewards, args.advantage_estimator) != ("group", "grpo"):
-        raise UserError(f"{name} has its own way to advantages; leave --scale_rewards and "
+        raise UserError(f"{name} computes advantages in its own way; leave --scale_rewards and "
                         "--advantage_estimator out")
     if args.loss_type in ONE_RATIO or args.importance_sampling_level == "sequence":
-        raise UserError(f"{name} gives each token an advantage, and this loss has one ratio per "
+        raise UserError(f"{name} gives each token an advantage, but this loss has one ratio per "
                         "completion; change one of the two")

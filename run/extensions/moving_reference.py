@@ -10,20 +10,20 @@ NAME = "--ref_model_sync_steps"
 
 def add_flags(parser):
     flag = parser.group("2. reference").add_argument
-    flag(NAME, type=COUNT_OR_0, default=0, help="steps between moves of the reference towards the "
-         "policy, in long runs; 0: it stays")
+    flag(NAME, type=COUNT_OR_0, default=0, help="for long runs: move the reference towards the "
+         "policy every so many steps; 0: never")
     flag("--ref_model_mixup_alpha", type=number(float, 0, 1, above=True), default=0.6,
-         help="such a move is reference <- alpha policy + (1 - alpha) reference")
+         help="size of the move: reference <- alpha policy + (1 - alpha) reference")
 
 
 def check(args):
     if args.lora_rank or not args.beta:
-        raise UserError(f"{NAME} moves a reference, and with --beta 0 there is none, with "
+        raise UserError(f"{NAME} moves the reference, but with --beta 0 there is none, and with "
                         "--lora_rank it is the frozen base; leave one of the two out")
 
 
 def install(state):
-    if state.world.matrix_dtype != torch.float32:       # else small moves would be rounded away
+    if state.world.matrix_dtype != torch.float32:       # float32, so small moves aren't lost
         state.reference = load_frozen(
             state.args.model_path, state.world, state.args, state.token_logps, exact=True)
     state.saved["reference"] = state.reference.model

@@ -1,4 +1,4 @@
-"""--oversample: sample in rounds, so that each group has a spread of rewards (DAPO)."""
+"""--oversample: samples in rounds, until enough groups have different rewards (DAPO)."""
 import math
 import warnings
 from functools import partial
@@ -15,9 +15,9 @@ NAME = "--oversample"
 
 def add_flags(parser):
     parser.group("1. generate").add_argument(
-        NAME, type=COUNT, default=1, help="rounds of sampling, at most: each after the first takes "
-        "new prompts in place of groups whose summed rewards are all equal (DAPO); a step sets so "
-        "many times the prompts aside, and what it does not need waits for another pass")
+        NAME, type=COUNT, default=1, help="maximum rounds of sampling: each round after the first "
+        "replaces groups whose rewards are all equal by groups of new prompts (DAPO); a step "
+        "reserves this many times batch_size prompts, and unused ones wait for the next pass")
 
 
 def is_on(args):
@@ -26,31 +26,31 @@ def is_on(args):
 
 def check(args):
     if not args.shuffle:
-        raise UserError(f"{NAME} leaves prompts out in each pass, with --shuffle 0 always the same "
-                        "ones; leave one of the two out")
+        raise UserError(f"{NAME} leaves prompts out in each pass, and with --shuffle 0 always the "
+                        "same ones; leave one of the two out")
 
 
 def install(state):
-    metrics = {}        # of the last rollout
+    metrics = {}        # those of the last rollout
     state.num_prompts *= state.args.oversample
     state.wrap(NAME, generate=partial(in_rounds, metrics), compute_rewards=only_once,
                update_policy=lambda inner, state, rollout: inner(rollout) | metrics)
 
 
 def in_rounds(metrics, inner, state, batch, rng, num_generations=None, greedy=False):
-    """DAPO's dynamic sampling, arXiv 2503.14476: a Rollout of B groups that has its rewards.
+    """DAPO's dynamic sampling, arXiv 2503.14476: returns a Rollout of B groups, with rewards.
 
-    A round takes as many prompts of the batch as the rank that misses most groups with a spread. A
-    rank learns from its first B, and, if it has fewer, from its first ones without a spread. The
-    rewards count before --kl_in_reward.
+    A round takes as many prompts of the batch as the rank that lacks most groups with different
+    rewards. A rank keeps its first B such groups or, if it has fewer, adds its first zero-variance
+    groups. Rewards are those before --kl_in_reward.
     """
-    if num_generations or greedy:           # an evaluation
+    if num_generations or greedy:           # for an evaluation
         return inner(batch, rng, num_generations, greedy)
     total, most = len(batch["prompts"]), state.args.oversample
     B = missing = math.ceil(total / most)
-    if total < state.num_prompts:           # the last of the file
-        warnings.warn(f"{NAME} {most}: this step has only {total} prompts, and learns from {B}; "
-                      "lower --batch_size, or give more prompts", stacklevel=2)
+    if total < state.num_prompts:           # at the end of the file
+        warnings.warn(f"{NAME} {most}: this step has only {total} prompts, so it trains on {B}; "
+                      "lower --batch_size, or add prompts", stacklevel=2)
     rollout, rounds, done = None, 0, 0
     while missing > 0 and rounds < most:
         state.phase("rollout")
@@ -61,7 +61,7 @@ def in_rounds(metrics, inner, state, batch, rng, num_generations=None, greedy=Fa
         rollout, rounds = rollout.joined(part) if rollout else part, rounds + 1
         rewards = rollout.rewards.view(-1, state.args.num_generations)
         is_flat, done = nanstd(rewards)[:, 0] <= 1e-6, len(rewards)
-        # The same on all ranks, which wait for each other in compute_rewards.
+        # `missing` is the same on all ranks, because they wait for each other in compute_rewards.
         flat = state.world.gather([is_flat.sum().item()])
         missing = min(total - done, max(flat) - done + B)
     metrics.update({"oversample/rounds": rounds,
@@ -71,7 +71,7 @@ def in_rounds(metrics, inner, state, batch, rng, num_generations=None, greedy=Fa
 
 
 def only_once(inner, state, rollout, *how):
-    """The rewards; of a rollout of in_rounds those that it has."""
+    """Computes the rewards, unless the rollout comes from in_rounds and has them already."""
     if rollout.rewards is None:
         return inner(rollout, *how)
     return rollout.rewards, rollout.rewards_per_func

@@ -1,4 +1,4 @@
-"""--supervision process: each line of arithmetic is rewarded too (DeepSeekMath, section 4.1.3)."""
+"""--supervision process: rewards each line of arithmetic, too (DeepSeekMath, section 4.1.3)."""
 from errors import UserError
 from reward.process_rewards import judge_steps, process_advantages
 
@@ -10,7 +10,7 @@ NAME = "--supervision process"
 def add_flags(parser):
     parser.group("3. rewards").add_argument(
         "--supervision", choices=("outcome", "process"), default="outcome",
-        help="process: also reward each right line of arithmetic with 1")
+        help="process: also reward each correct line of arithmetic with 1")
 
 
 def is_on(args):
@@ -21,10 +21,10 @@ def check(args):
     check_token_advantages(NAME, args)
     if not any(args.reward_weights):
         raise UserError(f"{NAME} divides the outcome by the sum of --reward_weights, which is 0; "
-                        "give one above 0")
+                        "pass one above 0")
     if args.tool:
-        raise UserError(f"{NAME} looks for steps of arithmetic in a whole reply, a tool's words "
-                        "too; leave --supervision or --tool out")
+        raise UserError(f"{NAME} looks for arithmetic in whole completions, including a tool's "
+                        "words; leave --supervision or --tool out")
 
 
 def install(state):
@@ -32,8 +32,8 @@ def install(state):
 
 
 def of_steps(state, rollout):
-    """The advantages of steps, (N, R); the last step of each completion is its outcome."""
-    # A step earns 0 or 1. Divided by the sum of the weights, so does the outcome, about.
+    """Computes advantages of steps, (N, R); the last step of each completion is its outcome."""
+    # A step's reward is 0 or 1. Dividing by the sum of the weights gives outcomes a similar scale.
     outcomes = (rollout.rewards / sum(map(abs, state.args.reward_weights))).tolist()
     steps = judge_steps(rollout.completions, rollout.token_ids(), state.tokenizer, state.eos_ids,
                         outcomes)

@@ -1,4 +1,4 @@
-"""--tool: a tool answers while a completion is written (reward/tools.py, reward/turns.py)."""
+"""--tool: a tool answers while a completion is sampled (reward/tools.py, reward/turns.py)."""
 from functools import partial
 
 import torch
@@ -15,9 +15,9 @@ NAME = "--tool"
 
 def add_flags(parser):
     flag = parser.group("1. generate").add_argument
-    flag("--tool", metavar="NAME", help="module:function, a tool that answers while a completion "
-         "is written; its words are read, but not learned (docs/turns.md)")
-    flag("--max_tool_calls", type=COUNT, default=8, help="answers per completion")
+    flag("--tool", metavar="NAME", help="a tool that the policy can call in a completion, as "
+         "module:function; its answers are read, but not trained on (docs/turns.md)")
+    flag("--max_tool_calls", type=COUNT, default=8, help="maximum calls per completion")
 
 
 def install(state):
@@ -27,7 +27,7 @@ def install(state):
 
 
 def in_turns(tool, state, batch, rng, num_generations=None, greedy=False):
-    """Completions of each prompt, in which some words are the tool's: read, and not learned."""
+    """Samples completions in which some words are the tool's: read, but not trained on."""
     G = num_generations or state.args.num_generations
     args, turns = state.args, Turns(tool, batch, G, rng)
     completion_ids, logps, drawn = state.policy.sample(                                     # (N, R)
@@ -35,7 +35,7 @@ def in_turns(tool, state, batch, rng, num_generations=None, greedy=False):
         num_generations=G, max_new_tokens=args.max_gen_len, temperature=args.temperature,
         eos_token_id=state.eos_ids, pad_token_id=state.tokenizer.pad_token_id or 0, generator=rng,
         greedy=greedy, tool=turns)
-    # The tool's words may hold an EOS, so the turns know the lengths.
+    # The tool's words may contain an EOS, so lengths come from the turns.
     lengths = torch.tensor(turns.lengths)[:, None]
     completion_mask = (torch.arange(drawn.shape[1]) < lengths).int().to(drawn.device)
     rollout = Rollout.of(

@@ -1,4 +1,4 @@
-"""--mask_truncated_completions: learn nothing from completions that were cut off (DAPO)."""
+"""--mask_truncated_completions: doesn't train on truncated completions (DAPO)."""
 from dataclasses import replace
 
 NAME = "--mask_truncated_completions"
@@ -6,7 +6,7 @@ NAME = "--mask_truncated_completions"
 
 def add_flags(parser):
     parser.group("4. update (the objective)").add_argument(
-        NAME, action="store_true", help="learn nothing from completions that were cut off")
+        NAME, action="store_true", help="don't train on truncated completions")
 
 
 def install(state):
@@ -14,8 +14,8 @@ def install(state):
 
 
 def from_whole_completions(inner, state, rollout):
-    """No token of a completion that was cut off is learned, or counts in the mean over tokens.
+    """Masks all tokens of truncated completions, which then don't count in a mean over tokens.
 
-    As a completion it still counts.
+    They still count as completions.
     """
     return inner(replace(rollout, loss_mask=rollout.loss_mask * rollout.ended[:, None]))

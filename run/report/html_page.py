@@ -1,11 +1,11 @@
-"""A run as one page to look into: its curves, and what was answered, step by step, group by group.
+"""Makes a page of a run: its curves, and its completions by step and group.
 
     python -m run.report.html_page out/run_a                 writes out/run_a/report.html
 
-The page is page.html with the data of the run in it. It needs no network, and what a model wrote is
-only ever text in it. A long run has more completions than a page can hold: it shows some steps,
-closer together at the start, where most is learned, and the first groups of each (batches are
-shuffled).
+The page is page.html with the data of the run in it. It needs no network, and it shows what a model
+wrote only as text. A long run has more completions than a page can hold, so the page shows some
+steps, closer together at the start, where most is learned, and the first groups of each (batches
+are shuffled).
 """
 import itertools
 import json
@@ -19,33 +19,33 @@ from .picture import Run
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_STEPS = 40
-MOST_BYTES = 40_000         # of a step: then a page has less than 2 MB
-MOST_CHARACTERS = 4000      # of a text: a longer one loses its middle
+MOST_BYTES = 40_000         # per step, so that a page has less than 2 MB
+MOST_CHARACTERS = 4000      # per text; a longer one loses its middle
 SHOWN_ARGS = ["reward_funcs", "reward_weights", "num_generations", "learning_rate", "beta",
               "loss_type", "temperature", "max_gen_len", "seed"]
 
 
 def write_page(run_dir, path):
-    """Write the page of a run; UserError if it has not finished a step, or its files are broken."""
-    with explained(run_dir, "its files are not those of a run", "give a folder such as out/run_a"):
+    """Writes the page of a run; UserError if no step is finished, or if its files are broken."""
+    with explained(run_dir, "its files are not those of a run", "pass a folder such as out/run_a"):
         data = to_script(page_data(Path(run_dir)))
     page = TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data)
     Path(path).write_text(page, encoding="utf-8")
 
 
 def to_script(value):
-    """JSON that may stand in a script element, which no text in it can close.
+    """Returns JSON for a script element, in which no text can close the element.
 
-    "<" appears in strings only, where JSON may escape it.
+    "<" only appears in strings, where JSON may escape it.
     """
     return to_line(value).replace("<", "\\u003c")
 
 
 def page_data(run_dir):
-    """All that the page shows, as one dict for JSON."""
+    """Returns everything that the page shows, as one dict for JSON."""
     run = Run(run_dir)
     args = json.loads((run_dir / "args.json").read_text(encoding="utf-8"))
-    # Of paths only the last part, since pages are passed on.
+    # Only the last part of each path, since pages are passed on.
     shown_args = {name: Path(args[f"{name}_path"]).name for name in ("model", "data")
                   if f"{name}_path" in args}
     shown_args |= {name: args[name] for name in SHOWN_ARGS if name in args}
@@ -60,14 +60,14 @@ def page_data(run_dir):
 
 
 def sample_steps(run_dir, last, args):
-    """Some steps with their first groups, in one pass over the file; the last step is shown.
+    """Returns some steps with their first groups, including the last step.
 
-    A line begins with its step, so that most need not be parsed: {"step": 7, ...
+    A line begins with its step, {"step": 7, ..., so most lines need not be parsed.
     """
     shown = {round(1 + (last - 1) * (i / (MOST_STEPS - 1)) ** 2) for i in range(MOST_STEPS)}
     steps = []
     with open(run_dir / "completions.jsonl", encoding="utf-8") as file:
-        whole = (line for line in file if line.endswith("}\n"))     # one is being written
+        whole = (line for line in file if line.endswith("}\n"))     # the last may be incomplete
         for step, lines in itertools.groupby(whole, key=lambda line: line[9:line.index(",")]):
             if last <= MOST_STEPS or int(step) in shown:
                 steps.append(shown_step(int(step), list(lines), args))
@@ -75,7 +75,7 @@ def sample_steps(run_dir, last, args):
 
 
 def shown_step(step, lines, args):
-    """A step and its first groups: one, and as many more as fit."""
+    """Returns a step and its first groups: one, and as many more as fit."""
     G, most_bytes = args["num_generations"], MOST_BYTES
     groups = []
     for i in range(0, len(lines), G):
@@ -87,11 +87,11 @@ def shown_step(step, lines, args):
     return {"step": step, "groups": groups, "of": math.ceil(len(lines) / G)}
 
 
-# --- what of them ---------------------------------------------------------------------------------
+# --- what is shown of them ------------------------------------------------------------------------
 
 
 def shown_group(rows, args):
-    """A prompt and its completions, as the page reads them."""
+    """Returns a prompt and its completions, as the page reads them."""
     prompt, of_data = rows[0]["prompt"], rows[0]["columns"]
     question = of_data["messages"][-1]["content"] if "messages" in of_data else prompt
     others = {name: cut(value if isinstance(value, str) else json.dumps(value), 300)
@@ -101,7 +101,7 @@ def shown_group(rows, args):
 
 
 def shown_row(row, args):
-    """A completion: its text, or its tokens with their log-probabilities, and all its numbers."""
+    """Returns a completion: its text, or its tokens with their log-probs, and all its numbers."""
     shown = {"reward": rounded(row["reward"]), "advantage": rounded(row["advantage"]),
              "rewards": {name: rounded(value) for name, value in row["rewards"].items()},
              "length": row.get("length"), "ended": row.get("ended", True),
@@ -113,8 +113,8 @@ def shown_row(row, args):
         else:
             shown["text"] = cut(row["completion"], room)
         return shown
-    # A long one loses its middle, as a text does; in its place stands a token without numbers.
-    half = max(1, room // 8)        # of a quarter as many tokens as a text has characters
+    # A long completion loses its middle, as a text does. A token without numbers replaces it.
+    half = max(1, room // 8)        # a text of `room` characters has about room / 4 tokens
     left_out = len(row["tokens"]) - 2 * half
     for name in ("tokens", "token_logps", "token_advantages", "token_drawn"):
         if name in row:
@@ -127,7 +127,7 @@ def shown_row(row, args):
 
 
 def is_right(row, args):
-    """Whether the evaluation rewards call it right; None unless they are among the rewards."""
+    """Whether a completion is right by the evaluation rewards; None if they were not computed."""
     rewards = dict(zip(args["reward_funcs"], row["rewards"].values()))
     judged = [rewards.get(name) for name in args["eval_reward_funcs"]]
     return None if None in judged else sum(judged) >= 1
@@ -136,11 +136,11 @@ def is_right(row, args):
 @user_errors("run.report.html_page")
 def main():
     parser = Parser(prog="python -m run.report.html_page",
-                    description="Write report.html, a page to look into a run.")
-    parser.add_argument("run", help="the folder of a run, such as out/run_a")
+                    description="Writes report.html, a page with a run's curves and completions.")
+    parser.add_argument("run", help="folder of a run, such as out/run_a")
     path = Path(parser.parse_args().run) / "report.html"
     if path.exists() and "<title>GRPO run" not in path.read_text(errors="replace")[:1000]:
-        parser.error(f"{path} is there already, and no page of a run; move it away")
+        parser.error(f"{path} exists, but is not a run's report; move it away")
     write_page(path.parent, path)
     print(f"wrote {path}")
 

@@ -1,4 +1,4 @@
-"""The model card of a run's final weights: README.md in the hub's format."""
+"""Writes the model card of a run's final weights: README.md in the hub's format."""
 import shlex
 from pathlib import Path
 from string import Template
@@ -7,23 +7,23 @@ from dataset.prompts import R1_SYSTEM_PROMPT
 
 from .picture import Run
 
-# Where a run writes, what it prints, the machine: no word on the weights.
+# Flags that say nothing about the weights: where a run writes, what it prints, the machine.
 OF_NO_WEIGHT = {"out_dir", "run_name", "resume", "save_interval", "swanlab", "use_wandb", "device",
                 "sampler", "micro_batch_size", "rollout_batch_size", "gradient_checkpointing"}
 
 
 def write_card(folder, run_dir, args, defaults):
-    """args: of the run; defaults: of a run without flags."""
+    """Writes the card; args: the flags of the run, defaults: those of a run without flags."""
     base, is_id = args.model_path, not Path(args.model_path).exists()
     if not is_id:
-        base = Path(base).name      # of a folder of this machine
+        base = Path(base).name      # only the last part of a folder on this machine
     rows = {"base": base, "prompts": Path(args.data_path).name,
             "rewards": " + ".join(f"{weight:g} {name}" for weight, name in
                                   zip(args.reward_weights, args.reward_funcs)),
             "result": Run(run_dir).headline(),
             "flags that differ from the defaults": changed_flags(args, defaults)}
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
-    # Of a folder of this machine only the end.
+    # An absolute path of this machine is left out.
     out_dir = "" if Path(args.out_dir).is_absolute() else args.out_dir
     system = R1_SYSTEM_PROMPT if args.system_prompt == "r1" else args.system_prompt
     chat = [{"role": "system", "content": system}] if system else []

@@ -1,7 +1,7 @@
 """Draws the metrics.jsonl and eval.jsonl of a run as one picture that explains itself.
 
     python -m run.report.picture out/run_a -o picture.png              one run, in six panels
-    python -m run.report.picture out/run_a out/run_b -o picture.png    several runs, a colour each
+    python -m run.report.picture out/run_a out/run_b -o picture.png    several runs, a color each
 """
 import itertools
 from contextlib import contextmanager
@@ -13,8 +13,8 @@ from tqdm import tqdm
 from dataset.jsonl import is_finite, read_jsonl
 from errors import Parser, UserError, explained, user_errors
 
-# The palette of Okabe and Ito, whose colours colour-blind readers can tell apart. Its yellow is too
-# pale for lines, so brown takes its place.
+# The palette of Okabe and Ito, whose colors color-blind readers can tell apart. Its yellow is too
+# pale for lines, so brown replaces it.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5C3E"]
 INK, GREY = "#22272e", "#6b7280"
 STYLE = {
@@ -28,13 +28,13 @@ STYLE = {
     "lines.solid_capstyle": "round", "axes.xmargin": 0.02,
     "figure.subplot.hspace": 0.4,       # between the metrics of a panel
 }
-MOST_STEPS = 500            # about as many as a panel has pixels
+MOST_STEPS = 500            # about as many as the pixels of a panel
 
 
 def draw_curves(run_dirs, path):
-    """Write a PNG: everything that one run recorded, or the key numbers of several runs overlaid.
+    """Writes a PNG: everything that one run recorded, or the key metrics of several runs overlaid.
 
-    Raises UserError if a folder holds no run. Runs are labelled with their folders' names.
+    Runs are labeled with their folders' names. UserError if a folder does not contain a run.
     """
     runs = [Run(run_dir) for run_dir in run_dirs]
     with picture(path, 13, 8, dpi=130) as fig:
@@ -46,16 +46,16 @@ def draw_curves(run_dirs, path):
 
 @contextmanager
 def picture(path, width, height, dpi=150):
-    """A figure in our style, of so many inches, which is written at the end."""
-    # Matplotlib is slow to load, so load it only to draw. Figure rather than pyplot, because pyplot
-    # would settle the backend for the whole process.
+    """Yields a figure of this size in inches, and then writes it."""
+    # Matplotlib is slow to load, so it is only loaded to draw. pyplot would set the backend for the
+    # whole process, so this uses Figure.
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(width, height), dpi=dpi, facecolor="white")
         yield fig
-        with explained(path, "matplotlib can't write it", "give a name that ends in .png"):
+        with explained(path, "matplotlib cannot write it", "pass a name that ends in .png"):
             fig.savefig(path, format=Path(path).suffix[1:] or "png")
 
 
@@ -66,39 +66,39 @@ class Run:
         self.name = Path(run_dir).resolve().name
         self.steps = numbers_in(Path(run_dir) / "metrics.jsonl")
         rows = numbers_in(Path(run_dir) / "eval.jsonl")
-        self.measure = rows[-1].get("measure") if rows else None    # None: of older commits
+        self.measure = rows[-1].get("measure") if rows else None    # None: from an old version
         self.evaluations = [row for row in rows if row.get("measure") == self.measure]
         if not self.steps:
             raise UserError(f"{run_dir}: no step in metrics.jsonl yet; "
-                            "give the folder of a run, such as out/run_a.")
+                            "pass the folder of a run, such as out/run_a")
 
     def keys(self, start, end=""):
-        """The names of the metrics that begin and end so, in the order they were written."""
+        """Returns the names of metrics with this start and end, in the order of writing."""
         names = dict.fromkeys(key for row in self.steps + self.evaluations for key in row)
         return [name for name in names if name.startswith(start) and name.endswith(end)]
 
     def series(self, key):
-        """The steps and values of one metric, (2, steps); a value that was not finite is NaN."""
+        """Returns the steps and values of a metric, (2, steps), with NaN for what is not finite."""
         rows = self.evaluations if key.startswith("eval/") else self.steps
         pairs = [(row["step"], row[key]) for row in rows if key in row]
         return np.array(pairs, dtype=float).reshape(-1, 2).T
 
     def finite(self, key):
-        """The finite values of one metric; none of evaluations that don't say what they measure."""
+        """Returns a metric's finite values; none if evaluations don't say what they measure."""
         if key.startswith("eval/") and self.measure is None:
             return np.array([])
         values = self.series(key)[1]
         return values[np.isfinite(values)]
 
     def headline(self):
-        """What the run achieved: "held-out accuracy 25% → 71%, answers 30 → 52 tokens, ..."."""
+        """Says what a run achieved: "held-out accuracy 25% → 71%, answers 30 → 52 tokens, ..."."""
         scored = self.finite("eval/judged").min(initial=1)
         parts = [f"only {scored:.1%} of the held-out problems scored"] if scored < 1 else []
         for form, key in (("held-out accuracy {:.1%} → {:.1%}", "eval/accuracy"),
                           ("answers {:.0f} → {:.0f} tokens", "eval/mean_length"),
                           ("reward {:.2f} → {:.2f}", "reward")):
             values = self.finite(key)
-            if len(values) > 1 and len(parts) < 2:      # the reward only if one of them is missing
+            if len(values) > 1 and len(parts) < 2:      # the reward only if another is missing
                 parts.append(form.format(values[0], values[-1]))
         count = self.steps[-1]["step"] - self.steps[0]["step"] + 1
         seconds = self.finite("step_time").sum() * count / len(self.steps)
@@ -107,8 +107,8 @@ class Run:
 
 
 def numbers_in(path):
-    """The rows of a run's file, evenly spaced; what is no finite number is None, as null is."""
-    with explained(path, "no run has written it", "give the folder of a run, such as out/run_a"):
+    """Returns evenly spaced rows of a run's file; what isn't a finite number becomes None."""
+    with explained(path, "no run has written it", "pass the folder of a run, such as out/run_a"):
         return [{name: value if is_finite(value) or name == "measure" else None
                  for name, value in row.items()} | {"step": int(float(row["step"]))}
                 for row in read_jsonl(path, most=MOST_STEPS)]
@@ -116,8 +116,8 @@ def numbers_in(path):
 
 # --- the panels -----------------------------------------------------------------------------------
 
-# Of each panel: its title, what to expect, and its metrics from top to bottom, each with the format
-# of its values and what it is.
+# For each panel: its title, what to expect, and its metrics from top to bottom, each with the
+# format of its values and an explanation.
 PANELS = [
     ("Reward", "the total should climb; its parts tell what is being learned", {
         "reward": ("{:.2f}", "the total, weighted")}),
@@ -141,7 +141,7 @@ METRICS = {key: shown for _, _, metrics in PANELS for key, shown in metrics.item
 
 
 def panels(fig, name, sentence):
-    """Six panels below a headline, two rows of three; returns the axes of each metric."""
+    """Lays out six panels below a headline, two rows of three; returns the axes of each metric."""
     fig.text(0.027, 0.955, name, fontsize=17, fontweight="bold", va="center")
     fig.text(0.027, 0.913, sentence, fontsize=11.5, color=GREY, va="center")
     columns = [[[key] for key in metrics] for _, _, metrics in PANELS]
@@ -188,16 +188,17 @@ def draw_several(fig, runs):
 
 
 def draw_strip(ax, runs, key):
-    """A metric of each run, in its colour."""
+    """Draws a metric of each run, in the run's color."""
     form, text = METRICS[key]
     above(ax, text, 0, 3, fontsize=8, color=GREY)
     draw_lines(ax, form, [(run, key, "") for run in runs])
 
 
 def draw_lines(ax, form, lines):
-    """Draw lines, (run, metric, label) each, and write label and last value beside them.
+    """Draws lines, (run, metric, label) each, with label and last value beside them.
 
-    They are smoothed, over a tint of the values; few values are points. form: of the values.
+    They are smoothed, and the raw values are drawn lightly; few values are drawn as points. form:
+    the format of the values.
     """
     for (run, key, label), color in zip(lines, itertools.cycle(COLORS)):
         steps, values = run.series(key)
@@ -213,7 +214,7 @@ def draw_lines(ax, form, lines):
 
 
 def draw_time(ax, run):
-    """The seconds of each phase, on top of each other."""
+    """Draws the seconds of each phase, stacked."""
     above(ax, "seconds per step, and each phase's share of the run", 0, 3, fontsize=8, color=GREY)
     phases = run.keys("timing_s/")
     table = np.array([[row.get(key) or 0.0 for key in phases] for row in run.steps])
@@ -229,18 +230,18 @@ def draw_time(ax, run):
 # --- the parts of a panel -------------------------------------------------------------------------
 
 def above(ax, text, x, y, **style):
-    """Write above the axes, (x, y) points from their upper left corner."""
+    """Writes a text above the axes, (x, y) points from their upper left corner."""
     ax.annotate(text, (0, 1), xytext=(x, y), xycoords="axes fraction", textcoords="offset points",
                 **style)
 
 
 def smooth(values):
-    """Centred moving average over a tenth of the series, with a Hann window."""
-    # A box window would spread a single spike into a plateau; this one keeps it a bump.
+    """Returns a centered moving average over a tenth of the series, with a Hann window."""
+    # A box window would spread a single spike into a plateau.
     means = np.empty(len(values))
     for i in range(len(values)):
-        # Most is learned in the first steps: there the window grows from a single value, and stays
-        # centred, so that the curve begins where the run began.
+        # Most is learned in the first steps, so there the window grows from a single value and
+        # stays centered, and the curve begins where the run began.
         reach = min(len(values) // 20, i)
         window = values[i - reach:i + reach + 1]
         weights = np.hanning(2 * reach + 3)[1:-1]
@@ -249,9 +250,9 @@ def smooth(values):
 
 
 def finish(ax, form="", reverse=False):
-    """Set the scales, and write the labels of the lines beside them, each in its colour.
+    """Sets the scales, and writes the labels of the lines beside them, each in its color.
 
-    form: the format of the values; with a % in it, the y axis is in percent too.
+    form: the format of the values; with a % in it, the y axis is in percent, too.
     """
     if not ax.has_data():
         ax.text(0.5, 0.5, "not recorded", transform=ax.transAxes, ha="center", va="center",
@@ -273,13 +274,13 @@ def finish(ax, form="", reverse=False):
 @user_errors("run.report.picture")
 def main(argv=None):
     parser = Parser(prog="python -m run.report.picture",
-                    description="Draw the curves of one or more runs.")
+                    description="Draws the curves of one or more runs.")
     parser.add_argument("runs", nargs="+", help="folders of runs, such as out/run_a")
-    parser.add_argument("-o", "--output", type=Path, default="curves.png", help="to write")
+    parser.add_argument("-o", "--output", type=Path, default="curves.png", help="file to write")
     args = parser.parse_args(argv)
     kinds = b"\x89PNG", b"%PDF", b"<?xm"
     if args.output.is_file() and not args.output.read_bytes().startswith(kinds):
-        parser.error(f"{args.output} is there already, and no picture; choose another --output")
+        parser.error(f"{args.output} exists, but is not a picture; pass another --output")
     draw_curves(args.runs, args.output)
     print(f"wrote {args.output}")
 

@@ -1,7 +1,7 @@
-"""Everything a run prints and writes, except its weights; docs/in_practice.md lists the files.
+"""Everything that a run prints and writes, except its weights; docs/in_practice.md lists the files.
 
-Once its first step is done, a new run deletes what an earlier run of its name has left there. A run
-that fails before that, for a mistake in a reward function, say, leaves those results alone.
+After its first step, a new run deletes what an earlier run of the same name has left there. A run
+that fails before that, e.g. because of a mistake in a reward function, leaves those results alone.
 """
 import importlib.util
 import json
@@ -27,24 +27,24 @@ from ..evaluate import evaluate
 from ..metrics import describe, number, rollout_metrics
 from ..signals import Signals, Stopped, stop
 
-# The most common ways a run fails, each with its remedy.
-NO_REWARD = ("no completion of this step was scored, so nothing is learned from it: every reward "
+# The most common ways in which a run fails, each with what to do.
+NO_REWARD = ("no completion of this step was scored, so the policy was not updated: every reward "
              "function returned None or failed")
-NO_SIGNAL = ("in most groups every completion got the same reward, so the advantages are 0 and "
-             "nothing is learned: use prompts that the policy solves sometimes but not always, "
-             "or raise --num_generations, --temperature or --oversample.")
+NO_SIGNAL = ("in most groups every completion got the same reward, so their advantages are 0 and "
+             "give no learning signal: use prompts that the policy solves sometimes but not "
+             "always, or raise --num_generations, --temperature or --oversample.")
 NO_END = ("more than half of the completions were cut off at the length limit: raise "
           "--max_gen_len, and check that the model was trained with this chat template and ends "
           "its answers with EOS.")
 NOT_FINITE = ("the gradient is not finite, so this step was skipped: if it happens again, lower "
               "--learning_rate, or train in bfloat16 or float32.")
 OLD_WEIGHTS = ("the sampler's probabilities are far from the trainer's (rollout_probs_diff_mean): "
-               "does it sample with old weights, or with others? Compare with --sampler fast; "
-               "--sampler_correction token_truncate weights what it samples.")
+               "it may use old or different weights. Compare with --sampler fast; --sampler"
+               "_correction token_truncate corrects for the difference.")
 
-BOLD, DIM, MAGENTA, CYAN = "1", "2", "35", "36"      # of ANSI's escape codes
-FIRST_ROWS = 2000       # whose gold answers are looked at before a run
-MOST_UNJUDGED = 10      # steps in a row without a reward
+BOLD, DIM, MAGENTA, CYAN = "1", "2", "35", "36"      # ANSI escape codes
+FIRST_ROWS = 2000       # rows whose gold answers are checked before a run
+MOST_UNJUDGED = 10      # steps in a row without a reward, after which a run ends
 RUN_BY = {"fast": "model/fast; --sampler plain runs the lines of train_grpo.py",
           "plain": "the lines of train_grpo.py and model/",
           "vllm": "vLLM samples, model/fast computes log-probabilities"}
@@ -52,15 +52,15 @@ RUN_BY = {"fast": "model/fast; --sampler plain runs the lines of train_grpo.py",
 
 def add_flags(parser):
     parser.group("5. log").add_argument(
-        "--swanlab", choices=("disabled", "offline", "local", "online"), help="track the run: "
-        "local for `swanlab watch`, online with an account (default: disabled)")
+        "--swanlab", choices=("disabled", "offline", "local", "online"), help="track the run with "
+        "SwanLab: local for `swanlab watch`, online with an account (default: disabled)")
 
 
 class Run:
     """A run, as a context manager, so that its files are complete even after an error or Ctrl-C.
 
-    From its beginning on its folder is locked. Rank 0 writes and prints; `active` says whether this
-    process does. Without out_dir nothing is written. watches: whether a signal lets a step end.
+    Its folder is locked from the start. Rank 0 writes and prints; `active` says whether this
+    process does. Without out_dir nothing is written. watches: whether a signal lets a step finish.
     """
 
     def __init__(self, args, world, watches=True):
@@ -71,20 +71,20 @@ class Run:
         self.run_dir, self.active = self.saver.run_dir, False
         self.unjudged = 0                       # steps in a row without a reward
         self.dead_groups = deque(maxlen=5)      # frac_reward_zero_std of the last steps
-        self.first_difference = None            # rollout_probs_diff_mean, when it was first known
+        self.first_difference = None            # the first rollout_probs_diff_mean
         self.warned_at = {}                     # text of a warning -> step that last printed it
         self.has_begun = False                  # whether the first step is done
         self.held_back = []                     # evaluations until then
-        self.drawn_at = -math.inf               # a time
+        self.drawn_at = -math.inf               # time of the last drawing
 
     def __enter__(self):
         return self
 
     def open(self, last_step, start_step=0, num_tokens=0):
-        """Starts the bar and the tracker.
+        """Starts the progress bar and the tracker.
 
         start_step: the step after which a run was resumed; lines of later steps are dropped from
-        the files. num_tokens: sampled until then.
+        the files. num_tokens: tokens sampled until then.
         """
         self.last_step, self.start_step, self.current_step = last_step, start_step, start_step
         self.num_tokens = num_tokens
@@ -106,11 +106,11 @@ class Run:
                 self.draw(pause=0)
             if error is None and self.current_step:
                 self._print_summary()
-            with suppress(Exception, SystemExit):       # of SwanLab
-                if self.swanlab and self.swanlab.has_run():     # after Ctrl-C it ends it itself
+            with suppress(Exception, SystemExit):       # raised by SwanLab
+                if self.swanlab and self.swanlab.has_run():     # after Ctrl-C SwanLab has ended it
                     self.swanlab.finish()
         if error_type is Stopped:
-            self.world.gather([])       # torchrun ends all ranks once one has left
+            self.world.gather([])       # wait, as torchrun ends all ranks when one has left
             self.world.close()
         self.signals.leave()
         CHILD.end()
@@ -119,10 +119,10 @@ class Run:
     # --- called by the training loop --------------------------------------------------------------
 
     def steps(self, state):
-        """Resumes, says what is about to be trained, evaluates; the steps that are left.
+        """Resumes, prints the facts of the run, evaluates; yields (step, batch) of each step left.
 
-        (step, batch) each; none with --eval_only. state is a TrainState. batch(step, problems) is
-        a batch of other problems than all.
+        With --eval_only there are none. state is a TrainState. self.batch(step, problems) draws
+        from other problems.
         """
         self.state, args, world = state, self.args, self.world
         self.collate, self.problems, self.heldout = read_prompts(
@@ -143,28 +143,28 @@ class Run:
             self.evaluate_if_due(0)
         CHILD.given_up = CHILD.cut_short = False
         if self.watches:
-            self.signals.watch()                # from here on a signal lets the step end
+            self.signals.watch()                # from here on a signal lets the step finish
         self.done = done
         state.compute_rewards = partial(self.rewards_or_stop, state.compute_rewards)
         return ((step, self.batch(step)) for step in range(done + 1, last_step + 1))
 
     def evaluate_if_due(self, step):
-        """The metrics of an evaluation, which are written and printed; none if none is due."""
+        """Evaluates if it is time to, writes and prints the metrics; returns them, or {}."""
         interval = self.args.eval_interval
         if interval == 0 or (step % interval and step != self.last_step):
             return {}
-        if step:                    # the one before the first step counts towards none
+        if step:                    # the time of the first evaluation counts for no step
             self.state.phase("eval")
         metrics, replies = evaluate(self.state, self.heldout, self.collate, step)
         self.state.phase(None)
         return self.evaluation(step, metrics, replies)
 
     def rewards_or_stop(self, compute_rewards, *arguments):
-        """The rewards; but where a signal has left replies unjudged, the step is given up."""
+        """Computes the rewards; abandons the step if a signal has left completions unscored."""
         rewards = compute_rewards(*arguments)
         signal = max(self.world.gather([CHILD.cut_short and self.signals.received]))
         if signal:
-            if self.done and self.done > self.start_step:       # nothing has changed since
+            if self.done and self.done > self.start_step:       # weights have not changed since
                 self.save(self.done)
             stop(signal, f"in step {self.state.step}, which is given up", self.world.rank)
         return rewards
@@ -175,12 +175,12 @@ class Run:
                         state.optimizer, state.saved)
 
     def record(self, step, rollout, metrics):
-        """Step 5: evaluates, writes and prints a step; draws and saves when that is due.
+        """5. Evaluates, writes and prints a step; draws and saves if it is time to.
 
-        Ends the run, on all ranks, after a signal or ten steps without a reward; it is saved.
+        After a signal or ten steps without a reward, saves and ends the run, on all ranks.
         """
         state, args, world = self.state, self.args, self.world
-        self.done = None            # an evaluation that is cut short leaves nothing to save
+        self.done = None            # if a signal interrupts the evaluation, nothing is saved
         metrics = metrics | self.evaluate_if_due(step)
         rows = world.gather(describe(
             rollout, state.tokenizer, state.eos_ids, args.num_generations))
@@ -194,7 +194,7 @@ class Run:
         self.step(step, metrics | of_rollout, rows, state.phase.taken())
         is_due, signal = self.saver.is_due(step, self.last_step, self.signals.received)
         if is_due or self.unjudged == MOST_UNJUDGED:
-            state.phase("checkpoint")           # it counts towards the next step
+            state.phase("checkpoint")           # its time counts for the next step
             self.save(step)
             self.draw()
         self.done, CHILD.late = step, 0
@@ -205,7 +205,7 @@ class Run:
                             "that --reward_funcs fit the data")
 
     def finish(self, defaults):
-        """Writes the final weights; their card names the flags that are not the defaults."""
+        """Writes the final weights, with a card of the flags that differ from the defaults."""
         if not self.args.eval_only:
             tokenizer = asking_as_trained(self.state.tokenizer, self.collate.switches)
             self.saver.save_final(self.state.policy.model, tokenizer, defaults)
@@ -213,7 +213,7 @@ class Run:
     # --- what these call --------------------------------------------------------------------------
 
     def intro(self, problems, num_heldout):
-        """Print what is about to be trained, on what, and where the files go."""
+        """Prints what will be trained, on what, and where the files go."""
         if not self.active:
             return
         args, state, num_processes = self.args, self.state, self.world.size
@@ -248,18 +248,18 @@ class Run:
         self._print(facts_table(facts))
 
     def evaluation(self, step, metrics, replies=None):
-        """Record, print and return one held-out evaluation; step 0 is before training.
+        """Records, prints and returns one held-out evaluation; step 0 is before training.
 
-        replies: a rollout of greedy replies; the first is printed, to be watched as it changes.
+        replies: a greedy rollout, whose first completion is printed to show how it changes.
         """
         if self.active:
             self._write("eval", step, {**metrics})
-        metrics.pop("measure", None)        # metrics.jsonl and history have numbers alone
+        metrics.pop("measure", None)        # metrics.jsonl and history only have numbers
         if not self.active:
             return metrics
-        if step == self.start_step:         # the metrics of no step have it
+        if step == self.start_step:         # no step's metrics include this evaluation
             self._log(metrics, step)
-            self.training_started = time.perf_counter()     # keep it out of the time left
+            self.training_started = time.perf_counter()     # so "left" does not count it
         sampled = number(metrics.get("eval/accuracy"), ".1%")
         greedy = number(metrics.get("eval/greedy_accuracy"), ".1%")
         length = number(metrics.get("eval/mean_length"), ".0f")
@@ -270,10 +270,10 @@ class Run:
         return metrics
 
     def step(self, step, metrics, rows, timings):
-        """Record one training step and its completions, move the bar, warn of common failures.
+        """Records a step and its completions, moves the bar, and warns of common failures.
 
-        The first and the last step also print one whole group.
-        perf/throughput does not count the phases eval and checkpoint. rows: of describe().
+        The first and the last step also print a whole group. perf/throughput does not count the
+        phases eval and checkpoint. rows: from describe().
         """
         self.current_step = step
         self.num_tokens += metrics["tokens"]
@@ -306,21 +306,21 @@ class Run:
             self._print(one_group(step, rows[:self.args.num_generations]))
 
     def warn(self, text):
-        """Print a warning above the bar, the same text at most once in 20 steps."""
+        """Prints a warning above the bar, the same text at most once in 20 steps."""
         if self.active and self.current_step - self.warned_at.get(text, -math.inf) >= 20:
             self.warned_at[text] = self.current_step
             self._print(styled("warning: ", BOLD, MAGENTA) + printable(text))
 
     def draw(self, pause=60):
-        """Draw curves.png and report.html, if that was not done in the last `pause` seconds."""
+        """Draws curves.png and report.html, unless this was done in the last `pause` seconds."""
         if not self.active or not self.run_dir or time.perf_counter() - self.drawn_at < pause:
             return
-        # Imported here: each is also a command, and Python warns if that was imported before.
+        # Imported late, because both are also commands: Python would warn of an earlier import.
         from . import html_page, picture
         try:
             picture.draw_curves([self.run_dir], self.run_dir / "curves.png")
             html_page.write_page(self.run_dir, self.run_dir / "report.html")
-        except Exception as error:      # no picture is worth losing a run for
+        except Exception as error:      # a picture that fails must not end the run
             self.warn(f"curves.png and report.html could not be drawn ({reason(error)}); "
                       f"`python -m run.report.html_page {short(self.run_dir)}` tries again")
         self.drawn_at = time.perf_counter()
@@ -329,14 +329,14 @@ class Run:
 
     def _print(self, text):
         """Prints a text above the bar."""
-        with suppress(OSError):     # nobody reads it: a closed terminal, the end of `| tee log`
+        with suppress(OSError):     # the terminal or the pipe may be closed
             tqdm.write(text)
             sys.stdout.flush()
 
     def _warn_of_failures(self, metrics):
         self.dead_groups.append(metrics.get("frac_reward_zero_std", 0.0))
-        # A policy that has learned its task has many such groups; that is no accident yet.
-        # And a teacher needs no reward.
+        # Many such groups are normal for a policy that has learned its task, hence the high limit.
+        # And with a teacher, rewards are not needed.
         if sum(self.dead_groups) > 4.5 and "teacher_kl" not in metrics:
             self.warn(NO_SIGNAL)
         if metrics.get("completions/clipped_ratio", 0.0) > 0.5:
@@ -345,22 +345,22 @@ class Run:
         if is_finite(difference):
             if self.first_difference is None:
                 self.first_difference = difference
-            # Up to 0.001 it may be rounding, whatever it was at first. Above 0.01 it never is.
+            # Up to 0.001 it may be rounding, whatever it was at first; above 0.01 it is not.
             if difference > min(max(10 * self.first_difference, 0.001), 0.01):
                 self.warn(OLD_WEIGHTS)
         if not is_finite(metrics.get("grad_norm", 0.0)):
             self.warn(NOT_FINITE)
 
     def _warn_of_unjudged(self, rows):
-        """Of a reward that has judged nothing in the first step: a column is missing, perhaps."""
+        """Warns of a reward that scored nothing in the first step, perhaps for want of a column."""
         for name in rows[0]["rewards"] if rows else ():
             if not any(is_finite(row["rewards"][name]) for row in rows):
                 columns = ", ".join(rows[0]["columns"])
-                self.warn(f"{name} has judged none of the {len(rows)} completions of the first "
-                          f"step: does it find what it needs in the data's columns, {columns}?")
+                self.warn(f"{name} scored none of the {len(rows)} completions of the first step: "
+                          f"check that the data has the columns that it needs; it has {columns}")
 
     def _begin(self):
-        """A first step is done: from here on the folder is this run's."""
+        """Takes over the folder after the first step."""
         self.has_begun = True
         if not self.run_dir:
             return
@@ -371,7 +371,7 @@ class Run:
             self._write(name, step, *rows)
 
     def _write(self, name, step, *rows):
-        """Append rows of a step to a file."""
+        """Appends rows of a step to a file."""
         if not self.has_begun:
             self.held_back.append((name, step, rows))
             return
@@ -385,14 +385,14 @@ class Run:
             finite = {key: value for key, value in metrics.items() if is_finite(value)}
             try:
                 self.swanlab.log(finite, step=step)
-            except (Exception, SystemExit) as error:    # it may be back at the next step
-                text = (f"SwanLab failed ({reason(error)}) and lacks a part of this run; "
-                        f"{short(self.run_dir)}/metrics.jsonl has all of it")
+            except (Exception, SystemExit) as error:    # it may work again at the next step
+                text = (f"SwanLab failed ({reason(error)}) and misses a part of this run; "
+                        f"{short(self.run_dir)}/metrics.jsonl is complete")
                 if text not in self.warned_at:
                     self.warn(text)
 
     def _numbers(self, step, metrics):
-        """The line shown at every step: time left, and the few numbers that show progress."""
+        """Returns the text shown at every step: the time left, and a few metrics."""
         seconds_per_step = (time.perf_counter() - self.training_started) / (step - self.start_step)
         left = tqdm.format_interval(seconds_per_step * (self.last_step - step))
         parts = [f"{left} left"]
@@ -415,34 +415,34 @@ class Run:
 
 
 def start_swanlab(run_dir, args):
-    """Open a SwanLab run; returns the swanlab module, or None with --swanlab disabled."""
-    # --swanlab says more than MiniMind's --use_wandb, whichever comes first.
+    """Opens a SwanLab run; returns the swanlab module, or None with --swanlab disabled."""
+    # --swanlab takes precedence over MiniMind's --use_wandb.
     mode = args.swanlab or ("online" if args.use_wandb else "disabled")
     if mode == "disabled":
         return None
     if run_dir is None:
-        raise UserError(f"swanlab={mode!r}: it writes into the run's folder; give an out_dir")
-    # Without its dashboard, SwanLab itself would only log an error and record nothing.
+        raise UserError(f"swanlab={mode!r}: it writes into the run's folder; pass an out_dir")
+    # Without its dashboard, SwanLab would only log an error and record nothing.
     if mode == "local" and not importlib.util.find_spec("swanboard"):
         raise UserError("--swanlab local needs a package: pip install 'swanlab[dashboard]'")
-    # Only flags that have a value: the dashboard shows a None as "[object Object]".
+    # Only flags with a value, because the dashboard shows None as "[object Object]".
     flags = {name: value for name, value in to_json(vars(args)).items() if value is not None}
     try:
         import swanlab
-        # Ask no questions, since a run may have no keyboard, and leave stdout and stderr alone,
-        # since the bar is drawn there.
+        # Not interactive, since a run may have no keyboard. stdout and stderr are left alone,
+        # because the bar is drawn there.
         settings = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
         swanlab.init(mode=mode, project=args.wandb_project, name=run_dir.name,
                      settings=settings, log_dir=str(run_dir / "swanlab"), config=flags)
     except Exception as error:
-        raise UserError(f"--swanlab {mode} could not start ({reason(error)}): check "
-                        "--wandb_project, `swanlab login` first, or choose --swanlab disabled"
+        raise UserError(f"--swanlab {mode} could not start ({reason(error)}); check "
+                        "--wandb_project, run `swanlab login` first, or pass --swanlab disabled"
                         ) from error
     return swanlab
 
 
 def kinds_of_answers(problems):
-    """What the gold answers of the first rows are: "1,990 numbers, 10 missing"."""
+    """Counts kinds of gold answers in the first rows: "1,990 numbers, 10 missing"."""
     golds = [problems[i].get("answer") for i in range(min(len(problems), FIRST_ROWS))]
     names = {"number": "numbers", "expression": "expressions", "words": "words", None: "missing"}
     kinds = Counter(None if gold is None else kind_of(gold) for gold in golds)
@@ -451,19 +451,19 @@ def kinds_of_answers(problems):
 
 
 def styled(text, *codes):
-    """The text with these styles, in a terminal."""
+    """Returns the text with these styles if stdout is a terminal."""
     return f"\033[{';'.join(codes)}m{text}\033[0m" if sys.stdout.isatty() else text
 
 
 def facts_table(facts):
-    """A line for each fact that there is, after its name."""
+    """Returns a line with name and value for each fact that has a value."""
     width = max(map(len, facts))
     return "\n".join(f"{styled(name.ljust(width), BOLD)}  {printable(str(fact))}"
                      for name, fact in facts.items() if fact)
 
 
 def one_group(step, rows):
-    """A prompt and at most 8 completions, best to worst; copies are shown once, and counted."""
+    """Shows a prompt and up to 8 completions, best first; copies are shown once, and counted."""
     title = f"\nstep {step}, one group of {len(rows)}"
     answer = rows[0]["columns"].get("answer")
     if answer:
@@ -487,16 +487,16 @@ def one_group(step, rows):
 
 
 def one_reply(rollout):
-    """A rollout's first question, and its first reply with the verdict."""
+    """Shows a rollout's first question and completion, and whether it is right."""
     question = one_line(rollout.columns["messages"][0][-1]["content"].strip())
     turns = rollout.turns[0] if rollout.turns else [rollout.completions[0].strip()]
     reward = rollout.rewards[0].item()
-    verdict = ("right" if reward >= 1 else "wrong") if is_finite(reward) else "not judged"
+    verdict = ("right" if reward >= 1 else "wrong") if is_finite(reward) else "not scored"
     return f"  {question}\n  {styled(verdict, BOLD)}: {one_line(*turns)}"
 
 
 def one_line(*turns):
-    """At most 400 characters of a text in one line, line breaks as ⏎; a tool's are dim, in ‹ ›."""
+    """Fits a text into one line: 400 characters, line breaks as ⏎; a tool's are dim, in ‹ ›."""
     parts = [printable(cut(text, 400 // len(turns)).replace("\n", "⏎ ").replace("\t", " "))
              for text in turns]
     for i in range(1, len(parts), 2):
@@ -506,13 +506,13 @@ def one_line(*turns):
 
 
 def short(path):
-    """The path relative to the current folder, if it lies inside it."""
+    """Returns the path, relative to the current folder if it is inside."""
     path = Path(path)
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def drop_lines_after(step, path):
-    """Cut off a file after the lines of `step`; with step 0, a new run, keep none.
+    """Truncates a file after the lines of `step`; with step 0, a new run, keeps none.
 
     A run that crashed may have written lines for steps after its last checkpoint, and half a line.
     """
@@ -523,7 +523,7 @@ def drop_lines_after(step, path):
         for place, line in enumerate(file, start=1):
             if step == 0 or not line.endswith(b"\n"):
                 break
-            with explained(f"{path}, line {place}", "not a step of a run", "take the line out"):
+            with explained(f"{path}, line {place}", "not a step of a run", "remove the line"):
                 if json.loads(line)["step"] > step:
                     break
             kept += len(line)
