@@ -164,7 +164,7 @@ const press = key => {
 };
 ["ArrowRight", "ArrowDown", "ArrowDown", "End", "ArrowUp", "Home", "ArrowLeft"].forEach(press);
 $("filter").value = "cut off"; $("filter").onchange(); see();
-$("filter").value = "dead groups"; $("filter").onchange(); see();
+$("filter").value = "zero-variance groups"; $("filter").onchange(); see();
 press("Escape");
 $("search").value = "ANSWER 3 5"; $("search").oninput(); see();
 seen.push(document.querySelector("mark").textContent, $("then").querySelectorAll("h3").length);

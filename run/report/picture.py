@@ -123,15 +123,15 @@ PANELS = [
         "reward": ("{:.2f}", "the total, weighted")}),
     ("Held-out accuracy", "problems never trained on; sampled should climb towards greedy", {
         "eval/accuracy": ("{:.0%}", "sampled")}),
-    ("Completion length, tokens", "grows where thinking pays", {
+    ("Completion length, tokens", "grows if longer reasoning is rewarded", {
         "completions/mean_length": ("{:.0f}", "in training"),
         "completions/clipped_ratio": ("{:.0%}", "cut off at the length limit: should be rare")}),
-    ("Exploration and drift", "how sure the policy is, and how far it has moved", {
+    ("Exploration and drift", "how confident the policy is, and how far it has moved", {
         "kl": ("{:.2g}", "KL to the reference: a spike is fine, a lasting climb is not"),
-        "entropy": ("{:.2g}", "entropy, nats per token: falls as the policy gets sure")}),
+        "entropy": ("{:.2g}", "entropy, nats per token: falls as the policy gets more confident")}),
     ("Health of the updates", "early trouble shows here first", {
         "frac_reward_zero_std":
-            ("{:.0%}", "groups of equal rewards: bad early; late, the task is solved"),
+            ("{:.0%}", "zero-variance groups: bad early; late, the task is solved"),
         "clip_ratio/region_mean": ("{:.1%}", "tokens clipped: a few percent at most"),
         "grad_norm": ("{:.2g}", "gradient norm: spikes are clipped")}),
     ("Where the time goes", "how fast the run is, and which phase takes how long", {
