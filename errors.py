@@ -1,4 +1,4 @@
-"""The base module, which all others may import: errors for users, and a parser of flags.
+"""The base module, which all others may import: errors for users, and a flag parser.
 
 A user's mistake ends a run with one sentence instead of a traceback.
 """
@@ -26,24 +26,24 @@ NO_MEMORY = ("out of memory; train_grpo.py needs less with a lower --micro_batch
 
 
 class UserError(ValueError):
-    """A user's mistake. Its message is the sentence that the user reads: what, where, what to do.
+    """A user's mistake. Its message is what the user sees: where, what is wrong, and what to do.
 
-    Any other exception is a mistake in the code, and keeps its traceback.
+    Any other exception is a bug in the code, and keeps its traceback.
     """
 
 
 def printable(text):
-    """Returns the text with a dot for each control character, which a terminal would obey.
+    """Returns the text with control characters, which a terminal would obey, replaced by dots.
 
-    Escape sequences could recolor or overwrite what was printed before, and bidirectional marks
-    reorder it. Line breaks and tabs stay, as do the Chinese space and the joiner inside some emoji.
+    Escape sequences could recolor or overwrite earlier output, and bidirectional marks could
+    reorder it. Line breaks, tabs, the ideographic space and the joiner inside some emoji are kept.
     """
     return "".join(c if c.isprintable() or c in "\n\t\u3000\u200d" else "·" for c in text)
 
 
 def cut(text, room):
-    """Returns the text, or its two ends if it has more than `room` characters."""
-    half = max(room // 2 - 20, 1)       # the other 40 are for the note between them
+    """Returns the text, or its start and end if it has more than `room` characters."""
+    half = max(room // 2 - 20, 1)       # the other 40 characters are for the note
     if len(text) <= room:
         return text
     return f"{text[:half]} … [{len(text) - 2 * half:,} characters left out] … {text[-half:]}"
@@ -52,7 +52,7 @@ def cut(text, room):
 def reason(error):
     """Returns the class of an exception and the first sentence of its message, in one line.
 
-    The other sentences are advice; torch's and transformers' would be to trust the file.
+    Later sentences are advice; torch and transformers, for example, advise trusting the file.
     """
     text = re.sub(r"^\[enforce fail at \S+\] \. ", "", printable(str(error)))     # from torch
     sentence = " ".join(text.split()).partition(". ")[0].rstrip(".")[:200]
@@ -61,10 +61,10 @@ def reason(error):
 
 @contextmanager
 def explained(path, what, advice):
-    """Turns any exception into a UserError: the path, what is wrong, the reason, the advice.
+    """Turns any exception into a UserError with the path, what is wrong, the reason, and advice.
 
-    Parsers raise dozens of classes for broken files, from KeyError to RecursionError. A UserError
-    that begins with the path is left as it is.
+    Parsers raise dozens of exception classes for broken files, from KeyError to RecursionError. A
+    UserError that already starts with the path is not changed.
     """
     try:
         yield
@@ -75,19 +75,19 @@ def explained(path, what, advice):
 
 
 def sentence(error):
-    """Returns what the user reads instead of a traceback; None if the traceback is needed.
+    """Returns the text to print instead of a traceback, or None if the traceback is needed.
 
-    MINIGRPO_TRACEBACK=1 shows every traceback.
+    With MINIGRPO_TRACEBACK=1, every traceback is shown.
     """
     if os.environ.get("MINIGRPO_TRACEBACK"):
         return None
     text = str(error)
-    kind = type(error).__name__         # classes of torch and safetensors, without importing them
-    # Python's error, a GPU's, and a CPU's, which has no class of its own.
+    kind = type(error).__name__         # by name, without importing torch or safetensors
+    # Out of memory in Python, on a GPU, and on a CPU, for which torch has no exception class.
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or (
             isinstance(error, RuntimeError) and "can't allocate memory" in text):
         return NO_MEMORY
-    # tokenizers has no class of its own for a full disk: "No space left on device (os error 28)".
+    # tokenizers has no exception class for a full disk: "No space left on device (os error 28)".
     if (isinstance(error, (UserError, OSError)) or kind == "SafetensorError"
             or "(os error " in text):
         return " ".join(printable(text).splitlines()) or type(error).__name__
@@ -96,20 +96,20 @@ def sentence(error):
 
 @contextmanager
 def user_errors(program):
-    """Decorates a main function: prints an error that one sentence explains, and exits with 2.
+    """Decorates a main function: prints an error in one line if possible, and exits with code 2.
 
-    program: the script's name, which starts that line. Warnings take one line, too.
+    program: the script's name, which starts that line. Each warning also takes one line.
     """
     formatwarning = warnings.formatwarning
     warnings.formatwarning = lambda text, *where: f"warning: {printable(str(text))}\n"
-    with suppress(AttributeError):      # a notebook's stdout lacks the method; it may also be None
+    with suppress(AttributeError):      # a notebook's stdout lacks this method; stdout may be None
         sys.stdout.reconfigure(errors="replace")
     try:
         yield
-        print(end="", flush=True)   # raises here if the disk is full, not when Python exits
+        print(end="", flush=True)   # if the disk is full, raises here, not when Python exits
     except KeyboardInterrupt:
         print(f"\n{program}: stopped by Ctrl-C", file=sys.stderr)
-        sys.exit(130)           # the code that shells use for Ctrl-C
+        sys.exit(130)           # the exit code that shells use for Ctrl-C
     except Exception as error:
         line = sentence(error)
         if line is None:
@@ -121,7 +121,7 @@ def user_errors(program):
 
 
 def number(kind, low, high=10**9, *, above=False):
-    """Returns an argparse type: a number of at least `low` (or above it) and at most `high`.
+    """Returns an argparse type: a number from `low` (excluded if `above`) to `high`.
 
     kind: int or float; argparse shows its name in messages.
     """
@@ -143,7 +143,7 @@ FINITE = number(float, -10**6, 10**6)
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Shows defaults; INT, FLOAT or TEXT for values; and a text of several lines as it is."""
+    """Shows defaults, writes INT, FLOAT or TEXT for values, and keeps line breaks in a text."""
 
     def _fill_text(self, text, width, indent):
         return text if "\n" in text else super()._fill_text(text, width, indent)
@@ -159,18 +159,18 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of flags, and of files of flags (@file), in which # begins a comment.
+    """Parses flags, and files of flags (@file), in which # starts a comment.
 
-    A wrong flag raises a UserError, like all of a user's mistakes. So does an empty value, which a
-    shell makes of a variable that is not set.
+    A wrong flag raises a UserError, like all of a user's mistakes. So does an empty value, which is
+    what a shell passes for a variable that is not set.
     """
 
     def __init__(self, **options):
         super().__init__(fromfile_prefix_chars="@", formatter_class=HelpFormatter, **options)
-        self._negative_number_matcher = re.compile(r"-\.?\d")       # argparse's misses -1e-3
+        self._negative_number_matcher = re.compile(r"-\.?\d")       # argparse's own misses -1e-3
 
     def words(self, given):
-        """Returns the words of a list or of {flag: value}; for None, the command line."""
+        """Returns the words of a list or of {flag: value}; for None, those of the command line."""
         if given is None:       # a notebook's command line is that of its kernel
             return [] if "kernel_launcher" in sys.argv[0] else sys.argv[1:]
         if not isinstance(given, dict):
@@ -193,7 +193,7 @@ class Parser(argparse.ArgumentParser):
         return words
 
     def group(self, title):
-        """Returns the group of flags whose title begins with this text."""
+        """Returns the group of flags whose title starts with this text."""
         return next(one for one in self._action_groups if one.title.startswith(title))
 
     def convert_arg_line_to_args(self, line):

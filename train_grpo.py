@@ -1,11 +1,12 @@
 """Group Relative Policy Optimization (GRPO), from scratch.
 
 GRPO (DeepSeekMath, arXiv 2402.03300) trains a language model from rewards, numbers that say how
-good a completion is. The model completes each prompt several times. Training then makes the
-completions that beat the average of their group more likely, and the others less likely.
+good a completion is. The model completes each prompt several times, which gives a group of
+completions. Training then makes the completions that score above their group's average more likely,
+and the others less likely.
 
-In the formulas q is a prompt, o a completion of it, o_t the completion's token number t, and r its
-reward. pi is the policy, the model being trained, and pi(o_t) the probability that it gives to o_t
+In the formulas, q is a prompt, o a completion of q, o_t token number t of o, and r the reward of o.
+pi is the policy, the model being trained, and pi(o_t) is the probability that it assigns to o_t
 after q and the tokens before o_t. pi_old is the policy as it was when it sampled o. pi_ref, the
 reference, is a frozen copy of the initial weights. clip(x, a, b) limits x to the range a to b.
 
@@ -15,13 +16,13 @@ reference, is a frozen copy of the initial weights. clip(x, a, b) limits x to th
                   min(ratio_t A_i, clip(ratio_t, 1-epsilon_low, 1+epsilon_high) A_i)
                   - beta KL_t(pi || pi_ref) ]
 
-The tokens were drawn by pi_old, and the ratio corrects for that once an update has moved pi. The
-clip ends a token's gradient when pi has moved far enough in the direction that A asks for. The KL
-penalizes drift from the reference. By default each rollout gets a single update, during which pi
-is still pi_old: every ratio is 1, nothing is clipped, and the first part of the loss has the
-gradient of -A log pi.
+pi_old sampled the tokens, and the ratio corrects for that once an update has changed pi. The clip
+removes a token's gradient once pi has moved far enough in the direction that A asks for. The KL
+term penalizes drift from the reference. By default each rollout gets a single update, and pi still
+equals pi_old then, so every ratio is 1, nothing is clipped, and the first term has the gradient of
+-A log pi.
 
-A step takes B prompts and G completions of each (B, G, beta and the epsilons are flags):
+A step, for B prompts with G completions each, has five phases (B, G, beta, epsilons are flags):
     1. generate               generate             the policy samples the completions
     2. reference log-probs    compute_logps        how likely each token is under the reference
     3. rewards                compute_rewards      a number for each completion
@@ -29,27 +30,27 @@ A step takes B prompts and G completions of each (B, G, beta and the epsilons ar
     4. update                 update_policy        gradient steps on the loss
     5. log                    log.record           metrics, evaluations, pictures, checkpoints
 
-A rollout is all completions of a step. A minibatch is the part of it that one optimizer step uses,
-by default all of it. A micro-batch is what goes through the model at once; smaller ones save
-memory. A rank is one of torchrun's processes; by default there is one. logps are log-probabilities.
-A mask is 1 where a token counts and 0 at padding. Comments give shapes: N = B*G completions, n in a
-micro-batch; P prompt tokens, R completion tokens, T = P + R; V entries in the vocabulary.
+A rollout is all completions of a step. A minibatch is the part of it for one optimizer step, by
+default the whole rollout. A micro-batch goes through the model in one pass; small ones save memory.
+A rank is one of torchrun's processes, by default the only one. logps are log-probabilities. A mask
+is 1 for tokens that count, else 0. Comments give shapes: N = B*G completions, n in a micro-batch; P
+prompt tokens, R completion tokens, T = P + R; V entries in the vocabulary.
 
     python docs/grpo_on_one_page.py                 read this first: the same without options
     python train_grpo.py                            two to four minutes on two cores
     torchrun --nproc_per_node=2 train_grpo.py       on two processes
 
 GRPO's own steps are in this file, above the end of `main`; the sampler, two of the four rewards,
-and bookkeeping are in others. By default model/fast replaces the sampler and `token_logps` with
-faster versions that agree up to rounding (each run checks `token_logps`); `--sampler plain` runs
-the readable ones. All other options wrap or replace functions below when the run is loaded, and a
-run's first lines name each function that comes from another file.
+and bookkeeping are in other files. By default model/fast replaces the sampler and `token_logps`
+with faster versions that agree up to rounding (each run checks this for `token_logps`); `--sampler
+plain` runs the readable versions. All other options wrap or replace functions below when a run is
+set up, and the first lines that the run prints name each such function and its new file.
 
 The trainer, not the sampler, computes pi_old, so every ratio starts at 1. Unlike in the papers,
   - log-probabilities are computed in float32 from the output head onward, under the distribution
     that completions are sampled from: the same temperature, without top-k or top-p;
-  - averages are over the whole optimizer step, that is, all its micro-batches on all ranks. So
-    neither micro_batch_size nor the number of ranks changes the gradient of given completions.
+  - averages are over the whole optimizer step, that is, all its micro-batches on all ranks. So for
+    the same completions, neither micro_batch_size nor the number of ranks changes the gradient.
 """
 import math
 import os
@@ -58,12 +59,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-# Set before torch is imported: idle threads then go to sleep soon, so a busy machine stays usable.
+# Set before torch is imported, so that idle threads soon sleep and a busy machine stays usable.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import torch
 
-# Imported first: it raises an error if another file hides one of our folders.
+# Imported first, because it raises an error if another module hides one of our folders.
 import errors
 import reward.load
 from dataset import prompts
@@ -81,13 +82,13 @@ from run.signals import recorded
 
 
 def group_advantages(rewards, num_generations, eps=1e-4):
-    """How far each reward is above its group's mean, in standard deviations of the group.
+    """Returns how far each reward is above its group's mean, in standard deviations of the group.
 
-        A = (r - mean(group)) / (std(group) + eps)         DeepSeekMath 4.1.2; the std has n-1
+        A = (r - mean(group)) / (std(group) + eps)         DeepSeekMath 4.1.2; std divides by n-1
 
-    rewards (N,), with the G completions of a prompt adjacent -> (N,). NaN marks a completion that
-    no function has scored: it is left out of mean and std, and its advantage is 0. For example,
-    four completions are rewarded 1 for the right answer and 0.5 for the right format:
+    rewards (N,), with the G completions of a prompt adjacent -> (N,). A reward of NaN, which means
+    that no function scored the completion, is left out of mean and std, and its advantage is 0. For
+    example, if a right answer earns 1 and the right format 0.5, four completions may get:
 
     >>> group_advantages(torch.tensor([0.5, 1.5, 1.0, 0.5]), 4)
     tensor([-0.7832,  1.3053,  0.2611, -0.7832])
@@ -100,21 +101,21 @@ def group_advantages(rewards, num_generations, eps=1e-4):
 
 
 def completion_mask(completion_ids, eos_token_id):
-    """Returns the mask of completions, (N, R): 1 through the first EOS token, all 1 without one.
+    """Returns the mask of completions, (N, R): 1 through the first EOS token; all 1 without an EOS.
 
     The EOS itself is trained, because the policy has to learn when to stop. eos_token_id is an int
     or a list of ints.
     """
     is_eos = torch.isin(completion_ids, completion_ids.new_tensor(eos_token_id)).int()
-    return (is_eos.cumsum(1) - is_eos == 0).int()   # no EOS before this token; the first one stays
+    return (is_eos.cumsum(1) - is_eos == 0).int()   # no EOS before this token; the first EOS stays
 
 
 def k3(x):
     """Estimates KL(pi || pi_ref) at a token that pi sampled, as GRPO does; x = log pi_ref - log pi.
 
-    The KL is the mean of -x over pi's tokens. Adding e^x - 1, which is pi_ref / pi - 1 and has mean
-    0, keeps that mean and makes every value at least 0. Beyond x = 20, k3 continues as a straight
-    line so that e^x can't overflow.
+    The KL is the mean of -x over tokens sampled from pi. Adding e^x - 1, which is pi_ref / pi - 1
+    and has mean 0, keeps that mean and makes every value at least 0. Beyond x = 20, k3 continues as
+    a straight line so that e^x can't overflow.
     """
     near = x.clamp(max=20)
     return near.expm1() * (1 + (x - near)) - near     # for x <= 20: e^x - 1 - x
@@ -124,26 +125,26 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta, epsilon_lo
               num_sequences, num_tokens):
     """Returns GRPO's loss, and metrics as detached scalars.
 
-    logps, old_logps, mask and ref_logps are (N, R), the last one None without a reference;
+    logps, old_logps, mask and ref_logps are (N, R); ref_logps is None without a reference.
     advantages are (N,), or (N, R) if each token has its own. num_sequences and num_tokens count the
-    completions and tokens of the whole optimizer step. A call may see only one micro-batch of it;
-    the losses and metrics of all calls add up. Only metrics are divided by num_tokens.
+    completions and tokens of the whole optimizer step. A call may get only one micro-batch of that
+    step, so the losses and metrics of all calls are summed. Only metrics are divided by num_tokens.
     """
     A, padding = advantages.view(len(mask), -1), mask == 0              # (N, 1 or R), (N, R)
     log_ratio = (logps - old_logps).masked_fill(padding, 0)             # (N, R) from here on
-    ratio = log_ratio.clamp(max=80).exp()               # pi / pi_old; e^89 would be infinite
+    ratio = log_ratio.clamp(max=80).exp()               # pi / pi_old; e^89 would overflow
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-    # Beyond 1 ± epsilon the clipped term is constant. The min takes it only if the ratio has moved
-    # in the direction that A asks for; a ratio that has moved the other way keeps its gradient.
+    # Beyond 1 ± epsilon the clipped term is constant. The min selects it only if the ratio has
+    # moved in the direction that A asks for; otherwise the token keeps its gradient.
     loss, metrics = -torch.min(ratio * A, clipped * A), {}
     if ref_logps is not None:
         kl = k3((ref_logps - logps).masked_fill(padding, 0))
         loss = loss + beta * kl
         metrics["kl"] = (kl.detach() * mask).sum() / num_tokens
-    # The mean over each completion's tokens, then over all completions.
+    # Average over each completion's tokens, then over all completions.
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                    # (N, 1)
     loss = (loss * mask / (num_sequences * lengths)).sum()
-    # The share of tokens whose gradient the clip removes, below 1 and above it.
+    # The share of tokens whose gradient the clip removes, at its lower and at its upper bound.
     low, high = (ratio < 1 - epsilon_low) & (A < 0), (ratio > 1 + epsilon_high) & (A > 0)
     for name, acts in {"low": low, "high": high, "region": low | high}.items():
         metrics[f"clip_ratio/{name}_mean"] = (acts * (mask / num_tokens)).sum()
@@ -155,13 +156,13 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta, epsilon_lo
 
 def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temperature=1.0,
                 with_entropy=False):
-    """Returns log pi(token | all before) of the last R = num_completion_tokens of each row, (N, R).
+    """Returns log pi(token | prefix) of each row's last R = num_completion_tokens tokens, (N, R).
 
-    input_ids and attention_mask are (N, T). With `with_entropy` it also returns the entropy of each
-    token's distribution in nats, (N, R). Both are float32, and 0 at padding.
+    input_ids and attention_mask are (N, T). With `with_entropy`, also returns the entropy of pi at
+    each token in nats, (N, R). Both results are float32, and 0 at padding.
     """
     R = num_completion_tokens
-    # The logits at position t predict token t+1, so read those at positions P-1 ... T-2.
+    # The logits at position t predict token t+1, so use the logits at positions P-1 ... T-2.
     logits = model(input_ids, attention_mask, logits_to_keep=R + 1)[:, :-1]             # (N, R, V)
     all_logps = (logits.float() / temperature).log_softmax(-1)
     mask = attention_mask[:, -R:]                                                       # (N, R)
@@ -172,9 +173,9 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 
 
 # --- rewards --------------------------------------------------------------------------------------
-# A reward function scores N completions at once: a number for each, or None if it does not apply.
-# `columns` are the other fields of the data, N values each, for example `answer`. In FORMAT,
-# (?>...) never tries a second match, so matching takes time linear in a completion's length.
+# A reward function scores N completions at once: it returns a number for each, or None for one that
+# it can't score. `columns` holds the data's other fields, such as `answer`, with N values each. In
+# FORMAT, (?>...) never backtracks, so matching takes time linear in a completion's length.
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 FORMAT = re.compile(r"(?><think>\n.*?\n</think>\n\n?<answer>\n).*\n</answer>", re.DOTALL)
 
@@ -195,20 +196,19 @@ REWARD_WEIGHTS = {"format": 1.0, "tag": 1.0, "rm": 1.0, "accuracy": 1.0}
 
 
 # --- the functions of a step ----------------------------------------------------------------------
-# `state` is a TrainState, declared below main. It holds the flags, state.args; the ranks,
-# state.world; the models; and these functions. state.generate(batch, rng) calls
-# generate(state, batch, rng), unless an option has replaced it.
-#
-# A Rollout (run/rollout.py) has a row for each completion. This file uses these parts of it:
-#     loss_mask                  (N, R) the tokens that are trained, by default all through the EOS
+# `state` is a TrainState, defined below main. It holds the flags (state.args), the ranks
+# (state.world), the models, and these functions: state.generate(batch, rng) calls generate(state,
+# batch, rng), unless an option has replaced `generate`.
+# A Rollout (run/rollout.py) has a row for each completion. This file uses these of its members:
+#     loss_mask                  (N, R) the tokens to train on, by default all through the EOS
 #     sampling_logps, ref_logps  (N, R) log-probs from the sampler, and under the reference
 #     rewards, advantages        (N,); rewards_per_func {name: (N,)}
-#     select(rows)               a MicroBatch of these rows, cut to the longest completion in it
+#     select(rows)               a MicroBatch of these rows, cut to their longest completion
 #     sequences()                the inputs of token_logps: input_ids, attention_mask (N, T), and R
 
 
 def generate(state, batch, rng, num_generations=None, greedy=False):
-    """1. Samples G completions of each prompt in a batch (dataset/prompts.py) into a Rollout."""
+    """1. Samples G completions for each prompt in a batch (dataset/prompts.py) into a Rollout."""
     args = state.args
     completion_ids, logps = state.policy.sample(    # (N, R); prompt_ids are (B, P)
         batch["prompt_ids"].to(rng.device), batch["prompt_mask"].to(rng.device),
@@ -221,7 +221,7 @@ def generate(state, batch, rng, num_generations=None, greedy=False):
 
 @torch.no_grad()
 def compute_logps(state, policy, rollout):
-    """2. Computes all log-probabilities under a policy, (N, R), one micro-batch at a time."""
+    """2. Computes the completions' log-probs under a policy, (N, R), one micro-batch at a time."""
     logps = torch.zeros_like(rollout.sampling_logps)
     for rows in torch.arange(len(logps), device=logps.device).split(state.args.micro_batch_size):
         part = rollout.select(rows)
@@ -231,16 +231,16 @@ def compute_logps(state, policy, rollout):
 
 
 def compute_rewards(state, rollout, reward_funcs, reward_weights):
-    """3. Returns the weighted sum of the rewards, (N,), and each function's own, {name: (N,)}.
+    """3. Returns the weighted sum of the rewards, (N,), and each function's rewards, {name: (N,)}.
 
-    Each function is wrapped (reward/load.py) so that it returns floats, with NaN for None and
-    for a call that failed. A completion that no function has scored gets NaN.
+    Each function is wrapped (reward/load.py) so that it returns floats, with NaN in place of None
+    and for a call that failed. A completion that no function has scored gets the reward NaN.
     """
     given = rollout.for_rewards()                           # prompts, completions, and columns
     each = {func.__name__: torch.tensor(func(**given)) for func in reward_funcs}
     values, weights = torch.stack([*each.values()]), torch.tensor(reward_weights)
     rewards = (values * weights[:, None]).nansum(0)                                     # (N,)
-    # A function of weight 0 is only recorded, unless all weights are 0 (a teacher model trains).
+    # A function of weight 0 doesn't count as scoring, unless all weights are 0 (with a teacher).
     counts = weights != 0 if weights.any() else weights == 0
     rewards[values[counts].isnan().all(0) | ~rewards.isfinite()] = math.nan
     return rewards, each
@@ -253,7 +253,7 @@ def compute_advantages(state, rollout):
 
 
 def compute_loss(state, part, logps, entropy):
-    """4. Returns a micro-batch's part of the loss of its optimizer step, and metrics."""
+    """4. Returns a micro-batch's share of its optimizer step's loss, and metrics."""
     args = state.args
     return state.grpo_loss(logps, part.old_logps, part.advantages, part.loss_mask,
                            ref_logps=part.ref_logps, beta=args.beta, epsilon_low=args.epsilon_low,
@@ -262,20 +262,20 @@ def compute_loss(state, part, logps, entropy):
 
 
 def update_policy(state, rollout):
-    """4. Takes an optimizer step for each minibatch, num_iterations times, as in PPO.
+    """4. Takes one optimizer step per minibatch, and does so num_iterations times, as PPO does.
 
     PPO is the algorithm that GRPO builds on. By default there is one minibatch and one iteration.
-    Returns {metric: number}, empty if no completion on any rank has a reward.
+    Returns {metric: number}, which is empty if no completion on any rank has a reward.
     """
     args, world, policy = state.args, state.world, state.policy
     metrics, minibatches = Metrics(world, args), []
     if not world.sum((~rollout.rewards.isnan()).sum()):
         return {}
-    # A row of advantage 0 need not go through the model if nothing else, such as a KL, gives it a
-    # gradient. With FSDP all ranks must run equally often, so --shard reads every row.
+    # A row with advantage 0 can skip the model if nothing else, such as a KL, gives it a gradient.
+    # With FSDP all ranks need the same number of passes, so --shard skips no row.
     read = rollout.has_gradient(state.every_row_has_gradient) | bool(args.shard)        # (N,)
     for parts, counts in rollout.minibatches(args.num_minibatches, args.micro_batch_size, read):
-        # The loss averages over all completions of the minibatch, on all ranks, read or not.
+        # The loss averages over all completions of the minibatch on all ranks, even skipped ones.
         num_sequences, num_tokens = world.sum(counts).tolist()
         for part in parts:
             part.num_sequences, part.num_tokens = num_sequences, num_tokens
@@ -294,27 +294,27 @@ def update_policy(state, rollout):
             for part in minibatch:          # the gradients of micro-batches add up
                 logps, entropy = policy.token_logps(                                    # (n, R)
                     *part.sequences(), temperature=args.temperature, with_entropy=True)
-                if part.old_logps is None:  # pi is pi_old: a ratio of 1, whose gradient is not 0
+                if part.old_logps is None:  # pi equals pi_old: the ratio is 1, with a gradient
                     part.old_logps = logps.detach()
                 loss, of_loss = state.compute_loss(part, logps, entropy)
                 loss.backward()
                 metrics.add(part, logps, entropy, loss, of_loss)
             world.sum_gradients(policy.model)       # over the ranks
             grad_norm = world.clip_gradients(policy.model, args.grad_clip)
-            # At a gradient of 0 the optimizer's momentum would still move the policy.
+            # With a gradient of 0, the optimizer's momentum would still change the policy.
             if grad_norm.isfinite() and grad_norm > 0:
                 state.optimizer.step()
             state.optimizer.zero_grad()     # frees the gradients; sampling needs the memory
             metrics.end_update(grad_norm)
-    # Metrics of the loss are summed over micro-batches and ranks, and averaged over updates.
+    # The loss's metrics are summed over micro-batches and ranks, and averaged over updates.
     return metrics.means()
 
 
 def grpo_step(state, batch, step, lr):
     """Takes a step of GRPO on a batch of prompts; returns (rollout, metrics).
 
-    state.generate is `generate` above, unless an option has replaced it, and likewise for the other
-    functions. state.phase starts the clock of a phase.
+    state.generate is `generate` above, unless an option has replaced it; the same is true of the
+    other functions. state.phase(name) starts timing a phase.
     """
     state.step = step               # extensions read it
 
@@ -338,7 +338,7 @@ def grpo_step(state, batch, step, lr):
 
 
 def run(args, world, **options):
-    """Trains; returns (policy, metrics of each step)."""
+    """Trains a policy; returns (policy, metrics of each step)."""
     with terminal.Run(args, world, **options) as log:   # files, checkpoints, evaluations
         state = load(args, world)
         for step, batch in log.steps(state):        # resumes with --resume; evaluates before step 1
@@ -362,7 +362,7 @@ def main(argv=None):
 
 def train(model, tokenizer=None, *, reward_funcs, prompts, reference=None, reward_model=None,
           out_dir=None, **flags):
-    """Does what `main` does, from Python; returns (the trained model, the metrics of its steps).
+    """Trains as `main` does, but from Python; returns (trained model, metrics of each step).
 
         def length(completions, **columns):
             return [min(len(text), 100) / 100 for text in completions]
@@ -372,20 +372,20 @@ def train(model, tokenizer=None, *, reward_funcs, prompts, reference=None, rewar
 
     model, tokenizer, reference, reward_model: an object, a folder or a hub id. A model object is
     trained in place, on `device` (a flag), in float32 and evaluation mode; frozen parameters stay
-    frozen. Qwen3, Qwen2 and Llama models run in our own network, on the same storage, as fast as if
-    loaded from a path; any other causal model of transformers runs its own code. If the model has
-    PEFT adapters, only these are trained, and the reference is the model without them. Otherwise,
-    with beta above 0, the reference is the one that you pass or else a copy, so the weights need
-    twice the memory. lora_rank, shard, ref_model_sync_steps and sampler="vllm" read weights from
-    files, so they need a path.
+    frozen. Qwen3, Qwen2 and Llama models run in our own network, which shares their storage, as
+    fast as if loaded from a path; any other causal model of transformers runs its own code. If the
+    model has PEFT adapters, only the adapters are trained, and the reference is the model without
+    them. Otherwise, with beta above 0, the reference is what you pass or else a copy, so weights
+    take twice the memory. lora_rank, shard, ref_model_sync_steps and sampler="vllm" read weights
+    from files, so they need a path.
     reward_funcs: functions, names or "module:function". prompts: texts, chats, rows such as
-    {"prompt": ..., "answer": ...}, or a file (dataset/prompts.py). out_dir: None writes nothing.
-    flags: those of --help, as keywords; any "module:function" may also be a function. To resume a
-    run, pass its out_dir and run_name, resume=True, and the model as it was when the run started;
-    weights, tokenizer and prompts are compared with those of the run, functions are not.
+    {"prompt": ..., "answer": ...}, or a file (dataset/prompts.py). out_dir: if None, nothing is
+    written. flags: those of --help, as keywords; a function may replace any "module:function". To
+    resume a run, pass its out_dir and run_name, resume=True, and the model as it was when the run
+    started; weights, tokenizer and prompts must match those of the run, functions aren't compared.
 
-    A mistake raises a ValueError. Signal handlers are left alone: Ctrl-C ends the step at once, and
-    the model keeps its last update. Under torchrun, call it in each process.
+    Wrong arguments raise a ValueError. Signal handlers are not changed: Ctrl-C ends the step at
+    once, and the model keeps its last update. Under torchrun, call `train` in each process.
     """
     own = {"model_path": model, "tokenizer_path": tokenizer, "reference_path": reference,
            "reward_model_path": reward_model, "data_path": prompts, "reward_funcs": reward_funcs,
@@ -429,13 +429,13 @@ class TrainState:
     compute_advantages: Callable
     compute_loss: Callable
     update_policy: Callable
-    grpo_loss: Callable                 # this and the next two don't take the state
+    grpo_loss: Callable                 # this and the next two don't take `state`
     token_logps: Callable               # for models that an option loads
     k3: Callable                        # for other losses
     phase: Clock = field(init=False)    # state.phase("update") starts the clock of a phase
     step: int = 0                       # the current step
-    saved: dict = field(default_factory=dict)       # {name: a model or a dict}, in checkpoints
-    changed: dict = field(default_factory=dict)     # {function: how, by which flags and files}
+    saved: dict = field(default_factory=dict)       # {name: a model or a dict} for checkpoints
+    changed: dict = field(default_factory=dict)     # {function: how, and by which flag and file}
 
     def __post_init__(self):
         self.phase = Clock(self.world.device)
@@ -448,7 +448,7 @@ class TrainState:
             self._put(name, partial(wrapper, getattr(self, name)), f"wrapped by {flag}", wrapper)
 
     def replace(self, flag, **functions):
-        """Replaces functions, by name, with function(state, ...); must precede any wrapper."""
+        """Replaces functions, by name, with function(state, ...); must come before any wrapper."""
         for name, function in functions.items():
             if name in self.changed:
                 raise RuntimeError(f"{flag} would undo that {name} is {self.changed[name][-1]}")
@@ -476,7 +476,7 @@ def load(args, world):
     reward_funcs, eval_funcs = reward.load.load_for_run(
         args, world.device, known={"format": format_reward, "tag": tag_reward})
     optimizer = torch.optim.AdamW(policy.model.parameters(), betas=(0.9, 0.99), fused=True,
-                                  weight_decay=args.weight_decay)   # 0.99: runs are short
+                                  weight_decay=args.weight_decay)   # 0.99, as runs are short
     state = TrainState(
         args=args, world=world, tokenizer=tokenizer, eos_ids=eos_ids, policy=policy,
         reference=reference, optimizer=optimizer, reward_funcs=reward_funcs, eval_funcs=eval_funcs,
@@ -485,7 +485,7 @@ def load(args, world):
         compute_logps=compute_logps, compute_rewards=compute_rewards,
         compute_advantages=compute_advantages, compute_loss=compute_loss, grpo_loss=grpo_loss,
         update_policy=update_policy, token_logps=token_logps, k3=k3)
-    if engine is not None:          # reloads changed weights, and frees its memory for the update
+    if engine is not None:          # vLLM reloads changed weights, and frees memory for updates
         optimizer.register_step_post_hook(engine.outdate)
         state.phase.listeners.append(engine.sleep)
     extensions.install(state)
@@ -522,7 +522,7 @@ def parse_args(argv=None):
         owner.add_flags(parser)
     words = parser.words(argv)
     args = filled_in(parser.parse_args(words))
-    if args.resume:         # flags that are not passed keep the values of the run
+    if args.resume:         # flags that are not passed keep the run's values
         was = checkpoint.flags_of_run(args)
         parser.set_defaults(**{name: was[name] for name in vars(args) if name in was})
         args = filled_in(parser.parse_args(words))
@@ -590,7 +590,7 @@ def filled_in(args):
     return args
 
 
-# Notebooks import these names from here, too.
+# Notebooks also import these names from here.
 from model import sample  # noqa: F401
 from run.extensions import losses
 

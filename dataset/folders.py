@@ -1,4 +1,4 @@
-"""Marks folders: a run, or a command that makes weights, only writes into folders of its own."""
+"""Marks folders, so that a run or a command that makes weights only writes into its own folders."""
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -7,7 +7,7 @@ from errors import UserError
 
 MARK = ".minigrpo.json"     # in each such folder: {"by": what made it, "id": of a run, ...}
 VERSIONED = {".git", ".hg", ".svn"}
-# For runs of versions without marks: fields of args.json, and files that a run saved.
+# For runs of older versions, without marks: fields of args.json, and files that a run saved.
 OF_A_RUN = {"num_generations", "reward_funcs", "run_name"}
 SAVED = [f"{folder}/{name}" for folder in ("checkpoint", "final", "adapter") for name in (
     "model.safetensors", "config.json", "generation_config.json", "optimizer.pt", "tokenizer.json",
@@ -26,11 +26,11 @@ def mark_of(folder):
 
 
 def claim(folder, by, args):
-    """Makes the folder and marks it as made by this program, which may replace what it wrote there.
+    """Makes the folder and marks it as made by the program `by`, which may replace its own files.
 
-    It must be new, empty, or have this program's mark, and must not contain or lie in another
+    The folder must be new, empty, or have the mark of `by`. It must not contain or be in another
     marked folder, nor contain a file that a flag in args names. Otherwise raises a UserError.
-    Returns the folder's path without links.
+    Returns the folder's path with links resolved.
     """
     folder = Path(folder).resolve()
     for what in obstacles(folder, by, args):

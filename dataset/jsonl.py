@@ -12,12 +12,12 @@ OTHER_FILES = [     # first bytes, what such a file is, the command that convert
 
 
 def is_finite(value):
-    """True for a finite number; False for NaN, infinity and None, which is how null reads."""
-    return isinstance(value, (int, float)) and abs(value) < 1e308      # isfinite refuses a huge int
+    """True for a finite number; False for NaN, infinity and None, which null becomes."""
+    return isinstance(value, (int, float)) and abs(value) < 1e308      # isfinite fails on huge ints
 
 
 def rounded(value):
-    """Rounds a number to four digits, as precisely as a picture can show it."""
+    """Rounds a float to four significant digits, as many as a picture can show."""
     return float(f"{value:.4g}") if isinstance(value, float) and is_finite(value) else value
 
 
@@ -44,8 +44,8 @@ def to_line(row):
 def read_jsonl(path, *, most=None):
     """Returns the lines of a run's file as a list of dicts, which is empty if the file is missing.
 
-    most: parse at most this many lines, evenly spaced, with the first and the last. Half a line at
-    the end is left out, since the run may still be writing, or may have been killed.
+    most: parse at most this many lines, evenly spaced, including the first and the last. An
+    incomplete last line is left out, since the run may still be writing or may have been killed.
     """
     if not Path(path).exists():
         return []
@@ -83,7 +83,7 @@ def read_lines(path):
 
 
 def parse(line, where):
-    """Parses a line of bytes as JSON in UTF-8, without NaNs or halves of characters."""
+    """Parses a line of bytes as JSON in UTF-8; NaNs and unpaired surrogates are errors."""
     with explained(where, "not valid JSON in UTF-8", "write one object per line; to convert GBK: "
                    f"iconv -f GB18030 -t UTF-8 {where.rpartition(', line')[0]} > new.jsonl"):
         row = json.loads(line.decode("utf-8-sig"))
@@ -100,14 +100,14 @@ def write_jsonl(path, rows):
 
 
 def write_new(path, rows, *, same_kind=False):
-    """Does the same, but raises a UserError if another file is there, which may be the user's.
+    """Like write_jsonl, but raises a UserError if a different file exists, maybe one of the user's.
 
-    same_kind: a file may be replaced if its first row has the same fields.
+    same_kind: such a file may be replaced if its first row has the same fields.
     """
     rows = [to_json(row) for row in rows]
     if Path(path).exists():
         there, fields = Path(path).read_bytes(), None
-        with suppress(ValueError, AttributeError):      # no JSON, or no object
+        with suppress(ValueError, AttributeError):      # not a JSON object
             fields = json.loads(there.partition(b"\n")[0]).keys()
         is_same = there == "".join(map(to_line, rows)).encode()
         if not is_same and not (same_kind and rows and fields == rows[0].keys()):

@@ -14,7 +14,7 @@ from dataset.jsonl import parse, read_lines
 from errors import COUNT, GIVEN, UserError
 
 HERE = Path(__file__).resolve().parent
-MOST_STEPS = 300        # of a run without --max_steps and --epochs
+MOST_STEPS = 300        # in a run without --max_steps and --epochs
 PROMPT_FIELDS = ("conversations", "prompt", "question", "problem", "messages")
 # Reward functions get a line's other fields as keyword arguments, in addition to these.
 RESERVED = {"prompts", "completions", "messages", "completion_ids", "own_words", "own_ids",
@@ -40,13 +40,13 @@ class PromptDataset(list):
         {"prompt": "..." or a list of turns, "answer": "42"}
         {"question": "...", "answer": "... #### 42"}            GSM8K
         {"problem": "...", "solution": "... \\boxed{42}"}       MATH, with or without an answer
-        {"nums": [9, 8, 6], "target": 57}                     Countdown; the prompt is made of them
+        {"nums": [9, 8, 6], "target": 57}                     Countdown; a prompt is built from them
 
-    If the last turn is the assistant's, it is dropped. The answer is optional; without one, only
-    rewards that don't need it apply. An item is {"messages": [...], **the line's other fields},
-    with None for fields that only other lines have; `places` has its "<path>, line <number>". In a
-    list from Python code, an item may also be just a prompt, a text or a list of turns. A mistake
-    raises a UserError that names the file, the line and the field.
+    If the last turn is the assistant's, it is dropped. The answer is optional; without an answer,
+    only rewards that don't need it apply. An item is {"messages": [...], **the line's other
+    fields}, with None for fields that only other lines have, and its "<path>, line <number>" is in
+    `places`. In a list from Python code, an item may also be just a prompt: a text or a list of
+    turns. A mistake raises a UserError that names the file, the line and the field.
     """
 
     def __init__(self, path):
@@ -97,7 +97,7 @@ def read_row(row, where):
     if not messages or not messages[-1]["content"].strip():
         raise UserError(f"{where}: {field} has nothing to reply to; end it with a user turn that "
                         "is not empty")
-    tools = row.get("tools") or messages[0].get("tools")        # TRL's place, and MiniMind's
+    tools = row.get("tools") or messages[0].get("tools")        # where TRL and MiniMind put it
     if tools and isinstance(tools, str):        # MiniMind's files and parquet store JSON text
         tools = parse(tools.encode(), f"{where}: tools")
     if tools and not isinstance(tools, list):
@@ -126,7 +126,7 @@ def gold_of(row):
 
 
 def is_chat(turns, where):
-    """Whether all turns have a role and a text. A content that is a list of parts: UserError."""
+    """Whether all turns have a role and a text. UserError if a content is a list of parts."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return False
     if any(isinstance(turn.get("content"), list) for turn in turns):
@@ -183,11 +183,11 @@ class PromptCollator:
         return texts, ids
 
     def __call__(self, items):
-        """Returns the batch of these items; prompt_ids and prompt_mask (B, P) are padded left.
+        """Returns the batch of these items; prompt_ids, prompt_mask (B, P) are padded on the left.
 
         A prompt longer than max_seq_len keeps its last max_seq_len tokens, and its text is cut in
-        the same way. "prefills" are the beginnings of the completions that the template has already
-        written: `<think>\\n` in some templates, "" in most.
+        the same way. "prefills" holds what the template has already written of each completion:
+        `<think>\\n` in some templates, "" in most.
         """
         texts, ids = self.encode(items)
         for i, row in enumerate(ids):
@@ -207,7 +207,7 @@ class PromptCollator:
 
 
 def asking_as_trained(tokenizer, switches):
-    """Returns a copy whose template has these switches as defaults, which a caller can change."""
+    """Returns a copy whose template has these switches as defaults; a caller can override them."""
     tokenizer, template = copy.copy(tokenizer), tokenizer.chat_template
     if isinstance(template, str):           # there may be several, by name
         template = re.sub(r"\A(\{%- set \w+ = \w+ if \w+ is defined else .*? %\})+", "", template)
@@ -220,7 +220,7 @@ def asking_as_trained(tokenizer, switches):
 def check_ids(ids, where, tokenizer, config, new):
     """Raises a UserError unless weights of this config can read these ids and `new` more."""
     largest, most = max(ids), getattr(config, "max_position_embeddings", None) or math.inf
-    if largest >= config.vocab_size:        # a tokenizer may have tokens for pictures
+    if largest >= config.vocab_size:        # a tokenizer may have image tokens
         raise UserError(f"{where}: the token {tokenizer.convert_ids_to_tokens(largest)} has the id "
                         f"{largest}, but the weights know only {config.vocab_size} tokens; remove "
                         "the token, or use another tokenizer")
@@ -230,7 +230,7 @@ def check_ids(ids, where, tokenizer, config, new):
 
 
 def without_overlong(rows, places, collate, args, config):
-    """Returns the rows that fit into max_seq_len tokens, or all if --overlong_prompts is cut."""
+    """Returns the rows that fit into max_seq_len tokens, or all with --overlong_prompts cut."""
     limit, overlong = f"--max_seq_len {collate.max_seq_len}", args.overlong_prompts
     encoded = collate.encode(rows)[1]
     lengths = [len(ids) for ids in encoded]
@@ -270,7 +270,7 @@ def rows_of_step(step, num_rows, prompts_per_rank, *, rank=0, world_size=1, seed
 
 
 def steps_per_epoch(num_rows, prompts_per_rank, world_size=1):
-    """Returns the steps of one pass. A remainder of fewer rows than ranks is skipped."""
+    """Returns the steps of one pass. If fewer rows remain at the end than ranks, skips them."""
     full, rest = divmod(num_rows, prompts_per_rank * world_size)
     return full + (rest >= world_size)
 
@@ -319,7 +319,7 @@ def is_arithmetic(path):
 
 
 def read_prompts(args, tokenizer, config=None):
-    """Returns the collator, the training prompts, and the held-out problems, or [] without them."""
+    """Returns the collator, the training prompts, and the held-out problems (may be empty)."""
     collate = PromptCollator(tokenizer, args.max_seq_len, args.system_prompt, bool(args.reasoning),
                              json.loads(args.chat_template_kwargs))
     problems, heldout = PromptDataset(args.data_path), []

@@ -1,4 +1,4 @@
-"""Writes problems of the package reasoning-gym: a hundred generators, each with its own scorer.
+"""Writes problems from reasoning-gym, a package of a hundred generators, each with its own scorer.
 
     python -m dataset.reasoning_gym chain_sum --config max_terms=3 --save out/chain_sum.jsonl
 """
@@ -29,7 +29,7 @@ def main(argv=None):
         pairs = (pair.split("=", 1) for pair in args.config)
         config = {field: json.loads(value) for field, value in pairs}
         data = create_dataset(args.name, size=args.size + args.heldout, seed=args.seed, **config)
-        # Compare them as they come back from JSON; an empty answer can't be stored.
+        # Score the rows as they come back from JSON. An empty answer can't be stored.
         rows = {row["question"]: json.loads(json.dumps(row)) for row in data if row["answer"] != ""}
         if min(data.score_answer(row["answer"], row) for row in rows.values()) < 1:
             raise ValueError("its own answers to some problems score below 1")

@@ -3,8 +3,8 @@
     python docs/grpo_on_one_page.py             three to five minutes on two cores, no GPU
 
 A small model solves problems such as `What is 34 + 27*6?`. It can think first, but often it guesses
-right away. Group Relative Policy Optimization (arXiv 2402.03300) trains it without showing it any
-solutions: three rules score what it writes. The model being trained is the policy, pi. A step:
+right away. Group Relative Policy Optimization (arXiv 2402.03300) trains it without any worked
+solutions: three rules score what it writes. The model is called the policy, pi. One step:
 
     1. generate             generate            the policy samples G completions per prompt
     2. reference log-probs  compute_logps       how likely they are under the initial weights
@@ -13,10 +13,10 @@ solutions: three rules score what it writes. The model being trained is the poli
     4. update               update_policy       makes tokens of better completions more likely
     5. log                  report              held-out accuracy; one group of the step
 
-Functions, except `report`, have the names and order of train_grpo.py, which takes these steps with
+All functions but `report` have the names and order of train_grpo.py, which takes these steps with
 `python train_grpo.py --sampler plain --micro_batch_size 128 --max_steps 100 --device cpu
 --reward_funcs format tag accuracy`; its default rewards also include a reward model.
-N = B*G completions; R tokens per completion, T with its prompt; V tokens in the vocabulary.
+N = B*G completions; R tokens per completion, T including its prompt; V tokens in the vocabulary.
 """
 import math
 import sys
@@ -43,7 +43,7 @@ UPDATES = 1     # per rollout (num_iterations). With 1, every ratio is 1 and not
                 # With 2, 0 to 2.3% of the tokens of the second update are clipped.
 
 def group_advantages(rewards, num_generations):
-    """How much better is each completion than its group, in standard deviations? (N,) -> (N,)"""
+    """Returns how many standard deviations each completion is above its group's mean, (N,)."""
     groups = rewards.double().view(-1, num_generations)     # (B, G) float64: equal ones differ by 0
     mean, std = groups.mean(1, keepdim=True), groups.std(1, keepdim=True)               # (B, 1)
     return ((groups - mean) / (std + 1e-4)).float().view(-1)
@@ -56,12 +56,12 @@ def completion_mask(completion_ids, eos_token_id):
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta):
     """Returns the loss, a mean over each completion's tokens, then over completions; and the KL.
 
-    The tokens were drawn by pi_old. The ratio corrects for that once an update has moved pi; the
-    clip ends a token's gradient when pi has moved far enough in the direction that A asks for. The
-    KL penalizes drift from the initial weights. By hand: two prompts, one token each, sampled with
-    p = 0.5, A = 1 and -1. The ratio is p / 0.5, and each token weighs 1/2, so d loss / dp = -A. As
-    weights are shared, an update may raise both p to 0.7: both ratios are 1.4, above 1.2. Then the
-    token with A = 1 has no gradient, but the one with A = -1 still has.
+    The tokens were drawn by pi_old. The ratio corrects for that once an update has changed pi; the
+    clip removes a token's gradient when pi has moved far enough in the direction of A's sign. The
+    KL penalizes drift from the initial weights. Example: two tokens were sampled with p = 0.5 and
+    have A = 1 and -1. The ratio is p / 0.5 and each token weighs 1/2, so d loss / dp = -A. Because
+    weights are shared, an update may raise both p to 0.7. Both ratios are then 1.4, above 1.2, so
+    the token with A = 1 gets no gradient, but the token with A = -1 still gets its gradient.
 
     >>> A, old, mask = torch.tensor([1.0, -1.0]), torch.full((2, 1), 0.5).log(), torch.ones(2, 1)
     >>> for p in torch.full((2, 1), 0.5), torch.full((2, 1), 0.7):
@@ -155,7 +155,7 @@ def main(last_step=100, heldout=200):
     return policy
 
 def report(step, state, unseen, rollout=None, metrics=None):
-    """5. Prints held-out accuracy with one completion per problem, and the most varied group."""
+    """5. Prints held-out accuracy (one completion each), and the group with the largest std."""
     answered = generate(state, unseen, rng_of(SEED, 1), 1)
     right = compute_rewards(answered, [accuracy_reward], [1.0]).mean()
     print(f"step {step}: {right:.1%} of held-out problems right. The first of them:")

@@ -1,20 +1,20 @@
 """The policy. Read model.py, the network, and sampler.py first. The other files are
 
-    fast.py                   faster versions of both and of token_logps, which a run uses
+    fast.py                   faster versions of both and of token_logps; runs use them by default
     vllm.py                   an inference engine that can replace the sampler
     lora.py                   adapters
     load.py, save.py          loading and saving of weights and tokenizers
     transformers_model.py     any model of transformers that model.py does not build
-    chat.py, train_sft.py     commands: chat with a policy, train one on chats
+    chat.py, train_sft.py     commands: chat with a policy, train a policy on chats
     weights/                  the included weights
 
-On disk, weights are what transformers writes: a folder with config.json, model.safetensors and the
-tokenizer's files. Functions that take a path to weights also take a hub id like Qwen/Qwen3-0.6B or
-one of MiniMind's .pth files.
+On disk, weights have the format of transformers: a folder with config.json, model.safetensors and
+the tokenizer's files. Functions that take a path to weights also accept a hub id like
+Qwen/Qwen3-0.6B or one of MiniMind's .pth files.
 """
 import os
 
-# Set before torch is imported: idle threads then go to sleep soon, so a busy machine stays usable.
+# Set before torch is imported, so that idle threads soon sleep and a busy machine stays usable.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 from .load import eos_token_ids, find_weights, load_pretrained, load_tokenizer

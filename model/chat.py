@@ -2,9 +2,9 @@
 
     python -m model.chat out/grpo_reason_128/final
 
-The chat template is that of the weights; in a run's final/ it has thinking on or off as in
+The chat template comes with the weights; in a run's final/, thinking is on or off in it as in
 training. If you trained with --system_prompt, pass it again. An empty line or Ctrl-D ends the chat.
-A prompt can also come from a pipe:
+You can also pipe a prompt in:
 
     echo "What is 7 + 3*7?" | python -m model.chat model/weights/reason_128
 """
@@ -22,7 +22,7 @@ from .sampler import next_token
 
 @torch.no_grad()
 def reply_to(model, tokenizer, messages, *, max_new_tokens, temperature, system_prompt=None):
-    """Prints the assistant's next turn as it is sampled, and returns it; temperature 0: greedy."""
+    """Prints the assistant's next turn while it is sampled; returns it. Temperature 0 is greedy."""
     prompt = PromptCollator(tokenizer, None, system_prompt, thinking=None).render(messages)
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ids = torch.tensor([prompt_ids], device=model.lm_head.weight.device)                # (1, P)
@@ -36,7 +36,7 @@ def reply_to(model, tokenizer, messages, *, max_new_tokens, temperature, system_
         ids = token[None]
         reply.append(token.item())
         text = decode(reply, tokenizer, eos_ids)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else half a character: wait for more
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else its last character is incomplete
             print(printable(text[len(shown):]), end="", flush=True)
             shown = text
     print()
@@ -44,7 +44,7 @@ def reply_to(model, tokenizer, messages, *, max_new_tokens, temperature, system_
 
 
 def chat(model, tokenizer, **sampling):
-    """Reads the user's turns and prints the replies, each of which depends on all turns before."""
+    """Reads the user's turns and prints a reply to each, which depends on all earlier turns."""
     messages, prompt = [], "> " if sys.stdin.isatty() else ""
     while text := input(prompt).strip():
         messages.append({"role": "user", "content": text})

@@ -1,21 +1,21 @@
-"""Faster versions of `sample` and `token_logps`: same signatures, same weights, same numbers.
+"""Faster versions of `sample` and `token_logps`, with the same signatures, weights and results.
 
-Each run compares the two `token_logps` once (run/policy.py); --sampler plain runs the plain pair.
+Each run compares both `token_logps` once (run/policy.py); --sampler plain uses the plain versions.
 The table says how many times as long sampling or learning takes on a CPU without each trick (python
-tests/bench.py --tricks; differences below 0.1 may be noise, and sampling was up to 5% faster then):
+tests/bench.py --tricks). Differences below 0.1 may be noise; sampling has become up to 5% slower.
 
     without ...                                          default   trained   1.7M   26M
-    sampling: completions that agree so far are one row    1.27      2.44    1.03   0.90
-    sampling: weights packed for oneDNN                    0.93      1.02    1.13   1.96
+    sampling: completions share a row until they diverge   1.27      2.44    1.03   0.90
+    sampling: weights are packed for oneDNN                0.93      1.02    1.13   1.96
     learning: each distinct prefix is read once            1.91      1.32    1.21   1.16
-    learning: sequences of like size attend together       1.27      1.02    1.05   0.99
-    all of it: sampling, learning                     1.8, 3.9  3.9, 7.3  2.4, 1.2  2.8, 1.2
+    learning: sequences of similar size attend together    1.27      1.02    1.05   0.99
+    all tricks: sampling, learning                    1.8, 3.9  3.9, 7.3  2.4, 1.2  2.8, 1.2
 
-A reward model with our own network also reads a tree of prefixes (reward/reward_model.py): in a
-default step, the rewards take 0.056 s instead of 0.089.
+A reward model with our own network also reads each distinct prefix once (reward/reward_model.py),
+so the rewards of a default step take 0.056 s instead of 0.089 s.
 
-These versions only work for our own network; other architectures (transformers_model.py) run the
-plain pair. Nothing here was measured on a GPU, where an inference engine is the way to sample fast.
+These versions only work for our own network; other architectures (transformers_model.py) use the
+plain ones. Nothing here was measured on a GPU; to sample fast there, use an inference engine.
 """
 import functools
 
@@ -35,32 +35,32 @@ from .model import (
     rotate,
 )
 
-PACK_FROM = 95_000          # weights per matrix; packing smaller ones isn't worth it
-CHUNK_TOKENS, CHUNK_LOGITS = 1024, 2**24    # size of a log_probs chunk: the larger one
+PACK_FROM = 95_000          # weights in the smallest matrix that is worth packing
+CHUNK_TOKENS, CHUNK_LOGITS = 1024, 2**24    # a chunk in log_probs has at least this many
 
 
 def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, **options):
-    """Samples as model/sampler.py does, but completions that agree so far share one row.
+    """Samples as model/sampler.py does, but completions of a prompt share a row until they diverge.
 
-    The same seed gives the same completions.
+    With the same seed, both return the same completions.
     """
     rows = len(prompt_ids) * num_generations
     with torch.inference_mode():
         decoding = Decoding(model, prompt_ids, prompt_mask, rows, max_new_tokens)
         found = sampler.sample(decoding, prompt_ids, prompt_mask, num_generations=num_generations,
                                max_new_tokens=max_new_tokens, **options)
-    return tuple(x.clone() for x in found)      # autograd can't use tensors of inference mode
+    return tuple(x.clone() for x in found)      # autograd can't use tensors from inference mode
 
 
 class Decoding:
-    """The network as a sampler calls it, and its cache, without gradients.
+    """Stands in for the network and its cache when a sampler runs, without gradients.
 
     Completions of a prompt share a row until they diverge: see `branch`. The layers are those of
-    model.py with half the operations: queries and keys are normalized and rotated together.
+    model.py in half as many operations, since queries and keys are normalized and rotated together.
     """
 
     def __init__(self, model, prompt_ids, prompt_mask, max_rows, max_new_tokens):
-        """Reads the prompts (B, P), a row each; `prompt_logits`, (B, 1, V), predict the next."""
+        """Reads the prompts (B, P), one per row; `prompt_logits` (B, 1, V) predict what follows."""
         config, (B, P), device = model.config, prompt_ids.shape, prompt_ids.device
         self.num_rows, self.length, S = B, P, P + max_new_tokens
         self.row = torch.arange(B, device=device)       # of each prompt, then of each completion
@@ -74,7 +74,7 @@ class Decoding:
         for layer, (keys, values) in prompts.layers.items():
             self.cache[layer, 0, :B, :, :P], self.cache[layer, 1, :B, :, :P] = keys, values
         self.padding = torch.zeros(max_rows, 1, dtype=torch.long, device=device)
-        self.padding[:B, 0] = P - prompt_mask.sum(1)                # padding has no position
+        self.padding[:B, 0] = P - prompt_mask.sum(1)                # padding gets no position
         self.places = torch.arange(S, device=device)                # columns of the cache
         self.rotary = rotary_tables(self.places, rotary_frequencies(config, device))
         self.embedding, self.norm = model.model.embed_tokens, model.model.norm
@@ -88,8 +88,8 @@ class Decoding:
         self.row = self.row[completions]
 
     def __call__(self, tokens, mask, *, logits_to_keep, cache):
-        """Returns logits after the prompts, (B, 1, V), or after a token of each completion."""
-        if mask.shape[1] == self.length:            # the prompts were read already
+        """Returns the logits after the prompts, (B, 1, V), or after one token per completion."""
+        if mask.shape[1] == self.length:            # the prompts have already been read
             return self.prompt_logits
         tokens = tokens.squeeze(1)
         self.row = self.branch(self.row, tokens)
@@ -97,7 +97,7 @@ class Decoding:
         return self.step(of_rows)[self.row, None]                               # (n, 1, V)
 
     def parts(self, layer):
-        """Returns what `step` needs of a layer, in the order of use."""
+        """Returns the parts of a layer that `step` needs, in the order of use."""
         attention, mlp, head_norm = layer.self_attn, layer.mlp, nn.Identity()
         if isinstance(attention.q_norm, RMSNorm):       # one norm for queries and keys together
             weights = [attention.q_norm.weight] * self.H + [attention.k_norm.weight] * self.K
@@ -110,10 +110,10 @@ class Decoding:
     def branch(self, row, tokens):
         """Splits each row whose completions diverge: one row for each distinct next token.
 
-        row, tokens (n,), each completion's row and next token -> its new row, (n,). The first
-        continuation of a row stays in place; the others fill rows that no completion continues.
+        row, tokens (n,): each completion's row and next token -> its new row, (n,). The first
+        continuation of a row stays in place; the others move to rows that are no longer in use.
         """
-        # A pair becomes one small number, because some devices sort only the lower 32 bits.
+        # Each pair becomes one small number, because some devices sort only the lower 32 bits.
         distinct, rank = tokens.unique(return_inverse=True)
         pairs, child = torch.unique(row * len(distinct) + rank, return_inverse=True)
         parents = pairs // len(distinct)                            # (num_rows,), sorted
@@ -129,7 +129,7 @@ class Decoding:
         return parents[child]
 
     def step(self, tokens):
-        """Reads one more token per row, (n,); returns the logits of the next one, (n, V)."""
+        """Reads one more token per row, (n,); returns the logits of the token after it, (n, V)."""
         padding = self.padding[:len(tokens)]                                    # (n, 1)
         rotary = [table[self.length - padding.squeeze(1)] for table in self.rotary]  # (n, 1, d)
         self.length += 1
@@ -164,7 +164,7 @@ def plain_attention(q, keys, values, bias):
 
 
 def fused_attention(q, keys, values, bias):
-    """The same for bfloat16: scores stay float32, which a plain product would round to 8 bits."""
+    """Does the same for bfloat16: scores stay float32, while bmm would round them to 8 bits."""
     (n, H, d), nK = q.shape, len(keys)
     q = q.to(keys.dtype).reshape(nK, 1, n * H // nK, d)
     out = F.scaled_dot_product_attention(q, keys[:, None], values[:, None], attn_mask=bias)
@@ -179,10 +179,10 @@ def feed_forward(mlp):
 
 
 def linear(layer):
-    """Makes a linear layer a function: cast once, as autocast would; packed for oneDNN on a CPU.
+    """Returns a linear layer as a function whose weight is cast once and, on a CPU, packed.
 
-    An adapter is merged into float32 weights. bfloat16 would round it away, so in bfloat16 it is
-    computed separately.
+    The dtype is the one that autocast would use; packing is for oneDNN. An adapter is merged into
+    float32 weights, but computed separately for bfloat16 weights, which would round it away.
     """
     base, adapter = layer, None
     if isinstance(layer, LoRALinear):
@@ -203,7 +203,7 @@ def linear(layer):
         def product(x):
             return torch.ops.mkldnn._linear_pointwise(x.to(dtype), weight, bias, "none", [], "")
     elif isinstance(layer, Head):
-        product = layer         # it switches autocast off by itself
+        product = layer         # a Head switches autocast off by itself
     else:
         product = functools.partial(F.linear, weight=weight, bias=bias)
     if adapter is None:
@@ -230,14 +230,14 @@ def can_pack(dtype, device):
 
 def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temperature=1.0,
                 with_entropy=False):
-    """Does what `token_logps` of train_grpo.py does, but reads a prefix that rows share only once.
+    """Does what `token_logps` of train_grpo.py does, but reads each shared prefix only once.
 
-    Padding may only be at the ends of the sequences.
+    Padding must be at either end of a sequence, not inside it.
     """
     (N, R), device = (len(input_ids), num_completion_tokens), input_ids.device
     P = input_ids.shape[1] - R
     hidden, node, mask = read_tree(model.model, input_ids, attention_mask, P)           # (n, D)
-    wanted = mask.flatten().nonzero().squeeze(1)                    # (p,) places of N*R
+    wanted = mask.flatten().nonzero().squeeze(1)                    # (p,) indices into N*R
     predicts, row = node.flatten()[wanted].unique(return_inverse=True)          # (m,), (p,)
     wanted, predicts, row = (x.to(device) for x in (wanted, predicts, row))
     sampled, entropy = log_probs(model.lm_head, hidden.index_select(0, predicts), row,
@@ -255,8 +255,8 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 def read_tree(decoder, input_ids, attention_mask, P):
     """Reads each distinct prefix of sequences (N, T) once; returns their hidden states, (n, D).
 
-    Also returns which of them predicts each token from column P on, (N, R), and the mask there,
-    both on the CPU, because a GPU would have to wait for each number that a shape depends on.
+    Also returns which state predicts each token from column P on, (N, R), and the mask of these
+    columns. Both are on the CPU: shapes depend on them, and reading a shape would stall a GPU.
     """
     device, mask = input_ids.device, attention_mask.cpu()
     tokens, positions, node, groups = prefix_tree(input_ids.cpu(), mask, P)
@@ -275,24 +275,24 @@ def prefix_tree(input_ids, attention_mask, P):
     A node stands for a prefix and holds its last token. Returns the nodes' tokens and positions,
     (n,) each; the node that predicts each completion token, (N, R); and the groups of sequences
     that attention computes together. A group of m sequences, with at most C new nodes and S nodes
-    each, is (C, real, nodes, start): real, which places of the flattened (m, C) are not padding;
-    nodes (m, S), the node at each position; start (m,), how many of them the sequence shares.
+    each, is (C, real, nodes, start): real holds the indices in the flattened (m, C) that are not
+    padding; nodes (m, S), the node at each position; start (m,), how many nodes a sequence shares.
     """
     T = input_ids.shape[1]
     column, lengths = torch.arange(T), attention_mask.sum(1, keepdim=True)
     unpadded = (column + attention_mask.argmax(1, keepdim=True)).clamp(max=T - 1)
     rows = torch.where(column < lengths, input_ids.gather(1, unpadded), -1)
-    # Sorted, so that a row shares its longest known prefix with the row above it.
+    # Rows are sorted, so each shares its longest known prefix with the row above it.
     rows, place = rows.unique(dim=0, return_inverse=True)                               # (U, T)
-    is_input = column < (rows >= 0).sum(1, keepdim=True) - 1        # the last predicts nothing
+    is_input = column < (rows >= 0).sum(1, keepdim=True) - 1        # the last one predicts nothing
     shared = shared_with_the_row_above(rows) & is_input.roll(1, dims=0)
-    new = is_input & ~shared                            # a sequence's own nodes are all others
+    new = is_input & ~shared                            # the nodes that a sequence adds
     count, start = new.sum(1), (shared & is_input).sum(1)                               # (U,)
     kind = size_class(count)
     order = kind.argsort(stable=True)                   # nodes are ordered by group, then by row
     node = torch.empty_like(rows)
     node[order] = (new[order].flatten().cumsum(0) - 1).view_as(rows)
-    # A shared node belongs to the nearest row above that has it as its own.
+    # A shared node belongs to the nearest row above that added it.
     owner = torch.where(new, torch.arange(len(rows))[:, None], 0).cummax(0).values
     node = node.gather(0, owner)                                                        # (U, T)
     groups = []
@@ -320,7 +320,7 @@ def causal_bias(start, C, nodes, dtype):
 
 
 def shared_with_the_row_above(rows):
-    """Marks the prefix of each row that the row above it has, too: (U, T) bool."""
+    """Marks the prefix that each row shares with the row above it, (U, T) bool."""
     same = (rows == rows.roll(1, dims=0)).int().cumprod(1).bool()
     same[0] = False
     return same
@@ -372,13 +372,13 @@ def log_probs(head, hidden, row, tokens, *, temperature, with_entropy):
 class InChunks(torch.autograd.Function):
     """Computes `log_probs` of many tokens with the logits of only one chunk of rows in memory.
 
-    If the vocabulary is large, logits are a micro-batch's largest tensor. The backward pass
-    computes them again. With p the softmax, T the temperature and H the entropy, it needs
+    If the vocabulary is large, logits are a micro-batch's largest tensor, so the backward pass
+    recomputes them. With p the softmax, T the temperature and H the entropy, it needs
 
         d log p(token) / d logits = (one_hot(token) - p) / T
         d H            / d logits = -p (log p + H) / T
 
-    Everything is float32, also under autocast, as in model.Head. torch.utils.checkpoint over the
+    Everything is float32 even under autocast, as in model.Head. torch.utils.checkpoint over the
     same chunks takes 1.5 times the processor time and 2.4 times the memory (a forward and a
     backward pass on one core, 2,048 tokens, V = 49,152, D = 576; three runs each).
     """
@@ -422,7 +422,7 @@ class InChunks(torch.autograd.Function):
                 times_p = of_row[rows, None]                                            # (c, 1)
                 if has_entropy:
                     times_p = times_p + of_entropy[rows, None] * (all_logps + entropy[rows, None])
-                of_logits = all_logps.exp_().mul_(-times_p)     # in the same memory
+                of_logits = all_logps.exp_().mul_(-times_p)     # in place
                 of_logits.index_put_((row[those] - rows.start, tokens[those]), of_logps[those],
                                      accumulate=True)
                 of_hidden[rows] = (of_logits @ weight.float()).to(hidden.dtype)

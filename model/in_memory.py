@@ -1,4 +1,4 @@
-"""Makes a policy of a model that is already in memory, without copying its weights."""
+"""Turns a model that is already in memory into a policy, without copying its weights."""
 import copy
 
 import torch
@@ -25,8 +25,8 @@ class WithoutPeft:
 def prepare(model, device, matrix_dtype):
     """Moves a model to the device; trainable weights become float32, frozen matrices matrix_dtype.
 
-    This happens in place, and so does the change to evaluation mode, without which dropout would
-    make each pass a different network. UserError if the weights can't be trained.
+    The model is changed in place. It is also put into evaluation mode, because dropout would make
+    each pass a different network. Raises a UserError if the weights can't be trained.
     """
     who = f"<{type(model).__name__}>"
     if not isinstance(model, nn.Module) or not (
@@ -43,10 +43,10 @@ def prepare(model, device, matrix_dtype):
 
 
 def as_policy(theirs, *, device, matrix_dtype):
-    """Returns a policy on the weights of a model, without a copy: our own network or an AnyModel.
+    """Returns a policy that shares a model's weights: our own network or an AnyModel.
 
-    theirs: a causal model of transformers, maybe with PEFT adapters, or what load_pretrained
-    returns.
+    theirs: a causal model of transformers, with or without PEFT adapters, or a model from
+    load_pretrained.
     """
     prepare(theirs, device, matrix_dtype)
     if hasattr(theirs, "new_cache"):        # from load_pretrained
@@ -67,7 +67,7 @@ def as_policy(theirs, *, device, matrix_dtype):
         learns = [weight.requires_grad for weight in base.parameters()]
         model.load_state_dict(base.state_dict(keep_vars=True), assign=True)
         model.tie_weights()
-        for weight, kept in zip(base.parameters(), learns):     # load_state_dict overwrote this
+        for weight, kept in zip(base.parameters(), learns):     # load_state_dict reset it
             weight.requires_grad_(kept)
     eos = getattr(base.generation_config, "eos_token_id", None)
     model.generation_config = {} if eos is None else {"eos_token_id": eos}

@@ -1,7 +1,7 @@
 """Reads weights and tokenizers from any source.
 
-MiniMind's own .pth files hold half-precision tensors without a configuration, so it is inferred
-from their names, which are those of transformers' Llama and Qwen3, and shapes. Two generations:
+MiniMind's own .pth files hold half-precision tensors and no configuration. It is inferred from the
+tensors' shapes and names, which are those of transformers' Llama and Qwen3. Two generations exist:
 
                 heads   q/k-norm   rms eps   experts                             we save it as
     MiniMind2     8     no         1e-5      none (those with MoE are refused)   Llama
@@ -10,10 +10,10 @@ from their names, which are those of transformers' Llama and Qwen3, and shapes. 
 Both have 6,400 tokens, a RoPE base of 1e6, and tied embeddings.
 Source: jingyaogong/minimind, model/model_minimind.py.
 
-These files may come from a stranger, so code that comes with weights never runs. If a library
-refuses a file, `explained` turns its exception into one sentence: the path, what could not be read,
-the library's reason, and what to do. transformers reads config.json. If model/model.py can build
-what it describes, it becomes a MiniMindConfig; otherwise transformers_model.py loads the model.
+Weights may come from a stranger, so code that comes with them never runs. If a library refuses a
+file, `explained` turns the exception into one sentence: the path, what could not be read, the
+library's reason, and what to do. transformers reads config.json. If model/model.py can build such a
+network, the result becomes a MiniMindConfig; otherwise transformers_model.py loads the model.
 """
 import json
 import os
@@ -31,7 +31,7 @@ from errors import GIVEN, UserError, explained
 from . import transformers_model
 from .model import MiniMindConfig, MiniMindForCausalLM
 
-HEADS = 8       # of every MiniMind; without a q-norm, no tensor's shape shows the head size
+HEADS = 8       # in every MiniMind; without a q-norm, no tensor's shape shows the head size
 # model_type in config.json -> (class in transformers, our switches that build it)
 FAMILIES = {
     "qwen3": ("Qwen3ForCausalLM", {"qk_norm": True, "qkv_bias": False, "num_experts": 0}),
@@ -59,7 +59,7 @@ def read_tensors(path):
     """Returns the tensors by name of a safetensors file or of one that torch.save wrote.
 
     From a pickle, torch only builds tensors and plain containers. The tensors are memory-mapped, so
-    that all ranks of a machine share one copy of the file; copy those that you keep.
+    that all ranks of a machine share one copy of the file; copy the tensors that you keep.
     """
     with explained(path, "missing, truncated, a git-lfs pointer, or not tensors", AGAIN):
         if path.suffix == ".safetensors":
@@ -70,8 +70,8 @@ def read_tensors(path):
 def refuse_code(saved, path):
     """Raises a UserError if a config.json names code that transformers would download and run.
 
-    Remote classes need trust_remote_code, which we never pass. But an implementation of attention
-    with a hub id, such as somebody/kernel, would run without it.
+    Remote classes need trust_remote_code, which we never set. But an attention implementation that
+    is a hub id, such as somebody/kernel, would run even without that option.
     """
     for name, value in saved.items():
         if name.endswith("_implementation") and "/" in str(value):
@@ -156,7 +156,7 @@ def eos_token_ids(model, tokenizer):
 def end_of_turn(tokenizer):
     """Returns the id of the token with which the chat template ends a reply, or None.
 
-    The EOS of base weights is often another one, at which a reply in the template never stops.
+    The EOS of base weights is often a different token, which would never end a reply in a chat.
     """
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bcd"}]
     try:
@@ -180,12 +180,12 @@ def decode(ids, tokenizer, eos_ids):
 
 
 def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
-    """Loads a model from a folder, a hub id or a MiniMind .pth file; an AnyModel if necessary.
+    """Loads a model from a folder, a hub id or a MiniMind .pth file, as an AnyModel if necessary.
 
-    dtype: None keeps the dtype that the weights were saved in. matrix_dtype: another one for the
-    matrices in the layers, which are nearly all of a model. device "meta": the shapes alone, for
-    fsdp.py; an AnyModel is loaded. Raises UserError if the weights are missing, broken, or of an
-    architecture that neither model/model.py nor transformers builds.
+    dtype: None keeps the dtype of the saved weights. matrix_dtype: a different dtype for the
+    matrices in the layers, which hold nearly all weights. device "meta": only the shapes, for
+    fsdp.py, but an AnyModel is loaded in full. Raises a UserError if the weights are missing or
+    broken, or if neither model/model.py nor transformers can build their architecture.
     """
     path, generation = local_path(path), {}
     if not path.is_file():
@@ -215,7 +215,7 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
 
 
 def read_state(path):
-    """Reads a folder or a .pth: its MiniMindConfig, and its tensors by name, memory-mapped."""
+    """Returns the MiniMindConfig of a folder or .pth file, and its tensors, memory-mapped."""
     if path.is_file():
         state = read_tensors(path)
         with explained(path, "no MiniMind since April 2025 has tensors of these names and shapes",
@@ -238,7 +238,7 @@ def read_state(path):
 def local_path(path, *, weights=True):
     """Returns the path or, for a hub id like Qwen/Qwen3-0.6B, the folder it is downloaded to.
 
-    weights: download these, too; pytorch_model*.bin only if there are no safetensors.
+    weights: also download the weights: safetensors or, if there are none, pytorch_model*.bin.
     """
     if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return Path(path)
@@ -260,8 +260,8 @@ def local_path(path, *, weights=True):
 def load_tokenizer(path, vocab_size, advice="pass another with --tokenizer_path"):
     """Loads the tokenizer of a folder or a hub id. Code that comes with it never runs.
 
-    Raises a UserError, which ends with `advice`, if there is none, if its chat template is missing,
-    or if its padding or EOS token has no row in an embedding of vocab_size.
+    Raises a UserError, which ends with `advice`, if there is no tokenizer, if it has no chat
+    template, or if its padding or EOS token has no row in an embedding of vocab_size.
     """
     tokenizer = GIVEN.get(path)
     if tokenizer is None:
@@ -287,13 +287,13 @@ def build(model_class, config, *more, state, path, dtype=torch.float32, matrix_d
           device=None):
     """Builds model_class(config, *more) with copies of the tensors in `state`, which must fit.
 
-    It is first made on the meta device, since random weights take a minute at 4B parameters.
+    The model starts on the meta device, because initializing 4B parameters would take a minute.
     """
     with explained(path, "the tensors do not fit the configuration", AGAIN):
         with torch.device("meta"):
             model = model_class(config, *more)
         copies = {}
-        for name, tensor in state.items():      # one by one, so no second model is in memory
+        for name, tensor in state.items():      # one by one, to not hold a second model in memory
             is_matrix = ".layers." in name and tensor.dim() == 2
             kept = matrix_dtype if is_matrix and matrix_dtype else dtype
             copies[name] = tensor.to(device, kept, copy=True)
@@ -302,9 +302,9 @@ def build(model_class, config, *more, state, path, dtype=torch.float32, matrix_d
 
 
 def read_weights(path):
-    """Returns all tensors in a folder by name: safetensors or else .bin files, whole or in shards.
+    """Returns a folder's tensors by name, from safetensors or else .bin files, maybe in shards.
 
-    As in transformers, only shards that the index names are read, since others may be left over.
+    As in transformers, only shards named in the index are read, since other files may be leftovers.
     """
     for whole in (path / "model.safetensors", path / "pytorch_model.bin"):
         index, parts = Path(f"{whole}.index.json"), [whole]
@@ -329,7 +329,7 @@ def choose_device(name, size):
     """Returns the device of this process, one of `size`; UserError if it isn't available."""
     gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     has_mps = torch.backends.mps.is_available() and size == 1   # Gloo cannot sum MPS tensors
-    name = name or ("cuda" if gpus else "cpu")          # mps was never tried, so it's no default
+    name = name or ("cuda" if gpus else "cpu")          # untested mps isn't the default
     kind, _, number = name.partition(":")
     number = number if here == 1 else ""            # several processes each have their own GPU
     if (not re.fullmatch(r"cuda(:\d+)?|mps|cpu", name) or kind == "mps" and not has_mps
@@ -341,9 +341,9 @@ def choose_device(name, size):
 
 
 def find_weights(kind, args, shipped):
-    """Returns the path of weights of a kind, --hidden_size and --use_moe: a folder or a .pth file.
+    """Returns the folder or .pth file with weights of this kind, --hidden_size and --use_moe.
 
-    Looks in --out_dir, then in `shipped`; if they are in neither, returns a path in `shipped`.
+    Looks in --out_dir, then in `shipped`. If they are in neither, returns a path in `shipped`.
     """
     name = f"{kind}_{args.hidden_size}{'_moe' if args.use_moe else ''}"
     paths = [folder / file for folder in (Path(args.out_dir), shipped)
@@ -353,7 +353,7 @@ def find_weights(kind, args, shipped):
 
 
 def infer_config(state):
-    """Infers a config from the names and shapes in a .pth, and MiniMind's constants."""
+    """Infers a config from the names and shapes in a .pth file, and from MiniMind's constants."""
     first = "model.layers.0."
     qk_norm = f"{first}self_attn.q_norm.weight" in state
     q_size, hidden_size = state[f"{first}self_attn.q_proj.weight"].shape

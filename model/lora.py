@@ -3,7 +3,7 @@
     W x   becomes   W x + (alpha / rank) B (A x)        A (rank, in), B (out, rank), B = 0 at first
 
 Only A and B have gradients and moments, so a parameter of the base takes 2 bytes in bfloat16
-instead of 16. The base is also the reference of the KL: it shares its tensors, without a copy.
+instead of 16. The base is also the reference model of the KL, so no copy of its weights is needed.
 
 A small rank is enough, because a completion tells the policy little more than whether it was good,
 about one bit ("LoRA Without Regret", Schulman et al., Thinking Machines Lab, 2025), while rank 1 of
@@ -23,9 +23,9 @@ from .model import Head
 
 
 class LoRALinear(nn.Module):
-    """A linear layer and its adapter, not merged, since a bfloat16 matrix would round B A away."""
+    """A linear layer and its adapter, kept apart because a bfloat16 matrix would round B A away."""
 
-    enabled = True                          # False: all instances compute what their bases do
+    enabled = True                          # False: all instances skip their adapters
 
     def __init__(self, base, rank, alpha, generator):
         super().__init__()
@@ -47,7 +47,7 @@ class LoRALinear(nn.Module):
         return self.base(x) + F.linear(self.scale * F.linear(x, self.lora_A), self.lora_B)
 
     def merged(self):
-        """Returns the weight of a linear layer that computes the same, in the base's dtype."""
+        """Returns the weight of the equivalent plain linear layer, in the base's dtype."""
         update = self.scale * self.lora_B.detach() @ self.lora_A.detach()
         return (self.weight.float() + update).to(self.weight.dtype)
 
@@ -55,8 +55,8 @@ class LoRALinear(nn.Module):
 def with_adapters(base, *, rank, alpha, name="", seed=0):
     """Returns a policy that shares every weight with `base`, now frozen, and adds adapters.
 
-    All linear layers get one, except the head, experts and routers. name: where the base was loaded
-    from, for adapter_config.json.
+    All linear layers get an adapter, except the head, experts and routers. name: where the base was
+    loaded from, for adapter_config.json.
     """
     generator = torch.Generator().manual_seed(seed)
     base.requires_grad_(False)
@@ -75,7 +75,7 @@ def with_adapters(base, *, rank, alpha, name="", seed=0):
 
 
 class AdaptersOff:
-    """The base of a sharded policy, as a reference: with FSDP, a separate base would be a copy."""
+    """The reference of a sharded policy: its own base, since FSDP would copy a separate base."""
 
     def __init__(self, policy):
         self.policy = policy
@@ -95,7 +95,7 @@ def adapters(model):
 
 
 def merged_state(model):
-    """Returns the state dict of a plain model that computes the same."""
+    """Returns the state dict of the equivalent model without adapters."""
     layers = adapters(model)
     merged = {f"{name}.weight": layer.merged() for name, layer in layers.items()}
     dtype = next((layer.weight.dtype for layer in layers.values()), None)
@@ -109,6 +109,6 @@ def base_state(model):
 
 
 def adapter_state(model):
-    """Returns only the adapters, by PEFT's names; the tensors are the model's own."""
+    """Returns only the adapters' tensors, by PEFT's names and without copying them."""
     return {f"base_model.model.{name}.{part}.weight": getattr(layer, part).detach()
             for name, layer in adapters(model).items() for part in ("lora_A", "lora_B")}

@@ -39,7 +39,7 @@ class MiniMindConfig:
     tie_word_embeddings: bool = True
     qk_norm: bool = True
     qkv_bias: bool = False
-    attention_bias: bool = False        # a bias in all four projections: some Llama, some Qwen3
+    attention_bias: bool = False        # a bias in all four projections, as in some Llama and Qwen3
     num_experts: int = 0                # 0: every layer has a dense feed-forward
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 176
@@ -86,7 +86,7 @@ def rotary_frequencies(config, device=None):
 def rotary_tables(positions, frequencies):
     """Returns cos and sin of position * frequency for positions (...): (..., 1, d), float32.
 
-    The d/2 angles are repeated to fill d. In sin the first half is negated: see rotate.
+    The d/2 angles are repeated to fill d. In sin, the first half is negated, as `rotate` needs it.
     """
     angles = positions[..., None, None].float() * frequencies                   # (..., 1, d/2)
     cos, sin = angles.cos(), angles.sin()
@@ -118,7 +118,7 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Averages, for each token and in H heads, the values of the tokens that it can see."""
+    """In each of H heads, averages for each token the values of the tokens that it can see."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -134,8 +134,8 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x, rotary, mask=None, cache=None, attend=None):
-        """x (N, T, D) -> (N, T, D); mask (N, 1, T, S), None: causal."""
-        # Queries (..., H, d), keys and values (..., K, d); then queries and keys get positions.
+        """x (N, T, D) -> (N, T, D); mask (N, 1, T, S), or None for causal attention."""
+        # Queries are (..., H, d), keys and values (..., K, d). Queries and keys then get positions.
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -218,7 +218,7 @@ class Decoder(nn.Module):
         causal = attention_mask is None and past == 0       # without padding, no mask is needed
         if attention_mask is None:
             attention_mask = input_ids.new_ones(N, past + T)
-        positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past:]      # padding has none
+        positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past:]      # padding needs none
         rotary = rotary_tables(positions, rotary_frequencies(self.config, input_ids.device))
         mask = None if causal else visible(attention_mask, T)
         return self.read(input_ids, rotary, mask, cache)
@@ -236,7 +236,7 @@ class Decoder(nn.Module):
 
 
 def visible(attention_mask, T):
-    """Which of S tokens each of the last T sees, (N, 1, T, S) bool: real and not after itself."""
+    """Returns which of S tokens each of the last T sees: real ones up to itself, (N, 1, T, S)."""
     S, device = attention_mask.shape[1], attention_mask.device
     row, column = torch.arange(S - T, S, device=device)[:, None], torch.arange(S, device=device)
     # A padding token sees itself, because a softmax over nothing is NaN, and NaNs spread.
@@ -253,18 +253,18 @@ class Head(nn.Linear):
         device = hidden.device.type
         if not torch.is_autocast_enabled(device):
             return super().forward(hidden)
-        bias = None if self.bias is None else self.bias.float()     # Phi and GPT-J have one
+        bias = None if self.bias is None else self.bias.float()     # Phi and GPT-J have a bias
         with torch.autocast(device, enabled=False):
             return F.linear(hidden.float(), self.weight.float(), bias)
 
 
 class MiniMindForCausalLM(nn.Module):
-    new_cache = KVCache     # what a sampler fills; AnyModel has its own
+    new_cache = KVCache     # a sampler fills it; AnyModel has a cache of its own
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.generation_config = {}     # kept for inference servers: read, and saved again
+        self.generation_config = {}     # for inference servers: read, and saved unchanged
         self.model = Decoder(config)
         self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.apply(self._init_weights)
@@ -282,6 +282,6 @@ class MiniMindForCausalLM(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, input_ids, attention_mask=None, *, logits_to_keep=0, cache=None):
-        """Returns logits (N, T, V), or of the last k = logits_to_keep: the head is expensive."""
+        """Returns logits (N, T, V), or only the last logits_to_keep, because the head is slow."""
         hidden = self.model(input_ids, attention_mask, cache)
         return self.lm_head(hidden[:, -logits_to_keep:])        # -0: all of them

@@ -9,12 +9,12 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
 
     prompt_ids, prompt_mask (B, P), padded on the left; eos_token_id an int or a list of ints.
     Returns completion_ids (N, R) and logps (N, R), N = B*G, R <= max_new_tokens; the G completions
-    of a prompt are adjacent. After a completion's EOS follow pad_token_id and log-probability 0.
-    logps are float32 and those of the distribution that is sampled, softmax(logits / temperature).
+    of a prompt are adjacent. After its EOS, a row holds pad_token_id and log-probability 0. logps
+    are float32, under the distribution that is sampled from, softmax(logits / temperature).
     With `greedy`, each token is the most likely one instead of a random one.
 
-    With a tool (reward/turns.py) some tokens are the tool's, with log-probability 0; then it also
-    returns which ones were drawn, (N, R) of 0 and 1.
+    With a tool (reward/turns.py), some tokens come from the tool and have log-probability 0. A
+    third tensor (N, R) is then also returned: 1 for tokens that were drawn, 0 for the tool's.
     """
     N, device = len(prompt_ids) * num_generations, prompt_ids.device
     eos_ids = prompt_ids.new_tensor(eos_token_id)
@@ -53,7 +53,7 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
 def next_token(logits, temperature, generator, greedy):
     """Returns one token per row and its log-probability, (n,) each, from logits (n, V).
 
-    It draws a uniform number u per row, and takes the first token at which the cumulative
+    It draws a uniform number u per row and returns the first token at which the cumulative
     distribution exceeds u. torch.multinomial would need V random numbers per row.
     """
     logps = (logits.float() / temperature).log_softmax(-1)                              # (n, V)
@@ -63,7 +63,7 @@ def next_token(logits, temperature, generator, greedy):
         cumulative = logps.exp().cumsum(-1)
         u = torch.rand(len(logps), 1, device=logps.device, generator=generator)
         tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).squeeze(1)
-        # NaN logits draw V, which is not a token. The step that would learn from it is skipped.
+        # With NaN logits the result is V, which is not a token. The trainer skips such a step.
         tokens = tokens.clamp(max=logps.shape[1] - 1)
     return tokens, logps.gather(-1, tokens[:, None]).squeeze(1)
 

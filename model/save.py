@@ -34,10 +34,10 @@ def save_pretrained(model, tokenizer, path):
 
 
 def save_tensors(state, path):
-    """Writes a safetensors file that other users of the machine, e.g. a server, can read, too."""
+    """Writes a safetensors file that other users of the machine, e.g. a server, can also read."""
     save_file({name: tensor.detach().contiguous().cpu() for name, tensor in state.items()}, path,
               metadata={"format": "pt"})
-    path.chmod(0o644)       # save_file makes it private; the folder's mode can still do that
+    path.chmod(0o644)       # save_file makes it private; a folder's mode can still hide it
 
 
 def write_json(content, path):

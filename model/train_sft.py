@@ -33,7 +33,7 @@ def read_chats(path):
     """Returns the chats of a jsonl file, {"conversations": [{"role", "content"}, ...]} per line.
 
     The field may also be called messages, as in OpenAI's files. A line may also have a prompt and
-    an answer, as PromptDataset reads them; then the answer is the reply.
+    an answer, in the forms that PromptDataset reads; the answer is then the reply.
     """
     chats = []
     for where, row in read_lines(path):
@@ -55,8 +55,8 @@ def read_chats(path):
 def encode(chats, tokenizer):
     """Returns a pair (ids, labels) for each chat: labels are -100 outside of assistant turns.
 
-    A reply begins where the chat template's prompt for it ends, and it ends with its EOS token, or
-    with its turn if the template ends turns without an EOS token.
+    A reply starts where the chat template's generation prompt ends. It ends with its EOS token, or
+    with the turn if the template ends turns without an EOS token.
     """
     render, examples = functools.partial(tokenizer.apply_chat_template, tokenize=False), []
     with explained("the chats", "the tokenizer's chat template rejects one of them",
@@ -82,15 +82,15 @@ def encode(chats, tokenizer):
 def find_replies(chat, text, render):
     """Returns the spans of a chat's text that the assistant writes, [(first character, end), ...].
 
-    These are its turns, without what a tool has written in them: the field `forced` of a turn lists
-    such spans of its content, [[first character, end], ...].
+    These are the assistant's turns without the parts that a tool wrote, which the field `forced` of
+    a turn lists as spans of its content, [[first character, end], ...].
     """
     spans = []
     for i, turn in enumerate(chat):
         if turn["role"] == "assistant":
             before, through = render(chat[:i], add_generation_prompt=True), render(chat[:i + 1])
             if text.startswith(before):
-                # Some templates write the last turn in another way; then its EOS token ends it.
+                # Some templates render the last turn differently; its EOS token then ends it.
                 end = len(through) if text.startswith(through) else len(text)
                 start, content = len(before), text.find(turn["content"], len(before))
                 if content < 0 and "forced" in turn:
@@ -125,7 +125,7 @@ def loss_of(model, batch, num_tokens, device):
 
     In training, num_tokens is the average over batches, not this batch's count. Dividing by the
     batch's own count would give tokens in batches of short replies more weight, and the model would
-    write short replies more often than its training data does.
+    write short replies more often than they occur in its training data.
     """
     # No mask is needed: padding is on the right, where causal attention hides it from all tokens.
     ids = pad_sequence([torch.tensor(ids) for ids, _ in batch], True).to(device)    # (N, T)
@@ -144,7 +144,7 @@ def optimize(model, next_loss, *, steps, learning_rate, warmup_steps, progress=N
     """Takes `steps` AdamW steps, each on the loss that next_loss() returns.
 
     The learning rate rises linearly over warmup_steps, and follows a cosine down to 1% of its peak.
-    Every 100 steps and at the end, prints the mean loss since the last time, and progress().
+    Every 100 steps and at the end, prints the mean loss since the last print, and progress().
     """
     def factor(step):
         warmup = min(1, (step + 1) / warmup_steps) if warmup_steps else 1

@@ -1,8 +1,8 @@
 """Runs any causal model of transformers whose architecture model/model.py does not build.
 
-transformers' own class runs it; code that comes with the weights never does. Some of its classes
-don't keep the rows of a batch apart: they ignore padding, or keep a state whose rows can't be
-selected. So each model is tested when it is loaded, and may be refused.
+The model runs in transformers' own class; code that comes with the weights never runs. Some of
+these classes mix up the rows of a batch: they ignore padding, or keep a state whose rows can't be
+selected. So each model is tested when it is loaded, and refused if it fails.
 """
 import inspect
 from functools import partial
@@ -23,7 +23,7 @@ class Cache:
         self.past, self.length = None, 0
 
     def select(self, rows):
-        """Keeps these sequences, in this order: numbers of rows, or True for each that stays."""
+        """Keeps these sequences, in this order; rows are indices, or True for each that stays."""
         # batch_select_indices would fail for layers with a recurrent state.
         self.past.reorder_cache(rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows)
 
@@ -41,7 +41,7 @@ class AnyModel(nn.Module):
                        "without model/fast")
         self.known = set(inspect.signature(model.forward).parameters)
         for name in ("state_dict", "load_state_dict", "named_modules", "set_submodule"):
-            setattr(self, name, getattr(model, name))   # so that all names are transformers'
+            setattr(self, name, getattr(model, name))   # so all names are transformers'
         model.gradient_checkpointing = False        # a run's flag
 
     def forward(self, input_ids, attention_mask=None, *, logits_to_keep=0, cache=None):
@@ -71,7 +71,7 @@ class AnyModel(nn.Module):
 
 
 def load(path, config, lacking, *, dtype=None, matrix_dtype=None, device=None):
-    """Loads the model in a folder, with the options of load_pretrained; UserError if refused.
+    """Loads the model in a folder, with load_pretrained's options; UserError if it is refused.
 
     config: load.read_hub_config(path); lacking: load.unbuilt(config).
     """
@@ -86,7 +86,7 @@ def load(path, config, lacking, *, dtype=None, matrix_dtype=None, device=None):
         missing = sorted(info["missing_keys"])
         if missing:
             raise ValueError(f"{missing[0]} is missing, one of {len(missing)} such tensors")
-        theirs.generation_config = GenerationConfig()   # it refuses to save some that it loads
+        theirs.generation_config = GenerationConfig()   # because some load but can't be saved
         head = theirs.get_output_embeddings()
         if head.weight is not theirs.get_input_embeddings().weight:     # its config may be wrong
             theirs.config.tie_word_embeddings = False
@@ -99,7 +99,7 @@ def load(path, config, lacking, *, dtype=None, matrix_dtype=None, device=None):
 
 
 def wrapped(theirs, lacking):
-    """Returns the model as a tested AnyModel; ValueError if it does not keep rows apart."""
+    """Returns the model as a tested AnyModel; ValueError if it mixes up rows."""
     head = theirs.get_output_embeddings()
     if type(head) is nn.Linear:
         head.__class__ = Head                       # computes in float32 under autocast
@@ -110,7 +110,7 @@ def wrapped(theirs, lacking):
 
 @torch.no_grad()
 def check_rows(model):
-    """Raises a ValueError unless rows of a padded batch get the logits that each gets alone.
+    """Raises a ValueError unless each row of a padded batch gets the same logits as on its own.
 
     The batch is read at once, as in training, and in parts with a cache, as in sampling.
     """
@@ -135,7 +135,7 @@ def check_rows(model):
             rows = rows[stays]
         in_parts[rows, t] = model(ids[rows, t, None], mask[rows, :t + 1], cache=cache)[:, 0]
     error = torch.maximum((at_once[real] - alone).abs().max(), (in_parts[real] - alone).abs().max())
-    # Rounding leaves at least half of the binary digits, of which TF32 has 10.
+    # Rounding may change the lower half of the binary digits, of which TF32 has 10.
     digits, scale = torch.finfo(error.dtype).eps, alone.abs().max()
     if torch.get_float32_matmul_precision() != "highest":
         digits = max(digits, 2**-10)

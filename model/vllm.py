@@ -1,9 +1,9 @@
 """Samples with vLLM: --sampler vllm. docs/requirements-vllm.txt says what to install.
 
-Each rank has an engine, made in its own process at the first call. After the optimizer has changed
-the weights, the next call passes all of them to the engine. For a policy with adapters, it only
-passes these, since bfloat16 would round small updates of a merged matrix away. The optimizer has to
-tell, because AdamW's fused step does not increase a tensor's version.
+Each rank starts an engine in its own process at the first call. After the optimizer has changed the
+weights, the next call passes all of them to the engine. If the policy has adapters, only these are
+passed, because a merged bfloat16 matrix would round small updates away. A hook of the optimizer
+reports changes. Tensors' versions would not, because AdamW's fused step does not increase them.
 """
 import os
 import tempfile
@@ -25,8 +25,8 @@ RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512    # ranks of adapters that vLLM su
 class Engine:
     """Does what `sample` of model/sampler.py does, but greedy log-probs are those at temperature 1.
 
-    UserError if vLLM is missing or can't start. On a GPU it sleeps, which frees its memory, from
-    the phase after the rollout until it samples again.
+    Raises a UserError if vLLM is missing or can't start. On a GPU, the engine sleeps from the phase
+    after the rollout until it samples again, which frees its memory.
     """
 
     def __init__(self, world, args):
@@ -58,7 +58,7 @@ class Engine:
     def _start(self, model):
         world, args, lora = self.world, self.args, {}
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                       "VLLM_NO_USAGE_STATS": "1"}              # else vLLM sends usage data
+                       "VLLM_NO_USAGE_STATS": "1"}              # otherwise vLLM sends usage data
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")    # GiB
         if adapters(model):
@@ -90,12 +90,12 @@ class Engine:
 
     def _hand_over(self, model):
         if self.is_asleep:
-            # torch keeps the memory that the update needed, although it is free now.
+            # Frees the memory that torch still caches from the update.
             torch.cuda.empty_cache()
             self.llm.wake_up()
         if not self.has_base:
-            # The state includes a tied head, which a checkpoint would leave out, because on a CPU
-            # vLLM multiplies by a packed copy of the head, which has to be renewed.
+            # The state includes a tied head, although a checkpoint would leave it out: on a CPU,
+            # vLLM multiplies by a packed copy of the head, which has to be updated.
             state = base_state(model) if adapters(model) else merged_state(model)
             self.llm.collective_rpc(
                 "reload_weights", kwargs={"weights_iterator": list(state.items())})
@@ -107,14 +107,14 @@ class Engine:
 
     def _hand_over_adapter(self, model):
         from vllm.lora.request import LoRARequest
-        number = 1 + (self.adapter.lora_int_id if self.adapter else 0)      # a new one replaces it
+        number = 1 + (self.adapter.lora_int_id if self.adapter else 0)      # replaces the old one
         with tempfile.TemporaryDirectory() as folder:
             save_adapter(model, folder)
             self.adapter = LoRARequest(f"update {number}", number, folder)
             self.llm.llm_engine.add_lora(self.adapter)
 
     def _generate(self, prompts, options):
-        """Returns what vLLM does: the completions of each prompt, which is a list of ids."""
+        """Returns vLLM's outputs, the completions of each prompt. A prompt is a list of ids."""
         return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], options,
                                  use_tqdm=False, lora_request=self.adapter)
 
@@ -146,9 +146,9 @@ class Engine:
 
 @contextmanager
 def as_before(device):
-    """Restores what vLLM changes in torch: the number of threads, set_num_threads, the precision.
+    """Restores what vLLM changes in torch: thread count, set_num_threads and matmul precision.
 
-    Autocast is off within, because vLLM's weights are already cast.
+    Autocast is off inside the context, because vLLM's weights are already cast.
     """
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     precision = torch.get_float32_matmul_precision()
@@ -166,10 +166,10 @@ def logps_of(answer):
 
 
 def in_rounds(write, prompts, max_new_tokens, eos_ids, tool, like):
-    """Completions with a tool, a row for each prompt: (ids, log-probs, which tokens were drawn).
+    """Samples with a tool; returns (ids, log-probs, which tokens were drawn) for each prompt.
 
-    A round: vLLM writes each row up to the token that asks, the tool answers all rows that asked,
-    and its words are appended as ids. The next round continues from there.
+    In each round, vLLM samples each row up to the token that calls the tool, the tool answers all
+    rows that called it, and its answers are appended as ids. The next round continues from there.
     """
     rows, going = [([], [], []) for _ in prompts], list(range(len(prompts)))
     ahead = [[] for _ in prompts]       # per row, what vLLM has already written: (token, log-prob)

@@ -1,4 +1,4 @@
-import model  # noqa: F401 - first: it sets, before torch, how OpenMP's threads wait
+import model  # noqa: F401 - first, because it sets how OpenMP threads wait before torch loads
 
 from .functions import accuracy_reward
 from .load import load_reward_funcs

@@ -1,4 +1,4 @@
-"""Finds and compares answers: one grammar for gold answers and completions, boxed, tagged or bare.
+"""Finds and compares answers, boxed, tagged or bare; gold answers and completions are read alike.
 
     extract_answer(reply)       the text of its answer, "" if there is none
     read(text)                  what the text says: a number and its unit, or words
@@ -6,7 +6,7 @@
 
 A number is an exact numeral in any spelling: `1,234`, `.5`, `\\frac12`, `2 2/3`, `1e6`, `50%`.
 A text that has to be computed, such as `2^5`, `3-5` or `84/2`, is not a number. If the gold answer
-is a number, only a number can equal it; otherwise repeating the question would be a right answer.
+is a number, only a number can equal it; otherwise repeating the question would count as right.
 """
 import functools
 import re
@@ -23,7 +23,7 @@ BOX = re.compile(rf"\\f?box(?:ed)?\s*\{{({IN_BRACES})\}}|\\boxed\s*([^\s{{}}$]*[
 BESIDE = re.compile(r"(?:[\s$,;&]|\\q?quad|\\[()]|\\text\{\s*and\s*\}|and)*")     # between boxes
 LONGEST = 4000          # characters of an answer; longer ones are only compared as text
 
-# What counts as a number, after in_one_line.
+# What counts as a number in a text that in_one_line has rewritten.
 FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 TIMES_10 = re.compile(r"(?<=[\d.])\s*(?:\\times|\\cdot|[×·x*])\s*10\s*\^\s*(\{)?([-+]?\d+)(?(1)\})")
 DIGITS = r"(?: \d{1,3} (?:,\d{3})+ (?!\d) | \d{1,3} (?:\ \d{3})+ (?!\d) | \d+ )"
@@ -48,7 +48,7 @@ NUMBER = re.compile(rf"{NUMERAL} {UNIT}?", re.VERBOSE)
 # A number within a bare reply.
 IN_A_TEXT = re.compile(
     rf"(?<![\d.,]) (?![-+]\s) {NUMERAL} (?: \s? (?:{SIGN}|[元个]) )?", re.VERBOSE)
-# A number is part of something larger if one of these is next to it. Chinese has no blanks.
+# A number is part of something larger if one of these is next to it. Chinese text has no blanks.
 NOT_AFTER = re.compile(r"""(?: [^\W\u3400-\u9fff] | [)\]}] | [\w\\][(\[]        # x2, )2, f(2
     | [-_^/*+×÷·<>≤≥≠±|] [\ {]* | \\(?!text|math)[a-zA-Z]+ [\ {]*           # 5 - 2, \\sqrt{2
     | \d \s* (?: [,;:x] | \b(?:or|and|to)\b ) \s* | \b not \s* | 第 | 分之     # 1, 2
@@ -69,7 +69,7 @@ def extract_answer(reply):
 
     - the last answer block after the thinking, or the last box in it if it has one;
     - the last box after the thinking: \\boxed{...}, \\fbox{...} or \\boxed 2;
-    - in a reply without tags, the line after the last ####, else the last number.
+    - in a reply without tags, the line after the last ####, or else the last number.
     """
     block = answer_block(reply)
     in_box = boxed(after_thinking(reply) if block is None else block)
@@ -89,7 +89,7 @@ def answer_block(reply):
 
 
 def after_thinking(reply):
-    """Returns what follows the thinking: everything without any, "" if the thinking never ends."""
+    """Returns the text after the thinking: all of it if there is none, "" if it never ends."""
     thought, end, rest = reply.rpartition("</think>")
     return rest if end or "<think>" not in rest else ""
 
@@ -119,9 +119,9 @@ def last_number(text):
     return found[0]
 
 
-@functools.lru_cache(4096)      # the same gold answer comes once for each completion
+@functools.lru_cache(4096)      # all completions of a group have the same gold answer
 def read(text):
-    """Returns (number, unit, words): an exact Fraction or None, a unit or "", the bare text."""
+    """Returns (number, unit, words): an exact Fraction or None, a unit or "", and the bare text."""
     if len(text) > LONGEST:
         return None, "", text.strip()
     text = unwrapped(plain(text))
@@ -132,7 +132,7 @@ def read(text):
 
 
 def plain(text):
-    """Returns the text with ASCII digits, signs and blanks, without marks of LaTeX and Markdown."""
+    """Returns the text with ASCII digits, signs and blanks, without LaTeX and Markdown markup."""
     text = re.sub("([⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+)", r"^{\1}", text)
     text = re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])", " ", text)            # NFKC would turn 2½ into 21/2
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")
@@ -162,7 +162,7 @@ def unwrapped(text):
 
 
 def value_of(found):
-    """Returns the value of a NUMBER. None for `84/2`, which is whole: it may be the question."""
+    """Returns the value of a NUMBER; None if it is like `84/2`, which may be the question."""
     over, under, value, exponent = (
         Fraction(re.sub(r"[, ]", "", found[name] or "0"))
         for name in ("over", "under", "decimal", "exponent"))
@@ -192,7 +192,7 @@ def gold_text(gold):
 
 
 def kind_of(gold):
-    """Returns how a gold answer (or the first of a list) is compared: number, words, expression."""
+    """Returns how a gold answer (or the first of a list) compares: number, words or expression."""
     number, _, words = read(gold_text(gold[0] if isinstance(gold, list) else gold))
     if number is not None:
         return "number"
@@ -200,7 +200,7 @@ def kind_of(gold):
 
 
 def same_answer(given, gold):
-    """Whether two answers are the same: True, False, or both as expressions for math-verify."""
+    """Whether two answers are the same: True, False, or a pair of expressions for math-verify."""
     number, unit, words = read(gold_text(gold))
     given_number, given_unit, given_words = read(given)
     if number is not None:
@@ -212,5 +212,5 @@ def same_answer(given, gold):
     if pair[:1] == "(" and other[:1] == "\\" and other.endswith("\\}"):
         return False                # math-verify equates the pair (1, 2) with the set {1, 2}
     if pair[:1] == "(" and "," in other and other[0] not in "([\\":
-        sides[sides.index(other)] = f"({other})"        # and ignores the order of the list 1, 3
+        sides[sides.index(other)] = f"({other})"        # it also ignores the order of 1, 3
     return tuple(sides)

@@ -27,8 +27,8 @@ def above_others(groups):
 def above_second_best(groups):
     """A baseline for pass@k (arXiv 2503.19595), which scores a group by its best completion.
 
-    The best one's advantage is its lead over the second best, the score that the group would have
-    without it. The group's score doesn't depend on the others, so their advantage is 0.
+    The best completion's advantage is its lead over the second best, the group's score without it.
+    The group's score doesn't depend on the other completions, so their advantage is 0.
     """
     highest = groups.nan_to_num(-math.inf).topk(2, dim=1)
     is_best = torch.arange(groups.shape[1], device=groups.device) == highest.indices[:, :1]

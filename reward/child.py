@@ -1,9 +1,9 @@
-"""Runs scorers of other packages in a child process that ends itself when one takes too long.
+"""Runs scorers of other packages in a child process that ends itself if a scorer takes too long.
 
-math-verify and the scorers of reasoning-gym compute what a completion says, such as 9^{9^{9}}.
-Python then never releases its lock, so neither a thread nor an alarm can stop it. They therefore
-run in a child process: this file, started as a program, in which faulthandler has a timer in C that
-needs no lock. The child reads one question per line, as JSON, and writes one answer per line:
+math-verify and the scorers of reasoning-gym evaluate what a completion says, such as 9^{9^{9}}.
+Python then never releases its lock, so neither a thread nor an alarm can stop them. So they run in
+a child process: this file, started as a program, with the timer of faulthandler, which is written
+in C and needs no lock. The child reads a JSON question per line and writes a JSON answer per line:
 
     [seconds, package, *arguments]  ->  a number, true or false, or "missing"
 """
@@ -19,7 +19,7 @@ import sys
 from contextlib import suppress
 
 SECONDS = 2             # time limit for an answer, without imports
-MOST_LATE = 8           # late answers per step; after these no more questions are asked
+MOST_LATE = 8           # late answers per step, after which no more questions are asked
 AT_ONCE = 16            # questions in the pipe, since waiting for each one costs milliseconds
 LONGEST = 2000          # maximum characters of a question; longer ones are not asked
 MEMORY = 4 * 2**30      # limit on the child's address space, in bytes
@@ -31,10 +31,10 @@ class Child:
 
     def __init__(self):
         self.process, self.late, self.unanswered = None, 0, 0     # numbers of questions
-        self.given_up = self.cut_short = False      # by a signal; whether questions were left then
+        self.given_up = self.cut_short = False      # at a signal; whether questions were then left
 
     def ask(self, questions):
-        """Returns the answers: 0 for a late one, None for all after MOST_LATE late ones."""
+        """Returns the answers: 0 for a late one, None for all that follow MOST_LATE late ones."""
         answers = []
         while len(answers) < len(questions) and self.late < MOST_LATE and not self.given_up:
             answers += self.answers_to(questions[len(answers):len(answers) + AT_ONCE])
@@ -69,7 +69,7 @@ class Child:
         return answers
 
     def give_up(self):
-        """Leaves the current question and all later ones open, as a signal has stopped the run."""
+        """Leaves the current and all later questions unanswered, as a signal stopped the run."""
         self.given_up = True
         self.end()
 
@@ -84,7 +84,7 @@ CHILD = Child()         # one per process: all reward functions share it and its
 
 
 def math_verify(gold, given):
-    """Whether two LaTeX expressions are equal, or the second is the interval of the first."""
+    """Whether two LaTeX expressions are equal, or are a relation and the interval that it means."""
     from math_verify import parse, verify
     one, other = (parse(f"${text}$", parsing_timeout=None) for text in (gold, given))
     if not verify(one, other, timeout_seconds=None):
@@ -115,7 +115,7 @@ def main():
     with suppress(ImportError, ValueError, OSError):        # Windows has no such limit
         import resource
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    for line in sys.stdin:      # when it ends, this process ends
+    for line in sys.stdin:      # when stdin ends, this process ends
         seconds, package, *about = json.loads(line)
         try:
             importlib.import_module(package)        # before the timer starts

@@ -3,10 +3,10 @@
     f(prompts: list[str], completions: list[str], **columns) -> list[float | None]
 
 `columns` holds the dataset's other fields (`answer`, ...), `messages` (the chat before each
-completion), `completion_ids`, and `own_words` and `own_ids`, which leave out a tool's words. Rules
-score `own_words`, because the policy should not be rewarded for a tool's words. They have no
-options, since a column of the same name would set them. None means that the reward does not apply.
-If the chat template opens `<think>`, completions begin with it.
+completion), `completion_ids`, and `own_words` and `own_ids`, which leave out a tool's words. Most
+rules read only these two, so that a tool's words earn nothing; overlong, reasoning_gym and rm read
+the whole completion. Rules have no options, since a column of the same name would set them. None
+means that the reward does not apply. If the template opens `<think>`, completions begin with it.
 """
 from .answers import TAGS, extract_answer, gold_text, read, same_answer
 from .child import CHILD, LONGEST
@@ -18,8 +18,8 @@ def accuracy_reward(prompts, completions, answer=None, own_words=None, **columns
     """1 if the answer in a completion equals the gold answer in the column `answer`, else 0.
 
     The whole completion may also be the answer, and `answer` may be a list of right answers.
-    reward/answers.py compares them, and leaves expressions to math-verify (reward/child.py). None
-    without a gold answer, and after math-verify was late too often in this step.
+    reward/answers.py compares the two, and leaves expressions to math-verify (reward/child.py). The
+    reward is None without a gold answer, or if math-verify was late too often in this step.
     """
     rewards, questions, rows = [], [], []
     for reply, gold in zip(own_words or completions, answer or [None] * len(completions)):
@@ -73,10 +73,10 @@ def repetition_reward(prompts, completions, completion_ids, own_ids=None, **colu
 
 
 def reasoning_gym_reward(prompts, completions, answer, metadata, **columns):
-    """The score of the extracted answer, 0 to 1, by the task's own scorer in reasoning-gym.
+    """The score, 0 to 1, that the task's own scorer in reasoning-gym gives the extracted answer.
 
     It is also 1 if the whole completion scores 1. Lower scores of the whole completion don't count,
-    because many scorers give part of the score to any text that contains the answer.
+    because many scorers give partial credit to any text that contains the answer.
     """
     rows = [row for row, gold in enumerate(answer) if gold is not None and metadata[row]]
     questions = [("reasoning_gym", text, answer[row], metadata[row]) for row in rows

@@ -1,7 +1,7 @@
 """InternLM2's reward models (internlm2-1_8b-reward and larger), loaded without their remote code.
 
 The network is Llama with other tensor names, and the query, key and value matrices of each group of
-heads are fused into one. It was trained to give its score at a special token, <|reward|>, at the
+heads are fused into one. It was trained to output its score at a special token, <|reward|>, at the
 end of the chat:
 
     <s><|im_start|>user\\n...<|im_end|>\\n<|im_start|>assistant\\n...<|im_end|>\\n<|reward|>
@@ -24,7 +24,7 @@ SPECIAL = {"<s>": 1, "<|im_end|>": 92542, "<|im_start|>": 92543, "<|reward|>": 9
 
 
 def internlm2_config(saved):
-    """Turns a parsed config.json into a MiniMindConfig; ValueError for what our Decoder lacks."""
+    """Turns a parsed config.json into a MiniMindConfig; ValueError if our Decoder can't run it."""
     rope, heads = saved.get("rope_scaling") or {}, saved["num_attention_heads"]
     # Dynamic scaling has no effect within the length that the model was trained on.
     if rope.get("type", rope.get("rope_type", "dynamic")) not in ("dynamic", "default"):
@@ -64,9 +64,9 @@ def internlm2_state(tensors, config):
 class InternLM2Tokenizer:
     """Encodes chats. Text goes through sentencepiece; special tokens are inserted by their ids.
 
-    So a text that spells out a special token remains text.
+    If a text spells out a special token, it therefore remains text.
     """
-    added_tokens_decoder = {}       # for RewardModel: no text has to be kept from spelling tokens
+    added_tokens_decoder = {}       # so RewardModel doesn't have to remove tokens from texts
 
     def __init__(self, folder, saved):
         from sentencepiece import SentencePieceProcessor

@@ -63,7 +63,7 @@ def check(args, weights):
 
 
 def load_for_run(args, device, known):
-    """Returns the functions of training and those of evaluation; names must differ in each."""
+    """Returns the reward functions of training and of evaluation; each list has unique names."""
     funcs = load_reward_funcs(
         args.reward_funcs + args.eval_reward_funcs, known=known,
         reward_model_path=args.reward_model_path, device=args.reward_model_device or device,
@@ -75,7 +75,7 @@ def load_for_run(args, device, known):
 
 
 def apart(funcs, typed):
-    """Renames functions that share a name to what the user typed; UserError if some still do."""
+    """Renames functions that share a name to what was typed; UserError if any still share one."""
     taken = Counter(func.__name__ for func in funcs)
     for func, name in zip(funcs, typed):
         if taken[func.__name__] > 1 and ":" in name:
@@ -126,8 +126,8 @@ class RewardFunction:
     """Calls a reward function; returns a float for each completion, NaN if it has no score.
 
     Until a call has succeeded, any exception but a TimeoutError (a service may be slow to start)
-    ends the run with a UserError, usually after its traceback, because the function is probably
-    wrong. Later failures are counted by kind in `failed`; the first of each kind is a warning.
+    ends the run with a UserError, usually after a traceback, because the function is probably
+    wrong. Later failures are counted by kind in `failed`; the first of each kind prints a warning.
     """
 
     def __init__(self, function, name=""):
@@ -175,7 +175,7 @@ class RewardFunction:
         if value is None:
             return math.nan
         with suppress(Exception):
-            if not isinstance(value, str) and abs(float(value)) <= LARGEST:     # float reads "1"
+            if not isinstance(value, str) and abs(float(value)) <= LARGEST:     # "1" would pass
                 return float(value)
         self.fail("no number", f"returned {reprlib.repr(value)}, which is not a number up to "
                                f"{LARGEST:g}, so it counts as None")
@@ -194,7 +194,7 @@ class RewardFunction:
 def show(error):
     """Prints the traceback below the caller's own frame; returns whether there is any.
 
-    It may quote a completion, so it is made printable.
+    A traceback may quote a completion, so it is made printable.
     """
     frame = error.__traceback__.tb_next         # the first frame is the caller's
     if frame is not None:       # None: the call did not start, or its value was unusable
@@ -205,7 +205,7 @@ def show(error):
 
 def check_columns(who, function, columns, *before):
     """Raises a UserError if the function can't be called with these columns."""
-    try:        # follow_wrapped=False, as a decorator may supply what its function needs
+    try:        # follow_wrapped=False, because a decorator may supply its function's arguments
         inspect.signature(function, follow_wrapped=False).bind(*before, **columns)
     except ValueError:      # some functions written in C have no signature
         return

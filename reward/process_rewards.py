@@ -23,7 +23,7 @@ NOT_ARITHMETIC = re.compile(r"^\s*(?:\d+[.)]|[-*])\s+"          # bullets
 
 
 def process_advantages(step_rewards, step_ends, num_generations, mask, *, eps=1e-4):
-    """Returns token advantages (N, R): normalized rewards of all steps that end at or after it.
+    """Returns token advantages (N, R), sums of normalized rewards of steps that end at t or later.
 
         A_t = sum over the completion's steps k with end_k >= t of (r_k - mean) / (std + eps)
 
@@ -48,9 +48,9 @@ def process_advantages(step_rewards, step_ends, num_generations, mask, *, eps=1e
 def judge_steps(completions, completion_ids, tokenizer, eos_ids, outcomes):
     """Returns the rewards of each completion's steps, and the index of each step's last token.
 
-    Both are lists of lists. A line with equations is a step, whose reward is 1 if all of them hold
-    (1=1 does, too), otherwise 0. The last step ends at the last token, and its reward is the
-    outcome, which should be on the same scale. If the outcome is NaN, there are no steps.
+    Both are lists of lists. A line with equations is a step, whose reward is 1 if all equations
+    hold, even a trivial 1=1, and otherwise 0. The last step ends at the last token, and its reward
+    is the outcome, which should be on the same scale. If the outcome is NaN, there are no steps.
     """
     rewards, ends = [], []
     for completion, ids, outcome in zip(completions, completion_ids, outcomes):
@@ -65,7 +65,7 @@ def judge_steps(completions, completion_ids, tokenizer, eos_ids, outcomes):
 
 
 def judge_lines(completion):
-    """Returns [(where the line ends in the completion, is it right)] for lines with equations."""
+    """Returns (its end in the completion, is it right) for each line that has equations."""
     judged, end = [], 0
     for line in completion.splitlines(keepends=True):
         end += len(line)
@@ -82,7 +82,7 @@ def holds(equation):
 
 
 def token_at(end, ids, tokenizer, eos_ids):
-    """Returns the index of the first token with which the text has at least `end` characters."""
+    """Returns the index of the first token at which the text has at least `end` characters."""
     return bisect_left(range(1, len(ids) + 1), end,
                        key=lambda k: len(decode(ids[:k], tokenizer, eos_ids)))
 

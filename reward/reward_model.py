@@ -33,9 +33,9 @@ def with_reply(messages, text):
 
 
 class RewardModel(nn.Module):
-    """A causal backbone with a head of one output, whose score is read at a chat's last token.
+    """A causal backbone and a one-output head. A chat's score is the output at its last token.
 
-    Without a `backbone` it uses the policy's Decoder, and its tensors have the names of
+    Without a `backbone`, the backbone is a Decoder like the policy's, and tensors have the names of
     Qwen3ForSequenceClassification.
     """
     centering = 0.01        # weight of the training penalty that keeps scores near 0
@@ -85,13 +85,13 @@ class RewardModel(nn.Module):
         """Returns a score for each chat, a list of {"role", "content"}.
 
         Only differences between completions of the same prompt are meaningful. Equal chats are
-        scored once, and our own network reads a prefix that chats of a batch share only once.
+        scored once, and within a batch our own network reads each shared prefix only once.
         max_tokens: per batch, padding included; by default small on a CPU, to fit into its cache.
         """
         on_cpu = self.score.weight.device.type == "cpu"
         max_tokens = max_tokens or (4096 if on_cpu else 16384)
         ids, scores = [tuple(chat) for chat in self.tokenize(chats)], {}
-        # Sorting puts chats with common prefixes next to each other, or else those of equal length.
+        # Sorting groups chats with common prefixes or, for other networks, of similar length.
         shares = self.shares_prefixes
         distinct = sorted(dict.fromkeys(ids), key=None if shares else len, reverse=not shares)
         while distinct:
@@ -107,10 +107,10 @@ class RewardModel(nn.Module):
         return self(input_ids).gather(1, last[:, None])[:, 0]
 
     def of_tree(self, ids):
-        """Returns the same, but reads a prefix that several chats share only once."""
+        """Returns the same, but reads each shared prefix only once."""
         input_ids, last = self.pad(ids)                                         # on the right
         T = input_ids.shape[1]
-        # The tree says what predicts a token, so each chat gets one more token, which is not read.
+        # read_tree finds the states that predict tokens, so each chat gets one more, unread token.
         mask = torch.arange(T + 1, device=last.device) < last[:, None] + 2
         hidden, predicts, _ = read_tree(self.model, F.pad(input_ids, (0, 1)), mask.int(), 1)
         row = predicts.gather(1, last[:, None].to(predicts.device))[:, 0].to(hidden.device)
@@ -130,9 +130,9 @@ class RewardModel(nn.Module):
 def load_reward_model(path, *, device="cpu"):
     """Loads the reward model in a folder, or with a hub id owner/name, ready to score.
 
-    It can be a one-label classifier of transformers, or one of InternLM2's reward models. It is
-    bfloat16 on CUDA, else float32. Code that comes with the weights never runs. A call from Python
-    may pass an object with get_scores, or a classifier with a name_or_path.
+    It can be a one-label classifier of transformers, or one of InternLM2's reward models. Weights
+    are bfloat16 on CUDA, otherwise float32. Code that comes with them never runs. From Python, you
+    may also pass an object with get_scores, or a classifier with a name_or_path.
     """
     given = GIVEN.get(path)
     if hasattr(given, "get_scores"):
@@ -195,7 +195,7 @@ def of_classifier(classifier, tokenizer):
 def reward_model_reward(model, *, reasoning=True, clip=3.0, answer_share=0.6):
     """Returns a reward function whose rewards are the reward model's scores, clipped.
 
-        reward = clip(score, -clip, clip)                 a clip of 0 means none
+        reward = clip(score, -clip, clip)                 with a clip of 0, the score itself
 
     With `reasoning`, if a completion has an answer block, the answer is also scored on its own, as
     if it were the whole completion:

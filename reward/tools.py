@@ -2,12 +2,12 @@
 
     f(histories: list[list[str]], **columns) -> list[str | None]
 
-that is called with one history for each completion that asks at this moment: the policy's texts and
-the tool's answers, in turn. f.stop is the text of the token that asks, and each history ends with
-it. If the tool returns a text, the policy reads it and continues. If it returns None, nothing is
-added, and if f.stop is an end token, the completion has ended. `columns` are `prompts`, the data's
-fields, and `seeds`, a number for each row: a tool that draws its random numbers from (seed, number
-of turns) repeats them when a run is resumed.
+that is called with one history for each completion that calls the tool at this moment: the policy's
+texts and the tool's answers, alternating. f.stop is the text of the token that calls the tool, and
+each history ends with it. If the tool returns a text, the policy reads it and continues. If it
+returns None, nothing is added, and if f.stop is an end token, the completion has ended. `columns`
+are `prompts`, the data's fields, and `seeds`, a number for each row: a tool that seeds its random
+numbers with (seed, number of turns) repeats them when a run is resumed.
 """
 import json
 import warnings
@@ -20,10 +20,10 @@ MOST_CHARACTERS = 4000      # per answer
 
 
 class Tool:
-    """Calls a tool. An exception, except a UserError, becomes its answer; new kinds are shown.
+    """Calls a tool. An exception other than a UserError becomes its answer; new kinds are shown.
 
-    stop_id: the token that asks; UserError if f.stop is not the text of one token. max_calls: how
-    often a completion may ask.
+    stop_id: the token that calls the tool; UserError if f.stop is not the text of one token.
+    max_calls: how often a completion may call it.
     """
 
     def __init__(self, function, tokenizer, max_calls):
@@ -38,7 +38,7 @@ class Tool:
         self.stop_id = ids[0]
 
     def __call__(self, histories, columns):
-        """Returns (answer, did the tool raise) for each history; after an error, asks each alone.
+        """Returns (answer, did the tool raise) for each history; after an error, one at a time.
 
         An answer longer than MOST_CHARACTERS loses its middle.
         """
@@ -63,7 +63,7 @@ class Tool:
             return None
         if not isinstance(answer, str):
             raise TypeError(f"an answer must be a text or None, not {answer!r}")
-        answer.encode()         # raises for half a character, which no token can represent
+        answer.encode()         # raises for an unpaired surrogate, which no token can represent
         return cut(answer, MOST_CHARACTERS)
 
     def warn(self, error):
@@ -84,9 +84,9 @@ def tool_calls(functions):
         {"name": "add", "arguments": {"a": 2, "b": 3}}
         </tool_call>
 
-    MiniMind-3 calls them in the same way. There may be several calls, after the thinking. All
-    results come back in one turn: text as it is, other values as JSON, and for a call that failed a
-    line that says why. The next reply begins like the first, with what the chat template writes.
+    MiniMind-3 uses the same format. A reply may have several calls, after its thinking. All results
+    come back in one turn: text unchanged, other values as JSON, and for a call that failed a line
+    with the reason. The next reply begins like the first, with what the chat template writes.
     """
     named = {function.__name__: function for function in functions}
 

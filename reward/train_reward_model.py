@@ -13,8 +13,8 @@ token from where the two diverge to where the shorter one ends. A mistake then l
 where it happens, not thirty tokens later.
 
 With --completions, the model is retrained on what a policy has learned to write, as in iterative
-GRPO: right completions of a run against wrong ones of the same prompt. The share --replay of each
-batch comes from --data, which the model was trained on before, so that it does not forget.
+GRPO: right completions of a run against wrong ones of the same prompt. So that the model does not
+forget what it has learned from --data, the share --replay of each batch still comes from there.
 """
 import json
 import random
@@ -111,8 +111,8 @@ def load_init(path):
 def with_bare_answers(pairs, rng, share=1 / 3):
     """Adds a second pair for a share of the reply pairs: one or both sides cut to the bare answer.
 
-    The reward also scores answers on their own, and a model that has never seen a bare answer gives
-    it random, large scores.
+    The reward function also scores answers on their own, and a model that has never seen a bare
+    answer gives such answers random, large scores.
     """
     def cut(chat):
         return with_reply(chat[:-1], extract_answer(chat[-1]["content"]))

@@ -1,8 +1,8 @@
 """Turns: a tool answers while a completion is being sampled, and the policy continues from there.
 
-So the policy didn't choose all tokens of its completion. It reads those of the tool, but is not
+Some tokens of a completion are therefore the tool's. The policy reads these tokens, but is not
 trained on them: in a Rollout, completion_mask includes them, and loss_mask doesn't. Everything else
-is GRPO as without a tool.
+is the same as in GRPO without a tool.
 """
 import torch
 
@@ -10,13 +10,13 @@ from model.load import decode
 
 
 class Turns:
-    """What a tool adds to N completions; passed to a sampler as `tool`.
+    """Adds a tool's answers to N completions; passed to a sampler as `tool`.
 
     tool: a Tool of tools.py. batch: from dataset/prompts.py, with G completions for each prompt,
-    which share its columns. rng draws a number for each completion, the tool's column `seeds`.
+    which share its columns. rng draws one number per completion, for the tool's column `seeds`.
 
     When a row draws the tool's stop token, the tool is called. Its answer is queued as tokens, and
-    the row takes these before it draws again. No text is encoded a second time.
+    the row takes these tokens before it draws again. No text is encoded a second time.
     """
 
     def __init__(self, tool, batch, G, rng):
@@ -28,15 +28,15 @@ class Turns:
         seeds = torch.randint(2**31, (count,), generator=rng, device=rng.device)
         self.columns["seeds"] = seeds.tolist()
         self.texts = [[] for _ in range(count)]     # per row: own words, answer, own words, ...
-        self.own = [[] for _ in range(count)]       # ids that the row has drawn since
-        self.queue = [[] for _ in range(count)]     # ids that the row has yet to read
+        self.own = [[] for _ in range(count)]       # ids drawn since the last answer
+        self.queue = [[] for _ in range(count)]     # ids of the answer, not yet read
         self.failures = [0] * count                 # number of answers that were errors
         self.lengths = [0] * count
         self.ended = [False] * count                # False: truncated at the length limit
         self.first, self.end = 0, 0                 # range of rows that are being sampled
 
     def begin(self, count):
-        """Begins with the next `count` rows, since a batch may be sampled in slices."""
+        """Moves on to the next `count` rows, because a batch may be sampled in several slices."""
         self.first, self.end = self.end, self.end + count
 
     def stops(self, place):
@@ -45,13 +45,13 @@ class Turns:
         return [self.tool.stop_id] if asks else []
 
     def waits(self, place):
-        """Whether this row of the slice still has words of the tool to read."""
+        """Whether this row of the slice has yet to read tokens of the tool."""
         return bool(self.queue[self.first + place])
 
     def take(self, places, tokens, alive):
-        """Takes newly drawn tokens, (n,); returns tokens, which were drawn, which rows continue.
+        """Takes drawn tokens (n,); returns tokens to append, which were drawn, which rows continue.
 
-        places (n,): the row of each, counted from the slice's first. alive (n,): not an EOS.
+        places (n,): each token's row within the slice. alive (n,): whether the token is not an EOS.
         """
         rows = [self.first + place for place in places.tolist()]
         ids, goes_on = tokens.tolist(), alive.tolist()
@@ -74,7 +74,7 @@ class Turns:
         for row, on in zip(rows, goes_on):
             self.ended[row] = not on
         for row, (answer, _) in zip(in_vain, self.answers_to(in_vain)[1]):
-            self.ended[row] = answer is None    # with an answer, it would continue: truncated
+            self.ended[row] = answer is None    # with an answer, it would go on: truncated
         return tokens.new_tensor(ids), tokens.new_tensor(is_drawn), alive.new_tensor(goes_on)
 
     def calls(self, row):
@@ -100,7 +100,7 @@ class Turns:
         return histories, self.tool(histories, columns) if rows else []
 
     def finished(self, eos_ids):
-        """Returns N lists of texts: own words and answers in turn, with own words at both ends."""
+        """Returns N lists of texts: own words, answer, own words, ..., ending with own words."""
         for texts, unread in zip(self.texts, self.queue):
             if unread:                  # the rest of an answer that did not fit
                 ids = self.tokenizer(texts[-1], add_special_tokens=False)["input_ids"]

@@ -6,7 +6,7 @@
     checkpoint.py     checkpoints, resuming, and the final weights
     metrics.py        the metrics of a step
     distributed.py    the processes that train one model, and how they communicate
-    fsdp.py           weights divided over these processes
+    fsdp.py           weights sharded across these processes
     signals.py        how a run ends before its last step
     minimind_flags.py MiniMind's flags
     report/           what a run prints, draws and writes

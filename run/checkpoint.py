@@ -1,7 +1,7 @@
 """The Saver saves and resumes a run, and keeps other runs out of its folder.
 
-A crash or a full disk, at any moment, leaves a whole checkpoint behind. A resumed run must read the
-same data and weights as before, which the Saver checks.
+After a crash or a full disk at any moment, a complete checkpoint remains. A resumed run must read
+the same data and weights as before; the Saver checks this.
 """
 import hashlib
 import json
@@ -34,8 +34,8 @@ from .fsdp import load_parts, part_of
 from .report.model_card import write_card
 from .signals import SIGNALS
 
-LAUNCHER = os.getppid()                     # torchrun, if that started the run
-NOT_OF_A_RUN = ("out_dir", "run_name", "resume", "id")   # these only say which run it is
+LAUNCHER = os.getppid()                     # torchrun, if it started the run
+NOT_OF_A_RUN = ("out_dir", "run_name", "resume", "id")   # these only identify the run
 PROGRAM = "train_grpo.py"
 ID = "the id in args.json"
 READ = ".json", ".jinja", ".txt", ".model"      # files of tokenizers and configurations
@@ -58,7 +58,7 @@ def check(args):
 
 
 def flags_of_run(args):
-    """Returns the flags with which the run that --resume continues was started."""
+    """Returns the flags with which the run to resume was started."""
     flags = read_json(Path(args.out_dir) / args.run_name / "args.json",
                       "--resume needs the --out_dir and --run_name of an earlier run")
     return {name: value for name, value in flags.items() if name not in NOT_OF_A_RUN}
@@ -73,7 +73,7 @@ class Saver:
     """
 
     def __init__(self, run_dir, world, args):
-        # An absolute path, because a reward function may change the current folder.
+        # An absolute path, because a reward function may change the working directory.
         self.run_dir, self.world, self.args = run_dir and Path(run_dir).absolute(), world, args
         self.writes = world.rank == 0 and run_dir is not None
         self.reads = {ID: uuid.uuid4().hex[:12]}
@@ -81,7 +81,7 @@ class Saver:
             return
         if not args.resume:
             self.run_dir = claim(self.run_dir, PROGRAM, args)
-        held = FileLock(self.run_dir / ".lock")     # unlocked if the process ends, too
+        held = FileLock(self.run_dir / ".lock")     # also unlocked if the process ends
         try:
             held.acquire(blocking=False)
         except Timeout:
@@ -90,10 +90,10 @@ class Saver:
         world.cleanup.callback(held.release)
 
     def resume(self, policy, optimizer, others, num_problems, prompts_per_step):
-        """Restores the checkpoint with --resume; returns (steps done, tokens sampled).
+        """With --resume, restores the checkpoint; returns (steps done, tokens sampled).
 
-        others: {name: what is saved in addition to the policy}. UserError if the run would not read
-        the same as before.
+        others: {name: what is saved in addition to the policy}. UserError if the run would read
+        other data or weights than before.
         """
         args, reads = self.args, {}
         if self.writes and not args.eval_only:
@@ -112,7 +112,7 @@ class Saver:
         return load_checkpoint(self.run_dir / "checkpoint", policy, optimizer, others, self.reads)
 
     def begin(self):
-        """Deletes what an earlier run has saved; called on rank 0 after a new run's first step."""
+        """Unless resumed, deletes an earlier run's files; called on rank 0 after the first step."""
         if not self.args.resume:
             for name in mark_of(self.run_dir).get("saved", ()):     # a user's own files stay
                 file = self.run_dir / name
@@ -126,10 +126,10 @@ class Saver:
                     json.dumps(args, indent=2, sort_keys=True, ensure_ascii=False))
 
     def is_due(self, step, last_step, signal):
-        """Returns, on every rank the same, whether to save, and the signal to stop (0: none)."""
+        """Returns whether to save, and the signal to stop (0: none); the same on all ranks."""
         if step == last_step:
             return True, 0
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER:    # it was killed
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER:    # torchrun died
             signal = SIGNALS[-1]
         signal = max(self.world.gather([signal]))
         return signal > 0 or step % int(self.args.save_interval) == 0, signal
@@ -145,12 +145,12 @@ class Saver:
             save_checkpoint(
                 self.run_dir / "checkpoint", policy, tokenizer, optimizer_state, others, self._swap,
                 step=step, num_tokens=num_tokens, reads=self.reads)
-        self.world.gather([step])           # the others wait until rank 0 has saved
+        self.world.gather([step])           # other ranks wait until rank 0 has saved
 
     def save_final(self, policy, tokenizer, defaults):
         """Writes final/, which load_pretrained, transformers and inference servers can load.
 
-        defaults: the flags of a run without any.
+        defaults: the flags of a run that is started without any flags.
         """
         if self.run_dir is None:
             return
@@ -164,7 +164,7 @@ class Saver:
                     save_adapter(policy, folder)
 
     def _put(self, new, path):
-        """Moves files into final/ or adapter/; other files there are the user's, and stay."""
+        """Moves files into final/ or adapter/; other files there are the user's and are kept."""
         names = files_in(new)
         for name in names:
             (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ class Saver:
         self._note(path, names)
 
     def _note(self, path, names):
-        """Lists these files in the folder's mark as a run's, which the next run may replace."""
+        """Marks these files in the folder as written by a run, so the next run may replace them."""
         mark = mark_of(self.run_dir)
         saved = {*mark.get("saved", ()), *(f"{path.name}/{name}" for name in names)}
         write_whole(self.run_dir / MARK, json.dumps(mark | {"saved": sorted(saved)}))
@@ -193,7 +193,7 @@ class Saver:
 
 
 def as_saved(args):
-    """Returns the flags for args.json, with absolute paths, since a resume may start elsewhere."""
+    """Returns the flags for args.json; absolute paths let a run be resumed from elsewhere."""
     flags = to_json(vars(args))
     for name, value in flags.items():
         if name.endswith("_path") and value and Path(value).exists():
@@ -202,14 +202,14 @@ def as_saved(args):
 
 
 def network(model):
-    """Returns the module whose names torch can look up: for an AnyModel, the model inside."""
+    """Returns the module in which torch can look up names: for an AnyModel, the model inside."""
     return model.model if isinstance(model, AnyModel) else model
 
 
 def what_is_read(args, num_problems, prompts_per_step):
-    """Returns {what: hash or number} of what the flags name, and of the order of the prompts.
+    """Returns {what: hash or number} for all that the flags name, and for the order of prompts.
 
-    The hash of weights is that of their tensors, not of files. SHA-1 takes 1 s for 1.5 GB.
+    Weights are hashed as tensors, not as files. SHA-1 takes 1 s for 1.5 GB.
     """
     found = {"--seed": args.seed, "--shuffle": args.shuffle,
              "the prompts of a step, over all ranks": prompts_per_step,
@@ -222,7 +222,7 @@ def what_is_read(args, num_problems, prompts_per_step):
 
 
 def parts_of(given):
-    """Returns [(part, hash)] of a tokenizer, a model or rows."""
+    """Returns [(part, hash)] for a tokenizer, a model or rows."""
     if hasattr(given, "state_dict"):
         return [("the weights", hash_of(given.state_dict()))]
     if hasattr(given, "get_vocab"):
@@ -241,7 +241,7 @@ def hash_of(weights):
 
 
 def contents(path):
-    """Yields (part, hash) of a file, or of the weights and the small files in a folder."""
+    """Yields (part, hash) for a file, or for the weights and the small files in a folder."""
     inside = {file.name: file for file in path.glob("[!.]*")
               if file.suffix in READ and not file.name.endswith(".index.json")}
     for name, file in ({"the file": path} if path.is_file() else inside).items():
@@ -259,7 +259,7 @@ def files_in(folder):
 
 
 def swap(new, path):
-    """Replaces a folder by another; a crash between the two renames leaves the former as .old."""
+    """Replaces a folder by a new one; a crash between the two renames leaves the former as .old."""
     old = path.with_suffix(".old")
     if path.exists():
         delete(old)
@@ -277,8 +277,8 @@ def delete(path):
 def save_checkpoint(folder, model, tokenizer, optimizer_state, others=None, put=swap, **progress):
     """Writes what a resume needs: weights, tokenizer, optimizer, progress (step, num_tokens).
 
-    For a model with adapters, only these, since the base never changes. others: {name: what else
-    changes, a model or a dict of numbers}.
+    For a model with adapters, only the adapters are saved, since the base never changes. others:
+    {name: anything else that changes, a model or a dict of numbers}.
     """
     moved = {name: other if isinstance(other, dict) else other.state_dict()
              for name, other in (others or {}).items()}
@@ -294,7 +294,7 @@ def load_checkpoint(folder, model, optimizer, others=None, reads=None):
     """Restores weights, optimizer and others in place; returns (steps done, tokens sampled).
 
     Saved tensors are whole; each rank of a sharded model takes its part. UserError if the run that
-    saved them did not read the same as `reads`.
+    saved them read other data or weights than `reads` says.
     """
     if not folder.exists():     # after a crash between the two renames in swap
         folder = folder.with_suffix(".old")
@@ -325,24 +325,24 @@ def load_checkpoint(folder, model, optimizer, others=None, reads=None):
 
 
 def moments_of(model, optimizer):
-    """Returns AdamW's state as whole tensors by the weights' names; every rank must call it."""
+    """Returns AdamW's state as whole tensors, by parameter name; every rank must call this."""
     from torch.distributed.checkpoint import state_dict  # slow to import
     whole = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     return state_dict.get_optimizer_state_dict(network(model), optimizer, options=whole)
 
 
 def load_moments(model, optimizer, saved):
-    """Loads AdamW's moments; options, such as the weight decay, remain those of the flags."""
+    """Loads AdamW's moments; options such as the weight decay are still set by the flags."""
     from torch.distributed.checkpoint import state_dict
     whole = state_dict.StateDictOptions(full_state_dict=True)
-    if 0 in saved["state"]:         # earlier versions saved weights by number, as optimizers do
+    if 0 in saved["state"]:         # earlier versions keyed moments by number, as optimizers do
         names = [name for name, _ in network(model).named_parameters()]
         saved = {"state": {names[i]: moments for i, moments in saved["state"].items()},
                  "param_groups": [saved["param_groups"][0] | {"params": names}]}
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     state_dict.set_optimizer_state_dict(network(model), optimizer, saved, options=whole)
     optimizer.param_groups[0].update(options)
-    for weight, moments in optimizer.state.items():     # the fused step does not check them
+    for weight, moments in optimizer.state.items():     # the fused step doesn't check shapes
         for name in ("exp_avg", "exp_avg_sq"):
             shape, stride, dtype = moments[name].shape, moments[name].stride(), moments[name].dtype
             if (shape, stride, dtype) != (weight.shape, weight.stride(), weight.dtype):
@@ -361,7 +361,7 @@ def load_adapter(model, path):
 def written_whole(path, put=swap):
     """Yields a new folder to write into, and then calls put(new, path).
 
-    A crash or a full disk before that leaves `path` as it was. UserError if writing fails.
+    A crash or a full disk before `put` leaves `path` as it was. UserError if writing fails.
     """
     new = path.with_suffix(".new")
     try:
@@ -370,7 +370,7 @@ def written_whole(path, put=swap):
         yield new
         put(new, path)
         delete(new)
-    # If the disk is full, torch.save raises a RuntimeError without a reason.
+    # If the disk is full, torch.save raises a RuntimeError that gives no reason.
     except (OSError, SafetensorError, RuntimeError) as error:
         shutil.rmtree(new, ignore_errors=True)
         free = shutil.disk_usage(path.parent).free / 1e6

@@ -15,7 +15,7 @@ from model.sampler import rng_of
 
 from .fsdp import is_sharded, whole
 
-GROUPS = itertools.count()      # a second group must not find what the first left in the store
+GROUPS = itertools.count()      # a second group must not find the first group's data in the store
 
 
 def add_flags(parser):
@@ -38,20 +38,20 @@ class World:
         self.rank = int(os.environ.get("RANK", 0))          # torchrun sets both
         self.size = int(os.environ.get("WORLD_SIZE", 1))
         self.device, self.seed = choose_device(device, self.size), seed
-        self.cleanup = ExitStack()     # cleanup.callback(f) calls f when the run ends in any way
-        self.joined = False            # whether it joined a group of processes, to leave later
+        self.cleanup = ExitStack()     # cleanup.callback(f) calls f however the run ends
+        self.joined = False            # whether it joined a process group that it must leave
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             if torch.cuda.is_initialized():         # by a caller
                 self.cleanup.callback(torch.cuda.set_device, torch.cuda.current_device())
-            torch.cuda.set_device(self.device)      # the device that "cuda" means from now on
+            torch.cuda.set_device(self.device)      # from now on, "cuda" means this device
             if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
                 # Shapes change all the time; expandable segments avoid fragmentation.
                 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
             self.cleanup.callback(
                 torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
-            # cuDNN's attention makes a plan for each new shape, and shapes change all the time.
+            # cuDNN's attention is slow here: it makes a plan for each new shape, and shapes vary.
             self.cleanup.callback(
                 torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
             torch.backends.cuda.enable_cudnn_sdp(False)
@@ -64,11 +64,11 @@ class World:
     def join(cls, args):
         """Joins the processes that torchrun started, if any, each with a device of its own."""
         world = cls(args.device, args.dtype, args.seed)
-        args.shard = int(args.shard and world.size > 1)     # one process has nothing to divide
-        world.joined = world.size > 1 and not dist.is_initialized()     # else the caller did it
+        args.shard = int(args.shard and world.size > 1)     # one process has nothing to shard
+        world.joined = world.size > 1 and not dist.is_initialized()     # else the caller has joined
         if world.joined:
             on_cuda = world.device.type == "cuda"
-            # Ranks may wait for slow rewards of another one, and NCCL's default is 10 minutes.
+            # Ranks may wait for another rank's slow rewards; NCCL's default timeout is 10 minutes.
             store, rank, size = next(dist.rendezvous("env://"))
             dist.init_process_group(
                 "nccl" if on_cuda else "gloo", timeout=timedelta(minutes=30), rank=rank,
@@ -77,11 +77,11 @@ class World:
         return world
 
     def autocast(self):
-        """Returns a context in which matrix products have --dtype.
+        """Returns a context in which matmuls run in --dtype.
 
         Weights and log-softmax stay float32.
         """
-        # A cache would keep a copy of every weight, although a forward pass reads each one once.
+        # A cache would keep a copy of every weight, although a forward pass uses each one once.
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False,
                               enabled=self.matrix_dtype == torch.bfloat16)
 
@@ -95,20 +95,20 @@ class World:
     def sum_gradients(self, model):
         """Adds up the gradients of all ranks.
 
-        It is a sum, not a mean, because each rank's loss is its share of the step's loss.
+        Gradients are summed, not averaged, since each rank's loss is its share of the step's loss.
         """
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:
-                # This rank had no rows to train on, but the all_reduce needs every rank. And with a
-                # gradient of 0 instead of None, AdamW takes the same step with shards as without.
+                # This rank had no rows to train on, but the all_reduce needs every rank. Also, with
+                # a gradient of 0 instead of None, AdamW takes the same step, sharded or not.
                 parameter.grad = torch.zeros_like(parameter)
-            if self.size > 1 and not is_sharded(parameter):     # else FSDP has added them up
+            if self.size > 1 and not is_sharded(parameter):     # else FSDP has summed them
                 dist.all_reduce(parameter.grad)
 
     def clip_gradients(self, model, max_norm):
-        """Scales the gradient down to `max_norm` if its norm is larger; returns the old norm."""
+        """Scales the gradient so that its norm is at most `max_norm`; returns the original norm."""
         return whole(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
 
     def gather(self, rows):
@@ -119,7 +119,7 @@ class World:
         return [row for rows in lists for row in rows]
 
     def rng(self, step, *, evaluating=False):
-        """Returns the generator of this rank at a step; evaluations have different ones."""
+        """Returns this rank's random generator for a step; evaluations get another generator."""
         return rng_of(self.seed, int(evaluating), step, self.rank, device=self.device)
 
     def check_same_flags(self, args):
@@ -141,7 +141,7 @@ class World:
             self.joined = False
             if dist.is_initialized():       # vLLM destroys all groups when it ends
                 dist.destroy_process_group()
-            # After a sharded run DTensor's caches keep Gloo's threads alive. If Python ends while
-            # one frees a tensor, the process aborts (pytorch issue 190489), so let them finish.
+            # After a sharded run DTensor's caches keep Gloo's threads alive. If Python exits while
+            # one frees a tensor, the process aborts (pytorch issue 190489), so let all finish.
             if self.device.type == "cpu":
                 time.sleep(0.3)

@@ -22,7 +22,7 @@ def add_flags(parser):
 
 
 def measure(args, problems):
-    """Describes what an evaluation measures; only equal descriptions have comparable numbers."""
+    """Describes what an evaluation measures; only evaluations described alike are comparable."""
     asked = args.temperature, args.max_gen_len, args.reasoning, args.system_prompt, args.tool
     content = json.dumps([asked, problems], sort_keys=True).encode()
     rewards = " + ".join(sorted(args.eval_reward_funcs))
@@ -33,21 +33,21 @@ def evaluate(state, problems, collate, step):
     """Measures held-out accuracy over all ranks: the mean of k samples, pass@k, and greedy.
 
     A completion is right if its evaluation rewards add up to at least 1. Problems with an unscored
-    completion are left out; eval/judged is the share of the others. Returns metrics, and the greedy
-    rollout that contains the first problem, as an example to print.
+    completion are left out; eval/judged is the share of problems that remain. Returns metrics, and
+    the greedy rollout with the first problem, as an example to print.
     """
     args, world = state.args, state.world
     rng, weights = world.rng(step, evaluating=True), [1.0] * len(state.eval_funcs)
     k, found = args.num_generations_eval, defaultdict(list)     # metric -> a number per problem
-    # Sharded ranks must sample equally often, so a rank with one problem less than others answers
-    # an extra one, which isn't counted.
+    # With --shard, all ranks must sample equally often, so a rank with one problem fewer than
+    # others answers an extra problem, which isn't counted.
     mine, share = problems[world.rank::world.size], -(-len(problems) // world.size)
     answered = mine + problems[:share - len(mine)]
-    # As many completions as in a rollout fit into memory; a small model can take more.
+    # A rollout's number of completions fits in memory; for a small model, more fit.
     at_once = max(1, args.batch_size * args.num_generations // k)
     if sum(weight.numel() for weight in state.policy.model.parameters()) < 10**7:
         at_once = 256
-    # None shows the bar only in a terminal. In a log file it would remain before the next line.
+    # None shows the bar only in a terminal; in a log file, it would precede the next line.
     for start in tqdm(range(0, share, at_once), desc="evaluation", leave=False, dynamic_ncols=True,
                       disable=True if world.rank > 0 else None):
         batch = collate(answered[start:start + at_once])

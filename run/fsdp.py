@@ -1,10 +1,10 @@
 """Divides weights, gradients and moments over the ranks: --shard 1 (ZeRO-3, arXiv 1910.02054).
 
 Each of n ranks keeps 1/n of every weight, and AdamW updates that part. For a forward or backward
-pass PyTorch's FSDP gathers one layer at a time, in the dtype of the matrix products, and frees it
-again; gradients are added up and scattered. So all ranks must make the same number of passes.
-Sampling would have to gather all layers for every single token, so it uses a copy of the whole
-model instead, which exists only during the rollout.
+pass, PyTorch's FSDP gathers one layer at a time, in the dtype of matmuls, and then frees it;
+gradients are summed and scattered. All ranks take part in this, so they must run the same number of
+passes. Sampling would have to gather all layers for every single token, so it uses a copy of the
+whole model instead, which exists only during the rollout.
 """
 import copy
 import functools
@@ -21,7 +21,7 @@ def shard(model, world, dtype, path):
     """Divides the model over the ranks, in place, and moves each part to its rank's device.
 
     If the weights are on the meta device, each rank reads its part of them from `path`. dtype: the
-    dtype in which layers are gathered; embedding, head and last norm keep theirs.
+    dtype in which layers are gathered; embedding, head and last norm keep their own.
     """
     if not isinstance(model, nn.Module):    # there is no reference, or it is lora.AdaptersOff
         return
@@ -37,23 +37,23 @@ def shard(model, world, dtype, path):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(
             param_dtype=None if module is inside else dtype, reduce_dtype=torch.float32,
             cast_forward_inputs=False))
-        # Gradients are summed, since each rank's loss is a share of the step's; Gloo can't average.
+        # Gradients are summed: each rank's loss is a share of the step's loss. Gloo can't average.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     _, state = read_state(local_path(path))
     for name, weight in list(model.named_parameters()):
-        if weight.is_meta:                      # one by one, because each needs memory meanwhile
+        if weight.is_meta:                      # one by one, to hold one whole weight at a time
             part = part_of(state[name.replace(".base.", ".")], weight).to(weight.dtype)
             model.load_state_dict({name: part}, assign=True, strict=False)
     model.tie_weights()
     model.whole = functools.partial(whole_model, model, blank)
-    # FSDP gathers what `run` reads, so every rank takes part. model.run = inside would make
+    # FSDP gathers the weights for `run`, so every rank must call it. model.run = inside would make
     # `inside`, which holds the model, a submodule of the model.
     object.__setattr__(model, "run", inside)
 
 
 class Inside(nn.Module):
-    """Calls a function of a model, for which FSDP has gathered all weights outside of layers."""
+    """Calls a function with a model whose weights outside of layers FSDP has gathered."""
 
     def __init__(self, model):
         super().__init__()
@@ -71,24 +71,24 @@ def is_sharded(tensor):
 
 
 def whole(tensor):
-    """Puts all parts of a sharded tensor together; every rank must call it."""
+    """Returns a sharded tensor as a whole tensor; every rank must call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def part_of(tensor, like):
-    """Returns this rank's part of a whole tensor if `like` is sharded."""
+    """Returns this rank's part of a whole tensor if `like` is sharded, else the tensor."""
     if not is_sharded(like):
         return tensor
     from torch.distributed.tensor import distribute_tensor
     return distribute_tensor(tensor, like.device_mesh, like.placements,
-                             src_data_rank=None)        # no broadcast: each rank has the whole
+                             src_data_rank=None)        # no broadcast: each rank has the tensor
 
 
 @torch.no_grad()
 def whole_model(model, blank, *, dtype=None, device=None, keep=True):
-    """Copies a sharded model into a whole one, on ranks with `keep`; every rank must call it.
+    """Copies a sharded model into a whole one, on ranks with `keep`; every rank must call this.
 
-    dtype: that of the layers' weights; None keeps theirs.
+    dtype: the dtype of the layers' weights in the copy; None keeps their dtype.
     """
     weights = {}
     for name, weight in model.named_parameters():
@@ -96,7 +96,7 @@ def whole_model(model, blank, *, dtype=None, device=None, keep=True):
         if keep:
             weights[name] = weight.to(device)
     copied = copy.deepcopy(blank)
-    copied.load_state_dict(weights, assign=True, strict=False)      # a tied head has one name
+    copied.load_state_dict(weights, assign=True, strict=False)      # a tied head is listed once
     copied.tie_weights()
     return copied
 

@@ -12,17 +12,17 @@ import torch
 from dataset.jsonl import is_finite
 from model.load import decode
 
-MOST_CHARACTERS = 2000      # of a column in completions.jsonl, where every row repeats it
+MOST_CHARACTERS = 2000      # per column of completions.jsonl, where every row repeats it
 
 
 def rollout_metrics(rows, num_generations, failures=()):
-    """Returns the metrics that follow from a step's completions and their rewards.
+    """Returns the metrics of a step's completions and of their rewards.
 
-    rows: describe()'s rows of the completions of all ranks, the completions of a group adjacent.
-    A completion that no reward function scored has reward NaN and is left out of the reward
+    rows: what describe() returned on all ranks, with the completions of a group adjacent. A
+    completion that no reward function scored has reward NaN and is left out of the reward
     statistics. Standard deviations are sample standard deviations (n-1).
 
-    failures, of all ranks: (reward function, how often it has failed, what failed now or None).
+    failures, of all ranks: (reward function, failures so far, reason of the newest or None).
     """
     rewards = [row["reward"] for row in rows]
     groups = [rewards[i:i + num_generations] for i in range(0, len(rewards), num_generations)]
@@ -57,14 +57,14 @@ def rollout_metrics(rows, num_generations, failures=()):
 
 
 def mean_and_std(values):
-    """Mean and sample std, ignoring NaNs. NaN for the mean of no values, or the std of one."""
+    """Returns mean and sample std of the values that aren't NaN; NaN if there are too few."""
     values = np.array([value for value in values if not math.isnan(value)])
     return (values.mean() if len(values) else math.nan,
             values.std(ddof=1) if len(values) > 1 else math.nan)
 
 
 class Clock:
-    """Measures the seconds of each phase: clock(name) ends one and starts another; None just ends.
+    """Measures seconds per phase: clock(name) ends a phase and starts the next; None only ends one.
 
     listeners are called with the name of each new phase.
     """
@@ -75,7 +75,7 @@ class Clock:
 
     def __call__(self, name):
         if self.on_cuda:
-            torch.cuda.synchronize()        # a call returns before the GPU has finished
+            torch.cuda.synchronize()        # calls return before the GPU has finished
         now = time.perf_counter()
         if self.running:
             self.timings[f"timing_s/{self.running}"] += now - self.since
@@ -90,13 +90,13 @@ class Clock:
 
 
 # --- metrics of an optimizer step, by their kind --------------------------------------------------
-# Each micro-batch of each rank has a part of them, and `joined` puts the parts together. A plain
+# Each micro-batch on each rank has a part of every metric, and `joined` combines the parts. A plain
 # number was divided by the step's totals, so parts add up; for names that end in _max, the largest
-# counts. Parts may be tensors that a GPU still computes; end_update makes them floats.
+# part counts. Parts may be tensors that a GPU is still computing; end_update makes them floats.
 
 
 class Mean(NamedTuple):
-    """A mean, as a sum and a count, so that parts of it can be added up."""
+    """A mean, stored as a sum and a count so that parts of it can be added up."""
     sum: float
     count: float
 
@@ -114,10 +114,10 @@ def by_name(parts):
 
 
 def joined(parts):
-    """Adds dicts of metrics up into one, {name: metric as floats}."""
+    """Adds up dicts of metrics into one dict, and converts tensors to floats."""
     one = {}
     for name, metrics in by_name(parts).items():
-        if name.endswith("_max"):               # numpy's max keeps a NaN
+        if name.endswith("_max"):               # np.max keeps a NaN
             one[name] = float(np.max([*map(float, metrics)]))
         elif isinstance(metrics[0], tuple):
             one[name] = type(metrics[0])(*map(float, map(sum, zip(*metrics))))
@@ -127,16 +127,16 @@ def joined(parts):
 
 
 class Metrics:
-    """Collects the metrics of a step, over the micro-batches of all ranks, and over its updates.
+    """Collects a step's metrics over the micro-batches of all ranks and over the step's updates.
 
-    Numbers of grpo_loss are parts of the optimizer step's, so they add up; a Mean adds up as such.
+    Numbers from grpo_loss are shares of the optimizer step's numbers, so they add up; so do Means.
     """
 
     def __init__(self, world, args):
         names = ["low", "high", "region"]
         if args.delta is not None:
             names.append("delta")
-        # What a rank contributes whose completions all have no gradient: nothing is clipped.
+        # The part of a rank if none of its completions has a gradient: nothing is clipped.
         self.zeros = {"loss": 0.0} | {f"clip_ratio/{name}_mean": 0.0 for name in names}
         self.world, self.parts, self.updates = world, [self.zeros], []
 
@@ -151,10 +151,10 @@ class Metrics:
         self.parts = [self.zeros]
 
     def means(self):
-        """Returns {name: number}: the mean of each metric over the updates; of a maximum, the max.
+        """Returns {name: number}: the mean over updates; for names that end in _max, the maximum.
 
-        An update whose advantages are all 0 may read no token, and then has, e.g., no entropy; such
-        a metric is averaged over the other updates.
+        If all advantages of an update are 0, no token may have gone through the model, so the
+        update has, e.g., no entropy; such a metric is averaged over the other updates.
         """
         found = {}
         for name, metrics in by_name(self.updates).items():
@@ -166,11 +166,11 @@ class Metrics:
 def describe(rollout, tokenizer, eos_ids, num_generations):
     """Returns a row of completions.jsonl for each of the N completions.
 
-    "columns" are the data's; "reward" is the total and "rewards" each function's own; "advantage"
-    is the first token's. Rows of the first group also have "tokens", which add up to the completion
-    (its EOS is an empty text), "token_logps", and, if tokens have their own advantages,
-    "token_advantages". With a tool, rows also have "turns", "failed_calls" and "tool_tokens", and
-    those of the first group "token_drawn", which is 0 for the tool's tokens.
+    "columns" are the data's; "reward" is the total and "rewards" those of each function;
+    "advantage" is that of the first token. Rows of the first group also have "tokens", which join
+    to the completion (the EOS is an empty text), "token_logps", and, if tokens have their own
+    advantages, "token_advantages". With a tool, rows also have "turns", "failed_calls" and
+    "tool_tokens", and rows of the first group have "token_drawn", which is 0 for the tool's tokens.
     """
     N = len(rollout.completions)
     lengths, ended = rollout.loss_mask.sum(1).tolist(), rollout.ended.tolist()
@@ -202,7 +202,7 @@ def describe(rollout, tokenizer, eos_ids, num_generations):
 
 
 def shortened(name, value):
-    """Returns the value of a column; of a long one, the beginning of its text, and the length."""
+    """Returns a column's value; if its text is long, only the start of the text, and its length."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     # Retraining a reward model needs answer and messages.
     if name in ("answer", "messages") or len(text) <= MOST_CHARACTERS:
@@ -214,7 +214,7 @@ def token_texts(ids, tokenizer, eos_ids):
     """Returns what each token adds to the text.
 
     Tokens are decoded after their predecessor, since some tokenizers drop a leading space. If a
-    character has several tokens, the last of them adds it, and the others add nothing.
+    character consists of several tokens, the last of them adds it, and the others add nothing.
     """
     texts, start, end = [], 0, 0        # ids[start:end] is the context of the next token
     for k in range(1, len(ids) + 1):
@@ -232,9 +232,9 @@ def token_texts(ids, tokenizer, eos_ids):
 def drift(part, logps, entropy):
     """Returns a micro-batch's part of the metrics that measure how far distributions have moved.
 
-    Over tokens: entropy, in nats; ppo_kl, log pi_old - log pi; rollout_probs_diff, the difference
-    between the probabilities of sampler and trainer, 0 up to rounding if both are right. Over
-    completions: rollout_log_ratio, the absolute log of the product of pi_old / pi_sampler.
+    Per token: entropy in nats; ppo_kl = log pi_old - log pi; rollout_probs_diff, the difference
+    between the sampler's and the trainer's probabilities, 0 up to rounding if both are right. Per
+    completion: rollout_log_ratio, the absolute log of the product of pi_old / pi_sampler.
     Completions without a gradient are in no micro-batch, so they don't count.
     """
     tokens, completions = part.loss_mask.sum(), part.loss_mask.any(1).sum()
@@ -256,5 +256,5 @@ def drift(part, logps, entropy):
 
 
 def number(value, spec=".2f"):
-    """Formats a value; "-" for None, NaN and infinity."""
+    """Formats a value; returns "-" for None, NaN and infinity."""
     return format(value, spec) if is_finite(value) else "-"

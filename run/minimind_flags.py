@@ -1,4 +1,4 @@
-"""MiniMind's flags that have another name here: they keep working, but --help lists none."""
+"""MiniMind's flags that MiniGRPO names differently: they work, but --help doesn't list them."""
 import argparse
 
 from errors import COUNT

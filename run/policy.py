@@ -1,7 +1,7 @@
 """Loads models, and chooses how they run: a Policy is a model with its pair of functions.
 
 `sample` (model/sampler.py) and `token_logps` (train_grpo.py, which passes it in) are the plain
-pair. This module wraps or replaces them once, when the model is loaded.
+pair. This module wraps or replaces both functions once, when a model is loaded.
 """
 import argparse
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from model.sampler import sample
 
 from .fsdp import shard
 
-ROWS, MOST_LOGITS = 8, 2**25        # limits of the comparison of model/fast with the script
+ROWS, MOST_LOGITS = 8, 2**25        # limits for comparing model/fast with the script
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}      # see `checked`
 
 
@@ -30,7 +30,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}      # see `checked`
 class Policy:
     """A model with its pair of functions, each called with the model as its first argument.
 
-    model: ours, or any causal model of transformers, wrapped by model/transformers_model.py.
+    model: our own, or any causal model of transformers, wrapped by model/transformers_model.py.
     """
     model: torch.nn.Module
     sampler: Callable                   # called like model/sampler.sample
@@ -41,7 +41,7 @@ class Policy:
     def sample(self, *prompts, **options):
         model = self.model
         with self.world.autocast():
-            if hasattr(model, "whole"):     # sharded: FSDP would gather all layers for every token
+            if hasattr(model, "whole"):     # else FSDP would gather all layers for every token
                 model = model.whole(dtype=self.world.matrix_dtype)
             return self.sampler(model, *prompts, **options)
 
@@ -90,10 +90,10 @@ def check(args):
 
 
 def load_models(args, world, token_logps, engine=None):
-    """Returns the policy and its reference, the same weights frozen, or None with --beta 0.
+    """Returns the policy and its reference, a frozen copy by default, or None with --beta 0.
 
     Trained weights are float32, so that small updates add up. Frozen matrices have the dtype to
-    which matrix products would cast them anyway. token_logps: the script's.
+    which matmuls would cast them anyway. token_logps: the function of that name in train_grpo.py.
     """
     path = args.model_path
     if path in GIVEN:
@@ -118,13 +118,13 @@ def load_models(args, world, token_logps, engine=None):
         return policy, load_frozen(args.reference_path or path, world, args, token_logps)
     if has_peft:
         base = WithoutPeft(model)
-    elif args.shard:            # keeping the base would keep every whole layer on the GPU
+    elif args.shard:            # keeping the base would keep all layers whole on the GPU
         base = AdaptersOff(model)
     return policy, policy_of(base, path, world, args, token_logps)
 
 
 def of_object(name, args, world):
-    """Returns a model object as a policy; UserError for flags that would read its files."""
+    """Prepares a model object as a policy; UserError for flags that need the model's files."""
     theirs = GIVEN[name]
     for flag, asks in {"lora_rank": args.lora_rank, "shard": args.shard,
                        "ref_model_sync_steps": args.ref_model_sync_steps,
@@ -157,12 +157,12 @@ def load_frozen(path, world, args, token_logps, *, exact=False):
 
 
 def policy_of(model, path, world, args, token_logps, engine=None, *, learns=False):
-    """Returns the model, sharded with --shard 1, and the pair of functions that the flags ask for.
+    """Returns a Policy: the model, sharded if --shard 1, and the functions that the flags ask for.
 
-    path: of the weights, the same on all ranks. engine: replaces the sampler and its slices.
+    path: the weights' path, the same on all ranks. engine: vLLM, which then replaces the sampler.
     """
     sampler, reader = sample, token_logps               # the plain pair
-    network = getattr(model, "policy", model)           # inside of lora.AdaptersOff
+    network = getattr(model, "policy", model)           # the model in lora.AdaptersOff
     if args.sampler != "plain" and isinstance(network, MiniMindForCausalLM):
         sampler, reader = fast.sample, checked(
             fast.token_logps, token_logps, world, learns)
@@ -176,11 +176,11 @@ def policy_of(model, path, world, args, token_logps, engine=None, *, learns=Fals
 
 
 def checked(fast_logps, plain_logps, world, learns):
-    """Returns fast_logps, but its first call is compared with plain_logps on a few rows.
+    """Returns fast_logps, with a check of its first call against plain_logps on a few rows.
 
-    Raises a UserError if the two differ by more than rounding: in float32 the largest difference
-    counts, in bfloat16 the mean, because there rounding can send a token to another expert. For the
-    policy (`learns`) it prints the difference. At most ROWS rows and MOST_LOGITS logits are
+    Raises a UserError if the two differ by more than rounding. In float32 the largest difference
+    counts; in bfloat16 the mean does, because rounding can send a token to another expert. The
+    difference is printed for the policy (`learns`). At most ROWS rows and MOST_LOGITS logits are
     compared, because plain_logps holds all logits in memory at once.
     """
     compared = False
@@ -208,7 +208,7 @@ def checked(fast_logps, plain_logps, world, learns):
             raise UserError(f"log-probs of model/fast and token_logps differ by {difference:.1g}"
                             f"{how} on this machine; pass --sampler plain, and report this")
         if world.rank == 0 and learns:
-            with suppress(OSError):         # the reader of a pipe may have gone
+            with suppress(OSError):         # the pipe's reader may have exited
                 print(f"model/fast equals token_logps within {difference:.0e}{how}", flush=True)
         return found
 
@@ -216,9 +216,9 @@ def checked(fast_logps, plain_logps, world, learns):
 
 
 def in_slices(sampler, most):
-    """Returns a sampler that samples at most `most` completions at a time, but whole groups.
+    """Returns a sampler that samples at most `most` completions at a time, or one whole group.
 
-    The cache of keys and values then only holds one slice. sampler: samples a slice.
+    The KV cache then only holds one slice. sampler: the function that samples a slice.
     """
     def joined(of_slices, padding):         # slices differ in length
         return pad_sequence([row for rows in of_slices for row in rows], True, padding)
@@ -227,7 +227,7 @@ def in_slices(sampler, most):
         parts, prompts = [], max(1, most // num_generations)
         for one in zip(prompt_ids.split(prompts), prompt_mask.split(prompts)):
             parts.append(sampler(model, *one, num_generations=num_generations, **options))
-        ids, *others = zip(*parts)      # others: log-probs and, with a tool, what was drawn
+        ids, *others = zip(*parts)      # others: log-probs and, with a tool, a mask of drawn tokens
         return joined(ids, options["pad_token_id"]), *(joined(other, 0) for other in others)
 
     return sliced

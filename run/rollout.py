@@ -1,4 +1,4 @@
-"""A rollout: what one rank sampled in one step, and what later phases compute for it."""
+"""A rollout: what one rank sampled in one step, and what later phases add to it."""
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -10,12 +10,12 @@ from model.load import decode
 
 @dataclass(slots=True)                          # so a mistyped field raises an AttributeError
 class Sequences:
-    """What training needs of N completions, a row each."""
+    """The data that training needs for N completions, one row each."""
     prompt_ids: torch.Tensor                    # (N, P) padded on the left
     prompt_mask: torch.Tensor                   # (N, P)
     completion_ids: torch.Tensor                # (N, R) padded on the right
     completion_mask: torch.Tensor               # (N, R) 1 through the EOS: what the network reads
-    loss_mask: torch.Tensor                     # (N, R) what is trained: by default the same
+    loss_mask: torch.Tensor                     # (N, R) 1: train on this token; by default the same
     sampling_logps: torch.Tensor                # (N, R) as the sampler computed them
     ref_logps: torch.Tensor = None              # (N, R) under the reference; None with --beta 0
     advantages: torch.Tensor = None             # (N,) or (N, R)
@@ -31,29 +31,29 @@ class Sequences:
 @dataclass(slots=True)
 class MicroBatch(Sequences):
     """Some of the completions of an optimizer step."""
-    num_sequences: int = None                   # in the optimizer step, on all ranks
-    num_tokens: int = None                      # in its loss_mask, on all ranks
+    num_sequences: int = None                   # completions in the optimizer step, all ranks
+    num_tokens: int = None                      # trained tokens in that step, on all ranks
     old_logps: torch.Tensor = None              # (n, R) under pi_old
 
 
 @dataclass(slots=True, kw_only=True)
 class Rollout(Sequences):
-    """Everything that one rank has of the completions of one step; groups are adjacent."""
+    """All data about one rank's completions of one step; the rows of a group are adjacent."""
     prompts: list                               # N texts, each prompt G times
     columns: dict                               # name -> N values: the data's other fields
-    prefills: list                              # N texts: beginnings that the template wrote
+    prefills: list                              # N texts: completion starts from the chat template
     completions: list                           # N texts, without the EOS
-    ended: torch.Tensor                         # (N,) False: truncated at the length limit
-    rewards: torch.Tensor = None                # (N,) on the CPU; NaN: not scored
+    ended: torch.Tensor                         # (N,) False if truncated at the length limit
+    rewards: torch.Tensor = None                # (N,) on the CPU; NaN if not scored
     rewards_per_func: dict = None               # name -> (N,)
-    turns: list = None                          # N lists of texts: own words and a tool's, in turn
-    failed_calls: list = None                   # N numbers; without a tool, both are None
+    turns: list = None                          # N lists of texts, alternately policy's and tool's
+    failed_calls: list = None                   # N counts; this and turns are None without a tool
 
     @classmethod
     def of(cls, batch, completion_ids, completion_mask, sampling_logps, eos_ids, tokenizer):
-        """Makes a Rollout of what a sampler returned, (N, R) each, for the prompts of a batch.
+        """Makes a Rollout from a sampler's outputs, (N, R) each, for the prompts of a batch.
 
-        UserError if no completion begins with a finite log-prob, because the weights are broken.
+        UserError if no completion starts with a finite log-prob: the weights must be broken.
         """
         if not sampling_logps[:, 0].isfinite().any():
             raise UserError("the policy's log-probabilities are not finite, so its weights are "
@@ -78,38 +78,38 @@ class Rollout(Sequences):
 
     @property
     def lengths(self):
-        """The number of tokens that the policy chose, (N,), including the EOS."""
+        """The number of tokens that the policy sampled, (N,), including the EOS."""
         return self.loss_mask.sum(1)
 
     @property
     def replies(self):
-        """The completions, with the beginnings that the chat template wrote."""
+        """The completions, each after the start that the chat template wrote for it."""
         return [prefill + text for prefill, text in zip(self.prefills, self.completions)]
 
     @property
     def own_words(self):
-        """The same, without a tool's words."""
+        """The same texts as `replies`, but without a tool's words."""
         if self.turns is None:
             return self.replies
         return [prefill + "".join(turns[::2]) for prefill, turns in zip(self.prefills, self.turns)]
 
     def own_ids(self):
-        """Returns the ids of each completion that the policy drew."""
+        """Returns N lists of ids, with only the tokens that the policy sampled."""
         if self.turns is None:
             return self.token_ids()
         pairs = zip(self.completion_ids, self.loss_mask.bool())
         return [ids[drawn].tolist() for ids, drawn in pairs]
 
     def token_ids(self):
-        """Returns the completions as N lists of ids, through their EOS."""
+        """Returns the completions as N lists of ids, each through its EOS."""
         pairs = zip(self.completion_ids.tolist(), self.completion_mask.sum(1).tolist())
         return [ids[:length] for ids, length in pairs]
 
     def has_gradient(self, every_row_has_gradient):
-        """Whether each row, (N,), has trained tokens with a gradient.
+        """Returns whether each row, (N,), has trained tokens with a gradient.
 
-        The gradient comes from an advantage that is not 0 or, with `every_row_has_gradient`, from
-        something else, for example a KL.
+        The gradient comes from an advantage other than 0 or, with `every_row_has_gradient`, from
+        another term, e.g. a KL.
         """
         moves = self.advantages.view(len(self.loss_mask), -1).any(1) | every_row_has_gradient
         return self.loss_mask.any(1) & moves
@@ -121,12 +121,12 @@ class Rollout(Sequences):
                 "own_ids": self.own_ids()}
 
     def only(self, rows):
-        """Returns the Rollout of these rows, (n,)."""
+        """Returns a Rollout with only these rows, (n,)."""
         return replace(self, **{one.name: rows_of(getattr(self, one.name), rows)
                                 for one in fields(self)})
 
     def joined(self, other):
-        """Returns a Rollout with the rows of both, which come from the same batch."""
+        """Returns a Rollout with the rows of both rollouts, which come from the same batch."""
         def join(one, two):
             if isinstance(one, torch.Tensor):
                 return pad_sequence([*one, *two], True) if one.dim() > 1 else torch.cat((one, two))
@@ -138,10 +138,10 @@ class Rollout(Sequences):
                                 for one in fields(self)})
 
     def minibatches(self, number, micro_batch_size, read):
-        """Cuts the rows evenly, in order, into minibatches; yields (micro-batches, counts) of each.
+        """Splits the rows evenly, in order, into minibatches; yields (micro-batches, counts).
 
-        A group may be split between two minibatches. read (N,): the rows that the micro-batches
-        hold. counts (2,): the number of all completions in the minibatch, and of trained tokens.
+        A group may be split between two minibatches. read (N,): which rows the micro-batches
+        include. counts (2,): how many completions and trained tokens the minibatch has.
         """
         for rows in torch.arange(len(read), device=read.device).tensor_split(
                 min(len(read), number)):
@@ -150,7 +150,7 @@ class Rollout(Sequences):
                    torch.tensor([len(rows), self.lengths[rows].sum()]))
 
     def select(self, rows):
-        """Returns a MicroBatch of these rows, (n,), without columns of nothing but padding."""
+        """Returns a MicroBatch of these rows, (n,), without columns that hold only padding."""
         longest = [mask[rows].sum(1).max() for mask in (self.prompt_mask, self.completion_mask)]
         P, R = torch.stack(longest).tolist()
 

@@ -1,7 +1,7 @@
 """How a run ends before its last step.
 
     a signal   SIGINT (Ctrl-C), SIGTERM (a scheduler) or SIGHUP (a closed terminal): all ranks
-               finish the step, save (checkpoint.py) and stop. A second one ends a process at once.
+               finish the step, save and stop. A second signal ends its process immediately.
     an error   on one rank: torch's @record passes it to torchrun, which ends the other ranks.
 """
 import os
@@ -23,9 +23,9 @@ class Stopped(SystemExit):
 
 
 class Signals:
-    """Stores in `received` the signal that asks the run to stop (0: none).
+    """Stores the signal that asks the run to stop in `received` (0 if there is none).
 
-    A second signal ends this process at once.
+    A second signal ends this process immediately.
     """
 
     def __init__(self, rank):
@@ -48,7 +48,7 @@ class Signals:
 
     def note(self, number, frame):
         if os.getpid() != self.owner:       # a process that a reward function forked
-            # Ctrl-C reaches this process, too, but the current step still needs it.
+            # Ctrl-C also reaches this forked process, which the current step still needs.
             if number != signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
@@ -63,14 +63,14 @@ class Signals:
 
 
 def stop(number, where, rank):
-    """Ends the run that this signal has asked to stop."""
+    """Ends the run because of this signal."""
     say(f"stopped by {signal.Signals(number).name} {where}; continue with the same command and "
         "--resume", rank)
-    raise Stopped(128 + number)             # as shells have it
+    raise Stopped(128 + number)             # the exit code that shells use
 
 
 def say(text, rank):
-    """Prints on rank 0 a message that all ranks have."""
+    """Prints a message on rank 0; the other ranks print nothing."""
     with suppress(OSError):                 # the terminal may be closed
         if rank == 0:
             print(f"\n{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr, flush=True)

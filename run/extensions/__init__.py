@@ -1,13 +1,13 @@
-"""Extensions: options that the training step of train_grpo.py does not know, one module each.
+"""Extensions: options that the training step in train_grpo.py doesn't know about, one module each.
 
-    NAME        its flag, as error messages and a run's first lines call it
-    add_flags   adds its flags, in the group of their phase
-    install     wraps or replaces functions of the TrainState, and adds what these need
+    NAME        its flag, as named in error messages and in a run's first lines
+    add_flags   adds its flags to the group of their phase
+    install     wraps or replaces functions of the TrainState, and adds data that these need
 
 and, if it needs them,
 
-    is_on       whether a run's flags ask for it (by default, whether the flag NAME is set)
-    defaults    {flag: value} for other flags that were not passed, while it is on
+    is_on       whether a run's flags turn it on (by default, whether the flag NAME is set)
+    defaults    {flag: value} for other flags that weren't passed, if the extension is on
     check       raises a UserError for flags that contradict it
 
 A wrapper has the wrapped function as its first parameter, `inner`. An extension never imports the
@@ -28,10 +28,10 @@ from . import (
     truncated,
 )
 
-# They are installed in this order. Those that replace a function come first, because replacing
-# would undo a wrapper (TrainState.replace refuses that). If two wrap the same function, the later
-# one is called first: entropy, correction, and teacher wrap compute_loss, and none changes what the
-# others read or return; of those that wrap update_policy, the reference moves last.
+# Extensions are installed in this order. Those that replace a function come first, because
+# replacing would undo a wrapper (TrainState.replace refuses that). If two wrap the same function,
+# the later wrapper is called first. entropy, correction and teacher wrap compute_loss; none changes
+# what others read or return. Of the wrappers of update_policy, moving_reference's acts last.
 EXTENSIONS = [losses, advantages, process, teacher, tool, kl_in_reward, entropy, correction,
               truncated, oversample, moving_reference]
 

@@ -59,9 +59,9 @@ def gdpo(state, rollout):
     """GDPO's advantages, (N,), arXiv 2601.05242: each reward function is normalized separately.
 
         S = sum over functions k of weight_k (r_k - mean_k(group)) / (std_k(group) + eps)
-        A = (S - mean(S)) / (std(S) + eps)          over the completions of the step, of all ranks
+        A = (S - mean(S)) / (std(S) + eps)          over the step's completions on all ranks
 
-    A completion that a function has not scored gets 0 from it.
+    A completion that a function has not scored gets 0 from that function.
     """
     rewards = torch.stack([*rollout.rewards_per_func.values()])                 # (functions, N)
     each = estimate(rewards.double().flatten(), state.args.num_generations).view_as(rewards)
@@ -73,7 +73,7 @@ def gdpo(state, rollout):
 
 
 def call_own(state, rollout):
-    """Calls a user's function with the rewards and G; UserError unless it returns (N,), finite."""
+    """Calls a user's function for advantages, (N,); UserError if it fails or they aren't finite."""
     name, rewards = state.args.advantage_estimator, rollout.rewards
     function = import_function("--advantage_estimator", name)
     try:

@@ -1,4 +1,4 @@
-"""--entropy_coef: a bonus for the mean entropy of a token's distribution, as in PPO."""
+"""--entropy_coef: a bonus for the policy's mean entropy per token, as in PPO."""
 from errors import POSITIVE_OR_0
 
 NAME = "--entropy_coef"
@@ -11,7 +11,7 @@ def add_flags(parser):
 
 def install(state):
     state.policy.entropy_learns = True
-    state.every_row_has_gradient = True         # rows of advantage 0 also have an entropy
+    state.every_row_has_gradient = True         # rows with advantage 0 also get the bonus
     state.wrap(NAME, compute_loss=minus_entropy)
 
 

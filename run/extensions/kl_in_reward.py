@@ -1,4 +1,4 @@
-"""--kl_in_reward: subtracts beta * KL from the reward, as PPO does; the loss has no KL."""
+"""--kl_in_reward: subtracts beta * KL from the reward, as PPO does; the loss then has no KL."""
 from dataclasses import replace
 
 from errors import UserError
@@ -29,7 +29,7 @@ def install(state):
 
 
 def of_rewards_minus_kl(inner, state, rollout):
-    """Computes advantages, (N,), from rewards minus beta times the KL (k1) of the completion."""
+    """Computes advantages, (N,), from rewards minus beta times each completion's KL (k1)."""
     kl = state.compute_logps(state.policy, rollout) - rollout.ref_logps                  # (N, R)
     rewards = rollout.rewards - state.args.beta * (kl * rollout.loss_mask).sum(1).cpu()
     return inner(replace(rollout, rewards=rewards))

@@ -1,14 +1,14 @@
 """Variants of GRPO's loss: --loss_type and the other flags of the objective.
 
-`family_loss` computes all of them. With default flags it equals the script's grpo_loss, to the bit,
-and it replaces that if a flag asks for another ratio (`importance_ratio`), bound (POLICY_LOSSES),
-average (LOSS_AGGREGATIONS) or KL (KL_TYPES). LOSS_TYPES has the bound and average of each variant.
-docs/losses.md lists all losses; those that differ in the advantages are in reward/baselines.py.
+`family_loss` computes all of them. With default flags it equals the script's grpo_loss bit for bit.
+It replaces grpo_loss if a flag asks for another ratio (`importance_ratio`), bound (POLICY_LOSSES),
+average (LOSS_AGGREGATIONS) or KL (KL_TYPES). LOSS_TYPES lists each variant's bound and average.
+docs/losses.md lists all losses; variants of the advantages are in reward/baselines.py.
 
 use_bias_correction_kl multiplies the KL term by the ratio (DeepSeek-V3.2, arXiv 2512.02556; RPG,
-2505.17508), so tokens count as if the current policy had sampled them. The gradient of ratio times
-k is ratio (k + dk / d log pi) grad log pi. For k3 it is -ratio x grad log pi, the gradient of the
-KL; for k1 it has the same mean; for k2, k3+ and abs it does not.
+2505.17508), so tokens count as if the current policy had sampled them. The gradient of ratio * k is
+ratio * (k + dk / d log pi) * grad log pi. For k3 it is -ratio * x * grad log pi, whose mean is the
+KL's gradient; for k1 the mean is the same, for k2, k3+ and abs it is not.
 """
 import inspect
 from functools import partial
@@ -20,7 +20,7 @@ from reward.load import import_function, show
 
 NAME = "--loss_type and its like"
 ONE_RATIO = ("r1", "gmpo")      # losses with one ratio per completion
-CORRECTED = ("k1", "k3")        # estimates that have the gradient of the KL if times the ratio
+CORRECTED = ("k1", "k3")        # estimates that have the KL's gradient if times the ratio
 
 
 # --- the ratio ------------------------------------------------------------------------------------
@@ -39,15 +39,15 @@ def importance_ratio(logps, old_logps, mask, *, level="token"):
 
 
 # --- bounds ---------------------------------------------------------------------------------------
-# All are called like ppo_clip, some with numbers of their own (--loss_options), and return as it
-# does the loss, (N, 1 or R), and where they act.
+# All are called like ppo_clip, some with additional numbers (--loss_options). Like ppo_clip, they
+# return the loss, (N, 1 or R), and at which tokens the bound acts.
 
 
 def ppo_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, delta=None):
     """Returns PPO's -min(ratio A, clip(ratio) A), and where the clip acts, by side.
 
-    `delta`, above 1 + epsilon_high, also ends the gradient of a token with A < 0 and a large ratio
-    (INTELLECT-2; dual clip, Ye et al. 2020).
+    `delta` (above 1 + epsilon_high) also removes the gradient of tokens with A < 0 and a ratio
+    above delta (INTELLECT-2; dual clip, Ye et al. 2020).
     """
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     loss = -torch.min(ratio * advantages, clipped * advantages)
@@ -73,8 +73,8 @@ def cispo_cap(ratio, advantages, logps, mask, *, epsilon_high, **unused):
 def soft_gate(ratio, advantages, logps, mask, *, tau_good=1.0, tau_bad=1.05, **unused):
     """SAPO's -(4 / tau) sigmoid(tau (ratio - 1)) A, arXiv 2511.20347: nothing is clipped.
 
-    At ratio 1 the gradient is that of ratio A. It shrinks as the ratio moves away, a bit faster if
-    A < 0, because making a token less likely makes all others more likely.
+    At a ratio of 1, the gradient equals that of ratio * A. It shrinks as the ratio moves away from
+    1, a bit faster if A < 0, because making a token less likely makes all others more likely.
     """
     tau = torch.full_like(advantages, tau_bad).masked_fill(advantages > 0, tau_good)
     loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
@@ -86,7 +86,7 @@ def geometric_mean(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high,
     """GMPO's -A exp(mean over tokens of d, bounded), d = log ratio, arXiv 2507.20673; (N, 1).
 
     d is at most epsilon_high if A > 0, and at least -epsilon_low if A < 0. Ratio, bound and average
-    can't be separated: a completion's ratio is a mean over tokens that are bounded before.
+    can't be separated, since a completion's ratio is a mean over tokens bounded first.
     """
     d = ratio.clamp(min=1e-30).log()                                                    # (N, R)
     bounded = torch.where(advantages > 0, d.clamp(max=epsilon_high), d.clamp(min=-epsilon_low))
@@ -97,11 +97,11 @@ def geometric_mean(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high,
 
 def pi_region(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, largest_weight=20.0,
               **unused):
-    """DPPO's -sg[min(ratio, 20)] A log pi in a region of probabilities, arXiv 2602.04879; (N, R).
+    """DPPO's -sg[min(ratio, 20)] A log pi while pi is near pi_old, arXiv 2602.04879; (N, R).
 
-    A token loses its gradient once pi - pi_old > epsilon_high if A > 0, or once pi_old - pi >
-    epsilon_low if A < 0: the paper's binary total variation. So a rare token may become many times
-    as likely, while a frequent one, whose ratio hardly moves, soon stops.
+    A token loses its gradient once pi - pi_old > epsilon_high (A > 0) or pi_old - pi > epsilon_low
+    (A < 0), the paper's binary total variation. So a rare token may become many times as likely,
+    while a frequent token soon stops although its ratio has hardly moved.
     """
     ratio, pi = ratio.detach(), logps.detach().exp()
     gained = pi - pi / ratio                                              # pi - pi_old, (N, R)
@@ -121,7 +121,7 @@ LOSS_AGGREGATIONS = {
     "limit":      lambda length, completions, tokens, L: completions * L,
     "sum":        lambda length, completions, tokens, L: completions,
 }
-LOSS_TYPES = {      # the flags of each: docs/losses.md
+LOSS_TYPES = {      # docs/losses.md lists the flags of each
     # name      bound    average
     "grpo":    ("ppo",   "completion"),
     "bnpo":    ("ppo",   "tokens"),
@@ -136,8 +136,8 @@ LOSS_TYPES = {      # the flags of each: docs/losses.md
 
 
 # KL(pi || pi_ref), estimated at a token that pi sampled, from x = log pi_ref - log pi. The mean of
-# an unbiased estimate is the KL. The mean of its gradient may not be the KL's gradient, because
-# autograd does not see that another pi would sample other tokens. k3+ is verl's.
+# an unbiased estimate is the KL, but the mean of its gradient may not be the KL's gradient, because
+# autograd ignores that another pi would sample other tokens. k3+ comes from verl.
 def k2(x):
     return x.pow(2) / 2
 
@@ -166,8 +166,8 @@ def family_loss(logps, old_logps, advantages, mask, *, k3, ref_logps=None, beta=
                 max_completion_length=None, use_bias_correction_kl=False, loss_options=()):
     """Returns the loss of GRPO or a variant, and metrics, like the script's grpo_loss.
 
-    k3 is the script's; `train_grpo.family_loss` passes it. If num_sequences and num_tokens are
-    None, this call is the whole optimizer step.
+    k3 is the script's function, which `train_grpo.family_loss` passes. If num_sequences and
+    num_tokens are None, this call covers the whole optimizer step.
     """
     options = dict(ref_logps=ref_logps, beta=beta, epsilon_low=epsilon_low,
                    epsilon_high=epsilon_high, num_sequences=num_sequences, num_tokens=num_tokens,
@@ -201,8 +201,8 @@ def row_of(loss_type, options=()):
     """Returns (bound, average, numbers) of a loss, or (function, None, numbers) of a whole loss.
 
     `module:function` is a bound if its first parameter is `ratio`, and is then averaged as in GRPO.
-    numbers come from options, such as "width=0.2", for keywords of the function that aren't those
-    of every loss. A ValueError names the keywords that exist.
+    numbers come from options such as "width=0.2", for keywords of this function that not every loss
+    has. For other keywords, a ValueError lists those that exist.
     """
     if loss_type == "r1":
         function, average = one_action_loss, None
@@ -245,7 +245,7 @@ def call_own(name, function, is_bound, /, *given, **options):
         if not {*returned} <= {*shapes} or loss.dtype not in (logps.dtype, torch.float64):
             raise ValueError(f"a {'bound' if is_bound else 'whole loss'} returns the shapes "
                              f"{shapes} and {logps.dtype}, not {returned} and {loss.dtype}")
-        # If an input is a NaN, the weights are to blame, and the optimizer will skip the step.
+        # If an input is not finite, the weights are to blame, and the optimizer skips the step.
         if not loss.isfinite().all() and all(x.isfinite().all() for x in given):
             raise ValueError(f"its loss has a value of {loss[~loss.isfinite()][0].item()}")
         learns = logps.requires_grad and torch.is_grad_enabled()
@@ -259,7 +259,7 @@ def call_own(name, function, is_bound, /, *given, **options):
 
 def one_action_loss(logps, old_logps, advantages, mask, *, ref_logps=None, num_sequences=None,
                     num_tokens=None, **options):
-    """r1, DeepSeek-R1's loss: a completion is one action, with its tokens' summed log-probs."""
+    """r1, DeepSeek-R1's loss: a completion is one action; its log-prob is the sum over tokens."""
     if advantages.dim() == 2 and advantages.shape[1] > 1:
         raise ValueError("loss_type r1 has one ratio per completion; pass advantages (N,)")
     logps, old_logps, ref_logps = (
@@ -272,9 +272,9 @@ def one_action_loss(logps, old_logps, advantages, mask, *, ref_logps=None, num_s
 
 
 def clip_ratios(where, mask, num_sequences, num_tokens, *, level):
-    """Returns the share of tokens at which a bound acts, by side; "region" is low or high.
+    """Returns the share of tokens at which a bound acts, by side; "region" counts both sides.
 
-    where: {side: (N, 1 or R)}. If a completion has one ratio, all completions count equally.
+    where: {side: (N, 1 or R)}. If each completion has one ratio, all completions count equally.
     """
     weight = mask / num_tokens
     if level == "sequence":
@@ -313,7 +313,7 @@ def defaults(args):
 
 
 def reasons(args):
-    """Returns the flags that ask for another loss than the script's."""
+    """Returns the flags that ask for a loss other than the script's."""
     return [f"--{name}" for name, usual in USUAL.items()
             if getattr(args, name) not in (None, usual)]
 
@@ -361,7 +361,7 @@ def check(args):
 
 
 def check_token_advantages(name, args):
-    """Raises a UserError for flags that do not fit the token advantages that `name` computes."""
+    """Raises a UserError for flags that don't work with the token advantages of `name`."""
     if (args.scale_rewards, args.advantage_estimator) != ("group", "grpo"):
         raise UserError(f"{name} computes advantages in its own way; leave --scale_rewards and "
                         "--advantage_estimator out")

@@ -1,4 +1,4 @@
-"""--oversample: samples in rounds, until enough groups have different rewards (DAPO)."""
+"""--oversample: samples in rounds until enough groups have rewards that differ (DAPO)."""
 import math
 import warnings
 from functools import partial
@@ -40,9 +40,9 @@ def install(state):
 def in_rounds(metrics, inner, state, batch, rng, num_generations=None, greedy=False):
     """DAPO's dynamic sampling, arXiv 2503.14476: returns a Rollout of B groups, with rewards.
 
-    A round takes as many prompts of the batch as the rank that lacks most groups with different
-    rewards. A rank keeps its first B such groups or, if it has fewer, adds its first zero-variance
-    groups. Rewards are those before --kl_in_reward.
+    In each round, all ranks take as many prompts of the batch as are needed by the rank that lacks
+    the most groups with different rewards. A rank keeps its first B such groups; if it has fewer,
+    it adds its first zero-variance groups. Rewards are those before --kl_in_reward.
     """
     if num_generations or greedy:           # for an evaluation
         return inner(batch, rng, num_generations, greedy)
@@ -61,7 +61,7 @@ def in_rounds(metrics, inner, state, batch, rng, num_generations=None, greedy=Fa
         rollout, rounds = rollout.joined(part) if rollout else part, rounds + 1
         rewards = rollout.rewards.view(-1, state.args.num_generations)
         is_flat, done = nanstd(rewards)[:, 0] <= 1e-6, len(rewards)
-        # `missing` is the same on all ranks, because they wait for each other in compute_rewards.
+        # `missing` must be the same on all ranks: they wait for each other in compute_rewards.
         flat = state.world.gather([is_flat.sum().item()])
         missing = min(total - done, max(flat) - done + B)
     metrics.update({"oversample/rounds": rounds,
@@ -71,7 +71,7 @@ def in_rounds(metrics, inner, state, batch, rng, num_generations=None, greedy=Fa
 
 
 def only_once(inner, state, rollout, *how):
-    """Computes the rewards, unless the rollout comes from in_rounds and has them already."""
+    """Computes the rewards, unless in_rounds has already computed them for this rollout."""
     if rollout.rewards is None:
         return inner(rollout, *how)
     return rollout.rewards, rollout.rewards_per_func

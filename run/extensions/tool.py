@@ -27,7 +27,7 @@ def install(state):
 
 
 def in_turns(tool, state, batch, rng, num_generations=None, greedy=False):
-    """Samples completions in which some words are the tool's: read, but not trained on."""
+    """Samples completions with a tool's words in them, which are read but not trained on."""
     G = num_generations or state.args.num_generations
     args, turns = state.args, Turns(tool, batch, G, rng)
     completion_ids, logps, drawn = state.policy.sample(                                     # (N, R)

@@ -14,8 +14,8 @@ def install(state):
 
 
 def from_whole_completions(inner, state, rollout):
-    """Masks all tokens of truncated completions, which then don't count in a mean over tokens.
+    """Masks all tokens of truncated completions, so a mean over tokens leaves them out.
 
-    They still count as completions.
+    A mean over completions still counts them.
     """
     return inner(replace(rollout, loss_mask=rollout.loss_mask * rollout.ended[:, None]))

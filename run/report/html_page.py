@@ -1,11 +1,11 @@
-"""Makes a page of a run: its curves, and its completions by step and group.
+"""Writes the HTML report of a run: its curves, and its completions by step and group.
 
     python -m run.report.html_page out/run_a                 writes out/run_a/report.html
 
-The page is page.html with the data of the run in it. It needs no network, and it shows what a model
-wrote only as text. A long run has more completions than a page can hold, so the page shows some
-steps, closer together at the start, where most is learned, and the first groups of each (batches
-are shuffled).
+The report is page.html with the run's data inserted. It needs no network, and it shows a model's
+output only as text. A long run has too many completions for one page, so the report shows some of
+the steps, more of them near the start, where most is learned, and the first groups of each step
+(batches are shuffled).
 """
 import itertools
 import json
@@ -19,14 +19,14 @@ from .picture import Run
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_STEPS = 40
-MOST_BYTES = 40_000         # per step, so that a page has less than 2 MB
-MOST_CHARACTERS = 4000      # per text; a longer one loses its middle
+MOST_BYTES = 40_000         # per step, so that a report has less than 2 MB
+MOST_CHARACTERS = 4000      # per text; the middle of a longer text is cut
 SHOWN_ARGS = ["reward_funcs", "reward_weights", "num_generations", "learning_rate", "beta",
               "loss_type", "temperature", "max_gen_len", "seed"]
 
 
 def write_page(run_dir, path):
-    """Writes the page of a run; UserError if no step is finished, or if its files are broken."""
+    """Writes a run's report; UserError if no step is finished, or if the run's files are broken."""
     with explained(run_dir, "its files are not those of a run", "pass a folder such as out/run_a"):
         data = to_script(page_data(Path(run_dir)))
     page = TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data)
@@ -34,18 +34,18 @@ def write_page(run_dir, path):
 
 
 def to_script(value):
-    """Returns JSON for a script element, in which no text can close the element.
+    """Returns JSON for a script element, with "<" escaped so that no text can close the element.
 
-    "<" only appears in strings, where JSON may escape it.
+    "<" appears only in strings, and there JSON allows any character to be escaped.
     """
     return to_line(value).replace("<", "\\u003c")
 
 
 def page_data(run_dir):
-    """Returns everything that the page shows, as one dict for JSON."""
+    """Returns everything that the report shows, as one dict for JSON."""
     run = Run(run_dir)
     args = json.loads((run_dir / "args.json").read_text(encoding="utf-8"))
-    # Only the last part of each path, since pages are passed on.
+    # Only the last part of each path, because reports are shared with others.
     shown_args = {name: Path(args[f"{name}_path"]).name for name in ("model", "data")
                   if f"{name}_path" in args}
     shown_args |= {name: args[name] for name in SHOWN_ARGS if name in args}
@@ -60,9 +60,9 @@ def page_data(run_dir):
 
 
 def sample_steps(run_dir, last, args):
-    """Returns some steps with their first groups, including the last step.
+    """Returns some of the steps, including the last, each with its first groups.
 
-    A line begins with its step, {"step": 7, ..., so most lines need not be parsed.
+    Each line starts with its step, as in {"step": 7, ..., so most lines need not be parsed.
     """
     shown = {round(1 + (last - 1) * (i / (MOST_STEPS - 1)) ** 2) for i in range(MOST_STEPS)}
     steps = []
@@ -75,7 +75,7 @@ def sample_steps(run_dir, last, args):
 
 
 def shown_step(step, lines, args):
-    """Returns a step and its first groups: one, and as many more as fit."""
+    """Returns a step and its first groups: at least one, and as many more as fit."""
     G, most_bytes = args["num_generations"], MOST_BYTES
     groups = []
     for i in range(0, len(lines), G):
@@ -91,7 +91,7 @@ def shown_step(step, lines, args):
 
 
 def shown_group(rows, args):
-    """Returns a prompt and its completions, as the page reads them."""
+    """Returns a prompt and its completions, in the form that page.html expects."""
     prompt, of_data = rows[0]["prompt"], rows[0]["columns"]
     question = of_data["messages"][-1]["content"] if "messages" in of_data else prompt
     others = {name: cut(value if isinstance(value, str) else json.dumps(value), 300)
@@ -113,7 +113,7 @@ def shown_row(row, args):
         else:
             shown["text"] = cut(row["completion"], room)
         return shown
-    # A long completion loses its middle, as a text does. A token without numbers replaces it.
+    # The middle of a long completion is cut, and a token without numbers takes its place.
     half = max(1, room // 8)        # a text of `room` characters has about room / 4 tokens
     left_out = len(row["tokens"]) - 2 * half
     for name in ("tokens", "token_logps", "token_advantages", "token_drawn"):
@@ -127,7 +127,7 @@ def shown_row(row, args):
 
 
 def is_right(row, args):
-    """Whether a completion is right by the evaluation rewards; None if they were not computed."""
+    """Returns whether the evaluation rewards say a completion is right; None if not computed."""
     rewards = dict(zip(args["reward_funcs"], row["rewards"].values()))
     judged = [rewards.get(name) for name in args["eval_reward_funcs"]]
     return None if None in judged else sum(judged) >= 1

@@ -28,7 +28,7 @@ STYLE = {
     "lines.solid_capstyle": "round", "axes.xmargin": 0.02,
     "figure.subplot.hspace": 0.4,       # between the metrics of a panel
 }
-MOST_STEPS = 500            # about as many as the pixels of a panel
+MOST_STEPS = 500            # about one per pixel of a panel's width
 
 
 def draw_curves(run_dirs, path):
@@ -47,7 +47,7 @@ def draw_curves(run_dirs, path):
 @contextmanager
 def picture(path, width, height, dpi=150):
     """Yields a figure of this size in inches, and then writes it."""
-    # Matplotlib is slow to load, so it is only loaded to draw. pyplot would set the backend for the
+    # Matplotlib is slow to load, so it is loaded only here. pyplot would set the backend for the
     # whole process, so this uses Figure.
     import matplotlib
     from matplotlib.figure import Figure
@@ -73,12 +73,12 @@ class Run:
                             "pass the folder of a run, such as out/run_a")
 
     def keys(self, start, end=""):
-        """Returns the names of metrics with this start and end, in the order of writing."""
+        """Returns the metrics whose names start and end with these texts, in the order written."""
         names = dict.fromkeys(key for row in self.steps + self.evaluations for key in row)
         return [name for name in names if name.startswith(start) and name.endswith(end)]
 
     def series(self, key):
-        """Returns the steps and values of a metric, (2, steps), with NaN for what is not finite."""
+        """Returns the steps and values of a metric, (2, steps), with NaN if not finite."""
         rows = self.evaluations if key.startswith("eval/") else self.steps
         pairs = [(row["step"], row[key]) for row in rows if key in row]
         return np.array(pairs, dtype=float).reshape(-1, 2).T
@@ -107,7 +107,7 @@ class Run:
 
 
 def numbers_in(path):
-    """Returns evenly spaced rows of a run's file; what isn't a finite number becomes None."""
+    """Returns evenly spaced rows of a run's file; values that aren't finite numbers become None."""
     with explained(path, "no run has written it", "pass the folder of a run, such as out/run_a"):
         return [{name: value if is_finite(value) or name == "measure" else None
                  for name, value in row.items()} | {"step": int(float(row["step"]))}
@@ -195,10 +195,10 @@ def draw_strip(ax, runs, key):
 
 
 def draw_lines(ax, form, lines):
-    """Draws lines, (run, metric, label) each, with label and last value beside them.
+    """Draws a line for each (run, metric, label), with its label and last value beside it.
 
-    They are smoothed, and the raw values are drawn lightly; few values are drawn as points. form:
-    the format of the values.
+    Lines are smoothed, and the raw values are drawn lightly; short lines also get points. form: the
+    format of the values.
     """
     for (run, key, label), color in zip(lines, itertools.cycle(COLORS)):
         steps, values = run.series(key)
@@ -240,8 +240,8 @@ def smooth(values):
     # A box window would spread a single spike into a plateau.
     means = np.empty(len(values))
     for i in range(len(values)):
-        # Most is learned in the first steps, so there the window grows from a single value and
-        # stays centered, and the curve begins where the run began.
+        # Most is learned in the first steps, so the window starts with a single value and grows
+        # while it stays centered; the curve then starts where the run started.
         reach = min(len(values) // 20, i)
         window = values[i - reach:i + reach + 1]
         weights = np.hanning(2 * reach + 3)[1:-1]
@@ -252,7 +252,7 @@ def smooth(values):
 def finish(ax, form="", reverse=False):
     """Sets the scales, and writes the labels of the lines beside them, each in its color.
 
-    form: the format of the values; with a % in it, the y axis is in percent, too.
+    form: the format of the values; if it contains a %, the y axis is in percent, too.
     """
     if not ax.has_data():
         ax.text(0.5, 0.5, "not recorded", transform=ax.transAxes, ha="center", va="center",

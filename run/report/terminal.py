@@ -1,7 +1,7 @@
 """Everything that a run prints and writes, except its weights; docs/in_practice.md lists the files.
 
-After its first step, a new run deletes what an earlier run of the same name has left there. A run
-that fails before that, e.g. because of a mistake in a reward function, leaves those results alone.
+After its first step, a new run deletes what an earlier run with the same name left behind. If it
+fails before that, e.g. because of a bug in a reward function, the earlier run's files remain.
 """
 import importlib.util
 import json
@@ -60,7 +60,7 @@ class Run:
     """A run, as a context manager, so that its files are complete even after an error or Ctrl-C.
 
     Its folder is locked from the start. Rank 0 writes and prints; `active` says whether this
-    process does. Without out_dir nothing is written. watches: whether a signal lets a step finish.
+    process does. Without out_dir nothing is written. watches: finish the step after a signal.
     """
 
     def __init__(self, args, world, watches=True):
@@ -74,7 +74,7 @@ class Run:
         self.first_difference = None            # the first rollout_probs_diff_mean
         self.warned_at = {}                     # text of a warning -> step that last printed it
         self.has_begun = False                  # whether the first step is done
-        self.held_back = []                     # evaluations until then
+        self.held_back = []                     # evaluations before that
         self.drawn_at = -math.inf               # time of the last drawing
 
     def __enter__(self):
@@ -107,10 +107,10 @@ class Run:
             if error is None and self.current_step:
                 self._print_summary()
             with suppress(Exception, SystemExit):       # raised by SwanLab
-                if self.swanlab and self.swanlab.has_run():     # after Ctrl-C SwanLab has ended it
+                if self.swanlab and self.swanlab.has_run():     # Ctrl-C makes SwanLab end it
                     self.swanlab.finish()
         if error_type is Stopped:
-            self.world.gather([])       # wait, as torchrun ends all ranks when one has left
+            self.world.gather([])       # wait, as torchrun ends all ranks when one exits
             self.world.close()
         self.signals.leave()
         CHILD.end()
@@ -119,9 +119,9 @@ class Run:
     # --- called by the training loop --------------------------------------------------------------
 
     def steps(self, state):
-        """Resumes, prints the facts of the run, evaluates; yields (step, batch) of each step left.
+        """Resumes, prints facts about the run, evaluates; yields (step, batch) for each step left.
 
-        With --eval_only there are none. state is a TrainState. self.batch(step, problems) draws
+        With --eval_only, no steps are left. state is a TrainState. self.batch(step, problems) draws
         from other problems.
         """
         self.state, args, world = state, self.args, self.world
@@ -143,17 +143,17 @@ class Run:
             self.evaluate_if_due(0)
         CHILD.given_up = CHILD.cut_short = False
         if self.watches:
-            self.signals.watch()                # from here on a signal lets the step finish
+            self.signals.watch()                # from here on, signals let the step finish
         self.done = done
         state.compute_rewards = partial(self.rewards_or_stop, state.compute_rewards)
         return ((step, self.batch(step)) for step in range(done + 1, last_step + 1))
 
     def evaluate_if_due(self, step):
-        """Evaluates if it is time to, writes and prints the metrics; returns them, or {}."""
+        """If an evaluation is due, writes and prints its metrics; returns them, or else {}."""
         interval = self.args.eval_interval
         if interval == 0 or (step % interval and step != self.last_step):
             return {}
-        if step:                    # the time of the first evaluation counts for no step
+        if step:                    # the first evaluation's time is part of no step
             self.state.phase("eval")
         metrics, replies = evaluate(self.state, self.heldout, self.collate, step)
         self.state.phase(None)
@@ -175,7 +175,7 @@ class Run:
                         state.optimizer, state.saved)
 
     def record(self, step, rollout, metrics):
-        """5. Evaluates, writes and prints a step; draws and saves if it is time to.
+        """5. Evaluates, writes and prints a step; draws and saves if a checkpoint is due.
 
         After a signal or ten steps without a reward, saves and ends the run, on all ranks.
         """
@@ -270,9 +270,9 @@ class Run:
         return metrics
 
     def step(self, step, metrics, rows, timings):
-        """Records a step and its completions, moves the bar, and warns of common failures.
+        """Records a step and its completions, advances the bar, and warns about common failures.
 
-        The first and the last step also print a whole group. perf/throughput does not count the
+        For the first and the last step, also prints a whole group. perf/throughput leaves out the
         phases eval and checkpoint. rows: from describe().
         """
         self.current_step = step
@@ -315,7 +315,7 @@ class Run:
         """Draws curves.png and report.html, unless this was done in the last `pause` seconds."""
         if not self.active or not self.run_dir or time.perf_counter() - self.drawn_at < pause:
             return
-        # Imported late, because both are also commands: Python would warn of an earlier import.
+        # Imported late: both can also be run with -m, and Python would warn of an earlier import.
         from . import html_page, picture
         try:
             picture.draw_curves([self.run_dir], self.run_dir / "curves.png")
@@ -335,8 +335,8 @@ class Run:
 
     def _warn_of_failures(self, metrics):
         self.dead_groups.append(metrics.get("frac_reward_zero_std", 0.0))
-        # Many such groups are normal for a policy that has learned its task, hence the high limit.
-        # And with a teacher, rewards are not needed.
+        # Many zero-variance groups are normal once the policy has learned its task, so the limit is
+        # high. With a teacher, rewards are not needed.
         if sum(self.dead_groups) > 4.5 and "teacher_kl" not in metrics:
             self.warn(NO_SIGNAL)
         if metrics.get("completions/clipped_ratio", 0.0) > 0.5:
@@ -345,14 +345,14 @@ class Run:
         if is_finite(difference):
             if self.first_difference is None:
                 self.first_difference = difference
-            # Up to 0.001 it may be rounding, whatever it was at first; above 0.01 it is not.
+            # A difference of up to 0.001 may be rounding, whatever the first was; above 0.01 isn't.
             if difference > min(max(10 * self.first_difference, 0.001), 0.01):
                 self.warn(OLD_WEIGHTS)
         if not is_finite(metrics.get("grad_norm", 0.0)):
             self.warn(NOT_FINITE)
 
     def _warn_of_unjudged(self, rows):
-        """Warns of a reward that scored nothing in the first step, perhaps for want of a column."""
+        """Warns of a reward that scored nothing in the first step: a column may be missing."""
         for name in rows[0]["rewards"] if rows else ():
             if not any(is_finite(row["rewards"][name]) for row in rows):
                 columns = ", ".join(rows[0]["columns"])
@@ -371,7 +371,7 @@ class Run:
             self._write(name, step, *rows)
 
     def _write(self, name, step, *rows):
-        """Appends rows of a step to a file."""
+        """Appends rows of a step to a file, or holds them back until the first step is done."""
         if not self.has_begun:
             self.held_back.append((name, step, rows))
             return
@@ -442,7 +442,7 @@ def start_swanlab(run_dir, args):
 
 
 def kinds_of_answers(problems):
-    """Counts kinds of gold answers in the first rows: "1,990 numbers, 10 missing"."""
+    """Counts kinds of gold answers in the first rows, as in "1,990 numbers, 10 missing"."""
     golds = [problems[i].get("answer") for i in range(min(len(problems), FIRST_ROWS))]
     names = {"number": "numbers", "expression": "expressions", "words": "words", None: "missing"}
     kinds = Counter(None if gold is None else kind_of(gold) for gold in golds)
@@ -463,7 +463,7 @@ def facts_table(facts):
 
 
 def one_group(step, rows):
-    """Shows a prompt and up to 8 completions, best first; copies are shown once, and counted."""
+    """Returns a text with a prompt and up to 8 completions, best first; copies are counted."""
     title = f"\nstep {step}, one group of {len(rows)}"
     answer = rows[0]["columns"].get("answer")
     if answer:
@@ -487,7 +487,7 @@ def one_group(step, rows):
 
 
 def one_reply(rollout):
-    """Shows a rollout's first question and completion, and whether it is right."""
+    """Returns a text with a rollout's first question and completion, and whether it is right."""
     question = one_line(rollout.columns["messages"][0][-1]["content"].strip())
     turns = rollout.turns[0] if rollout.turns else [rollout.completions[0].strip()]
     reward = rollout.rewards[0].item()
@@ -496,7 +496,7 @@ def one_reply(rollout):
 
 
 def one_line(*turns):
-    """Fits a text into one line: 400 characters, line breaks as ⏎; a tool's are dim, in ‹ ›."""
+    """Fits a text into a line of 400 characters: ⏎ for line breaks, tool's words dim, in ‹ ›."""
     parts = [printable(cut(text, 400 // len(turns)).replace("\n", "⏎ ").replace("\t", " "))
              for text in turns]
     for i in range(1, len(parts), 2):
@@ -512,9 +512,9 @@ def short(path):
 
 
 def drop_lines_after(step, path):
-    """Truncates a file after the lines of `step`; with step 0, a new run, keeps none.
+    """Truncates a file after the lines of `step`; for a new run, step 0, keeps no line.
 
-    A run that crashed may have written lines for steps after its last checkpoint, and half a line.
+    A crashed run may have written lines of steps after its last checkpoint, and an incomplete line.
     """
     if not path.exists():
         return
