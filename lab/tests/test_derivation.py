@@ -125,15 +125,14 @@ def test_the_groups_mean_shortens_the_gradient_and_the_std_weighs_prompts():
     assert f"up to {float(WEIGHTS[1][-1]) / float(WEIGHTS[1][2]):.1f} times" in TEXT
     for G, times in ((2, 1), (3, 1), (16, 1.9), (64, 3.4), (10 ** 4, 5.0)):
         assert weight(0.01, G) / weight(0.5, G) == pytest.approx(times, abs=0.05)
-    assert f"at most {times} times" in " ".join(TEXT.split())
     assert weight(0.5, G) == pytest.approx(1 / math.sqrt(0.25), rel=1e-3)
     for margin in (0.1, 10.0):
         won, lost = estimate(torch.tensor([2.0 + margin, 2.0]), 2)
-        assert f"±{won:.2f}" in TEXT and lost == -won
+        assert f"{won:.2f}" == "0.71" and lost == -won
 
 
 def test_the_product_of_ratios_is_wild():
-    assert f"make {1.1 ** 50:.0f}." in " ".join(TEXT.split())
+    assert f"$w$ is {1.1 ** 50:.0f}." in " ".join(TEXT.split())
     x = torch.linspace(-5, 5, 100_001, dtype=torch.float64)         # log-ratios of one token
     chance = (-((x + 0.3 ** 2 / 2) / 0.3) ** 2 / 2).exp()
     chance /= chance.sum()
@@ -177,7 +176,7 @@ def test_the_estimates_of_the_kl(kl_type):
 
 def test_how_hard_the_kl_pulls():
     """What stands before the gradient of log pi, at 20 times pi_ref and at a twentieth."""
-    sentence = re.search(r"reference: (it has .*? has -19.*?)\.\s", TEXT, re.DOTALL)[1]
+    sentence = re.search(r"under the reference, (k3 .*? -19.*?)\.\s", TEXT, re.DOTALL)[1]
     k3, k2, k3_rare, k2_rare = floats(re.sub(r"k[23]", "", sentence))
     for times, kl_type, promised in ((20, "k3", k3), (20, "k2", k2), (1 / 20, "k3", k3_rare),
                                      (1 / 20, "k2", k2_rare)):
@@ -237,7 +236,7 @@ def test_where_the_kl_leads():
     assert f"0.1e^2={best:.3f}" in TEXT
     assert f"a factor of {math.exp(1 / 0.3):.0f}" in " ".join(TEXT.split())
     best /= best + 0.9                                              # pi*
-    assert f"has {best:.3f}" in TEXT
+    assert f"gets {best:.3f}" in " ".join(TEXT.split())
     # k3 ends at pi_i = beta pi_ref_i / (c - r_i), where c makes it add up to 1: a quadratic.
     c = (1.5 + math.sqrt(1.5 ** 2 - 4 * 0.45)) / 2
     for (name, right, value), expected in zip(OPTIMA, (1.0, best, 0.05 / (c - 1)), strict=True):
@@ -422,7 +421,7 @@ def test_the_three_answers():
     assert close(exact, table, 5.1e-5) and f"{angle(exact):.0f}" == "39"
     exact = three_answers([0.05, 0.75, 0.2], [10, 1000, 1000])
     assert close(exact[:, 1] + exact[:, 2], exact[:, 3])
-    assert f"The sum is {angle(exact):.0f}° off" in " ".join(TEXT.split())
+    assert f"The sum of both terms is then {angle(exact):.0f}° away" in " ".join(TEXT.split())
 
 
 @pytest.mark.parametrize("step", [1e-2, 1e-3])
