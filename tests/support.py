@@ -1,9 +1,11 @@
 import argparse
 import gc
 import json
+import multiprocessing
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"      # a test that reaches for the network fa
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:      # -n 2: they share the cores, and do not wait
     threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+# How to start processes that need not import torch once more: they fork from one that has.
+START = "spawn" if os.name == "nt" else "forkserver"
+multiprocessing.set_forkserver_preload(["pytest", "train_grpo", "torch._dynamo"])
 # Under nohup, or in the background of a shell, these signals are ignored, and the runs that the
 # tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -81,40 +86,41 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(request, monkeypatch):
-    """A run that a test starts in this process leaves an empty curves.png: to draw it takes longer
-    than a few steps. Tests of the picture itself have the fixture `pictures`."""
-    if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("run.report.picture.draw_curves", lambda run_dirs, path: path.touch())
+@pytest.fixture(scope="session", autouse=True)
+def shapes_alone():
+    """Weights that will be loaded are not drawn at random first, which takes as long."""
+    from torch.nn import init
+
+    def unless_empty(fill, tensor, *how, **options):
+        return tensor if tensor.is_meta else fill(tensor, *how, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("normal_", "kaiming_uniform_"):
+            patch.setattr(init, name, partial(unless_empty, getattr(init, name)))
+        yield
 
 
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory):
     """A folder with the first prompts of the included data."""
     folder = tmp_path_factory.mktemp("data")
-    for name, count in (("train", 600), ("heldout", 300)):
+    for name, count in (("train", 160), ("heldout", 100)):
         lines = (ROOT / f"dataset/{name}.jsonl").read_bytes().splitlines(keepends=True)
         (folder / f"{name}.jsonl").write_bytes(b"".join(lines[:count]))
     return folder
 
 
+all_prompts, pictures = pytest.fixture(lambda: None), pytest.fixture(lambda: None)
+
+
 @pytest.fixture(autouse=True)
-def few_prompts(request, monkeypatch, small_data):
-    """A run that a test starts in this process reads fewer prompts: to read all of them takes
-    longer than a few steps. Tests of the data itself have the fixture `all_prompts`."""
+def small_runs(request, monkeypatch, small_data):
+    """A run that a test starts in this process reads fewer prompts, and leaves an empty curves.png:
+    both take longer than a few steps. Tests of either have the fixture of its name above."""
     if "all_prompts" not in request.fixturenames:
         monkeypatch.setattr("dataset.prompts.HERE", small_data)
-
-
-@pytest.fixture
-def all_prompts():
-    """Runs read all prompts of the included data."""
-
-
-@pytest.fixture
-def pictures():
-    """Runs draw their curves."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("run.report.picture.draw_curves", lambda run_dirs, path: path.touch())
 
 
 @pytest.fixture

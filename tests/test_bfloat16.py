@@ -85,10 +85,9 @@ def test_ratios_are_exactly_1_while_the_policy_has_not_moved(flags, tmp_path, mo
 
     monkeypatch.setattr(train_grpo, "compute_loss", spy)
     monkeypatch.setattr(train_grpo, "lr_at", lambda *args, **options: 0.0)
-    train_grpo.main([*SMALL, *flags.split(), "--dtype", "bfloat16", "--micro_batch_size", "5",
-                     "--num_iterations", "2", "--num_minibatches", "3", "--max_steps", "1",
-                     "--eval_interval", "0", "--reward_funcs", "format", "tag", "accuracy",
-                     "--out_dir", str(tmp_path), "--run_name", "still"])
+    train_grpo.main([*SMALL, *flags.split(), *"""--dtype bfloat16 --micro_batch_size 2 --max_steps 1
+        --batch_size 2 --num_iterations 2 --num_minibatches 3 --max_gen_len 44 --run_name still
+        --eval_interval 0 --reward_funcs format tag accuracy --out_dir""".split(), str(tmp_path)])
     assert len(calls) >= 6 and calls == [0.0] * len(calls)
     (metrics,) = jsonl(tmp_path / "still/metrics.jsonl")
     assert metrics["ppo_kl"] == 0 and metrics["timing_s/old_logps"] > 0

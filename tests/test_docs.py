@@ -276,7 +276,8 @@ def test_chinese_pages_use_the_words_that_people_search_for():
     """Not a translation's: a KL is one 约束, a probability is 提高 or 降低, a run is 训练."""
     notebook = (ROOT / "docs/zh/grpo_in_ten_cells.ipynb").read_text(encoding="utf-8")
     words = """换来什么 划算 拿得定主意 什么也教不会 牵绳 弹簧 缰绳 朴素循环 动过手脚 逐比特
-        往上推 往下推 往下压 一次运行 默认运行 这次运行 大家都会问的问题""".split()
+        往上推 往下推 往下压 一次运行 默认运行 这次运行 大家都会问的问题
+        死组 裁判 奖励作弊 钻空子 留出题 起始权重 对拍""".split()
     for page, text in {**CHINESE, "notebook": notebook}.items():
         assert [word for word in words if word in text] == [], page
 

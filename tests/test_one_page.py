@@ -19,7 +19,7 @@ FLAGS = re.search("`python train_grpo.py\\s([^`]+)`", page.__doc__)[1].split()
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("last_step, updates, prompts, flags", [
-    (1, 1, 16, []), (2, 2, 4, ["--num_iterations", "2", "--batch_size", "4"])])
+    (1, 1, 4, []), (2, 2, 2, ["--num_iterations", "2"])])
 def test_the_page_takes_the_steps_of_the_script(
         last_step, updates, prompts, flags, all_prompts, tmp_path, capsys, monkeypatch):
     steps, losses = [], []
@@ -33,15 +33,15 @@ def test_the_page_takes_the_steps_of_the_script(
         losses.append(loss_of(*args, **options))
         return losses[-1]
 
-    assert (page.UPDATES, page.B) == (1, 16)        # so the first case runs the page as it stands
+    assert (page.UPDATES, page.B) == (1, 16)        # with which the page is run by hand
     monkeypatch.setattr(page, "UPDATES", updates)
     monkeypatch.setattr(page, "B", prompts)
     monkeypatch.setattr(page, "grpo_step", spied_step)
     monkeypatch.setattr(page, "grpo_loss", spied_loss)
     policy = page.main(last_step, heldout=5)
     check_report(capsys.readouterr().out, last_step, *steps[-1])
-    train_grpo.main([*FLAGS, *flags, "--max_steps", str(last_step), "--eval_interval", "0",
-                     "--out_dir", str(tmp_path), "--run_name", "a"])
+    train_grpo.main([*FLAGS, *flags, "--batch_size", str(prompts), "--max_steps", str(last_step),
+                     "--eval_interval", "0", "--out_dir", str(tmp_path), "--run_name", "a"])
     rows, metrics = (jsonl(tmp_path / f"a/{name}.jsonl") for name in ("completions", "metrics"))
     assert len(losses) == last_step * updates and len(metrics) == last_step
     # In a third step of this size a CPU's rounding has been seen to draw another token.

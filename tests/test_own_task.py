@@ -75,9 +75,8 @@ def test_the_task_from_nothing_runs(here, monkeypatch, capsys):
 def test_the_examples_of_rewards_score(here, server):
     import graded
     import mixed
-    import shapes
-    replies = ["It is B", "A, B, C or D", "None", "<answer>\nB\n</answer>"]
-    assert shapes.choice(replies, replies, ["B"] * 4) == [1, 0, 0, 1]
+    from sorting import in_place
+    assert in_place([""] * 2, ["01458", "10458"], answer=["01458"] * 2) == [1, 0.6]
     columns = {"answer": ["021", "5"], "task": ["sort", "sum"]}
     assert mixed.digits([""] * 2, ["012", "5"], **columns) == [1 / 3, None]
     assert mixed.sums([""] * 2, ["012", "5"], **columns) == [None, 1]

@@ -28,13 +28,12 @@ from reward.load import RewardFunction
 from run.evaluate import evaluate, measure
 from run.extensions import install, moving_reference, teacher
 from run.policy import Policy
-from support import ROOT, jsonl, turns, write
+from support import ROOT, START, jsonl, turns, write
 from train_grpo import Rollout, TrainState, World, completion_mask, token_logps
 
 POLICY = ROOT / "model/weights/reason_128"
-SMALL = ["--batch_size", "4", "--num_generations", "4", "--eval_samples", "16",
-         "--max_gen_len", "64"]
-NAN = float("nan")
+SMALL = "--batch_size 4 --num_generations 4 --eval_samples 16 --max_gen_len 64".split()
+NAN, PLACE = float("nan"), ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -121,9 +120,9 @@ def assert_same_weights(first, second):
 
 
 def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
-    flags = [*SMALL, "--max_steps", "4", "--save_interval", "2", "--eval_interval", "0",
-             "--num_iterations", "2", "--num_minibatches", "2", "--ref_model_sync_steps", "1",
-             "--kl_in_reward", "--oversample", "2", "--out_dir", str(tmp_path)]
+    flags = [*SMALL, *"""--max_steps 4 --save_interval 2 --eval_interval 0 --num_iterations 2
+        --num_minibatches 2 --ref_model_sync_steps 1 --kl_in_reward --oversample 2 --batch_size 2
+        --max_gen_len 48 --out_dir""".split(), str(tmp_path)]
     train_grpo.main([*flags, "--run_name", "unbroken"])
     compute_rewards = train_grpo.compute_rewards
 
@@ -140,7 +139,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
     train_grpo.main([*flags, "--run_name", "broken", "--resume"])
     assert_same_weights(tmp_path / "unbroken/final", tmp_path / "broken/final")
     assert measured(tmp_path / "unbroken") == measured(tmp_path / "broken")
-    assert len(jsonl(tmp_path / "broken/completions.jsonl")) == 4 * 16
+    assert len(jsonl(tmp_path / "broken/completions.jsonl")) == 4 * 8
 
 
 @pytest.mark.parametrize("flags, steps", [
@@ -155,8 +154,8 @@ def test_how_many_steps_a_run_makes(flags, steps):
 def test_a_resume_in_the_second_pass_reads_what_an_unbroken_run_reads(tmp_path):
     data = tmp_path / "three.jsonl"
     write(data, jsonl(ROOT / "dataset/train.jsonl")[:3])
-    flags = [*SMALL, "--batch_size", "2", "--data_path", str(data), "--reward_funcs", "format",
-             "--out_dir", str(tmp_path), "--eval_interval", "0"]
+    flags = [*SMALL, "--data_path", str(data), "--out_dir", str(tmp_path),
+             *"--batch_size 2 --max_gen_len 8 --eval_interval 0 --reward_funcs format".split()]
     train_grpo.main([*flags, "--max_steps", "5", "--run_name", "whole"])
     train_grpo.main([*flags, "--max_steps", "3", "--run_name", "parts"])
     train_grpo.main([*flags, "--max_steps", "5", "--run_name", "parts", "--resume"])
@@ -367,8 +366,7 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
     """Saves the gradient of this rank's share of the six under each objective, the weights some
     steps later, and its advantages; in float64, so that the logits differ by nothing that float32
     shows."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost",
-                   "MASTER_PORT": str(port)}
+    os.environ |= zip(PLACE, (str(rank), str(world_size), "localhost", str(port)))
     torch.set_num_threads(1)
     world = World.join(arguments("--device", "cpu"))
     model = load_pretrained(POLICY, dtype=torch.float64)
@@ -406,16 +404,15 @@ def free_ports(count):
 
 
 def test_ranks_micro_batches_and_the_pair_change_no_gradient(tmp_path, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in PLACE:
         monkeypatch.setenv(name, "")            # so that what the call sets is undone
     runs = []
-    for pair, world_size, micro_batch_size in (
-            (fast, 1, 6), (train_grpo, 1, 6), (fast, 2, 2)):
-        rest = *free_ports(1), micro_batch_size, pair.token_logps, tmp_path
+    for pair, world_size, rows in ((fast, 1, 6), (train_grpo, 1, 6), (fast, 2, 2)):
+        given = world_size, *free_ports(1), rows, pair.token_logps, tmp_path
         if world_size == 1:
-            gradients_of_learning(0, 1, *rest)
+            gradients_of_learning(0, *given)
         else:
-            multiprocessing.spawn(gradients_of_learning, (2, *rest), nprocs=2)
+            multiprocessing.start_processes(gradients_of_learning, given, 2, start_method=START)
         runs.append(torch.load(tmp_path / "0.pt"))
     first = runs[0][0]
     for results, *_ in runs[1:]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_run import free_ports
+from test_run import PLACE, free_ports
 from test_vllm import FakeLLM
 from torch import multiprocessing
 
@@ -18,7 +18,7 @@ from run.checkpoint import load_checkpoint
 from run.fsdp import is_sharded
 from run.policy import load_models
 from run.report.terminal import Run
-from support import ROOT, jsonl, write
+from support import ROOT, START, jsonl, write
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="sends itself a signal to stop")
 SHARD = ["--shard", "1"]
@@ -30,19 +30,19 @@ RUNS = [        # (name, flags, calls of `unequal` so far)
     ("lora_apart", LORA, 100), ("lora_sharded", LORA + SHARD, 100),
     ("engine_sharded", SHARD + ["--sampler", "vllm"], 100),
     ("half_sharded", HALF + SHARD, 100),
-    ("half_stopped", HALF + SHARD, 0), ("half_stopped", HALF + SHARD + ["--resume"], 103)]
-STEPS, calls, read = 4, 0, []       # read: the log-probs of the script's token_logps
+    ("half_stopped", HALF + SHARD, 0), ("half_stopped", HALF + SHARD + ["--resume"], 102)]
+STEPS, calls, read = 3, 0, []       # read: the log-probs of the script's token_logps
 token_logps = train_grpo.token_logps
 
 
 def unequal(prompts, completions, completion_ids, **columns):
-    """On rank 1 only every third group has a spread, in call 104 no group of any rank. In call 3
+    """On rank 1 only every third group has a spread, in call 103 no group of any rank. In call 2
     comes a signal."""
     global calls
     calls += 1
-    if calls == 3:
+    if calls == 2:
         signal.raise_signal(signal.SIGTERM)
-    if calls == 104:
+    if calls == 103:
         return [1.0] * len(completions)
     dead = os.environ["RANK"] == "1"
     return [0.0 if dead and i // 4 % 3 else float(sum(ids) % 5)
@@ -72,25 +72,21 @@ def one_rank(rank, ports, weights, out):
     global calls
     torch.set_num_threads(1)
     sys.path.insert(0, os.path.dirname(__file__))
-    Run._draw = lambda report: None          # takes longer than a run
+    Run.draw = lambda *report, **pause: None          # takes longer than a run
     vllm.Engine._start = start_fake
     train_grpo.token_logps = watched
     for port, (name, flags, calls_before) in zip(ports, RUNS):
         calls = calls_before
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
-                       "MASTER_PORT": str(port)}
-        size = (4, 4) if name == "lora_sharded" else (1024, 2**24)
-        fast.CHUNK_TOKENS, fast.CHUNK_LOGITS = size
+        os.environ |= zip(PLACE, (str(rank), "2", "localhost", str(port)))
+        fast.CHUNK_TOKENS, fast.CHUNK_LOGITS = (4, 4) if name == "lora_sharded" else (1024, 2**24)
         code, expected = 0, 0 if calls_before else 128 + signal.SIGTERM
         try:
             train_grpo.main([
                 "--model_path", weights, "--out_dir", out, "--run_name", name,
-                "--reward_funcs", "test_shard:unequal", "--beta", "0", "--batch_size", "3",
-                "--num_generations", "4", "--max_gen_len", "12", "--max_steps", str(STEPS),
                 "--data_path", f"{out}/data.jsonl", "--eval_data_path", f"{out}/data.jsonl",
-                "--eval_interval", "4", "--eval_samples", "3",
-                "--micro_batch_size", "2", "--rollout_batch_size", "8",
-                "--learning_rate", "1e-3", *flags])
+                *f"""--reward_funcs test_shard:unequal --beta 0 --batch_size 3 --num_generations 4
+                --max_gen_len 12 --max_steps {STEPS} --eval_interval 3 --rollout_batch_size 8
+                --micro_batch_size 4 --eval_samples 3 --learning_rate 1e-3""".split(), *flags])
         except SystemExit as error:
             code = error.code
         assert code == expected, name
@@ -108,7 +104,7 @@ def out(tokenizer, tmp_path_factory):
     save_pretrained(MiniMindForCausalLM(config), tokenizer, folder / "weights")
     write(folder / "data.jsonl", jsonl(ROOT / "dataset/train.jsonl")[100:160])
     arguments = free_ports(len(RUNS)), str(folder / "weights"), str(folder)
-    multiprocessing.spawn(one_rank, arguments, nprocs=2)
+    multiprocessing.start_processes(one_rank, arguments, 2, start_method=START)
     return folder
 
 
@@ -134,7 +130,7 @@ def test_sharded_runs_learn_the_same(names, out):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_shards_run_the_scripts_token_logps_within_the_module(rank, out):
     apart, sharded = (torch.load(out / f"kl_{name}_{rank}.pt") for name in ("apart", "sharded"))
-    assert len(apart) == len(sharded) == 2 * 6 * STEPS      # reference and policy, 2 rows each
+    assert len(apart) == len(sharded) == 2 * 3 * STEPS      # reference and policy, 4 rows each
     for ours, theirs in zip(apart, sharded):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 

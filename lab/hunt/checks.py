@@ -1,5 +1,6 @@
 """What a page computes on fixed inputs, function by function, and whether two agree."""
 from contextlib import redirect_stdout
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -53,6 +54,7 @@ def token_logps(page):
 
 
 def generate(page):
+    page.MAX_LEN = 24
     rollout = page.generate(*state_and_batch(), rng_of(1), 3)
     return [rollout.mask, rollout.lengths, rollout.completions, rollout.prompts, rollout.columns,
             *rollout.sequences]
@@ -61,7 +63,7 @@ def generate(page):
 def grpo_step(page):
     """Two steps: what the rollout of the second has, and how both have moved the weights."""
     state, batch = state_and_batch()
-    page.MAX_LEN, before = 24, weights_of(state)
+    page.MAX_LEN, before = 16, weights_of(state)
     page.grpo_step(state, batch, 1, 0.2)
     rollout, _ = page.grpo_step(state, batch, 2, 0.1)
     return [rollout.ref_logps, rollout.rewards, rollout.advantages, weights_of(state) - before]
@@ -79,11 +81,15 @@ def state_and_batch():
         for weight in policy.parameters():
             weight += 0.002 * torch.randn_like(weight)
     tokenizer = load_tokenizer(WEIGHTS, policy.config.vocab_size)
-    rows = PromptDataset(ROOT / "dataset/train.jsonl")[:2]
     return SimpleNamespace(
         policy=policy, reference=reference, tokenizer=tokenizer,
         optimizer=torch.optim.SGD(policy.parameters())
-    ), PromptCollator(tokenizer, max_seq_len=66)(rows)
+    ), PromptCollator(tokenizer, max_seq_len=66)(two_rows())
+
+
+@cache
+def two_rows():
+    return PromptDataset(ROOT / "dataset/train.jsonl")[:2]
 
 
 # The last one calls all others.

@@ -1,8 +1,10 @@
 """Countdown: problems, texts and reward, all against plain arithmetic; the shipped files."""
+import functools
 import itertools
 import math
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,8 +57,20 @@ def test_the_shipped_problems_are_those_of_the_script_and_apart():
     assert all(countdown.is_heldout(*problem) for problem in hard)
 
 
+@pytest.fixture
+def few_problems(monkeypatch):
+    """Of all numbers that a problem may have, every eighth choice: to find what can be reached from
+    four takes long."""
+    def choices(numbers, count):
+        return itertools.islice(itertools.combinations_with_replacement(numbers, count), 3, None, 8)
+
+    monkeypatch.setattr(countdown, "itertools", SimpleNamespace(
+        **vars(itertools) | {"combinations_with_replacement": choices}))
+    monkeypatch.setattr(countdown, "problems", functools.cache(countdown.problems.__wrapped__))
+
+
 @pytest.mark.parametrize("in_order", [True, False])
-def test_the_texts_compute_and_compare_rightly_and_their_answers_are_right(in_order):
+def test_the_texts_compute_and_compare_rightly_and_their_answers_are_right(in_order, few_problems):
     chats = countdown.searches(random.Random(1), in_order=in_order, most=18, give_up=0.3)
     gave_up = 0
     for chat in itertools.islice(chats, 100):
@@ -77,7 +91,7 @@ def test_the_texts_compute_and_compare_rightly_and_their_answers_are_right(in_or
     assert 20 < gave_up < 80
 
 
-def test_the_first_texts_are_comparisons_and_searches_some_of_which_must_hit_soon():
+def test_the_first_texts_are_comparisons_and_searches_some_of_which_must_hit_soon(few_problems):
     chats = list(countdown.pretraining_chats(random.Random(1), 1000))
     replies = [chat["conversations"][1]["content"] for chat in chats]
     tries = [reply.count(" no\n") + reply.count(" yes\n") for reply in replies if reply[0] == "<"]
