@@ -1,6 +1,6 @@
-"""The base module, which all others may import: errors for users, and a flag parser.
+"""The base module, which all other modules may import: errors for users, and a flag parser.
 
-A user's mistake ends a run with one sentence instead of a traceback.
+If the user makes a mistake, a run ends with a one-line message instead of a traceback.
 """
 import argparse
 import json
@@ -26,23 +26,23 @@ NO_MEMORY = ("out of memory; train_grpo.py needs less with a lower --micro_batch
 
 
 class UserError(ValueError):
-    """A user's mistake. Its message is what the user sees: where, what is wrong, and what to do.
+    """Raised for a user's mistake. The message says what is wrong, where, and how to fix it.
 
-    Any other exception is a bug in the code, and keeps its traceback.
+    Any other exception is a bug in this project, and is shown with its traceback.
     """
 
 
 def printable(text):
-    """Returns the text with control characters, which a terminal would obey, replaced by dots.
+    """Returns the text with a dot in place of each character that could change the terminal.
 
-    Escape sequences could recolor or overwrite earlier output, and bidirectional marks could
-    reorder it. Line breaks, tabs, the ideographic space and the joiner inside some emoji are kept.
+    For example, escape sequences could overwrite earlier output, and bidirectional marks could
+    reorder the text. Line breaks, tabs and characters that occur in ordinary text are kept.
     """
     return "".join(c if c.isprintable() or c in "\n\t\u3000\u200d" else "·" for c in text)
 
 
 def cut(text, room):
-    """Returns the text, or its start and end if it has more than `room` characters."""
+    """Returns the text; if it is longer than `room` characters, leaves out the middle part."""
     half = max(room // 2 - 20, 1)       # the other 40 characters are for the note
     if len(text) <= room:
         return text
@@ -50,9 +50,9 @@ def cut(text, room):
 
 
 def reason(error):
-    """Returns the class of an exception and the first sentence of its message, in one line.
+    """Returns the class name of an exception and the first sentence of its message, as one line.
 
-    Later sentences are advice; torch and transformers, for example, advise trusting the file.
+    Later sentences are left out, since they often advise the user to load an unsafe file anyway.
     """
     text = re.sub(r"^\[enforce fail at \S+\] \. ", "", printable(str(error)))     # from torch
     sentence = " ".join(text.split()).partition(". ")[0].rstrip(".")[:200]
@@ -61,10 +61,10 @@ def reason(error):
 
 @contextmanager
 def explained(path, what, advice):
-    """Turns any exception into a UserError with the path, what is wrong, the reason, and advice.
+    """Context manager that turns any exception into a UserError, which names the path.
 
-    Parsers raise dozens of exception classes for broken files, from KeyError to RecursionError. A
-    UserError that already starts with the path is not changed.
+    Parsers raise many different exception classes for broken files. A UserError that already starts
+    with the path is raised unchanged.
     """
     try:
         yield
@@ -75,9 +75,9 @@ def explained(path, what, advice):
 
 
 def sentence(error):
-    """Returns the text to print instead of a traceback, or None if the traceback is needed.
+    """Returns the message to print for an error, or None if its traceback should be shown instead.
 
-    With MINIGRPO_TRACEBACK=1, every traceback is shown.
+    If the environment variable MINIGRPO_TRACEBACK is set, the traceback is always shown.
     """
     if os.environ.get("MINIGRPO_TRACEBACK"):
         return None
@@ -96,9 +96,9 @@ def sentence(error):
 
 @contextmanager
 def user_errors(program):
-    """Decorates a main function: prints an error in one line if possible, and exits with code 2.
+    """Decorator for a main function: prints a user's mistake as one line, and exits with code 2.
 
-    program: the script's name, which starts that line. Each warning also takes one line.
+    program: the script's name, printed before the message. Warnings are printed as one line, too.
     """
     formatwarning = warnings.formatwarning
     warnings.formatwarning = lambda text, *where: f"warning: {printable(str(text))}\n"
@@ -121,9 +121,9 @@ def user_errors(program):
 
 
 def number(kind, low, high=10**9, *, above=False):
-    """Returns an argparse type: a number from `low` (excluded if `above`) to `high`.
+    """Returns an argparse type for numbers from `low` to `high`; `above` excludes `low` itself.
 
-    kind: int or float; argparse shows its name in messages.
+    kind: int or float. argparse shows this name in error messages.
     """
     def parse(text):
         value = kind(text)
@@ -143,7 +143,7 @@ FINITE = number(float, -10**6, 10**6)
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Shows defaults, writes INT, FLOAT or TEXT for values, and keeps line breaks in a text."""
+    """Formats --help with default values and types (INT, FLOAT, TEXT), and keeps line breaks."""
 
     def _fill_text(self, text, width, indent):
         return text if "\n" in text else super()._fill_text(text, width, indent)
@@ -159,10 +159,10 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses flags, and files of flags (@file), in which # starts a comment.
+    """Parses command-line flags. "@file" reads flags from a file, in which # starts a comment.
 
-    A wrong flag raises a UserError, like all of a user's mistakes. So does an empty value, which is
-    what a shell passes for a variable that is not set.
+    An invalid flag raises a UserError, like any other user mistake. An empty value is an error,
+    too, because shells pass an empty value if a variable is not set.
     """
 
     def __init__(self, **options):
@@ -170,7 +170,7 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-\.?\d")       # argparse's own misses -1e-3
 
     def words(self, given):
-        """Returns the words of a list or of {flag: value}; for None, those of the command line."""
+        """Returns the words of a command line. given: {flag: value}, a list, or None (sys.argv)."""
         if given is None:       # a notebook's command line is that of its kernel
             return [] if "kernel_launcher" in sys.argv[0] else sys.argv[1:]
         if not isinstance(given, dict):
@@ -193,7 +193,7 @@ class Parser(argparse.ArgumentParser):
         return words
 
     def group(self, title):
-        """Returns the group of flags whose title starts with this text."""
+        """Returns the argument group whose title starts with `title`."""
         return next(one for one in self._action_groups if one.title.startswith(title))
 
     def convert_arg_line_to_args(self, line):

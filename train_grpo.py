@@ -1,12 +1,12 @@
 """Group Relative Policy Optimization (GRPO), from scratch.
 
-GRPO (DeepSeekMath, arXiv 2402.03300) trains a language model from rewards, numbers that say how
+GRPO (DeepSeekMath, arXiv 2402.03300) trains a language model with rewards: numbers that say how
 good a completion is. The model completes each prompt several times, which gives a group of
 completions. Training then makes the completions that score above their group's average more likely,
 and the others less likely.
 
-In the formulas, q is a prompt, o a completion of q, o_t token number t of o, and r the reward of o.
-pi is the policy, the model being trained, and pi(o_t) is the probability that it assigns to o_t
+In the formulas, q is a prompt, o is a completion of q, o_t is token t of o, and r is the reward of
+o. pi is the policy, the model being trained, and pi(o_t) is the probability that it assigns to o_t
 after q and the tokens before o_t. pi_old is the policy as it was when it sampled o. pi_ref, the
 reference, is a frozen copy of the initial weights. clip(x, a, b) limits x to the range a to b.
 
@@ -16,13 +16,12 @@ reference, is a frozen copy of the initial weights. clip(x, a, b) limits x to th
                   min(ratio_t A_i, clip(ratio_t, 1-epsilon_low, 1+epsilon_high) A_i)
                   - beta KL_t(pi || pi_ref) ]
 
-pi_old sampled the tokens, and the ratio corrects for that once an update has changed pi. The clip
-removes a token's gradient once pi has moved far enough in the direction that A asks for. The KL
-term penalizes drift from the reference. By default each rollout gets a single update, and pi still
-equals pi_old then, so every ratio is 1, nothing is clipped, and the first term has the gradient of
--A log pi.
+The ratio corrects for the fact that pi_old sampled the tokens, not pi. The clip removes a token's
+gradient once its ratio has left the clip range in the direction that A favors. The KL term keeps
+the policy close to the reference. By default, a step makes one update, when pi still equals pi_old.
+So every ratio is 1, nothing is clipped, and the first term has the gradient of -A log pi.
 
-A step, for B prompts with G completions each, has five phases (B, G, beta, epsilons are flags):
+A step has five phases. It uses B prompts with G completions each; B, G, beta, epsilons are flags.
     1. generate               generate             the policy samples the completions
     2. reference log-probs    compute_logps        how likely each token is under the reference
     3. rewards                compute_rewards      a number for each completion
@@ -30,27 +29,28 @@ A step, for B prompts with G completions each, has five phases (B, G, beta, epsi
     4. update                 update_policy        gradient steps on the loss
     5. log                    log.record           metrics, evaluations, pictures, checkpoints
 
-A rollout is all completions of a step. A minibatch is the part of it for one optimizer step, by
-default the whole rollout. A micro-batch goes through the model in one pass; small ones save memory.
-A rank is one of torchrun's processes, by default the only one. logps are log-probabilities. A mask
-is 1 for tokens that count, else 0. Comments give shapes: N = B*G completions, n in a micro-batch; P
-prompt tokens, R completion tokens, T = P + R; V entries in the vocabulary.
+A rollout is all completions of a step. A minibatch is the part of the rollout that one optimizer
+step uses, by default all of it. A micro-batch is the part of a minibatch that the model processes
+at once; smaller ones need less memory. A rank is a process of torchrun. logps are
+log-probabilities. A mask is 1 for tokens that count, else 0. In shapes, N = B*G counts completions,
+n those in a micro-batch, P prompt and R completion tokens, V vocabulary entries; T is P + R.
 
     python docs/grpo_on_one_page.py                 read this first: the same without options
-    python train_grpo.py                            two to four minutes on two cores
+    python train_grpo.py                            two to six minutes on two cores
     torchrun --nproc_per_node=2 train_grpo.py       on two processes
 
-GRPO's own steps are in this file, above the end of `main`; the sampler, two of the four rewards,
-and bookkeeping are in other files. By default model/fast replaces the sampler and `token_logps`
-with faster versions that agree up to rounding (each run checks this for `token_logps`); `--sampler
-plain` runs the readable versions. All other options wrap or replace functions below when a run is
-set up, and the first lines that the run prints name each such function and its new file.
+The algorithm itself is in this file, up to the end of `main`. The sampler, two of the four rewards,
+and bookkeeping are in other files. By default, the sampler and `token_logps` are replaced by faster
+versions in model/fast.py, whose results agree up to rounding; `--sampler plain` runs the readable
+versions. Options may wrap or replace functions of this file when a run starts. The first lines of
+output name each changed function and the file that changed it.
 
-The trainer, not the sampler, computes pi_old, so every ratio starts at 1. Unlike in the papers,
-  - log-probabilities are computed in float32 from the output head onward, under the distribution
-    that completions are sampled from: the same temperature, without top-k or top-p;
-  - averages are over the whole optimizer step, that is, all its micro-batches on all ranks. So for
-    the same completions, neither micro_batch_size nor the number of ranks changes the gradient.
+The log-probabilities under pi_old come from the trainer, not from the sampler. There are two
+differences from the papers:
+  - Log-probabilities are those of the sampling distribution: they depend on the temperature, and
+    top-k and top-p are not used. The output head and the softmax compute in float32.
+  - Averages are over all micro-batches of an optimizer step, on all ranks. So for the same
+    completions, neither micro_batch_size nor the number of ranks changes the gradient.
 """
 import math
 import os
@@ -59,7 +59,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-# Set before torch is imported, so that idle threads soon sleep and a busy machine stays usable.
+# Set before torch is imported: idle OpenMP threads then soon sleep, and leave their cores free.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import torch
@@ -86,9 +86,9 @@ def group_advantages(rewards, num_generations, eps=1e-4):
 
         A = (r - mean(group)) / (std(group) + eps)         DeepSeekMath 4.1.2; std divides by n-1
 
-    rewards (N,), with the G completions of a prompt adjacent -> (N,). A reward of NaN, which means
-    that no function scored the completion, is left out of mean and std, and its advantage is 0. For
-    example, if a right answer earns 1 and the right format 0.5, four completions may get:
+    rewards and the result are (N,); the G completions of a prompt are adjacent. A reward of NaN
+    means that no function scored the completion. It is left out of mean and std, and its advantage
+    is 0. An example with rewards of 1 for the right answer and 0.5 for the right format:
 
     >>> group_advantages(torch.tensor([0.5, 1.5, 1.0, 0.5]), 4)
     tensor([-0.7832,  1.3053,  0.2611, -0.7832])
@@ -101,21 +101,21 @@ def group_advantages(rewards, num_generations, eps=1e-4):
 
 
 def completion_mask(completion_ids, eos_token_id):
-    """Returns the mask of completions, (N, R): 1 through the first EOS token; all 1 without an EOS.
+    """Returns a mask, (N, R): 1 for all tokens up to and including the first EOS, 0 after it.
 
-    The EOS itself is trained, because the policy has to learn when to stop. eos_token_id is an int
-    or a list of ints.
+    The EOS is included, because the policy has to learn when to stop. eos_token_id is an int or a
+    list of ints.
     """
     is_eos = torch.isin(completion_ids, completion_ids.new_tensor(eos_token_id)).int()
     return (is_eos.cumsum(1) - is_eos == 0).int()   # no EOS before this token; the first EOS stays
 
 
 def k3(x):
-    """Estimates KL(pi || pi_ref) at a token that pi sampled, as GRPO does; x = log pi_ref - log pi.
+    """Estimates KL(pi || pi_ref) from a token that pi sampled. x is log pi_ref - log pi.
 
-    The KL is the mean of -x over tokens sampled from pi. Adding e^x - 1, which is pi_ref / pi - 1
-    and has mean 0, keeps that mean and makes every value at least 0. Beyond x = 20, k3 continues as
-    a straight line so that e^x can't overflow.
+    The estimate, e^x - 1 - x, has the same mean as -x, which is the KL, because e^x - 1 has mean 0.
+    Unlike -x, the estimate is never negative. For x > 20, the function continues as a straight
+    line, so that e^x can't overflow.
     """
     near = x.clamp(max=20)
     return near.expm1() * (1 + (x - near)) - near     # for x <= 20: e^x - 1 - x
@@ -123,12 +123,12 @@ def k3(x):
 
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta, epsilon_low, epsilon_high,
               num_sequences, num_tokens):
-    """Returns GRPO's loss, and metrics as detached scalars.
+    """Returns (loss, metrics): the GRPO loss, and a dict of detached scalars.
 
-    logps, old_logps, mask and ref_logps are (N, R); ref_logps is None without a reference.
-    advantages are (N,), or (N, R) if each token has its own. num_sequences and num_tokens count the
-    completions and tokens of the whole optimizer step. A call may get only one micro-batch of that
-    step, so the losses and metrics of all calls are summed. Only metrics are divided by num_tokens.
+    logps, old_logps, mask and ref_logps are (N, R). ref_logps is None without a reference.
+    advantages are (N,), or (N, R) if each token has its own. num_sequences and num_tokens are the
+    numbers of completions and tokens in the whole optimizer step. So the loss of the step is the
+    sum of the losses of its micro-batches, and the same is true of the metrics.
     """
     A, padding = advantages.view(len(mask), -1), mask == 0              # (N, 1 or R), (N, R)
     log_ratio = (logps - old_logps).masked_fill(padding, 0)             # (N, R) from here on
@@ -158,8 +158,8 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
                 with_entropy=False):
     """Returns log pi(token | prefix) of each row's last R = num_completion_tokens tokens, (N, R).
 
-    input_ids and attention_mask are (N, T). With `with_entropy`, also returns the entropy of pi at
-    each token in nats, (N, R). Both results are float32, and 0 at padding.
+    input_ids and attention_mask are (N, T). If with_entropy is True, also returns the entropy of pi
+    at each token in nats, (N, R). Both results are float32, and 0 at padding.
     """
     R = num_completion_tokens
     # The logits at position t predict token t+1, so use the logits at positions P-1 ... T-2.
@@ -186,7 +186,7 @@ def format_reward(prompts, completions, own_words=None, **columns):
 
 
 def tag_reward(prompts, completions, own_words=None, **columns):
-    """0.25 for each of the four tags that occurs exactly once, as partial credit for the format."""
+    """Gives 0.25 for each of the four tags that occurs exactly once, as partial credit."""
     return [sum(0.25 for tag in TAGS if text.count(tag) == 1) for text in own_words or completions]
 
 
@@ -208,7 +208,7 @@ REWARD_WEIGHTS = {"format": 1.0, "tag": 1.0, "rm": 1.0, "accuracy": 1.0}
 
 
 def generate(state, batch, rng, num_generations=None, greedy=False):
-    """1. Samples G completions for each prompt in a batch (dataset/prompts.py) into a Rollout."""
+    """1. Samples G completions of each prompt in the batch, and returns them as a Rollout."""
     args = state.args
     completion_ids, logps = state.policy.sample(    # (N, R); prompt_ids are (B, P)
         batch["prompt_ids"].to(rng.device), batch["prompt_mask"].to(rng.device),
@@ -221,7 +221,7 @@ def generate(state, batch, rng, num_generations=None, greedy=False):
 
 @torch.no_grad()
 def compute_logps(state, policy, rollout):
-    """2. Computes the completions' log-probs under a policy, (N, R), one micro-batch at a time."""
+    """2. Returns the log-probs, (N, R), that a policy assigns to the completions' tokens."""
     logps = torch.zeros_like(rollout.sampling_logps)
     for rows in torch.arange(len(logps), device=logps.device).split(state.args.micro_batch_size):
         part = rollout.select(rows)
@@ -231,10 +231,10 @@ def compute_logps(state, policy, rollout):
 
 
 def compute_rewards(state, rollout, reward_funcs, reward_weights):
-    """3. Returns the weighted sum of the rewards, (N,), and each function's rewards, {name: (N,)}.
+    """3. Returns (rewards, each): the weighted sum, (N,), and {function name: its rewards, (N,)}.
 
-    Each function is wrapped (reward/load.py) so that it returns floats, with NaN in place of None
-    and for a call that failed. A completion that no function has scored gets the reward NaN.
+    If a function returns None for a completion or fails, its reward is NaN, and the sum leaves it
+    out. The sum is NaN if no function has scored the completion.
     """
     given = rollout.for_rewards()                           # prompts, completions, and columns
     each = {func.__name__: torch.tensor(func(**given)) for func in reward_funcs}
@@ -253,7 +253,7 @@ def compute_advantages(state, rollout):
 
 
 def compute_loss(state, part, logps, entropy):
-    """4. Returns a micro-batch's share of its optimizer step's loss, and metrics."""
+    """4. Returns (loss, metrics) of a micro-batch, to be summed over the optimizer step."""
     args = state.args
     return state.grpo_loss(logps, part.old_logps, part.advantages, part.loss_mask,
                            ref_logps=part.ref_logps, beta=args.beta, epsilon_low=args.epsilon_low,
@@ -262,10 +262,10 @@ def compute_loss(state, part, logps, entropy):
 
 
 def update_policy(state, rollout):
-    """4. Takes one optimizer step per minibatch, and does so num_iterations times, as PPO does.
+    """4. Makes num_iterations passes over the rollout, with one optimizer step per minibatch.
 
-    PPO is the algorithm that GRPO builds on. By default there is one minibatch and one iteration.
-    Returns {metric: number}, which is empty if no completion on any rank has a reward.
+    Returns a dict of metrics. If no completion has a reward, there is no update, and the dict is
+    empty.
     """
     args, world, policy = state.args, state.world, state.policy
     metrics, minibatches = Metrics(world, args), []
@@ -311,10 +311,10 @@ def update_policy(state, rollout):
 
 
 def grpo_step(state, batch, step, lr):
-    """Takes a step of GRPO on a batch of prompts; returns (rollout, metrics).
+    """Takes one GRPO step on a batch of prompts. Returns (rollout, metrics).
 
-    state.generate is `generate` above, unless an option has replaced it; the same is true of the
-    other functions. state.phase(name) starts timing a phase.
+    state.generate is the function `generate` above, unless an option has replaced it. The same is
+    true of the other functions. state.phase(name) starts timing a phase.
     """
     state.step = step               # extensions read it
 
@@ -338,7 +338,7 @@ def grpo_step(state, batch, step, lr):
 
 
 def run(args, world, **options):
-    """Trains a policy; returns (policy, metrics of each step)."""
+    """Trains a policy. Returns (model, history), where history has the metrics of each step."""
     with terminal.Run(args, world, **options) as log:   # files, checkpoints, evaluations
         state = load(args, world)
         for step, batch in log.steps(state):        # resumes with --resume; evaluates before step 1
@@ -362,30 +362,30 @@ def main(argv=None):
 
 def train(model, tokenizer=None, *, reward_funcs, prompts, reference=None, reward_model=None,
           out_dir=None, **flags):
-    """Trains as `main` does, but from Python; returns (trained model, metrics of each step).
+    """Trains a model like `main`, but from Python. Returns (trained model, metrics of each step).
 
         def length(completions, **columns):
             return [min(len(text), 100) / 100 for text in completions]
 
         model, history = train(model, tokenizer, reward_funcs=[length], prompts=["Tell me a joke."],
-                               max_steps=30, num_generations=8, learning_rate=1e-5)
+                               max_steps=30, num_generations=8, learning_rate=1e-6)
 
-    model, tokenizer, reference, reward_model: an object, a folder or a hub id. A model object is
-    trained in place, on `device` (a flag), in float32 and evaluation mode; frozen parameters stay
-    frozen. Qwen3, Qwen2 and Llama models run in our own network, which shares their storage, as
-    fast as if loaded from a path; any other causal model of transformers runs its own code. If the
+    model, tokenizer, reference, reward_model: each is an object, a folder or a hub id. A model
+    object is trained in place, on `device` (a flag), in float32 and in evaluation mode. Frozen
+    parameters stay frozen. Qwen3, Qwen2 and Llama models run in the network of model/model.py,
+    which shares their weights; other causal models of transformers run in their own classes. If the
     model has PEFT adapters, only the adapters are trained, and the reference is the model without
-    them. Otherwise, with beta above 0, the reference is what you pass or else a copy, so weights
-    take twice the memory. lora_rank, shard, ref_model_sync_steps and sampler="vllm" read weights
-    from files, so they need a path.
-    reward_funcs: functions, names or "module:function". prompts: texts, chats, rows such as
-    {"prompt": ..., "answer": ...}, or a file (dataset/prompts.py). out_dir: if None, nothing is
-    written. flags: those of --help, as keywords; a function may replace any "module:function". To
-    resume a run, pass its out_dir and run_name, resume=True, and the model as it was when the run
-    started; weights, tokenizer and prompts must match those of the run, functions aren't compared.
+    adapters. Otherwise, if beta is above 0, the default reference is a copy of the model. With
+    lora_rank, shard, ref_model_sync_steps or sampler="vllm", `model` must be a path.
+    reward_funcs: a list of functions, names of rewards, or strings "module:function".
+    prompts: a list of strings, chats or rows like {"prompt": ..., "answer": ...}, or a file.
+    out_dir: the folder for output files. If it is None, no files are written.
+    flags: any flags that --help lists, as keyword arguments. Where --help says "module:function",
+    pass a function. To resume a run, pass resume=True, the same out_dir and run_name, and the
+    initial model. Tokenizer and prompts must be the same as before.
 
-    Wrong arguments raise a ValueError. Signal handlers are not changed: Ctrl-C ends the step at
-    once, and the model keeps its last update. Under torchrun, call `train` in each process.
+    Wrong arguments raise a ValueError. Ctrl-C stops the training at once, and the model keeps its
+    updates so far. Under torchrun, call `train` in each process.
     """
     own = {"model_path": model, "tokenizer_path": tokenizer, "reference_path": reference,
            "reward_model_path": reward_model, "data_path": prompts, "reward_funcs": reward_funcs,
@@ -411,7 +411,7 @@ BOUND = ("generate", "compute_logps", "compute_rewards", "compute_advantages", "
 
 @dataclass(slots=True)
 class TrainState:
-    """Everything that a step needs. A mistyped name raises an AttributeError."""
+    """Holds everything that a step needs. A mistyped attribute name raises an AttributeError."""
     args: object                        # the flags
     world: World
     tokenizer: object
@@ -443,12 +443,12 @@ class TrainState:
             setattr(self, name, partial(getattr(self, name), self))
 
     def wrap(self, flag, **wrappers):
-        """Wraps functions: calls go to wrapper(inner, state, ...), which calls inner(...)."""
+        """Wraps functions of a step: wrapper(inner, state, ...) can call inner, the original."""
         for name, wrapper in wrappers.items():
             self._put(name, partial(wrapper, getattr(self, name)), f"wrapped by {flag}", wrapper)
 
     def replace(self, flag, **functions):
-        """Replaces functions, by name, with function(state, ...); must come before any wrapper."""
+        """Replaces functions of a step. Raises an error if one has already been changed."""
         for name, function in functions.items():
             if name in self.changed:
                 raise RuntimeError(f"{flag} would undo that {name} is {self.changed[name][-1]}")
@@ -509,7 +509,7 @@ GROUPS = ("the six that matter first", "1. generate (weights, prompts, sampling)
 
 
 def parse_args(argv=None):
-    """Parses the flags. argv: a list of words, or {flag: value}."""
+    """Parses flags. argv: a list of words, {flag: value}, or None for the command line."""
     parser = Parser(usage="%(prog)s [flags] [@file of flags]", description=(
         "Trains a language model with GRPO (Group Relative Policy Optimization). Without flags, a "
         "small model learns arithmetic within minutes. Policy: the model being trained. Reference: "
@@ -539,7 +539,7 @@ def add_flags(parser):
          "more make a group's mean less noisy, but sampling and training take longer")
     flag("--batch_size", type=COUNT, default=16, help="prompts per step on each process")
     flag("--learning_rate", type=POSITIVE, default=3e-4, help="peak learning rate, which then "
-         "decays to a tenth; for real models, use 1e-6 to 3e-5")
+         "decays to a tenth; for models of 0.5B parameters or more, start at 1e-6")
     flag("--max_gen_len", "--max_completion_length", type=COUNT, default=96,
          help="maximum tokens per completion; longer completions are truncated")
     flag("--beta", type=POSITIVE_OR_0, help="weight of the KL penalty, which keeps the policy near "
@@ -578,7 +578,7 @@ def add_flags(parser):
 
 
 def filled_in(args):
-    """Checks the flags, and sets defaults that depend on other flags."""
+    """Checks the flags, and sets defaults that depend on other flags. Returns the flags."""
     extensions.set_defaults(args)
     for owner in (prompts, policies, checkpoint):
         owner.check(args)

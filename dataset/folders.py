@@ -1,4 +1,4 @@
-"""Marks folders, so that a run or a command that makes weights only writes into its own folders."""
+"""Marks output folders, so that each program writes only into its own folders."""
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +16,7 @@ SAVED = [f"{folder}/{name}" for folder in ("checkpoint", "final", "adapter") for
 
 
 def mark_of(folder):
-    """Returns the mark that `claim` left in the folder; {} if there is none."""
+    """Returns the mark that `claim` has written into the folder, a dict, or {} without a mark."""
     for name, fields in ((MARK, {"by"}), ("args.json", OF_A_RUN)):
         with suppress(OSError, ValueError, AttributeError):     # missing, or not a JSON object
             found = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -26,11 +26,11 @@ def mark_of(folder):
 
 
 def claim(folder, by, args):
-    """Makes the folder and marks it as made by the program `by`, which may replace its own files.
+    """Creates a folder for the program `by`, and marks it so that no other program writes there.
 
-    The folder must be new, empty, or have the mark of `by`. It must not contain or be in another
-    marked folder, nor contain a file that a flag in args names. Otherwise raises a UserError.
-    Returns the folder's path with links resolved.
+    The folder must be new, empty, or already marked by the same program. It must not contain a
+    marked folder, be inside a marked folder, or contain an input file that is named in `args`.
+    Otherwise, a UserError is raised. Returns the folder's resolved absolute path.
     """
     folder = Path(folder).resolve()
     for what in obstacles(folder, by, args):
@@ -42,7 +42,7 @@ def claim(folder, by, args):
 
 
 def obstacles(folder, by, args):
-    """Yields the reasons why a folder can't be claimed, in words."""
+    """Yields each reason why the program `by` can't use the folder, for an error message."""
     if folder.exists() and not folder.is_dir():
         yield "is a file"
     for flag, value in vars(args).items():
@@ -62,7 +62,7 @@ def obstacles(folder, by, args):
 
 
 def write_whole(path, text):
-    """Writes a file under another name, then renames it, so that it is never half written."""
+    """Writes a temporary file and then renames it, so that `path` is never half written."""
     aside = path.with_name(f"{path.name}.new")
     aside.write_text(f"{text}\n", encoding="utf-8")
     aside.replace(path)

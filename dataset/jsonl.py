@@ -1,4 +1,4 @@
-"""Reads and writes jsonl files, in strict JSON."""
+"""Reads and writes jsonl files, in which each line is strict JSON."""
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -12,40 +12,40 @@ OTHER_FILES = [     # first bytes, what such a file is, the command that convert
 
 
 def is_finite(value):
-    """True for a finite number; False for NaN, infinity and None, which null becomes."""
+    """Returns True for a finite number, and False for NaN, infinity and values of other types."""
     return isinstance(value, (int, float)) and abs(value) < 1e308      # isfinite fails on huge ints
 
 
 def rounded(value):
-    """Rounds a float to four significant digits, as many as a picture can show."""
+    """Rounds a float to four significant digits, which is enough for a plot."""
     return float(f"{value:.4g}") if isinstance(value, float) and is_finite(value) else value
 
 
 def columns(rows):
-    """Turns rows into {name: values}, to four digits; None if a row lacks the name."""
+    """Converts a list of dicts to a dict of lists. Floats are rounded. Missing keys become None."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [rounded(row.get(name)) for row in rows] for name in names}
 
 
 def to_json(value):
-    """Returns a copy of `value` in types that strict JSON has.
+    """Returns a copy of `value` that contains only the types of strict JSON.
 
-    NaN and infinity become None, tensors become numbers or lists, and other types become text.
+    NaN and infinity become None, tensors become numbers or lists, and other types become strings.
     """
     text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
     return json.loads(text, parse_constant=lambda constant: None)
 
 
 def to_line(row):
-    """Returns the row as a line of strict JSON; text in other scripts stays readable."""
+    """Returns the row as a line of strict JSON. Non-ASCII characters are not escaped."""
     return json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_jsonl(path, *, most=None):
-    """Returns the lines of a run's file as a list of dicts, which is empty if the file is missing.
+    """Returns the lines of a jsonl file as a list of dicts, or [] if the file does not exist.
 
-    most: parse at most this many lines, evenly spaced, including the first and the last. An
-    incomplete last line is left out, since the run may still be writing or may have been killed.
+    most: the maximum number of lines to return, evenly spaced over the file. An incomplete last
+    line is skipped, because a run may still be writing this line.
     """
     if not Path(path).exists():
         return []
@@ -57,9 +57,9 @@ def read_jsonl(path, *, most=None):
 
 
 def read_lines(path):
-    """Yields ("<path>, line <number>", the line's JSON) for each line that is not blank.
+    """Yields ("<path>, line <number>", parsed JSON) for each line that is not blank.
 
-    It is for users' data: a mistake raises a UserError that names the file and the line.
+    If a line is not valid JSON, raises a UserError that names the file and the line.
     """
     if not Path(path).exists() or Path(path).is_dir():      # a pipe is fine
         raise UserError(f"{path}: no such file; pass a jsonl file")
@@ -83,7 +83,7 @@ def read_lines(path):
 
 
 def parse(line, where):
-    """Parses a line of bytes as JSON in UTF-8; NaNs and unpaired surrogates are errors."""
+    """Parses a line of UTF-8 bytes as strict JSON. Raises a UserError if the line is not valid."""
     with explained(where, "not valid JSON in UTF-8", "write one object per line; to convert GBK: "
                    f"iconv -f GB18030 -t UTF-8 {where.rpartition(', line')[0]} > new.jsonl"):
         row = json.loads(line.decode("utf-8-sig"))
@@ -92,7 +92,7 @@ def parse(line, where):
 
 
 def write_jsonl(path, rows):
-    """Writes each row as a line, making the folder if necessary; returns the number of rows."""
+    """Writes rows to a jsonl file, and creates its folder if needed. Returns the number of rows."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     lines = [to_line(row) for row in rows]
     Path(path).write_text("".join(lines), encoding="utf-8")
@@ -100,9 +100,9 @@ def write_jsonl(path, rows):
 
 
 def write_new(path, rows, *, same_kind=False):
-    """Like write_jsonl, but raises a UserError if a different file exists, maybe one of the user's.
+    """Like write_jsonl, but raises a UserError if the file exists with different content.
 
-    same_kind: such a file may be replaced if its first row has the same fields.
+    same_kind: if True, an existing file is replaced if its first row has the same fields.
     """
     rows = [to_json(row) for row in rows]
     if Path(path).exists():

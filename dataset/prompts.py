@@ -1,4 +1,4 @@
-"""Turns a jsonl file into batches of prompts: chats to complete, and columns that rewards need."""
+"""Reads prompts from a jsonl file, and makes batches of prompts for the trainer."""
 import copy
 import json
 import math
@@ -34,7 +34,7 @@ def countdown_prompt(nums, target):
 
 
 class PromptDataset(list):
-    """The prompts of a jsonl file. Its lines may have any of these forms:
+    """A list of the prompts in a jsonl file. A line may have any of these forms:
 
         {"conversations": [{"role": "user", "content": "..."}, ...], "answer": "42"}
         {"prompt": "..." or a list of turns, "answer": "42"}
@@ -42,11 +42,11 @@ class PromptDataset(list):
         {"problem": "...", "solution": "... \\boxed{42}"}       MATH, with or without an answer
         {"nums": [9, 8, 6], "target": 57}                     Countdown; a prompt is built from them
 
-    If the last turn is the assistant's, it is dropped. The answer is optional; without an answer,
-    only rewards that don't need it apply. An item is {"messages": [...], **the line's other
-    fields}, with None for fields that only other lines have, and its "<path>, line <number>" is in
-    `places`. In a list from Python code, an item may also be just a prompt: a text or a list of
-    turns. A mistake raises a UserError that names the file, the line and the field.
+    If the last message is the assistant's, it is dropped. The answer is optional, but some reward
+    functions need it. Each item of the dataset is {"messages": [...], **other_fields}. A field that
+    a line lacks is None. `places` holds "<path>, line <number>" for each item. From Python, you can
+    also pass a list of such dicts, or a list of prompts. An invalid line raises a UserError that
+    names the file and the line.
     """
 
     def __init__(self, path):
@@ -109,9 +109,9 @@ def read_row(row, where):
 
 
 def gold_of(row):
-    """Returns (field, gold answer) of a row, by the field names of common data sets.
+    """Returns (field, answer): the field that contains the row's gold answer, and the answer.
 
-    The answer may be None. A solution, as in MATH, counts only with a box or a ####.
+    The answer is None if the row has no gold answer. A field `solution` must contain a box or ####.
     """
     if row.get("answer") is not None:
         return "answer", row["answer"]
@@ -126,7 +126,7 @@ def gold_of(row):
 
 
 def is_chat(turns, where):
-    """Whether all turns have a role and a text. UserError if a content is a list of parts."""
+    """Returns whether each message has a role and a text. A list as content raises a UserError."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return False
     if any(isinstance(turn.get("content"), list) for turn in turns):
@@ -136,13 +136,13 @@ def is_chat(turns, where):
 
 
 class PromptCollator:
-    """Collates items into {"prompts", "prompt_ids", "prompt_mask", "prefills", "columns"}.
+    """Collates dataset items into {"prompts", "prompt_ids", "prompt_mask", "prefills", "columns"}.
 
-    A system prompt ("r1": the built-in one) is added to chats that have none of their own. Only the
-    policy reads it: columns["messages"], which a reward model scores, stays as it is in the file.
+    system_prompt is added to chats without a system prompt; "r1" selects a built-in one. It is not
+    added to columns["messages"], so reward models don't read the system prompt.
 
-    thinking: on or off in templates that have a switch for it; None keeps the template's default.
-    template_kwargs: {name: value} of other switches; UserError if the template lacks the name.
+    thinking: turns thinking on or off in the chat template. None keeps the template's default.
+    template_kwargs: other arguments of the chat template, as {name: value}.
     """
 
     def __init__(self, tokenizer, max_seq_len, system_prompt=None, thinking=True,
@@ -157,7 +157,7 @@ class PromptCollator:
                                 "check the name in the template, or leave it out")
 
     def render(self, messages):
-        """Returns the prompt as text."""
+        """Applies the chat template to these messages, and returns the prompt as text."""
         tools = messages[0].get("tools")
         if self.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
@@ -177,17 +177,17 @@ class PromptCollator:
         return text
 
     def encode(self, items):
-        """Returns the prompts of these items, as texts and as ids."""
+        """Returns (texts, ids): the prompt of each item as text, and as a list of token ids."""
         texts = [self.render(item["messages"]) for item in items]
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return texts, ids
 
     def __call__(self, items):
-        """Returns the batch of these items; prompt_ids, prompt_mask (B, P) are padded on the left.
+        """Returns a batch of these items. prompt_ids and prompt_mask (B, P) are padded on the left.
 
-        A prompt longer than max_seq_len keeps its last max_seq_len tokens, and its text is cut in
-        the same way. "prefills" holds what the template has already written of each completion:
-        `<think>\\n` in some templates, "" in most.
+        A prompt longer than max_seq_len is cut to its last max_seq_len tokens.
+        "prefills" holds what the chat template has already written of each completion, which is
+        `<think>\\n` in some templates, and "" in most templates.
         """
         texts, ids = self.encode(items)
         for i, row in enumerate(ids):
@@ -207,7 +207,7 @@ class PromptCollator:
 
 
 def asking_as_trained(tokenizer, switches):
-    """Returns a copy whose template has these switches as defaults; a caller can override them."""
+    """Returns a copy of the tokenizer whose chat template has these switches as its defaults."""
     tokenizer, template = copy.copy(tokenizer), tokenizer.chat_template
     if isinstance(template, str):           # there may be several, by name
         template = re.sub(r"\A(\{%- set \w+ = \w+ if \w+ is defined else .*? %\})+", "", template)
@@ -218,7 +218,7 @@ def asking_as_trained(tokenizer, switches):
 
 
 def check_ids(ids, where, tokenizer, config, new):
-    """Raises a UserError unless weights of this config can read these ids and `new` more."""
+    """Raises a UserError if an id is not in the vocabulary, or if the prompt is too long."""
     largest, most = max(ids), getattr(config, "max_position_embeddings", None) or math.inf
     if largest >= config.vocab_size:        # a tokenizer may have image tokens
         raise UserError(f"{where}: the token {tokenizer.convert_ids_to_tokens(largest)} has the id "
@@ -230,7 +230,7 @@ def check_ids(ids, where, tokenizer, config, new):
 
 
 def without_overlong(rows, places, collate, args, config):
-    """Returns the rows that fit into max_seq_len tokens, or all with --overlong_prompts cut."""
+    """Returns the rows whose prompts fit in max_seq_len, or all rows if long prompts are cut."""
     limit, overlong = f"--max_seq_len {collate.max_seq_len}", args.overlong_prompts
     encoded = collate.encode(rows)[1]
     lengths = [len(ids) for ids in encoded]
@@ -253,11 +253,11 @@ def without_overlong(rows, places, collate, args, config):
 
 
 def rows_of_step(step, num_rows, prompts_per_rank, *, rank=0, world_size=1, seed=0, shuffle=True):
-    """Returns the rows that a rank reads at a step (from 1), shuffled anew in every epoch.
+    """Returns the indices of the rows that one rank reads at one step. Steps start at 1.
 
-    A step takes `prompts_per_rank` rows for each rank; the last step of an epoch takes what is
-    left. The rows depend only on the seed and the step, so a resumed run reads the same rows as an
-    uninterrupted one. Without `shuffle` they keep their order.
+    Each step takes `prompts_per_rank` rows per rank, and the last step of an epoch takes the rest.
+    The rows depend only on the seed and the step, so a resumed run reads the same rows as an
+    uninterrupted run. With `shuffle`, each epoch has a new order.
     """
     per_step = prompts_per_rank * world_size
     epoch, position = divmod(step - 1, steps_per_epoch(num_rows, prompts_per_rank, world_size))
@@ -270,7 +270,7 @@ def rows_of_step(step, num_rows, prompts_per_rank, *, rank=0, world_size=1, seed
 
 
 def steps_per_epoch(num_rows, prompts_per_rank, world_size=1):
-    """Returns the steps of one pass. If fewer rows remain at the end than ranks, skips them."""
+    """Returns the number of steps per epoch. A last step with fewer rows than ranks is skipped."""
     full, rest = divmod(num_rows, prompts_per_rank * world_size)
     return full + (rest >= world_size)
 
@@ -302,7 +302,7 @@ def json_object(text):
 
 
 def check(args):
-    """Sets the default files. Our held-out problems are not used to evaluate another task."""
+    """Sets the default data files. If only --data_path is given, evaluation is off by default."""
     args.data_path = args.data_path or str(HERE / "train.jsonl")
     own_data = not is_arithmetic(args.data_path)
     if args.eval_only and own_data and not args.eval_data_path:
@@ -314,12 +314,12 @@ def check(args):
 
 
 def is_arithmetic(path):
-    """Whether these are the default task's training prompts."""
+    """Returns whether `path` is the default training file, dataset/train.jsonl."""
     return Path(path).resolve() == HERE / "train.jsonl"
 
 
 def read_prompts(args, tokenizer, config=None):
-    """Returns the collator, the training prompts, and the held-out problems (may be empty)."""
+    """Returns (collate, problems, heldout): the collator, training rows, and evaluation rows."""
     collate = PromptCollator(tokenizer, args.max_seq_len, args.system_prompt, bool(args.reasoning),
                              json.loads(args.chat_template_kwargs))
     problems, heldout = PromptDataset(args.data_path), []
@@ -338,10 +338,10 @@ def read_prompts(args, tokenizer, config=None):
 
 
 def batches_from(problems, collate, num_prompts, world, args):
-    """Returns a function from a step to this rank's batch of num_prompts, and the last step.
+    """Returns (batch, last_step). batch(step) returns this rank's batch of num_prompts prompts.
 
-    The last step is --max_steps or the end of --epochs, whichever comes first; with neither flag,
-    the end of one pass, but at most MOST_STEPS. batch(step, problems) draws from other problems.
+    last_step is --max_steps or the end of --epochs, whichever comes first. Without these flags,
+    last_step is the end of the first epoch, but at most MOST_STEPS.
     """
     per_pass = steps_per_epoch(len(problems), num_prompts, world.size)
     last_step = (args.epochs or 1) * per_pass

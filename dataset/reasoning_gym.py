@@ -1,4 +1,4 @@
-"""Writes problems from reasoning-gym, a package of a hundred generators, each with its own scorer.
+"""Writes problems from the package reasoning-gym to a jsonl file.
 
     python -m dataset.reasoning_gym chain_sum --config max_terms=3 --save out/chain_sum.jsonl
 """

@@ -2,9 +2,9 @@
 
     python -m model.chat out/grpo_reason_128/final
 
-The chat template comes with the weights; in a run's final/, thinking is on or off in it as in
-training. If you trained with --system_prompt, pass it again. An empty line or Ctrl-D ends the chat.
-You can also pipe a prompt in:
+The chat template comes with the weights. In weights saved by a training run, the template switches
+thinking on or off as in that run. If you trained with --system_prompt, pass it again. An empty line
+or Ctrl-D ends the chat. You can also pipe in a prompt:
 
     echo "What is 7 + 3*7?" | python -m model.chat model/weights/reason_128
 """
@@ -22,7 +22,7 @@ from .sampler import next_token
 
 @torch.no_grad()
 def reply_to(model, tokenizer, messages, *, max_new_tokens, temperature, system_prompt=None):
-    """Prints the assistant's next turn while it is sampled; returns it. Temperature 0 is greedy."""
+    """Generates the assistant's reply, prints it token by token, and returns it."""
     prompt = PromptCollator(tokenizer, None, system_prompt, thinking=None).render(messages)
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ids = torch.tensor([prompt_ids], device=model.lm_head.weight.device)                # (1, P)
@@ -44,7 +44,7 @@ def reply_to(model, tokenizer, messages, *, max_new_tokens, temperature, system_
 
 
 def chat(model, tokenizer, **sampling):
-    """Reads the user's turns and prints a reply to each, which depends on all earlier turns."""
+    """Reads the user's messages and prints a reply to each, until the user ends the chat."""
     messages, prompt = [], "> " if sys.stdin.isatty() else ""
     while text := input(prompt).strip():
         messages.append({"role": "user", "content": text})

@@ -1,8 +1,8 @@
 """Faster versions of `sample` and `token_logps`, with the same signatures, weights and results.
 
-Each run compares both `token_logps` once (run/policy.py); --sampler plain uses the plain versions.
-The table says how many times as long sampling or learning takes on a CPU without each trick (python
-tests/bench.py --tricks). Differences below 0.1 may be noise; sampling has become up to 5% slower.
+Each run checks once that both versions of `token_logps` agree (run/policy.py). The flag --sampler
+plain selects the plain versions. The table shows, for each trick, the time on a CPU without it
+divided by the time with it (python tests/bench.py --tricks). Differences below 0.1 may be noise.
 
     without ...                                          default   trained   1.7M   26M
     sampling: completions share a row until they diverge   1.27      2.44    1.03   0.90
@@ -11,11 +11,11 @@ tests/bench.py --tricks). Differences below 0.1 may be noise; sampling has becom
     learning: sequences of similar size attend together    1.27      1.02    1.05   0.99
     all tricks: sampling, learning                    1.8, 3.9  3.9, 7.3  2.4, 1.2  2.8, 1.2
 
-A reward model with our own network also reads each distinct prefix once (reward/reward_model.py),
-so the rewards of a default step take 0.056 s instead of 0.089 s.
+Reward models with the architecture of model.py also process each distinct prefix only once. So the
+rewards of a step with default flags take 0.056 s instead of 0.089 s.
 
-These versions only work for our own network; other architectures (transformers_model.py) use the
-plain ones. Nothing here was measured on a GPU; to sample fast there, use an inference engine.
+Only models with the architecture of model.py can use the faster versions; other models use the
+plain versions. All times were measured on a CPU. For fast sampling on a GPU, use --sampler vllm.
 """
 import functools
 
@@ -40,9 +40,9 @@ CHUNK_TOKENS, CHUNK_LOGITS = 1024, 2**24    # a chunk in log_probs has at least 
 
 
 def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, **options):
-    """Samples as model/sampler.py does, but completions of a prompt share a row until they diverge.
+    """Like `sample` in model/sampler.py, but completions share a cache row until they diverge.
 
-    With the same seed, both return the same completions.
+    With the same seed, both functions return the same completions.
     """
     rows = len(prompt_ids) * num_generations
     with torch.inference_mode():
@@ -53,14 +53,14 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, *
 
 
 class Decoding:
-    """Stands in for the network and its cache when a sampler runs, without gradients.
+    """Replaces the model and its KV cache while `sampler.sample` runs. Computes no gradients.
 
-    Completions of a prompt share a row until they diverge: see `branch`. The layers are those of
-    model.py in half as many operations, since queries and keys are normalized and rotated together.
+    Completions of a prompt share a cache row until they diverge (see `branch`). In each layer,
+    queries and keys are normalized and rotated together, which halves the number of operations.
     """
 
     def __init__(self, model, prompt_ids, prompt_mask, max_rows, max_new_tokens):
-        """Reads the prompts (B, P), one per row; `prompt_logits` (B, 1, V) predict what follows."""
+        """Runs the model on the prompts, (B, P), and keeps the logits of the next token."""
         config, (B, P), device = model.config, prompt_ids.shape, prompt_ids.device
         self.num_rows, self.length, S = B, P, P + max_new_tokens
         self.row = torch.arange(B, device=device)       # of each prompt, then of each completion
@@ -88,7 +88,7 @@ class Decoding:
         self.row = self.row[completions]
 
     def __call__(self, tokens, mask, *, logits_to_keep, cache):
-        """Returns the logits after the prompts, (B, 1, V), or after one token per completion."""
+        """Returns the next token's logits: (B, 1, V) after prompts, (n, 1, V) after new tokens."""
         if mask.shape[1] == self.length:            # the prompts have already been read
             return self.prompt_logits
         tokens = tokens.squeeze(1)
@@ -97,7 +97,7 @@ class Decoding:
         return self.step(of_rows)[self.row, None]                               # (n, 1, V)
 
     def parts(self, layer):
-        """Returns the parts of a layer that `step` needs, in the order of use."""
+        """Returns the modules of a layer as a tuple, in the order in which `step` uses them."""
         attention, mlp, head_norm = layer.self_attn, layer.mlp, nn.Identity()
         if isinstance(attention.q_norm, RMSNorm):       # one norm for queries and keys together
             weights = [attention.q_norm.weight] * self.H + [attention.k_norm.weight] * self.K
@@ -108,10 +108,10 @@ class Decoding:
                 layer.post_attention_layernorm, feed_forward(mlp))
 
     def branch(self, row, tokens):
-        """Splits each row whose completions diverge: one row for each distinct next token.
+        """Splits cache rows whose completions have different next tokens into several rows.
 
-        row, tokens (n,): each completion's row and next token -> its new row, (n,). The first
-        continuation of a row stays in place; the others move to rows that are no longer in use.
+        row and tokens, (n,): each completion's cache row and next token. Returns each completion's
+        new row, (n,). Completions with equal prefixes still share a row.
         """
         # Each pair becomes one small number, because some devices sort only the lower 32 bits.
         distinct, rank = tokens.unique(return_inverse=True)
@@ -129,7 +129,7 @@ class Decoding:
         return parents[child]
 
     def step(self, tokens):
-        """Reads one more token per row, (n,); returns the logits of the token after it, (n, V)."""
+        """Runs the model on each row's next token, (n,), and returns the logits, (n, V)."""
         padding = self.padding[:len(tokens)]                                    # (n, 1)
         rotary = [table[self.length - padding.squeeze(1)] for table in self.rotary]  # (n, 1, d)
         self.length += 1
@@ -155,7 +155,7 @@ class Decoding:
 
 
 def plain_attention(q, keys, values, bias):
-    """Attention of one query per head, (n, H, d), to keys and values (n*K, S, d) -> (n, H*d)."""
+    """Returns the attention output, (n, H*d). q is (n, H, d), and keys, values are (n*K, S, d)."""
     (n, H, d), (nK, S, _) = q.shape, keys.shape
     q = (q * d**-0.5).view(nK, n * H // nK, d)
     scores = torch.bmm(q, keys.transpose(1, 2))                                 # (n*K, H/K, S)
@@ -164,7 +164,7 @@ def plain_attention(q, keys, values, bias):
 
 
 def fused_attention(q, keys, values, bias):
-    """Does the same for bfloat16: scores stay float32, while bmm would round them to 8 bits."""
+    """Like plain_attention, but for bfloat16: the scores are float32, which bmm would round."""
     (n, H, d), nK = q.shape, len(keys)
     q = q.to(keys.dtype).reshape(nK, 1, n * H // nK, d)
     out = F.scaled_dot_product_attention(q, keys[:, None], values[:, None], attn_mask=bias)
@@ -179,10 +179,10 @@ def feed_forward(mlp):
 
 
 def linear(layer):
-    """Returns a linear layer as a function whose weight is cast once and, on a CPU, packed.
+    """Returns a function that computes a linear layer, with its weight cast and packed in advance.
 
-    The dtype is the one that autocast would use; packing is for oneDNN. An adapter is merged into
-    float32 weights, but computed separately for bfloat16 weights, which would round it away.
+    The weight is cast to autocast's dtype and, on a CPU, packed for oneDNN. An adapter is merged
+    into float32 weights, but not into bfloat16 weights, where it would be rounded away.
     """
     base, adapter = layer, None
     if isinstance(layer, LoRALinear):
@@ -213,14 +213,14 @@ def linear(layer):
 
 
 def products_dtype(device, dtype):
-    """Returns the dtype of matrix products: autocast's, or the weights' own without autocast."""
+    """Returns the dtype of matrix products: autocast's dtype, or `dtype` if autocast is off."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return dtype
 
 
 def can_pack(dtype, device):
-    """Whether oneDNN can multiply this dtype here; not every build of PyTorch includes it."""
+    """Returns True if oneDNN is available on this device and supports this dtype."""
     if device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if dtype == torch.bfloat16:
@@ -230,9 +230,9 @@ def can_pack(dtype, device):
 
 def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temperature=1.0,
                 with_entropy=False):
-    """Does what `token_logps` of train_grpo.py does, but reads each shared prefix only once.
+    """Like `token_logps` in train_grpo.py, but runs the model on each distinct prefix only once.
 
-    Padding must be at either end of a sequence, not inside it.
+    Padding must be at the start or end of a sequence, not inside it.
     """
     (N, R), device = (len(input_ids), num_completion_tokens), input_ids.device
     P = input_ids.shape[1] - R
@@ -253,10 +253,10 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 
 
 def read_tree(decoder, input_ids, attention_mask, P):
-    """Reads each distinct prefix of sequences (N, T) once; returns their hidden states, (n, D).
+    """Runs the decoder on each distinct prefix of the sequences once. Returns (hidden, node, mask).
 
-    Also returns which state predicts each token from column P on, (N, R), and the mask of these
-    columns. Both are on the CPU: shapes depend on them, and reading a shape would stall a GPU.
+    hidden (n, D): the hidden states. node (N, R): the row of `hidden` that predicts each completion
+    token. mask (N, R): the completions' attention mask. node and mask are on the CPU.
     """
     device, mask = input_ids.device, attention_mask.cpu()
     tokens, positions, node, groups = prefix_tree(input_ids.cpu(), mask, P)
@@ -270,13 +270,13 @@ def read_tree(decoder, input_ids, attention_mask, P):
 
 @torch.no_grad()
 def prefix_tree(input_ids, attention_mask, P):
-    """Turns the batch (N, T) into a tree of n nodes, in which sequences share their prefixes.
+    """Merges equal prefixes of the sequences (N, T). Returns (tokens, positions, node, groups).
 
-    A node stands for a prefix and holds its last token. Returns the nodes' tokens and positions,
-    (n,) each; the node that predicts each completion token, (N, R); and the groups of sequences
-    that attention computes together. A group of m sequences, with at most C new nodes and S nodes
-    each, is (C, real, nodes, start): real holds the indices in the flattened (m, C) that are not
-    padding; nodes (m, S), the node at each position; start (m,), how many nodes a sequence shares.
+    Each of n nodes stands for a distinct prefix. tokens, positions (n,): the prefix's last token,
+    and its position. node (N, R): the node that predicts each completion token. groups: a tuple (C,
+    real, nodes, start) per group of m sequences, each of which adds at most C nodes. real: indices
+    into the flattened (m, C), without padding. nodes (m, S): each sequence's nodes. start (m,): how
+    many of these nodes were added by earlier sequences.
     """
     T = input_ids.shape[1]
     column, lengths = torch.arange(T), attention_mask.sum(1, keepdim=True)
@@ -308,9 +308,9 @@ def prefix_tree(input_ids, attention_mask, P):
 
 
 def causal_bias(start, C, nodes, dtype):
-    """Returns an attention bias (m, 1, C, S): 0, or -inf after a query's own position.
+    """Returns an attention bias, (m, 1, C, S): -inf for keys after a query's position, else 0.
 
-    It is made on the device and in the dtype of attention, so that no layer has to cast it.
+    It already has the device and dtype of attention, so that no layer has to convert it.
     """
     m, S = nodes.shape
     positions = torch.arange(max(C, S), device=start.device)
@@ -320,19 +320,19 @@ def causal_bias(start, C, nodes, dtype):
 
 
 def shared_with_the_row_above(rows):
-    """Marks the prefix that each row shares with the row above it, (U, T) bool."""
+    """Returns a mask, (U, T): True for the prefix that a row has in common with the row above."""
     same = (rows == rows.roll(1, dims=0)).int().cumprod(1).bool()
     same[0] = False
     return same
 
 
 def size_class(count):
-    """Returns the size class of sequences with 1, 2-3, 4-7, ... nodes; -1 without nodes."""
+    """Returns floor(log2(count)) for each sequence, or -1 if the count is 0."""
     return torch.where(count > 0, count.log2().floor(), -1.0)
 
 
 def attention(q, k, v, *, groups):
-    """Attention of each node to its prefix: q (n, H, d), k, v (n, K, d) -> (n, H*d)."""
+    """Returns the attention output, (n, H*d). q is (n, H, d), and k, v are (n, K, d)."""
     out = []
     own = q.split([len(real) for _, real, _, _ in groups])
     for (C, real, nodes, bias), queries in zip(groups, own):
@@ -352,9 +352,9 @@ def attention(q, k, v, *, groups):
 
 
 def log_probs(head, hidden, row, tokens, *, temperature, with_entropy):
-    """Returns log softmax(head(hidden) / temperature) at some tokens, and each row's entropy or 0.
+    """Returns (logps, entropy): the log-probability of each token, and the entropy of each row.
 
-    hidden (m, D); row, tokens (p,): which row predicts which token -> float32 (p,) and (m,).
+    hidden is (m, D). row (p,) says which row of hidden predicts each of the p tokens.
     """
     size = max(CHUNK_TOKENS, CHUNK_LOGITS // head.out_features)
     if len(hidden) > size:
@@ -370,17 +370,17 @@ def log_probs(head, hidden, row, tokens, *, temperature, with_entropy):
 
 
 class InChunks(torch.autograd.Function):
-    """Computes `log_probs` of many tokens with the logits of only one chunk of rows in memory.
+    """Computes `log_probs` in chunks, so that the logits of only one chunk are in memory.
 
-    If the vocabulary is large, logits are a micro-batch's largest tensor, so the backward pass
-    recomputes them. With p the softmax, T the temperature and H the entropy, it needs
+    If the vocabulary is large, the logits are the largest tensor of a micro-batch. So they are not
+    stored, and the backward pass recomputes them. Let p be the softmax probabilities, T the
+    temperature and H the entropy. The gradients are
 
         d log p(token) / d logits = (one_hot(token) - p) / T
         d H            / d logits = -p (log p + H) / T
 
-    Everything is float32 even under autocast, as in model.Head. torch.utils.checkpoint over the
-    same chunks takes 1.5 times the processor time and 2.4 times the memory (a forward and a
-    backward pass on one core, 2,048 tokens, V = 49,152, D = 576; three runs each).
+    Everything is float32, even under autocast. torch.utils.checkpoint would take 1.5 times the CPU
+    time and 2.4 times the memory (measured on one core, 2,048 tokens, V = 49,152, D = 576).
     """
 
     @staticmethod
@@ -389,7 +389,7 @@ class InChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, row, tokens, size, temperature, with_entropy):
-        """Like log_probs; row must be sorted."""
+        """Returns (logps, entropy), like log_probs. `row` must be sorted."""
         starts = torch.arange(0, len(hidden) + size, size, device=row.device)
         ends = torch.searchsorted(row, starts).tolist()
         ctx.temperature, ctx.chunks = temperature, []

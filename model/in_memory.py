@@ -12,7 +12,7 @@ from .model import MiniMindForCausalLM
 
 
 class WithoutPeft:
-    """The reference of a model with PEFT adapters: the same model with its adapters off."""
+    """The reference of a policy with PEFT adapters: the same model with adapters switched off."""
 
     def __init__(self, policy):
         self.policy = policy
@@ -23,10 +23,10 @@ class WithoutPeft:
 
 
 def prepare(model, device, matrix_dtype):
-    """Moves a model to the device; trainable weights become float32, frozen matrices matrix_dtype.
+    """Moves a model to the device; casts frozen matrices to matrix_dtype, the rest to float32.
 
-    The model is changed in place. It is also put into evaluation mode, because dropout would make
-    each pass a different network. Raises a UserError if the weights can't be trained.
+    The model is changed in place. It is also put in evaluation mode, since dropout would make
+    log-probabilities random. Raises a UserError if the weights can't be trained.
     """
     who = f"<{type(model).__name__}>"
     if not isinstance(model, nn.Module) or not (
@@ -43,7 +43,7 @@ def prepare(model, device, matrix_dtype):
 
 
 def as_policy(theirs, *, device, matrix_dtype):
-    """Returns a policy that shares a model's weights: our own network or an AnyModel.
+    """Returns a policy that shares the weights of `theirs`, without copying them.
 
     theirs: a causal model of transformers, with or without PEFT adapters, or a model from
     load_pretrained.
@@ -75,6 +75,6 @@ def as_policy(theirs, *, device, matrix_dtype):
 
 
 def frozen_copy(theirs, *, device, matrix_dtype):
-    """Returns a reference: a frozen copy of the model as it is now."""
+    """Returns a frozen copy of the model, for use as the reference."""
     copied = copy.deepcopy(theirs).requires_grad_(False)
     return as_policy(copied, device=device, matrix_dtype=matrix_dtype)

@@ -1,19 +1,19 @@
-"""Reads weights and tokenizers from any source.
+"""Loads weights and tokenizers from folders, from the hub, and from MiniMind's .pth files.
 
-MiniMind's own .pth files hold half-precision tensors and no configuration. It is inferred from the
-tensors' shapes and names, which are those of transformers' Llama and Qwen3. Two generations exist:
+MiniMind's .pth files hold half-precision tensors, but no configuration. The configuration is
+inferred from the tensors' names and shapes. There are two generations of MiniMind:
 
                 heads   q/k-norm   rms eps   experts                             we save it as
     MiniMind2     8     no         1e-5      none (those with MoE are refused)   Llama
     MiniMind-3    8     yes        1e-6      none, or top-1 of several           Qwen3, Qwen3-MoE
 
-Both have 6,400 tokens, a RoPE base of 1e6, and tied embeddings.
-Source: jingyaogong/minimind, model/model_minimind.py.
+Both generations have a vocabulary of 6,400 tokens, a RoPE base of 1e6, and tied embeddings. Their
+source is jingyaogong/minimind, model/model_minimind.py.
 
-Weights may come from a stranger, so code that comes with them never runs. If a library refuses a
-file, `explained` turns the exception into one sentence: the path, what could not be read, the
-library's reason, and what to do. transformers reads config.json. If model/model.py can build such a
-network, the result becomes a MiniMindConfig; otherwise transformers_model.py loads the model.
+Weights may come from a stranger, so code that comes with them never runs. If a file can't be read,
+`explained` turns the exception into a one-line message for the user. If model/model.py supports the
+model, the settings in config.json are converted to a MiniMindConfig; otherwise,
+transformers_model.py loads the model.
 """
 import json
 import os
@@ -48,7 +48,7 @@ AGAIN = "download it again"
 
 
 def read_json(path, advice=AGAIN):
-    """Returns the object in a json file, as a dict."""
+    """Returns the object in a JSON file as a dict. `advice` is the end of any error message."""
     if not Path(path).exists():
         raise UserError(f"{path}: no such file; {advice}")
     with explained(path, "not a JSON object", advice):
@@ -56,10 +56,10 @@ def read_json(path, advice=AGAIN):
 
 
 def read_tensors(path):
-    """Returns the tensors by name of a safetensors file or of one that torch.save wrote.
+    """Returns {name: tensor} from a safetensors file or from a file that torch.save wrote.
 
-    From a pickle, torch only builds tensors and plain containers. The tensors are memory-mapped, so
-    that all ranks of a machine share one copy of the file; copy the tensors that you keep.
+    Unpickling with weights_only=True runs no code from the file. The tensors are memory-mapped, so
+    that all ranks on a machine share the memory; copy the tensors that you keep.
     """
     with explained(path, "missing, truncated, a git-lfs pointer, or not tensors", AGAIN):
         if path.suffix == ".safetensors":
@@ -70,8 +70,8 @@ def read_tensors(path):
 def refuse_code(saved, path):
     """Raises a UserError if a config.json names code that transformers would download and run.
 
-    Remote classes need trust_remote_code, which we never set. But an attention implementation that
-    is a hub id, such as somebody/kernel, would run even without that option.
+    Most such code runs only with trust_remote_code=True, which we never pass. But an attention
+    implementation from the hub, such as "somebody/kernel", would run even without this option.
     """
     for name, value in saved.items():
         if name.endswith("_implementation") and "/" in str(value):
@@ -82,7 +82,7 @@ def refuse_code(saved, path):
 
 
 def read_hub_config(path):
-    """Returns the folder's config.json as a configuration of transformers."""
+    """Returns a folder's config.json as a transformers configuration object."""
     file = Path(path) / "config.json"
     saved = read_json(file, "pass a folder with config.json and model.safetensors, a hub id like "
                             "Qwen/Qwen3-0.6B, or a MiniMind .pth file")
@@ -95,7 +95,7 @@ def read_hub_config(path):
 
 
 def unbuilt(config):
-    """Says what model/model.py lacks for a configuration of transformers; "" if nothing."""
+    """Returns the setting that model/model.py does not support, or "" if it supports all."""
     if config.model_type not in FAMILIES:
         return f"model_type {config.model_type}"
     rope = config.rope_parameters
@@ -115,7 +115,7 @@ def unbuilt(config):
 
 
 def read_config(path):
-    """Reads config.json as a MiniMindConfig; UserError if model/model.py lacks an option."""
+    """Reads config.json as a MiniMindConfig. Raises a UserError if that is not possible."""
     file, config = Path(path) / "config.json", read_hub_config(path)
     with explained(file, "a field is wrong", AGAIN):
         lacking = unbuilt(config)
@@ -126,7 +126,7 @@ def read_config(path):
 
 
 def as_ours(config):
-    """Turns a configuration of transformers that model/model.py supports into a MiniMindConfig."""
+    """Converts a transformers config, which model/model.py must support, to a MiniMindConfig."""
     _, switches = FAMILIES[config.model_type]
     rope = config.rope_parameters
     scaling = {name: rope[name] for name in ROPE_FIELDS[rope["rope_type"]]}
@@ -140,23 +140,23 @@ def as_ours(config):
 
 
 def as_ids(value):
-    """Returns the ids in a field that may be None, one id, or a list of ids."""
+    """Converts a token id field of a config (None, an id, or a list of ids) to a list."""
     if isinstance(value, list):
         return [int(item) for item in value]
     return [] if value is None else [int(value)]
 
 
 def eos_token_ids(model, tokenizer):
-    """Returns every id that ends a completion, sorted."""
+    """Returns the sorted ids of all tokens that end a completion."""
     places = (tokenizer.eos_token_id, model.config.eos_token_id,
               model.generation_config.get("eos_token_id"), end_of_turn(tokenizer))
     return sorted({eos for place in places for eos in as_ids(place)})
 
 
 def end_of_turn(tokenizer):
-    """Returns the id of the token with which the chat template ends a reply, or None.
+    """Returns the id of the token that the chat template writes after a reply, or None.
 
-    The EOS of base weights is often a different token, which would never end a reply in a chat.
+    The EOS token of a base model is often a different token, which does not occur in chats.
     """
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bcd"}]
     try:
@@ -168,9 +168,9 @@ def end_of_turn(tokenizer):
 
 
 def decode(ids, tokenizer, eos_ids):
-    """Returns the text of a completion without its EOS and padding.
+    """Returns the text of a completion, without EOS and padding tokens.
 
-    Other special tokens stay, because rewards look for tags, and readers should see extra turns.
+    Other special tokens are kept, because the reward functions look for tags.
     """
     hidden = {*eos_ids, tokenizer.pad_token_id}
     return tokenizer.decode([one for one in ids if one not in hidden])
@@ -180,12 +180,12 @@ def decode(ids, tokenizer, eos_ids):
 
 
 def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
-    """Loads a model from a folder, a hub id or a MiniMind .pth file, as an AnyModel if necessary.
+    """Loads a model from a folder, a hub id or a MiniMind .pth file.
 
-    dtype: None keeps the dtype of the saved weights. matrix_dtype: a different dtype for the
-    matrices in the layers, which hold nearly all weights. device "meta": only the shapes, for
-    fsdp.py, but an AnyModel is loaded in full. Raises a UserError if the weights are missing or
-    broken, or if neither model/model.py nor transformers can build their architecture.
+    The model is a MiniMindForCausalLM if model/model.py supports it, and an AnyModel otherwise.
+    Raises a UserError if the weights are missing or broken, or if the model is not supported.
+    dtype: None keeps the saved dtype. matrix_dtype: another dtype for the matrices in the layers.
+    device: "meta" loads only shapes, for FSDP, unless the model is an AnyModel.
     """
     path, generation = local_path(path), {}
     if not path.is_file():
@@ -215,7 +215,7 @@ def load_pretrained(path, *, dtype=None, matrix_dtype=None, device=None):
 
 
 def read_state(path):
-    """Returns the MiniMindConfig of a folder or .pth file, and its tensors, memory-mapped."""
+    """Returns (config, state): a MiniMindConfig and the tensors of a folder or .pth file."""
     if path.is_file():
         state = read_tensors(path)
         with explained(path, "no MiniMind since April 2025 has tensors of these names and shapes",
@@ -236,9 +236,9 @@ def read_state(path):
 
 
 def local_path(path, *, weights=True):
-    """Returns the path or, for a hub id like Qwen/Qwen3-0.6B, the folder it is downloaded to.
+    """Returns `path` itself or, for a hub id like Qwen/Qwen3-0.6B, the folder of its download.
 
-    weights: also download the weights: safetensors or, if there are none, pytorch_model*.bin.
+    If weights=False, only the config and the tokenizer are downloaded.
     """
     if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return Path(path)
@@ -258,10 +258,10 @@ def local_path(path, *, weights=True):
 
 
 def load_tokenizer(path, vocab_size, advice="pass another with --tokenizer_path"):
-    """Loads the tokenizer of a folder or a hub id. Code that comes with it never runs.
+    """Loads the tokenizer from a folder or hub id, without running code that comes with it.
 
-    Raises a UserError, which ends with `advice`, if there is no tokenizer, if it has no chat
-    template, or if its padding or EOS token has no row in an embedding of vocab_size.
+    Raises a UserError if there is no tokenizer, if it has no chat template, or if the id of its
+    padding or EOS token is not below vocab_size. `advice` is the end of the error message.
     """
     tokenizer = GIVEN.get(path)
     if tokenizer is None:
@@ -285,9 +285,9 @@ def load_tokenizer(path, vocab_size, advice="pass another with --tokenizer_path"
 
 def build(model_class, config, *more, state, path, dtype=torch.float32, matrix_dtype=None,
           device=None):
-    """Builds model_class(config, *more) with copies of the tensors in `state`, which must fit.
+    """Returns model_class(config, *more) with copies of the tensors in `state` as its weights.
 
-    The model starts on the meta device, because initializing 4B parameters would take a minute.
+    The model is created on the meta device, since initializing a large model would be slow.
     """
     with explained(path, "the tensors do not fit the configuration", AGAIN):
         with torch.device("meta"):
@@ -302,9 +302,9 @@ def build(model_class, config, *more, state, path, dtype=torch.float32, matrix_d
 
 
 def read_weights(path):
-    """Returns a folder's tensors by name, from safetensors or else .bin files, maybe in shards.
+    """Returns {name: tensor} from a folder's safetensors files or, if it has none, its .bin files.
 
-    As in transformers, only shards named in the index are read, since other files may be leftovers.
+    As in transformers, if there is an index file, only the files that it lists are read.
     """
     for whole in (path / "model.safetensors", path / "pytorch_model.bin"):
         index, parts = Path(f"{whole}.index.json"), [whole]
@@ -326,7 +326,7 @@ def read_weights(path):
 
 
 def choose_device(name, size):
-    """Returns the device of this process, one of `size`; UserError if it isn't available."""
+    """Returns the torch.device of this process. size: the number of processes."""
     gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     has_mps = torch.backends.mps.is_available() and size == 1   # Gloo cannot sum MPS tensors
     name = name or ("cuda" if gpus else "cpu")          # untested mps isn't the default
@@ -341,9 +341,9 @@ def choose_device(name, size):
 
 
 def find_weights(kind, args, shipped):
-    """Returns the folder or .pth file with weights of this kind, --hidden_size and --use_moe.
+    """Returns the path of the default weights, e.g. "reason_128" for kind="reason".
 
-    Looks in --out_dir, then in `shipped`. If they are in neither, returns a path in `shipped`.
+    Looks in --out_dir, then in `shipped`. The name also depends on --hidden_size and --use_moe.
     """
     name = f"{kind}_{args.hidden_size}{'_moe' if args.use_moe else ''}"
     paths = [folder / file for folder in (Path(args.out_dir), shipped)
@@ -353,7 +353,7 @@ def find_weights(kind, args, shipped):
 
 
 def infer_config(state):
-    """Infers a config from the names and shapes in a .pth file, and from MiniMind's constants."""
+    """Infers a MiniMindConfig from the names and shapes of MiniMind's tensors."""
     first = "model.layers.0."
     qk_norm = f"{first}self_attn.q_norm.weight" in state
     q_size, hidden_size = state[f"{first}self_attn.q_proj.weight"].shape

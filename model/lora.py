@@ -2,13 +2,13 @@
 
     W x   becomes   W x + (alpha / rank) B (A x)        A (rank, in), B (out, rank), B = 0 at first
 
-Only A and B have gradients and moments, so a parameter of the base takes 2 bytes in bfloat16
-instead of 16. The base is also the reference model of the KL, so no copy of its weights is needed.
+Only A and B have gradients and optimizer states. So each parameter of a bfloat16 base takes 2 bytes
+of memory instead of 16. The base is also the reference model, which needs no extra memory.
 
-A small rank is enough, because a completion tells the policy little more than whether it was good,
-about one bit ("LoRA Without Regret", Schulman et al., Thinking Machines Lab, 2025), while rank 1 of
-a 0.6B model already has 630,000 parameters. The learning rate should be about ten times that of
-full training.
+A small rank is enough, because the policy learns only about one bit from each completion: whether
+it was good ("LoRA Without Regret", Schulman et al., Thinking Machines Lab, 2025). Adapters of rank
+1 already give a 0.6B model 630,000 trainable parameters. The learning rate should be about ten
+times as high as without LoRA.
 """
 import copy
 import math
@@ -23,7 +23,7 @@ from .model import Head
 
 
 class LoRALinear(nn.Module):
-    """A linear layer and its adapter, kept apart because a bfloat16 matrix would round B A away."""
+    """A linear layer plus an adapter. The adapter is not merged, since bfloat16 would round it."""
 
     enabled = True                          # False: all instances skip their adapters
 
@@ -47,16 +47,16 @@ class LoRALinear(nn.Module):
         return self.base(x) + F.linear(self.scale * F.linear(x, self.lora_A), self.lora_B)
 
     def merged(self):
-        """Returns the weight of the equivalent plain linear layer, in the base's dtype."""
+        """Returns the weight with the adapter merged into it, in the dtype of the base."""
         update = self.scale * self.lora_B.detach() @ self.lora_A.detach()
         return (self.weight.float() + update).to(self.weight.dtype)
 
 
 def with_adapters(base, *, rank, alpha, name="", seed=0):
-    """Returns a policy that shares every weight with `base`, now frozen, and adds adapters.
+    """Returns a policy with new LoRA adapters that shares the weights of `base`, now frozen.
 
-    All linear layers get an adapter, except the head, experts and routers. name: where the base was
-    loaded from, for adapter_config.json.
+    All linear layers get an adapter, except the head, experts and routers. name: the path or hub id
+    of the base, for adapter_config.json.
     """
     generator = torch.Generator().manual_seed(seed)
     base.requires_grad_(False)
@@ -75,7 +75,7 @@ def with_adapters(base, *, rank, alpha, name="", seed=0):
 
 
 class AdaptersOff:
-    """The reference of a sharded policy: its own base, since FSDP would copy a separate base."""
+    """The reference of a policy that is sharded with FSDP: the policy with its adapters off."""
 
     def __init__(self, policy):
         self.policy = policy
@@ -89,13 +89,13 @@ class AdaptersOff:
 
 
 def adapters(model):
-    """Returns {name of the layer: LoRALinear}; empty for a model without adapters."""
+    """Returns {layer name: LoRALinear} for all layers with an adapter."""
     return {name: module for name, module in model.named_modules()
             if isinstance(module, LoRALinear)}
 
 
 def merged_state(model):
-    """Returns the state dict of the equivalent model without adapters."""
+    """Returns the model's state dict, with all adapters merged into the weights."""
     layers = adapters(model)
     merged = {f"{name}.weight": layer.merged() for name, layer in layers.items()}
     dtype = next((layer.weight.dtype for layer in layers.values()), None)
@@ -103,12 +103,12 @@ def merged_state(model):
 
 
 def base_state(model):
-    """Returns the state dict of the base, without the adapters."""
+    """Returns the state dict of the base model, without the adapters."""
     return {name.replace(".base.", "."): tensor for name, tensor in model.state_dict().items()
             if ".lora_" not in name}
 
 
 def adapter_state(model):
-    """Returns only the adapters' tensors, by PEFT's names and without copying them."""
+    """Returns the state dict of the adapters, with the parameter names that PEFT uses."""
     return {f"base_model.model.{name}.{part}.weight": getattr(layer, part).detach()
             for name, layer in adapters(model).items() for part in ("lora_A", "lora_B")}

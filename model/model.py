@@ -1,7 +1,7 @@
 """The policy: one decoder-only transformer, from scratch.
 
-It has RMSNorm, rotary positions, grouped-query attention, SwiGLU, and three switches that make it
-one of four families:
+It has RMSNorm, rotary position embeddings, grouped-query attention and SwiGLU. Three settings
+decide which of four model families it implements:
 
     qk_norm   qkv_bias   num_experts      the same network as transformers'
        yes       no           0           Qwen3        (the included weights)
@@ -9,9 +9,9 @@ one of four families:
        no        no           0           Llama
        yes       no          > 0          Qwen3-MoE
 
-Parameter names and numerics are those of transformers' classes, so state dicts can be exchanged
-without renaming. Shapes: N sequences, T new tokens, S tokens to attend to (cached and new),
-D hidden size, H query heads, K key/value heads, d head size, V vocabulary.
+Parameter names and results are the same as in transformers, so state dicts can be exchanged without
+renaming. In shapes, N is the number of sequences, T of new tokens, S of cached and new tokens, H of
+query heads, K of key/value heads; D is the hidden size, d the size of a head.
 """
 import math
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class MiniMindConfig:
-    """Sizes and switches. The defaults, except vocab_size, are those of the included weights."""
+    """The model's settings. The defaults fit the included weights, except for vocab_size."""
     vocab_size: int = 512
     hidden_size: int = 128
     intermediate_size: int = 352
@@ -63,12 +63,12 @@ class RMSNorm(nn.Module):
 
 
 def rotary_frequencies(config, device=None):
-    """Returns the angle per position of each of the d/2 pairs, theta^(-2i/d); (d/2,) float32.
+    """Returns the rotary frequencies theta^(-2i/d), in radians per position: (d/2,) float32.
 
-    Models extended to longer contexts rotate more slowly, by `factor`. "linear" slows all pairs.
-    "llama3" (Llama 3.1) slows the pairs that turn less than low_freq_factor times within the
-    original context, keeps those that turn more than high_freq_factor times, and interpolates
-    between the two.
+    Models extended to longer contexts use lower frequencies. "linear" divides all frequencies by
+    `factor`. "llama3" (Llama 3.1) does so only for frequencies with fewer than low_freq_factor
+    turns in the original context length. It keeps frequencies with more than high_freq_factor
+    turns, and interpolates in between.
     """
     exponents = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
     frequencies = config.rope_theta ** -exponents
@@ -84,9 +84,9 @@ def rotary_frequencies(config, device=None):
 
 
 def rotary_tables(positions, frequencies):
-    """Returns cos and sin of position * frequency for positions (...): (..., 1, d), float32.
+    """Returns (cos, sin) of position * frequency, each (..., 1, d) in float32.
 
-    The d/2 angles are repeated to fill d. In sin, the first half is negated, as `rotate` needs it.
+    Each of the d/2 angles appears twice, to fill the d columns. The first half of sin is negated.
     """
     angles = positions[..., None, None].float() * frequencies                   # (..., 1, d/2)
     cos, sin = angles.cos(), angles.sin()
@@ -94,31 +94,31 @@ def rotary_tables(positions, frequencies):
 
 
 def rotate(x, rotary):
-    """Rotates each pair (x_i, x_{i+d/2}) by its angle, so that q.k depends only on distance."""
+    """Applies rotary position embeddings to queries or keys: rotates the pairs (x_i, x_{i+d/2})."""
     cos, sin = (table.to(x.dtype) for table in rotary)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)   # roll swaps the halves
 
 
 class KVCache:
-    """Keys and values of all tokens so far, (N, K, S, d) each, for every layer."""
+    """Stores each layer's keys and values for all tokens so far, (N, K, S, d) each."""
 
     def __init__(self):
         self.layers, self.length = {}, 0
 
     def append(self, layer, k, v):
-        """Adds k and v (N, K, T, d) of the new tokens; returns those of all tokens."""
+        """Appends keys and values of new tokens, (N, K, T, d); returns those of all tokens."""
         if layer in self.layers:
             k, v = (torch.cat(pair, dim=2) for pair in zip(self.layers[layer], (k, v)))
         self.layers[layer], self.length = (k, v), k.shape[2]
         return k, v
 
     def select(self, rows):
-        """Keeps these sequences, in this order; a row may occur more than once."""
+        """Keeps only the given rows of the cache, in the given order. A row may be repeated."""
         self.layers = {layer: (k[rows], v[rows]) for layer, (k, v) in self.layers.items()}
 
 
 class Attention(nn.Module):
-    """In each of H heads, averages for each token the values of the tokens that it can see."""
+    """Multi-head attention with rotary positions. Several query heads may share one key head."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x, rotary, mask=None, cache=None, attend=None):
-        """x (N, T, D) -> (N, T, D); mask (N, 1, T, S), or None for causal attention."""
+        """Maps x (N, T, D) to (N, T, D). mask: (N, 1, T, S), or None for causal attention."""
         # Queries are (..., H, d), keys and values (..., K, d). Queries and keys then get positions.
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
@@ -163,7 +163,7 @@ class SwiGLU(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token goes through its `num_experts_per_tok` best experts, weighted by the router."""
+    """Weighted sum of the num_experts_per_tok experts that the router chooses for each token."""
 
     def __init__(self, config):
         super().__init__()
@@ -200,7 +200,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids -> normalized hidden states, the input of a language-model head or reward head."""
+    """The transformer without a head: maps token ids to the hidden states after the last norm."""
 
     def __init__(self, config):
         super().__init__()
@@ -212,7 +212,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids, attention_mask=None, cache=None):
-        """input_ids (N, T); attention_mask (N, S) 0/1, cached tokens first -> (N, T, D)."""
+        """Returns hidden states, (N, T, D). attention_mask (N, S) also covers cached tokens."""
         N, T = input_ids.shape
         past = 0 if cache is None else cache.length
         causal = attention_mask is None and past == 0       # without padding, no mask is needed
@@ -224,7 +224,7 @@ class Decoder(nn.Module):
         return self.read(input_ids, rotary, mask, cache)
 
     def read(self, tokens, rotary, mask=None, cache=None, attend=None):
-        """Reads tokens of any shape (...), each at its position -> (..., D)."""
+        """Returns the tokens' hidden states. `rotary` holds the tables for their positions."""
         x = self.embed_tokens(tokens)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         for layer in self.layers:
@@ -236,7 +236,7 @@ class Decoder(nn.Module):
 
 
 def visible(attention_mask, T):
-    """Returns which of S tokens each of the last T sees: real ones up to itself, (N, 1, T, S)."""
+    """Returns a causal mask, (N, 1, T, S), for the last T of S tokens, that also hides padding."""
     S, device = attention_mask.shape[1], attention_mask.device
     row, column = torch.arange(S - T, S, device=device)[:, None], torch.arange(S, device=device)
     # A padding token sees itself, because a softmax over nothing is NaN, and NaNs spread.
@@ -246,7 +246,7 @@ def visible(attention_mask, T):
 class Head(nn.Linear):
     """The language-model head: a linear layer that computes in float32 even under autocast.
 
-    In bfloat16 a logit of 20 has an error of up to 0.06, and so has its log-probability.
+    In bfloat16, rounding could change a logit of 20 by up to 0.06.
     """
 
     def forward(self, hidden):
@@ -271,7 +271,7 @@ class MiniMindForCausalLM(nn.Module):
         self.tie_weights()
 
     def tie_weights(self):
-        """Lets head and embedding share one matrix if the configuration says so."""
+        """Makes the head share the embedding's weight if config.tie_word_embeddings is set."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -282,6 +282,6 @@ class MiniMindForCausalLM(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, input_ids, attention_mask=None, *, logits_to_keep=0, cache=None):
-        """Returns logits (N, T, V), or only the last logits_to_keep, because the head is slow."""
+        """Returns logits, (N, T, V), or only those of the last `logits_to_keep` positions."""
         hidden = self.model(input_ids, attention_mask, cache)
         return self.lm_head(hidden[:, -logits_to_keep:])        # -0: all of them

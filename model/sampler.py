@@ -1,4 +1,4 @@
-"""Samples completions token by token, with the log-probability of each sampled token."""
+"""Samples completions token by token, and computes the log-probability of each sampled token."""
 import torch
 
 
@@ -7,14 +7,14 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
            eos_token_id, pad_token_id, generator=None, greedy=False, tool=None):
     """Samples G = num_generations completions of each prompt, without top-k or top-p.
 
-    prompt_ids, prompt_mask (B, P), padded on the left; eos_token_id an int or a list of ints.
-    Returns completion_ids (N, R) and logps (N, R), N = B*G, R <= max_new_tokens; the G completions
-    of a prompt are adjacent. After its EOS, a row holds pad_token_id and log-probability 0. logps
-    are float32, under the distribution that is sampled from, softmax(logits / temperature).
-    With `greedy`, each token is the most likely one instead of a random one.
+    prompt_ids and prompt_mask are (B, P), padded on the left. eos_token_id is an int or a list.
+    With `greedy`, the most likely token is chosen instead of a random one.
 
-    With a tool (reward/turns.py), some tokens come from the tool and have log-probability 0. A
-    third tensor (N, R) is then also returned: 1 for tokens that were drawn, 0 for the tool's.
+    Returns (completion_ids, logps), each (N, R), with N = B*G and R <= max_new_tokens. The G
+    completions of a prompt are adjacent. After a completion's EOS, completion_ids is pad_token_id
+    and logps is 0. logps are float32 log-probabilities under softmax(logits / temperature). With a
+    tool (reward/turns.py), returns a third tensor, (N, R): 1 for sampled tokens, and 0 for tokens
+    that the tool has written, whose logps are 0.
     """
     N, device = len(prompt_ids) * num_generations, prompt_ids.device
     eos_ids = prompt_ids.new_tensor(eos_token_id)
@@ -51,10 +51,10 @@ def sample(model, prompt_ids, prompt_mask, *, num_generations, max_new_tokens, t
 
 
 def next_token(logits, temperature, generator, greedy):
-    """Returns one token per row and its log-probability, (n,) each, from logits (n, V).
+    """Returns (tokens, logps), each (n,): the next token of each row, sampled from logits (n, V).
 
-    It draws a uniform number u per row and returns the first token at which the cumulative
-    distribution exceeds u. torch.multinomial would need V random numbers per row.
+    For each row, it draws one uniform number, and looks it up in the cumulative distribution.
+    torch.multinomial would draw V random numbers per row.
     """
     logps = (logits.float() / temperature).log_softmax(-1)                              # (n, V)
     if greedy:
@@ -69,7 +69,7 @@ def next_token(logits, temperature, generator, greedy):
 
 
 def rng_of(seed, *numbers, device="cpu"):
-    """Returns a generator that depends only on these numbers, so a resumed run needs no state."""
+    """Returns a random generator seeded with these numbers. Its state needs no checkpoint."""
     for number in numbers:
         seed = (seed * 1_000_003 + number) % 2**62
     return torch.Generator(device).manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Writes weights, tokenizers and adapters, for load.py and for transformers."""
+"""Writes weights, tokenizers and adapters in formats that load.py and transformers can read."""
 import json
 from pathlib import Path
 
@@ -12,7 +12,7 @@ MOE_FIELDS = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "nor
 
 
 def save_pretrained(model, tokenizer, path):
-    """Writes a folder for load_pretrained, transformers and servers, with adapters merged."""
+    """Saves the model to a folder that transformers can load. LoRA adapters are merged first."""
     path, state = Path(path), merged_state(model)
     path.mkdir(parents=True, exist_ok=True)
     if isinstance(model, AnyModel) and model.peft:
@@ -34,7 +34,7 @@ def save_pretrained(model, tokenizer, path):
 
 
 def save_tensors(state, path):
-    """Writes a safetensors file that other users of the machine, e.g. a server, can also read."""
+    """Writes a safetensors file that all users of the machine may read."""
     save_file({name: tensor.detach().contiguous().cpu() for name, tensor in state.items()}, path,
               metadata={"format": "pt"})
     path.chmod(0o644)       # save_file makes it private; a folder's mode can still hide it
@@ -45,7 +45,7 @@ def write_json(content, path):
 
 
 def hub_config(model):
-    """Returns the content of config.json, as a dict."""
+    """Returns the content of the model's config.json as a dict."""
     if isinstance(model, AnyModel):
         return model.model.config.to_dict() | {"architectures": [type(model.model).__name__]}
     ours = vars(model.config).copy()
@@ -67,7 +67,7 @@ def hub_config(model):
 
 
 def save_adapter(model, path):
-    """Writes adapter_config.json and adapter_model.safetensors, for PEFT and load_adapter."""
+    """Saves the LoRA adapters as adapter_config.json and adapter_model.safetensors, for PEFT."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     save_tensors(adapter_state(model), path / "adapter_model.safetensors")

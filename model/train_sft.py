@@ -1,14 +1,14 @@
 r"""Trains a policy on conversations, from scratch (pretraining) or from weights (fine-tuning).
 
-This command made the included policies. lab/weights.md has all the steps, for example
+This command trained the included policies. lab/weights.md lists all the steps, for example
 
     python -m model.train_sft --data out/sft/pretrain.jsonl \
         --tokenizer out/tokenizer --save out/pretrain_128
     python -m model.train_sft --data out/sft/reason.jsonl \
         --init out/pretrain_128 --save out/reason_128
 
-The loss is the cross-entropy over the tokens of the assistant's turns, <|im_end|> included, since a
-model has to learn to end its turn.
+The loss is the cross-entropy over the tokens of the assistant's turns. These include <|im_end|>,
+since a model has to learn to end its turn.
 """
 import copy
 import functools
@@ -32,8 +32,8 @@ from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, load_tokeniz
 def read_chats(path):
     """Returns the chats of a jsonl file, {"conversations": [{"role", "content"}, ...]} per line.
 
-    The field may also be called messages, as in OpenAI's files. A line may also have a prompt and
-    an answer, in the forms that PromptDataset reads; the answer is then the reply.
+    The field may also be called "messages", as in OpenAI's files. Instead of a chat, a line may
+    have a prompt and an answer; the answer then becomes the assistant's reply.
     """
     chats = []
     for where, row in read_lines(path):
@@ -56,7 +56,7 @@ def encode(chats, tokenizer):
     """Returns a pair (ids, labels) for each chat: labels are -100 outside of assistant turns.
 
     A reply starts where the chat template's generation prompt ends. It ends with its EOS token, or
-    with the turn if the template ends turns without an EOS token.
+    at the end of the turn if the template writes no EOS token.
     """
     render, examples = functools.partial(tokenizer.apply_chat_template, tokenize=False), []
     with explained("the chats", "the tokenizer's chat template rejects one of them",
@@ -80,10 +80,10 @@ def encode(chats, tokenizer):
 
 
 def find_replies(chat, text, render):
-    """Returns the spans of a chat's text that the assistant writes, [(first character, end), ...].
+    """Returns the parts of a chat's text that the assistant has written, as (start, end) pairs.
 
-    These are the assistant's turns without the parts that a tool wrote, which the field `forced` of
-    a turn lists as spans of its content, [[first character, end], ...].
+    start and end are character positions. Text that a tool has inserted in a turn is left out: the
+    turn's field "forced" lists the positions of such text, as [start, end] pairs.
     """
     spans = []
     for i, turn in enumerate(chat):
@@ -104,10 +104,10 @@ def find_replies(chat, text, render):
 
 
 def batches(examples, batch_size, rng):
-    """Yields batches forever, every example once per epoch, each epoch in a new order.
+    """Yields batches forever. Each epoch contains every example once, in a new random order.
 
-    To keep padding small, examples of similar length share a batch: 32 batches' worth of random
-    examples are sorted by length, and then cut into batches.
+    To reduce padding, examples of similar length are put in the same batch: groups of 32 *
+    batch_size random examples are sorted by length, and then cut into batches.
     """
     while True:
         order = list(range(len(examples)))
@@ -121,11 +121,11 @@ def batches(examples, batch_size, rng):
 
 
 def loss_of(model, batch, num_tokens, device):
-    """Returns the cross-entropy summed over the labeled tokens, divided by num_tokens.
+    """Returns the sum of the cross-entropy over all labeled tokens, divided by num_tokens.
 
-    In training, num_tokens is the average over batches, not this batch's count. Dividing by the
-    batch's own count would give tokens in batches of short replies more weight, and the model would
-    write short replies more often than they occur in its training data.
+    In training, num_tokens is the mean number of labeled tokens per batch. If each batch's own
+    number were used, tokens in batches of short replies would get more weight, and the model would
+    write short replies too often.
     """
     # No mask is needed: padding is on the right, where causal attention hides it from all tokens.
     ids = pad_sequence([torch.tensor(ids) for ids, _ in batch], True).to(device)    # (N, T)
@@ -141,7 +141,7 @@ def num_labels(examples):
 
 
 def optimize(model, next_loss, *, steps, learning_rate, warmup_steps, progress=None):
-    """Takes `steps` AdamW steps, each on the loss that next_loss() returns.
+    """Takes `steps` steps with AdamW. next_loss() returns the loss of a step.
 
     The learning rate rises linearly over warmup_steps, and follows a cosine down to 1% of its peak.
     Every 100 steps and at the end, prints the mean loss since the last print, and progress().

@@ -1,8 +1,8 @@
-"""Runs any causal model of transformers whose architecture model/model.py does not build.
+"""Runs causal models of transformers whose architecture model/model.py does not implement.
 
-The model runs in transformers' own class; code that comes with the weights never runs. Some of
-these classes mix up the rows of a batch: they ignore padding, or keep a state whose rows can't be
-selected. So each model is tested when it is loaded, and refused if it fails.
+Each model runs in its class in the transformers library. Code that comes with the weights never
+runs. Some of these classes give wrong results for batches: they ignore padding, or have a cache
+whose rows can't be selected. So each model is tested when it is loaded, and rejected if it fails.
 """
 import inspect
 from functools import partial
@@ -17,19 +17,19 @@ from .model import Head
 
 
 class Cache:
-    """transformers' cache, with the method of model.KVCache that a sampler calls."""
+    """Wraps a cache of transformers, and adds the method `select`, which the samplers need."""
 
     def __init__(self):
         self.past, self.length = None, 0
 
     def select(self, rows):
-        """Keeps these sequences, in this order; rows are indices, or True for each that stays."""
+        """Keeps only the given rows of the cache. `rows` is a tensor of indices or booleans."""
         # batch_select_indices would fail for layers with a recurrent state.
         self.past.reorder_cache(rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows)
 
 
 class AnyModel(nn.Module):
-    """A policy that transformers runs, because model/model.py lacks something that it needs."""
+    """A policy that runs in a transformers class, because model/model.py does not support it."""
     new_cache = Cache
 
     def __init__(self, model, lacking):
@@ -45,7 +45,7 @@ class AnyModel(nn.Module):
         model.gradient_checkpointing = False        # a run's flag
 
     def forward(self, input_ids, attention_mask=None, *, logits_to_keep=0, cache=None):
-        """Returns logits (N, T, V), as MiniMindForCausalLM does."""
+        """Returns logits, (N, T, V), with the same arguments as MiniMindForCausalLM."""
         T, past, theirs = input_ids.shape[1], 0, None
         if cache is not None:
             past, theirs = cache.length, cache.past
@@ -55,7 +55,7 @@ class AnyModel(nn.Module):
         options = {"position_ids": positions, "logits_to_keep": logits_to_keep}
         from transformers.modeling_layers import GradientCheckpointingLayer
         # A layer only recomputes its activations in training mode. The modules in it stay in
-        # evaluation mode, because dropout would make each pass a different network.
+        # evaluation mode, because dropout would change the log-probs from pass to pass.
         recompute = self.model.gradient_checkpointing and torch.is_grad_enabled()
         for layer in self.model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
@@ -71,9 +71,9 @@ class AnyModel(nn.Module):
 
 
 def load(path, config, lacking, *, dtype=None, matrix_dtype=None, device=None):
-    """Loads the model in a folder, with load_pretrained's options; UserError if it is refused.
+    """Loads the model from a folder. Raises a UserError if the model is not supported.
 
-    config: load.read_hub_config(path); lacking: load.unbuilt(config).
+    config and lacking are the results of load.read_hub_config(path) and load.unbuilt(config).
     """
     # Imported here, because it takes longer than all other imports of a run.
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -99,7 +99,7 @@ def load(path, config, lacking, *, dtype=None, matrix_dtype=None, device=None):
 
 
 def wrapped(theirs, lacking):
-    """Returns the model as a tested AnyModel; ValueError if it mixes up rows."""
+    """Returns the model as an AnyModel. Raises a ValueError if it fails check_rows."""
     head = theirs.get_output_embeddings()
     if type(head) is nn.Linear:
         head.__class__ = Head                       # computes in float32 under autocast
@@ -110,9 +110,9 @@ def wrapped(theirs, lacking):
 
 @torch.no_grad()
 def check_rows(model):
-    """Raises a ValueError unless each row of a padded batch gets the same logits as on its own.
+    """Raises a ValueError if a sequence gets different logits in a padded batch than on its own.
 
-    The batch is read at once, as in training, and in parts with a cache, as in sampling.
+    The test runs the batch both in one pass, as in training, and with a cache, as in sampling.
     """
     vocab_size, device = model.config.vocab_size, model.lm_head.weight.device
     ids = torch.randint(min(vocab_size, 1000), (3, 13),     # the last ids may be image tokens

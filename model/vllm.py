@@ -1,9 +1,9 @@
 """Samples with vLLM: --sampler vllm. docs/requirements-vllm.txt says what to install.
 
-Each rank starts an engine in its own process at the first call. After the optimizer has changed the
-weights, the next call passes all of them to the engine. If the policy has adapters, only these are
-passed, because a merged bfloat16 matrix would round small updates away. A hook of the optimizer
-reports changes. Tensors' versions would not, because AdamW's fused step does not increase them.
+Each rank starts a vLLM engine in its own process when it first samples. When the weights have
+changed since the last call, they are copied to the engine. If the policy has LoRA adapters, only
+the adapters are copied, because merging them into bfloat16 weights would round small updates away.
+An optimizer hook records that the weights have changed.
 """
 import os
 import tempfile
@@ -23,10 +23,10 @@ RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512    # ranks of adapters that vLLM su
 
 
 class Engine:
-    """Does what `sample` of model/sampler.py does, but greedy log-probs are those at temperature 1.
+    """Replaces `sample` in model/sampler.py: the arguments and return values are the same.
 
-    Raises a UserError if vLLM is missing or can't start. On a GPU, the engine sleeps from the phase
-    after the rollout until it samples again, which frees its memory.
+    With `greedy`, log-probabilities are computed at temperature 1. Raises a UserError if vLLM is
+    not installed or can't start. On a GPU, the engine frees its memory when sampling has ended.
     """
 
     def __init__(self, world, args):
@@ -36,11 +36,11 @@ class Engine:
         self.has_base, self.adapter = False, None       # for a policy with adapters
 
     def outdate(self, *_):
-        """A hook that the optimizer calls after its step: the policy's weights have changed."""
+        """Records that the weights have changed. The optimizer calls this after each step."""
         self.is_outdated = True
 
     def sleep(self, phase):
-        """Frees the engine's memory for the phases after sampling."""
+        """Frees the engine's GPU memory if the phase that starts now does not sample."""
         samples = phase in (None, "rollout", "eval", "checkpoint")
         if self.may_sleep and self.llm is not None and not self.is_asleep and not samples:
             self.llm.sleep(level=2)             # frees weights and cache
@@ -114,7 +114,7 @@ class Engine:
             self.llm.llm_engine.add_lora(self.adapter)
 
     def _generate(self, prompts, options):
-        """Returns vLLM's outputs, the completions of each prompt. A prompt is a list of ids."""
+        """Returns vLLM's outputs. prompts: a list of token ids for each prompt."""
         return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], options,
                                  use_tqdm=False, lora_request=self.adapter)
 
@@ -123,7 +123,7 @@ class Engine:
         eos_ids = prompt_ids.new_tensor(eos_token_id).flatten().tolist()
         prompts = [ids[mask.bool()].tolist() for ids, mask in zip(prompt_ids, prompt_mask)]
         def write(prompts, n, rooms, stops):
-            """Returns n completions per prompt as (ids, log-probs), of at most `rooms` tokens."""
+            """Returns a list of (ids, log-probs), with n completions per prompt."""
             seeds = torch.randint(2**31, (len(prompts),), generator=generator,
                                   device=prompt_ids.device)
             options = [self.SamplingParams(
@@ -146,9 +146,9 @@ class Engine:
 
 @contextmanager
 def as_before(device):
-    """Restores what vLLM changes in torch: thread count, set_num_threads and matmul precision.
+    """Restores the settings of torch that vLLM changes: thread count and matmul precision.
 
-    Autocast is off inside the context, because vLLM's weights are already cast.
+    Autocast is off inside the context.
     """
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     precision = torch.get_float32_matmul_precision()
@@ -166,10 +166,10 @@ def logps_of(answer):
 
 
 def in_rounds(write, prompts, max_new_tokens, eos_ids, tool, like):
-    """Samples with a tool; returns (ids, log-probs, which tokens were drawn) for each prompt.
+    """Samples with a tool. Returns (ids, log-probs, mask of sampled tokens) for each prompt.
 
-    In each round, vLLM samples each row up to the token that calls the tool, the tool answers all
-    rows that called it, and its answers are appended as ids. The next round continues from there.
+    In each round, vLLM samples each completion until it calls the tool or ends. Then the tool
+    answers all calls, and its answers are appended. The next round continues from there.
     """
     rows, going = [([], [], []) for _ in prompts], list(range(len(prompts)))
     ahead = [[] for _ in prompts]       # per row, what vLLM has already written: (token, log-prob)

@@ -1,12 +1,12 @@
-"""Finds and compares answers, boxed, tagged or bare; gold answers and completions are read alike.
+"""Extracts the final answers from completions and from gold answers, and compares them.
 
-    extract_answer(reply)       the text of its answer, "" if there is none
-    read(text)                  what the text says: a number and its unit, or words
-    same_answer(given, gold)    True, False, or two expressions that math-verify has to compare
+    extract_answer(reply)       returns the text of the reply's answer, or "" if there is none
+    read(text)                  returns the number and its unit, or the words, in a text
+    same_answer(given, gold)    returns True, False, or two expressions for math-verify to compare
 
-A number is an exact numeral in any spelling: `1,234`, `.5`, `\\frac12`, `2 2/3`, `1e6`, `50%`.
-A text that has to be computed, such as `2^5`, `3-5` or `84/2`, is not a number. If the gold answer
-is a number, only a number can equal it; otherwise repeating the question would count as right.
+A number may be written in any usual way: `1,234`, `.5`, `\\frac12`, `2 2/3`, `1e6` or `50%`.
+An expression to be computed, such as `2^5`, `3-5` or `84/2`, is not a number. If the gold answer is
+a number, only a number can equal it. Otherwise, repeating the question would count as right.
 """
 import functools
 import re
@@ -32,7 +32,7 @@ MONEY = r"(?: \\?\$ | [€£¥₹] )"
 NUMERAL = rf"""(?: (?P<money> {MONEY}) \s* )? (?P<sign> [-+]\s?)? (?P<money2> {MONEY} )?
     (?: (?: (?P<whole> \d+) \s+ )? (?P<over> -?{DECIMAL}) \s? / \s? (?P<under> {DECIMAL})
       | (?P<decimal> {DECIMAL}) (?: [eE] (?P<exponent> [-+]?\d{{1,3}}) )? )"""
-# A unit follows a blank or is in \text{}, or is a sign, or can't be a product of variables.
+# A unit follows a space, is in \text{}, is a sign such as %, or can't be a product of variables.
 SIGN = rf"\\?% | {MONEY} | (?: \^?\s*\{{?\\circ\}}? | ° ) \s*[CF]?"
 CHINESE = r"""(?:平方|立方)?(?:厘米|毫米|千米|公里|米) | 千克 | 公斤 | 毫升 | 小时 | 分钟
     | [元角个名人只头岁天年月日周本张块件支枝条位次度页棵颗箱袋瓶辆艘座户组双套份克斤吨升秒]"""
@@ -82,20 +82,20 @@ def extract_answer(reply):
 
 
 def answer_block(reply):
-    """Returns the text of the last answer block after the thinking, or None."""
+    """Returns the text of the last <answer> block after the thinking, or None if there is none."""
     closed = after_thinking(reply).split("</answer>")[:-1]
     blocks = [part.partition("<answer>")[2] for part in closed if "<answer>" in part]
     return blocks[-1].strip() if blocks else None
 
 
 def after_thinking(reply):
-    """Returns the text after the thinking: all of it if there is none, "" if it never ends."""
+    """Returns the part of a reply after its thinking. If <think> isn't closed, this part is ""."""
     thought, end, rest = reply.rpartition("</think>")
     return rest if end or "<think>" not in rest else ""
 
 
 def boxed(text, default=None):
-    """Returns what is in the last complete box, or the default. Adjacent boxes form one list."""
+    """Returns the content of the last \\boxed{}, or `default`. Joins adjacent boxes with commas."""
     found, end = [], 0
     for box in BOX.finditer(text):
         if not BESIDE.fullmatch(text, end, box.start()):
@@ -106,7 +106,7 @@ def boxed(text, default=None):
 
 
 def last_number(text):
-    """Returns the last number as it is written; "" if it may be part of something larger."""
+    """Returns the last number in a text, or "" if the number may be part of a larger expression."""
     text = in_one_line(plain(text))
     numbers = [*IN_A_TEXT.finditer(text)]
     if not numbers:
@@ -121,7 +121,7 @@ def last_number(text):
 
 @functools.lru_cache(4096)      # all completions of a group have the same gold answer
 def read(text):
-    """Returns (number, unit, words): an exact Fraction or None, a unit or "", and the bare text."""
+    """Returns (number, unit, words): a Fraction or None, the unit or "", and the bare text."""
     if len(text) > LONGEST:
         return None, "", text.strip()
     text = unwrapped(plain(text))
@@ -132,7 +132,7 @@ def read(text):
 
 
 def plain(text):
-    """Returns the text with ASCII digits, signs and blanks, without LaTeX and Markdown markup."""
+    """Converts digits, minus signs and spaces to ASCII, and removes math and bold delimiters."""
     text = re.sub("([⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+)", r"^{\1}", text)
     text = re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])", " ", text)            # NFKC would turn 2½ into 21/2
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")
@@ -144,14 +144,14 @@ def plain(text):
 
 
 def in_one_line(text):
-    """Writes \\frac{1}{2} as 1/2, 2\\frac12 as 2 1/2, 1 \\times 10^6 as 1e6."""
+    """Rewrites \\frac{1}{2} as 1/2, 2\\frac12 as 2 1/2, and 1 \\times 10^6 as 1e6."""
     text = re.sub(r"(?<=\d)(?=\\[dtc]?frac)", " ", text)
     text = FRACTION.sub(r"\1\2/\3\4 ", text)
     return TIMES_10.sub(r"e\2", text).strip()
 
 
 def unwrapped(text):
-    """Removes what doesn't change a value: blanks, a final period, `x =`, \\text{}, braces."""
+    """Removes outer spaces, a final period, a leading `x =`, and \\text{} around the whole text."""
     before = None
     while text != before:
         before, text = text, text.strip("` \n\t")
@@ -162,7 +162,7 @@ def unwrapped(text):
 
 
 def value_of(found):
-    """Returns the value of a NUMBER; None if it is like `84/2`, which may be the question."""
+    """Returns the value of a match of NUMBER, or None if it must be computed first, like `84/2`."""
     over, under, value, exponent = (
         Fraction(re.sub(r"[, ]", "", found[name] or "0"))
         for name in ("over", "under", "decimal", "exponent"))
@@ -182,7 +182,7 @@ def unit_of(found):
 
 
 def gold_text(gold):
-    """Returns the bare gold answer: GSM8K's follows ####, MATH's is boxed in a worked solution."""
+    """Returns the gold answer alone: the text after ####, the content of a box, or all of it."""
     _, hashes, text = str(gold).rpartition("####")
     text = text.strip().partition("\n")[0] if hashes else text
     text = boxed(text, text)
@@ -192,7 +192,7 @@ def gold_text(gold):
 
 
 def kind_of(gold):
-    """Returns how a gold answer (or the first of a list) compares: number, words or expression."""
+    """Returns the kind of a gold answer: "number", "words" or "expression"."""
     number, _, words = read(gold_text(gold[0] if isinstance(gold, list) else gold))
     if number is not None:
         return "number"
@@ -200,7 +200,7 @@ def kind_of(gold):
 
 
 def same_answer(given, gold):
-    """Whether two answers are the same: True, False, or a pair of expressions for math-verify."""
+    """Returns True, False, or a pair of expressions that math-verify has to compare."""
     number, unit, words = read(gold_text(gold))
     given_number, given_unit, given_words = read(given)
     if number is not None:

@@ -1,6 +1,6 @@
-"""Alternatives to the baseline and scale of train_grpo.group_advantages: docs/losses.md.
+"""Other baselines and scales than those of train_grpo.group_advantages (see docs/losses.md).
 
-`estimate` chooses among them; with its defaults it equals group_advantages.
+With its default arguments, `estimate` returns the same advantages as group_advantages.
 """
 import math
 
@@ -10,7 +10,7 @@ from errors import UserError
 
 
 def nanstd(x):
-    """Sample std (n-1) over the last dim (kept), in float64; ignores NaNs; 0 for a single value."""
+    """Returns the sample std over the last dimension (kept), ignoring NaNs. One value has std 0."""
     x = x.double()
     deviation = (x - x.nanmean(-1, keepdim=True)).nan_to_num(0.0)
     count = (~x.isnan()).sum(-1, keepdim=True)
@@ -18,17 +18,17 @@ def nanstd(x):
 
 
 def above_others(groups):
-    """RLOO (arXiv 2402.14740): rewards minus the mean of the others in the group; 0 if alone."""
+    """RLOO (arXiv 2402.14740) subtracts from each reward the mean of the group's other rewards."""
     others = (~groups.isnan()).sum(1, keepdim=True) - 1
     mean = (groups.nansum(1, keepdim=True) - groups) / others.clamp(min=1)
     return torch.where(others > 0, groups - mean, 0.0)
 
 
 def above_second_best(groups):
-    """A baseline for pass@k (arXiv 2503.19595), which scores a group by its best completion.
+    """A baseline for pass@k (arXiv 2503.19595), where a group's score is its highest reward.
 
-    The best completion's advantage is its lead over the second best, the group's score without it.
-    The group's score doesn't depend on the other completions, so their advantage is 0.
+    The best completion's advantage is its reward minus the second highest reward of the group.
+    The other completions have advantage 0, because the group's score doesn't depend on them.
     """
     highest = groups.nan_to_num(-math.inf).topk(2, dim=1)
     is_best = torch.arange(groups.shape[1], device=groups.device) == highest.indices[:, :1]
@@ -37,11 +37,11 @@ def above_second_best(groups):
 
 
 def group_mean(groups, batch_std, eps):
-    """Scale of MaxRL, arXiv 2602.02710: A = (r - mean) / mean, and 0 in a group whose mean is 0.
+    """MaxRL (arXiv 2602.02710) divides by the group's mean reward: A = (r - mean) / mean.
 
-    Its gradient approximates that of log p, where p is the probability of a right answer: a prompt
-    is weighted by (1 - (1-p)^(G-1)) / p, which is about 1 / p and at most G - 1. Raises a UserError
-    for a reward outside 0 to 1.
+    The gradient then approximates that of log p, where p is the probability of a right answer: the
+    gradient of p is multiplied by (1 - (1-p)^(G-1)) / p, which is about 1 / p.
+    Raises a UserError if a reward is not between 0 and 1.
     """
     wrong = groups[(groups < 0) | (groups > 1 + 1e-6)]
     if len(wrong):
@@ -63,9 +63,9 @@ SCALES = {
 
 
 def estimate(rewards, num_generations, *, baseline="grpo", scale="group", batch_std=None, eps=1e-4):
-    """Returns advantages, (N,), computed in float64: rewards minus the mean (or one of BASELINES),
-    divided by the std (or one of SCALES). batch_std: the std of all rewards, for scale "batch". A
-    reward of NaN has advantage 0."""
+    """Returns advantages (N,): (rewards - baseline) / scale, computed in float64.
+
+    batch_std: the std of all rewards, for scale "batch". A reward of NaN gets advantage 0."""
     groups = rewards.double().view(-1, num_generations)                                 # (B, G)
     difference, divisor = groups - groups.nanmean(1, keepdim=True), nanstd(groups) + eps
     if baseline != "grpo":

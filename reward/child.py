@@ -1,11 +1,11 @@
-"""Runs scorers of other packages in a child process that ends itself if a scorer takes too long.
+"""Runs the scorers of math-verify and reasoning-gym in a child process with a time limit.
 
-math-verify and the scorers of reasoning-gym evaluate what a completion says, such as 9^{9^{9}}.
-Python then never releases its lock, so neither a thread nor an alarm can stop them. So they run in
-a child process: this file, started as a program, with the timer of faulthandler, which is written
-in C and needs no lock. The child reads a JSON question per line and writes a JSON answer per line:
+The scorers compute the expressions in a completion, even one as large as 9^{9^{9}}. Python then
+holds its global lock (GIL), so neither a thread nor an alarm can stop the computation. The child
+process, which runs this file, is ended by the timer of faulthandler, which doesn't need the lock.
+The child reads one JSON question per line, and writes one JSON answer per line:
 
-    [seconds, package, *arguments]  ->  a number, true or false, or "missing"
+    [seconds, package, *arguments]  ->  a number, true, false, or "missing" (package not installed)
 """
 import faulthandler
 import functools
@@ -27,14 +27,14 @@ RELATION = re.compile(r"[<>≤≥]|\\[lg](?:e|t|eq)q?\b")
 
 
 class Child:
-    """Asks a child process, and starts a new one if it has ended. Each step resets `late` to 0."""
+    """Sends questions to a child process, and restarts the process if it has ended."""
 
     def __init__(self):
         self.process, self.late, self.unanswered = None, 0, 0     # numbers of questions
         self.given_up = self.cut_short = False      # at a signal; whether questions were then left
 
     def ask(self, questions):
-        """Returns the answers: 0 for a late one, None for all that follow MOST_LATE late ones."""
+        """Returns a list of answers: 0 for a late one, and None after MOST_LATE late answers."""
         answers = []
         while len(answers) < len(questions) and self.late < MOST_LATE and not self.given_up:
             answers += self.answers_to(questions[len(answers):len(answers) + AT_ONCE])
@@ -44,7 +44,7 @@ class Child:
         return answers + [None] * left
 
     def answers_to(self, questions):
-        """Returns the answers until the child ends; the question that ended it is late."""
+        """Returns the child's answers up to and including the first late answer, which is 0."""
         process = self.process
         if process is None or process.poll() is not None:
             process = self.process = subprocess.Popen(
@@ -69,12 +69,12 @@ class Child:
         return answers
 
     def give_up(self):
-        """Leaves the current and all later questions unanswered, as a signal stopped the run."""
+        """Ends the child and asks no more questions, because a signal has stopped the run."""
         self.given_up = True
         self.end()
 
     def end(self):
-        """Ends the process; the next question starts another."""
+        """Ends the child process. The next question starts a new process."""
         if self.process is not None:
             self.process.kill()
             self.process = None
@@ -84,7 +84,7 @@ CHILD = Child()         # one per process: all reward functions share it and its
 
 
 def math_verify(gold, given):
-    """Whether two LaTeX expressions are equal, or are a relation and the interval that it means."""
+    """Returns whether two LaTeX expressions are equal according to math-verify."""
     from math_verify import parse, verify
     one, other = (parse(f"${text}$", parsing_timeout=None) for text in (gold, given))
     if not verify(one, other, timeout_seconds=None):

@@ -2,11 +2,11 @@
 
     f(prompts: list[str], completions: list[str], **columns) -> list[float | None]
 
-`columns` holds the dataset's other fields (`answer`, ...), `messages` (the chat before each
-completion), `completion_ids`, and `own_words` and `own_ids`, which leave out a tool's words. Most
-rules read only these two, so that a tool's words earn nothing; overlong, reasoning_gym and rm read
-the whole completion. Rules have no options, since a column of the same name would set them. None
-means that the reward does not apply. If the template opens `<think>`, completions begin with it.
+`columns` holds the dataset's other fields, such as `answer`, and `messages` (the chat before each
+completion), `completion_ids`, `own_words` and `own_ids`. own_words and own_ids are the completions
+and their token ids without the answers of a tool. Most functions read only own_words or own_ids,
+so that a tool's answers earn no reward. A function returns None for a completion that it can't
+score. If the chat template ends a prompt with `<think>`, the completions begin with `<think>`.
 """
 from .answers import TAGS, extract_answer, gold_text, read, same_answer
 from .child import CHILD, LONGEST
@@ -15,11 +15,11 @@ NGRAM = 4               # tokens per n-gram, in repetition_reward
 
 
 def accuracy_reward(prompts, completions, answer=None, own_words=None, **columns):
-    """1 if the answer in a completion equals the gold answer in the column `answer`, else 0.
+    """The reward is 1 if a completion's answer equals the gold answer in the column `answer`, or 0.
 
-    The whole completion may also be the answer, and `answer` may be a list of right answers.
-    reward/answers.py compares the two, and leaves expressions to math-verify (reward/child.py). The
-    reward is None without a gold answer, or if math-verify was late too often in this step.
+    A completion may consist of only the answer. A gold answer may be a list of accepted answers.
+    Expressions are compared by math-verify. The reward is None if there is no gold answer, or if
+    math-verify has exceeded its time limit too often in this step.
     """
     rewards, questions, rows = [], [], []
     for reply, gold in zip(own_words or completions, answer or [None] * len(completions)):
@@ -35,7 +35,7 @@ def accuracy_reward(prompts, completions, answer=None, own_words=None, **columns
 
 
 def same(reply, gold):
-    """Whether a completion is right: True, False, or two expressions to compare."""
+    """Returns True, False, or a pair of expressions that math-verify has to compare."""
     if gold is None:
         return False
     bare = not any(tag in reply for tag in TAGS)
@@ -46,10 +46,9 @@ def same(reply, gold):
 
 
 def soft_overlong_reward(max_completion_length):
-    """Returns DAPO's soft overlong punishment, a reward function (arXiv 2503.14476, equation 13).
+    """Returns a reward function: DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
 
-    The reward falls linearly from 0 to -1 over the last fifth of max_completion_length, so that a
-    completion which comes close to the limit already gets a small penalty.
+    The reward falls linearly from 0 to -1 over the last fifth of max_completion_length.
     """
     cache = max(1, max_completion_length // 5)
 
@@ -61,9 +60,9 @@ def soft_overlong_reward(max_completion_length):
 
 
 def repetition_reward(prompts, completions, completion_ids, own_ids=None, **columns):
-    """-(1 - distinct n-grams / n-grams) of the token ids: 0 without repetition, near -1 in a loop.
+    """The reward is (number of distinct n-grams / number of n-grams) - 1, so it is at most 0.
 
-    It counts token ids rather than words, so it also works for text without spaces, e.g. Chinese.
+    The n-grams consist of token ids, not words, because languages like Chinese have no spaces.
     """
     rewards = []
     for ids in own_ids or completion_ids:
@@ -73,10 +72,10 @@ def repetition_reward(prompts, completions, completion_ids, own_ids=None, **colu
 
 
 def reasoning_gym_reward(prompts, completions, answer, metadata, **columns):
-    """The score, 0 to 1, that the task's own scorer in reasoning-gym gives the extracted answer.
+    """The reward is the score from 0 to 1 that reasoning-gym gives to the extracted answer.
 
-    It is also 1 if the whole completion scores 1. Lower scores of the whole completion don't count,
-    because many scorers give partial credit to any text that contains the answer.
+    The reward is also 1 if the whole completion has a score of 1. Lower scores of the completion
+    are ignored, because many scorers give such scores to any text that contains the answer.
     """
     rows = [row for row, gold in enumerate(answer) if gold is not None and metadata[row]]
     questions = [("reasoning_gym", text, answer[row], metadata[row]) for row in rows

@@ -1,8 +1,8 @@
-"""InternLM2's reward models (internlm2-1_8b-reward and larger), loaded without their remote code.
+"""Loads InternLM2's reward models (internlm2-1_8b-reward and larger) without their remote code.
 
-The network is Llama with other tensor names, and the query, key and value matrices of each group of
-heads are fused into one. It was trained to output its score at a special token, <|reward|>, at the
-end of the chat:
+The architecture is Llama's, but the tensors have other names, and the query, key and value
+projections are one matrix. The score is the output at a special token, <|reward|>, at the end of
+the chat:
 
     <s><|im_start|>user\\n...<|im_end|>\\n<|im_start|>assistant\\n...<|im_end|>\\n<|reward|>
 """
@@ -24,7 +24,7 @@ SPECIAL = {"<s>": 1, "<|im_end|>": 92542, "<|im_start|>": 92543, "<|reward|>": 9
 
 
 def internlm2_config(saved):
-    """Turns a parsed config.json into a MiniMindConfig; ValueError if our Decoder can't run it."""
+    """Converts a parsed config.json to a MiniMindConfig. Raises a ValueError if it can't."""
     rope, heads = saved.get("rope_scaling") or {}, saved["num_attention_heads"]
     # Dynamic scaling has no effect within the length that the model was trained on.
     if rope.get("type", rope.get("rope_type", "dynamic")) not in ("dynamic", "default"):
@@ -42,9 +42,9 @@ def internlm2_config(saved):
 
 
 def internlm2_state(tensors, config):
-    """Returns InternLM2's tensors under our names.
+    """Renames InternLM2's tensors to the names in model/model.py, and splits wqkv into q, k and v.
 
-    wqkv holds each group's query heads, then its key head and its value head: q q k v, q q k v, ...
+    In wqkv, each group's query heads are followed by its key head and its value head: q q k v, ...
     """
     state, kv_heads, D = {}, config.num_key_value_heads, config.hidden_size
     for name, tensor in tensors.items():
@@ -62,9 +62,9 @@ def internlm2_state(tensors, config):
 
 
 class InternLM2Tokenizer:
-    """Encodes chats. Text goes through sentencepiece; special tokens are inserted by their ids.
+    """Encodes chats: sentencepiece encodes the text, and special tokens are added by their ids.
 
-    If a text spells out a special token, it therefore remains text.
+    If a message contains the text of a special token, the text is encoded like any other text.
     """
     added_tokens_decoder = {}       # so RewardModel doesn't have to remove tokens from texts
 
@@ -79,7 +79,7 @@ class InternLM2Tokenizer:
                 raise ValueError(f"no id is known for {token}")
 
     def apply_chat_template(self, chats, **options):
-        """Returns the ids of each chat, each ending in the reward token."""
+        """Returns a list of token ids for each chat. Each list ends with the reward token."""
         special, encode = self.special, self.pieces.encode
 
         def ids_of(turn):

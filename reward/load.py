@@ -1,4 +1,4 @@
-"""Loads reward functions by name, and calls them so that their failures can't end a long run."""
+"""Loads reward functions by name, and calls them so that a failure doesn't end a long run."""
 import asyncio
 import inspect
 import math
@@ -43,7 +43,7 @@ def add_flags(parser):
 
 
 def check(args, weights):
-    """Sets the default rewards: those of `weights`, {name: weight}, that fit the run."""
+    """Checks the flags about rewards, and fills in defaults from `weights`, {name: weight}."""
     shipped = Path(__file__).resolve().parent / "weights"
     given = not args.resume and args.reward_model_path      # args.json also holds the default
     args.reward_model_path = args.reward_model_path or find_weights("reward", args, shipped)
@@ -63,7 +63,7 @@ def check(args, weights):
 
 
 def load_for_run(args, device, known):
-    """Returns the reward functions of training and of evaluation; each list has unique names."""
+    """Returns two lists of reward functions: one for training and one for evaluation."""
     funcs = load_reward_funcs(
         args.reward_funcs + args.eval_reward_funcs, known=known,
         reward_model_path=args.reward_model_path, device=args.reward_model_device or device,
@@ -75,7 +75,7 @@ def load_for_run(args, device, known):
 
 
 def apart(funcs, typed):
-    """Renames functions that share a name to what was typed; UserError if any still share one."""
+    """Renames equal names to module:function. Raises a UserError if two names are still equal."""
     taken = Counter(func.__name__ for func in funcs)
     for func, name in zip(funcs, typed):
         if taken[func.__name__] > 1 and ":" in name:
@@ -88,9 +88,9 @@ def apart(funcs, typed):
 
 def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
                       max_completion_length=None, **reward_model_options):
-    """Returns a RewardFunction for each name; `module:function` names a function of your own.
+    """Returns a RewardFunction for each name. For your own function, the name is `module:function`.
 
-    known: {name: function}, in addition to RULES.
+    known: {name: function} for additional names, which are not in RULES.
     """
     functions = RULES | dict(known)
     if "rm" in names:
@@ -106,7 +106,7 @@ def load_reward_funcs(names, *, known=(), reward_model_path=None, device="cpu",
 
 
 def import_function(flag, name, known=""):
-    """Imports `module:function` from a package, the script's folder, or the current folder."""
+    """Imports a function, given as `module:function`. The module may be in the current folder."""
     if name in GIVEN:
         return GIVEN[name]
     module, _, function = name.partition(":")
@@ -123,15 +123,15 @@ def import_function(flag, name, known=""):
 
 
 class RewardFunction:
-    """Calls a reward function; returns a float for each completion, NaN if it has no score.
+    """Wraps a reward function. A call returns a float for each completion, or NaN without a score.
 
-    Until a call has succeeded, any exception but a TimeoutError (a service may be slow to start)
-    ends the run with a UserError, usually after a traceback, because the function is probably
-    wrong. Later failures are counted by kind in `failed`; the first of each kind prints a warning.
+    Until a call has succeeded, any exception except a TimeoutError ends the run with a UserError,
+    because the function is probably wrong. Later failures don't end the run: `failed` counts each
+    kind of failure, and the first failure of each kind prints a warning.
     """
 
     def __init__(self, function, name=""):
-        """name: what the user typed, for functions without a __name__, such as a partial."""
+        """name: the name to use if the function has no __name__, such as a functools.partial."""
         self.function = function
         self.__name__ = getattr(function, "__name__", "")
         if not self.__name__.isidentifier():
@@ -171,7 +171,7 @@ class RewardFunction:
         return [self.reward(value) for value in values]
 
     def reward(self, value):
-        """Returns the value as a float; NaN for None and for an unusable value."""
+        """Converts a reward to a float. None and values that are not numbers become NaN."""
         if value is None:
             return math.nan
         with suppress(Exception):
@@ -182,7 +182,7 @@ class RewardFunction:
         return math.nan
 
     def fail(self, kind, what):
-        """Counts a failure; the first of its kind prints a warning."""
+        """Counts a failure, and prints a warning if it is the first failure of its kind."""
         self.failed[kind] += 1
         self.reason = self.reason or what
         if self.failed[kind] == 1:
@@ -192,9 +192,9 @@ class RewardFunction:
 
 
 def show(error):
-    """Prints the traceback below the caller's own frame; returns whether there is any.
+    """Prints an error's traceback without the caller's frame. Returns False if no frame is left.
 
-    A traceback may quote a completion, so it is made printable.
+    Control characters are replaced, because the error message may contain a completion.
     """
     frame = error.__traceback__.tb_next         # the first frame is the caller's
     if frame is not None:       # None: the call did not start, or its value was unusable
@@ -204,7 +204,7 @@ def show(error):
 
 
 def check_columns(who, function, columns, *before):
-    """Raises a UserError if the function can't be called with these columns."""
+    """Raises a UserError if the function can't be called with these columns as keywords."""
     try:        # follow_wrapped=False, because a decorator may supply its function's arguments
         inspect.signature(function, follow_wrapped=False).bind(*before, **columns)
     except ValueError:      # some functions written in C have no signature

@@ -1,4 +1,4 @@
-"""Process supervision: rewards for steps of the reasoning (DeepSeekMath, section 4.1.3)."""
+"""Process supervision: a reward for each reasoning step (DeepSeekMath, section 4.1.3)."""
 import ast
 import math
 import operator
@@ -23,13 +23,13 @@ NOT_ARITHMETIC = re.compile(r"^\s*(?:\d+[.)]|[-*])\s+"          # bullets
 
 
 def process_advantages(step_rewards, step_ends, num_generations, mask, *, eps=1e-4):
-    """Returns token advantages (N, R), sums of normalized rewards of steps that end at t or later.
+    """Returns advantages (N, R). For token t, the advantage sums over steps that end at t or later:
 
-        A_t = sum over the completion's steps k with end_k >= t of (r_k - mean) / (std + eps)
+        A_t = sum over all steps k with end_k >= t of (r_k - mean) / (std + eps)
 
-    Mean and sample std (n-1) are over all steps of all G completions of the group. step_rewards[i]
-    and step_ends[i] belong to completion i: the reward of each step and the index of its last
-    token. Advantages are 0 outside the mask (N, R) and after the last step.
+    The mean and sample std (n-1) are those of all step rewards in the group. step_rewards[i] lists
+    the rewards of completion i's steps, and step_ends[i] lists the index of each step's last token.
+    Advantages are 0 where the mask (N, R) is 0.
     """
     advantages = torch.zeros(mask.shape, device=mask.device)                    # (N, R)
     for start in range(0, len(mask), num_generations):
@@ -46,11 +46,11 @@ def process_advantages(step_rewards, step_ends, num_generations, mask, *, eps=1e
 
 
 def judge_steps(completions, completion_ids, tokenizer, eos_ids, outcomes):
-    """Returns the rewards of each completion's steps, and the index of each step's last token.
+    """Returns (step_rewards, step_ends), the first two arguments of process_advantages.
 
-    Both are lists of lists. A line with equations is a step, whose reward is 1 if all equations
-    hold, even a trivial 1=1, and otherwise 0. The last step ends at the last token, and its reward
-    is the outcome, which should be on the same scale. If the outcome is NaN, there are no steps.
+    Each line that contains equations is a step. Its reward is 1 if all its equations are true, and
+    otherwise 0. One more step ends at the completion's last token, and its reward is the reward of
+    the completion in `outcomes`. A completion whose outcome is NaN has no steps.
     """
     rewards, ends = [], []
     for completion, ids, outcome in zip(completions, completion_ids, outcomes):
@@ -65,7 +65,7 @@ def judge_steps(completions, completion_ids, tokenizer, eos_ids, outcomes):
 
 
 def judge_lines(completion):
-    """Returns (its end in the completion, is it right) for each line that has equations."""
+    """Returns a list of (end of the line in characters, is_right) for all lines with equations."""
     judged, end = [], 0
     for line in completion.splitlines(keepends=True):
         end += len(line)
@@ -76,19 +76,19 @@ def judge_lines(completion):
 
 
 def holds(equation):
-    """Whether all sides are equal. A side that can't be parsed makes the equation wrong."""
+    """Returns True if all sides of the equation can be computed and have the same value."""
     values = {value_of(side) for side in re.split(r"=|\bis\b", equation)}
     return len(values) == 1 and None not in values
 
 
 def token_at(end, ids, tokenizer, eos_ids):
-    """Returns the index of the first token at which the text has at least `end` characters."""
+    """Returns the index of the first token up to which the text has at least `end` characters."""
     return bisect_left(range(1, len(ids) + 1), end,
                        key=lambda k: len(decode(ids[:k], tokenizer, eos_ids)))
 
 
 def value_of(expression):
-    """Returns the exact value of an expression with + - * / and brackets; None if it has none."""
+    """Returns the exact value of an arithmetic expression, or None if it can't be computed."""
     def evaluate(node):
         if isinstance(node, ast.BinOp):
             return OPERATORS[type(node.op)](evaluate(node.left), evaluate(node.right))

@@ -1,4 +1,4 @@
-"""Reward models: networks that read a chat and score the assistant's last turn."""
+"""Reward models, which read a chat and score the assistant's last message."""
 import math
 from pathlib import Path
 
@@ -33,9 +33,9 @@ def with_reply(messages, text):
 
 
 class RewardModel(nn.Module):
-    """A causal backbone and a one-output head. A chat's score is the output at its last token.
+    """A causal language model with a head that outputs one score, read at a chat's last token.
 
-    Without a `backbone`, the backbone is a Decoder like the policy's, and tensors have the names of
+    By default, the model is a Decoder (model/model.py), and the tensors have the same names as in
     Qwen3ForSequenceClassification.
     """
     centering = 0.01        # weight of the training penalty that keeps scores near 0
@@ -50,29 +50,29 @@ class RewardModel(nn.Module):
         self.markers = [token.content for token in added if token.special]
 
     def forward(self, input_ids):
-        """Returns scores (N, T): at each position, the score of the chat up to there.
+        """Returns scores (N, T). The score at each position is that of the chat up to that token.
 
-        input_ids (N, T) are padded on the right, which needs no mask because attention is causal.
+        input_ids (N, T) must be padded on the right. Causal attention makes a mask unnecessary.
         """
         hidden = self.model(input_ids)
         hidden = getattr(hidden, "last_hidden_state", hidden)       # transformers returns an object
         return self.score(hidden.float())[..., 0]       # bfloat16 would make close scores equal
 
     def tokenize(self, chats):
-        """Returns each chat's ids. A marker such as <|im_end|> inside a text doesn't end a turn."""
+        """Returns each chat's token ids. Special tokens in a message become ordinary text."""
         chats = [[turn | {"content": self.without_markers(turn["content"])} for turn in chat]
                  for chat in chats]
         # The model's own chat template writes a BOS if one is needed; the tokenizer adds none.
         return self.tokenizer.apply_chat_template(chats, tokenize=True, return_dict=False)
 
     def without_markers(self, text):
-        """Returns the text with a space after the first character of each marker."""
+        """Inserts a space into each special token in the text: <|im_end|> becomes < |im_end|>."""
         for marker in self.markers:
             text = text.replace(marker, f"{marker[0]} {marker[1:]}")
         return text
 
     def pad(self, ids):
-        """Pads lists of ids on the right: a tensor (N, T), and their last positions, (N,)."""
+        """Returns (input_ids, last): ids (N, T), padded on the right, and last positions (N,)."""
         pad_id, device, T = self.config.pad_token_id, self.score.weight.device, max(map(len, ids))
         padded = [[*row] + [0] * (T - len(row)) for row in ids]     # any id: no token attends to it
         # If a template ends with the pad token itself, transformers reads the score before it, and
@@ -82,11 +82,11 @@ class RewardModel(nn.Module):
 
     @torch.no_grad()
     def get_scores(self, chats, max_tokens=None):
-        """Returns a score for each chat, a list of {"role", "content"}.
+        """Returns a list with a score for each chat. A chat is a list of {"role", "content"}.
 
-        Only differences between completions of the same prompt are meaningful. Equal chats are
-        scored once, and within a batch our own network reads each shared prefix only once.
-        max_tokens: per batch, padding included; by default small on a CPU, to fit into its cache.
+        Scores are only comparable between completions of the same prompt.
+
+        max_tokens: the maximum number of tokens in a batch, including padding.
         """
         on_cpu = self.score.weight.device.type == "cpu"
         max_tokens = max_tokens or (4096 if on_cpu else 16384)
@@ -102,12 +102,12 @@ class RewardModel(nn.Module):
         return [scores[chat] for chat in ids]
 
     def of_rows(self, ids):
-        """Returns the score of each chat at its last token, (N,)."""
+        """Returns the scores of chats, (N,), given their token ids."""
         input_ids, last = self.pad(ids)
         return self(input_ids).gather(1, last[:, None])[:, 0]
 
     def of_tree(self, ids):
-        """Returns the same, but reads each shared prefix only once."""
+        """Returns the same scores as of_rows, but processes each shared prefix only once."""
         input_ids, last = self.pad(ids)                                         # on the right
         T = input_ids.shape[1]
         # read_tree finds the states that predict tokens, so each chat gets one more, unread token.
@@ -117,7 +117,7 @@ class RewardModel(nn.Module):
         return self.score(hidden.index_select(0, row).float())[:, 0]
 
     def save_pretrained(self, path):
-        """Saves a folder that load_reward_model and AutoModelForSequenceClassification can load."""
+        """Saves the model to a folder that AutoModelForSequenceClassification can load, too."""
         path, config = Path(path), hub_config(self)
         path.mkdir(parents=True, exist_ok=True)
         save_tensors(self.state_dict(), path / "model.safetensors")
@@ -128,11 +128,11 @@ class RewardModel(nn.Module):
 
 
 def load_reward_model(path, *, device="cpu"):
-    """Loads the reward model in a folder, or with a hub id owner/name, ready to score.
+    """Loads a reward model in eval mode from a folder or a Hugging Face model id (owner/name).
 
-    It can be a one-label classifier of transformers, or one of InternLM2's reward models. Weights
-    are bfloat16 on CUDA, otherwise float32. Code that comes with them never runs. From Python, you
-    may also pass an object with get_scores, or a classifier with a name_or_path.
+    The model must be a ...ForSequenceClassification of transformers with one label, or one of
+    InternLM2's reward models. The weights are bfloat16 on CUDA, and float32 on other devices.
+    Remote code is never run. From Python, you can also pass an object with a method get_scores.
     """
     given = GIVEN.get(path)
     if hasattr(given, "get_scores"):
@@ -185,7 +185,7 @@ def load_classifier(folder, dtype):
 
 
 def of_classifier(classifier, tokenizer):
-    """Makes a RewardModel that shares the weights of a ...ForSequenceClassification."""
+    """Returns a RewardModel that shares the weights of a classifier from transformers."""
     classifier.config.use_cache = False     # each chat takes one forward pass, so nothing is cached
     model = RewardModel(classifier.config, tokenizer, backbone=classifier.base_model)
     model.score = classifier.score.float()
@@ -193,16 +193,16 @@ def of_classifier(classifier, tokenizer):
 
 
 def reward_model_reward(model, *, reasoning=True, clip=3.0, answer_share=0.6):
-    """Returns a reward function whose rewards are the reward model's scores, clipped.
+    """Returns a reward function that gives the reward model's scores, clipped to [-clip, clip].
 
-        reward = clip(score, -clip, clip)                 with a clip of 0, the score itself
+    If clip is 0, the scores are not clipped.
 
-    With `reasoning`, if a completion has an answer block, the answer is also scored on its own, as
-    if it were the whole completion:
+    With `reasoning`, the text in a completion's answer tags is also scored alone, as if this text
+    were the whole completion:
 
-        reward = (1 - answer_share) * reward(completion) + answer_share * reward(answer)
+        reward = (1 - answer_share) * score(completion) + answer_share * score(answer)
 
-    Each of the two is clipped, so that eloquent reasoning can't make up for a bad answer.
+    Both scores are clipped first, so that good reasoning can't make up for a bad answer.
     """
     bound = clip or math.inf
 

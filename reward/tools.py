@@ -1,13 +1,13 @@
-"""Tools: functions that answer while a completion is being sampled (--tool). A tool is a function
+"""Tools (--tool) answer the policy while a completion is being sampled. A tool is a function
 
     f(histories: list[list[str]], **columns) -> list[str | None]
 
-that is called with one history for each completion that calls the tool at this moment: the policy's
-texts and the tool's answers, alternating. f.stop is the text of the token that calls the tool, and
-each history ends with it. If the tool returns a text, the policy reads it and continues. If it
-returns None, nothing is added, and if f.stop is an end token, the completion has ended. `columns`
-are `prompts`, the data's fields, and `seeds`, a number for each row: a tool that seeds its random
-numbers with (seed, number of turns) repeats them when a run is resumed.
+A completion calls the tool by sampling the token whose text is f.stop. Each history belongs to a
+completion that has called the tool, and alternates between texts of the policy and answers of the
+tool. If the tool returns a text, the text is added to the completion, and sampling continues. If
+the tool returns None, nothing is added, and the completion ends if f.stop is an EOS token.
+`columns` holds `prompts`, the data's fields, and `seeds`, one number per completion. A tool that
+uses these seeds for its random numbers gives the same answers when a run is resumed.
 """
 import json
 import warnings
@@ -20,10 +20,10 @@ MOST_CHARACTERS = 4000      # per answer
 
 
 class Tool:
-    """Calls a tool. An exception other than a UserError becomes its answer; new kinds are shown.
+    """Calls a tool function. If the function raises an exception, the answer is the error message.
 
-    stop_id: the token that calls the tool; UserError if f.stop is not the text of one token.
-    max_calls: how often a completion may call it.
+    stop_id: the id of the token that calls the tool.
+    max_calls: the maximum number of calls per completion.
     """
 
     def __init__(self, function, tokenizer, max_calls):
@@ -38,9 +38,9 @@ class Tool:
         self.stop_id = ids[0]
 
     def __call__(self, histories, columns):
-        """Returns (answer, did the tool raise) for each history; after an error, one at a time.
+        """Returns (answer, is_error) for each history. After an error, each history is tried alone.
 
-        An answer longer than MOST_CHARACTERS loses its middle.
+        The middle of an answer longer than MOST_CHARACTERS is cut out.
         """
         check_columns(f"--tool {self.name}", self.function, columns, histories)
         try:
@@ -67,7 +67,7 @@ class Tool:
         return cut(answer, MOST_CHARACTERS)
 
     def warn(self, error):
-        """Shows the first error of each kind, with its traceback."""
+        """Prints a warning and the traceback for the first error of each type."""
         if type(error) not in self.seen:
             self.seen.add(type(error))
             show(error)
@@ -78,15 +78,15 @@ class Tool:
 
 
 def tool_calls(functions):
-    """Returns a tool that runs these functions when a completion calls them as Qwen3 does:
+    """Returns a tool that runs these functions when a completion calls them in Qwen3's format:
 
         <tool_call>
         {"name": "add", "arguments": {"a": 2, "b": 3}}
         </tool_call>
 
-    MiniMind-3 uses the same format. A reply may have several calls, after its thinking. All results
-    come back in one turn: text unchanged, other values as JSON, and for a call that failed a line
-    with the reason. The next reply begins like the first, with what the chat template writes.
+    MiniMind-3 uses the same format. A completion may contain several calls after its thinking. All
+    results are returned in one turn. A result that is not a string is written as JSON. For a call
+    that failed, the result is the error message.
     """
     named = {function.__name__: function for function in functions}
 

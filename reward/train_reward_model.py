@@ -1,20 +1,18 @@
-"""Trains a reward model on preference pairs: the better of two replies should score higher.
+"""Trains a reward model on pairs of a better (chosen) and a worse (rejected) reply.
 
     python -m reward.train_reward_model --save reward/weights/reward_128 --init out/pretrain_128 \\
         --data out/sft/replies_train.jsonl out/sft/flaws_train.jsonl \\
         --heldout out/sft/replies_heldout.jsonl out/sft/flaws_heldout.jsonl
 
-The loss is that of Bradley and Terry, -log sigmoid(score(chosen) - score(rejected)), in which the
-margin between the two scores is the log-odds that the first reply is better. A small penalty keeps
-scores centered on 0, where --reward_model_clip expects them.
+The loss is the Bradley-Terry loss, -log sigmoid(score(chosen) - score(rejected)). A small penalty
+keeps the scores centered on 0, because --reward_model_clip clips scores symmetrically around 0.
 
-One comparison per reply is a weak signal, so the chosen reply should also score higher at every
-token from where the two diverge to where the shorter one ends. A mistake then lowers the score
-where it happens, not thirty tokens later.
+The same loss is also applied at every token from the first difference between the two replies to
+the end of the shorter reply. The model thus learns to lower the score right where a mistake occurs.
 
-With --completions, the model is retrained on what a policy has learned to write, as in iterative
-GRPO: right completions of a run against wrong ones of the same prompt. So that the model does not
-forget what it has learned from --data, the share --replay of each batch still comes from there.
+With --completions, the model is trained further on completions of a policy, as in iterative GRPO.
+Each pair is a right and a wrong completion of the same prompt. A part of each batch (--replay)
+still comes from --data, so that the model does not forget what it has learned from --data.
 """
 import json
 import random
@@ -40,7 +38,7 @@ KEPT = 1000         # pairs saved next to the weights, for a later --replay
 
 
 def read_pairs(paths):
-    """Returns [(chosen chat, rejected chat, kind)]."""
+    """Reads pairs from jsonl files, as a list of (chosen chat, rejected chat, kind)."""
     pairs = []
     for path in paths:
         for where, row in read_lines(path):
@@ -58,7 +56,7 @@ def read_pairs(paths):
 
 
 def pairs_of(replies, answers, rng):
-    """Returns pairs (right reply, wrong reply) to one prompt; no reply is used twice."""
+    """Returns random pairs (right reply, wrong reply) for one prompt. No reply is used twice."""
     scores = accuracy_reward(None, replies, answers)
     right = [text for text, score in zip(replies, scores) if score == 1.0]
     wrong = [text for text, score in zip(replies, scores) if score == 0.0]
@@ -68,14 +66,14 @@ def pairs_of(replies, answers, rng):
 
 
 def held_out(messages):
-    """Whether a prompt is in the tenth that retraining never sees; the same in every run."""
+    """Returns True for a random tenth of all prompts, which is the same in every run."""
     return random.Random(json.dumps(messages)).random() < 0.1
 
 
 def pairs_of_run(path, rng):
     """Returns (training pairs, held-out pairs) from the completions.jsonl of a run.
 
-    A pair is a right and a wrong completion of the same group; held_out splits by prompt.
+    Each pair is a right and a wrong completion of the same prompt at the same step.
     """
     groups, pairs = defaultdict(list), {False: [], True: []}
     for where, row in read_lines(path):
@@ -98,7 +96,7 @@ def pairs_of_run(path, rng):
 
 
 def load_init(path):
-    """Loads a reward model, or a language model with a new head."""
+    """Loads a reward model, or a language model to which it adds a scoring head."""
     config, weights = read_config(path), read_weights(path)
     if "score.weight" in weights:
         return load_classifier(path, torch.float32)
@@ -109,10 +107,10 @@ def load_init(path):
 
 
 def with_bare_answers(pairs, rng, share=1 / 3):
-    """Adds a second pair for a share of the reply pairs: one or both sides cut to the bare answer.
+    """Adds copies of some pairs in which one or both replies are replaced by their answers alone.
 
-    The reward function also scores answers on their own, and a model that has never seen a bare
-    answer gives such answers random, large scores.
+    The reward function also scores answers without reasoning. A model that was never trained on
+    such short texts gives them random, large scores.
     """
     def cut(chat):
         return with_reply(chat[:-1], extract_answer(chat[-1]["content"]))
@@ -129,7 +127,7 @@ def with_bare_answers(pairs, rng, share=1 / 3):
 
 
 def accuracy_by_kind(model, pairs):
-    """Returns {kind: share of its pairs whose chosen reply scores higher}; "all" has every pair."""
+    """Returns {kind: share of pairs whose chosen reply scores higher}. "all" covers all pairs."""
     chosen, rejected = (model.get_scores([pair[side] for pair in pairs]) for side in (0, 1))
     right = defaultdict(list)
     for (_, _, kind), better, worse in zip(pairs, chosen, rejected):
@@ -139,9 +137,10 @@ def accuracy_by_kind(model, pairs):
 
 
 def loss_of(model, input_ids, last):
-    """Returns the loss of a batch of pairs, all chosen chats before all rejected ones.
+    """Returns the loss of a batch of pairs.
 
-    input_ids (2 * pairs, T); last (2 * pairs,) holds each chat's last position.
+    input_ids (2 * pairs, T): all chosen chats, then all rejected chats.
+    last (2 * pairs,): the position of each chat's last token.
     """
     ids, other_ids = input_ids.chunk(2)                                     # (pairs, T)
     end, other_end = last[:, None].chunk(2)                                 # (pairs, 1)
@@ -183,7 +182,7 @@ def main(argv=None):
 
 
 def train(model, args, *, bare_answers=True):
-    """Trains the model and saves it, as the flags say."""
+    """Trains the model with the options in `args`, and saves the model to args.save."""
     rng = random.Random(0)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     earlier = read_pairs(args.data)

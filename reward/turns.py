@@ -1,8 +1,7 @@
-"""Turns: a tool answers while a completion is being sampled, and the policy continues from there.
+"""Multi-turn completions: a tool answers during sampling, and then the policy continues.
 
-Some tokens of a completion are therefore the tool's. The policy reads these tokens, but is not
-trained on them: in a Rollout, completion_mask includes them, and loss_mask doesn't. Everything else
-is the same as in GRPO without a tool.
+A completion therefore contains tokens of the tool's answers. The policy reads these tokens, but is
+not trained on them: completion_mask includes the tool's tokens, and loss_mask excludes them.
 """
 import torch
 
@@ -10,13 +9,13 @@ from model.load import decode
 
 
 class Turns:
-    """Adds a tool's answers to N completions; passed to a sampler as `tool`.
+    """Adds a tool's answers to the completions that a sampler is generating.
 
-    tool: a Tool of tools.py. batch: from dataset/prompts.py, with G completions for each prompt,
-    which share its columns. rng draws one number per completion, for the tool's column `seeds`.
+    tool: a Tool (reward/tools.py). batch: a batch of prompts from a PromptCollator. G: the number
+    of completions per prompt. rng: a torch.Generator, which draws the seeds for the tool.
 
-    When a row draws the tool's stop token, the tool is called. Its answer is queued as tokens, and
-    the row takes these tokens before it draws again. No text is encoded a second time.
+    A completion calls the tool by sampling the tool's stop token. The tokens of the answer are
+    then appended to the completion one by one, before sampling continues.
     """
 
     def __init__(self, tool, batch, G, rng):
@@ -36,22 +35,23 @@ class Turns:
         self.first, self.end = 0, 0                 # range of rows that are being sampled
 
     def begin(self, count):
-        """Moves on to the next `count` rows, because a batch may be sampled in several slices."""
+        """Moves on to the next `count` completions. A batch may be sampled in several parts."""
         self.first, self.end = self.end, self.end + count
 
     def stops(self, place):
-        """Returns the ids at which a sampler that writes ahead must stop this row of the slice."""
+        """Returns the token ids, besides EOS, at which vLLM must stop sampling this completion."""
         asks = self.calls(self.first + place) < self.tool.max_calls
         return [self.tool.stop_id] if asks else []
 
     def waits(self, place):
-        """Whether this row of the slice has yet to read tokens of the tool."""
+        """Returns True while tokens of the tool's answer still have to be added to this row."""
         return bool(self.queue[self.first + place])
 
     def take(self, places, tokens, alive):
-        """Takes drawn tokens (n,); returns tokens to append, which were drawn, which rows continue.
+        """Returns (tokens to append, is_drawn, goes_on), each of shape (n,).
 
-        places (n,): each token's row within the slice. alive (n,): whether the token is not an EOS.
+        places (n,): the index of each token's completion. alive (n,): False for EOS tokens.
+        is_drawn: False for tokens of the tool. goes_on: False if the completion has ended.
         """
         rows = [self.first + place for place in places.tolist()]
         ids, goes_on = tokens.tolist(), alive.tolist()
@@ -81,7 +81,7 @@ class Turns:
         return len(self.texts[row]) // 2
 
     def ask(self, rows):
-        """Queues the tool's answers to these rows; returns [(answer, is it an error)]."""
+        """Calls the tool for these completions, and queues its answers for `take`."""
         histories, answers = self.answers_to(rows)
         for row, history, (answer, failed) in zip(rows, histories, answers):
             if answer is not None:
@@ -91,7 +91,7 @@ class Turns:
         return answers
 
     def answers_to(self, rows):
-        """Returns the histories of these rows, and the tool's answers."""
+        """Calls the tool for these completions. Returns (histories, answers), two lists."""
         histories = []
         for row in rows:        # own: what the row wrote since the last answer
             own = self.tokenizer.decode(self.own[row][:-1]) + self.tool.stop
@@ -100,7 +100,7 @@ class Turns:
         return histories, self.tool(histories, columns) if rows else []
 
     def finished(self, eos_ids):
-        """Returns N lists of texts: own words, answer, own words, ..., ending with own words."""
+        """Returns a list of texts for each completion, alternating between policy and tool."""
         for texts, unread in zip(self.texts, self.queue):
             if unread:                  # the rest of an answer that did not fit
                 ids = self.tokenizer(texts[-1], add_special_tokens=False)["input_ids"]

@@ -1,14 +1,14 @@
-"""Everything that a run needs besides GRPO itself.
+"""The parts of a training run besides the GRPO algorithm itself, which is in train_grpo.py.
 
-    policy.py         loads models, and chooses how they run: plain, fast, vLLM, adapters, shards
-    rollout.py        the completions of a step, and the micro-batches that are cut from them
+    policy.py         loads models, and selects how they run: plain, fast, vLLM, LoRA or sharded
+    rollout.py        the completions of a step, and how they are split into micro-batches
     evaluate.py       evaluation on held-out problems
     checkpoint.py     checkpoints, resuming, and the final weights
     metrics.py        the metrics of a step
     distributed.py    the processes that train one model, and how they communicate
     fsdp.py           weights sharded across these processes
-    signals.py        how a run ends before its last step
+    signals.py        how a signal or an error ends a run early
+    given.py          converts the arguments of a Python call of `train` to flags
     minimind_flags.py MiniMind's flags
-    report/           what a run prints, draws and writes
-    extensions/       options of the algorithm, each in a module of its own
-"""
+    report/           the terminal output, the plots and the files of a run
+    extensions/       options of the algorithm, one module each"""

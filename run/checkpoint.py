@@ -1,7 +1,7 @@
-"""The Saver saves and resumes a run, and keeps other runs out of its folder.
+"""Saves and resumes runs, and prevents two runs from writing to the same folder.
 
-After a crash or a full disk at any moment, a complete checkpoint remains. A resumed run must read
-the same data and weights as before; the Saver checks this.
+If a run crashes or the disk fills up during a save, a complete checkpoint still exists. On
+--resume, a UserError is raised if the data or the model files have changed.
 """
 import hashlib
 import json
@@ -58,18 +58,18 @@ def check(args):
 
 
 def flags_of_run(args):
-    """Returns the flags with which the run to resume was started."""
+    """Returns the flags of the run to resume, a dict {flag: value} read from its args.json."""
     flags = read_json(Path(args.out_dir) / args.run_name / "args.json",
                       "--resume needs the --out_dir and --run_name of an earlier run")
     return {name: value for name, value in flags.items() if name not in NOT_OF_A_RUN}
 
 
 class Saver:
-    """Writes the checkpoints and the final weights of a run into run_dir, on rank 0.
+    """Saves the checkpoints and the final weights of a run in run_dir; only rank 0 writes files.
 
-    The folder is locked until the run or its process ends. UserError if another run has locked it,
-    or if it was not made by a run (dataset/folders.py). With eval_only, or without a folder,
-    nothing is written or locked.
+    The folder is locked until the run ends. Raises a UserError if another run has locked the
+    folder, or if the folder has files but was not created by a run. With eval_only, or if run_dir
+    is None, nothing is written or locked.
     """
 
     def __init__(self, run_dir, world, args):
@@ -90,10 +90,10 @@ class Saver:
         world.cleanup.callback(held.release)
 
     def resume(self, policy, optimizer, others, num_problems, prompts_per_step):
-        """With --resume, restores the checkpoint; returns (steps done, tokens sampled).
+        """With --resume, loads the checkpoint. Returns (steps done, tokens sampled).
 
-        others: {name: what is saved in addition to the policy}. UserError if the run would read
-        other data or weights than before.
+        others: {name: model or dict}, which were saved with the policy. Raises a UserError if the
+        data or the initial weights are not the same as before.
         """
         args, reads = self.args, {}
         if self.writes and not args.eval_only:
@@ -112,7 +112,7 @@ class Saver:
         return load_checkpoint(self.run_dir / "checkpoint", policy, optimizer, others, self.reads)
 
     def begin(self):
-        """Unless resumed, deletes an earlier run's files; called on rank 0 after the first step."""
+        """Writes args.json after the first step. Deletes an earlier run's files unless resuming."""
         if not self.args.resume:
             for name in mark_of(self.run_dir).get("saved", ()):     # a user's own files stay
                 file = self.run_dir / name
@@ -126,7 +126,7 @@ class Saver:
                     json.dumps(args, indent=2, sort_keys=True, ensure_ascii=False))
 
     def is_due(self, step, last_step, signal):
-        """Returns whether to save, and the signal to stop (0: none); the same on all ranks."""
+        """Returns (save, signal): whether to save now, and the signal that ends the run, or 0."""
         if step == last_step:
             return True, 0
         if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER:    # torchrun died
@@ -135,7 +135,7 @@ class Saver:
         return signal > 0 or step % int(self.args.save_interval) == 0, signal
 
     def save(self, step, num_tokens, policy, tokenizer, optimizer, others):
-        """Writes a checkpoint; all ranks wait until it is complete."""
+        """Saves a checkpoint. All ranks wait until it is complete."""
         if self.run_dir is None:
             return
         optimizer_state = moments_of(policy, optimizer)
@@ -148,9 +148,9 @@ class Saver:
         self.world.gather([step])           # other ranks wait until rank 0 has saved
 
     def save_final(self, policy, tokenizer, defaults):
-        """Writes final/, which load_pretrained, transformers and inference servers can load.
+        """Saves the final weights in run_dir/final, in a format that transformers can load.
 
-        defaults: the flags of a run that is started without any flags.
+        defaults: all flags' default values, with which the model card compares this run's flags.
         """
         if self.run_dir is None:
             return
@@ -164,7 +164,7 @@ class Saver:
                     save_adapter(policy, folder)
 
     def _put(self, new, path):
-        """Moves files into final/ or adapter/; other files there are the user's and are kept."""
+        """Moves new files into the folder `path`, and keeps other files there."""
         names = files_in(new)
         for name in names:
             (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ class Saver:
         self._note(path, names)
 
     def _swap(self, new, path):
-        """Replaces a checkpoint in one step; a user's own files in it are kept."""
+        """Replaces a checkpoint by a new one; files that the user added to the old one are kept."""
         names, saved = files_in(new), mark_of(self.run_dir).get("saved", ())
         for name in files_in(path):
             if name not in names and f"{path.name}/{name}" not in saved:
@@ -182,18 +182,18 @@ class Saver:
         self._note(path, names)
 
     def _note(self, path, names):
-        """Marks these files in the folder as written by a run, so the next run may replace them."""
+        """Records that a run has written these files, so the next run may replace them."""
         mark = mark_of(self.run_dir)
         saved = {*mark.get("saved", ()), *(f"{path.name}/{name}" for name in names)}
         write_whole(self.run_dir / MARK, json.dumps(mark | {"saved": sorted(saved)}))
 
     def _whole(self, model):
-        """Returns the model or, if it is sharded, a whole copy on the rank that writes."""
+        """Returns the model or, if it is sharded, a whole copy with weights only on rank 0."""
         return model.whole(device="cpu", keep=self.writes) if hasattr(model, "whole") else model
 
 
 def as_saved(args):
-    """Returns the flags for args.json; absolute paths let a run be resumed from elsewhere."""
+    """Returns the flags for args.json, with absolute paths, so --resume works from any folder."""
     flags = to_json(vars(args))
     for name, value in flags.items():
         if name.endswith("_path") and value and Path(value).exists():
@@ -202,14 +202,14 @@ def as_saved(args):
 
 
 def network(model):
-    """Returns the module in which torch can look up names: for an AnyModel, the model inside."""
+    """Returns the model itself or, for an AnyModel (a wrapper), the model inside it."""
     return model.model if isinstance(model, AnyModel) else model
 
 
 def what_is_read(args, num_problems, prompts_per_step):
-    """Returns {what: hash or number} for all that the flags name, and for the order of prompts.
+    """Returns {name: hash or number} for everything that must be the same when a run is resumed.
 
-    Weights are hashed as tensors, not as files. SHA-1 takes 1 s for 1.5 GB.
+    This includes a hash of each file or model that a flag names.
     """
     found = {"--seed": args.seed, "--shuffle": args.shuffle,
              "the prompts of a step, over all ranks": prompts_per_step,
@@ -222,7 +222,7 @@ def what_is_read(args, num_problems, prompts_per_step):
 
 
 def parts_of(given):
-    """Returns [(part, hash)] for a tokenizer, a model or rows."""
+    """Returns [(description, hash)] for a model, a tokenizer or a list of rows."""
     if hasattr(given, "state_dict"):
         return [("the weights", hash_of(given.state_dict()))]
     if hasattr(given, "get_vocab"):
@@ -232,7 +232,7 @@ def parts_of(given):
 
 
 def hash_of(weights):
-    """Returns the hash of a dict of tensors."""
+    """Returns a hash of the names, dtypes, shapes and values of a state dict."""
     found = hashlib.sha1(usedforsecurity=False)
     for name, tensor in sorted(weights.items()):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -241,7 +241,7 @@ def hash_of(weights):
 
 
 def contents(path):
-    """Yields (part, hash) for a file, or for the weights and the small files in a folder."""
+    """Yields (name, hash) for a file, or for each small file and the weights of a model folder."""
     inside = {file.name: file for file in path.glob("[!.]*")
               if file.suffix in READ and not file.name.endswith(".index.json")}
     for name, file in ({"the file": path} if path.is_file() else inside).items():
@@ -259,7 +259,7 @@ def files_in(folder):
 
 
 def swap(new, path):
-    """Replaces a folder by a new one; a crash between the two renames leaves the former as .old."""
+    """Replaces a folder by a new one. A crash midway leaves the old folder with the suffix .old."""
     old = path.with_suffix(".old")
     if path.exists():
         delete(old)
@@ -269,16 +269,16 @@ def swap(new, path):
 
 
 def delete(path):
-    """Deletes a folder; raises an OSError if something can't be deleted."""
+    """Deletes a folder if it exists. Raises an OSError if something in it can't be deleted."""
     if path.exists():
         shutil.rmtree(path)
 
 
 def save_checkpoint(folder, model, tokenizer, optimizer_state, others=None, put=swap, **progress):
-    """Writes what a resume needs: weights, tokenizer, optimizer, progress (step, num_tokens).
+    """Saves all that resuming needs: weights, tokenizer, optimizer state, step and num_tokens.
 
-    For a model with adapters, only the adapters are saved, since the base never changes. others:
-    {name: anything else that changes, a model or a dict of numbers}.
+    For a model with adapters, only the adapters are saved, since the base weights never change.
+    others: a dict {name: model or dict of numbers} with further things to save.
     """
     moved = {name: other if isinstance(other, dict) else other.state_dict()
              for name, other in (others or {}).items()}
@@ -291,10 +291,10 @@ def save_checkpoint(folder, model, tokenizer, optimizer_state, others=None, put=
 
 
 def load_checkpoint(folder, model, optimizer, others=None, reads=None):
-    """Restores weights, optimizer and others in place; returns (steps done, tokens sampled).
+    """Loads a checkpoint into model, optimizer and others. Returns (steps done, tokens sampled).
 
-    Saved tensors are whole; each rank of a sharded model takes its part. UserError if the run that
-    saved them read other data or weights than `reads` says.
+    If the model is sharded, each rank loads its shard of every tensor. Raises a UserError if the
+    inputs in `reads` differ from those in the checkpoint.
     """
     if not folder.exists():     # after a crash between the two renames in swap
         folder = folder.with_suffix(".old")
@@ -325,14 +325,14 @@ def load_checkpoint(folder, model, optimizer, others=None, reads=None):
 
 
 def moments_of(model, optimizer):
-    """Returns AdamW's state as whole tensors, by parameter name; every rank must call this."""
+    """Returns AdamW's state dict, unsharded, with parameter names as keys; call it on all ranks."""
     from torch.distributed.checkpoint import state_dict  # slow to import
     whole = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     return state_dict.get_optimizer_state_dict(network(model), optimizer, options=whole)
 
 
 def load_moments(model, optimizer, saved):
-    """Loads AdamW's moments; options such as the weight decay are still set by the flags."""
+    """Loads AdamW's moments; options such as the weight decay keep their current values."""
     from torch.distributed.checkpoint import state_dict
     whole = state_dict.StateDictOptions(full_state_dict=True)
     if 0 in saved["state"]:         # earlier versions keyed moments by number, as optimizers do
@@ -351,7 +351,7 @@ def load_moments(model, optimizer, saved):
 
 @torch.no_grad()
 def load_adapter(model, path):
-    """Copies an adapter into the model, in place."""
+    """Loads the adapter weights in the folder `path` into the model's adapters."""
     ours, theirs = adapter_state(model), read_tensors(path / "adapter_model.safetensors")
     for name, tensor in ours.items():
         tensor.copy_(part_of(theirs[name], tensor))
@@ -359,9 +359,9 @@ def load_adapter(model, path):
 
 @contextmanager
 def written_whole(path, put=swap):
-    """Yields a new folder to write into, and then calls put(new, path).
+    """Yields a new, empty folder for files, and then calls put(new, path) to move them to `path`.
 
-    A crash or a full disk before `put` leaves `path` as it was. UserError if writing fails.
+    If a crash or an error occurs before `put`, `path` is unchanged. A failed write is a UserError.
     """
     new = path.with_suffix(".new")
     try:

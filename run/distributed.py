@@ -1,4 +1,4 @@
-"""The processes that train one model together, and the collectives they use."""
+"""Distributed training: the class World stands for all processes that train one model."""
 import itertools
 import os
 import time
@@ -29,9 +29,9 @@ def add_flags(parser):
 
 
 class World:
-    """All processes that torchrun started, or this one alone if it was started without torchrun.
+    """All processes that torchrun started, or only this process if torchrun was not used.
 
-    device, dtype, seed: the values of the flags.
+    device, dtype, seed: the values of --device, --dtype and --seed.
     """
 
     def __init__(self, device=None, dtype="auto", seed=0):
@@ -62,7 +62,7 @@ class World:
 
     @classmethod
     def join(cls, args):
-        """Joins the processes that torchrun started, if any, each with a device of its own."""
+        """Creates the World, and initializes torch.distributed if there are several processes."""
         world = cls(args.device, args.dtype, args.seed)
         args.shard = int(args.shard and world.size > 1)     # one process has nothing to shard
         world.joined = world.size > 1 and not dist.is_initialized()     # else the caller has joined
@@ -77,10 +77,7 @@ class World:
         return world
 
     def autocast(self):
-        """Returns a context in which matmuls run in --dtype.
-
-        Weights and log-softmax stay float32.
-        """
+        """Returns a torch.autocast context in which matrix products are computed in --dtype."""
         # A cache would keep a copy of every weight, although a forward pass uses each one once.
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False,
                               enabled=self.matrix_dtype == torch.bfloat16)
@@ -93,9 +90,9 @@ class World:
         return tensor
 
     def sum_gradients(self, model):
-        """Adds up the gradients of all ranks.
+        """Sums the gradients over all ranks.
 
-        Gradients are summed, not averaged, since each rank's loss is its share of the step's loss.
+        The gradients are not averaged, because each rank's loss is a share of the total loss.
         """
         for parameter in model.parameters():
             if not parameter.requires_grad:
@@ -108,22 +105,22 @@ class World:
                 dist.all_reduce(parameter.grad)
 
     def clip_gradients(self, model, max_norm):
-        """Scales the gradient so that its norm is at most `max_norm`; returns the original norm."""
+        """Clips the norm of the gradients to `max_norm`, and returns the norm before clipping."""
         return whole(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
 
     def gather(self, rows):
-        """Returns the lists of all ranks, joined in rank order, on every rank."""
+        """Concatenates the lists of all ranks, in rank order; every rank gets the result."""
         lists = [rows] * self.size
         if self.size > 1:
             dist.all_gather_object(lists, rows)
         return [row for rows in lists for row in rows]
 
     def rng(self, step, *, evaluating=False):
-        """Returns this rank's random generator for a step; evaluations get another generator."""
+        """Returns a random generator that depends on seed, step, rank and `evaluating`."""
         return rng_of(self.seed, int(evaluating), step, self.rank, device=self.device)
 
     def check_same_flags(self, args):
-        """Raises a UserError unless all ranks have the same flags; paths may differ by machine.
+        """Raises a UserError unless all ranks have the same flags, except for paths.
 
         With different flags, one rank could wait for another forever.
         """

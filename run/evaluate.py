@@ -22,7 +22,7 @@ def add_flags(parser):
 
 
 def measure(args, problems):
-    """Describes what an evaluation measures; only evaluations described alike are comparable."""
+    """Returns a description of the evaluation. Results are comparable if descriptions are equal."""
     asked = args.temperature, args.max_gen_len, args.reasoning, args.system_prompt, args.tool
     content = json.dumps([asked, problems], sort_keys=True).encode()
     rewards = " + ".join(sorted(args.eval_reward_funcs))
@@ -30,11 +30,11 @@ def measure(args, problems):
 
 
 def evaluate(state, problems, collate, step):
-    """Measures held-out accuracy over all ranks: the mean of k samples, pass@k, and greedy.
+    """Evaluates the policy on held-out problems, on all ranks. Returns (metrics, rollout).
 
     A completion is right if its evaluation rewards add up to at least 1. Problems with an unscored
-    completion are left out; eval/judged is the share of problems that remain. Returns metrics, and
-    the greedy rollout with the first problem, as an example to print.
+    completion are left out; the metric eval/judged is the share of problems that remain. rollout:
+    the first batch of greedy completions, from which an example is printed.
     """
     args, world = state.args, state.world
     rng, weights = world.rng(step, evaluating=True), [1.0] * len(state.eval_funcs)

@@ -1,10 +1,10 @@
-"""Divides weights, gradients and moments over the ranks: --shard 1 (ZeRO-3, arXiv 1910.02054).
+"""--shard 1: shards weights, gradients and optimizer state over ranks (ZeRO-3, arXiv 1910.02054).
 
-Each of n ranks keeps 1/n of every weight, and AdamW updates that part. For a forward or backward
-pass, PyTorch's FSDP gathers one layer at a time, in the dtype of matmuls, and then frees it;
-gradients are summed and scattered. All ranks take part in this, so they must run the same number of
-passes. Sampling would have to gather all layers for every single token, so it uses a copy of the
-whole model instead, which exists only during the rollout.
+Each of n ranks stores 1/n of every weight, and AdamW updates that part. In a forward or backward
+pass, PyTorch's FSDP gathers the weights of one layer at a time and then frees them. Every rank must
+take part in this, so all ranks must run the same number of passes. Sampling would have to gather
+all layers for every token, so each rank samples from an unsharded copy of the model instead, which
+exists only during sampling.
 """
 import copy
 import functools
@@ -18,10 +18,10 @@ from model.transformers_model import AnyModel
 
 
 def shard(model, world, dtype, path):
-    """Divides the model over the ranks, in place, and moves each part to its rank's device.
+    """Shards the model across the ranks, in place, and moves each shard to its rank's device.
 
-    If the weights are on the meta device, each rank reads its part of them from `path`. dtype: the
-    dtype in which layers are gathered; embedding, head and last norm keep their own.
+    If the weights are on the meta device, each rank reads its shard from the files at `path`.
+    dtype: the dtype of gathered layers. The embedding, head and last norm keep their dtype.
     """
     if not isinstance(model, nn.Module):    # there is no reference, or it is lora.AdaptersOff
         return
@@ -53,7 +53,7 @@ def shard(model, world, dtype, path):
 
 
 class Inside(nn.Module):
-    """Calls a function with a model whose weights outside of layers FSDP has gathered."""
+    """Calls a function with the model after FSDP has gathered the embedding, head and last norm."""
 
     def __init__(self, model):
         super().__init__()
@@ -71,12 +71,12 @@ def is_sharded(tensor):
 
 
 def whole(tensor):
-    """Returns a sharded tensor as a whole tensor; every rank must call this."""
+    """Returns the full tensor if `tensor` is sharded, else `tensor`; every rank must call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def part_of(tensor, like):
-    """Returns this rank's part of a whole tensor if `like` is sharded, else the tensor."""
+    """Returns this rank's shard of the full tensor `tensor` if `like` is sharded, else `tensor`."""
     if not is_sharded(like):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -86,9 +86,9 @@ def part_of(tensor, like):
 
 @torch.no_grad()
 def whole_model(model, blank, *, dtype=None, device=None, keep=True):
-    """Copies a sharded model into a whole one, on ranks with `keep`; every rank must call this.
+    """Returns an unsharded copy of a sharded model; every rank must call this.
 
-    dtype: the dtype of the layers' weights in the copy; None keeps their dtype.
+    Only ranks with keep=True get the weights. dtype: the dtype of the layers, if not None.
     """
     weights = {}
     for name, weight in model.named_parameters():
@@ -102,6 +102,6 @@ def whole_model(model, blank, *, dtype=None, device=None, keep=True):
 
 
 def load_parts(model, state):
-    """Copies this rank's part of each tensor of a state dict into the model."""
+    """Loads a full state dict into the model; each rank of a sharded model loads its shard."""
     ours = model.state_dict()
     model.load_state_dict({name: part_of(state[name], ours[name]) for name in state})

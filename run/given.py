@@ -1,7 +1,7 @@
-"""Turns the arguments of `train` in train_grpo.py into flags, naming each object and function.
+"""Converts the arguments of `train` in train_grpo.py to flags, with objects replaced by names.
 
-Flags must be the same in all processes, and args.json stores them, so they hold names; the objects
-themselves are in errors.GIVEN until the call ends.
+Flags are stored in args.json and compared between processes, so they can't contain models or
+functions. During the call, errors.GIVEN maps each name to its object.
 """
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +14,9 @@ ONE_AT_A_TIME = RLock()     # threads would share GIVEN and reward/child.py's pr
 
 @contextmanager
 def as_flags(flags, own):
-    """Yields {flag: value} without Nones, and with names for objects and functions.
+    """Yields a dict {flag: value} without None values, with objects replaced by names.
 
-    own: the named parameters of `train`, as {flag: value}; `flags` must not repeat them.
+    own: the named parameters of `train`, as {flag: value}; `flags` must not contain them.
     """
     own = {flag: value for flag, value in own.items() if value is not None}
     for flag in own.keys() & flags.keys():
@@ -42,7 +42,7 @@ def as_flags(flags, own):
 
 
 def by_name(value, is_source):
-    """Returns the value, or a name for an object. is_source: the value is a model, prompts, ..."""
+    """Returns a flag's value or, for an object, its name. is_source: True for models and data."""
     if isinstance(value, (list, tuple)) and not is_source:
         return [by_name(one, is_source) for one in value]
     if isinstance(value, (str, Path)) or not (is_source or callable(value)):

@@ -18,11 +18,11 @@ MOST_CHARACTERS = 2000      # per column of completions.jsonl, where every row r
 def rollout_metrics(rows, num_generations, failures=()):
     """Returns the metrics of a step's completions and of their rewards.
 
-    rows: what describe() returned on all ranks, with the completions of a group adjacent. A
-    completion that no reward function scored has reward NaN and is left out of the reward
-    statistics. Standard deviations are sample standard deviations (n-1).
+    rows: the rows from describe() of all ranks; the completions of a group are adjacent. If no
+    reward function scored a completion, its reward is NaN and the reward statistics ignore it.
+    Standard deviations are sample standard deviations (n-1).
 
-    failures, of all ranks: (reward function, failures so far, reason of the newest or None).
+    failures: for each rank and failing function, (name, number of failures, last reason or None).
     """
     rewards = [row["reward"] for row in rows]
     groups = [rewards[i:i + num_generations] for i in range(0, len(rewards), num_generations)]
@@ -57,16 +57,16 @@ def rollout_metrics(rows, num_generations, failures=()):
 
 
 def mean_and_std(values):
-    """Returns mean and sample std of the values that aren't NaN; NaN if there are too few."""
+    """Returns (mean, sample std) of the values that aren't NaN; NaN if there are too few values."""
     values = np.array([value for value in values if not math.isnan(value)])
     return (values.mean() if len(values) else math.nan,
             values.std(ddof=1) if len(values) > 1 else math.nan)
 
 
 class Clock:
-    """Measures seconds per phase: clock(name) ends a phase and starts the next; None only ends one.
+    """Measures the time of each phase: clock(name) ends the current phase and starts another.
 
-    listeners are called with the name of each new phase.
+    clock(None) only ends a phase. The `listeners` are called with the name of each new phase.
     """
 
     def __init__(self, device):
@@ -84,7 +84,7 @@ class Clock:
             listener(name)
 
     def taken(self):
-        """Returns {timing_s/<phase>: seconds} since the last call."""
+        """Returns {timing_s/<phase>: seconds} for the time since the last call of this method."""
         timings, self.timings = self.timings, Counter()
         return timings
 
@@ -96,7 +96,7 @@ class Clock:
 
 
 class Mean(NamedTuple):
-    """A mean, stored as a sum and a count so that parts of it can be added up."""
+    """A mean, stored as a sum and a count, so that several means can be combined into one."""
     sum: float
     count: float
 
@@ -105,7 +105,7 @@ class Mean(NamedTuple):
 
 
 def by_name(parts):
-    """Collects dicts of metrics into {name: [metric of each dict]}."""
+    """Converts a list of dicts to a dict of lists, {name: [the value in each dict that has it]}."""
     found = {}
     for part in parts:
         for name, metric in part.items():
@@ -114,7 +114,7 @@ def by_name(parts):
 
 
 def joined(parts):
-    """Adds up dicts of metrics into one dict, and converts tensors to floats."""
+    """Adds up dicts of metrics, as floats; for names that end in _max, takes the maximum."""
     one = {}
     for name, metrics in by_name(parts).items():
         if name.endswith("_max"):               # np.max keeps a NaN
@@ -127,9 +127,9 @@ def joined(parts):
 
 
 class Metrics:
-    """Collects a step's metrics over the micro-batches of all ranks and over the step's updates.
+    """Collects the metrics of a step from all its micro-batches, ranks and optimizer updates.
 
-    Numbers from grpo_loss are shares of the optimizer step's numbers, so they add up; so do Means.
+    Values from grpo_loss are sums divided by the counts of the whole update, so they can be added.
     """
 
     def __init__(self, world, args):
@@ -145,16 +145,16 @@ class Metrics:
         self.parts.append({"loss": loss.detach()} | of_loss | drift(part, logps, entropy))
 
     def end_update(self, grad_norm):
-        """Adds up the metrics of an optimizer step; all ranks must call it."""
+        """Combines the metrics of an optimizer update; every rank must call this."""
         self.updates.append(joined(self.world.gather([joined(self.parts)]))
                             | {"grad_norm": grad_norm.item()})
         self.parts = [self.zeros]
 
     def means(self):
-        """Returns {name: number}: the mean over updates; for names that end in _max, the maximum.
+        """Returns {name: mean over the updates}, or the maximum for names that end in _max.
 
-        If all advantages of an update are 0, no token may have gone through the model, so the
-        update has, e.g., no entropy; such a metric is averaged over the other updates.
+        If all advantages of an update are 0, the model may not run, and the update then has no
+        entropy, for example. Such metrics are averaged over the other updates.
         """
         found = {}
         for name, metrics in by_name(self.updates).items():
@@ -164,13 +164,13 @@ class Metrics:
 
 
 def describe(rollout, tokenizer, eos_ids, num_generations):
-    """Returns a row of completions.jsonl for each of the N completions.
+    """Returns a row of completions.jsonl, a dict, for each of the N completions.
 
-    "columns" are the data's; "reward" is the total and "rewards" those of each function;
-    "advantage" is that of the first token. Rows of the first group also have "tokens", which join
-    to the completion (the EOS is an empty text), "token_logps", and, if tokens have their own
-    advantages, "token_advantages". With a tool, rows also have "turns", "failed_calls" and
-    "tool_tokens", and rows of the first group have "token_drawn", which is 0 for the tool's tokens.
+    "columns" has the fields of the data, "reward" the total reward, "rewards" the reward from each
+    function, and "advantage" the advantage of the first token. Rows of the first group also have
+    "tokens" (the text of each token), "token_logps", and, if each token has its own advantage,
+    "token_advantages". With a tool, all rows have "turns", "failed_calls" and "tool_tokens", and
+    rows of the first group have "token_drawn", which is 0 for tokens of the tool's answers.
     """
     N = len(rollout.completions)
     lengths, ended = rollout.loss_mask.sum(1).tolist(), rollout.ended.tolist()
@@ -202,7 +202,7 @@ def describe(rollout, tokenizer, eos_ids, num_generations):
 
 
 def shortened(name, value):
-    """Returns a column's value; if its text is long, only the start of the text, and its length."""
+    """Returns a column's value or, if its text is long, the start of the text and its length."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     # Retraining a reward model needs answer and messages.
     if name in ("answer", "messages") or len(text) <= MOST_CHARACTERS:
@@ -211,10 +211,10 @@ def shortened(name, value):
 
 
 def token_texts(ids, tokenizer, eos_ids):
-    """Returns what each token adds to the text.
+    """Returns a list with the text that each token adds to the completion.
 
-    Tokens are decoded after their predecessor, since some tokenizers drop a leading space. If a
-    character consists of several tokens, the last of them adds it, and the others add nothing.
+    Each token is decoded together with the previous token, because some tokenizers drop a leading
+    space. If several tokens form one character, the last token gets it, and the others get "".
     """
     texts, start, end = [], 0, 0        # ids[start:end] is the context of the next token
     for k in range(1, len(ids) + 1):
@@ -230,12 +230,12 @@ def token_texts(ids, tokenizer, eos_ids):
 
 @torch.no_grad()
 def drift(part, logps, entropy):
-    """Returns a micro-batch's part of the metrics that measure how far distributions have moved.
+    """Returns metrics of a micro-batch that compare the policy, pi_old and the sampler.
 
-    Per token: entropy in nats; ppo_kl = log pi_old - log pi; rollout_probs_diff, the difference
-    between the sampler's and the trainer's probabilities, 0 up to rounding if both are right. Per
-    completion: rollout_log_ratio, the absolute log of the product of pi_old / pi_sampler.
-    Completions without a gradient are in no micro-batch, so they don't count.
+    Per token: entropy, in nats; ppo_kl, which is log pi_old - log pi; and rollout_probs_diff, the
+    difference between the probabilities of the sampler and the trainer, which should be tiny. Per
+    completion: rollout_log_ratio, the absolute value of the sum of log pi_old - log pi_sampler.
+    Completions without a gradient are not counted.
     """
     tokens, completions = part.loss_mask.sum(), part.loss_mask.any(1).sum()
 
@@ -256,5 +256,5 @@ def drift(part, logps, entropy):
 
 
 def number(value, spec=".2f"):
-    """Formats a value; returns "-" for None, NaN and infinity."""
+    """Formats a number; returns "-" if it is None, NaN or infinite."""
     return format(value, spec) if is_finite(value) else "-"

@@ -1,7 +1,7 @@
-"""Loads models, and chooses how they run: a Policy is a model with its pair of functions.
+"""Loads models as Policy objects, which sample completions and compute log-probs.
 
-`sample` (model/sampler.py) and `token_logps` (train_grpo.py, which passes it in) are the plain
-pair. This module wraps or replaces both functions once, when a model is loaded.
+The simple versions of these two functions are `sample` in model/sampler.py and `token_logps` in
+train_grpo.py. The flags may select other versions, which are set here when a model is loaded.
 """
 import argparse
 from collections.abc import Callable
@@ -28,9 +28,9 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}      # see `checked`
 
 @dataclass(slots=True)
 class Policy:
-    """A model with its pair of functions, each called with the model as its first argument.
+    """A model, and the functions that sample completions from it and compute log-probs.
 
-    model: our own, or any causal model of transformers, wrapped by model/transformers_model.py.
+    model: a model of model/model.py, or a transformers model wrapped in an AnyModel.
     """
     model: torch.nn.Module
     sampler: Callable                   # called like model/sampler.sample
@@ -79,7 +79,7 @@ def add_flags(parser):
 
 
 def check(args):
-    """Sets the default weights."""
+    """Sets --model_path to the default weights if it was not passed."""
     if args.reference_path and args.beta == 0:
         raise UserError("reference: with beta=0 it would not be used; leave one of the two out")
     shipped = Path(__file__).resolve().parents[1] / "model/weights"
@@ -90,10 +90,10 @@ def check(args):
 
 
 def load_models(args, world, token_logps, engine=None):
-    """Returns the policy and its reference, a frozen copy by default, or None with --beta 0.
+    """Returns (policy, reference). By default the reference is a frozen copy; with --beta 0, None.
 
-    Trained weights are float32, so that small updates add up. Frozen matrices have the dtype to
-    which matmuls would cast them anyway. token_logps: the function of that name in train_grpo.py.
+    Trained weights are float32, so that small updates are not rounded away. Frozen weight matrices
+    have the dtype of matrix products. token_logps: the function of this name in train_grpo.py.
     """
     path = args.model_path
     if path in GIVEN:
@@ -124,7 +124,7 @@ def load_models(args, world, token_logps, engine=None):
 
 
 def of_object(name, args, world):
-    """Prepares a model object as a policy; UserError for flags that need the model's files."""
+    """Prepares a model object as a policy. Raises a UserError for flags that need model files."""
     theirs = GIVEN[name]
     for flag, asks in {"lora_rank": args.lora_rank, "shard": args.shard,
                        "ref_model_sync_steps": args.ref_model_sync_steps,
@@ -145,7 +145,7 @@ def of_object(name, args, world):
 
 
 def load_frozen(path, world, args, token_logps, *, exact=False):
-    """Loads a Policy that is not trained: a reference or teacher. exact: keep matrices float32."""
+    """Loads a reference or teacher as a frozen Policy. With exact=True, weights are float32."""
     if path in GIVEN:
         model = frozen_copy(GIVEN[path], device=world.device, matrix_dtype=world.matrix_dtype)
     else:
@@ -157,9 +157,9 @@ def load_frozen(path, world, args, token_logps, *, exact=False):
 
 
 def policy_of(model, path, world, args, token_logps, engine=None, *, learns=False):
-    """Returns a Policy: the model, sharded if --shard 1, and the functions that the flags ask for.
+    """Returns a Policy with the functions that the flags select. With --shard 1, shards the model.
 
-    path: the weights' path, the same on all ranks. engine: vLLM, which then replaces the sampler.
+    path: the path of the weights. engine: vLLM's sampler, which replaces the default sampler.
     """
     sampler, reader = sample, token_logps               # the plain pair
     network = getattr(model, "policy", model)           # the model in lora.AdaptersOff
@@ -176,12 +176,12 @@ def policy_of(model, path, world, args, token_logps, engine=None, *, learns=Fals
 
 
 def checked(fast_logps, plain_logps, world, learns):
-    """Returns fast_logps, with a check of its first call against plain_logps on a few rows.
+    """Returns fast_logps; its first call also compares a few rows with those from plain_logps.
 
-    Raises a UserError if the two differ by more than rounding. In float32 the largest difference
-    counts; in bfloat16 the mean does, because rounding can send a token to another expert. The
-    difference is printed for the policy (`learns`). At most ROWS rows and MOST_LOGITS logits are
-    compared, because plain_logps holds all logits in memory at once.
+    Raises a UserError if the results differ by more than rounding. In float32, the largest
+    difference counts. In bfloat16, the mean difference counts, because rounding can send a token to
+    another expert. If `learns` is True (for the policy), the difference is printed. Only a few
+    rows are compared, because plain_logps holds all logits in memory at once.
     """
     compared = False
 
@@ -216,9 +216,9 @@ def checked(fast_logps, plain_logps, world, learns):
 
 
 def in_slices(sampler, most):
-    """Returns a sampler that samples at most `most` completions at a time, or one whole group.
+    """Returns a sampler that processes at most `most` completions, or one group, at a time.
 
-    The KV cache then only holds one slice. sampler: the function that samples a slice.
+    This limits the size of the KV cache. sampler: the function called for each part of the batch.
     """
     def joined(of_slices, padding):         # slices differ in length
         return pad_sequence([row for rows in of_slices for row in rows], True, padding)

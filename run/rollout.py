@@ -1,4 +1,4 @@
-"""A rollout: what one rank sampled in one step, and what later phases add to it."""
+"""Rollout: the completions that a rank sampled in a step, and data about them, such as rewards."""
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -10,7 +10,7 @@ from model.load import decode
 
 @dataclass(slots=True)                          # so a mistyped field raises an AttributeError
 class Sequences:
-    """The data that training needs for N completions, one row each."""
+    """The tensors that training needs for N completions, with one row per completion."""
     prompt_ids: torch.Tensor                    # (N, P) padded on the left
     prompt_mask: torch.Tensor                   # (N, P)
     completion_ids: torch.Tensor                # (N, R) padded on the right
@@ -22,7 +22,7 @@ class Sequences:
     extra: dict = field(default_factory=dict)   # name -> (N, R), for options
 
     def sequences(self):
-        """Returns the inputs of `token_logps`: input_ids and attention_mask (N, T), and R."""
+        """Returns the inputs of `token_logps`: input_ids (N, T), attention_mask (N, T) and R."""
         input_ids = torch.cat((self.prompt_ids, self.completion_ids), dim=1)
         mask = torch.cat((self.prompt_mask, self.completion_mask), dim=1)
         return input_ids, mask, self.completion_mask.shape[1]
@@ -30,7 +30,7 @@ class Sequences:
 
 @dataclass(slots=True)
 class MicroBatch(Sequences):
-    """Some of the completions of an optimizer step."""
+    """A micro-batch: completions that go through the model in one forward pass."""
     num_sequences: int = None                   # completions in the optimizer step, all ranks
     num_tokens: int = None                      # trained tokens in that step, on all ranks
     old_logps: torch.Tensor = None              # (n, R) under pi_old
@@ -38,7 +38,7 @@ class MicroBatch(Sequences):
 
 @dataclass(slots=True, kw_only=True)
 class Rollout(Sequences):
-    """All data about one rank's completions of one step; the rows of a group are adjacent."""
+    """The data about one rank's completions in one step; completions of a group are adjacent."""
     prompts: list                               # N texts, each prompt G times
     columns: dict                               # name -> N values: the data's other fields
     prefills: list                              # N texts: completion starts from the chat template
@@ -51,9 +51,9 @@ class Rollout(Sequences):
 
     @classmethod
     def of(cls, batch, completion_ids, completion_mask, sampling_logps, eos_ids, tokenizer):
-        """Makes a Rollout from a sampler's outputs, (N, R) each, for the prompts of a batch.
+        """Creates a Rollout from a batch of prompts and the outputs of the sampler, (N, R) each.
 
-        UserError if no completion starts with a finite log-prob: the weights must be broken.
+        Raises a UserError if every completion's first log-prob is infinite or NaN (broken weights).
         """
         if not sampling_logps[:, 0].isfinite().any():
             raise UserError("the policy's log-probabilities are not finite, so its weights are "
@@ -78,55 +78,55 @@ class Rollout(Sequences):
 
     @property
     def lengths(self):
-        """The number of tokens that the policy sampled, (N,), including the EOS."""
+        """The number of sampled tokens in each completion, (N,), including the EOS."""
         return self.loss_mask.sum(1)
 
     @property
     def replies(self):
-        """The completions, each after the start that the chat template wrote for it."""
+        """The texts of the completions, including any beginning that the chat template wrote."""
         return [prefill + text for prefill, text in zip(self.prefills, self.completions)]
 
     @property
     def own_words(self):
-        """The same texts as `replies`, but without a tool's words."""
+        """The same texts as `replies`, but without the answers of a tool."""
         if self.turns is None:
             return self.replies
         return [prefill + "".join(turns[::2]) for prefill, turns in zip(self.prefills, self.turns)]
 
     def own_ids(self):
-        """Returns N lists of ids, with only the tokens that the policy sampled."""
+        """Returns the token ids of each completion, without the tokens of a tool's answers."""
         if self.turns is None:
             return self.token_ids()
         pairs = zip(self.completion_ids, self.loss_mask.bool())
         return [ids[drawn].tolist() for ids, drawn in pairs]
 
     def token_ids(self):
-        """Returns the completions as N lists of ids, each through its EOS."""
+        """Returns the token ids of each completion, up to and including the EOS."""
         pairs = zip(self.completion_ids.tolist(), self.completion_mask.sum(1).tolist())
         return [ids[:length] for ids, length in pairs]
 
     def has_gradient(self, every_row_has_gradient):
-        """Returns whether each row, (N,), has trained tokens with a gradient.
+        """Returns a mask, (N,), of the completions that contribute to the gradient.
 
-        The gradient comes from an advantage other than 0 or, with `every_row_has_gradient`, from
-        another term, e.g. a KL.
+        A completion contributes if it has trained tokens and an advantage other than 0. With
+        `every_row_has_gradient`, e.g. because the loss has a KL term, its advantage may be 0.
         """
         moves = self.advantages.view(len(self.loss_mask), -1).any(1) | every_row_has_gradient
         return self.loss_mask.any(1) & moves
 
     def for_rewards(self):
-        """Returns the arguments of a reward function (reward/functions.py)."""
+        """Returns the keyword arguments of a reward function (reward/functions.py)."""
         return {**self.columns, "prompts": self.prompts, "completions": self.replies,
                 "completion_ids": self.token_ids(), "own_words": self.own_words,
                 "own_ids": self.own_ids()}
 
     def only(self, rows):
-        """Returns a Rollout with only these rows, (n,)."""
+        """Returns a Rollout with only the rows at these indices, (n,)."""
         return replace(self, **{one.name: rows_of(getattr(self, one.name), rows)
                                 for one in fields(self)})
 
     def joined(self, other):
-        """Returns a Rollout with the rows of both rollouts, which come from the same batch."""
+        """Returns a Rollout with the rows of both rollouts, which must come from the same batch."""
         def join(one, two):
             if isinstance(one, torch.Tensor):
                 return pad_sequence([*one, *two], True) if one.dim() > 1 else torch.cat((one, two))
@@ -138,10 +138,10 @@ class Rollout(Sequences):
                                 for one in fields(self)})
 
     def minibatches(self, number, micro_batch_size, read):
-        """Splits the rows evenly, in order, into minibatches; yields (micro-batches, counts).
+        """Splits the rows evenly into minibatches; yields (micro-batches, counts) for each of them.
 
-        A group may be split between two minibatches. read (N,): which rows the micro-batches
-        include. counts (2,): how many completions and trained tokens the minibatch has.
+        A group may be split between two minibatches. read: a mask, (N,), of the rows to put into
+        micro-batches. counts: the minibatch's number of completions and of trained tokens.
         """
         for rows in torch.arange(len(read), device=read.device).tensor_split(
                 min(len(read), number)):
@@ -150,7 +150,7 @@ class Rollout(Sequences):
                    torch.tensor([len(rows), self.lengths[rows].sum()]))
 
     def select(self, rows):
-        """Returns a MicroBatch of these rows, (n,), without columns that hold only padding."""
+        """Returns a MicroBatch of the rows at these indices, (n,), and removes excess padding."""
         longest = [mask[rows].sum(1).max() for mask in (self.prompt_mask, self.completion_mask)]
         P, R = torch.stack(longest).tolist()
 
@@ -167,7 +167,7 @@ class Rollout(Sequences):
 
 
 def rows_of(value, rows):
-    """Returns these rows, (n,), of a tensor, a list, or each value of a dict; None for None."""
+    """Returns the rows at these indices of a tensor, a list, or each value of a dict."""
     if isinstance(value, torch.Tensor):
         return value[rows.to(value.device)]
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
 """How a run ends before its last step.
 
-    a signal   SIGINT (Ctrl-C), SIGTERM (a scheduler) or SIGHUP (a closed terminal): all ranks
-               finish the step, save and stop. A second signal ends its process immediately.
-    an error   on one rank: torch's @record passes it to torchrun, which ends the other ranks.
+    a signal   SIGINT (Ctrl-C), SIGTERM (from a scheduler) or SIGHUP (a closed terminal): all ranks
+               finish the step, save and stop. A second signal kills the process that receives it.
+    an error   on one rank: torch's @record reports it to torchrun, which stops the other ranks.
 """
 import os
 import signal
@@ -19,11 +19,11 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Stopped(SystemExit):
-    """Raised when a signal ends the run, on all ranks after the same step."""
+    """Raised on all ranks, after the same step, when a signal ends the run."""
 
 
 class Signals:
-    """Stores the signal that asks the run to stop in `received` (0 if there is none).
+    """Stores the signal that asks the run to stop in `received`, which is 0 before that.
 
     A second signal ends this process immediately.
     """
@@ -63,19 +63,19 @@ class Signals:
 
 
 def stop(number, where, rank):
-    """Ends the run because of this signal."""
+    """Prints a message, and raises Stopped to end the run."""
     say(f"stopped by {signal.Signals(number).name} {where}; continue with the same command and "
         "--resume", rank)
     raise Stopped(128 + number)             # the exit code that shells use
 
 
 def say(text, rank):
-    """Prints a message on rank 0; the other ranks print nothing."""
+    """Prints a message to stderr, on rank 0 only."""
     with suppress(OSError):                 # the terminal may be closed
         if rank == 0:
             print(f"\n{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr, flush=True)
 
 
 def recorded(main):
-    """Decorates a main function, so that torchrun's error report says which rank failed and why."""
+    """Decorates a main function, so that torchrun reports which rank failed and why."""
     return record(main) if "TORCHELASTIC_RUN_ID" in os.environ else main

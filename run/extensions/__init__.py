@@ -1,18 +1,18 @@
-"""Extensions: options that the training step in train_grpo.py doesn't know about, one module each.
+"""Extensions: options that the step in train_grpo.py doesn't contain. Each is a module with
 
-    NAME        its flag, as named in error messages and in a run's first lines
-    add_flags   adds its flags to the group of their phase
-    install     wraps or replaces functions of the TrainState, and adds data that these need
+    NAME        its flag, for error messages and the first lines that a run prints
+    add_flags   adds its flags to the command line
+    install     wraps or replaces functions of the TrainState, and adds the data they need
 
-and, if it needs them,
+and, optionally,
 
     is_on       whether a run's flags turn it on (by default, whether the flag NAME is set)
-    defaults    {flag: value} for other flags that weren't passed, if the extension is on
+    defaults    {flag: value}: if the extension is on, the defaults of flags that were not passed
     check       raises a UserError for flags that contradict it
 
-A wrapper has the wrapped function as its first parameter, `inner`. An extension never imports the
-script, which runs as __main__ and would be loaded a second time; it finds the script's functions in
-the TrainState.
+The first parameter of a wrapper, `inner`, is the wrapped function. An extension must not import
+train_grpo.py: it runs as __main__, so an import would load it a second time. The script's
+functions are in the TrainState instead.
 """
 from . import (
     advantages,
@@ -48,7 +48,7 @@ def add_flags(parser):
 
 
 def set_defaults(args):
-    """Sets flags that were not passed to the defaults of the extensions that are on."""
+    """Applies the defaults of the extensions that are on to all flags that were not passed."""
     for extension in reversed(EXTENSIONS):
         if hasattr(extension, "defaults") and is_on(extension, args):
             for name, value in extension.defaults(args).items():
@@ -64,7 +64,7 @@ def check(args):
 
 
 def install(state):
-    """Wraps and replaces functions of a TrainState, as the flags ask."""
+    """Installs the extensions that the flags turn on: they wrap or replace functions of `state`."""
     for extension in EXTENSIONS:
         if is_on(extension, state.args):
             extension.install(state)

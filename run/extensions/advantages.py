@@ -1,4 +1,4 @@
-"""--scale_rewards, --advantage_estimator: other baselines and scales (reward/baselines.py)."""
+"""--scale_rewards, --advantage_estimator: other ways to compute advantages from rewards."""
 import math
 
 import torch
@@ -61,7 +61,7 @@ def gdpo(state, rollout):
         S = sum over functions k of weight_k (r_k - mean_k(group)) / (std_k(group) + eps)
         A = (S - mean(S)) / (std(S) + eps)          over the step's completions on all ranks
 
-    A completion that a function has not scored gets 0 from that function.
+    If function k has not scored a completion, its term in S is 0.
     """
     rewards = torch.stack([*rollout.rewards_per_func.values()])                 # (functions, N)
     each = estimate(rewards.double().flatten(), state.args.num_generations).view_as(rewards)
@@ -73,7 +73,7 @@ def gdpo(state, rollout):
 
 
 def call_own(state, rollout):
-    """Calls a user's function for advantages, (N,); UserError if it fails or they aren't finite."""
+    """Calls a user's function for advantages, (N,). Raises a UserError unless all are finite."""
     name, rewards = state.args.advantage_estimator, rollout.rewards
     function = import_function("--advantage_estimator", name)
     try:

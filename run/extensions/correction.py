@@ -1,4 +1,4 @@
-"""--sampler_correction, --off_policy_mask_threshold: if the sampler and the policy differ."""
+"""--sampler_correction, --off_policy_mask_threshold: correct for a sampler unlike the policy."""
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "seq
 
 
 class EffectiveShare(NamedTuple):
-    """Kish's effective sample size, as a share: 1 if all weights are equal, 0 if all are 0."""
+    """Kish's effective sample size divided by the sample size; it is 1 if all weights are equal."""
     sum: float
     squares: float
     count: float
@@ -55,10 +55,10 @@ def install(state):
 
 
 def near_sampler(inner, state, part, logps, entropy):
-    """Sets the advantage to 0 for bad completions that the policy has moved away from.
+    """Doesn't train on bad completions that have become much less likely since they were sampled.
 
-    This is the off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556, equation 9). It acts if
-    A < 0 and the completion's mean of log pi_sampler - log pi is above the threshold.
+    Their advantage is set to 0 if it is negative and the mean of log pi_sampler - log pi over the
+    completion is above the threshold (DeepSeek-V3.2, arXiv 2512.02556, equation 9).
     """
     log_ratio = (part.sampling_logps - logps.detach()) * part.loss_mask                 # (n, R)
     lengths = part.loss_mask.sum(1, keepdim=True).clamp(min=1)
@@ -69,10 +69,10 @@ def near_sampler(inner, state, part, logps, entropy):
 
 
 def weighted(inner, state, part, logps, entropy):
-    """Multiplies advantages by the sampler weights, and adds two metrics, named as in verl.
+    """Multiplies the advantages by the weights from sampler_weights, and adds two metrics.
 
-    rollout_is_mean is the mean weight over tokens; rollout_is_eff_sample_size is Kish's effective
-    sample size, (sum w)² / sum w², as a share of the tokens.
+    rollout_is_mean: the mean weight over tokens. rollout_is_eff_sample_size: Kish's effective
+    sample size, (sum w)² / sum w², divided by the number of tokens.
     """
     args, advantages = state.args, part.advantages.view(len(logps), -1)
     weights = sampler_weights(part, args.sampler_correction, *args.sampler_ratio)  # (n, 1 or R)
@@ -84,15 +84,15 @@ def weighted(inner, state, part, logps, entropy):
 
 
 def sampler_weights(part, correction, low, high):
-    """Returns importance weights w = pi_old / pi_sampler, (n, R), or (n, 1) per completion.
+    """Returns importance weights w = pi_old / pi_sampler per token, (n, R), or completion, (n, 1).
 
         token_...       w of each token                 ..._truncate    clip(w, low, high)
-        sequence_...    their product                   ..._mask        0 outside of [low, high]
+        sequence_...    product over the completion     ..._mask        0 outside of [low, high]
 
-    The weights correct for a sampler that rounds differently than the trainer, as the modes of
-    TRL's vllm_importance_sampling_mode do (Yao et al., 2025; token_mask: IcePop, arXiv 2510.18855).
-    Only the product also corrects for a token's prefix, but its variance grows with length. The
-    weights multiply the whole clipped term; the KL and the entropy keep weight 1, as in TRL.
+    They correct for differences between the probabilities of the sampler and of the trainer, like
+    TRL's vllm_importance_sampling_mode (Yao et al., 2025; token_mask: IcePop, arXiv 2510.18855).
+    Only the sequence_... weights also correct for the tokens before a token, but their variance
+    grows with the length. The KL and the entropy are not weighted, as in TRL.
     """
     log_ratio = (part.old_logps - part.sampling_logps) * part.loss_mask                 # (n, R)
     level, _, bound = correction.partition("_")

@@ -1,4 +1,4 @@
-"""--entropy_coef: a bonus for the policy's mean entropy per token, as in PPO."""
+"""--entropy_coef: adds a bonus for the policy's mean entropy per token to the loss, as in PPO."""
 from errors import POSITIVE_OR_0
 
 NAME = "--entropy_coef"

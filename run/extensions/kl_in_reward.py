@@ -29,7 +29,7 @@ def install(state):
 
 
 def of_rewards_minus_kl(inner, state, rollout):
-    """Computes advantages, (N,), from rewards minus beta times each completion's KL (k1)."""
+    """Computes advantages, (N,), after subtracting beta * KL (k1) from each completion's reward."""
     kl = state.compute_logps(state.policy, rollout) - rollout.ref_logps                  # (N, R)
     rewards = rollout.rewards - state.args.beta * (kl * rollout.loss_mask).sum(1).cpu()
     return inner(replace(rollout, rewards=rewards))

@@ -1,14 +1,14 @@
 """Variants of GRPO's loss: --loss_type and the other flags of the objective.
 
-`family_loss` computes all of them. With default flags it equals the script's grpo_loss bit for bit.
-It replaces grpo_loss if a flag asks for another ratio (`importance_ratio`), bound (POLICY_LOSSES),
-average (LOSS_AGGREGATIONS) or KL (KL_TYPES). LOSS_TYPES lists each variant's bound and average.
-docs/losses.md lists all losses; variants of the advantages are in reward/baselines.py.
+`family_loss` computes all variants. By default it equals train_grpo.grpo_loss bit for bit. It
+replaces grpo_loss if a flag selects another ratio (`importance_ratio`), another way to bound the
+ratio (POLICY_LOSSES), another average over tokens (LOSS_AGGREGATIONS) or another estimator of the
+KL (KL_TYPES). docs/losses.md describes all variants.
 
-use_bias_correction_kl multiplies the KL term by the ratio (DeepSeek-V3.2, arXiv 2512.02556; RPG,
+use_bias_correction_kl multiplies the KL term k by the ratio (DeepSeek-V3.2, arXiv 2512.02556; RPG,
 2505.17508), so tokens count as if the current policy had sampled them. The gradient of ratio * k is
-ratio * (k + dk / d log pi) * grad log pi. For k3 it is -ratio * x * grad log pi, whose mean is the
-KL's gradient; for k1 the mean is the same, for k2, k3+ and abs it is not.
+ratio * (k + dk / d log pi) * grad log pi. For k1 and k3, the mean of this gradient is the gradient
+of the KL; for k2, k3+ and abs, it is not.
 """
 import inspect
 from functools import partial
@@ -20,14 +20,14 @@ from reward.load import import_function, show
 
 NAME = "--loss_type and its like"
 ONE_RATIO = ("r1", "gmpo")      # losses with one ratio per completion
-CORRECTED = ("k1", "k3")        # estimates that have the KL's gradient if times the ratio
+CORRECTED = ("k1", "k3")        # estimates that, times the ratio, have the KL's gradient
 
 
 # --- the ratio ------------------------------------------------------------------------------------
 
 
 def importance_ratio(logps, old_logps, mask, *, level="token"):
-    """Returns pi / pi_old; with d = log pi - log pi_old at each token:
+    """Returns the ratio pi / pi_old, with d = log pi - log pi_old of each token:
 
         token      exp(d)                                     (N, R)    PPO, GRPO
         sequence   exp(mean of d over the completion)         (N, 1)    GSPO, arXiv 2507.18071
@@ -44,10 +44,10 @@ def importance_ratio(logps, old_logps, mask, *, level="token"):
 
 
 def ppo_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, delta=None):
-    """Returns PPO's -min(ratio A, clip(ratio) A), and where the clip acts, by side.
+    """Returns PPO's loss, -min(ratio A, clip(ratio) A), and {name: mask of clipped tokens}.
 
-    `delta` (above 1 + epsilon_high) also removes the gradient of tokens with A < 0 and a ratio
-    above delta (INTELLECT-2; dual clip, Ye et al. 2020).
+    If `delta` is given, tokens with A < 0 and a ratio above delta have no gradient either
+    (INTELLECT-2; dual clip, Ye et al. 2020).
     """
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     loss = -torch.min(ratio * advantages, clipped * advantages)
@@ -60,10 +60,10 @@ def ppo_clip(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, delta
 
 
 def cispo_cap(ratio, advantages, logps, mask, *, epsilon_high, **unused):
-    """CISPO's -sg[min(ratio, epsilon_high)] A log pi, arXiv 2506.13585.
+    """CISPO's loss, -sg[min(ratio, epsilon_high)] A log pi, where sg is detach; arXiv 2506.13585.
 
-    The ratio is a weight without a gradient (sg), and epsilon_high is the cap itself, so no token
-    ever loses its gradient. There is no lower bound.
+    The ratio is only a weight, so no token ever loses its gradient. This weight is at
+    most epsilon_high (not 1 + epsilon_high, as in PPO), and there is no lower bound.
     """
     weight = ratio.detach().clamp(max=epsilon_high)
     high = (ratio > epsilon_high) & (advantages > 0)        # counted as in TRL
@@ -71,10 +71,10 @@ def cispo_cap(ratio, advantages, logps, mask, *, epsilon_high, **unused):
 
 
 def soft_gate(ratio, advantages, logps, mask, *, tau_good=1.0, tau_bad=1.05, **unused):
-    """SAPO's -(4 / tau) sigmoid(tau (ratio - 1)) A, arXiv 2511.20347: nothing is clipped.
+    """SAPO's loss, -(4 / tau) sigmoid(tau (ratio - 1)) A, which clips nothing; arXiv 2511.20347.
 
-    At a ratio of 1, the gradient equals that of ratio * A. It shrinks as the ratio moves away from
-    1, a bit faster if A < 0, because making a token less likely makes all others more likely.
+    At a ratio of 1, its gradient equals that of -ratio * A. The gradient shrinks as the ratio moves
+    away from 1, and a bit faster for tokens with A < 0, which have a larger tau.
     """
     tau = torch.full_like(advantages, tau_bad).masked_fill(advantages > 0, tau_good)
     loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
@@ -83,10 +83,10 @@ def soft_gate(ratio, advantages, logps, mask, *, tau_good=1.0, tau_bad=1.05, **u
 
 
 def geometric_mean(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, **unused):
-    """GMPO's -A exp(mean over tokens of d, bounded), d = log ratio, arXiv 2507.20673; (N, 1).
+    """GMPO's loss, -A exp(mean of d over tokens), (N, 1), where d = log ratio; arXiv 2507.20673.
 
-    d is at most epsilon_high if A > 0, and at least -epsilon_low if A < 0. Ratio, bound and average
-    can't be separated, since a completion's ratio is a mean over tokens bounded first.
+    Before the mean is taken, each token's d is limited: it is at most epsilon_high if A > 0, and at
+    least -epsilon_low if A < 0.
     """
     d = ratio.clamp(min=1e-30).log()                                                    # (N, R)
     bounded = torch.where(advantages > 0, d.clamp(max=epsilon_high), d.clamp(min=-epsilon_low))
@@ -97,11 +97,10 @@ def geometric_mean(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high,
 
 def pi_region(ratio, advantages, logps, mask, *, epsilon_low, epsilon_high, largest_weight=20.0,
               **unused):
-    """DPPO's -sg[min(ratio, 20)] A log pi while pi is near pi_old, arXiv 2602.04879; (N, R).
+    """DPPO's loss, -sg[min(ratio, 20)] A log pi, (N, R), where sg is detach; arXiv 2602.04879.
 
-    A token loses its gradient once pi - pi_old > epsilon_high (A > 0) or pi_old - pi > epsilon_low
-    (A < 0), the paper's binary total variation. So a rare token may become many times as likely,
-    while a frequent token soon stops although its ratio has hardly moved.
+    A token has no gradient if pi - pi_old > epsilon_high and A > 0, or if pi_old - pi > epsilon_low
+    and A < 0. There is no limit on the ratio, so a rare token may become many times as likely.
     """
     ratio, pi = ratio.detach(), logps.detach().exp()
     gained = pi - pi / ratio                                              # pi - pi_old, (N, R)
@@ -153,7 +152,7 @@ KL_TYPES = {        # each is called with x and the script's k3
 
 
 def kl_penalty(logps, ref_logps, *, k3, kl_type="k3"):
-    """Estimates the KL to the reference at each token, (N, R)."""
+    """Returns an estimate of the KL to the reference at each token, (N, R)."""
     return KL_TYPES[kl_type](ref_logps - logps, k3)
 
 
@@ -164,10 +163,10 @@ def family_loss(logps, old_logps, advantages, mask, *, k3, ref_logps=None, beta=
                 epsilon_low=0.2, epsilon_high=0.2, num_sequences=None, num_tokens=None,
                 loss_type="grpo", kl_type="k3", delta=None, importance_sampling_level="token",
                 max_completion_length=None, use_bias_correction_kl=False, loss_options=()):
-    """Returns the loss of GRPO or a variant, and metrics, like the script's grpo_loss.
+    """Returns (loss, metrics) for GRPO or a variant of it, like grpo_loss in train_grpo.py.
 
-    k3 is the script's function, which `train_grpo.family_loss` passes. If num_sequences and
-    num_tokens are None, this call covers the whole optimizer step.
+    k3: the function k3 in train_grpo.py. If num_sequences and num_tokens are None, the batch is
+    assumed to be the whole batch of the optimizer step.
     """
     options = dict(ref_logps=ref_logps, beta=beta, epsilon_low=epsilon_low,
                    epsilon_high=epsilon_high, num_sequences=num_sequences, num_tokens=num_tokens,
@@ -198,11 +197,11 @@ def family_loss(logps, old_logps, advantages, mask, *, k3, ref_logps=None, beta=
 
 
 def row_of(loss_type, options=()):
-    """Returns (bound, average, numbers) of a loss, or (function, None, numbers) of a whole loss.
+    """Returns (function, average, numbers) for a loss type.
 
-    `module:function` is a bound if its first parameter is `ratio`, and is then averaged as in GRPO.
-    numbers come from options such as "width=0.2", for keywords of this function that not every loss
-    has. For other keywords, a ValueError lists those that exist.
+    `average` is a key of LOSS_AGGREGATIONS, or None if `function` computes the whole loss. For a
+    user's `module:function`, it is "completion" if the function's first parameter is named `ratio`,
+    else None. `numbers` has the function's keyword arguments from options such as "width=0.2".
     """
     if loss_type == "r1":
         function, average = one_action_loss, None
@@ -231,7 +230,7 @@ def row_of(loss_type, options=()):
 
 
 def call_own(name, function, is_bound, /, *given, **options):
-    """Calls a user's bound or whole loss; UserError unless it returns what docs/losses.md says."""
+    """Calls a user's loss function. Raises a UserError if it fails or returns unusable values."""
     logps, advantages, mask = given[2 * is_bound], given[2 - is_bound], given[3]
     shapes = [(len(mask), 1), tuple(mask.shape)] if is_bound else [(), (1,)]
     try:
@@ -259,7 +258,7 @@ def call_own(name, function, is_bound, /, *given, **options):
 
 def one_action_loss(logps, old_logps, advantages, mask, *, ref_logps=None, num_sequences=None,
                     num_tokens=None, **options):
-    """r1, DeepSeek-R1's loss: a completion is one action; its log-prob is the sum over tokens."""
+    """DeepSeek-R1's loss (r1): the ratio of a completion uses the sum of its tokens' log-probs."""
     if advantages.dim() == 2 and advantages.shape[1] > 1:
         raise ValueError("loss_type r1 has one ratio per completion; pass advantages (N,)")
     logps, old_logps, ref_logps = (
@@ -272,9 +271,9 @@ def one_action_loss(logps, old_logps, advantages, mask, *, ref_logps=None, num_s
 
 
 def clip_ratios(where, mask, num_sequences, num_tokens, *, level):
-    """Returns the share of tokens at which a bound acts, by side; "region" counts both sides.
+    """Returns the share of tokens that are clipped on each side; "region" counts both sides.
 
-    where: {side: (N, 1 or R)}. If each completion has one ratio, all completions count equally.
+    where: {side: mask of clipped tokens}. With level="sequence", all completions count equally.
     """
     weight = mask / num_tokens
     if level == "sequence":
@@ -313,7 +312,7 @@ def defaults(args):
 
 
 def reasons(args):
-    """Returns the flags that ask for a loss other than the script's."""
+    """Returns the flags that need family_loss instead of grpo_loss in train_grpo.py."""
     return [f"--{name}" for name, usual in USUAL.items()
             if getattr(args, name) not in (None, usual)]
 
@@ -330,7 +329,7 @@ def install(state):
 
 
 def check(args):
-    """Raises a UserError for flags of the loss that contradict each other."""
+    """Raises a UserError if flags of the loss contradict each other."""
     try:
         bound, average, _ = row_of(args.loss_type, args.loss_options)
     except ValueError as error:
@@ -361,7 +360,7 @@ def check(args):
 
 
 def check_token_advantages(name, args):
-    """Raises a UserError for flags that don't work with the token advantages of `name`."""
+    """Raises a UserError for flags that don't work if each token has its own advantage."""
     if (args.scale_rewards, args.advantage_estimator) != ("group", "grpo"):
         raise UserError(f"{name} computes advantages in its own way; leave --scale_rewards and "
                         "--advantage_estimator out")

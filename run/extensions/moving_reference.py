@@ -1,4 +1,4 @@
-"""--ref_model_sync_steps: the reference follows the policy (TR-DPO, arXiv 2404.09656)."""
+"""--ref_model_sync_steps: moves the reference towards the policy (TR-DPO, arXiv 2404.09656)."""
 import torch
 
 from errors import COUNT_OR_0, UserError, number

@@ -1,4 +1,4 @@
-"""--oversample: samples in rounds until enough groups have rewards that differ (DAPO)."""
+"""--oversample: samples more prompts until enough groups have rewards that differ (DAPO)."""
 import math
 import warnings
 from functools import partial
@@ -40,9 +40,9 @@ def install(state):
 def in_rounds(metrics, inner, state, batch, rng, num_generations=None, greedy=False):
     """DAPO's dynamic sampling, arXiv 2503.14476: returns a Rollout of B groups, with rewards.
 
-    In each round, all ranks take as many prompts of the batch as are needed by the rank that lacks
-    the most groups with different rewards. A rank keeps its first B such groups; if it has fewer,
-    it adds its first zero-variance groups. Rewards are those before --kl_in_reward.
+    Further rounds of sampling replace groups whose rewards are all equal. If a rank has
+    fewer than B groups with different rewards after the last round, it adds groups with equal
+    rewards. In each round, all ranks sample the same number of groups.
     """
     if num_generations or greedy:           # for an evaluation
         return inner(batch, rng, num_generations, greedy)
@@ -71,7 +71,7 @@ def in_rounds(metrics, inner, state, batch, rng, num_generations=None, greedy=Fa
 
 
 def only_once(inner, state, rollout, *how):
-    """Computes the rewards, unless in_rounds has already computed them for this rollout."""
+    """Computes the rewards, unless in_rounds has already computed them."""
     if rollout.rewards is None:
         return inner(rollout, *how)
     return rollout.rewards, rollout.rewards_per_func

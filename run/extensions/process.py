@@ -1,4 +1,4 @@
-"""--supervision process: rewards each line of arithmetic, too (DeepSeekMath, section 4.1.3)."""
+"""--supervision process: also rewards each line of arithmetic (DeepSeekMath, section 4.1.3)."""
 from errors import UserError
 from reward.process_rewards import judge_steps, process_advantages
 
@@ -32,7 +32,7 @@ def install(state):
 
 
 def of_steps(state, rollout):
-    """Computes advantages of steps, (N, R); the last step of each completion is its outcome."""
+    """Returns advantages, (N, R), from the rewards of lines of arithmetic and of the outcome."""
     # A step's reward is 0 or 1. Dividing by the sum of the weights gives outcomes a similar scale.
     outcomes = (rollout.rewards / sum(map(abs, state.args.reward_weights))).tolist()
     steps = judge_steps(rollout.completions, rollout.token_ids(), state.tokenizer, state.eos_ids,

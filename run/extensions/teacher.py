@@ -43,7 +43,7 @@ def install(state):
 
 
 def load_teacher(state):
-    """Loads the frozen teacher; UserError if its vocabulary isn't the policy's."""
+    """Loads the frozen teacher. Raises a UserError if its vocabulary differs from the policy's."""
     path = state.args.teacher_path
     teacher = load_frozen(path, state.world, state.args, state.token_logps)
     advice = "pass a --teacher_path with the policy's tokenizer"
@@ -58,23 +58,23 @@ def towards_teacher(rollout, policy_logps):
 
         A_t = log pi_teacher(o_t | q, o_<t) - log pi(o_t | q, o_<t)
 
-    Averaged over the tokens that pi may sample after o_<t, A_t grad log pi is minus the gradient of
-    KL(pi || pi_teacher) at token t, so training lowers the KL of each token, given its prefix. But
-    pi also sampled the prefix. To lower the KL of whole completions, a token's advantage would need
-    to be the sum of A_u over u >= t, which is noisier. Neither version needs groups, a std or
-    rewards; both models use --temperature. (The paper uses the teacher's whole distribution; verl's
-    k1 with use_policy_gradient also uses just the sampled token.)
+    The mean of A_t grad log pi over all possible tokens o_t is minus the gradient of
+    KL(pi || pi_teacher) at position t, so training lowers the KL at each position, given the tokens
+    before it. To lower the KL of whole completions, the advantage would need to be the sum of A_u
+    over u >= t, which has a higher variance. Groups and rewards are not needed. Both models use
+    --temperature. The paper uses the teacher's probabilities of all tokens; this function uses only
+    the sampled token, like verl's k1 with use_policy_gradient.
     """
     return (rollout.extra["teacher_logps"] - policy_logps) * rollout.loss_mask
 
 
 def as_if_judged(inner, state, rollout):
-    """Updates the policy even if no completion has a reward."""
+    """Updates the policy although no completion has a reward."""
     return inner(replace(rollout, rewards=torch.zeros_like(rollout.rewards)))
 
 
 def with_distance(inner, state, part, logps, entropy):
-    """Adds the metric teacher_kl: the mean over tokens of log pi_old - log pi_teacher."""
+    """Adds the metric teacher_kl, the mean over tokens of log pi_old - log pi_teacher."""
     loss, metrics = inner(part, logps, entropy)
     difference = (part.old_logps - part.extra["teacher_logps"]) * part.loss_mask
     return loss, metrics | {"teacher_kl": Mean(difference.sum(), part.loss_mask.sum())}

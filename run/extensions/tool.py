@@ -1,4 +1,4 @@
-"""--tool: a tool answers while a completion is sampled (reward/tools.py, reward/turns.py)."""
+"""--tool: the policy can call a tool while it writes a completion (reward/tools.py)."""
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ def install(state):
 
 
 def in_turns(tool, state, batch, rng, num_generations=None, greedy=False):
-    """Samples completions with a tool's words in them, which are read but not trained on."""
+    """Samples completions that contain a tool's answers. The answers are not trained on."""
     G = num_generations or state.args.num_generations
     args, turns = state.args, Turns(tool, batch, G, rng)
     completion_ids, logps, drawn = state.policy.sample(                                     # (N, R)

@@ -14,8 +14,8 @@ def install(state):
 
 
 def from_whole_completions(inner, state, rollout):
-    """Masks all tokens of truncated completions, so a mean over tokens leaves them out.
+    """Masks all tokens of truncated completions, so the loss doesn't train on them.
 
-    A mean over completions still counts them.
+    If the loss is a mean over completions, truncated completions still count in its denominator.
     """
     return inner(replace(rollout, loss_mask=rollout.loss_mask * rollout.ended[:, None]))

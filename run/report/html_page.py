@@ -1,11 +1,10 @@
-"""Writes the HTML report of a run: its curves, and its completions by step and group.
+"""Writes an HTML report of a run, with its curves and with completions by step and group.
 
     python -m run.report.html_page out/run_a                 writes out/run_a/report.html
 
-The report is page.html with the run's data inserted. It needs no network, and it shows a model's
-output only as text. A long run has too many completions for one page, so the report shows some of
-the steps, more of them near the start, where most is learned, and the first groups of each step
-(batches are shuffled).
+The report is page.html with the run's data inserted; it needs no network. A long run has too many
+completions for one page, so the report shows only some of the steps, more of them near the start,
+where most is learned. It shows only the first groups of each step.
 """
 import itertools
 import json
@@ -26,7 +25,7 @@ SHOWN_ARGS = ["reward_funcs", "reward_weights", "num_generations", "learning_rat
 
 
 def write_page(run_dir, path):
-    """Writes a run's report; UserError if no step is finished, or if the run's files are broken."""
+    """Writes a run's report. Raises a UserError if the run has no finished step or broken files."""
     with explained(run_dir, "its files are not those of a run", "pass a folder such as out/run_a"):
         data = to_script(page_data(Path(run_dir)))
     page = TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data)
@@ -34,15 +33,15 @@ def write_page(run_dir, path):
 
 
 def to_script(value):
-    """Returns JSON for a script element, with "<" escaped so that no text can close the element.
+    """Returns JSON for an HTML script element.
 
-    "<" appears only in strings, and there JSON allows any character to be escaped.
+    Each "<" is written as \\u003c, so that no text in the JSON can close the element.
     """
     return to_line(value).replace("<", "\\u003c")
 
 
 def page_data(run_dir):
-    """Returns everything that the report shows, as one dict for JSON."""
+    """Returns a dict with everything that the report shows."""
     run = Run(run_dir)
     args = json.loads((run_dir / "args.json").read_text(encoding="utf-8"))
     # Only the last part of each path, because reports are shared with others.
@@ -60,9 +59,9 @@ def page_data(run_dir):
 
 
 def sample_steps(run_dir, last, args):
-    """Returns some of the steps, including the last, each with its first groups.
+    """Returns some steps of the run, including the last one, with the first groups of each step.
 
-    Each line starts with its step, as in {"step": 7, ..., so most lines need not be parsed.
+    Each line of completions.jsonl begins with its step, so most lines need not be parsed.
     """
     shown = {round(1 + (last - 1) * (i / (MOST_STEPS - 1)) ** 2) for i in range(MOST_STEPS)}
     steps = []
@@ -75,7 +74,7 @@ def sample_steps(run_dir, last, args):
 
 
 def shown_step(step, lines, args):
-    """Returns a step and its first groups: at least one, and as many more as fit."""
+    """Returns a step with its first groups: at least one, and as many more as fit in MOST_BYTES."""
     G, most_bytes = args["num_generations"], MOST_BYTES
     groups = []
     for i in range(0, len(lines), G):
@@ -91,7 +90,7 @@ def shown_step(step, lines, args):
 
 
 def shown_group(rows, args):
-    """Returns a prompt and its completions, in the form that page.html expects."""
+    """Returns a prompt and its completions, in the format that page.html expects."""
     prompt, of_data = rows[0]["prompt"], rows[0]["columns"]
     question = of_data["messages"][-1]["content"] if "messages" in of_data else prompt
     others = {name: cut(value if isinstance(value, str) else json.dumps(value), 300)
@@ -101,7 +100,7 @@ def shown_group(rows, args):
 
 
 def shown_row(row, args):
-    """Returns a completion: its text, or its tokens with their log-probs, and all its numbers."""
+    """Returns a dict of what the page shows for a completion: its text or tokens, rewards, etc."""
     shown = {"reward": rounded(row["reward"]), "advantage": rounded(row["advantage"]),
              "rewards": {name: rounded(value) for name, value in row["rewards"].items()},
              "length": row.get("length"), "ended": row.get("ended", True),
@@ -127,7 +126,7 @@ def shown_row(row, args):
 
 
 def is_right(row, args):
-    """Returns whether the evaluation rewards say a completion is right; None if not computed."""
+    """Returns whether the evaluation rewards add up to at least 1, or None if one is missing."""
     rewards = dict(zip(args["reward_funcs"], row["rewards"].values()))
     judged = [rewards.get(name) for name in args["eval_reward_funcs"]]
     return None if None in judged else sum(judged) >= 1

@@ -1,4 +1,4 @@
-"""Writes the model card of a run's final weights: README.md in the hub's format."""
+"""Writes the model card of a run's final weights: a README.md for the Hugging Face Hub."""
 import shlex
 from pathlib import Path
 from string import Template
@@ -13,7 +13,7 @@ OF_NO_WEIGHT = {"out_dir", "run_name", "resume", "save_interval", "swanlab", "us
 
 
 def write_card(folder, run_dir, args, defaults):
-    """Writes the card; args: the flags of the run, defaults: those of a run without flags."""
+    """Writes README.md to `folder`. args: the run's flags; defaults: the default flags."""
     base, is_id = args.model_path, not Path(args.model_path).exists()
     if not is_id:
         base = Path(base).name      # only the last part of a folder on this machine

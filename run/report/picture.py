@@ -1,4 +1,4 @@
-"""Draws the metrics.jsonl and eval.jsonl of a run as one picture that explains itself.
+"""Plots the metrics of one or more runs, from their metrics.jsonl and eval.jsonl, in one picture.
 
     python -m run.report.picture out/run_a -o picture.png              one run, in six panels
     python -m run.report.picture out/run_a out/run_b -o picture.png    several runs, a color each
@@ -32,9 +32,9 @@ MOST_STEPS = 500            # about one per pixel of a panel's width
 
 
 def draw_curves(run_dirs, path):
-    """Writes a PNG: everything that one run recorded, or the key metrics of several runs overlaid.
+    """Plots all metrics of one run, or the most important metrics of several runs, as a PNG file.
 
-    Runs are labeled with their folders' names. UserError if a folder does not contain a run.
+    Runs are labeled with the names of their folders. Raises a UserError if a folder has no run.
     """
     runs = [Run(run_dir) for run_dir in run_dirs]
     with picture(path, 13, 8, dpi=130) as fig:
@@ -46,7 +46,7 @@ def draw_curves(run_dirs, path):
 
 @contextmanager
 def picture(path, width, height, dpi=150):
-    """Yields a figure of this size in inches, and then writes it."""
+    """Yields a matplotlib figure of this size in inches, and then saves it to `path`."""
     # Matplotlib is slow to load, so it is loaded only here. pyplot would set the backend for the
     # whole process, so this uses Figure.
     import matplotlib
@@ -60,7 +60,7 @@ def picture(path, width, height, dpi=150):
 
 
 class Run:
-    """What a run has recorded so far; UserError if it has not finished a step."""
+    """The metrics that a run has recorded so far. Raises a UserError if no step is finished."""
 
     def __init__(self, run_dir):
         self.name = Path(run_dir).resolve().name
@@ -73,25 +73,25 @@ class Run:
                             "pass the folder of a run, such as out/run_a")
 
     def keys(self, start, end=""):
-        """Returns the metrics whose names start and end with these texts, in the order written."""
+        """Returns the metrics whose names start with `start` and end with `end`."""
         names = dict.fromkeys(key for row in self.steps + self.evaluations for key in row)
         return [name for name in names if name.startswith(start) and name.endswith(end)]
 
     def series(self, key):
-        """Returns the steps and values of a metric, (2, steps), with NaN if not finite."""
+        """Returns an array, (2, steps), of a metric's steps and values; missing values are NaN."""
         rows = self.evaluations if key.startswith("eval/") else self.steps
         pairs = [(row["step"], row[key]) for row in rows if key in row]
         return np.array(pairs, dtype=float).reshape(-1, 2).T
 
     def finite(self, key):
-        """Returns a metric's finite values; none if evaluations don't say what they measure."""
+        """Returns a metric's finite values; an empty array for evaluations without `measure`."""
         if key.startswith("eval/") and self.measure is None:
             return np.array([])
         values = self.series(key)[1]
         return values[np.isfinite(values)]
 
     def headline(self):
-        """Says what a run achieved: "held-out accuracy 25% → 71%, answers 30 → 52 tokens, ..."."""
+        """Returns a summary such as "held-out accuracy 25% → 71%, answers 30 → 52 tokens, ..."."""
         scored = self.finite("eval/judged").min(initial=1)
         parts = [f"only {scored:.1%} of the held-out problems scored"] if scored < 1 else []
         for form, key in (("held-out accuracy {:.1%} → {:.1%}", "eval/accuracy"),
@@ -107,7 +107,7 @@ class Run:
 
 
 def numbers_in(path):
-    """Returns evenly spaced rows of a run's file; values that aren't finite numbers become None."""
+    """Returns evenly spaced rows of a file as dicts; infinite and NaN values become None."""
     with explained(path, "no run has written it", "pass the folder of a run, such as out/run_a"):
         return [{name: value if is_finite(value) or name == "measure" else None
                  for name, value in row.items()} | {"step": int(float(row["step"]))}
@@ -141,7 +141,7 @@ METRICS = {key: shown for _, _, metrics in PANELS for key, shown in metrics.item
 
 
 def panels(fig, name, sentence):
-    """Lays out six panels below a headline, two rows of three; returns the axes of each metric."""
+    """Creates two rows of three panels below a headline. Returns {metric: its axes}."""
     fig.text(0.027, 0.955, name, fontsize=17, fontweight="bold", va="center")
     fig.text(0.027, 0.913, sentence, fontsize=11.5, color=GREY, va="center")
     columns = [[[key] for key in metrics] for _, _, metrics in PANELS]
@@ -188,17 +188,17 @@ def draw_several(fig, runs):
 
 
 def draw_strip(ax, runs, key):
-    """Draws a metric of each run, in the run's color."""
+    """Plots one metric of each run, with one color per run."""
     form, text = METRICS[key]
     above(ax, text, 0, 3, fontsize=8, color=GREY)
     draw_lines(ax, form, [(run, key, "") for run in runs])
 
 
 def draw_lines(ax, form, lines):
-    """Draws a line for each (run, metric, label), with its label and last value beside it.
+    """Plots a line for each (run, metric, label), with the label and last value to its right.
 
-    Lines are smoothed, and the raw values are drawn lightly; short lines also get points. form: the
-    format of the values.
+    Lines are smoothed, and the original values are drawn in a pale color. Short lines also have
+    markers. form: the format string of the values.
     """
     for (run, key, label), color in zip(lines, itertools.cycle(COLORS)):
         steps, values = run.series(key)
@@ -214,7 +214,7 @@ def draw_lines(ax, form, lines):
 
 
 def draw_time(ax, run):
-    """Draws the seconds of each phase, stacked."""
+    """Plots the seconds of each phase as a stacked area chart."""
     above(ax, "seconds per step, and each phase's share of the run", 0, 3, fontsize=8, color=GREY)
     phases = run.keys("timing_s/")
     table = np.array([[row.get(key) or 0.0 for key in phases] for row in run.steps])
@@ -230,13 +230,13 @@ def draw_time(ax, run):
 # --- the parts of a panel -------------------------------------------------------------------------
 
 def above(ax, text, x, y, **style):
-    """Writes a text above the axes, (x, y) points from their upper left corner."""
+    """Writes a text above the axes, at (x, y) in points from the upper left corner of the axes."""
     ax.annotate(text, (0, 1), xytext=(x, y), xycoords="axes fraction", textcoords="offset points",
                 **style)
 
 
 def smooth(values):
-    """Returns a centered moving average over a tenth of the series, with a Hann window."""
+    """Returns a moving average of the values, with a Hann window over a tenth of the series."""
     # A box window would spread a single spike into a plateau.
     means = np.empty(len(values))
     for i in range(len(values)):
@@ -250,9 +250,9 @@ def smooth(values):
 
 
 def finish(ax, form="", reverse=False):
-    """Sets the scales, and writes the labels of the lines beside them, each in its color.
+    """Sets the scales of the axes, and writes the labels of the lines to the right of the axes.
 
-    form: the format of the values; if it contains a %, the y axis is in percent, too.
+    form: the format string of the values. If it contains a %, the y axis is labeled in percent.
     """
     if not ax.has_data():
         ax.text(0.5, 0.5, "not recorded", transform=ax.transAxes, ha="center", va="center",

@@ -1,7 +1,7 @@
 """Everything that a run prints and writes, except its weights; docs/in_practice.md lists the files.
 
-After its first step, a new run deletes what an earlier run with the same name left behind. If it
-fails before that, e.g. because of a bug in a reward function, the earlier run's files remain.
+A new run deletes the files of an earlier run with the same name, but only after its first step. If
+the new run fails in its first step, e.g. in a reward function, the earlier run's files remain.
 """
 import importlib.util
 import json
@@ -57,10 +57,10 @@ def add_flags(parser):
 
 
 class Run:
-    """A run, as a context manager, so that its files are complete even after an error or Ctrl-C.
+    """Context manager that completes a run's files at the end, even after an error or Ctrl-C.
 
-    Its folder is locked from the start. Rank 0 writes and prints; `active` says whether this
-    process does. Without out_dir nothing is written. watches: finish the step after a signal.
+    The run's folder is locked from the start. Only rank 0 writes and prints; `active` is False on
+    other ranks. Without out_dir, nothing is written. watches: whether signals are handled.
     """
 
     def __init__(self, args, world, watches=True):
@@ -81,10 +81,10 @@ class Run:
         return self
 
     def open(self, last_step, start_step=0, num_tokens=0):
-        """Starts the progress bar and the tracker.
+        """Starts the progress bar and SwanLab.
 
-        start_step: the step after which a run was resumed; lines of later steps are dropped from
-        the files. num_tokens: tokens sampled until then.
+        start_step: the last step before resuming, or 0 for a new run. num_tokens: the number of
+        tokens that were sampled until then.
         """
         self.last_step, self.start_step, self.current_step = last_step, start_step, start_step
         self.num_tokens = num_tokens
@@ -119,10 +119,10 @@ class Run:
     # --- called by the training loop --------------------------------------------------------------
 
     def steps(self, state):
-        """Resumes, prints facts about the run, evaluates; yields (step, batch) for each step left.
+        """Resumes, prints an overview, and evaluates. Then yields (step, batch) for each step left.
 
-        With --eval_only, no steps are left. state is a TrainState. self.batch(step, problems) draws
-        from other problems.
+        With --eval_only, evaluates and yields nothing. state: a TrainState. To use your own choice
+        of prompts in a step, e.g. only easy ones, call self.batch(step, list_of_prompts).
         """
         self.state, args, world = state, self.args, self.world
         self.collate, self.problems, self.heldout = read_prompts(
@@ -149,7 +149,7 @@ class Run:
         return ((step, self.batch(step)) for step in range(done + 1, last_step + 1))
 
     def evaluate_if_due(self, step):
-        """If an evaluation is due, writes and prints its metrics; returns them, or else {}."""
+        """Evaluates if an evaluation is due at this step. Returns its metrics, or else {}."""
         interval = self.args.eval_interval
         if interval == 0 or (step % interval and step != self.last_step):
             return {}
@@ -160,7 +160,7 @@ class Run:
         return self.evaluation(step, metrics, replies)
 
     def rewards_or_stop(self, compute_rewards, *arguments):
-        """Computes the rewards; abandons the step if a signal has left completions unscored."""
+        """Computes the rewards. Ends the run if a signal has interrupted this computation."""
         rewards = compute_rewards(*arguments)
         signal = max(self.world.gather([CHILD.cut_short and self.signals.received]))
         if signal:
@@ -175,9 +175,9 @@ class Run:
                         state.optimizer, state.saved)
 
     def record(self, step, rollout, metrics):
-        """5. Evaluates, writes and prints a step; draws and saves if a checkpoint is due.
+        """5. Writes and prints a step's metrics; evaluates, plots and saves if this is due.
 
-        After a signal or ten steps without a reward, saves and ends the run, on all ranks.
+        After a signal or after ten steps without any reward, saves and ends the run on all ranks.
         """
         state, args, world = self.state, self.args, self.world
         self.done = None            # if a signal interrupts the evaluation, nothing is saved
@@ -205,7 +205,7 @@ class Run:
                             "that --reward_funcs fit the data")
 
     def finish(self, defaults):
-        """Writes the final weights, with a card of the flags that differ from the defaults."""
+        """Saves the final weights, and a model card that lists flags with non-default values."""
         if not self.args.eval_only:
             tokenizer = asking_as_trained(self.state.tokenizer, self.collate.switches)
             self.saver.save_final(self.state.policy.model, tokenizer, defaults)
@@ -213,7 +213,7 @@ class Run:
     # --- what these call --------------------------------------------------------------------------
 
     def intro(self, problems, num_heldout):
-        """Prints what will be trained, on what, and where the files go."""
+        """Prints the model, the data, the main flags and the output folder of the run."""
         if not self.active:
             return
         args, state, num_processes = self.args, self.state, self.world.size
@@ -248,9 +248,9 @@ class Run:
         self._print(facts_table(facts))
 
     def evaluation(self, step, metrics, replies=None):
-        """Records, prints and returns one held-out evaluation; step 0 is before training.
+        """Records and prints the metrics of an evaluation, and returns them.
 
-        replies: a greedy rollout, whose first completion is printed to show how it changes.
+        replies: a rollout with greedy decoding, of which the first completion is printed.
         """
         if self.active:
             self._write("eval", step, {**metrics})
@@ -270,10 +270,10 @@ class Run:
         return metrics
 
     def step(self, step, metrics, rows, timings):
-        """Records a step and its completions, advances the bar, and warns about common failures.
+        """Records a step's metrics and completions, updates the progress bar, and prints warnings.
 
-        For the first and the last step, also prints a whole group. perf/throughput leaves out the
-        phases eval and checkpoint. rows: from describe().
+        For the first and the last step, also prints a group of completions. perf/throughput doesn't
+        count the time of evaluations and checkpoints. rows: the rows from describe().
         """
         self.current_step = step
         self.num_tokens += metrics["tokens"]
@@ -306,13 +306,13 @@ class Run:
             self._print(one_group(step, rows[:self.args.num_generations]))
 
     def warn(self, text):
-        """Prints a warning above the bar, the same text at most once in 20 steps."""
+        """Prints a warning above the progress bar, at most once in 20 steps for the same text."""
         if self.active and self.current_step - self.warned_at.get(text, -math.inf) >= 20:
             self.warned_at[text] = self.current_step
             self._print(styled("warning: ", BOLD, MAGENTA) + printable(text))
 
     def draw(self, pause=60):
-        """Draws curves.png and report.html, unless this was done in the last `pause` seconds."""
+        """Writes curves.png and report.html, unless this was done in the last `pause` seconds."""
         if not self.active or not self.run_dir or time.perf_counter() - self.drawn_at < pause:
             return
         # Imported late: both can also be run with -m, and Python would warn of an earlier import.
@@ -328,7 +328,7 @@ class Run:
     # --- helpers ----------------------------------------------------------------------------------
 
     def _print(self, text):
-        """Prints a text above the bar."""
+        """Prints a text above the progress bar."""
         with suppress(OSError):     # the terminal or the pipe may be closed
             tqdm.write(text)
             sys.stdout.flush()
@@ -352,7 +352,7 @@ class Run:
             self.warn(NOT_FINITE)
 
     def _warn_of_unjudged(self, rows):
-        """Warns of a reward that scored nothing in the first step: a column may be missing."""
+        """Warns if a reward function scored no completion in the first step."""
         for name in rows[0]["rewards"] if rows else ():
             if not any(is_finite(row["rewards"][name]) for row in rows):
                 columns = ", ".join(rows[0]["columns"])
@@ -360,7 +360,7 @@ class Run:
                           f"check that the data has the columns that it needs; it has {columns}")
 
     def _begin(self):
-        """Takes over the folder after the first step."""
+        """After the first step: deletes an earlier run's files, writes rows kept in memory."""
         self.has_begun = True
         if not self.run_dir:
             return
@@ -371,7 +371,7 @@ class Run:
             self._write(name, step, *rows)
 
     def _write(self, name, step, *rows):
-        """Appends rows of a step to a file, or holds them back until the first step is done."""
+        """Appends rows to a file; until the first step is done, keeps them in memory instead."""
         if not self.has_begun:
             self.held_back.append((name, step, rows))
             return
@@ -392,7 +392,7 @@ class Run:
                     self.warn(text)
 
     def _numbers(self, step, metrics):
-        """Returns the text shown at every step: the time left, and a few metrics."""
+        """Returns the text shown at each step: the remaining time, and a few metrics."""
         seconds_per_step = (time.perf_counter() - self.training_started) / (step - self.start_step)
         left = tqdm.format_interval(seconds_per_step * (self.last_step - step))
         parts = [f"{left} left"]
@@ -415,7 +415,7 @@ class Run:
 
 
 def start_swanlab(run_dir, args):
-    """Opens a SwanLab run; returns the swanlab module, or None with --swanlab disabled."""
+    """Starts a SwanLab run. Returns the swanlab module, or None if --swanlab is disabled."""
     # --swanlab takes precedence over MiniMind's --use_wandb.
     mode = args.swanlab or ("online" if args.use_wandb else "disabled")
     if mode == "disabled":
@@ -442,7 +442,7 @@ def start_swanlab(run_dir, args):
 
 
 def kinds_of_answers(problems):
-    """Counts kinds of gold answers in the first rows, as in "1,990 numbers, 10 missing"."""
+    """Counts the kinds of reference answers in the data, as in "1,990 numbers, 10 missing"."""
     golds = [problems[i].get("answer") for i in range(min(len(problems), FIRST_ROWS))]
     names = {"number": "numbers", "expression": "expressions", "words": "words", None: "missing"}
     kinds = Counter(None if gold is None else kind_of(gold) for gold in golds)
@@ -451,19 +451,19 @@ def kinds_of_answers(problems):
 
 
 def styled(text, *codes):
-    """Returns the text with these styles if stdout is a terminal."""
+    """Returns the text with these ANSI codes if stdout is a terminal."""
     return f"\033[{';'.join(codes)}m{text}\033[0m" if sys.stdout.isatty() else text
 
 
 def facts_table(facts):
-    """Returns a line with name and value for each fact that has a value."""
+    """Returns a text with one line for each fact, with its name and value; skips empty values."""
     width = max(map(len, facts))
     return "\n".join(f"{styled(name.ljust(width), BOLD)}  {printable(str(fact))}"
                      for name, fact in facts.items() if fact)
 
 
 def one_group(step, rows):
-    """Returns a text with a prompt and up to 8 completions, best first; copies are counted."""
+    """Returns a text with a prompt and up to 8 of its completions, sorted by reward."""
     title = f"\nstep {step}, one group of {len(rows)}"
     answer = rows[0]["columns"].get("answer")
     if answer:
@@ -487,7 +487,7 @@ def one_group(step, rows):
 
 
 def one_reply(rollout):
-    """Returns a text with a rollout's first question and completion, and whether it is right."""
+    """Returns a text with a rollout's first question and completion, marked as right or wrong."""
     question = one_line(rollout.columns["messages"][0][-1]["content"].strip())
     turns = rollout.turns[0] if rollout.turns else [rollout.completions[0].strip()]
     reward = rollout.rewards[0].item()
@@ -496,7 +496,7 @@ def one_reply(rollout):
 
 
 def one_line(*turns):
-    """Fits a text into a line of 400 characters: ⏎ for line breaks, tool's words dim, in ‹ ›."""
+    """Joins texts to one line of at most 400 characters; ‹ › enclose the answers of a tool."""
     parts = [printable(cut(text, 400 // len(turns)).replace("\n", "⏎ ").replace("\t", " "))
              for text in turns]
     for i in range(1, len(parts), 2):
@@ -512,9 +512,9 @@ def short(path):
 
 
 def drop_lines_after(step, path):
-    """Truncates a file after the lines of `step`; for a new run, step 0, keeps no line.
+    """Removes all lines after those of `step` from a file; for step 0, empties the file.
 
-    A crashed run may have written lines of steps after its last checkpoint, and an incomplete line.
+    A crashed run may have written lines for steps after its last checkpoint.
     """
     if not path.exists():
         return
