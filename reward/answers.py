@@ -162,7 +162,7 @@ def unwrapped(text):
 
 
 def value_of(found):
-    """Returns the value of a match of NUMBER, or None if it must be computed first, like `84/2`."""
+    """Returns the value of a NUMBER match, or None for a division to compute, such as `84/2`."""
     over, under, value, exponent = (
         Fraction(re.sub(r"[, ]", "", found[name] or "0"))
         for name in ("over", "under", "decimal", "exponent"))

@@ -2,7 +2,7 @@
 
     f(prompts: list[str], completions: list[str], **columns) -> list[float | None]
 
-`columns` holds the dataset's other fields, such as `answer`, and `messages` (the chat before each
+`columns` holds the dataset's other fields (such as `answer`), `messages` (the chat before each
 completion), `completion_ids`, `own_words` and `own_ids`. own_words and own_ids are the completions
 and their token ids without the answers of a tool. Most functions read only own_words or own_ids,
 so that a tool's answers earn no reward. A function returns None for a completion that it can't

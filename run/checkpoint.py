@@ -275,7 +275,7 @@ def delete(path):
 
 
 def save_checkpoint(folder, model, tokenizer, optimizer_state, others=None, put=swap, **progress):
-    """Saves all that resuming needs: weights, tokenizer, optimizer state, step and num_tokens.
+    """Saves what a run needs to resume: weights, tokenizer, optimizer state, step, num_tokens.
 
     For a model with adapters, only the adapters are saved, since the base weights never change.
     others: a dict {name: model or dict of numbers} with further things to save.
