@@ -1,6 +1,6 @@
 r"""Trains a policy on conversations, from scratch (pretraining) or from weights (fine-tuning).
 
-This command trained the included policies. lab/weights.md lists all the steps, for example
+The included policies were trained as follows (lab/weights.md lists all the steps):
 
     python -m model.train_sft --data out/sft/pretrain.jsonl \
         --tokenizer out/tokenizer --save out/pretrain_128

@@ -241,7 +241,7 @@ def hash_of(weights):
 
 
 def contents(path):
-    """Yields (name, hash) for a file, or for each small file and the weights of a model folder."""
+    """Yields (name, hash) for a file or, in a folder, for each small file and for the weights."""
     inside = {file.name: file for file in path.glob("[!.]*")
               if file.suffix in READ and not file.name.endswith(".index.json")}
     for name, file in ({"the file": path} if path.is_file() else inside).items():
