@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -86,20 +85,6 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def shapes_alone():
-    """Weights that will be loaded are not drawn at random first, which takes as long."""
-    from torch.nn import init
-
-    def unless_empty(fill, tensor, *how, **options):
-        return tensor if tensor.is_meta else fill(tensor, *how, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("normal_", "kaiming_uniform_"):
-            patch.setattr(init, name, partial(unless_empty, getattr(init, name)))
-        yield
-
-
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory):
     """A folder with the first prompts of the included data."""
@@ -110,7 +95,14 @@ def small_data(tmp_path_factory):
     return folder
 
 
-all_prompts, pictures = pytest.fixture(lambda: None), pytest.fixture(lambda: None)
+@pytest.fixture
+def all_prompts():
+    """Runs read all prompts of the included data."""
+
+
+@pytest.fixture
+def pictures():
+    """Runs draw their curves."""
 
 
 @pytest.fixture(autouse=True)

@@ -304,6 +304,7 @@ def test_a_run_killed_at_a_file_operation_goes_on_as_if_nothing_had_happened(tmp
     assert child.exitcode == -signal.SIGKILL
     assert (killed / "run/checkpoint.new/config.json").exists()
     assert (killed / "run/checkpoint/optimizer.pt").exists()
+    assert not (killed / "run/final").exists()
     train_grpo.main([*flags, str(killed), "--resume"])
     train_grpo.main([*flags, str(whole)])
     assert chaos.result(killed) == chaos.result(whole)

@@ -1,9 +1,9 @@
 """A call from Python: `train` with objects and functions does what the command line does."""
-import argparse
 import asyncio
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 import threading
 from types import ModuleType
@@ -11,7 +11,6 @@ from types import ModuleType
 import pytest
 import torch
 from test_run import POLICY
-from torch.distributed.launcher import LaunchConfig, elastic_launch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -24,9 +23,8 @@ from transformers import (
 import errors
 import train_grpo
 from reward.child import CHILD
-from run.distributed import World
 from run.rollout import Rollout
-from support import ROOT, START, jsonl
+from support import ROOT, jsonl
 from train_grpo import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,11 +53,10 @@ def without_clocks(rows):
              if not name.startswith(("timing_s", "step_time", "perf", "eval"))} for row in rows]
 
 
-def test_a_model_learns_what_its_folder_learns_and_is_the_object_that_was_given(
-        tmp_path, small_data):
+def test_a_model_learns_what_its_folder_learns_and_is_the_object_that_was_given(tmp_path):
     flags = {"max_steps": 2, "batch_size": 4, "num_generations": 4, "max_gen_len": 64,
              "micro_batch_size": 8, "reward_weights": [1, 0.5], "eval_interval": 0}
-    model, problems = qwen(), str(small_data / "train.jsonl")
+    model, problems = qwen(), str(ROOT / "dataset/train.jsonl")
     trained, history = train(model, TOKENIZER, reward_funcs=["accuracy", "format"],
                              prompts=problems, **flags)
     assert trained is model and type(model.lm_head) is torch.nn.Linear
@@ -279,16 +276,23 @@ def test_trls_quickstart_learns_the_same(tmp_path, monkeypatch):
     assert history[0]["grad_norm"] == pytest.approx(log["grad_norm"], rel=1e-4)
 
 
-def twice():
-    for _ in range(2):
-        world = World.join(argparse.Namespace(device="cpu", dtype="float32", seed=0, shard=0))
-        assert world.sum(torch.ones(1)).item() == 2 and torch.distributed.is_initialized()
-        world.close()
-        assert not torch.distributed.is_initialized()
+TWICE = """import argparse
+import sys
+sys.path.insert(0, {root!r})
+import torch
+from run.distributed import World
+for _ in range(2):
+    world = World.join(argparse.Namespace(device="cpu", dtype="float32", seed=0, shard=0))
+    assert world.sum(torch.ones(1)).item() == 2 and torch.distributed.is_initialized()
+    world.close()
+    assert not torch.distributed.is_initialized()
+"""
 
 
-def test_a_second_run_in_the_processes_of_torchrun_makes_a_group_of_its_own(monkeypatch):
-    monkeypatch.setattr(signal, "signal", lambda *unused: None)         # its launcher's own
-    config = LaunchConfig(1, 1, 2, run_id="twice", max_restarts=0, start_method=START,
-                          rdzv_backend="c10d", rdzv_endpoint="localhost:0")     # as --standalone
-    elastic_launch(config, twice)()         # raises what a process has raised
+def test_a_second_run_in_the_processes_of_torchrun_makes_a_group_of_its_own(tmp_path):
+    script = tmp_path / "twice.py"
+    script.write_text(TWICE.format(root=str(ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

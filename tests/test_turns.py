@@ -207,23 +207,24 @@ def test_rewards_tell_own_words_from_the_tools(policy, tokenizer):
 
 def test_a_run_with_a_tool_resumes_as_if_it_had_never_stopped(tmp_path, own_module):
     own_module("my_tool", "import test_turns\nroll = test_turns.dice\n")
-    flags = [*SMALL, *"--tool my_tool:roll --max_gen_len 40 --num_minibatches 2 --save_interval 1"
-             " --max_steps 3 --eval_samples 4 --out_dir".split(), str(tmp_path)]
+    flags = [*SMALL, "--tool", "my_tool:roll", "--max_gen_len", "40", "--num_minibatches", "2",
+             "--save_interval", "2", "--out_dir", str(tmp_path)]
     whole, parts = [*flags, "--run_name", "whole"], [*flags, "--run_name", "parts"]
-    train_grpo.main(whole)
+    train_grpo.main([*whole, "--max_steps", "4"])
     with pytest.raises(SystemExit, match="130"), pytest.MonkeyPatch.context() as patch:
         step = train_grpo.grpo_step
 
-        def until_second(state, batch, number, lr):
-            if number == 2:
+        def until_third(state, batch, number, lr):
+            if number == 3:
                 raise KeyboardInterrupt
             return step(state, batch, number, lr)
 
-        patch.setattr(train_grpo, "grpo_step", until_second)
-        train_grpo.main(parts)
-    train_grpo.main([*parts, "--resume"])
-    rows, metrics = (jsonl(tmp_path / f"whole/{name}.jsonl") for name in ("completions", "metrics"))
-    assert rows == jsonl(tmp_path / "parts/completions.jsonl") and len(rows) == 3 * 16
+        patch.setattr(train_grpo, "grpo_step", until_third)
+        train_grpo.main([*parts, "--max_steps", "4"])
+    train_grpo.main([*parts, "--max_steps", "4", "--resume"])
+    rows, metrics = jsonl(tmp_path / "whole/completions.jsonl"), jsonl(
+        tmp_path / "whole/metrics.jsonl")
+    assert rows == jsonl(tmp_path / "parts/completions.jsonl") and len(rows) == 4 * 16
     calls = sum(len(row["turns"]) // 2 for row in rows[:16])
     assert metrics[0]["tools/call_frequency"] == calls / 16 > 0
     assert metrics[0]["tools/failure_frequency"] == 0
