@@ -41,12 +41,12 @@ n those in a micro-batch, P prompt and R completion tokens, V vocabulary entries
 
 The algorithm itself is in this file, up to the end of `main`. The sampler, two of the four rewards,
 and bookkeeping are in other files. By default, the sampler and `token_logps` are replaced by faster
-versions in model/fast.py, whose results agree up to rounding; `--sampler plain` runs the readable
-versions. Options may wrap or replace functions of this file when a run starts. The first lines of
-output name each changed function and the file that changed it.
+versions in model/fast.py, whose results agree up to rounding (each run checks `token_logps`);
+`--sampler plain` runs the readable versions. Options may wrap or replace functions of this file
+when a run starts. A run first prints the name of each such function and the file that changed it.
 
-The log-probabilities under pi_old come from the trainer, not from the sampler. There are two
-differences from the papers:
+The log-probabilities under pi_old come from the trainer, not from the sampler, so every ratio
+starts at exactly 1. There are two differences from the papers:
   - Log-probabilities are those of the sampling distribution: they depend on the temperature, and
     top-k and top-p are not used. The output head and the softmax compute in float32.
   - Averages are over all micro-batches of an optimizer step, on all ranks. So for the same
@@ -113,9 +113,9 @@ def completion_mask(completion_ids, eos_token_id):
 def k3(x):
     """Estimates KL(pi || pi_ref) from a token that pi sampled. x is log pi_ref - log pi.
 
-    The estimate, e^x - 1 - x, has the same mean as -x, which is the KL, because e^x - 1 has mean 0.
-    Unlike -x, the estimate is never negative. For x > 20, the function continues as a straight
-    line, so that e^x can't overflow.
+    The estimate, e^x - 1 - x, has the same mean as -x, which is the KL, because e^x = pi_ref / pi
+    has mean 1. Unlike -x, the estimate is never negative. For x > 20, the function continues as a
+    straight line, so that e^x can't overflow.
     """
     near = x.clamp(max=20)
     return near.expm1() * (1 + (x - near)) - near     # for x <= 20: e^x - 1 - x
@@ -264,8 +264,8 @@ def compute_loss(state, part, logps, entropy):
 def update_policy(state, rollout):
     """4. Makes num_iterations passes over the rollout, with one optimizer step per minibatch.
 
-    Returns a dict of metrics. If no completion has a reward, there is no update, and the dict is
-    empty.
+    Returns a dict of metrics. If no completion on any rank has a reward, there is no update, and
+    the dict is empty.
     """
     args, world, policy = state.args, state.world, state.policy
     metrics, minibatches = Metrics(world, args), []
