@@ -330,9 +330,10 @@ def quoted(path):
 
 def change_of(experiment, row, arm):
     """(diff, file) of the experiment's page that change the code of this arm, or None."""
-    if "page" not in experiment or arm in ("right", "control"):
+    kind = arm.partition(",")[0]
+    if "page" not in experiment or kind in ("right", "control"):
         return None
-    name = row or arm.partition(",")[0]
+    name = row or kind
     found = changes(ROOT / experiment["page"]).get(name.lower())
     return found and found[:2]
 
