@@ -73,8 +73,9 @@ def encode(chats, tokenizer):
                     if ids[i] == tokenizer.eos_token_id:
                         break
         if set(labels) == {-100}:
-            raise UserError("the tokenizer's chat template does not show in chat "
-                            f"{len(examples) + 1} where a reply begins; pass another tokenizer")
+            raise UserError(f"chat {len(examples) + 1}: the tokenizer's chat template renders the "
+                            "turns before a reply differently once the reply follows, so no reply "
+                            "can be located; pass another tokenizer")
         examples.append((ids, labels))
     return examples
 

@@ -135,7 +135,7 @@ def check_rows(model):
             rows = rows[stays]
         in_parts[rows, t] = model(ids[rows, t, None], mask[rows, :t + 1], cache=cache)[:, 0]
     error = torch.maximum((at_once[real] - alone).abs().max(), (in_parts[real] - alone).abs().max())
-    # Rounding may change the lower half of the binary digits, of which TF32 has 10.
+    # Rounding may change the lower half of the mantissa's bits, of which TF32 has 10.
     digits, scale = torch.finfo(error.dtype).eps, alone.abs().max()
     if torch.get_float32_matmul_precision() != "highest":
         digits = max(digits, 2**-10)

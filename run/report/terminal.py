@@ -487,7 +487,7 @@ def one_group(step, rows):
 
 
 def one_reply(rollout):
-    """Returns a text with a rollout's first question and completion, marked as right or wrong."""
+    """Returns a rollout's first question and completion, marked as right or wrong."""
     question = one_line(rollout.columns["messages"][0][-1]["content"].strip())
     turns = rollout.turns[0] if rollout.turns else [rollout.completions[0].strip()]
     reward = rollout.rewards[0].item()
