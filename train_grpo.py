@@ -36,7 +36,7 @@ log-probabilities. A mask is 1 for tokens that count, else 0. In shapes, N = B*G
 n those in a micro-batch, P prompt and R completion tokens, V vocabulary entries; T is P + R.
 
     python docs/grpo_on_one_page.py                 read this first: the same without options
-    python train_grpo.py                            two to six minutes on two cores
+    python train_grpo.py                            about four minutes on two cores
     torchrun --nproc_per_node=2 train_grpo.py       on two processes
 
 The algorithm itself is in this file, up to the end of `main`. The sampler, two of the four rewards,

@@ -56,12 +56,14 @@ def completion_mask(completion_ids, eos_token_id):
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta):
     """Returns the loss, a mean over each completion's tokens, then over completions; and the KL.
 
-    The tokens were drawn by pi_old. The ratio corrects for that once an update has changed pi; the
-    clip removes a token's gradient when pi has moved far enough in the direction of A's sign. The
-    KL penalizes drift from the initial weights. Example: two tokens were sampled with p = 0.5 and
-    have A = 1 and -1. The ratio is p / 0.5 and each token weighs 1/2, so d loss / dp = -A. Because
-    weights are shared, an update may raise both p to 0.7. Both ratios are then 1.4, above 1.2, so
-    the token with A = 1 gets no gradient, but the token with A = -1 still gets its gradient.
+    The tokens were drawn by pi_old. Before the first update, pi is pi_old: each ratio is 1, and its
+    gradient is that of log pi, so the loss has the gradient of -A log pi (plus the KL's). Once an
+    update has changed pi, the ratio corrects for the change; the clip removes a token's gradient
+    when pi has moved far enough in the direction of A's sign. The KL penalizes drift from the
+    initial weights. Example: two tokens were sampled with p = 0.5 and have A = 1 and -1. The ratio
+    is p / 0.5 and each token weighs 1/2, so d loss / dp = -A. Because weights are shared, an update
+    may raise both p to 0.7. Both ratios are then 1.4, above 1.2, so the token with A = 1 gets no
+    gradient, but the token with A = -1 still gets its gradient.
 
     >>> A, old, mask = torch.tensor([1.0, -1.0]), torch.full((2, 1), 0.5).log(), torch.ones(2, 1)
     >>> for p in torch.full((2, 1), 0.5), torch.full((2, 1), 0.7):
@@ -74,7 +76,7 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta):
     ratio = (logps - old_logps).exp()           # (N, R) pi / pi_old
     clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
     x = ref_logps - logps       # over pi's tokens, -x has mean KL(pi || pi_ref), e^x - 1 has mean 0
-    kl = x.expm1() - x          # never < 0, its mean is the KL; its gradient is KL(pi_ref || pi)'s
+    kl = x.expm1() - x          # never < 0, and its mean is the KL as well (docs/derivation.md)
     loss = beta * kl - torch.min(ratio * A, clipped * A)                                # (N, R)
     loss = ((loss * mask).sum(1) / mask.sum(1)).mean()
     return loss, {"kl": (kl.detach() * mask).sum() / mask.sum()}

@@ -101,7 +101,7 @@ def test_a_run_leaves_all_its_files(tmp_path, capsys, monkeypatch, pictures):
     exec(card.text.split("```python\n")[1].partition("```")[0], {})
     assert capsys.readouterr().out.startswith("<think>\n")
     assert "held-out accuracy" in printed
-    # At each evaluation the same problem; the shipped weights begin carelessly.
+    # At each evaluation the same problem; the included weights begin carelessly.
     assert printed.count("\n  What is 24 + 33*8?\n") == 3
     assert "\n  wrong: <think>⏎ 33*8 is 264⏎ 264+24 is 272⏎ </think>" in printed
 

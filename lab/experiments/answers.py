@@ -1,7 +1,7 @@
 """Answers with the gradients of their log-probabilities: all of them, or many samples.
 
 Tiny      a policy of the shipped architecture, so small that its answers can be enumerated
-sampled   the shipped weights, or those of a run, on training prompts of the default task
+sampled   the included weights, or those of a run, on training prompts of the default task
 """
 import itertools
 from collections import Counter

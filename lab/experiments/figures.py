@@ -18,13 +18,13 @@ def draw(results, experiment, panels, path):
     panels: {series: (title, subtitle, format of the values)}. An arm named `grpo, none` has the
     colour of all arms that begin with `grpo`; what follows the comma picks the dashes. Arms of a
     cell have the colours of the legend, one after the other. The numbers beside a panel are the
-    ends of its lines.
+    ends of its lines, as the tables have them.
     """
     arms = list(dict.fromkeys(run["arm"] for run in results))
     rows = list(dict.fromkeys(run["row"] for run in results))
     own = "cells" in experiment
-    if own:
-        cells = experiment["cells"]
+    if own:     # arms beyond the legend are in tables only
+        cells, arms = experiment["cells"], list(experiment["legend"])
         lines = {name: (color, "-") for name, color in experiment["legend"].items()}
     else:
         cells = [{"row": row, "key": key} for key in experiment["panels"] for row in rows]
@@ -100,7 +100,8 @@ def draw_panel(ax, runs, key, form, lines, *, whole):
             ax.fill_between(steps, low, high, color=color, alpha=0.13, linewidth=0)
         label = None
         if len(lines) <= 4:     # more numbers would not fit beside the panel; the table has them
-            label = form.format(np.nanmean(at_end(key, center)))
+            ends = np.nanmean(at_end(key, values), 1)
+            label = form.format((np.nanmedian if key in LOGARITHMIC else np.nanmean)(ends))
         ax.plot(steps, center, color=color, linestyle=dashes, linewidth=1.8, label=label)
     finish(ax, form)
     if most == 1 and (whole or ax.dataLim.y1 > 0.85):

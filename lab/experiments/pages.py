@@ -54,16 +54,18 @@ def fill(line, texts):
 
 def texts_of(experiment, results, panels):
     """What stands in the last cells of an experiment's table, row by row."""
+    return [[text_of(cell, results, panels) for cell in row]
+            for row in cells_of(experiment, results)]
+
+
+def cells_of(experiment, results):
+    """The last cells of an experiment's table, row by row."""
     table = experiment.get("table", {})
     columns = table.get("columns", ["eval/accuracy", "eval/greedy_accuracy"])
     rows = table.get("rows", arms_of(results))
     if rows == "cells":
         rows = experiment["cells"]
-    texts = []
-    for row in rows:
-        texts.append([text_of(cell_of(table, column, row), results, panels)
-                      for column in columns])
-    return texts
+    return [[cell_of(table, column, row) for column in columns] for row in rows]
 
 
 def arms_of(results):

@@ -3,7 +3,7 @@
 `python -m lab.tasks.countdown` writes the three files that we ship, in the form of the public data
 set, {"nums": [9, 8, 6], "target": 57}: countdown_train.jsonl and countdown_heldout.jsonl have three
 numbers and + - *, countdown_hard.jsonl four numbers and + - * /. With `--sft FOLDER` it also writes
-the texts that the shipped weights were trained on, and what experiments train on besides. Every
+the texts that the included weights were trained on, and what experiments train on besides. Every
 time they are the same.
 
 A thought is a list of tries, one a line: an expression worked from left to right, its result, the

@@ -1,7 +1,7 @@
 """Guess the number: a game in turns, which the tool `guess` answers.
 
 `python -m lab.tasks.guess` writes guess.jsonl, {"prompt", "secret"}: a line for each number. With
-`--sft FOLDER` it also writes the games that the shipped weights imitate, and, for an experiment,
+`--sft FOLDER` it also writes the games that the included weights imitate, and, for an experiment,
 others that have players who halve. The files are always the same.
 
     Guess my number from 1 to 63.

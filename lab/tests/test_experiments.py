@@ -372,12 +372,61 @@ def test_the_pages_show_the_results():
         assert new == text, "run python -m lab.experiments pages"
 
 
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_what_ran_is_on_a_page_or_named_with_its_reason(language):
+    shown = set()
+    for page in command.page_files():
+        if ("zh" in page.parts) == (language == "zh"):
+            shown |= shown_on(page.read_text(encoding="utf-8"))
+    for name, experiment in EXPERIMENTS.items():
+        if "results" in experiment:
+            continue
+        ran = ({*command.commands_of(experiment)} if "arms" in experiment else
+               {(line["row"], line["arm"]) for line in command.known(name)})
+        missing = {run for run in ran if (name, *run) not in shown}
+        for reason, names in experiment.get("untabled", {}).items():
+            for row_or_arm in names:
+                named = {run for run in ran if row_or_arm in run}
+                assert named & missing, f"{name}, {row_or_arm!r} is on a page, or never ran"
+                missing -= named
+        assert not missing, f"{name}: on no page, and not named as `untabled`"
+
+
+def shown_on(text):
+    """{(experiment, row, arm)} of the tables and pictures of a page."""
+    shown = set()
+    for _, name, _ in pages.BLOCK.findall(text):
+        if name == "claims":
+            cells = [claim for claim, _ in command.claims_and_texts() if "headline" in claim]
+        else:
+            experiment = EXPERIMENTS[name]
+            name = experiment.get("results", name)
+            rows = pages.cells_of(experiment, command.known(name))
+            cells = [{"experiment": name} | cell for cell in itertools.chain(*rows)]
+        for cell in cells:
+            shown.add((cell["experiment"], cell["row"], cell["arm"]))
+            if "minus" in cell:
+                shown.add((cell["experiment"], cell.get("minus_row", cell["row"]), cell["minus"]))
+    for name in re.findall(r"images/(\w+)\.png", text):
+        experiment = EXPERIMENTS.get(name, {})
+        if "arms" in experiment and not {"cells", "bars"} & {*experiment}:      # it draws all arms
+            shown |= {(name, *run) for run in command.commands_of(experiment)}
+    return shown
+
+
+@pytest.mark.parametrize("page", ["lab/results.md", "lab/zh/results.md"])
+def test_the_number_of_claims_is_that_of_the_page(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    written = re.findall(r"(?<=\| )\d+(?= claims with| 条结论)|\d+(?= here\))|(?<=本页有 )\d+", text)
+    assert written == [str(len(command.claims_of("results")))] * 2
+
+
 def test_the_minutes_of_the_planning_table_are_the_medians_of_the_results():
     plan = {row[0]: float(row[-1]) for table in tables(PAGES["docs/own_task.md"]) for row in table
             if len(row) == 7}
     for task, name, row, arm in (
             ("arithmetic, the default", "default", "", "the default run"),
-            ("`@dataset/countdown.txt`", "countdown", "", "the shipped weights"),
+            ("`@dataset/countdown.txt`", "countdown", "", "the included weights"),
             ("`@dataset/guess.txt`", "guess", "", "nobody halves"),
             ("`@dataset/sentences.txt`, SmolLM2-135M", "smollm2", "", "the rule alone"),
             ("sums of reasoning-gym, SmolLM2-135M", "reasoning_gym", "SmolLM2, up to 3 numbers",
