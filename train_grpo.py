@@ -27,7 +27,7 @@ A step has five phases. It uses B prompts with G completions each; B, G, beta, e
     3. rewards                compute_rewards      a number for each completion
        and advantages         compute_advantages   each reward relative to its group
     4. update                 update_policy        gradient steps on the loss
-    5. log                    log.record           metrics, evaluations, pictures, checkpoints
+    5. log                    loop.record          metrics, evaluations, pictures, checkpoints
 
 A rollout is all completions of a step. A minibatch is the part of the rollout that one optimizer
 step uses, by default all of it. A micro-batch is the part of a minibatch that the model processes
@@ -39,24 +39,20 @@ n those in a micro-batch, P prompt and R completion tokens, V vocabulary entries
     python train_grpo.py                            about four minutes on two cores
     torchrun --nproc_per_node=2 train_grpo.py       on two processes
 
-The algorithm itself is in this file, up to the end of `main`. The sampler, two of the four rewards,
-and bookkeeping are in other files. By default, the sampler and `token_logps` are replaced by faster
-versions in model/fast.py, whose results agree up to rounding (each run checks `token_logps`);
-`--sampler plain` runs the readable versions. Options may wrap or replace functions of this file
-when a run starts. A run first prints the name of each such function and the file that changed it.
+The algorithm itself is in this file, up to the end of `main`; begin with `step` and `run`. The
+sampler, two of the four rewards, and bookkeeping are in other files. By default, the sampler and
+`token_logps` are replaced by faster versions in model/fast.py, whose results agree up to rounding
+(each run checks `token_logps`); `--sampler plain` runs the readable versions. Options override
+methods of the class GRPO. A run first prints the name of each such method, and the file.
 
 The log-probabilities under pi_old come from the trainer, not from the sampler, so every ratio
-starts at exactly 1. There are two differences from the papers:
-  - Log-probabilities are those of the sampling distribution: they depend on the temperature, and
-    top-k and top-p are not used. The output head and the softmax compute in float32.
-  - Averages are over all micro-batches of an optimizer step, on all ranks. So for the same
-    completions, neither micro_batch_size nor the number of ranks changes the gradient.
+starts at exactly 1. All log-probabilities are those of the sampling distribution, in float32: they
+depend on the temperature, and top-k and top-p are not used.
 """
 import math
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 # Set before torch is imported: idle OpenMP threads then soon sleep, and leave their cores free.
@@ -73,10 +69,11 @@ from model import eos_token_ids, load_tokenizer, vllm
 from run import checkpoint, distributed, evaluate, extensions, given, minimind_flags
 from run import policy as policies
 from run.distributed import World
+from run.loop import Loop
 from run.metrics import Clock, Metrics
 from run.report import terminal
 from run.rollout import Rollout
-from run.signals import recorded
+from run.signals import recorded, stop_if_cut_short
 
 # --- the objective --------------------------------------------------------------------------------
 
@@ -174,8 +171,9 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
 
 # --- rewards --------------------------------------------------------------------------------------
 # A reward function scores N completions at once: it returns a number for each, or None for one that
-# it can't score. `columns` holds the data's other fields, such as `answer`, with N values each. In
-# FORMAT, (?>...) never backtracks, so matching takes time linear in a completion's length.
+# it can't score; reward/load.py turns None and failures into NaN. `own_words` are the completions
+# without a tool's answers; `columns` has the data's other fields, such as `answer`, N values each.
+# In FORMAT, (?>...) never backtracks, so matching takes time linear in a completion's length.
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 FORMAT = re.compile(r"(?><think>\n.*?\n</think>\n\n?<answer>\n).*\n</answer>", re.DOTALL)
 
@@ -195,10 +193,7 @@ def tag_reward(prompts, completions, own_words=None, **columns):
 REWARD_WEIGHTS = {"format": 1.0, "tag": 1.0, "rm": 1.0, "accuracy": 1.0}
 
 
-# --- the functions of a step ----------------------------------------------------------------------
-# `state` is a TrainState, defined below main. It holds the flags (state.args), the ranks
-# (state.world), the models, and these functions: state.generate(batch, rng) calls generate(state,
-# batch, rng), unless an option has replaced `generate`.
+# --- a step ---------------------------------------------------------------------------------------
 # A Rollout (run/rollout.py) has a row for each completion. This file uses these of its members:
 #     loss_mask                  (N, R) the tokens to train on, by default all through the EOS
 #     sampling_logps, ref_logps  (N, R) log-probs from the sampler, and under the reference
@@ -207,161 +202,169 @@ REWARD_WEIGHTS = {"format": 1.0, "tag": 1.0, "rm": 1.0, "accuracy": 1.0}
 #     sequences()                the inputs of token_logps: input_ids, attention_mask (N, T), and R
 
 
-def generate(state, batch, rng, num_generations=None, greedy=False):
-    """1. Samples G completions of each prompt in the batch, and returns them as a Rollout."""
-    args = state.args
-    completion_ids, logps = state.policy.sample(    # (N, R); prompt_ids are (B, P)
-        batch["prompt_ids"].to(rng.device), batch["prompt_mask"].to(rng.device),
-        num_generations=num_generations or args.num_generations, max_new_tokens=args.max_gen_len,
-        temperature=args.temperature, eos_token_id=state.eos_ids,
-        pad_token_id=state.tokenizer.pad_token_id or 0, generator=rng, greedy=greedy)
-    mask = completion_mask(completion_ids, state.eos_ids)                               # (N, R)
-    return Rollout.of(batch, completion_ids, mask, logps, state.eos_ids, state.tokenizer)
+@dataclass
+class GRPO:
+    """What a step needs, and the functions of a step. The last, `step`, calls the others in order.
 
-
-@torch.no_grad()
-def compute_logps(state, policy, rollout):
-    """2. Returns the log-probs, (N, R), that a policy assigns to the completions' tokens."""
-    logps = torch.zeros_like(rollout.sampling_logps)
-    for rows in torch.arange(len(logps), device=logps.device).split(state.args.micro_batch_size):
-        part = rollout.select(rows)
-        logps[rows, :part.loss_mask.shape[1]] = policy.token_logps(
-            *part.sequences(), temperature=state.args.temperature)
-    return logps
-
-
-def compute_rewards(state, rollout, reward_funcs, reward_weights):
-    """3. Returns (rewards, each): the weighted sum, (N,), and {function name: its rewards, (N,)}.
-
-    If a function returns None for a completion or fails, its reward is NaN, and the sum leaves it
-    out. The sum is NaN if no function has scored the completion.
+    Options (run/extensions/) are classes whose methods override these, and call them with super().
     """
-    given = rollout.for_rewards()                           # prompts, completions, and columns
-    each = {func.__name__: torch.tensor(func(**given)) for func in reward_funcs}
-    values, weights = torch.stack([*each.values()]), torch.tensor(reward_weights)
-    rewards = (values * weights[:, None]).nansum(0)                                     # (N,)
-    # A function of weight 0 doesn't count as scoring, unless all weights are 0 (with a teacher).
-    counts = weights != 0 if weights.any() else weights == 0
-    rewards[values[counts].isnan().all(0) | ~rewards.isfinite()] = math.nan
-    return rewards, each
+    args: object                        # the flags
+    world: World                        # run/distributed.py: the ranks
+    tokenizer: object
+    eos_ids: list                       # ids of the tokens that end a completion
+    policy: policies.Policy             # run/policy.py: a model, its sampler, its token_logps
+    reference: policies.Policy          # None with --beta 0
+    optimizer: torch.optim.Optimizer
+    reward_funcs: list
+    eval_funcs: list
+
+    grpo_loss = staticmethod(grpo_loss)         # these functions of this file are here, so that
+    token_logps = staticmethod(token_logps)     # options can override or call them
+    k3 = staticmethod(k3)
+
+    def __post_init__(self):
+        self.num_prompts = self.args.batch_size * self.args.accumulation_steps  # per step and rank
+        self.every_row_has_gradient = self.reference is not None    # by the KL, even if A is 0
+        self.phase = Clock(self.world.device)   # self.phase("update") starts timing a phase
+        self.current_step, self.saved = 0, {}   # saved: {name: model or dict} for checkpoints
+
+    def generate(self, batch, rng, num_generations=None, greedy=False):
+        """1. Samples G completions of each prompt in the batch, and returns them as a Rollout."""
+        args = self.args
+        completion_ids, logps = self.policy.sample(     # (N, R); prompt_ids are (B, P)
+            batch["prompt_ids"].to(rng.device), batch["prompt_mask"].to(rng.device),
+            num_generations=num_generations or args.num_generations, temperature=args.temperature,
+            max_new_tokens=args.max_gen_len, eos_token_id=self.eos_ids, greedy=greedy,
+            pad_token_id=self.tokenizer.pad_token_id or 0, generator=rng)
+        mask = completion_mask(completion_ids, self.eos_ids)                            # (N, R)
+        return Rollout.of(batch, completion_ids, mask, logps, self.eos_ids, self.tokenizer)
+
+    @torch.no_grad()
+    def compute_logps(self, policy, rollout):
+        """2. Returns the log-probs, (N, R), that a policy assigns to the completions' tokens."""
+        logps = torch.zeros_like(rollout.sampling_logps)
+        for rows in torch.arange(len(logps), device=logps.device).split(self.args.micro_batch_size):
+            part = rollout.select(rows)
+            logps[rows, :part.loss_mask.shape[1]] = policy.token_logps(
+                *part.sequences(), temperature=self.args.temperature)
+        return logps
+
+    def compute_rewards(self, rollout, reward_funcs, reward_weights):
+        """3. Returns (rewards, each): the weighted sum, (N,), and {function name: (N,) rewards}.
+
+        The sum leaves out NaNs, and is NaN if no function has scored the completion.
+        """
+        given = rollout.for_rewards()           # prompts, completions, own_words, and columns
+        each = {func.__name__: torch.tensor(func(**given)) for func in reward_funcs}
+        values, weights = torch.stack([*each.values()]), torch.tensor(reward_weights)[:, None]
+        rewards = (values * weights).nansum(0)          # (N,), from (functions, N) * (functions, 1)
+        scored = ~values.isnan()
+        if weights.any():       # weight 0: only a metric; with a teacher, all weights may be 0
+            scored &= weights != 0
+        rewards[~scored.any(0) | ~rewards.isfinite()] = math.nan
+        return rewards, each
+
+    def compute_advantages(self, rollout):
+        """3. Returns the advantage of each completion, (N,)."""
+        advantages = group_advantages(rollout.rewards, self.args.num_generations)
+        return advantages.to(rollout.loss_mask.device)
+
+    def compute_loss(self, part, logps, entropy):
+        """4. Returns (loss, metrics) of a micro-batch, to be summed over the optimizer step."""
+        args = self.args
+        return self.grpo_loss(
+            logps, part.old_logps, part.advantages, part.loss_mask, ref_logps=part.ref_logps,
+            beta=args.beta, epsilon_low=args.epsilon_low, epsilon_high=args.epsilon_high,
+            num_sequences=part.num_sequences, num_tokens=part.num_tokens)
+
+    def update_policy(self, rollout):
+        """4. Makes num_iterations passes over the rollout, with one optimizer step per minibatch.
+
+        Returns metrics, or {}, without an update, if no completion on any rank has a reward.
+        """
+        args, world, policy = self.args, self.world, self.policy
+        metrics = Metrics(world, args)
+        if not world.sum((~rollout.rewards.isnan()).sum()):
+            return {}
+        # Lists of micro-batches, without the rows that have no gradient; these are only counted.
+        minibatches = rollout.minibatches(args, world, self.every_row_has_gradient)
+
+        if args.num_iterations * len(minibatches) > 1:  # pi will move away from pi_old, so compute
+            self.phase("old_logps")                     # pi_old's log-probabilities beforehand
+            with torch.no_grad():
+                for part in sum(minibatches, []):
+                    part.old_logps = policy.token_logps(
+                        *part.sequences(), temperature=args.temperature)
+            self.phase("update")
+
+        for _ in range(args.num_iterations):
+            for minibatch in minibatches:
+                for part in minibatch:          # the gradients of micro-batches add up
+                    logps, entropy = policy.token_logps(                                # (n, R)
+                        *part.sequences(), temperature=args.temperature, with_entropy=True)
+                    if part.old_logps is None:  # pi equals pi_old: the ratio is 1, with a gradient
+                        part.old_logps = logps.detach()
+                    loss, of_loss = self.compute_loss(part, logps, entropy)
+                    loss.backward()
+                    metrics.add(part, logps, entropy, loss, of_loss)
+                world.sum_gradients(policy.model)       # over the ranks
+                grad_norm = world.clip_gradients(policy.model, args.grad_clip)
+                # With a gradient of 0, the optimizer's momentum would still change the policy.
+                if grad_norm.isfinite() and grad_norm > 0:
+                    self.optimizer.step()
+                self.optimizer.zero_grad()      # frees the gradients; sampling needs the memory
+                metrics.end_update(grad_norm)
+        return metrics.means()      # of the updates; a loss's metrics are sums over micro-batches
+
+    def step(self, batch, step, lr):
+        """Takes one GRPO step on a batch of prompts. Returns (rollout, metrics)."""
+        self.current_step = step
+        self.phase("rollout")           # 1. generate
+        rollout = self.generate(batch, self.world.rng(step))
+
+        self.phase("ref_logps")         # 2. reference log-probs; no reference with --beta 0
+        if self.reference is not None:
+            rollout.ref_logps = self.compute_logps(self.reference, rollout)
+
+        self.phase("reward")            # 3. rewards and advantages
+        rollout.rewards, rollout.rewards_per_func = self.compute_rewards(
+            rollout, self.reward_funcs, self.args.reward_weights)
+        stop_if_cut_short(self.world)   # if a signal has ended them early, on any rank
+        rollout.advantages = self.compute_advantages(rollout)
+
+        self.phase("update")            # 4. update
+        self.optimizer.param_groups[0]["lr"] = lr
+        metrics = self.update_policy(rollout)
+        self.phase(None)
+        return rollout, metrics | {"learning_rate": lr}
 
 
-def compute_advantages(state, rollout):
-    """3. Returns the advantage of each completion, (N,)."""
-    advantages = group_advantages(rollout.rewards, state.args.num_generations)
-    return advantages.to(rollout.loss_mask.device)
-
-
-def compute_loss(state, part, logps, entropy):
-    """4. Returns (loss, metrics) of a micro-batch, to be summed over the optimizer step."""
-    args = state.args
-    return state.grpo_loss(logps, part.old_logps, part.advantages, part.loss_mask,
-                           ref_logps=part.ref_logps, beta=args.beta, epsilon_low=args.epsilon_low,
-                           epsilon_high=args.epsilon_high, num_sequences=part.num_sequences,
-                           num_tokens=part.num_tokens)
-
-
-def update_policy(state, rollout):
-    """4. Makes num_iterations passes over the rollout, with one optimizer step per minibatch.
-
-    Returns a dict of metrics. If no completion on any rank has a reward, there is no update, and
-    the dict is empty.
-    """
-    args, world, policy = state.args, state.world, state.policy
-    metrics, minibatches = Metrics(world, args), []
-    if not world.sum((~rollout.rewards.isnan()).sum()):
-        return {}
-    # A row with advantage 0 can skip the model if nothing else, such as a KL, gives it a gradient.
-    # With FSDP all ranks need the same number of passes, so --shard skips no row.
-    read = rollout.has_gradient(state.every_row_has_gradient) | bool(args.shard)        # (N,)
-    for parts, counts in rollout.minibatches(args.num_minibatches, args.micro_batch_size, read):
-        # The loss averages over all completions of the minibatch on all ranks, even skipped ones.
-        num_sequences, num_tokens = world.sum(counts).tolist()
-        for part in parts:
-            part.num_sequences, part.num_tokens = num_sequences, num_tokens
-        minibatches.append(parts)
-
-    if args.num_iterations * len(minibatches) > 1:      # pi will move away from pi_old, so compute
-        state.phase("old_logps")                        # pi_old's log-probabilities beforehand
-        with torch.no_grad():
-            for part in sum(minibatches, []):
-                part.old_logps = policy.token_logps(
-                    *part.sequences(), temperature=args.temperature)
-        state.phase("update")
-
-    for _ in range(args.num_iterations):
-        for minibatch in minibatches:
-            for part in minibatch:          # the gradients of micro-batches add up
-                logps, entropy = policy.token_logps(                                    # (n, R)
-                    *part.sequences(), temperature=args.temperature, with_entropy=True)
-                if part.old_logps is None:  # pi equals pi_old: the ratio is 1, with a gradient
-                    part.old_logps = logps.detach()
-                loss, of_loss = state.compute_loss(part, logps, entropy)
-                loss.backward()
-                metrics.add(part, logps, entropy, loss, of_loss)
-            world.sum_gradients(policy.model)       # over the ranks
-            grad_norm = world.clip_gradients(policy.model, args.grad_clip)
-            # With a gradient of 0, the optimizer's momentum would still change the policy.
-            if grad_norm.isfinite() and grad_norm > 0:
-                state.optimizer.step()
-            state.optimizer.zero_grad()     # frees the gradients; sampling needs the memory
-            metrics.end_update(grad_norm)
-    # The loss's metrics are summed over micro-batches and ranks, and averaged over updates.
-    return metrics.means()
-
-
-def grpo_step(state, batch, step, lr):
-    """Takes one GRPO step on a batch of prompts. Returns (rollout, metrics).
-
-    state.generate is the function `generate` above, unless an option has replaced it. The same is
-    true of the other functions. state.phase(name) starts timing a phase.
-    """
-    state.step = step               # extensions read it
-
-    state.phase("rollout")          # 1. generate
-    rollout = state.generate(batch, state.world.rng(step))
-
-    state.phase("ref_logps")        # 2. reference log-probs; there is no reference with --beta 0
-    if state.reference is not None:
-        rollout.ref_logps = state.compute_logps(state.reference, rollout)
-
-    state.phase("reward")           # 3. rewards and advantages
-    rollout.rewards, rollout.rewards_per_func = state.compute_rewards(
-        rollout, state.reward_funcs, state.args.reward_weights)
-    rollout.advantages = state.compute_advantages(rollout)
-
-    state.phase("update")           # 4. update
-    state.optimizer.param_groups[0]["lr"] = lr
-    metrics = state.update_policy(rollout)
-    state.phase(None)
-    return rollout, metrics | {"learning_rate": lr}
-
-
-def run(args, world, **options):
+def run(args, world, trainer=GRPO, **options):
     """Trains a policy. Returns (model, history), where history has the metrics of each step."""
-    with terminal.Run(args, world, **options) as log:   # files, checkpoints, evaluations
-        state = load(args, world)
-        for step, batch in log.steps(state):        # resumes with --resume; evaluates before step 1
-            lr = lr_at(step, log.last_step, peak=args.learning_rate, warmup_steps=args.warmup_steps)
-            rollout, metrics = grpo_step(state, batch, step, lr)
-            log.record(step, rollout, metrics)      # 5. log
-        log.finish(parse_args([]))      # writes final/; its card names the flags that were changed
-    world.close()
-    return state.policy.model, log.history
+    with Loop(args, world, **options) as loop:      # makes the run's folder
+        grpo = load(args, world, trainer)
+        for step in loop.steps(grpo):       # reads the prompts, resumes, evaluates before step 1
+            batch = loop.batch(step)        # {"prompt_ids": (B, P), "prompt_mask": (B, P), ...}
+            lr = lr_at(step, loop.last_step, peak=args.learning_rate,
+                       warmup_steps=args.warmup_steps)
+            rollout, metrics = grpo.step(batch, step, lr)
+            loop.record(step, rollout, metrics)     # 5. log: prints, evaluates and saves if due
+        loop.finish(defaults=parse_args([]))        # writes final/ and a card with changed flags
+    return grpo.policy.model, loop.history
 
 
 @errors.user_errors("train_grpo.py")    # prints a user's mistake as one sentence, no traceback
 @recorded                               # tells torchrun which rank has failed, and why
-def main(argv=None):
+def main(argv=None, trainer=GRPO):
     args = parse_args(argv)
-    run(args, World.join(args))     # the processes that torchrun started, or this one alone
+    run(args, World.join(args), trainer)    # the processes that torchrun started, or this one alone
 
 
 # --- for reference: a call from Python ------------------------------------------------------------
 
 
 def train(model, tokenizer=None, *, reward_funcs, prompts, reference=None, reward_model=None,
-          out_dir=None, **flags):
+          out_dir=None, trainer=GRPO, **flags):
     """Trains a model like `main`, but from Python. Returns (trained model, metrics of each step).
 
         def length(completions, **columns):
@@ -380,6 +383,7 @@ def train(model, tokenizer=None, *, reward_funcs, prompts, reference=None, rewar
     reward_funcs: a list of functions, names of rewards, or strings "module:function".
     prompts: a list of strings, chats or rows like {"prompt": ..., "answer": ...}, or a file.
     out_dir: the folder for output files. If it is None, no files are written.
+    trainer: a subclass of GRPO with methods of your own, which are called before those of options.
     flags: any flags that --help lists, as keyword arguments. Where --help says "module:function",
     pass a function. To resume a run, pass resume=True, the same out_dir and run_name, and the
     initial model. Tokenizer and prompts must be the same as before.
@@ -395,7 +399,7 @@ def train(model, tokenizer=None, *, reward_funcs, prompts, reference=None, rewar
         args.out_dir = out_dir and args.out_dir
         world = World.join(args)
         try:
-            policy, history = run(args, world, watches=False)
+            policy, history = run(args, world, trainer, watches=False)
         finally:
             world.close()
         return errors.GIVEN.get(args.model_path, policy), history
@@ -404,69 +408,11 @@ def train(model, tokenizer=None, *, reward_funcs, prompts, reference=None, rewar
 # --- for reference: loading -----------------------------------------------------------------------
 
 
-# The functions of a step whose first argument is the TrainState.
-BOUND = ("generate", "compute_logps", "compute_rewards", "compute_advantages", "compute_loss",
-         "update_policy")
-
-
-@dataclass(slots=True)
-class TrainState:
-    """Holds everything that a step needs. A mistyped attribute name raises an AttributeError."""
-    args: object                        # the flags
-    world: World
-    tokenizer: object
-    eos_ids: list                       # ids of the tokens that end a completion
-    policy: policies.Policy             # run/policy.py: a model, its sampler, its token_logps
-    reference: policies.Policy          # None with --beta 0
-    optimizer: torch.optim.Optimizer
-    reward_funcs: list
-    eval_funcs: list
-    num_prompts: int                    # per step and rank
-    every_row_has_gradient: bool        # a KL, for example, gives rows of advantage 0 a gradient
-    generate: Callable                  # this and the next functions are this file's, unless an
-    compute_logps: Callable             # option wraps or replaces them
-    compute_rewards: Callable
-    compute_advantages: Callable
-    compute_loss: Callable
-    update_policy: Callable
-    grpo_loss: Callable                 # this and the next two don't take `state`
-    token_logps: Callable               # for models that an option loads
-    k3: Callable                        # for other losses
-    phase: Clock = field(init=False)    # state.phase("update") starts the clock of a phase
-    step: int = 0                       # the current step
-    saved: dict = field(default_factory=dict)       # {name: a model or a dict} for checkpoints
-    changed: dict = field(default_factory=dict)     # {function: how, and by which flag and file}
-
-    def __post_init__(self):
-        self.phase = Clock(self.world.device)
-        for name in BOUND:
-            setattr(self, name, partial(getattr(self, name), self))
-
-    def wrap(self, flag, **wrappers):
-        """Wraps functions of a step: wrapper(inner, state, ...) can call inner, the original."""
-        for name, wrapper in wrappers.items():
-            self._put(name, partial(wrapper, getattr(self, name)), f"wrapped by {flag}", wrapper)
-
-    def replace(self, flag, **functions):
-        """Replaces functions of a step. Raises an error if one has already been changed."""
-        for name, function in functions.items():
-            if name in self.changed:
-                raise RuntimeError(f"{flag} would undo that {name} is {self.changed[name][-1]}")
-            self._put(name, function, f"replaced by {flag}", function)
-
-    def _put(self, name, function, how, by):
-        if name not in (*BOUND, "grpo_loss"):
-            raise AttributeError(f"{name} is not a function of a step")
-        module = getattr(by, "func", by).__module__.replace(".", "/")
-        self.changed.setdefault(name, []).append(f"{how} ({module}.py)")
-        setattr(self, name, partial(function, self) if name in BOUND else function)
-
-
-def load(args, world):
-    """Returns the TrainState of a run: its models, optimizer, rewards, and installed options."""
+def load(args, world, trainer=GRPO):
+    """Returns the trainer of a run, with its models, its rewards, and the options that are on."""
     world.check_same_flags(args)      # if they differed, a rank could wait forever for the others
     engine = vllm.Engine(world, args) if args.sampler == "vllm" else None
-    policy, reference = policies.load_models(args, world, token_logps, engine)
+    policy, reference = policies.load_models(args, world, trainer.token_logps, engine)
     tokenizer_path = args.tokenizer_path or args.model_path
     tokenizer = load_tokenizer(tokenizer_path, policy.model.config.vocab_size)
     eos_ids = eos_token_ids(policy.model, tokenizer)
@@ -477,19 +423,13 @@ def load(args, world):
         args, world.device, known={"format": format_reward, "tag": tag_reward})
     optimizer = torch.optim.AdamW(policy.model.parameters(), betas=(0.9, 0.99), fused=True,
                                   weight_decay=args.weight_decay)   # 0.99, as runs are short
-    state = TrainState(
+    grpo = extensions.class_of_run(GRPO, args, trainer)(
         args=args, world=world, tokenizer=tokenizer, eos_ids=eos_ids, policy=policy,
-        reference=reference, optimizer=optimizer, reward_funcs=reward_funcs, eval_funcs=eval_funcs,
-        num_prompts=args.batch_size * args.accumulation_steps,
-        every_row_has_gradient=reference is not None, generate=generate,
-        compute_logps=compute_logps, compute_rewards=compute_rewards,
-        compute_advantages=compute_advantages, compute_loss=compute_loss, grpo_loss=grpo_loss,
-        update_policy=update_policy, token_logps=token_logps, k3=k3)
+        reference=reference, optimizer=optimizer, reward_funcs=reward_funcs, eval_funcs=eval_funcs)
     if engine is not None:          # vLLM reloads changed weights, and frees memory for updates
         optimizer.register_step_post_hook(engine.outdate)
-        state.phase.listeners.append(engine.sleep)
-    extensions.install(state)
-    return state
+        grpo.phase.listeners.append(engine.sleep)
+    return grpo
 
 
 def lr_at(step, last_step, *, peak, warmup_steps):
@@ -564,7 +504,10 @@ def add_flags(parser):
     flag("--num_minibatches", type=COUNT, default=1, help="optimizer steps per pass; with one pass "
          "of one step, every ratio is 1 and nothing is clipped")
 
-    flag = parser.group("4. update (the optimizer)").add_argument
+    add_optimizer_flags(parser.group("4. update (the optimizer)").add_argument)
+
+
+def add_optimizer_flags(flag):
     flag("--micro_batch_size", type=COUNT, default=64, help="completions per forward pass; lower "
          "it if you run out of memory, the result stays the same")
     flag("--max_steps", type=COUNT_OR_0, help="number of steps, in as many passes over the prompts "

@@ -1,3 +1,3 @@
-from .prompts import PromptCollator, PromptDataset, batches_from, read_prompts, rows_of_step
+from .prompts import PromptCollator, PromptDataset, last_step_of, read_prompts, rows_of_step
 
-__all__ = ["PromptCollator", "PromptDataset", "batches_from", "read_prompts", "rows_of_step"]
+__all__ = ["PromptCollator", "PromptDataset", "last_step_of", "read_prompts", "rows_of_step"]

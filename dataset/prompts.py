@@ -337,25 +337,18 @@ def read_prompts(args, tokenizer, config=None):
     return collate, problems, heldout
 
 
-def batches_from(problems, collate, num_prompts, world, args):
-    """Returns (batch, last_step). batch(step) returns this rank's batch of num_prompts prompts.
+def last_step_of(num_problems, num_prompts, world, args):
+    """Returns a run's last step: --max_steps or the end of --epochs, whichever comes first.
 
-    last_step is --max_steps or the end of --epochs, whichever comes first. Without these flags,
-    last_step is the end of the first epoch, but at most MOST_STEPS.
+    Without these flags, it is the end of the first epoch, but at most MOST_STEPS.
     """
-    per_pass = steps_per_epoch(len(problems), num_prompts, world.size)
+    per_pass = steps_per_epoch(num_problems, num_prompts, world.size)
     last_step = (args.epochs or 1) * per_pass
     if args.max_steps is None and not args.epochs:
         last_step = min(last_step, MOST_STEPS)
     elif args.max_steps:
         last_step = min(args.max_steps, last_step) if args.epochs else args.max_steps
     if per_pass < 1:
-        raise UserError(f"{args.data_path}: {len(problems)} prompts are too few for {world.size} "
+        raise UserError(f"{args.data_path}: {num_problems} prompts are too few for {world.size} "
                         "processes; add prompts until there is at least one for each process")
-
-    def batch(step, problems=problems):
-        rows = rows_of_step(step, len(problems), num_prompts, rank=world.rank,
-                            world_size=world.size, seed=args.seed, shuffle=args.shuffle)
-        return collate([problems[row] for row in rows])
-
-    return batch, last_step
+    return last_step

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from dataset.folders import claim
+from dataset.folders import new_folder
 from dataset.jsonl import read_lines
 from dataset.prompts import is_chat, read_row
 from errors import COUNT, COUNT_OR_0, Parser, UserError, explained, number, user_errors
@@ -201,7 +201,7 @@ def main(argv=None):
     rng = random.Random(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chats = read_chats(args.data)
-    args.save = claim(args.save, "model.train_sft", args)     # before the work
+    args.save = new_folder(args.save, "--save")     # before the work
     if args.init:
         model = load_pretrained(args.init, dtype=torch.float32, device=device)
         tokenizer = load_tokenizer(args.init, model.config.vocab_size)

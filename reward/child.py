@@ -31,7 +31,7 @@ class Child:
 
     def __init__(self):
         self.process, self.late, self.unanswered = None, 0, 0     # numbers of questions
-        self.given_up = self.cut_short = False      # at a signal; whether questions were then left
+        self.given_up = self.cut_short = 0      # the signal; the same if questions were then left
 
     def ask(self, questions):
         """Returns a list of answers: 0 for a late one, and None after MOST_LATE late answers."""
@@ -68,9 +68,9 @@ class Child:
                 answers.append(0)
         return answers
 
-    def give_up(self):
-        """Ends the child and asks no more questions, because a signal has stopped the run."""
-        self.given_up = True
+    def give_up(self, signal=1):
+        """Ends the child and asks no more questions, because this signal has stopped the run."""
+        self.given_up = signal
         self.end()
 
     def end(self):

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from dataset.folders import claim
+from dataset.folders import new_folder
 from dataset.jsonl import read_lines, write_jsonl
 from dataset.prompts import is_chat
 from errors import COUNT, Parser, UserError, number, user_errors
@@ -191,7 +191,7 @@ def train(model, args, *, bare_answers=True):
         earlier = [pair for pair in earlier if not held_out(pair[0][:-1])]
         own, heldout = pairs_of_run(args.completions, rng)
     heldout = heldout + read_pairs(args.heldout)
-    args.save = claim(args.save, "reward.train_reward_model", args)       # before the work
+    args.save = new_folder(args.save, "--save")     # before the work
     if bare_answers:
         earlier, heldout, own = (with_bare_answers(pairs, rng) for pairs in (earlier, heldout, own))
 

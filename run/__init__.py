@@ -1,5 +1,6 @@
 """The parts of a training run besides the GRPO algorithm itself, which is in train_grpo.py.
 
+    loop.py           what surrounds a step: prompts, evaluations, checkpoints, signals
     policy.py         loads models, and selects how they run: plain, fast, vLLM, LoRA or sharded
     rollout.py        the completions of a step, and how they are split into micro-batches
     evaluate.py       evaluation on held-out problems

@@ -1,13 +1,12 @@
-"""Saves and resumes runs, and prevents two runs from writing to the same folder.
+"""Makes a run's folder, which no other run may write to, and saves and resumes runs.
 
 If a run crashes or the disk fills up during a save, a complete checkpoint still exists. On
 --resume, a UserError is raised if the data or the model files have changed.
 """
 import hashlib
 import json
-import os
+import re
 import shutil
-import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from dataset.folders import MARK, claim, mark_of, write_whole
+from dataset.folders import is_free, numbered, write_whole
 from dataset.jsonl import to_json
 from errors import COUNT, GIVEN, UserError, explained, reason
 from model.load import (
@@ -32,12 +31,9 @@ from model.transformers_model import AnyModel
 
 from .fsdp import load_parts, part_of
 from .report.model_card import write_card
-from .signals import SIGNALS
 
-LAUNCHER = os.getppid()                     # torchrun, if it started the run
-NOT_OF_A_RUN = ("out_dir", "run_name", "resume", "id")   # these only identify the run
-PROGRAM = "train_grpo.py"
-ID = "the id in args.json"
+NOT_OF_A_RUN = ("out_dir", "run_name", "resume")        # these only identify the run
+SAVED = ("checkpoint", "checkpoint.old", "final")       # one of these exists after the first save
 READ = ".json", ".jinja", ".txt", ".model"      # files of tokenizers and configurations
 ELSE = "restore it, or start a new run with another --run_name"
 
@@ -45,16 +41,30 @@ ELSE = "restore it, or start a new run with another --run_name"
 def add_flags(parser):
     flag = parser.group("5. log").add_argument
     flag("--out_dir", default="out", help="folder of all runs; a run writes to out_dir/run_name")
-    flag("--run_name", help="name of the run (default: grpo_<name of the weights>)")
+    flag("--run_name", help="name of the run's folder, which must be new or empty (default: "
+         "grpo_<name of the weights>, with a number if that is taken)")
     flag("--save_interval", type=COUNT, default=30, help="steps between checkpoints")
-    flag("--resume", action="store_true", help="continue the run from its last checkpoint")
+    flag("--resume", action="store_true", help="continue the run --run_name from its last "
+         "checkpoint (default: the last one with the default name)")
 
 
 def check(args):
-    weights = Path(args.model_path).name.removesuffix(".pth").strip("<>")
-    args.run_name = args.run_name or f"grpo_{weights}"
-    if args.run_name == ".." or Path(args.run_name).name != args.run_name:
+    """Checks --run_name. With --resume, fills it in; a new run gets its name with its folder."""
+    if args.run_name and (args.run_name == ".." or Path(args.run_name).name != args.run_name):
         raise UserError(f"--run_name {args.run_name}: it must be a folder name without /")
+    if args.resume:
+        args.run_name = args.run_name or newest(Path(args.out_dir), default_name(args))
+
+
+def default_name(args):
+    return f"grpo_{Path(args.model_path).name.removesuffix('.pth').strip('<>')}"
+
+
+def newest(out_dir, name):
+    """Returns the name of the run, of those called name, name_2, ..., that wrote args.json last."""
+    files = [file for file in out_dir.glob("*/args.json")
+             if re.fullmatch(rf"{re.escape(name)}(_[1-9]\d*)?", file.parent.name)]
+    return max(files, key=lambda file: file.stat().st_mtime).parent.name if files else name
 
 
 def flags_of_run(args):
@@ -67,72 +77,61 @@ def flags_of_run(args):
 class Saver:
     """Saves the checkpoints and the final weights of a run in run_dir; only rank 0 writes files.
 
-    The folder is locked until the run ends. Raises a UserError if another run has locked the
-    folder, or if the folder has files but was not created by a run. With eval_only, or if run_dir
-    is None, nothing is written or locked.
+    A new run makes a new folder, which is locked until the run ends. run_dir is None without
+    out_dir. With eval_only, nothing is written or locked.
     """
 
-    def __init__(self, run_dir, world, args):
-        # An absolute path, because a reward function may change the working directory.
-        self.run_dir, self.world, self.args = run_dir and Path(run_dir).absolute(), world, args
-        self.writes = world.rank == 0 and run_dir is not None
-        self.reads = {ID: uuid.uuid4().hex[:12]}
-        if not self.writes or args.eval_only:
-            return
-        if not args.resume:
-            self.run_dir = claim(self.run_dir, PROGRAM, args)
-        held = FileLock(self.run_dir / ".lock")     # also unlocked if the process ends
-        try:
-            held.acquire(blocking=False)
-        except Timeout:
-            raise UserError(f"{self.run_dir}: another run is writing there; wait until it has "
-                            "ended, stop it, or pass another --run_name") from None
-        world.cleanup.callback(held.release)
+    def __init__(self, world, args):
+        self.world, self.args, self.run_dir, self.reads = world, args, None, {}
+        self.writes = world.rank == 0 and args.out_dir is not None and not args.eval_only
+        if self.writes:
+            args.run_name = self._make_folder(args)
+        args.run_name, *_ = world.gather([args.run_name])       # as rank 0 says
+        if args.out_dir is not None and args.run_name:
+            # An absolute path, because a reward function may change the working directory.
+            self.run_dir = Path(args.out_dir).absolute() / args.run_name
+
+    def _make_folder(self, args):
+        """Makes and locks a run's folder, or locks that of the run to resume. Returns its name."""
+        own = Path(args.out_dir) / (args.run_name or default_name(args))
+        if args.run_name and not args.resume and not is_free(own):
+            raise UserError(f"--run_name {args.run_name}: {own.absolute()} exists and is not empty;"
+                            " choose another name, delete it, or continue its run with --resume")
+        for folder in [own] if args.run_name else numbered(own):
+            folder.mkdir(parents=True, exist_ok=True)
+            held = FileLock(folder / ".lock")       # also unlocked if the process ends
+            with suppress(Timeout):
+                held.acquire(blocking=False)
+                self.world.cleanup.callback(held.release)
+                return folder.name
+        raise UserError(f"{own.absolute()}: another run is writing there; wait until it has ended, "
+                        "stop it, or pass another --run_name")
 
     def resume(self, policy, optimizer, others, num_problems, prompts_per_step):
         """With --resume, loads the checkpoint. Returns (steps done, tokens sampled).
 
         others: {name: model or dict}, which were saved with the policy. Raises a UserError if the
-        data or the initial weights are not the same as before.
+        data or the initial weights are not the same as before. A run that was killed before its
+        first checkpoint starts again.
         """
-        args, reads = self.args, {}
-        if self.writes and not args.eval_only:
-            if args.resume:
-                self.reads[ID] = read_json(self.run_dir / "args.json").get("id")
-            reads = self.reads | what_is_read(args, num_problems, prompts_per_step)
+        args = self.args
+        reads = what_is_read(args, num_problems, prompts_per_step) if self.writes else {}
         self.reads, *_ = self.world.gather([reads])
         if not args.resume:
             return 0, 0
         now = as_saved(args)
         for name, was in flags_of_run(args).items() if self.writes else ():
-            if name not in now:         # a flag of an earlier version
-                print(f"--{name} was {was} when the run was started, and no longer exists")
-            elif now[name] != was:
+            if now.get(name, was) != was:
                 print(f"--{name} was {was} when the run was started, and is now {now[name]}")
+        if not any((self.run_dir / name).exists() for name in SAVED):
+            return 0, 0
         return load_checkpoint(self.run_dir / "checkpoint", policy, optimizer, others, self.reads)
 
     def begin(self):
-        """Writes args.json after the first step. Deletes an earlier run's files unless resuming."""
-        if not self.args.resume:
-            for name in mark_of(self.run_dir).get("saved", ()):     # a user's own files stay
-                file = self.run_dir / name
-                file.unlink(missing_ok=True)
-                with suppress(OSError):     # the folder isn't empty
-                    file.parent.rmdir()
-            mark = {"by": PROGRAM, "id": self.reads[ID]}
-            write_whole(self.run_dir / MARK, json.dumps(mark))
-        args = as_saved(self.args) | {"id": self.reads[ID]}
-        write_whole(self.run_dir / "args.json",
-                    json.dumps(args, indent=2, sort_keys=True, ensure_ascii=False))
-
-    def is_due(self, step, last_step, signal):
-        """Returns (save, signal): whether to save now, and the signal that ends the run, or 0."""
-        if step == last_step:
-            return True, 0
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER:    # torchrun died
-            signal = SIGNALS[-1]
-        signal = max(self.world.gather([signal]))
-        return signal > 0 or step % int(self.args.save_interval) == 0, signal
+        """Writes args.json. A run calls this after its first step, so a mistake leaves no files."""
+        if self.writes:
+            write_whole(self.run_dir / "args.json", json.dumps(
+                as_saved(self.args), indent=2, sort_keys=True, ensure_ascii=False))
 
     def save(self, step, num_tokens, policy, tokenizer, optimizer, others):
         """Saves a checkpoint. All ranks wait until it is complete."""
@@ -143,8 +142,8 @@ class Saver:
         others = {name: self._whole(model) for name, model in others.items()}
         if self.writes:
             save_checkpoint(
-                self.run_dir / "checkpoint", policy, tokenizer, optimizer_state, others, self._swap,
-                step=step, num_tokens=num_tokens, reads=self.reads)
+                self.run_dir / "checkpoint", policy, tokenizer, optimizer_state, others, step=step,
+                num_tokens=num_tokens, reads=self.reads)
         self.world.gather([step])           # other ranks wait until rank 0 has saved
 
     def save_final(self, policy, tokenizer, defaults):
@@ -156,36 +155,12 @@ class Saver:
             return
         policy = self._whole(policy)
         if self.writes:
-            with written_whole(self.run_dir / "final", self._put) as folder:
+            with written_whole(self.run_dir / "final") as folder:
                 save_pretrained(policy, tokenizer, folder)
                 write_card(folder, self.run_dir, self.args, defaults)
             if adapters(policy):
-                with written_whole(self.run_dir / "adapter", self._put) as folder:
+                with written_whole(self.run_dir / "adapter") as folder:
                     save_adapter(policy, folder)
-
-    def _put(self, new, path):
-        """Moves new files into the folder `path`, and keeps other files there."""
-        names = files_in(new)
-        for name in names:
-            (path / name).parent.mkdir(parents=True, exist_ok=True)
-            (new / name).replace(path / name)
-        self._note(path, names)
-
-    def _swap(self, new, path):
-        """Replaces a checkpoint by a new one; files that the user added to the old one are kept."""
-        names, saved = files_in(new), mark_of(self.run_dir).get("saved", ())
-        for name in files_in(path):
-            if name not in names and f"{path.name}/{name}" not in saved:
-                (new / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(path / name, new / name)
-        swap(new, path)
-        self._note(path, names)
-
-    def _note(self, path, names):
-        """Records that a run has written these files, so the next run may replace them."""
-        mark = mark_of(self.run_dir)
-        saved = {*mark.get("saved", ()), *(f"{path.name}/{name}" for name in names)}
-        write_whole(self.run_dir / MARK, json.dumps(mark | {"saved": sorted(saved)}))
 
     def _whole(self, model):
         """Returns the model or, if it is sharded, a whole copy with weights only on rank 0."""
@@ -254,27 +229,30 @@ def contents(path):
 # --- a checkpoint ---------------------------------------------------------------------------------
 
 
-def files_in(folder):
-    return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
-
-
 def swap(new, path):
     """Replaces a folder by a new one. A crash midway leaves the old folder with the suffix .old."""
     old = path.with_suffix(".old")
+    discard(old, new, path)
     if path.exists():
-        delete(old)
         path.rename(old)
     new.rename(path)
-    delete(old)
+    discard(old, path, path)
 
 
-def delete(path):
-    """Deletes a folder if it exists. Raises an OSError if something in it can't be deleted."""
-    if path.exists():
-        shutil.rmtree(path)
+def discard(old, new, path):
+    """Deletes the old folder; if it has files that the new one lacks, renames it to path_2 instead.
+
+    So files that a user has put there are kept.
+    """
+    ours, theirs = ({file.relative_to(folder) for file in folder.rglob("*") if file.is_file()}
+                    for folder in (new, old))
+    if theirs - ours:
+        old.rename(next(numbered(path)))
+    elif old.exists():
+        shutil.rmtree(old)
 
 
-def save_checkpoint(folder, model, tokenizer, optimizer_state, others=None, put=swap, **progress):
+def save_checkpoint(folder, model, tokenizer, optimizer_state, others=None, **progress):
     """Saves what a run needs to resume: weights, tokenizer, optimizer state, step, num_tokens.
 
     For a model with adapters, only the adapters are saved, since the base weights never change.
@@ -282,7 +260,7 @@ def save_checkpoint(folder, model, tokenizer, optimizer_state, others=None, put=
     """
     moved = {name: other if isinstance(other, dict) else other.state_dict()
              for name, other in (others or {}).items()}
-    with written_whole(folder, put) as new:
+    with written_whole(folder) as new:
         if adapters(model):
             save_adapter(model, new)
         else:
@@ -301,7 +279,7 @@ def load_checkpoint(folder, model, optimizer, others=None, reads=None):
     where = f"--resume: {folder}"
     with explained(where, "this checkpoint is missing, broken, or from another model", ELSE):
         saved = read_tensors(folder / "optimizer.pt")
-        for what, was in saved.get("reads", {ID: None}).items():
+        for what, was in saved["reads"].items():
             if reads and reads.get(what) != was:
                 raise UserError(f"{where}: {what} was {was} when this run was started, but is now "
                                 f"{reads.get(what, 'missing')}; {ELSE}")
@@ -335,10 +313,6 @@ def load_moments(model, optimizer, saved):
     """Loads AdamW's moments; options such as the weight decay keep their current values."""
     from torch.distributed.checkpoint import state_dict
     whole = state_dict.StateDictOptions(full_state_dict=True)
-    if 0 in saved["state"]:         # earlier versions keyed moments by number, as optimizers do
-        names = [name for name, _ in network(model).named_parameters()]
-        saved = {"state": {names[i]: moments for i, moments in saved["state"].items()},
-                 "param_groups": [saved["param_groups"][0] | {"params": names}]}
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     state_dict.set_optimizer_state_dict(network(model), optimizer, saved, options=whole)
     optimizer.param_groups[0].update(options)
@@ -358,18 +332,18 @@ def load_adapter(model, path):
 
 
 @contextmanager
-def written_whole(path, put=swap):
-    """Yields a new, empty folder for files, and then calls put(new, path) to move them to `path`.
+def written_whole(path):
+    """Yields a new, empty folder for files, and then renames it to `path`.
 
-    If a crash or an error occurs before `put`, `path` is unchanged. A failed write is a UserError.
+    If a crash or an error occurs before that, `path` is unchanged. A failed write is a UserError.
     """
     new = path.with_suffix(".new")
     try:
-        delete(new)
+        if new.exists():
+            shutil.rmtree(new)
         new.mkdir(parents=True)
         yield new
-        put(new, path)
-        delete(new)
+        swap(new, path)
     # If the disk is full, torch.save raises a RuntimeError that gives no reason.
     except (OSError, SafetensorError, RuntimeError) as error:
         shutil.rmtree(new, ignore_errors=True)

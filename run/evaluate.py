@@ -10,6 +10,8 @@ from tqdm import tqdm
 
 from errors import COUNT, COUNT_OR_0
 
+from .signals import stop_if_cut_short
+
 
 def add_flags(parser):
     flag = parser.group("5. log").add_argument
@@ -39,8 +41,8 @@ def evaluate(state, problems, collate, step):
     args, world = state.args, state.world
     rng, weights = world.rng(step, evaluating=True), [1.0] * len(state.eval_funcs)
     k, found = args.num_generations_eval, defaultdict(list)     # metric -> a number per problem
-    # With --shard, all ranks must sample equally often, so a rank with one problem fewer than
-    # others answers an extra problem, which isn't counted.
+    # Ranks wait for each other in every batch (stop_if_cut_short, and --shard when sampling), so a
+    # rank with one problem fewer than others answers an extra problem, which isn't counted.
     mine, share = problems[world.rank::world.size], -(-len(problems) // world.size)
     answered = mine + problems[:share - len(mine)]
     # A rollout's number of completions fits in memory; for a small model, more fit.
@@ -55,6 +57,7 @@ def evaluate(state, problems, collate, step):
         of_greedy, sampled = (
             state.compute_rewards(rollout, state.eval_funcs, weights)[0].view(-1, n)
             for rollout, n in zip(rollouts, (1, k)))                            # (B, 1), (B, k)
+        stop_if_cut_short(world)
         if start == 0:
             first = rollouts[0]
             first.rewards = of_greedy[:, 0]

@@ -83,10 +83,16 @@ class Clock:
         for listener in self.listeners:
             listener(name)
 
-    def taken(self):
-        """Returns {timing_s/<phase>: seconds} for the time since the last call of this method."""
+    def taken(self, tokens):
+        """Returns metrics of the time since the last call: of each phase, and tokens per second.
+
+        perf/throughput doesn't count the time of evaluations and checkpoints.
+        """
         timings, self.timings = self.timings, Counter()
-        return timings
+        training = sum(seconds for phase, seconds in timings.items()
+                       if phase not in ("timing_s/eval", "timing_s/checkpoint"))
+        return {**timings, "step_time": sum(timings.values()),
+                "perf/throughput": tokens / max(training, 1e-9)}
 
 
 # --- metrics of an optimizer step, by their kind --------------------------------------------------

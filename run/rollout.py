@@ -137,17 +137,25 @@ class Rollout(Sequences):
         return replace(self, **{one.name: join(getattr(self, one.name), getattr(other, one.name))
                                 for one in fields(self)})
 
-    def minibatches(self, number, micro_batch_size, read):
-        """Splits the rows evenly into minibatches; yields (micro-batches, counts) for each of them.
+    def minibatches(self, args, world, every_row_has_gradient):
+        """Splits the rows, in order, into num_minibatches lists of MicroBatches; call on all ranks.
 
-        A group may be split between two minibatches. read: a mask, (N,), of the rows to put into
-        micro-batches. counts: the minibatch's number of completions and of trained tokens.
+        A group may be split between two minibatches. Rows without a gradient are counted in
+        num_sequences and num_tokens, but left out, as they need not go through the model. With FSDP
+        (--shard) none is left out, since all ranks need the same number of passes.
         """
-        for rows in torch.arange(len(read), device=read.device).tensor_split(
-                min(len(read), number)):
-            parts = rows[read[rows]].split(micro_batch_size)
-            yield ([self.select(part) for part in parts if len(part)],
-                   torch.tensor([len(rows), self.lengths[rows].sum()]))
+        runs = self.has_gradient(every_row_has_gradient) | bool(args.shard)             # (N,)
+        minibatches = []
+        for rows in torch.arange(len(runs), device=runs.device).tensor_split(
+                min(len(runs), args.num_minibatches)):
+            num_sequences, num_tokens = world.sum(
+                torch.tensor([len(rows), self.lengths[rows].sum()])).tolist()
+            parts = [self.select(part) for part in rows[runs[rows]].split(args.micro_batch_size)
+                     if len(part)]
+            for part in parts:
+                part.num_sequences, part.num_tokens = num_sequences, num_tokens
+            minibatches.append(parts)
+        return minibatches
 
     def select(self, rows):
         """Returns a MicroBatch of the rows at these indices, (n,), and removes excess padding."""

@@ -14,12 +14,27 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from reward.child import CHILD
 
+LAUNCHER = os.getppid()                     # torchrun, if it started the run
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
            if hasattr(signal, name)]        # Windows has no SIGHUP
 
 
 class Stopped(SystemExit):
     """Raised on all ranks, after the same step, when a signal ends the run."""
+
+
+class CutShort(Exception):
+    """Raised on all ranks by stop_if_cut_short; run/loop.py then ends the run."""
+
+    def __init__(self, signal):
+        self.signal = signal
+
+
+def stop_if_cut_short(world):
+    """Raises CutShort on all ranks if a signal has cut the rewards short on one of them."""
+    signal = max(world.gather([CHILD.cut_short]))
+    if signal:
+        raise CutShort(signal)
 
 
 class Signals:
@@ -46,6 +61,13 @@ class Signals:
         if self.wakeup is not None:
             signal.set_wakeup_fd(self.wakeup)
 
+    def of_any_rank(self, world):
+        """Returns a signal that a rank has received, or 0; the same on all ranks."""
+        received = self.received
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER:    # torchrun died
+            received = SIGNALS[-1]
+        return max(world.gather([received]))
+
     def note(self, number, frame):
         if os.getpid() != self.owner:       # a process that a reward function forked
             # Ctrl-C also reaches this forked process, which the current step still needs.
@@ -54,7 +76,7 @@ class Signals:
                 os.kill(os.getpid(), number)
         elif not self.received:
             self.received, self.first_at = number, time.monotonic()
-            CHILD.give_up()                 # its computations may take too long
+            CHILD.give_up(number)           # its computations may take too long
             say(f"{signal.Signals(number).name}: the step that is running ends, then the run saves "
                 "and stops; a second signal stops it at once", self.rank)
         # A scheduler may signal torchrun and its ranks, so signals within a second count as one.

@@ -166,7 +166,7 @@ class Ours:
 
     def step(self, batch):
         with redirect_stdout(None):     # the first one says that model/fast equals token_logps
-            train_grpo.grpo_step(self.state, batch, 1, LEARNING_RATE)
+            self.state.step(batch, 1, LEARNING_RATE)
 
     def learn(self, rollout):
         with redirect_stdout(None):

@@ -115,8 +115,7 @@ def disaster(way, rng, out, ranks, operations, flags):
 
 
 def resume(out):
-    checkpoints = [out / "run" / name / "optimizer.pt" for name in ("checkpoint", "checkpoint.old")]
-    return ["--resume"] if any(path.exists() for path in checkpoints) else []
+    return ["--resume"] if (out / "run/args.json").exists() else []
 
 
 def finish(out, ranks, *flags):

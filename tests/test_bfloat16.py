@@ -77,13 +77,13 @@ def test_the_head_in_chunks_is_float32_with_its_gradients_too(monkeypatch):
     "--importance_sampling_level sequence --sampler_correction token_truncate --kl_in_reward",
 ])
 def test_ratios_are_exactly_1_while_the_policy_has_not_moved(flags, tmp_path, monkeypatch):
-    calls, compute_loss = [], train_grpo.compute_loss
+    calls, compute_loss = [], train_grpo.GRPO.compute_loss
 
     def spy(state, part, logps, entropy):
         calls.append((logps - part.old_logps)[part.loss_mask.bool()].abs().max().item())
         return compute_loss(state, part, logps, entropy)
 
-    monkeypatch.setattr(train_grpo, "compute_loss", spy)
+    monkeypatch.setattr(train_grpo.GRPO, "compute_loss", spy)
     monkeypatch.setattr(train_grpo, "lr_at", lambda *args, **options: 0.0)
     train_grpo.main([*SMALL, *flags.split(), *"""--dtype bfloat16 --micro_batch_size 2 --max_steps 1
         --batch_size 2 --num_iterations 2 --num_minibatches 3 --max_gen_len 44 --run_name still

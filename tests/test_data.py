@@ -15,13 +15,14 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from dataset import PromptCollator, PromptDataset, batches_from
+from dataset import PromptCollator, PromptDataset
 from dataset.prompts import rows_of_step, steps_per_epoch
 from errors import UserError
 from lab.tasks import arithmetic
 from lab.tasks.tokenizer import read_chats
 from model import load_pretrained, train_sft
 from reward.train_reward_model import read_pairs
+from run.loop import Loop
 from support import ROOT, jsonl, turns, write
 from train_grpo import World, parse_args
 
@@ -179,7 +180,9 @@ def test_an_epoch_over_two_ranks_reads_every_row_once_in_an_order_of_its_own():
     assert rows_by_step([1, 3, 4], shuffle=False) == [
         [[0, 2, 4, 6], [1, 3, 5, 7]], [[16, 18, 20], [17, 19, 21]], [[0, 2, 4, 6], [1, 3, 5, 7]]]
     args = parse_args(["--shuffle", "0"])           # a run's batches
-    assert batches_from("abcde", list, 2, World("cpu"), args)[0](2) == ["c", "d"]
+    loop = SimpleNamespace(args=args, world=World("cpu"), collate=list, problems="abcde",
+                           grpo=SimpleNamespace(num_prompts=2))
+    assert Loop.batch(loop, 2) == ["c", "d"]
 
 
 @pytest.mark.parametrize("num_rows, steps, last", [(9, 1, [4, 4]), (11, 2, [1, 1])])

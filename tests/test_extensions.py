@@ -1,6 +1,5 @@
 """Options wrap or replace the functions of a step: by name, in a declared order, run by run."""
 import itertools
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +9,11 @@ from transformers import AutoTokenizer
 
 import train_grpo
 from errors import UserError
-from run.extensions import correction, entropy, moving_reference, teacher, truncated
+from run import extensions
 from run.policy import Policy
 from run.rollout import MicroBatch, Rollout
 from support import jsonl
-from train_grpo import TrainState
+from train_grpo import GRPO
 
 FLAGS = {       # how each is switched on
     "losses": "--loss_type dapo", "advantages": "--scale_rewards batch",
@@ -30,31 +29,36 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def state_with(*names, **fields):
-    """A TrainState with these extensions on; its models are stand-ins."""
+    """A GRPO with these extensions on; its models are stand-ins."""
     args, model = " ".join(FLAGS[name] for name in names).split(), torch.nn.Linear(1, 1)
     return state_of(model, train_grpo.parse_args(args), tokenizer=TOKENIZER, **{
         "reference": Policy(model, None, None, None)} | fields)
 
 
-def test_a_mistyped_hook_or_field_is_an_error():
-    state = state_with()
-    for change in (state.wrap, state.replace):
-        with pytest.raises(AttributeError, match="update_polcy"):
-            change("--it", update_polcy=print)
-        with pytest.raises(AttributeError, match="policy is not a function of a step"):
-            change("--it", policy=print)
-    for kind in (TrainState, Rollout, MicroBatch):
+def test_no_extension_has_a_mistyped_method_and_a_mistyped_field_is_an_error():
+    for option in extensions.EXTENSIONS.values():
+        assert {name for name in vars(option) if name[0] != "_"} <= {*vars(GRPO)}, option
+    for kind in (Rollout, MicroBatch):
         with pytest.raises(AttributeError, match="advantage_"):
             kind.__new__(kind).advantage_ = 1
 
 
-def test_who_replaces_a_function_would_undo_what_wraps_it():
-    state = state_with()
-    state.replace("--a", grpo_loss=max)
-    state.wrap("--b", grpo_loss=lambda inner, *numbers: 10 * inner(*numbers))
-    assert state.grpo_loss(1, 2) == 20
-    with pytest.raises(RuntimeError, match="--c would undo that grpo_loss is wrapped by --b"):
-        state.replace("--c", grpo_loss=min)
+def test_an_own_class_is_called_first_and_must_not_undo_an_option():
+    class Mine(GRPO):
+        def grpo_loss(self, *numbers, **options):
+            return 10 * super().grpo_loss(*numbers, **options)
+
+    class Undoes(GRPO):
+        def grpo_loss(self, *numbers, **options):
+            return 1
+
+    args = train_grpo.parse_args(["--kl_in_reward"])
+    kind = extensions.class_of_run(GRPO, args, Mine)
+    assert kind.changed["grpo_loss"][-1] == "wrapped by Mine (test_extensions.py)"
+    assert [*kind.__mro__[1:3]] == [Mine, extensions.kl_in_reward.KLInReward]
+    assert extensions.class_of_run(GRPO, train_grpo.parse_args([]), Undoes).grpo_loss(None) == 1
+    with pytest.raises(UserError, match="Undoes would undo that grpo_loss is wrapped by --kl_in"):
+        extensions.class_of_run(GRPO, args, Undoes)
 
 
 def test_every_pair_of_extensions_is_refused_or_can_be_installed():
@@ -69,21 +73,12 @@ def test_every_pair_of_extensions_is_refused_or_can_be_installed():
     assert {*refused} == {*APART.replace("\n", " ").split(", ")}
 
 
-@pytest.mark.parametrize("hook, names, order", [
-    ("update_policy", ("truncated", "moving_reference"),
-     [moving_reference.then_sync_reference, truncated.from_whole_completions]),
-    ("compute_loss", ("correction", "entropy", "teacher"),
-     [correction.near_sampler, correction.weighted, entropy.minus_entropy, teacher.with_distance])])
-def test_wrappers_are_called_in_the_declared_order(monkeypatch, hook, names, order):
-    calls = []
-    for wrapper in order:
-        def spy(inner, state, *given, name=wrapper.__name__):
-            calls.append(name)
-            return inner(*given)
-        monkeypatch.setattr(sys.modules[wrapper.__module__], wrapper.__name__, spy)
-    state = state_with(*names, **{hook: lambda state, *given: calls.append(given)})
-    getattr(state, hook)(1, 2)
-    assert calls == [*(wrapper.__name__ for wrapper in order), (1, 2)]
+@pytest.mark.parametrize("method, names", [
+    ("update_policy", ("moving_reference", "truncated")),
+    ("compute_loss", ("correction", "entropy", "teacher"))])
+def test_overrides_are_called_in_the_declared_order(method, names):
+    order = [one for one in type(state_with(*names)).__mro__ if method in vars(one)]
+    assert [one.__module__.rpartition(".")[2] for one in order[:len(names)]] == [*names]
 
 
 def test_two_runs_do_not_meet_and_each_says_whose_functions_it_calls(tmp_path, capsys):

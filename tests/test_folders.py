@@ -3,16 +3,13 @@ import json
 import runpy
 import shutil
 import sys
-from argparse import Namespace
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 import train_grpo
-from dataset.folders import MARK, claim
+from dataset.folders import new_folder
 from errors import UserError
-from model import load_pretrained
 from support import ROOT, jsonl, write
 
 POLICY, JUDGE = ROOT / "model/weights/reason_128", ROOT / "reward/weights/reward_128"
@@ -26,11 +23,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
             if path.is_file() and path.name != ".lock"}
-
-
-def ours(folder, by="x"):
-    claim(folder, by, Namespace())
-    return folder
 
 
 def refused(capsys, program, *flags):
@@ -47,27 +39,23 @@ def refused(capsys, program, *flags):
 # --- folders --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make, words", [
-    (lambda mine: mine.write_text("text"), "mine is a file"),
-    (lambda mine: shutil.copytree(POLICY, mine / "final"), "holds final, which x did not write"),
-    (lambda mine: ours(mine, "y"), "which x did not write"),
-    (lambda mine: (ours(mine) / ".git").mkdir(), "mine holds .git"),
-    (lambda mine: shutil.copytree(ours(mine), mine / "final"), "mine/final, a folder of x"),
-    (lambda mine: (ours(mine) / "log").symlink_to(mine), "mine holds log, which x did not write"),
-    (lambda mine: ours(mine.parent), "is in .*theirs, a folder of x; choose a new folder")])
-def test_a_folder_that_is_anybody_elses_is_refused(make, words, tmp_path):
-    mine, link = tmp_path / "theirs/mine", tmp_path / "link"
-    mine.parent.mkdir()
+@pytest.mark.parametrize("make", [
+    lambda mine: mine.write_text("text"), lambda mine: shutil.copytree(POLICY, mine / "final"),
+    lambda mine: mine.symlink_to("nowhere"), lambda mine: (mine / ".git").mkdir(parents=True)])
+def test_a_folder_that_has_anything_is_refused(make, tmp_path):
+    mine, link = tmp_path / "mine", tmp_path / "link"
     make(mine)
     link.symlink_to(mine)
     before = files(tmp_path)
     for path in (mine, link):
-        with pytest.raises(UserError, match=words):
-            claim(path, "x", Namespace())
+        with pytest.raises(UserError, match=f"--save {path.name}: .* exists and is not empty"):
+            new_folder(path, "--save")
     assert files(tmp_path) == before
+    (tmp_path / "empty").mkdir()
+    assert [new_folder(tmp_path / name, "").is_dir() for name in ("empty", "a/new")] == [True] * 2
 
 
-def test_commands_leave_what_they_read_and_what_they_did_not_write(tmp_path, capsys, monkeypatch):
+def test_commands_leave_what_is_there(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(JUDGE, "my")
     shutil.copytree(POLICY, "weights")
@@ -77,41 +65,56 @@ def test_commands_leave_what_they_read_and_what_they_did_not_write(tmp_path, cap
     (tmp_path / "README").write_text("text")
     before, data = files(tmp_path), ("--data_path", "train.jsonl")
     for words, *command in (
-            ("my holds --data my/pairs", "reward.train_reward_model", "--data", "my/pairs.jsonl",
+            ("--save my: ", "reward.train_reward_model", "--data", "my/pairs.jsonl",
              "--save", "my", "--init", "weights", "--heldout", "my/pairs.jsonl"),
-            ("weights holds --init weights", "model.train_sft", "--init", "weights",
+            ("--save weights: ", "model.train_sft", "--init", "weights",
              "--save", "weights", "--data", "chats.jsonl"),
-            ("weights holds", "lab.tasks.tokenizer", "--data", "chats.jsonl", "--save", "weights"),
+            ("--save weights: ", "lab.tasks.tokenizer", "--data", "chats.jsonl", "--save",
+             "weights"),
             ("train.jsonl exists", "lab.tasks.arithmetic", "--out_dir", "."),
             ("chats.jsonl exists", "lab.tasks.pairs", "--sample", "weights", "--prompts",
              "train.jsonl", "--save", "chats.jsonl"),
             ("README exists, but is not a picture", "run.report.picture", "x", "-o", "README"),
-            ("my holds", "train_grpo", *SMALL, *data, "--out_dir", ".", "--run_name", "my"),
-            ("weights holds --teacher_path weights", "train_grpo", *SMALL, *data, "--out_dir", ".",
-             "--run_name", "weights", "--teacher_path", "weights")):
+            ("--run_name my: ", "train_grpo", *SMALL, *data, "--out_dir", ".", "--run_name",
+             "my")):
         assert words in refused(capsys, *command), command
     assert files(tmp_path) == before
 
 
-def test_a_run_replaces_its_own_files_and_no_others(tmp_path):
+def test_runs_are_numbered_and_a_resume_goes_on_with_the_last(tmp_path, capsys):
+    data, out = str(write(tmp_path / "data.jsonl", ROWS)), tmp_path / "out"
+    flags = [*SMALL[:-2], "--out_dir", str(out), "--data_path", data, "--max_steps", "1"]
+    for _ in range(3):
+        train_grpo.main(flags)
+    names = ["grpo_reason_128", "grpo_reason_128_2", "grpo_reason_128_3"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    shutil.rmtree(out / names[1])
+    (out / "grpo_reason_128_notes").mkdir()
+    train_grpo.main([*flags, "--resume", "--max_steps", "2"])
+    train_grpo.main(flags)
+    assert {name: len(jsonl(out / name / "metrics.jsonl")) for name in names} == dict(
+        zip(names, (1, 1, 2)))
+    train_grpo.main([*flags, "--resume", "--run_name", names[0], "--max_steps", "3"])
+    assert len(jsonl(out / names[0] / "metrics.jsonl")) == 3
+    assert json.loads((out / names[2] / "args.json").read_text())["run_name"] == names[2]
+
+
+def test_a_users_files_in_a_folder_that_is_replaced_are_kept(tmp_path):
     data, run = str(write(tmp_path / "data.jsonl", ROWS)), tmp_path / "out/run"
-    flags = [*SMALL, "--out_dir", str(run.parent), "--data_path", data, "--max_steps", "1"]
-    train_grpo.main(flags)
-    own = [run / "final/own.gguf", run / "checkpoint/notes/why.txt"]
+    flags = [*SMALL, "--out_dir", str(run.parent), "--data_path", data]
+    train_grpo.main([*flags, "--max_steps", "1"])
     (run / "checkpoint/notes").mkdir()
-    for file in own:
+    for file in (run / "final/own.gguf", run / "checkpoint/notes/why.txt"):
         file.write_text("mine")
-    (run / MARK).unlink()                   # a run of an earlier version has none
-    train_grpo.main([*flags, "--lora_rank", "2"])
-    assert (run / "adapter/adapter_model.safetensors").exists()
-    assert not (run / "checkpoint/model.safetensors").exists()
-    train_grpo.main(flags)
-    assert not (run / "adapter").exists() and [file.read_text() for file in own] == ["mine"] * 2
-    assert not (run / "checkpoint/adapter_model.safetensors").exists()
+    train_grpo.main([*flags, "--max_steps", "3", "--resume"])
+    assert (run / "final_2/own.gguf").read_text() == "mine"
+    assert (run / "checkpoint_2/notes/why.txt").read_text() == "mine"
+    assert {path.name for path in run.iterdir() if path.is_dir()} == {
+        "checkpoint", "checkpoint_2", "final", "final_2"}
     moved = run.rename(tmp_path / "moved")
     train_grpo.main([*flags, "--out_dir", str(tmp_path), "--run_name", "moved", "--resume",
-                     "--max_steps", "2"])
-    assert len(jsonl(moved / "metrics.jsonl")) == 2
+                     "--max_steps", "4"])
+    assert len(jsonl(moved / "metrics.jsonl")) == 4
 
 
 # --- resumes --------------------------------------------------------------------------------------
@@ -138,8 +141,7 @@ CHANGES = {
     "config.json of --model_path": edited("weights/config.json", "10000.0", "20000.0"),
     "the weights of --reward_model_path": lambda where: permuted(where / "judge"),
     "the file of --data_path": edited("data.jsonl", '"answer": "1"', '"answer": "2"'),
-    "the file of --eval_data_path": edited("heldout.jsonl", "What", "Was"),
-    "the id in args.json": edited("out/run/args.json", '"id": "', '"id": "0')}
+    "the file of --eval_data_path": edited("heldout.jsonl", "What", "Was")}
 FLAGS = {"the prompts of a step": ["--batch_size", "4"], "--seed": ["--seed", "7"],
          "--shuffle": ["--shuffle", "0"]}
 
@@ -174,33 +176,10 @@ def test_a_resume_refuses_what_is_another_and_names_it(what, a_run, tmp_path, ca
     assert f"{what}" in line and " was " in line and files(where) == before
 
 
-def test_a_resume_takes_what_has_moved_and_a_run_without_hashes(a_run, tmp_path):
+def test_a_resume_takes_what_has_moved(a_run, tmp_path):
     where = shutil.copytree(a_run, tmp_path / "moved")
     weights = load_file(where / "weights/model.safetensors")        # and saved in another order
     save_file(dict(reversed(weights.items())), where / "weights/model.safetensors")
     train_grpo.main([*flags_of(where), "--resume", "--max_steps", "2", "--learning_rate", "1e-5"])
     flags = json.loads((where / "out/run/args.json").read_text())
     assert flags["learning_rate"] == 1e-5 and len(jsonl(where / "out/run/metrics.jsonl")) == 2
-
-
-def test_a_run_of_an_earlier_version_is_resumed(a_run, tmp_path, capsys):
-    """It has no id, no hashes and no mark, flags that are gone, and an optimizer by number."""
-    metrics = []
-    for name in ("now", "earlier"):
-        where, run = shutil.copytree(a_run, tmp_path / name), tmp_path / name / "out/run"
-        if name == "earlier":
-            saved = torch.load(run / "checkpoint/optimizer.pt", weights_only=True)
-            del saved["reads"]
-            names = load_pretrained(POLICY).state_dict()
-            of_number = {list(names).index(one): moments
-                         for one, moments in saved["optimizer"]["state"].items()}
-            group = saved["optimizer"]["param_groups"][0] | {"params": sorted(of_number)}
-            saved["optimizer"] = {"state": of_number, "param_groups": [group]}
-            torch.save(saved, run / "checkpoint/optimizer.pt")
-            flags = json.loads((run / "args.json").read_text()) | {"fast": 1}
-            del flags["id"]
-            (run / "args.json").write_text(json.dumps(flags))
-            (run / MARK).unlink()
-        train_grpo.main([*flags_of(where), "--resume", "--max_steps", "2"])
-        metrics.append(jsonl(run / "metrics.jsonl")[1]["grad_norm"])
-    assert metrics[0] == metrics[1] and "--fast was 1" in capsys.readouterr().out

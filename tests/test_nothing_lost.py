@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import train_grpo
-from dataset import batches_from
+from dataset import last_step_of
 from dataset.jsonl import write_jsonl
 from errors import UserError
 from run.checkpoint import load_checkpoint, save_checkpoint
@@ -119,7 +119,8 @@ def test_a_resume_keeps_the_options_of_the_flags_not_those_in_the_file(tiny_poli
     optimizer = a_step(policy)
     saved = get_optimizer_state_dict(policy, optimizer)
     saved["param_groups"][0] |= {"amsgrad": True, "weight_decay": 9.0}
-    save_checkpoint(tmp_path / "checkpoint", policy, tokenizer, saved, step=1, num_tokens=1)
+    save_checkpoint(tmp_path / "checkpoint", policy, tokenizer, saved, step=1, num_tokens=1,
+                    reads={})
     load_checkpoint(tmp_path / "checkpoint", policy, optimizer)
     group, = optimizer.param_groups
     assert not group["amsgrad"] and group["weight_decay"] == 0.01
@@ -136,7 +137,7 @@ def test_escape_codes_in_a_path_do_not_reach_the_terminal(tmp_path, capsys):
 def test_a_run_without_a_step_or_to_resume_writes_nothing(tmp_path, capsys):
     args = train_grpo.parse_args(["--batch_size", "1"])
     with pytest.raises(UserError, match="1 prompts are too few for 2 processes"):
-        batches_from([{}], None, 1, SimpleNamespace(size=2), args)
+        last_step_of(1, 1, SimpleNamespace(size=2), args)
     rows = [{"prompt": "1?"}, {"prompt": "2?"}]
     data = ["--data_path", str(write(tmp_path / "data.jsonl", rows))]
     run(tmp_path, *data, "--max_steps", "1")

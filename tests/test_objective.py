@@ -23,6 +23,7 @@ from train_grpo import (
     family_loss,
     group_advantages,
     grpo_loss,
+    k3,
     kl_penalty,
 )
 
@@ -91,7 +92,7 @@ def test_gdpo_normalises_each_function_in_its_group_and_then_their_sum_over_the_
         rewards=torch.stack([*per_func.values()]).nanmean(0), rewards_per_func=per_func,
         loss_mask=torch.ones(8, 1))
     args = SimpleNamespace(num_generations=4, reward_weights=weights)
-    found = gdpo(SimpleNamespace(args=args, world=World("cpu")), rollout)
+    found = gdpo(rollout, args, World("cpu"))
     expected = torch.tensor(normalised(total), dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -402,9 +403,8 @@ def test_the_numbers_of_a_loss_are_those_of_its_flag(loss_type, option, names, o
     *case, _ = random_case(1)
 
     def loss_by(*flags):
-        state = Mock(args=train_grpo.parse_args(["--loss_type", loss_type, *flags]))
-        losses.install(state)
-        return state.replace.call_args.kwargs["grpo_loss"](*case)[0]
+        state = Mock(args=train_grpo.parse_args(["--loss_type", loss_type, *flags]), k3=k3)
+        return losses.OtherLoss.grpo_loss(state, *case)[0]
 
     if option:
         by_flag = loss_by("--loss_options", option)

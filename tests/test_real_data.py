@@ -17,7 +17,7 @@ from reward import accuracy_reward, load_reward_model
 from reward.load import RewardFunction
 from run.rollout import Rollout
 from support import ROOT, jsonl, turns, write
-from train_grpo import completion_mask, compute_rewards, format_reward, tag_reward
+from train_grpo import GRPO, completion_mask, format_reward, tag_reward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ["--batch_size", "4", "--num_generations", "4", "--max_gen_len", "64",
@@ -133,7 +133,7 @@ def test_where_the_template_opens_the_thinking_rewards_see_the_whole_reply(openi
     mask, eos_ids = completion_mask(ids, opening.eos_token_id), [opening.eos_token_id]
     rollout = Rollout.of(batch, ids, mask, torch.zeros(mask.shape), eos_ids, opening)
     judges = [RewardFunction(one) for one in (format_reward, tag_reward, accuracy_reward, spy)]
-    rewards, per_function = compute_rewards(None, rollout, judges, [1.0, 2.0, 1.0, 1.0])
+    rewards, per_function = GRPO.compute_rewards(None, rollout, judges, [1.0, 2.0, 1.0, 1.0])
     assert rollout.completions == texts and seen == ["<think>\n" + text for text in texts]
     values = [values.tolist() for values in per_function.values()]
     assert values[:3] == [[0.5, 0.0], [1.0, 0.25], [1.0, 0.0]] and rewards.tolist() == [3.5, 0.5]

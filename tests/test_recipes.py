@@ -37,7 +37,7 @@ state = MagicMock(reference=None, world=train_grpo.World("cpu"), eval_funcs=[Non
 state.generate().loss_mask = torch.tensor([[1, 1], [1, 0]])
 state.compute_rewards.return_value, state.update_policy.return_value = (None, None), {}
 state.compute_logps.side_effect = torch.tensor([[[-1.0, -2], [-3, 0]], [[-1.1, -1.8], [-3, 9]]])
-found["kl"] = train_grpo.grpo_step(state, {}, 1, 1.0)[1]["kl_after_updates"]
+found["kl"] = train_grpo.GRPO.step(state, {}, 1, 1.0)[1]["kl_after_updates"]
 said = ["7", "5", "5.0", "5", "7", "5", "", "", "7", "cat", "dog", ""]      # right: 5, 7, 7, dog
 state.generate().own_words = [f"<answer>{text}</answer>" for text in said]
 state.generate().lengths, right = torch.ones(12), torch.tensor([0, 1, 1, 0, 1, 0, 0, 0, 1, 0, 1, 0])

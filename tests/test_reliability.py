@@ -18,7 +18,6 @@ from filelock import FileLock
 
 import chaos
 import train_grpo
-from dataset.folders import MARK
 from dataset.jsonl import read_jsonl
 from errors import UserError
 from reward.child import CHILD
@@ -61,7 +60,7 @@ def run(out, *flags):
 
 def files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
-            if path.is_file() and path.name not in (".lock", MARK)}
+            if path.is_file() and path.name != ".lock"}
 
 
 def at(call, function, *arguments):
@@ -206,20 +205,20 @@ def test_a_run_whose_folder_is_in_use_touches_nothing(judge, tmp_path, capsys):
     assert run(tmp_path) == 0               # and the lock of a failed run is lifted
 
 
-def test_an_earlier_run_stays_until_the_first_step_is_done(judge, tmp_path):
+def test_a_run_that_fails_in_its_first_step_leaves_a_free_name_and_none_takes_a_taken_one(
+        judge, tmp_path, capsys):
     def interrupted():
         raise KeyboardInterrupt
 
-    assert run(tmp_path) == 0
-    earlier = files(tmp_path / "run")
-    judge.act = at(5, sys.exit, "no")
-    assert run(tmp_path) == 2               # the first call of a new run
-    assert files(tmp_path / "run") == earlier
-    judge.act = at(7, interrupted)          # in its second step
-    assert run(tmp_path, "--seed", "1") == 130
-    # What belonged to the earlier run is gone: --resume must not go on from it.
-    assert not {"checkpoint", "final"} & {path.name for path in (tmp_path / "run").iterdir()}
-    assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 1
+    judge.act = at(1, sys.exit, "no")
+    assert run(tmp_path) == 2 and not files(tmp_path / "run")
+    judge.act = at(3, interrupted)          # in its second step, before the first checkpoint
+    assert run(tmp_path) == 130 and len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 1
+    before, judge.act = files(tmp_path / "run"), None
+    assert run(tmp_path) == 2 and files(tmp_path / "run") == before
+    assert "exists and is not empty; choose another name, delete it, or" in capsys.readouterr().err
+    assert run(tmp_path, "--resume") == 0   # it starts again
+    assert [row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2, 3, 4]
 
 
 def test_lines_after_a_step_are_cut_off_with_half_a_line_at_the_end(tmp_path):
@@ -298,7 +297,7 @@ def test_a_run_killed_at_a_file_operation_goes_on_as_if_nothing_had_happened(tmp
     flags = [*chaos.FLAGS, "--max_steps", "4", "--out_dir"]
     # While the last checkpoint is written: the one before is there to go on from.
     child = multiprocessing.get_context(START).Process(
-        target=chaos.child, args=(40, [*flags, str(killed)]))
+        target=chaos.child, args=(35, [*flags, str(killed)]))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL

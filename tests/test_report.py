@@ -2,7 +2,7 @@ import io
 import json
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,8 +22,7 @@ from run.metrics import (
     token_texts,
 )
 from run.report.picture import Run, draw_curves, draw_time, smooth
-from run.report.terminal import Run as Recorded
-from run.report.terminal import one_group, start_swanlab
+from run.report.terminal import Report, one_group, start_swanlab
 from support import report_args, write
 
 
@@ -35,18 +34,24 @@ def metrics(step, **changed):
 
 @contextmanager
 def reported(folder, args, *, total_steps, start_step=0, active=True):
-    """A Run that writes into this folder."""
-    vars(args).update(out_dir=str(folder.parent), run_name=folder.name)
-    world = SimpleNamespace(rank=0 if active else 1, cleanup=ExitStack())
-    with Recorded(args, world) as report:
-        report.open(total_steps, start_step)
+    """A Report that writes into this folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "args.json").write_text(json.dumps(vars(args)))
+    report, error = Report(args, 0 if active else 1, folder), None
+    report.open(total_steps, start_step)
+    try:
         yield report
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        report.close(error)
 
 
 def run(folder, steps, start_step=0, **changed):
     with reported(folder, report_args(), total_steps=steps[-1], start_step=start_step) as report:
         for step in steps:
-            report.step(step, metrics(step, **changed), ROWS, {})
+            report.step(step, metrics(step, **changed), ROWS)
 
 
 ROWS = [
@@ -75,7 +80,8 @@ def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
                 clock(phase)
                 time.sleep(0.01)
             completions = [ROWS[0] | {"completion": text, "reward": nan}] if step == 3 else []
-            report.step(step, metrics(step, kl=nan, grad_norm=-inf), completions, clock.taken())
+            report.step(step, metrics(step, kl=nan, grad_norm=-inf) | clock.taken(100),
+                        completions)
             # A line is in the file as soon as its step is done, not only when the run ends.
             assert len(lines(tmp_path / "run/metrics.jsonl")) == step
     rows = lines(tmp_path / "run/metrics.jsonl")
@@ -89,7 +95,6 @@ def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
     assert "measure" not in evaluated
     assert lines(tmp_path / "run/completions.jsonl") == [
         ROWS[0] | {"step": 3, "completion": text, "reward": None}]
-    assert json.loads((tmp_path / "run/args.json").read_text())["num_generations"] == 2
 
 
 def test_a_run_prints_its_group_and_is_tracked_with_the_flags_that_have_a_value(
@@ -103,7 +108,7 @@ def test_a_run_prints_its_group_and_is_tracked_with_the_flags_that_have_a_value(
     args = report_args(swanlab="offline", delta=None, beta=0.0, num_generations=9)
     with reported(tmp_path / "run", args, total_steps=1) as report:
         report.evaluation(0, {"eval/accuracy": 0.5, "eval/mean_length": float("nan")})
-        report.step(1, metrics(1), [ROWS[1]] + [ROWS[0]] * 8, {})
+        report.step(1, metrics(1), [ROWS[1]] + [ROWS[0]] * 8)
     printed = capsys.readouterr().out.splitlines()
     assert "What is 1+1?" in printed
     assert "step   0  held-out accuracy 50.0% sampled, - greedy, - tokens" in printed
@@ -126,7 +131,7 @@ def test_a_tracker_that_fails_is_a_warning_once(tmp_path, monkeypatch, capsys):
     args = report_args(swanlab=None, use_wandb=True)        # online, unless --swanlab is given, too
     with reported(tmp_path / "run", args, total_steps=3) as report:
         for step in (1, 2, 3):
-            report.step(step, metrics(step), ROWS, {})
+            report.step(step, metrics(step), ROWS)
     assert calls == [1, 2, 3, None] and began["mode"] == "online"
     assert capsys.readouterr().out.count("SwanLab failed (ConnectionError: it is down)") == 1
     for flags in (["--swanlab", "offline", "--use_wandb"], ["--use_wandb", "--swanlab", "offline"]):
@@ -165,7 +170,7 @@ def test_no_text_of_a_model_ends_a_run_or_is_taken_for_markup(tmp_path, monkeypa
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, "ascii", errors="replace"))
     with reported(tmp_path, report_args(), total_steps=1) as report:
         report.step(1, metrics(1), [
-            ROWS[0] | {"completion": "[red]苹果[/nothing] :smile:\x1b[2J"}], {})
+            ROWS[0] | {"completion": "[red]苹果[/nothing] :smile:\x1b[2J"}])
         sys.stdout.flush()
         assert b"[red]??[/nothing] :smile:?[2J" in output.getvalue()
 
@@ -195,7 +200,7 @@ def test_pictures_are_drawn_once_a_minute_and_whatever_ends_the_run(tmp_path, mo
     with pytest.raises(KeyboardInterrupt), reported(
             tmp_path, report_args(), total_steps=9) as report:
         for step, now[0] in enumerate((10, 60, 80, 90), start=1):
-            report.step(step, metrics(step), ROWS, {})
+            report.step(step, metrics(step), ROWS)
             report.draw()
         raise KeyboardInterrupt
     assert drawn == [1, 3, 4] and "three" in (tmp_path / "report.html").read_text()
@@ -252,7 +257,7 @@ def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, warned
     said = []
     with reported(tmp_path, report_args(), total_steps=45) as report:
         for step, healthy in enumerate(HEALTHY, start=1):
-            report.step(step, metrics(step, **healthy | (trouble if step >= 3 else {})), [], {})
+            report.step(step, metrics(step, **healthy | (trouble if step >= 3 else {})), [])
             said += [(step, advice in line) for line in capsys.readouterr().out.splitlines()
                      if line.startswith("warning:")]
     assert said == [(step, True) for step in warned]

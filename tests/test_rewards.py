@@ -133,7 +133,7 @@ def judge_of(returned):
 def combined(functions, weights, completions, **columns):
     given = {"prompts": ["p"] * len(completions), "completions": completions, **columns}
     judges = [one if isinstance(one, RewardFunction) else RewardFunction(one) for one in functions]
-    return train_grpo.compute_rewards(
+    return train_grpo.GRPO.compute_rewards(
         None, SimpleNamespace(for_rewards=lambda: given), judges, weights)
 
 

@@ -26,10 +26,10 @@ from errors import UserError
 from model import eos_token_ids, fast, load_pretrained
 from reward.load import RewardFunction
 from run.evaluate import evaluate, measure
-from run.extensions import install, moving_reference, teacher
+from run.extensions import class_of_run, moving_reference, teacher
 from run.policy import Policy
 from support import ROOT, START, jsonl, turns, write
-from train_grpo import Rollout, TrainState, World, completion_mask, token_logps
+from train_grpo import GRPO, Rollout, World, completion_mask, token_logps
 
 POLICY = ROOT / "model/weights/reason_128"
 SMALL = "--batch_size 4 --num_generations 4 --eval_samples 16 --max_gen_len 64".split()
@@ -46,18 +46,26 @@ def arguments(*flags, **changes):
 
 
 def state_of(model, args, world=None, reader=fast.token_logps, **fields):
-    """The TrainState of a model, with what its flags wrap or replace, but without a reference."""
-    world = world or World("cpu")
-    functions = {name: getattr(train_grpo, name)
-                 for name in (*train_grpo.BOUND, "grpo_loss", "token_logps", "k3")}
-    state = TrainState(**{
-        "args": args, "world": world, "policy": Policy(model, fast.sample, reader, world),
-        "tokenizer": None, "eos_ids": [2], "reference": None, "optimizer": None,
-        "reward_funcs": [], "eval_funcs": [], "num_prompts": args.batch_size,
-        "every_row_has_gradient": False} | functions | fields)
+    """The GRPO of a model, with the options that its flags turn on, but without a reference.
+
+    fields: of GRPO, or methods that its options find in the place of its own.
+    """
+    world, own = world or World("cpu"), {name: fields.pop(name) for name in [*fields]
+                                         if name not in GRPO.__dataclass_fields__}
+
+    class Base(GRPO):
+        def __post_init__(self):
+            super().__post_init__()
+            vars(self).update({name: own[name] for name in own if not hasattr(GRPO, name)})
+
+    for name in own:
+        if hasattr(GRPO, name):
+            setattr(Base, name, own[name])
     with patch.object(teacher, "load_teacher"):
-        install(state)
-    return state
+        return class_of_run(Base, args, Base)(**{
+            "args": args, "world": world, "policy": Policy(model, fast.sample, reader, world),
+            "tokenizer": None, "eos_ids": [2], "reference": None, "optimizer": None,
+            "reward_funcs": [], "eval_funcs": []} | fields)
 
 
 def test_a_run_leaves_all_its_files(tmp_path, capsys, monkeypatch, pictures):
@@ -124,15 +132,15 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
         --num_minibatches 2 --ref_model_sync_steps 1 --kl_in_reward --oversample 2 --batch_size 2
         --max_gen_len 48 --out_dir""".split(), str(tmp_path)]
     train_grpo.main([*flags, "--run_name", "unbroken"])
-    compute_rewards = train_grpo.compute_rewards
+    compute_rewards = GRPO.compute_rewards
 
     def interrupted(state, *args):
-        if state.step == 4:
+        if state.current_step == 4:
             raise KeyboardInterrupt
         return compute_rewards(state, *args)
 
     with monkeypatch.context() as until, pytest.raises(SystemExit, match="130"):
-        until.setattr(train_grpo, "compute_rewards", interrupted)
+        until.setattr(GRPO, "compute_rewards", interrupted)
         train_grpo.main([*flags, "--run_name", "broken"])
     # Step 3 was reported, but the checkpoint is that of step 2.
     assert len(jsonl(tmp_path / "broken/metrics.jsonl")) == 3
@@ -148,7 +156,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
     ("--max_steps 0 --epochs 99", 396)])
 def test_how_many_steps_a_run_makes(flags, steps):
     args = train_grpo.parse_args(flags.split())
-    assert prompts.batches_from([{}] * 4, None, 1, World("cpu"), args)[1] == steps
+    assert prompts.last_step_of(4, 1, World("cpu"), args) == steps
 
 
 def test_a_resume_in_the_second_pass_reads_what_an_unbroken_run_reads(tmp_path):
@@ -581,11 +589,17 @@ def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1_and_not_in_the_loss(po
 def test_the_reference_moves_towards_the_policy():
     reference, policy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     before, ours = reference.weight.clone(), policy.weight.clone()
+
+    class Updates(SimpleNamespace):
+        def update_policy(self, rollout):
+            return rollout
+
+    kind = type("kind", (moving_reference.MovingReference, Updates), {"__post_init__": None})
     for step, alpha in ((2, 0.0), (3, 0.6)):
-        state = SimpleNamespace(
-            step=step, args=arguments(ref_model_sync_steps=3, ref_model_mixup_alpha=0.6),
+        state = kind(
+            current_step=step, args=arguments(ref_model_sync_steps=3, ref_model_mixup_alpha=0.6),
             reference=SimpleNamespace(model=reference), policy=SimpleNamespace(model=policy))
-        assert moving_reference.then_sync_reference(lambda rollout: rollout, state, 7) == 7
+        assert state.update_policy(7) == 7
         assert torch.allclose(reference.weight, alpha * ours + (1 - alpha) * before)
     assert torch.equal(policy.weight, ours)
 

@@ -17,7 +17,7 @@ from model.lora import merged_state
 from run.checkpoint import load_checkpoint
 from run.fsdp import is_sharded
 from run.policy import load_models
-from run.report.terminal import Run
+from run.report.terminal import Report
 from support import ROOT, START, jsonl, write
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="sends itself a signal to stop")
@@ -72,7 +72,7 @@ def one_rank(rank, ports, weights, out):
     global calls
     torch.set_num_threads(1)
     sys.path.insert(0, os.path.dirname(__file__))
-    Run.draw = lambda *report, **pause: None          # takes longer than a run
+    Report.draw = lambda *report, **pause: None          # takes longer than a run
     vllm.Engine._start = start_fake
     train_grpo.token_logps = watched
     for port, (name, flags, calls_before) in zip(ports, RUNS):

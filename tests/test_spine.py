@@ -61,7 +61,9 @@ def test_a_run_is_the_same_without_the_options_that_it_does_not_use(tmp_path, mo
         train_grpo.main([*SMALL, "--max_steps", "2", "--eval_interval", "0", "--out_dir",
                          str(tmp_path), "--run_name", name])
         # The script itself fills in the defaults of these two.
-        monkeypatch.setattr(extensions, "EXTENSIONS", [extensions.losses, extensions.advantages])
+        monkeypatch.setattr(extensions, "EXTENSIONS", {
+            extensions.advantages: extensions.advantages.OtherAdvantages,
+            extensions.losses: extensions.losses.OtherLoss})
     assert measured(tmp_path / "whole") == measured(tmp_path / "bare")
     assert_same_weights(tmp_path / "whole/final", tmp_path / "bare/final")
 

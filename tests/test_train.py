@@ -266,7 +266,7 @@ def test_trls_quickstart_learns_the_same(tmp_path, monkeypatch):
         ours[-1].extra["theirs"] = theirs["advantages"][rows][:, None].expand(ids.shape)
         return ours[-1]
 
-    monkeypatch.setattr(train_grpo, "generate", the_same)
+    monkeypatch.setattr(train_grpo.GRPO, "generate", the_same)
     _, history = train(model, TOKENIZER, reward_funcs=length, prompts=texts, num_generations=4,
                        beta=0.1, max_steps=1, learning_rate=1e-3)
     rollout = ours[0]

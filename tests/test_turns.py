@@ -19,7 +19,7 @@ from reward import accuracy_reward
 from reward.load import import_function
 from reward.tools import Tool
 from run.distributed import World
-from run.extensions.tool import in_turns
+from run.extensions.tool import ToolCalls
 from run.policy import Policy, in_slices
 from support import ROOT, jsonl, turns
 
@@ -54,12 +54,17 @@ dice.stop = "\n"
 
 
 def state_of(model, tokenizer, flags=(), sample=sampler.sample, reader=train_grpo.token_logps):
-    """A TrainState of a loaded model, without a reference."""
+    """The GRPO of a loaded model, without a reference."""
     world = World("cpu")
     return test_run.state_of(
         model, train_grpo.parse_args([*flags]), world, tokenizer=tokenizer,
         eos_ids=eos_token_ids(model, tokenizer), policy=Policy(model, sample, reader, world),
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+def in_turns(tool, state, *given, **options):
+    state.tool = tool
+    return ToolCalls.generate(state, *given, **options)
 
 
 def rollout_of(sample, policy, tokenizer, function=dice, count=4):
@@ -212,14 +217,14 @@ def test_a_run_with_a_tool_resumes_as_if_it_had_never_stopped(tmp_path, own_modu
     whole, parts = [*flags, "--run_name", "whole"], [*flags, "--run_name", "parts"]
     train_grpo.main([*whole, "--max_steps", "4"])
     with pytest.raises(SystemExit, match="130"), pytest.MonkeyPatch.context() as patch:
-        step = train_grpo.grpo_step
+        step = train_grpo.GRPO.step
 
         def until_third(state, batch, number, lr):
             if number == 3:
                 raise KeyboardInterrupt
             return step(state, batch, number, lr)
 
-        patch.setattr(train_grpo, "grpo_step", until_third)
+        patch.setattr(train_grpo.GRPO, "step", until_third)
         train_grpo.main([*parts, "--max_steps", "4"])
     train_grpo.main([*parts, "--max_steps", "4", "--resume"])
     rows, metrics = jsonl(tmp_path / "whole/completions.jsonl"), jsonl(

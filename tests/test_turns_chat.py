@@ -4,13 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from test_turns import state_of
+from test_turns import in_turns, state_of
 from transformers import AutoTokenizer
 
 from dataset.prompts import PromptCollator, asking_as_trained, read_row
 from model import MiniMindConfig, MiniMindForCausalLM, fast, sampler
 from reward.tools import Tool, tool_calls
-from run.extensions.tool import in_turns
 
 # What theirs write of these chats, but for a few words about tools. They differ in KEPT and OPENED.
 TEMPLATE = (

@@ -24,7 +24,6 @@ from test_sampler import draw, trained_logps
 from test_turns import rollout_of
 
 import train_grpo
-from dataset.folders import MARK
 from model import fast, load_pretrained, load_tokenizer, sampler, vllm
 from model.load import read_tensors
 from model.lora import adapters, with_adapters
@@ -87,7 +86,7 @@ def first_token(prompts, completions, completion_ids, **columns):
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_weights_are_handed_over_once_an_update_and_the_engine_sleeps_to_learn(
         on_gpu, tmp_path, monkeypatch):
-    llm, update = FakeLLM(), train_grpo.update_policy
+    llm, update = FakeLLM(), train_grpo.GRPO.update_policy
 
     def start(engine, model):
         engine.llm, engine.SamplingParams, engine.may_sleep = llm, SimpleNamespace, on_gpu
@@ -97,7 +96,7 @@ def test_weights_are_handed_over_once_an_update_and_the_engine_sleeps_to_learn(
         return update(*args)
 
     monkeypatch.setattr(vllm.Engine, "_start", start)
-    monkeypatch.setattr(train_grpo, "update_policy", update_policy)
+    monkeypatch.setattr(train_grpo.GRPO, "update_policy", update_policy)
     train_grpo.main(["--sampler", "vllm", "--device", "cpu", "--max_steps", "2", "--batch_size",
                      "2", "--num_generations", "2", "--max_gen_len", "8", "--eval_interval", "1",
                      "--reward_funcs", "test_vllm:first_token",     # else nothing would be learned
@@ -247,7 +246,7 @@ def test_without_vllm_the_run_ends_in_a_sentence(tmp_path, monkeypatch, capsys):
         train_grpo.main(["--sampler", "vllm", "--batch_size", "2", "--out_dir", str(tmp_path)])
     said = capsys.readouterr().err.splitlines()[-1]
     assert "error: --sampler vllm: " in said and said.endswith("see docs/requirements-vllm.txt")
-    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {".lock", MARK}
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {".lock"}
 
 
 # --- vLLM -----------------------------------------------------------------------------------------

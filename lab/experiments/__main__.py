@@ -214,8 +214,8 @@ def source_of(name):
     if name.endswith(".py"):
         return (ROOT / name).read_text(encoding="utf-8")
     source = source_of("train_grpo.py")
-    return next(ast.get_source_segment(source, node) for node in ast.parse(source).body
-                if getattr(node, "name", None) == name)
+    return next(ast.get_source_segment(source, node) for node in ast.walk(ast.parse(source))
+                if getattr(node, "name", None) == name.rpartition(".")[2])
 
 
 def print_table(results, keys):

@@ -14,6 +14,7 @@ from errors import user_errors
 from model import sampler
 from model.sampler import next_token
 from run.extensions import teacher
+from train_grpo import GRPO
 
 
 def noisy_token(logits, temperature, generator, greedy, *, scale):
@@ -27,31 +28,23 @@ def noisy_token(logits, temperature, generator, greedy, *, scale):
 
 def noise(scale):
     """The sampler of rollouts is noisy. That of evaluations is not: they are of the policy."""
-    right = train_grpo.grpo_step
+    class Noisy(GRPO):
+        def step(self, *args):
+            sampler.next_token = partial(noisy_token, scale=float(scale))
+            rollout_and_metrics = super().step(*args)
+            sampler.next_token = next_token
+            return rollout_and_metrics
 
-    def grpo_step(*args):
-        sampler.next_token = partial(noisy_token, scale=float(scale))
-        rollout_and_metrics = right(*args)
-        sampler.next_token = next_token
-        return rollout_and_metrics
-
-    train_grpo.grpo_step = grpo_step
+    return Noisy
 
 
 def above_0(_):
     """Answers worse than their group's mean teach nothing."""
-    right = train_grpo.load
+    class Above0(GRPO):
+        def compute_advantages(self, rollout):
+            return super().compute_advantages(rollout).clamp(min=0)
 
-    def load(*args):
-        state = right(*args)
-        state.wrap("--change", compute_advantages=at_least_0)
-        return state
-
-    train_grpo.load = load
-
-
-def at_least_0(inner, state, rollout):
-    return inner(rollout).clamp(min=0)
+    return Above0
 
 
 def whole_answers(_):
@@ -70,16 +63,15 @@ def moved(_):
     - log pi_old of a token: the mean of e^d - 1 - d, an estimate of KL(pi_old || pi), and the root
     mean square of d. Both are over all tokens of the rollout, after the last update.
     """
-    right = train_grpo.grpo_step
+    class Moved(GRPO):
+        def step(self, *args):
+            rollout, metrics = super().step(*args)
+            logps = self.compute_logps(self.policy, rollout)                            # (N, R)
+            d = (logps - rollout.sampling_logps)[rollout.loss_mask.bool()]
+            return rollout, metrics | {"moved/kl": (d.expm1() - d).mean().item(),
+                                       "moved/rms": d.square().mean().sqrt().item()}
 
-    def grpo_step(state, *args):
-        rollout, metrics = right(state, *args)
-        logps = state.compute_logps(state.policy, rollout)                              # (N, R)
-        d = (logps - rollout.sampling_logps)[rollout.loss_mask.bool()]
-        return rollout, metrics | {"moved/kl": (d.expm1() - d).mean().item(),
-                                   "moved/rms": d.square().mean().sqrt().item()}
-
-    train_grpo.grpo_step = grpo_step
+    return Moved
 
 
 def top_p(p):
@@ -96,10 +88,13 @@ def top_p(p):
     def token_logps(model, *sequences, temperature=1.0, **options):
         def truncated(*inputs, **more):
             return of_top_p(model(*inputs, **more), temperature, float(p))
-        return script_token_logps(truncated, *sequences, temperature=temperature, **options)
+        return GRPO.token_logps(truncated, *sequences, temperature=temperature, **options)
 
-    script_token_logps, train_grpo.token_logps = train_grpo.token_logps, token_logps
+    class TopP(GRPO):
+        token_logps = staticmethod(token_logps)
+
     sampler.next_token = next_token
+    return TopP
 
 
 def of_top_p(logits, temperature, p):
@@ -115,11 +110,11 @@ CHANGES = {"noise": noise, "above_0": above_0, "whole_answers": whole_answers, "
 
 @user_errors("lab.experiments.changed")
 def main():
-    change, flags = parse_args()
+    (change, flags), trainer = parse_args(), GRPO
     if change:
         name, _, number = change.partition(":")
-        CHANGES[name](number)
-    train_grpo.main(flags)
+        trainer = CHANGES[name](number) or GRPO
+    train_grpo.main(flags, trainer)
 
 
 def parse_args(argv=None):

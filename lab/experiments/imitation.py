@@ -13,6 +13,7 @@ from shlex import join
 import train_grpo
 from dataset.jsonl import read_jsonl, write_jsonl
 from errors import user_errors
+from run.checkpoint import default_name
 
 from .__main__ import python, quoted
 from .tasks import is_right
@@ -26,7 +27,7 @@ FINE_TUNING = f"--batch_size {BATCH} --warmup_steps 10 --learning_rate 3e-4 --he
 def main():
     own, flags = parse_args()
     args = train_grpo.parse_args(flags)
-    folder = Path(args.out_dir, f"{args.run_name}_imitates")
+    folder = Path(args.out_dir, f"{args.run_name or default_name(args)}_imitates")
     samples, chats, tuned = folder / "samples", folder / "right.jsonl", folder / "tuned"
 
     python(f"train_grpo.py {join(flags)} {STILL} --eval_interval 0 --out_dir {quoted(folder)} "

@@ -17,7 +17,7 @@ PROMPTS, EACH, AT_ONCE = 512, 2, 64
 
 
 def finished(run_dir):
-    """What train_grpo.generate reads of a state, with a run's flags, final policy and tokenizer."""
+    """What GRPO.generate reads of a state, with a run's flags, final policy and tokenizer."""
     torch.set_num_threads(1)
     args = SimpleNamespace(**json.loads((run_dir / "args.json").read_text(encoding="utf-8")))
     model = load_pretrained(run_dir / "final", dtype=torch.float32)
@@ -44,7 +44,7 @@ def exact_kl(run_dir):
     rng, exact, estimate, tokens = rng_of(state.args.seed, 2), 0.0, 0.0, 0
     for start in range(0, PROMPTS, AT_ONCE):
         batch = collate(problems[start:start + AT_ONCE])
-        rollout = train_grpo.generate(state, batch, rng, EACH)
+        rollout = train_grpo.GRPO.generate(state, batch, rng, EACH)
         ids, attention, R = rollout.sequences()
         logps, ref_logps = (
             model(ids, attention, logits_to_keep=R + 1)[:, :-1].log_softmax(-1)         # (N, R, V)
@@ -66,7 +66,7 @@ def temperatures(run_dir):
         right, rng = [], rng_of(state.args.seed, 3)
         for start in range(0, len(heldout), 250):
             batch = collate(heldout[start:start + 250])
-            rollout = train_grpo.generate(state, batch, rng, EACH)
+            rollout = train_grpo.GRPO.generate(state, batch, rng, EACH)
             right += accuracy_reward(rollout.prompts, rollout.replies, **rollout.columns)
         found[f"right at {state.args.temperature}"] = [sum(right) / len(right)]
     return found

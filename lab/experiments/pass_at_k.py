@@ -24,6 +24,7 @@ from errors import UserError, user_errors
 from lab.tasks.arithmetic import chat
 from model import sampler
 from model.model import KVCache
+from run.checkpoint import default_name
 from run.distributed import World
 from run.metrics import describe
 
@@ -38,7 +39,7 @@ FINE_TUNING = "--batch_size 32 --steps 130 --warmup_steps 10 --learning_rate 1e-
 @user_errors("lab.experiments.pass_at_k")
 def main(argv=None):
     own, flags, args = parse_args(argv)
-    folder, n = Path(args.out_dir, args.run_name), args.num_generations_eval
+    folder, n = Path(args.out_dir, args.run_name or default_name(args)), args.num_generations_eval
     args.model_path = str(make_policy(own, flags, args.model_path, folder))
     start = time.time()
     rows, counts = answer_all(args, own.never_give_up)

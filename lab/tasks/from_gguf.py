@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dataset.folders import claim
+from dataset.folders import new_folder
 from errors import Parser, UserError, explained, user_errors
 from model.load import FAMILIES, build, load_tokenizer, read_config
 from model.model import MiniMindForCausalLM
@@ -54,7 +54,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     file = find_file(args.file)
     count = num_weights(file)
-    args.save = claim(args.save, "lab.tasks.from_gguf", args)     # before the work
+    args.save = new_folder(args.save, "--save")     # before the work
     with explained(file, "transformers can't read it", "choose another file"):
         there = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
         theirs = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **there)

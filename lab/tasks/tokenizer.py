@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dataset.folders import claim
+from dataset.folders import new_folder
 from errors import Parser, number, user_errors
 from model.train_sft import read_chats
 
@@ -60,7 +60,7 @@ def main(argv=None):
     flag("--merge_digits", action="store_true", help="let frequent numbers become one token each")
     args = parser.parse_args(argv)
     chats = [chat for path in args.data for chat in read_chats(path)[:5000]]
-    args.save = claim(args.save, "lab.tasks.tokenizer", args)
+    args.save = new_folder(args.save, "--save")
     # The tags are tokens already: spend no merges on their letters.
     texts = [re.sub("|".join(TAGS), "", text) for chat in chats for turn in chat
              for text in (turn["role"], turn["content"])]

@@ -1,19 +1,21 @@
 """Extensions: options that the step in train_grpo.py doesn't contain. Each is a module with
 
-    NAME        its flag, for error messages and the first lines that a run prints
     add_flags   adds its flags to the command line
-    install     wraps or replaces functions of the TrainState, and adds the data they need
+    a class     overrides methods of the class GRPO in train_grpo.py
 
 and, optionally,
 
-    is_on       whether a run's flags turn it on (by default, whether the flag NAME is set)
+    is_on       returns which of its flags turn it on, a list (by default, NAME if it is set)
     defaults    {flag: value}: if the extension is on, the defaults of flags that were not passed
     check       raises a UserError for flags that contradict it
 
-The first parameter of a wrapper, `inner`, is the wrapped function. An extension must not import
-train_grpo.py: it runs as __main__, so an import would load it a second time. The script's
-functions are in the TrainState instead.
+The class of a run inherits from the classes of the extensions that are on, and then from GRPO. So
+in an extension, super() is the next one, or GRPO. An override that doesn't call super() replaces
+the method. An extension must not import train_grpo.py: it runs as __main__, so an import would load
+it a second time. GRPO offers the script's functions as self.k3, self.token_logps and so on.
 """
+from errors import UserError
+
 from . import (
     advantages,
     correction,
@@ -28,28 +30,38 @@ from . import (
     truncated,
 )
 
-# Extensions are installed in this order. Those that replace a function come first, because
-# replacing would undo a wrapper (TrainState.replace refuses that). If two wrap the same function,
-# the later wrapper is called first. entropy, correction and teacher wrap compute_loss; none changes
-# what others read or return. Of the wrappers of update_policy, moving_reference's acts last.
-EXTENSIONS = [losses, advantages, process, teacher, tool, kl_in_reward, entropy, correction,
-              truncated, oversample, moving_reference]
+# The first is called first, and has the last word on what it returns. Those that replace a method
+# come last, just before GRPO. moving_reference is first, so that it acts after the update.
+EXTENSIONS = {
+    moving_reference: moving_reference.MovingReference,
+    oversample: oversample.Oversample,
+    truncated: truncated.MaskTruncated,
+    correction: correction.SamplerCorrection,
+    entropy: entropy.EntropyBonus,
+    kl_in_reward: kl_in_reward.KLInReward,
+    tool: tool.ToolCalls,
+    teacher: teacher.Distillation,
+    process: process.ProcessRewards,
+    advantages: advantages.OtherAdvantages,
+    losses: losses.OtherLoss,
+}
 
 
 def is_on(extension, args):
+    """Returns the flags that turn the extension on, a list."""
     if hasattr(extension, "is_on"):
         return extension.is_on(args)
-    return bool(getattr(args, extension.NAME.removeprefix("--")))
+    return [extension.NAME] if getattr(args, extension.NAME.removeprefix("--")) else []
 
 
 def add_flags(parser):
-    for extension in EXTENSIONS:
+    for extension in reversed(EXTENSIONS):
         extension.add_flags(parser)
 
 
 def set_defaults(args):
     """Applies the defaults of the extensions that are on to all flags that were not passed."""
-    for extension in reversed(EXTENSIONS):
+    for extension in EXTENSIONS:
         if hasattr(extension, "defaults") and is_on(extension, args):
             for name, value in extension.defaults(args).items():
                 if getattr(args, name) is None:
@@ -58,13 +70,32 @@ def set_defaults(args):
 
 def check(args):
     """Raises a UserError if two flags contradict each other."""
-    for extension in EXTENSIONS:
+    for extension in reversed(EXTENSIONS):
         if hasattr(extension, "check") and is_on(extension, args):
             extension.check(args)
 
 
-def install(state):
-    """Installs the extensions that the flags turn on: they wrap or replace functions of `state`."""
-    for extension in EXTENSIONS:
-        if is_on(extension, state.args):
-            extension.install(state)
+def class_of_run(base, args, own):
+    """Returns the class of a run, which inherits from `own`, the extensions that are on, and base.
+
+    base: GRPO. own: base itself, or a user's subclass. The class has an attribute `changed`, a dict
+    {method of base: ["wrapped by --flag (file)", ...]}, in the order from base to the override that
+    is called first. Raises a UserError if an override would undo another: it has no super().
+    """
+    on = {option: is_on(extension, args) for extension, option in EXTENSIONS.items()}
+    on = {option: flags for option, flags in on.items() if flags}
+    kind = type(own.__name__, (*[own] * (own is not base), *on, base), {"changed": {}})
+    for owner in reversed(kind.__mro__[1:kind.__mro__.index(base)]):
+        by = ", ".join(on.get(owner, [owner.__name__]))
+        for name, function in vars(owner).items():
+            if name.startswith("__") or not hasattr(base, name):
+                continue
+            code = getattr(getattr(function, "__func__", function), "__code__", None)
+            calls_super = "__class__" in getattr(code, "co_freevars", ())
+            before = kind.changed.setdefault(name, [])
+            if before and not calls_super:
+                raise UserError(f"{by} would undo that {name} is {before[-1]}; call super().{name} "
+                                "in it, or leave one of the two out")
+            how, file = "wrapped" if calls_super else "replaced", owner.__module__.replace(".", "/")
+            before.append(f"{how} by {by} ({file}.py)")
+    return kind

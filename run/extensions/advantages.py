@@ -27,7 +27,8 @@ def defaults(args):
 
 
 def is_on(args):
-    return args.advantage_estimator != "grpo" or args.scale_rewards not in (None, "group")
+    on = args.advantage_estimator != "grpo" or args.scale_rewards not in (None, "group")
+    return [NAME] if on else []
 
 
 def check(args):
@@ -42,20 +43,20 @@ def check(args):
                             "itself; leave --scale_rewards out")
 
 
-def install(state):
-    by_name = dict.fromkeys(ESTIMATORS, compute_advantages) | {"gdpo": gdpo}
-    state.replace(NAME, compute_advantages=by_name.get(state.args.advantage_estimator, call_own))
+class OtherAdvantages:
+    def compute_advantages(self, rollout):
+        args, batch_std = self.args, None
+        if args.advantage_estimator == "gdpo":
+            return gdpo(rollout, args, self.world)
+        if args.advantage_estimator not in ESTIMATORS:
+            return call_own(rollout, args)
+        if args.scale_rewards == "batch":
+            batch_std = nanstd(torch.tensor(self.world.gather(rollout.rewards.tolist())))
+        return estimate(rollout.rewards, args.num_generations, baseline=args.advantage_estimator,
+                        scale=args.scale_rewards, batch_std=batch_std).to(rollout.loss_mask.device)
 
 
-def compute_advantages(state, rollout):
-    args, batch_std = state.args, None
-    if args.scale_rewards == "batch":
-        batch_std = nanstd(torch.tensor(state.world.gather(rollout.rewards.tolist())))
-    return estimate(rollout.rewards, args.num_generations, baseline=args.advantage_estimator,
-                    scale=args.scale_rewards, batch_std=batch_std).to(rollout.loss_mask.device)
-
-
-def gdpo(state, rollout):
+def gdpo(rollout, args, world):
     """GDPO's advantages, (N,), arXiv 2601.05242: each reward function is normalized separately.
 
         S = sum over functions k of weight_k (r_k - mean_k(group)) / (std_k(group) + eps)
@@ -64,20 +65,20 @@ def gdpo(state, rollout):
     If function k has not scored a completion, its term in S is 0.
     """
     rewards = torch.stack([*rollout.rewards_per_func.values()])                 # (functions, N)
-    each = estimate(rewards.double().flatten(), state.args.num_generations).view_as(rewards)
-    total = torch.tensor(state.args.reward_weights, dtype=each.dtype) @ each               # (N,)
+    each = estimate(rewards.double().flatten(), args.num_generations).view_as(rewards)
+    total = torch.tensor(args.reward_weights, dtype=each.dtype) @ each                    # (N,)
     total = total.where(~rollout.rewards.isnan(), math.nan)
-    of_all = torch.tensor(state.world.gather([total.tolist()]), dtype=total.dtype)    # (ranks, N)
-    advantages = estimate(of_all.flatten(), of_all.numel()).view_as(of_all)[state.world.rank]
+    of_all = torch.tensor(world.gather([total.tolist()]), dtype=total.dtype)     # (ranks, N)
+    advantages = estimate(of_all.flatten(), of_all.numel()).view_as(of_all)[world.rank]
     return advantages.to(rollout.loss_mask.device, rollout.rewards.dtype)
 
 
-def call_own(state, rollout):
+def call_own(rollout, args):
     """Calls a user's function for advantages, (N,). Raises a UserError unless all are finite."""
-    name, rewards = state.args.advantage_estimator, rollout.rewards
+    name, rewards = args.advantage_estimator, rollout.rewards
     function = import_function("--advantage_estimator", name)
     try:
-        found = function(rewards.clone(), state.args.num_generations)
+        found = function(rewards.clone(), args.num_generations)
         fits = found.shape == rewards.shape and found.is_floating_point()
         advantages = found.detach().to(rollout.loss_mask.device, rewards.dtype)
         if not fits or not advantages.isfinite().all():

@@ -7,7 +7,6 @@ from errors import POSITIVE_OR_0, UserError
 from ..metrics import Mean
 from .losses import ONE_RATIO
 
-NAME = "corrections for the sampler"
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -33,7 +32,8 @@ def add_flags(parser):
 
 
 def is_on(args):
-    return args.sampler_correction != "none" or args.off_policy_mask_threshold > 0
+    return ["--sampler_correction"] * (args.sampler_correction != "none") + [
+        "--off_policy_mask_threshold"] * (args.off_policy_mask_threshold > 0)
 
 
 def check(args):
@@ -47,40 +47,39 @@ def check(args):
                         "sequence_truncate or sequence_mask")
 
 
-def install(state):
-    if state.args.sampler_correction != "none":
-        state.wrap("--sampler_correction", compute_loss=weighted)
-    if state.args.off_policy_mask_threshold:                # this wrapper runs before `weighted`
-        state.wrap("--off_policy_mask_threshold", compute_loss=near_sampler)
+class SamplerCorrection:
+    def compute_loss(self, part, logps, entropy):
+        """Changes the advantages, and adds two metrics of the weights.
+
+        rollout_is_mean: the mean weight over tokens. rollout_is_eff_sample_size: Kish's effective
+        sample size, (sum w)² / sum w², divided by the number of tokens.
+        """
+        args = self.args
+        if args.off_policy_mask_threshold:
+            part = near_sampler(part, logps, args.off_policy_mask_threshold)
+        if args.sampler_correction == "none":
+            return super().compute_loss(part, logps, entropy)
+        weights = sampler_weights(part, args.sampler_correction, *args.sampler_ratio)  # (n, 1 or R)
+        advantages = weights * part.advantages.view(len(logps), -1)
+        loss, metrics = super().compute_loss(replace(part, advantages=advantages), logps, entropy)
+        total, squares = ((x * part.loss_mask).sum() for x in (weights, weights.square()))
+        tokens = part.loss_mask.sum()
+        return loss, metrics | {
+            "rollout_is_mean": Mean(total, tokens),
+            "rollout_is_eff_sample_size": EffectiveShare(total, squares, tokens)}
 
 
-def near_sampler(inner, state, part, logps, entropy):
-    """Doesn't train on bad completions that have become much less likely since they were sampled.
+def near_sampler(part, logps, threshold):
+    """Sets the advantage of bad completions to 0 that have become much less likely since sampled.
 
-    Their advantage is set to 0 if it is negative and the mean of log pi_sampler - log pi over the
-    completion is above the threshold (DeepSeek-V3.2, arXiv 2512.02556, equation 9).
+    These are those with a negative advantage and a mean of log pi_sampler - log pi over the
+    completion above the threshold (DeepSeek-V3.2, arXiv 2512.02556, equation 9).
     """
     log_ratio = (part.sampling_logps - logps.detach()) * part.loss_mask                 # (n, R)
     lengths = part.loss_mask.sum(1, keepdim=True).clamp(min=1)
     left = log_ratio.sum(1, keepdim=True) / lengths                                     # (n, 1)
     advantages = part.advantages.view(len(logps), -1)
-    kept = (advantages >= 0) | (left <= state.args.off_policy_mask_threshold)
-    return inner(replace(part, advantages=advantages * kept), logps, entropy)
-
-
-def weighted(inner, state, part, logps, entropy):
-    """Multiplies the advantages by the weights from sampler_weights, and adds two metrics.
-
-    rollout_is_mean: the mean weight over tokens. rollout_is_eff_sample_size: Kish's effective
-    sample size, (sum w)² / sum w², divided by the number of tokens.
-    """
-    args, advantages = state.args, part.advantages.view(len(logps), -1)
-    weights = sampler_weights(part, args.sampler_correction, *args.sampler_ratio)  # (n, 1 or R)
-    loss, metrics = inner(replace(part, advantages=weights * advantages), logps, entropy)
-    total, squares = ((x * part.loss_mask).sum() for x in (weights, weights.square()))
-    tokens = part.loss_mask.sum()
-    return loss, metrics | {"rollout_is_mean": Mean(total, tokens),
-                            "rollout_is_eff_sample_size": EffectiveShare(total, squares, tokens)}
+    return replace(part, advantages=advantages * ((advantages >= 0) | (left <= threshold)))
 
 
 def sampler_weights(part, correction, low, high):

@@ -9,13 +9,13 @@ def add_flags(parser):
         NAME, type=POSITIVE_OR_0, default=0.0, help="weight of an entropy bonus in the loss")
 
 
-def install(state):
-    state.policy.entropy_learns = True
-    state.every_row_has_gradient = True         # rows with advantage 0 also get the bonus
-    state.wrap(NAME, compute_loss=minus_entropy)
+class EntropyBonus:
+    def __post_init__(self):
+        super().__post_init__()
+        self.policy.entropy_learns = True
+        self.every_row_has_gradient = True      # rows with advantage 0 also get the bonus
 
-
-def minus_entropy(inner, state, part, logps, entropy):
-    loss, metrics = inner(part, logps, entropy)
-    total = (entropy * part.loss_mask).sum()
-    return loss - state.args.entropy_coef * total / max(1, part.num_tokens), metrics
+    def compute_loss(self, part, logps, entropy):
+        loss, metrics = super().compute_loss(part, logps, entropy)
+        total = (entropy * part.loss_mask).sum()
+        return loss - self.args.entropy_coef * total / max(1, part.num_tokens), metrics

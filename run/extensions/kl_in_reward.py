@@ -24,16 +24,12 @@ def check(args):
         raise UserError(f"{NAME} subtracts beta * KL, but --beta is 0; pass a --beta above 0")
 
 
-def install(state):
-    state.wrap(NAME, compute_advantages=of_rewards_minus_kl, grpo_loss=without_kl)
+class KLInReward:
+    def compute_advantages(self, rollout):
+        """Computes advantages, (N,), after subtracting beta * KL (k1) from each reward."""
+        kl = self.compute_logps(self.policy, rollout) - rollout.ref_logps                # (N, R)
+        rewards = rollout.rewards - self.args.beta * (kl * rollout.loss_mask).sum(1).cpu()
+        return super().compute_advantages(replace(rollout, rewards=rewards))
 
-
-def of_rewards_minus_kl(inner, state, rollout):
-    """Computes advantages, (N,), after subtracting beta * KL (k1) from each completion's reward."""
-    kl = state.compute_logps(state.policy, rollout) - rollout.ref_logps                  # (N, R)
-    rewards = rollout.rewards - state.args.beta * (kl * rollout.loss_mask).sum(1).cpu()
-    return inner(replace(rollout, rewards=rewards))
-
-
-def without_kl(inner, *tensors, **options):
-    return inner(*tensors, **options | {"beta": 0.0})
+    def grpo_loss(self, *tensors, **options):
+        return super().grpo_loss(*tensors, **options | {"beta": 0.0})

@@ -18,7 +18,6 @@ import torch
 from errors import POSITIVE, UserError, reason
 from reward.load import import_function, show
 
-NAME = "--loss_type and its like"
 ONE_RATIO = ("r1", "gmpo")      # losses with one ratio per completion
 CORRECTED = ("k1", "k3")        # estimates that, times the ratio, have the KL's gradient
 
@@ -311,21 +310,17 @@ def defaults(args):
     return {"epsilon_high": 5.0} if args.loss_type == "cispo" else {}
 
 
-def reasons(args):
+def is_on(args):
     """Returns the flags that need family_loss instead of grpo_loss in train_grpo.py."""
     return [f"--{name}" for name, usual in USUAL.items()
             if getattr(args, name) not in (None, usual)]
 
 
-def is_on(args):
-    return bool(reasons(args))
-
-
-def install(state):
-    args = state.args
-    options = {name: getattr(args, name) for name in USUAL}
-    state.replace(", ".join(reasons(args)), grpo_loss=partial(
-        family_loss, k3=state.k3, max_completion_length=args.max_gen_len, **options))
+class OtherLoss:
+    def grpo_loss(self, *tensors, **options):
+        of_flags = {name: getattr(self.args, name) for name in USUAL}
+        return family_loss(*tensors, k3=self.k3, max_completion_length=self.args.max_gen_len,
+                           **of_flags, **options)
 
 
 def check(args):

@@ -22,19 +22,20 @@ def check(args):
                         "--lora_rank it is the frozen base; leave one of the two out")
 
 
-def install(state):
-    if state.world.matrix_dtype != torch.float32:       # float32, so small moves aren't lost
-        state.reference = load_frozen(
-            state.args.model_path, state.world, state.args, state.token_logps, exact=True)
-    state.saved["reference"] = state.reference.model
-    state.wrap(NAME, update_policy=then_sync_reference)
+class MovingReference:
+    def __post_init__(self):
+        super().__post_init__()
+        if self.world.matrix_dtype != torch.float32:        # float32, so small moves aren't lost
+            self.reference = load_frozen(
+                self.args.model_path, self.world, self.args, self.token_logps, exact=True)
+        self.saved["reference"] = self.reference.model
 
-
-def then_sync_reference(inner, state, rollout):
-    metrics = inner(rollout)
-    if state.step % state.args.ref_model_sync_steps == 0:
-        weights = state.reference.model.parameters(), state.policy.model.parameters()
-        with torch.no_grad():
-            for theirs, ours in zip(*weights):
-                theirs.lerp_(ours, state.args.ref_model_mixup_alpha)
-    return metrics
+    def update_policy(self, rollout):
+        """Moves the reference after the update."""
+        metrics = super().update_policy(rollout)
+        if self.current_step % self.args.ref_model_sync_steps == 0:
+            weights = self.reference.model.parameters(), self.policy.model.parameters()
+            with torch.no_grad():
+                for theirs, ours in zip(*weights):
+                    theirs.lerp_(ours, self.args.ref_model_mixup_alpha)
+        return metrics

@@ -1,7 +1,6 @@
 """--oversample: samples more prompts until enough groups have rewards that differ (DAPO)."""
 import math
 import warnings
-from functools import partial
 
 import torch
 
@@ -21,7 +20,7 @@ def add_flags(parser):
 
 
 def is_on(args):
-    return args.oversample > 1
+    return [NAME] if args.oversample > 1 else []
 
 
 def check(args):
@@ -30,48 +29,49 @@ def check(args):
                         "same ones; leave one of the two out")
 
 
-def install(state):
-    metrics = {}        # those of the last rollout
-    state.num_prompts *= state.args.oversample
-    state.wrap(NAME, generate=partial(in_rounds, metrics), compute_rewards=only_once,
-               update_policy=lambda inner, state, rollout: inner(rollout) | metrics)
+class Oversample:
+    def __post_init__(self):
+        super().__post_init__()
+        self.num_prompts *= self.args.oversample
+        self.of_rounds = {}         # metrics of the last rollout
 
+    def generate(self, batch, rng, num_generations=None, greedy=False):
+        """DAPO's dynamic sampling, arXiv 2503.14476: returns a Rollout of B groups, with rewards.
 
-def in_rounds(metrics, inner, state, batch, rng, num_generations=None, greedy=False):
-    """DAPO's dynamic sampling, arXiv 2503.14476: returns a Rollout of B groups, with rewards.
+        Further rounds of sampling replace groups whose rewards are all equal. If a rank has
+        fewer than B groups with different rewards after the last round, it adds groups with equal
+        rewards. In each round, all ranks sample the same number of groups.
+        """
+        if num_generations or greedy:           # for an evaluation
+            return super().generate(batch, rng, num_generations, greedy)
+        total, most = len(batch["prompts"]), self.args.oversample
+        B = missing = math.ceil(total / most)
+        if total < self.num_prompts:            # at the end of the file
+            warnings.warn(f"{NAME} {most}: this step has only {total} prompts, so it trains on {B};"
+                          " lower --batch_size, or add prompts", stacklevel=2)
+        rollout, rounds, done = None, 0, 0
+        while missing > 0 and rounds < most:
+            self.phase("rollout")
+            part = super().generate(rows_of(batch, torch.arange(done, done + missing)), rng)
+            self.phase("reward")
+            part.rewards, part.rewards_per_func = self.compute_rewards(
+                part, self.reward_funcs, self.args.reward_weights)
+            rollout, rounds = rollout.joined(part) if rollout else part, rounds + 1
+            rewards = rollout.rewards.view(-1, self.args.num_generations)
+            is_flat, done = nanstd(rewards)[:, 0] <= 1e-6, len(rewards)
+            # `missing` must be the same on all ranks: they wait for each other in gather.
+            flat = self.world.gather([is_flat.sum().item()])
+            missing = min(total - done, max(flat) - done + B)
+        self.of_rounds = {"oversample/rounds": rounds,
+                          "oversample/frac_zero_std": sum(flat) / done / self.world.size}
+        best = is_flat.int().argsort(stable=True)[:B].sort().values
+        return rollout.only(torch.arange(rewards.numel()).view_as(rewards)[best].flatten())
 
-    Further rounds of sampling replace groups whose rewards are all equal. If a rank has
-    fewer than B groups with different rewards after the last round, it adds groups with equal
-    rewards. In each round, all ranks sample the same number of groups.
-    """
-    if num_generations or greedy:           # for an evaluation
-        return inner(batch, rng, num_generations, greedy)
-    total, most = len(batch["prompts"]), state.args.oversample
-    B = missing = math.ceil(total / most)
-    if total < state.num_prompts:           # at the end of the file
-        warnings.warn(f"{NAME} {most}: this step has only {total} prompts, so it trains on {B}; "
-                      "lower --batch_size, or add prompts", stacklevel=2)
-    rollout, rounds, done = None, 0, 0
-    while missing > 0 and rounds < most:
-        state.phase("rollout")
-        part = inner(rows_of(batch, torch.arange(done, done + missing)), rng)
-        state.phase("reward")
-        part.rewards, part.rewards_per_func = state.compute_rewards(
-            part, state.reward_funcs, state.args.reward_weights)
-        rollout, rounds = rollout.joined(part) if rollout else part, rounds + 1
-        rewards = rollout.rewards.view(-1, state.args.num_generations)
-        is_flat, done = nanstd(rewards)[:, 0] <= 1e-6, len(rewards)
-        # `missing` must be the same on all ranks: they wait for each other in compute_rewards.
-        flat = state.world.gather([is_flat.sum().item()])
-        missing = min(total - done, max(flat) - done + B)
-    metrics.update({"oversample/rounds": rounds,
-                    "oversample/frac_zero_std": sum(flat) / done / state.world.size})
-    best = is_flat.int().argsort(stable=True)[:B].sort().values
-    return rollout.only(torch.arange(rewards.numel()).view_as(rewards)[best].flatten())
+    def compute_rewards(self, rollout, *how):
+        """Computes the rewards, unless `generate` has already computed them."""
+        if rollout.rewards is None:
+            return super().compute_rewards(rollout, *how)
+        return rollout.rewards, rollout.rewards_per_func
 
-
-def only_once(inner, state, rollout, *how):
-    """Computes the rewards, unless in_rounds has already computed them."""
-    if rollout.rewards is None:
-        return inner(rollout, *how)
-    return rollout.rewards, rollout.rewards_per_func
+    def update_policy(self, rollout):
+        return super().update_policy(rollout) | self.of_rounds

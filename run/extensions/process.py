@@ -14,7 +14,7 @@ def add_flags(parser):
 
 
 def is_on(args):
-    return args.supervision == "process"
+    return [NAME] if args.supervision == "process" else []
 
 
 def check(args):
@@ -27,14 +27,11 @@ def check(args):
                         "words; leave --supervision or --tool out")
 
 
-def install(state):
-    state.replace(NAME, compute_advantages=of_steps)
-
-
-def of_steps(state, rollout):
-    """Returns advantages, (N, R), from the rewards of lines of arithmetic and of the outcome."""
-    # A step's reward is 0 or 1. Dividing by the sum of the weights gives outcomes a similar scale.
-    outcomes = (rollout.rewards / sum(map(abs, state.args.reward_weights))).tolist()
-    steps = judge_steps(rollout.completions, rollout.token_ids(), state.tokenizer, state.eos_ids,
-                        outcomes)
-    return process_advantages(*steps, state.args.num_generations, rollout.loss_mask)
+class ProcessRewards:
+    def compute_advantages(self, rollout):
+        """Returns advantages, (N, R), from the rewards of lines of arithmetic and of outcomes."""
+        # A step's reward is 0 or 1. Dividing by the sum of the weights scales outcomes alike.
+        outcomes = (rollout.rewards / sum(map(abs, self.args.reward_weights))).tolist()
+        steps = judge_steps(rollout.completions, rollout.token_ids(), self.tokenizer,
+                            self.eos_ids, outcomes)
+        return process_advantages(*steps, self.args.num_generations, rollout.loss_mask)

@@ -31,24 +31,33 @@ def check(args):
                         "--kl_in_reward and --oversample out")
 
 
-def install(state):
-    teacher = load_teacher(state)
+class Distillation:
+    def __post_init__(self):
+        super().__post_init__()
+        self.teacher = load_teacher(self)
 
-    def compute_advantages(state, rollout):
-        rollout.extra["teacher_logps"] = state.compute_logps(teacher, rollout)
-        return towards_teacher(rollout, state.compute_logps(state.policy, rollout))
+    def compute_advantages(self, rollout):
+        rollout.extra["teacher_logps"] = self.compute_logps(self.teacher, rollout)
+        return towards_teacher(rollout, self.compute_logps(self.policy, rollout))
 
-    state.replace(NAME, compute_advantages=compute_advantages)
-    state.wrap(NAME, update_policy=as_if_judged, compute_loss=with_distance)
+    def update_policy(self, rollout):
+        """Updates the policy although no completion has a reward."""
+        return super().update_policy(replace(rollout, rewards=torch.zeros_like(rollout.rewards)))
+
+    def compute_loss(self, part, logps, entropy):
+        """Adds the metric teacher_kl, the mean over tokens of log pi_old - log pi_teacher."""
+        loss, metrics = super().compute_loss(part, logps, entropy)
+        difference = (part.old_logps - part.extra["teacher_logps"]) * part.loss_mask
+        return loss, metrics | {"teacher_kl": Mean(difference.sum(), part.loss_mask.sum())}
 
 
-def load_teacher(state):
+def load_teacher(grpo):
     """Loads the frozen teacher. Raises a UserError if its vocabulary differs from the policy's."""
-    path = state.args.teacher_path
-    teacher = load_frozen(path, state.world, state.args, state.token_logps)
+    path = grpo.args.teacher_path
+    teacher = load_frozen(path, grpo.world, grpo.args, grpo.token_logps)
     advice = "pass a --teacher_path with the policy's tokenizer"
     tokenizer = load_tokenizer(path, teacher.model.config.vocab_size, advice)
-    if tokenizer.get_vocab() != state.tokenizer.get_vocab():
+    if tokenizer.get_vocab() != grpo.tokenizer.get_vocab():
         raise UserError(f"{path}: its tokens are not the policy's; {advice}")
     return teacher
 
@@ -66,15 +75,3 @@ def towards_teacher(rollout, policy_logps):
     the sampled token, like verl's k1 with use_policy_gradient.
     """
     return (rollout.extra["teacher_logps"] - policy_logps) * rollout.loss_mask
-
-
-def as_if_judged(inner, state, rollout):
-    """Updates the policy although no completion has a reward."""
-    return inner(replace(rollout, rewards=torch.zeros_like(rollout.rewards)))
-
-
-def with_distance(inner, state, part, logps, entropy):
-    """Adds the metric teacher_kl, the mean over tokens of log pi_old - log pi_teacher."""
-    loss, metrics = inner(part, logps, entropy)
-    difference = (part.old_logps - part.extra["teacher_logps"]) * part.loss_mask
-    return loss, metrics | {"teacher_kl": Mean(difference.sum(), part.loss_mask.sum())}

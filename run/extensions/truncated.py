@@ -9,13 +9,11 @@ def add_flags(parser):
         NAME, action="store_true", help="don't train on truncated completions")
 
 
-def install(state):
-    state.wrap(NAME, update_policy=from_whole_completions)
+class MaskTruncated:
+    def update_policy(self, rollout):
+        """Masks all tokens of truncated completions, so the loss doesn't train on them.
 
-
-def from_whole_completions(inner, state, rollout):
-    """Masks all tokens of truncated completions, so the loss doesn't train on them.
-
-    If the loss is a mean over completions, truncated completions still count in its denominator.
-    """
-    return inner(replace(rollout, loss_mask=rollout.loss_mask * rollout.ended[:, None]))
+        If the loss is a mean over completions, truncated ones still count in its denominator.
+        """
+        mask = rollout.loss_mask * rollout.ended[:, None]
+        return super().update_policy(replace(rollout, loss_mask=mask))

@@ -1,7 +1,7 @@
-"""Everything that a run prints and writes, except its weights; docs/in_practice.md lists the files.
+"""What a run prints and writes, except its weights; docs/in_practice.md lists the files.
 
-A new run deletes the files of an earlier run with the same name, but only after its first step. If
-the new run fails in its first step, e.g. in a reward function, the earlier run's files remain.
+A run writes its first files after its first step. If it fails before, e.g. in a reward function,
+its folder remains empty.
 """
 import importlib.util
 import json
@@ -10,26 +10,18 @@ import sys
 import time
 from collections import Counter, deque
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
-from dataset import PromptCollator, batches_from, read_prompts
+from dataset import PromptCollator
 from dataset.jsonl import is_finite, to_json, to_line
-from dataset.prompts import asking_as_trained
 from errors import UserError, cut, explained, printable, reason
 from reward.answers import kind_of
-from reward.child import CHILD
 
-from ..checkpoint import Saver
-from ..evaluate import evaluate
-from ..metrics import describe, number, rollout_metrics
-from ..signals import Signals, Stopped, stop
+from ..metrics import number
 
 # The most common ways in which a run fails, each with what to do.
-NO_REWARD = ("no completion of this step was scored, so the policy was not updated: every reward "
-             "function returned None or failed")
 NO_SIGNAL = ("in most groups every completion got the same reward, so their advantages are 0 and "
              "give no learning signal: use prompts that the policy solves sometimes but not "
              "always, or raise --num_generations, --temperature or --oversample.")
@@ -44,7 +36,6 @@ OLD_WEIGHTS = ("the sampler's probabilities are far from the trainer's (rollout_
 
 BOLD, DIM, MAGENTA, CYAN = "1", "2", "35", "36"      # ANSI escape codes
 FIRST_ROWS = 2000       # rows whose gold answers are checked before a run
-MOST_UNJUDGED = 10      # steps in a row without a reward, after which a run ends
 RUN_BY = {"fast": "model/fast; --sampler plain runs the lines of train_grpo.py",
           "plain": "the lines of train_grpo.py and model/",
           "vllm": "vLLM samples, model/fast computes log-probabilities"}
@@ -56,40 +47,28 @@ def add_flags(parser):
         "SwanLab: local for `swanlab watch`, online with an account (default: disabled)")
 
 
-class Run:
-    """Context manager that completes a run's files at the end, even after an error or Ctrl-C.
+class Report:
+    """Prints a run, and writes its files except the weights and args.json; only rank 0 does either.
 
-    The run's folder is locked from the start. Only rank 0 writes and prints; `active` is False on
-    other ranks. Without out_dir, nothing is written. watches: whether signals are handled.
+    run_dir: the run's folder, or None to write nothing.
     """
 
-    def __init__(self, args, world, watches=True):
-        self.args, self.world, self.watches = args, world, watches
-        folder = None if args.out_dir is None else Path(args.out_dir) / args.run_name
-        self.saver = Saver(folder, world, args)
-        self.signals, self.history = Signals(world.rank), []    # history: the metrics of each step
-        self.run_dir, self.active = self.saver.run_dir, False
-        self.unjudged = 0                       # steps in a row without a reward
+    def __init__(self, args, rank, run_dir):
+        self.args, self.rank, self.run_dir = args, rank, run_dir
+        self.active = False                     # whether it is open, and on rank 0
         self.dead_groups = deque(maxlen=5)      # frac_reward_zero_std of the last steps
         self.first_difference = None            # the first rollout_probs_diff_mean
         self.warned_at = {}                     # text of a warning -> step that last printed it
-        self.has_begun = False                  # whether the first step is done
-        self.held_back = []                     # evaluations before that
+        self.waiting = []                       # (file name, lines) to write when a step is done
         self.drawn_at = -math.inf               # time of the last drawing
 
-    def __enter__(self):
-        return self
-
-    def open(self, last_step, start_step=0, num_tokens=0):
-        """Starts the progress bar and SwanLab.
-
-        start_step: the last step before resuming, or 0 for a new run. num_tokens: the number of
-        tokens that were sampled until then.
-        """
+    def open(self, last_step, start_step=0):
+        """Starts the progress bar and SwanLab. start_step: the step to resume after, or 0."""
         self.last_step, self.start_step, self.current_step = last_step, start_step, start_step
-        self.num_tokens = num_tokens
-        if self.world.rank > 0:
+        if self.rank > 0:
             return
+        for name in ("metrics", "eval", "completions") if self.run_dir else ():
+            drop_lines_after(start_step, self.run_dir / f"{name}.jsonl")
         self.swanlab = start_swanlab(self.run_dir, self.args)
         self.bar = tqdm(total=last_step, initial=start_step, dynamic_ncols=True,
                         bar_format="{n_fmt:>4}/{total_fmt} |{bar:12}|{desc}",
@@ -99,140 +78,39 @@ class Run:
         self.started = self.training_started = time.perf_counter()
         self.active = True
 
-    def __exit__(self, error_type, error, traceback):
-        if self.active:
-            self.bar.close()
-            if self.has_begun:
-                self.draw(pause=0)
-            if error is None and self.current_step:
-                self._print_summary()
-            with suppress(Exception, SystemExit):       # raised by SwanLab
-                if self.swanlab and self.swanlab.has_run():     # Ctrl-C makes SwanLab end it
-                    self.swanlab.finish()
-        if error_type is Stopped:
-            self.world.gather([])       # wait, as torchrun ends all ranks when one exits
-            self.world.close()
-        self.signals.leave()
-        CHILD.end()
-        self.world.cleanup.close()
+    def close(self, error=None):
+        """Draws the last curves and, unless an error has ended the run, prints a summary."""
+        if not self.active:
+            return
+        self.bar.close()
+        if self.current_step > self.start_step:
+            self.draw(pause=0)
+        if error is None and self.current_step:
+            self._print_summary()
+        with suppress(Exception, SystemExit):       # raised by SwanLab
+            if self.swanlab and self.swanlab.has_run():     # Ctrl-C makes SwanLab end it
+                self.swanlab.finish()
 
-    # --- called by the training loop --------------------------------------------------------------
-
-    def steps(self, state):
-        """Resumes, prints an overview, and evaluates. Then yields (step, batch) for each step left.
-
-        With --eval_only, evaluates and yields nothing. state: a TrainState. To use your own choice
-        of prompts in a step, e.g. only easy ones, call self.batch(step, list_of_prompts).
-        """
-        self.state, args, world = state, self.args, self.world
-        self.collate, self.problems, self.heldout = read_prompts(
-            args, state.tokenizer, state.policy.model.config)
-        done, num_tokens = self.saver.resume(
-            state.policy.model, state.optimizer, state.saved, len(self.problems),
-            state.num_prompts * world.size)
-        self.batch, last_step = batches_from(
-            self.problems, self.collate, state.num_prompts, world, args)
-        if args.eval_only:
-            found, _ = evaluate(state, self.heldout, self.collate, done)
-            if world.rank == 0:
-                print(json.dumps(to_json(found), indent=2))
-            return ()
-        self.open(last_step, done, num_tokens)
-        self.intro(self.problems, len(self.heldout))
-        if done == 0:
-            self.evaluate_if_due(0)
-        CHILD.given_up = CHILD.cut_short = False
-        if self.watches:
-            self.signals.watch()                # from here on, signals let the step finish
-        self.done = done
-        state.compute_rewards = partial(self.rewards_or_stop, state.compute_rewards)
-        return ((step, self.batch(step)) for step in range(done + 1, last_step + 1))
-
-    def evaluate_if_due(self, step):
-        """Evaluates if an evaluation is due at this step. Returns its metrics, or else {}."""
-        interval = self.args.eval_interval
-        if interval == 0 or (step % interval and step != self.last_step):
-            return {}
-        if step:                    # the first evaluation's time is part of no step
-            self.state.phase("eval")
-        metrics, replies = evaluate(self.state, self.heldout, self.collate, step)
-        self.state.phase(None)
-        return self.evaluation(step, metrics, replies)
-
-    def rewards_or_stop(self, compute_rewards, *arguments):
-        """Computes the rewards. Ends the run if a signal has interrupted this computation."""
-        rewards = compute_rewards(*arguments)
-        signal = max(self.world.gather([CHILD.cut_short and self.signals.received]))
-        if signal:
-            if self.done and self.done > self.start_step:       # weights have not changed since
-                self.save(self.done)
-            stop(signal, f"in step {self.state.step}, which is given up", self.world.rank)
-        return rewards
-
-    def save(self, step):
-        state = self.state
-        self.saver.save(step, self.num_tokens, state.policy.model, state.tokenizer,
-                        state.optimizer, state.saved)
-
-    def record(self, step, rollout, metrics):
-        """5. Writes and prints a step's metrics; evaluates, plots and saves if this is due.
-
-        After a signal or after ten steps without any reward, saves and ends the run on all ranks.
-        """
-        state, args, world = self.state, self.args, self.world
-        self.done = None            # if a signal interrupts the evaluation, nothing is saved
-        metrics = metrics | self.evaluate_if_due(step)
-        rows = world.gather(describe(
-            rollout, state.tokenizer, state.eos_ids, args.num_generations))
-        failures = world.gather([(judge.__name__, judge.failed.total(), judge.reason)
-                                 for judge in state.reward_funcs if judge.failed])
-        self.unjudged = 0 if "loss" in metrics else self.unjudged + 1
-        if self.unjudged:
-            reasons = {f"{name} {text}" for name, _, text in failures if text}
-            self.warn("; ".join([NO_REWARD, *sorted(reasons)]))
-        of_rollout = rollout_metrics(rows, args.num_generations, failures)
-        self.step(step, metrics | of_rollout, rows, state.phase.taken())
-        is_due, signal = self.saver.is_due(step, self.last_step, self.signals.received)
-        if is_due or self.unjudged == MOST_UNJUDGED:
-            state.phase("checkpoint")           # its time counts for the next step
-            self.save(step)
-            self.draw()
-        self.done, CHILD.late = step, 0
-        if signal:
-            stop(signal, f"after step {step}, which is saved", world.rank)
-        if self.unjudged == MOST_UNJUDGED:
-            raise UserError(f"no completion was scored in the last {MOST_UNJUDGED} steps; check "
-                            "that --reward_funcs fit the data")
-
-    def finish(self, defaults):
-        """Saves the final weights, and a model card that lists flags with non-default values."""
-        if not self.args.eval_only:
-            tokenizer = asking_as_trained(self.state.tokenizer, self.collate.switches)
-            self.saver.save_final(self.state.policy.model, tokenizer, defaults)
-
-    # --- what these call --------------------------------------------------------------------------
-
-    def intro(self, problems, num_heldout):
+    def intro(self, grpo, collate, problems, num_heldout):
         """Prints the model, the data, the main flags and the output folder of the run."""
         if not self.active:
             return
-        args, state, num_processes = self.args, self.state, self.world.size
-        num_prompts = len(problems)
-        policy = state.policy.model
+        args, num_processes, num_prompts = self.args, grpo.world.size, len(problems)
+        policy = grpo.policy.model
         size = sum(parameter.numel() for parameter in policy.parameters())
-        prompts = min(state.num_prompts, num_prompts // num_processes) * num_processes
-        up_to = "up to " * (state.num_prompts > args.batch_size * args.accumulation_steps)
+        prompts = min(grpo.num_prompts, num_prompts // num_processes) * num_processes
+        up_to = "up to " * (grpo.num_prompts > args.batch_size * args.accumulation_steps)
         first = problems[0]["messages"]
-        unswitched = PromptCollator(state.tokenizer, None, args.system_prompt, thinking=False)
+        unswitched = PromptCollator(grpo.tokenizer, None, args.system_prompt, thinking=False)
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             "run by": getattr(policy, "run_by", "") or RUN_BY[args.sampler],     # or transformers
-            "thinking": args.reasoning and self.collate.render(first) == unswitched.render(first)
+            "thinking": args.reasoning and collate.render(first) == unswitched.render(first)
                         and "left to the weights: the chat template has no switch for it",
-            "ended by": " ".join(state.tokenizer.decode([one]) or str(one)
-                                 for one in state.eos_ids),
-            "device": f"{num_processes} x {state.world.device.type}",
-            **{name: "; ".join(by) for name, by in state.changed.items()},
+            "ended by": " ".join(grpo.tokenizer.decode([one]) or str(one)
+                                 for one in grpo.eos_ids),
+            "device": f"{num_processes} x {grpo.world.device.type}",
+            **{name: "; ".join(by) for name, by in grpo.changed.items()},
             "prompts": f"{num_prompts:,} in {short(args.data_path)}",
             "answers": kinds_of_answers(problems),
             "held out": num_heldout and f"{num_heldout:,} in {short(args.eval_data_path)}, right "
@@ -243,8 +121,6 @@ class Run:
                      f"{args.num_generations} completions",
             "files": self.run_dir and f"{short(self.run_dir)}/",
         }
-        if self.run_dir and not self.start_step and (self.run_dir / "metrics.jsonl").exists():
-            facts[""] = "the first step replaces the earlier run there"
         self._print(facts_table(facts))
 
     def evaluation(self, step, metrics, replies=None):
@@ -269,26 +145,20 @@ class Run:
             self._print(one_reply(replies))
         return metrics
 
-    def step(self, step, metrics, rows, timings):
-        """Records a step's metrics and completions, updates the progress bar, and prints warnings.
+    def step(self, step, metrics, rows):
+        """Writes a step's metrics and completions, updates the progress bar, and prints warnings.
 
-        For the first and the last step, also prints a group of completions. perf/throughput doesn't
-        count the time of evaluations and checkpoints. rows: the rows from describe().
+        For the first and the last step, also prints a group of completions. rows: from describe().
         """
         self.current_step = step
-        self.num_tokens += metrics["tokens"]
-        training = sum(seconds for phase, seconds in timings.items()
-                       if phase not in ("timing_s/eval", "timing_s/checkpoint"))
-        metrics = {**metrics, **timings, "num_tokens": self.num_tokens,
-                   "step_time": sum(timings.values()),
-                   "perf/throughput": metrics["tokens"] / max(training, 1e-9)}
-        self.history.append({"step": step} | {name: float(one) for name, one in metrics.items()})
         if not self.active:
             return
-        if not self.has_begun:
-            self._begin()
         self._write("metrics", step, metrics)
         self._write("completions", step, *rows)
+        for file, lines in self.waiting if self.run_dir else ():
+            with open(self.run_dir / file, "a", encoding="utf-8") as opened:
+                opened.writelines(lines)
+        self.waiting.clear()
         self._log(metrics, step)
 
         numbers = self._numbers(step, metrics)
@@ -359,26 +229,9 @@ class Run:
                 self.warn(f"{name} scored none of the {len(rows)} completions of the first step: "
                           f"check that the data has the columns that it needs; it has {columns}")
 
-    def _begin(self):
-        """After the first step: deletes an earlier run's files, writes rows kept in memory."""
-        self.has_begun = True
-        if not self.run_dir:
-            return
-        for name in ("metrics", "eval", "completions"):
-            drop_lines_after(self.start_step, self.run_dir / f"{name}.jsonl")
-        self.saver.begin()
-        for name, step, rows in self.held_back:
-            self._write(name, step, *rows)
-
     def _write(self, name, step, *rows):
-        """Appends rows to a file; until the first step is done, keeps them in memory instead."""
-        if not self.has_begun:
-            self.held_back.append((name, step, rows))
-            return
-        if not self.run_dir:
-            return
-        with open(self.run_dir / f"{name}.jsonl", "a", encoding="utf-8") as file:
-            file.writelines(to_line({"step": step, **row}) for row in rows)
+        """Notes rows for a file, which are written when the step is done."""
+        self.waiting.append((f"{name}.jsonl", [to_line({"step": step, **row}) for row in rows]))
 
     def _log(self, metrics, step):
         if self.swanlab:
