@@ -341,6 +341,7 @@ class GRPO:
 
 def run(args, world, trainer=GRPO, **options):
     """Trains a policy. Returns (model, history), where history has the metrics of each step."""
+    args.trainer = trainer.__name__
     with Loop(args, world, **options) as loop:      # makes the run's folder
         grpo = load(args, world, trainer)
         for step in loop.steps(grpo):       # reads the prompts, resumes, evaluates before step 1

@@ -1,5 +1,5 @@
 """Output folders: a program writes into a new folder of its own, so it can't overwrite anything."""
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from errors import UserError
@@ -15,18 +15,18 @@ def new_folder(path, flag):
     return path
 
 
-def is_free(path):
-    """Returns True if the path doesn't exist, or is a folder with nothing but the lock of a run."""
+def is_free(path, written=("*",)):
+    """Returns True if the path doesn't exist, or is a folder without a file of these patterns."""
     if path.is_dir():
-        return {file.name for file in path.iterdir()} <= {".lock"}
+        return not any(chain.from_iterable(path.glob(pattern) for pattern in written))
     return not path.exists() and not path.is_symlink()
 
 
-def numbered(path):
-    """Yields those of path, path_2, path_3, ... that are new or empty."""
-    for number in count(1):
-        one = path if number == 1 else path.with_name(f"{path.name}_{number}")
-        if is_free(one):
+def numbered(path, written=("*",)):
+    """Yields those of path, path_2, path_3, ... that are free."""
+    for place in count(1):
+        one = path if place == 1 else path.with_name(f"{path.name}_{place}")
+        if is_free(one, written):
             yield one
 
 

@@ -32,8 +32,10 @@ from model.transformers_model import AnyModel
 from .fsdp import load_parts, part_of
 from .report.model_card import write_card
 
-NOT_OF_A_RUN = ("out_dir", "run_name", "resume")        # these only identify the run
+NOT_OF_A_RUN = ("out_dir", "run_name", "save_weight", "resume")     # these only identify the run
 SAVED = ("checkpoint", "checkpoint.old", "final")       # one of these exists after the first save
+# A folder with one of these belongs to a run. Other files, such as a job's log, may lie there.
+WRITTEN = ("args.json", "*.jsonl", "curves.png", "report.html", "checkpoint*", "final", "adapter")
 READ = ".json", ".jinja", ".txt", ".model"      # files of tokenizers and configurations
 ELSE = "restore it, or start a new run with another --run_name"
 
@@ -41,35 +43,51 @@ ELSE = "restore it, or start a new run with another --run_name"
 def add_flags(parser):
     flag = parser.group("5. log").add_argument
     flag("--out_dir", default="out", help="folder of all runs; a run writes to out_dir/run_name")
-    flag("--run_name", help="name of the run's folder, which must be new or empty (default: "
+    flag("--run_name", help="name of the run's folder, which no other run may have (default: "
          "grpo_<name of the weights>, with a number if that is taken)")
     flag("--save_interval", type=COUNT, default=30, help="steps between checkpoints")
     flag("--resume", action="store_true", help="continue the run --run_name from its last "
-         "checkpoint (default: the last one with the default name)")
+         "checkpoint, or start it if there is none (default: the last run with the default name)")
 
 
 def check(args):
     """Checks --run_name. With --resume, fills it in; a new run gets its name with its folder."""
-    if args.run_name and (args.run_name == ".." or Path(args.run_name).name != args.run_name):
-        raise UserError(f"--run_name {args.run_name}: it must be a folder name without /")
+    for flag in ("run_name", "save_weight"):
+        name = getattr(args, flag)
+        if name and (name == ".." or Path(name).name != name):
+            raise UserError(f"--{flag} {name}: it must be a folder name without /")
     if args.resume:
-        args.run_name = args.run_name or newest(Path(args.out_dir), default_name(args))
+        args.run_name = args.run_name or newest(args)
 
 
-def default_name(args):
-    return f"grpo_{Path(args.model_path).name.removesuffix('.pth').strip('<>')}"
+def default_name(flags):
+    """Returns the name of a run without --run_name. flags: {flag: value}."""
+    name = Path(flags["model_path"]).name.removesuffix(".pth").strip("<>")
+    return flags.get("save_weight") or f"grpo_{name}"
 
 
-def newest(out_dir, name):
-    """Returns the name of the run, of those called name, name_2, ..., that wrote args.json last."""
-    files = [file for file in out_dir.glob("*/args.json")
-             if re.fullmatch(rf"{re.escape(name)}(_[1-9]\d*)?", file.parent.name)]
-    return max(files, key=lambda file: file.stat().st_mtime).parent.name if files else name
+def newest(args):
+    """Returns the name of the last run that has the default name of these flags, or a number after
+    it. Raises a UserError if there is none.
+    """
+    name, found = default_name(vars(args)), []
+    for file in Path(args.out_dir).glob("*/args.json"):
+        # grpo_reason_128 is a run of reason_128, and no second run of weights called reason.
+        if re.fullmatch(rf"{re.escape(name)}(_[1-9]\d*)?", file.parent.name) and (
+                default_name(read_json(file, "this is no file of a run")) == name):
+            found.append(file)
+    if not found:
+        raise UserError(f"--resume: {Path(args.out_dir).absolute()} has no run called {name}; pass "
+                        "the --out_dir and --run_name of the run to continue")
+    return max(found, key=lambda file: file.stat().st_mtime).parent.name
 
 
 def flags_of_run(args):
-    """Returns the flags of the run to resume, a dict {flag: value} read from its args.json."""
-    flags = read_json(Path(args.out_dir) / args.run_name / "args.json",
+    """Returns the flags of the run to resume, {flag: value} from its args.json; {} without one."""
+    run_dir = Path(args.out_dir) / args.run_name
+    if is_free(run_dir, WRITTEN):
+        return {}
+    flags = read_json(run_dir / "args.json",
                       "--resume needs the --out_dir and --run_name of an earlier run")
     return {name: value for name, value in flags.items() if name not in NOT_OF_A_RUN}
 
@@ -93,19 +111,34 @@ class Saver:
 
     def _make_folder(self, args):
         """Makes and locks a run's folder, or locks that of the run to resume. Returns its name."""
-        own = Path(args.out_dir) / (args.run_name or default_name(args))
-        if args.run_name and not args.resume and not is_free(own):
-            raise UserError(f"--run_name {args.run_name}: {own.absolute()} exists and is not empty;"
-                            " choose another name, delete it, or continue its run with --resume")
-        for folder in [own] if args.run_name else numbered(own):
-            folder.mkdir(parents=True, exist_ok=True)
-            held = FileLock(folder / ".lock")       # also unlocked if the process ends
-            with suppress(Timeout):
-                held.acquire(blocking=False)
-                self.world.cleanup.callback(held.release)
-                return folder.name
+        own = Path(args.out_dir) / (args.run_name or default_name(vars(args)))
+        if args.run_name and not args.resume and not is_free(own, WRITTEN):
+            raise UserError(f"--run_name {args.run_name}: {own.absolute()} has the files of a run; "
+                            "choose another name, delete it, or continue its run with --resume")
+        for folder in [own] if args.run_name else numbered(own, WRITTEN):
+            is_new = not folder.exists()
+            with suppress(FileExistsError):
+                folder.mkdir(parents=True, exist_ok=not is_new)
+                if self._lock(folder, otherwise=is_new or bool(args.run_name)):
+                    return folder.name
         raise UserError(f"{own.absolute()}: another run is writing there; wait until it has ended, "
                         "stop it, or pass another --run_name")
+
+    def _lock(self, folder, otherwise):
+        """Locks a folder until the run ends. Returns whether this succeeded.
+
+        otherwise: what to return if the file system has no locks. Of two runs that start together
+        there, the one that made the folder takes it.
+        """
+        held = FileLock(folder / ".lock")           # also unlocked if the process ends
+        try:
+            held.acquire(blocking=False)
+        except Timeout:
+            return False
+        except NotImplementedError:                 # from filelock, for ENOSYS
+            return otherwise
+        self.world.cleanup.callback(held.release)
+        return True
 
     def resume(self, policy, optimizer, others, num_problems, prompts_per_step):
         """With --resume, loads the checkpoint. Returns (steps done, tokens sampled).
@@ -119,11 +152,18 @@ class Saver:
         self.reads, *_ = self.world.gather([reads])
         if not args.resume:
             return 0, 0
-        now = as_saved(args)
-        for name, was in flags_of_run(args).items() if self.writes else ():
+        now, before = as_saved(args), flags_of_run(args) if self.writes else {}
+        was = before.pop("trainer", now["trainer"])
+        if was != now["trainer"]:
+            raise UserError(f"--resume: the trainer of {self.run_dir} is {was}, and here it is "
+                            f"{now['trainer']}; pass trainer={was}, or start a new run")
+        for name, was in before.items():
             if now.get(name, was) != was:
                 print(f"--{name} was {was} when the run was started, and is now {now[name]}")
         if not any((self.run_dir / name).exists() for name in SAVED):
+            if self.writes:
+                print(f"--resume: {self.run_dir} has no checkpoint yet, so this run begins with "
+                      "step 1")
             return 0, 0
         return load_checkpoint(self.run_dir / "checkpoint", policy, optimizer, others, self.reads)
 

@@ -271,6 +271,7 @@ def run(name, row, arm, seed):
     experiment, out = EXPERIMENTS[name], OUT / name
     run_name = re.sub(r"\W", "_", f"{row} {arm} {seed}".strip())
     flags = commands_of(experiment)[row, arm]
+    shutil.rmtree(out / run_name, ignore_errors=True)       # of an interrupted experiment
     command = flags.format(out=quoted(out))
     if not command.lstrip().startswith("-m "):
         command = f"train_grpo.py {command}"

@@ -14,6 +14,9 @@ in an extension, super() is the next one, or GRPO. An override that doesn't call
 the method. An extension must not import train_grpo.py: it runs as __main__, so an import would load
 it a second time. GRPO offers the script's functions as self.k3, self.token_logps and so on.
 """
+import warnings
+from difflib import get_close_matches
+
 from errors import UserError
 
 from . import (
@@ -80,7 +83,8 @@ def class_of_run(base, args, own):
 
     base: GRPO. own: base itself, or a user's subclass. The class has an attribute `changed`, a dict
     {method of base: ["wrapped by --flag (file)", ...]}, in the order from base to the override that
-    is called first. Raises a UserError if an override would undo another: it has no super().
+    is called first. Raises a UserError if an override would undo another: it has no super(). Warns
+    of a method of `own` whose name is almost one of base's.
     """
     on = {option: is_on(extension, args) for extension, option in EXTENSIONS.items()}
     on = {option: flags for option, flags in on.items() if flags}
@@ -88,7 +92,10 @@ def class_of_run(base, args, own):
     for owner in reversed(kind.__mro__[1:kind.__mro__.index(base)]):
         by = ", ".join(on.get(owner, [owner.__name__]))
         for name, function in vars(owner).items():
-            if name.startswith("__") or not hasattr(base, name):
+            if name.startswith("__"):
+                continue
+            if not hasattr(base, name):
+                warn_of_typo(base, owner, name)
                 continue
             code = getattr(getattr(function, "__func__", function), "__code__", None)
             calls_super = "__class__" in getattr(code, "co_freevars", ())
@@ -99,3 +106,11 @@ def class_of_run(base, args, own):
             how, file = "wrapped" if calls_super else "replaced", owner.__module__.replace(".", "/")
             before.append(f"{how} by {by} ({file}.py)")
     return kind
+
+
+def warn_of_typo(base, owner, name):
+    """Warns if a method that base lacks has almost the name of one of base's methods."""
+    close = get_close_matches(name, dir(base), n=1, cutoff=0.8)
+    if close and owner not in EXTENSIONS.values() and not name.startswith("_"):
+        warnings.warn(f"{owner.__name__}.{name} overrides nothing, because {base.__name__} has no "
+                      f"method of this name; is {close[0]} meant?", stacklevel=2)

@@ -8,8 +8,9 @@ from dataset.prompts import R1_SYSTEM_PROMPT
 from .picture import Run
 
 # Flags that say nothing about the weights: where a run writes, what it prints, the machine.
-OF_NO_WEIGHT = {"out_dir", "run_name", "resume", "save_interval", "swanlab", "use_wandb", "device",
-                "sampler", "micro_batch_size", "rollout_batch_size", "gradient_checkpointing"}
+OF_NO_WEIGHT = {"out_dir", "run_name", "save_weight", "resume", "save_interval", "swanlab",
+                "use_wandb", "device", "sampler", "micro_batch_size", "rollout_batch_size",
+                "gradient_checkpointing", "trainer"}
 
 
 def write_card(folder, run_dir, args, defaults):
@@ -20,6 +21,7 @@ def write_card(folder, run_dir, args, defaults):
     rows = {"base": base, "prompts": Path(args.data_path).name,
             "rewards": " + ".join(f"{weight:g} {name}" for weight, name in
                                   zip(args.reward_weights, args.reward_funcs)),
+            "trainer": args.trainer if args.trainer != "GRPO" else "",
             "result": Run(run_dir).headline(),
             "flags that differ from the defaults": changed_flags(args, defaults)}
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
