@@ -20,7 +20,7 @@ for room in "dataset", "model", "reward", "run":
         raise ImportError(f"{where} hides the folder {room} of MiniGRPO; rename it, or put the "
                           "folder of train_grpo.py before it in sys.path")
 
-GIVEN = {}      # name -> object or function, during a call from Python (run/given.py)
+GIVEN = {}      # name -> object or function, during a call from Python (model/in_memory.py)
 NO_MEMORY = ("out of memory; train_grpo.py needs less with a lower --micro_batch_size or "
              "--rollout_batch_size, with --gradient_checkpointing, or with --lora_rank")
 

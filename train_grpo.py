@@ -19,7 +19,8 @@ reference, is a frozen copy of the initial weights. clip(x, a, b) limits x to th
 The ratio corrects for the fact that pi_old sampled the tokens, not pi. The clip removes a token's
 gradient once its ratio has left the clip range in the direction that A favors. The KL term keeps
 the policy close to the reference. By default, a step makes one update, when pi still equals pi_old.
-So every ratio is 1, nothing is clipped, and the first term has the gradient of -A log pi.
+So every ratio is 1, nothing is clipped, and the first term has the gradient of -A log pi: the loss
+is then a cross-entropy on the policy's own completions, weighted by A.
 
 A step has five phases. It uses B prompts with G completions each; B, G, beta, epsilons are flags.
     1. generate               generate             the policy samples the completions
@@ -39,7 +40,7 @@ n those in a micro-batch, P prompt and R completion tokens, V vocabulary entries
     python train_grpo.py                            about four minutes on two cores
     torchrun --nproc_per_node=2 train_grpo.py       on two processes
 
-The algorithm itself is in this file, up to the end of `main`; begin with `step` and `run`. The
+The algorithm is in this file, up to the end of `main`; `GRPO.step` shows the phases together. The
 sampler, two of the four rewards, and bookkeeping are in other files. By default, the sampler and
 `token_logps` are replaced by faster versions in model/fast.py, whose results agree up to rounding
 (each run checks `token_logps`); `--sampler plain` runs the readable versions. Options override
@@ -65,8 +66,8 @@ import errors
 import reward.load
 from dataset import prompts
 from errors import COUNT, COUNT_OR_0, POSITIVE, POSITIVE_OR_0, Parser, UserError, number
-from model import eos_token_ids, load_tokenizer, vllm
-from run import checkpoint, distributed, evaluate, extensions, given, minimind_flags
+from model import eos_token_ids, in_memory, load_tokenizer, vllm
+from run import checkpoint, distributed, evaluate, extensions, minimind_flags
 from run import policy as policies
 from run.distributed import World
 from run.loop import Loop
@@ -110,9 +111,9 @@ def completion_mask(completion_ids, eos_token_id):
 def k3(x):
     """Estimates KL(pi || pi_ref) from a token that pi sampled. x is log pi_ref - log pi.
 
-    The estimate, e^x - 1 - x, has the same mean as -x, which is the KL, because e^x = pi_ref / pi
-    has mean 1. Unlike -x, the estimate is never negative. For x > 20, the function continues as a
-    straight line, so that e^x can't overflow.
+    Under pi, -x has the mean KL(pi || pi_ref), and e^x = pi_ref / pi has the mean 1. So the
+    estimate, e^x - 1 - x, also has the KL as its mean; unlike -x, it is never negative. For x > 20,
+    the function continues as a straight line, so that e^x can't overflow.
     """
     near = x.clamp(max=20)
     return near.expm1() * (1 + (x - near)) - near     # for x <= 20: e^x - 1 - x
@@ -122,27 +123,30 @@ def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta, epsilon_lo
               num_sequences, num_tokens):
     """Returns (loss, metrics): the GRPO loss, and a dict of detached scalars.
 
-    logps, old_logps, mask and ref_logps are (N, R). ref_logps is None without a reference.
-    advantages are (N,), or (N, R) if each token has its own. num_sequences and num_tokens are the
+    logps, old_logps, mask and ref_logps are (n, R). ref_logps is None without a reference.
+    advantages are (n,), or (n, R) if each token has its own. num_sequences and num_tokens are the
     numbers of completions and tokens in the whole optimizer step. So the loss of the step is the
     sum of the losses of its micro-batches, and the same is true of the metrics.
     """
-    A, padding = advantages.view(len(mask), -1), mask == 0              # (N, 1 or R), (N, R)
-    log_ratio = (logps - old_logps).masked_fill(padding, 0)             # (N, R) from here on
+    A = advantages.view(len(mask), -1)                                  # (n, 1 or R)
+    padding = mask == 0                                                 # (n, R) from here on
+    log_ratio = (logps - old_logps).masked_fill(padding, 0)
     ratio = log_ratio.clamp(max=80).exp()               # pi / pi_old; e^89 would overflow
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     # Beyond 1 ± epsilon the clipped term is constant. The min selects it only if the ratio has
     # moved in the direction that A asks for; otherwise the token keeps its gradient.
-    loss, metrics = -torch.min(ratio * A, clipped * A), {}
+    loss = -torch.min(ratio * A, clipped * A)
+    metrics = {}
     if ref_logps is not None:
         kl = k3((ref_logps - logps).masked_fill(padding, 0))
         loss = loss + beta * kl
         metrics["kl"] = (kl.detach() * mask).sum() / num_tokens
     # Average over each completion's tokens, then over all completions.
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)                    # (N, 1)
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)                    # (n, 1)
     loss = (loss * mask / (num_sequences * lengths)).sum()
     # The share of tokens whose gradient the clip removes, at its lower and at its upper bound.
-    low, high = (ratio < 1 - epsilon_low) & (A < 0), (ratio > 1 + epsilon_high) & (A > 0)
+    low = (ratio < 1 - epsilon_low) & (A < 0)
+    high = (ratio > 1 + epsilon_high) & (A > 0)
     for name, acts in {"low": low, "high": high, "region": low | high}.items():
         metrics[f"clip_ratio/{name}_mean"] = (acts * (mask / num_tokens)).sum()
     return loss, metrics
@@ -270,7 +274,10 @@ class GRPO:
         return advantages.to(rollout.loss_mask.device)
 
     def compute_loss(self, part, logps, entropy):
-        """4. Returns (loss, metrics) of a micro-batch, to be summed over the optimizer step."""
+        """4. Returns (loss, metrics) of a micro-batch, to be summed over the optimizer step.
+
+        logps are (n, R), and so is entropy, in nats, which only options use.
+        """
         args = self.args
         return self.grpo_loss(
             logps, part.old_logps, part.advantages, part.loss_mask, ref_logps=part.ref_logps,
@@ -286,13 +293,13 @@ class GRPO:
         metrics = Metrics(world, args)
         if not world.sum((~rollout.rewards.isnan()).sum()):
             return {}
-        # Lists of micro-batches, without the rows that have no gradient; these are only counted.
+        # Lists of micro-batches. Rows without a gradient are left out of them, but counted.
         minibatches = rollout.minibatches(args, world, self.every_row_has_gradient)
 
         if args.num_iterations * len(minibatches) > 1:  # pi will move away from pi_old, so compute
             self.phase("old_logps")                     # pi_old's log-probabilities beforehand
-            with torch.no_grad():
-                for part in sum(minibatches, []):
+            with torch.no_grad():       # in the same micro-batches as below, so that rounding
+                for part in sum(minibatches, []):       # can't make a ratio differ from 1
                     part.old_logps = policy.token_logps(
                         *part.sequences(), temperature=args.temperature)
             self.phase("update")
@@ -395,7 +402,7 @@ def train(model, tokenizer=None, *, reward_funcs, prompts, reference=None, rewar
     own = {"model_path": model, "tokenizer_path": tokenizer, "reference_path": reference,
            "reward_model_path": reward_model, "data_path": prompts, "reward_funcs": reward_funcs,
            "out_dir": out_dir}
-    with given.as_flags(flags, own) as named:
+    with in_memory.as_flags(flags, own) as named:
         args = parse_args(named)
         args.out_dir = out_dir and args.out_dir
         world = World.join(args)

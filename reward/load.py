@@ -159,9 +159,8 @@ class RewardFunction:
             if not self.has_succeeded and isinstance(error, UserError):
                 raise UserError(f"{who}: {error}") from error
             if not self.has_succeeded and not isinstance(error, TimeoutError):
-                where = "its traceback is above" if show(error) else "correct the function"
-                raise UserError(f"{who} failed in its first call: {reason(error)}; {where}"
-                                ) from error
+                raise fault(f"{who} failed in its first call", error, "correct the function"
+                            ) from error
             self.fail(type(error).__name__, f"scored nothing in this step: {reason(error)}")
             return [math.nan] * count
         self.has_succeeded = True
@@ -186,9 +185,21 @@ class RewardFunction:
         self.failed[kind] += 1
         self.reason = self.reason or what
         if self.failed[kind] == 1:
-            # warn() would be silent in a second run of the same process.
-            warnings.warn_explicit(f"reward function {self.__name__} {what}; further cases are "
-                                   "only counted", UserWarning, __file__, 0)
+            warn_first(f"reward function {self.__name__} {what}")
+
+
+def fault(what, error, advice):
+    """Returns the UserError that says what a user's function did, after printing its traceback.
+
+    advice: what to do if there is no traceback, because what the function returned is unusable.
+    """
+    where = "its traceback is above" if show(error) else advice
+    return UserError(f"{what}: {reason(error)}; {where}")
+
+
+def warn_first(text):
+    """Warns of the first case of a kind. warn() would be silent in a second run of a process."""
+    warnings.warn_explicit(f"{text}; further cases are only counted", UserWarning, __file__, 0)
 
 
 def show(error):

@@ -10,11 +10,10 @@ the tool returns None, nothing is added, and the completion ends if f.stop is an
 uses these seeds for its random numbers gives the same answers when a run is resumed.
 """
 import json
-import warnings
 
 from errors import UserError, cut, reason
 
-from .load import check_columns, show
+from .load import check_columns, show, warn_first
 
 MOST_CHARACTERS = 4000      # per answer
 
@@ -71,10 +70,7 @@ class Tool:
         if type(error) not in self.seen:
             self.seen.add(type(error))
             show(error)
-            # warn() would be silent in a second run of the same process.
-            warnings.warn_explicit(f"the tool {self.name} raised ({reason(error)}), which is now "
-                                   "its answer; further cases are only counted",
-                                   UserWarning, __file__, 0)
+            warn_first(f"the tool {self.name} raised ({reason(error)}), which is now its answer")
 
 
 def tool_calls(functions):

@@ -9,7 +9,6 @@
     distributed.py    the processes that train one model, and how they communicate
     fsdp.py           weights sharded across these processes
     signals.py        how a signal or an error ends a run early
-    given.py          converts the arguments of a Python call of `train` to flags
     minimind_flags.py MiniMind's flags
     report/           the terminal output, the plots and the files of a run
     extensions/       options of the algorithm, one module each"""

@@ -10,7 +10,7 @@ from reward.child import CHILD
 from .checkpoint import Saver
 from .evaluate import evaluate
 from .metrics import describe, rollout_metrics
-from .report.terminal import Report
+from .report.terminal import Report, again
 from .signals import CutShort, Signals, Stopped, stop
 
 NO_REWARD = ("no completion of this step was scored, so the policy was not updated: every reward "
@@ -111,7 +111,7 @@ class Loop:
             self.report.draw()
         self.done, CHILD.late = step, 0
         if signal:
-            stop(signal, f"after step {step}, which is saved", self.world.rank)
+            stop(signal, f"after step {step}, which is saved", again(self.args), self.world.rank)
         if hopeless:
             raise UserError(f"no completion was scored in the last {MOST_UNJUDGED} steps; check "
                             "that --reward_funcs fit the data")
@@ -145,7 +145,7 @@ class Loop:
                 if self.done and self.done > self.start_step:
                     self.save(self.done)
                 stop(error.signal, f"in step {self.grpo.current_step}, which is given up",
-                     self.world.rank)
+                     again(self.args), self.world.rank)
         finally:
             self.report.close(error)
             self.signals.leave()

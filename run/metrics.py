@@ -261,6 +261,6 @@ def drift(part, logps, entropy):
     }
 
 
-def number(value, spec=".2f"):
+def formatted(value, spec=".2f"):
     """Formats a number; returns "-" if it is None, NaN or infinite."""
     return format(value, spec) if is_finite(value) else "-"

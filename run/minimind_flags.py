@@ -23,5 +23,5 @@ def add_flags(parser):
         "MiniMind's other flags also work: accumulation_steps multiplies batch_size; hidden_size "
         "(128) and use_moe select the default weights; num_hidden_layers only checks the weights; "
         "from_weight names weights in out_dir, without the size; from_resume 1 means resume, "
-        "save_dir is out_dir, save_weight is the default run_name; use_wandb, as in MiniMind, means swanlab "
-        "online, unless swanlab is set; wandb_project is its project.")
+        "save_dir is out_dir, save_weight is the default run_name; use_wandb, as in MiniMind, "
+        "means swanlab online, unless swanlab is set; wandb_project is its project.")

@@ -84,10 +84,10 @@ class Signals:
             os._exit(128 + number)
 
 
-def stop(number, where, rank):
-    """Prints a message, and raises Stopped to end the run."""
+def stop(number, where, again, rank):
+    """Prints a message, and raises Stopped to end the run. again: the flags that continue it."""
     say(f"stopped by {signal.Signals(number).name} {where}; continue with the same command and "
-        "--resume", rank)
+        f"{again}", rank)
     raise Stopped(128 + number)             # the exit code that shells use
 
 

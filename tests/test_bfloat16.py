@@ -161,14 +161,19 @@ def test_a_corrected_loss_and_its_gradient_equal_a_loop(loss_type, level, correc
             weighted[i, t] = A * (clipped if "truncate" in correction else w * (w == clipped))
     part = MicroBatch(None, None, None, None, mask, sampling_logps, ref_logps, advantages, {},
                       old_logps=old_logps)
-    state = SimpleNamespace(args=SimpleNamespace(
-        sampler_correction=correction, sampler_ratio=[0.7, 1.4]))
 
-    def compute_loss(part, logps, entropy):
-        return family_loss(logps, part.old_logps, part.advantages, mask, ref_logps=ref_logps,
-                           beta=0.3, loss_type=loss_type, importance_sampling_level=level)
+    class Uncorrected:
+        args = SimpleNamespace(sampler_correction=correction, sampler_ratio=[0.7, 1.4],
+                               off_policy_mask_threshold=0)
 
-    loss, _ = of_sampler.weighted(compute_loss, state, part, logps.requires_grad_(), None)
+        def compute_loss(self, part, logps, entropy):
+            return family_loss(logps, part.old_logps, part.advantages, mask, ref_logps=ref_logps,
+                               beta=0.3, loss_type=loss_type, importance_sampling_level=level)
+
+    class Corrected(of_sampler.SamplerCorrection, Uncorrected):
+        pass
+
+    loss, _ = Corrected().compute_loss(part, logps.requires_grad_(), None)
     loss.backward()
     again = logps.detach().requires_grad_()
     expected, _ = loop_loss(
@@ -188,10 +193,9 @@ def test_bad_completions_that_the_policy_has_left_teach_nothing(six, policy):
     uneven = uneven / ((uneven * six.loss_mask).sum(1) / six.lengths)[:, None]
     logps, six.sampling_logps = six.sampling_logps, six.sampling_logps + left[:, None] * uneven
     kept = torch.tensor([1.0, 0, -0.3, 0, 0, 0.1])
-    state = SimpleNamespace(args=SimpleNamespace(off_policy_mask_threshold=0.5))
 
     def advantages():
-        return of_sampler.near_sampler(lambda part, *read: part.advantages, state, six, logps, None)
+        return of_sampler.near_sampler(six, logps, 0.5).advantages
 
     assert advantages()[:, 0].tolist() == kept.tolist()
     masked, _ = gradient(policy, six, token_logps, off_policy_mask_threshold=0.5)

@@ -1,5 +1,6 @@
 """Options wrap or replace the functions of a step: by name, in a declared order, run by run."""
 import itertools
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +60,39 @@ def test_an_own_class_is_called_first_and_must_not_undo_an_option():
     assert extensions.class_of_run(GRPO, train_grpo.parse_args([]), Undoes).grpo_loss(None) == 1
     with pytest.raises(UserError, match="Undoes would undo that grpo_loss is wrapped by --kl_in"):
         extensions.class_of_run(GRPO, args, Undoes)
+
+
+def test_an_own_class_with_a_mistyped_method_gets_a_warning():
+    class Mine(GRPO):
+        def compute_reward(self, rollout):
+            return None
+
+        def my_helper(self):
+            return None
+
+    with pytest.warns(UserWarning, match="Mine.compute_reward overrides nothing.*compute_rewards"
+                      ) as warned:
+        extensions.class_of_run(GRPO, train_grpo.parse_args([]), Mine)
+    assert len(warned) == 1
+
+
+class Doubled(GRPO):
+    def compute_advantages(self, rollout):
+        return 2 * super().compute_advantages(rollout)
+
+
+def test_an_own_class_is_named_in_files_and_a_resume_needs_it(tmp_path, capsys):
+    flags = ["--max_steps", "1", "--batch_size", "2", "--num_generations", "4", "--max_gen_len",
+             "8", "--eval_interval", "0", "--device", "cpu", "--out_dir", str(tmp_path)]
+    train_grpo.main(flags, trainer=Doubled)
+    run = tmp_path / "grpo_reason_128"
+    assert json.loads((run / "args.json").read_text())["trainer"] == "Doubled"
+    assert "| trainer | Doubled |" in (run / "final/README.md").read_text()
+    with pytest.raises(SystemExit, match="2"):
+        train_grpo.main([*flags, "--resume", "--max_steps", "2"])
+    assert "is Doubled, and here it is GRPO; pass trainer=Doubled" in capsys.readouterr().err
+    train_grpo.main([*flags, "--resume", "--max_steps", "2"], trainer=Doubled)
+    assert len(jsonl(run / "metrics.jsonl")) == 2
 
 
 def test_every_pair_of_extensions_is_refused_or_can_be_installed():

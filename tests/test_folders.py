@@ -3,6 +3,7 @@ import json
 import runpy
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -10,6 +11,8 @@ from safetensors.torch import load_file, save_file
 import train_grpo
 from dataset.folders import new_folder
 from errors import UserError
+from run import checkpoint
+from run.distributed import World
 from support import ROOT, jsonl, write
 
 POLICY, JUDGE = ROOT / "model/weights/reason_128", ROOT / "reward/weights/reward_128"
@@ -97,6 +100,69 @@ def test_runs_are_numbered_and_a_resume_goes_on_with_the_last(tmp_path, capsys):
     train_grpo.main([*flags, "--resume", "--run_name", names[0], "--max_steps", "3"])
     assert len(jsonl(out / names[0] / "metrics.jsonl")) == 3
     assert json.loads((out / names[2] / "args.json").read_text())["run_name"] == names[2]
+
+
+def test_a_name_is_taken_by_what_a_run_writes_and_by_nothing_else(tmp_path, capsys):
+    data, out = str(write(tmp_path / "data.jsonl", ROWS)), tmp_path / "out"
+    flags = [*SMALL[:-2], "--out_dir", str(out), "--data_path", data, "--max_steps", "1"]
+    for name in ("grpo_reason_128", "mine"):
+        (out / name).mkdir(parents=True)
+        (out / name / "slurm.log").write_text("job 1")
+    train_grpo.main(flags)
+    train_grpo.main([*flags, "--run_name", "mine"])
+    assert {path.name for path in out.iterdir()} == {"grpo_reason_128", "mine"}
+    assert {(path / "slurm.log").read_text() for path in out.iterdir()} == {"job 1"}
+    assert "--run_name mine: " in refused(capsys, "train_grpo", *flags, "--run_name", "mine")
+    train_grpo.main([*flags, "--save_weight", "mine"])          # MiniMind's alias
+    assert len(jsonl(out / "mine_2/metrics.jsonl")) == 1
+
+
+def test_resume_starts_a_named_run_that_is_new_and_else_needs_one(tmp_path, capsys):
+    data, out = str(write(tmp_path / "data.jsonl", ROWS)), tmp_path / "out"
+    flags = [*SMALL[:-2], "--out_dir", str(out), "--data_path", data, "--max_steps", "1"]
+    assert f"{out} has no run called grpo_reason_128" in refused(
+        capsys, "train_grpo", *flags, "--resume")
+    train_grpo.main([*flags, "--resume", "--run_name", "x"])
+    assert capsys.readouterr().out.startswith(f"--resume: {out / 'x'} has no checkpoint yet")
+    train_grpo.main([*flags, "--resume", "--run_name", "x", "--max_steps", "2"])
+    assert "no checkpoint yet" not in capsys.readouterr().out
+    assert len(jsonl(out / "x/metrics.jsonl")) == 2
+    # A run of weights called reason, which is not the one hundred and twenty-eighth of them.
+    shutil.copytree(POLICY, tmp_path / "reason")
+    train_grpo.main([*flags, "--model_path", str(tmp_path / "reason")])
+    train_grpo.main(flags)
+    train_grpo.main([*flags, "--model_path", str(tmp_path / "reason"), "--resume", "--max_steps",
+                     "2"])
+    assert [len(jsonl(out / name / "metrics.jsonl"))
+            for name in ("grpo_reason", "grpo_reason_128")] == [2, 1]
+    printed = capsys.readouterr().out
+    assert f"python -m model.chat {out / 'grpo_reason/final'}" in printed
+    assert "--resume --run_name grpo_reason --max_steps" in printed
+
+
+def test_without_locks_the_run_that_made_the_folder_has_it(tmp_path, monkeypatch):
+    def no_lock(*options, **named):
+        raise NotImplementedError("this file system has no locks")
+
+    monkeypatch.setattr(checkpoint.FileLock, "acquire", no_lock)
+    world = SimpleNamespace(rank=0, gather=lambda values: values)
+    names = [checkpoint.Saver(world, SimpleNamespace(
+        out_dir=tmp_path, run_name=name, save_weight=None, model_path="a/b", resume=False,
+        eval_only=False)).run_dir.name for name in (None, None, "mine")]
+    assert names == ["grpo_b", "grpo_b_2", "mine"]
+
+
+@pytest.mark.parametrize("flags", [
+    ["--reasoning", "1"], *(["@" + str(path)] for path in sorted(ROOT.glob("dataset/*.txt")))])
+def test_a_command_of_the_pages_can_be_given_twice(flags, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    names = []
+    for _ in range(2):
+        args = train_grpo.parse_args([*flags, "--out_dir", str(tmp_path), "--device", "cpu"])
+        run_dir = checkpoint.Saver(World("cpu"), args).run_dir
+        (run_dir / "args.json").write_text("{}")
+        names.append(run_dir.name)
+    assert names[0].startswith("grpo_") and names[1] == f"{names[0]}_2"
 
 
 def test_a_users_files_in_a_folder_that_is_replaced_are_kept(tmp_path):

@@ -112,12 +112,12 @@ def test_a_checkpoint_may_be_replaced_while_it_is_read_and_a_broken_one_is_one_s
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     save_checkpoint(tmp_path / "checkpoint", policy, tokenizer,
-                    get_optimizer_state_dict(policy, optimizer), step=1, num_tokens=2)
+                    get_optimizer_state_dict(policy, optimizer), step=1, num_tokens=2, reads={})
     file, expected = tmp_path / "checkpoint/optimizer.pt", moments(policy, optimizer)
     mapped = load.read_tensors(file)
     optimizer.step()
     save_checkpoint(tmp_path / "checkpoint", policy, tokenizer,
-                    get_optimizer_state_dict(policy, optimizer), step=9, num_tokens=8)
+                    get_optimizer_state_dict(policy, optimizer), step=9, num_tokens=8, reads={})
     assert by_torch(mapped["optimizer"]["state"]) == expected != moments(policy, optimizer)
     optimizer.zero_grad()
     assert load_checkpoint(tmp_path / "checkpoint", policy, another) == (9, 8)

@@ -87,7 +87,7 @@ def test_the_examples_of_rewards_score(here, server):
 
 def test_the_page_on_watching_prints_the_tokens_that_a_step_has_moved(here, monkeypatch, capsys):
     text = next(text for _, text in blocks(ENGLISH["docs/watching.md"]) if "topk" in text)
-    (here / "moved.py").write_text(text.replace("update = 40", "update = 2"))
+    (here / "moved.py").write_text(text.replace("STEP = 40", "STEP = 2"))
     monkeypatch.setattr(sys, "argv", ["moved.py", *SMALL])
     runpy.run_path("moved.py")
     found = re.findall(r"^[+-](\d\.\d\d)  token \d+, '.*', of '", capsys.readouterr().out, re.M)

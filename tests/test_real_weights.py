@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 import train_grpo
 from model import eos_token_ids, load_pretrained, load_tokenizer, save_pretrained
+from run import checkpoint
 from run.distributed import World
 from run.policy import load_models
 from support import ROOT, edit, left_padded
@@ -293,7 +294,7 @@ def test_a_pth_in_the_output_folder_is_found_by_its_name(tmp_path):
     args = train_grpo.parse_args(["--hidden_size", "64", "--from_weight", "reason",
                                   "--reasoning", "0", "--save_dir", str(tmp_path)])
     assert args.model_path == str(tmp_path / "reason_64.pth")
-    assert args.run_name == "grpo_reason_64"
+    assert checkpoint.default_name(vars(args)) == "grpo_reason_64"
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""docs/recipes.md: its diffs apply, are short, and do what the page says."""
+"""docs/recipes.md: its files and diffs do what the page says, alone and together."""
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -10,34 +11,49 @@ from test_docs import PAGES, blocks, commands_of
 
 from support import ROOT, jsonl, write
 
-DIFFS = [code for language, code in blocks(PAGES["docs/recipes.md"]) if language == "diff"]
+BLOCKS = blocks(PAGES["docs/recipes.md"])
+DIFFS = [code for language, code in BLOCKS if language == "diff"]
+FILES = {re.match(r"# (\w+\.py)\n", code)[1]: code for language, code in BLOCKS
+         if language == "python"}
 COMMANDS = [words[2:] for words in commands_of(PAGES["docs/recipes.md"]) if words[0] == "python"]
 FLAGS = """--max_steps 4 --batch_size 2 --num_generations 4 --eval_samples 8 --eval_interval 0
     --device cpu --dtype float32 --reward_funcs accuracy opinion:opinion --reward_weights 8 0 --seed
-    3 --eval_reward_funcs all:right --loss_type smooth --advantage_estimator median""".split()
+    3 --eval_reward_funcs all:right --loss_type smooth:smooth_clip
+    --advantage_estimator median:above_median""".split()
 IN_A_COPY = b"""
 import json, os, sys, types
 from unittest.mock import MagicMock, Mock
 import torch, train_grpo
-from reward import baselines, reward_model
+import after, hopeful, median, restarts, smooth
+from reward import reward_model
 from run.report import picture
 
 torch.set_num_threads(1)
 flags, *commands = json.loads(sys.argv[1])
 args = [train_grpo.parse_args(command) for command in commands][-1]
-one = torch.tensor([[0.3], [-0.3], [0.3]])      # log-ratios of completions of one token
-found = {"loss": [train_grpo.family_loss(
-    one, 0 * one, torch.tensor([1.0, 1, -1]), one > -1, loss_type="smooth", loss_options=options
-    )[0].item() for options in ([], ["width=0.5"])]}
+one = torch.tensor([[0.3], [-0.3], [0.3]]).exp()        # ratios of completions of one token
+A = torch.tensor([[1.0], [1], [-1]])
+found = {"loss": [smooth.smooth_clip(one, A, None, None, **options)[0].mean().item()
+                  for options in ({}, {"width": 0.5})]}
 rewards = torch.tensor([1.0, 2, 9, 4, torch.nan, 1, 7, 5])
-found["median"] = baselines.estimate(rewards, 4, baseline="median", scale="none").tolist()
-found["rates"] = [train_grpo.lr_at(step, 9, peak=1, warmup_steps=1) for step in range(1, 10)]
+found["median"] = median.above_median(rewards, 4).tolist()
 
+class All(after.AfterUpdates, hopeful.Hopeful, restarts.Restarts):
+    pass
+
+own = object.__new__(All)
+own.args = types.SimpleNamespace(max_steps=8, learning_rate=1)
+right, train_grpo.GRPO.step = train_grpo.GRPO.step, lambda self, batch, step, lr: lr
+found["rates"] = [own.step({}, step, 0.5) for step in range(1, 9)]
+train_grpo.GRPO.step = right
+own.world, own.policy, rollout = train_grpo.World("cpu"), None, Mock()
+rollout.loss_mask = torch.tensor([[1, 1], [1, 0]])
+own.compute_logps = Mock(side_effect=torch.tensor(
+    [[[-1.0, -2], [-3, 0]], [[-1.1, -1.8], [-3, 9]]]))
+right, train_grpo.GRPO.update_policy = train_grpo.GRPO.update_policy, lambda self, rollout: {}
+found["kl"] = own.update_policy(rollout)["kl_after_updates"]
+train_grpo.GRPO.update_policy = right
 state = MagicMock(reference=None, world=train_grpo.World("cpu"), eval_funcs=[None], args=args)
-state.generate().loss_mask = torch.tensor([[1, 1], [1, 0]])
-state.compute_rewards.return_value, state.update_policy.return_value = (None, None), {}
-state.compute_logps.side_effect = torch.tensor([[[-1.0, -2], [-3, 0]], [[-1.1, -1.8], [-3, 9]]])
-found["kl"] = train_grpo.GRPO.step(state, {}, 1, 1.0)[1]["kl_after_updates"]
 said = ["7", "5", "5.0", "5", "7", "5", "", "", "7", "cat", "dog", ""]      # right: 5, 7, 7, dog
 state.generate().own_words = [f"<answer>{text}</answer>" for text in said]
 state.generate().lengths, right = torch.ones(12), torch.tensor([0, 1, 1, 0, 1, 0, 0, 0, 1, 0, 1, 0])
@@ -50,25 +66,28 @@ sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=boa
 sys.modules["all"] = types.SimpleNamespace(right=lambda completions, **_: [1.0] * len(completions))
 picture.draw_curves = lambda folders, path: path.touch()        # to draw takes longer than a run
 for run, *more in (["whole"], ["parts", "--eval_interval", "2"], ["parts", "--resume"]):
-    train_grpo.main([*flags, "--run_name", run, *more])
+    train_grpo.main([*flags, "--run_name", run, *more], trainer=All)
     saved = torch.load(f"out/{run}/checkpoint/optimizer.pt")
     found[" ".join([run, *more])] = (saved["step"], saved["curriculum"]["share"],
                                      os.path.exists(f"out/{run}/final/model.safetensors"))
-found["models"] = reward_model.load_reward_model.call_count
+found["models"] = "opinion" in sys.modules and reward_model.load_reward_model.call_count
 found["board"] = [args[2] for _, args, _ in board.mock_calls if args[:1] == ("reward",)]
+found["trainer"] = json.load(open("out/whole/args.json"))["trainer"]
 print(json.dumps(found))
 """
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What the program above finds in a copy with all diffs, each of which also applies alone."""
+    """What the program above finds in a copy with all files and diffs; each diff applies alone."""
     copy = tmp_path_factory.mktemp("recipes") / "copy"
     for name in ("dataset", "model", "reward", "run", "errors.py", "train_grpo.py"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, copy / name)
     hard, easy = ({"prompt": f"What is {problem}?", "answer": eval(problem)}
                   for problem in ("31 + 7 - 21 + 37", "(13 + 11)*6"))
     write(copy / "dataset/train.jsonl", [hard, hard, hard, easy] * 10)
+    for name, code in FILES.items():
+        (copy / name).write_text(code, encoding="utf-8")
     subprocess.run(["git", "init", "-q"], cwd=copy, check=True)
     for check in (["--check"], []):
         for diff in DIFFS:
@@ -78,25 +97,19 @@ def found(tmp_path_factory):
     return json.loads(printed.splitlines()[-1]) | {"out": copy / "out"}
 
 
-def test_a_diff_adds_ten_lines_at_most_to_one_file():
-    for diff in DIFFS:
-        added = [line for line in diff.splitlines() if line.startswith("+")]
-        assert added[0].startswith("+++ b/") and len(added) <= 11 and diff.count("\n+++ ") == 1
-
-
 def test_their_functions_return_numbers_worked_out_by_hand(found):
     up, down = math.exp(0.3), math.exp(-0.3)
     assert found["loss"] == pytest.approx([
         (up - down - 1 - width * math.tanh((up - 1) / width)) / 3 for width in (0.2, 0.5)])
     assert found["median"] == [-2, -1, 6, 1, 0, -4, 2, 0]           # from 3, and from 5
-    assert found["rates"] == pytest.approx([1, *[0.55, 0.1] * 4])
+    assert found["rates"] == pytest.approx([0.55, 0.1] * 4)
     kl = sum(math.exp(d) - 1 - d for d in (-0.1, 0.2, 0.0)) / 3
     assert found["kl"] == pytest.approx(kl, rel=1e-4)
     assert found["maj@3"] == 2 / 4      # 5 = 5.0, and 7, the only answer; but not 5, and not cat
 
 
 def test_a_run_with_all_of_them_stops_early_and_goes_on(found):
-    assert len(DIFFS) == 8
+    assert len(DIFFS) == 3 and len(FILES) == 6 and found["trainer"] == "All"
     whole, parts = (jsonl(found["out"] / run / "metrics.jsonl") for run in ("whole", "parts"))
     shares, rewards = zip(*((row["curriculum/share"], row["reward"]) for row in whole))
     for step, share in enumerate(shares, start=1):

@@ -3,9 +3,9 @@ import math
 
 import torch
 
-from errors import UserError, reason
+from errors import UserError
 from reward.baselines import BASELINES, SCALES, estimate, nanstd
-from reward.load import import_function, show
+from reward.load import fault, import_function
 
 NAME = "--scale_rewards, --advantage_estimator"
 ESTIMATORS = ("grpo", *BASELINES, "gdpo")
@@ -84,6 +84,6 @@ def call_own(rollout, args):
         if not fits or not advantages.isfinite().all():
             raise ValueError(f"it returned {found!r:.99}, not {len(rewards)} finite floats, (N,)")
     except (Exception, SystemExit) as error:
-        where = "its traceback is above" if show(error) else "write it as docs/losses.md says"
-        raise UserError(f"--advantage_estimator {name} failed: {reason(error)}; {where}") from error
+        raise fault(f"--advantage_estimator {name} failed", error, "write it as docs/losses.md says"
+                    ) from error
     return advantages

@@ -15,8 +15,8 @@ from functools import partial
 
 import torch
 
-from errors import POSITIVE, UserError, reason
-from reward.load import import_function, show
+from errors import POSITIVE, UserError
+from reward.load import fault, import_function
 
 ONE_RATIO = ("r1", "gmpo")      # losses with one ratio per completion
 CORRECTED = ("k1", "k3")        # estimates that, times the ratio, have the KL's gradient
@@ -250,8 +250,8 @@ def call_own(name, function, is_bound, /, *given, **options):
         if learns and not loss.requires_grad and (advantages.any() or not is_bound):
             raise ValueError("its loss has no gradient")
     except (Exception, SystemExit) as error:
-        where = "its traceback is above" if show(error) else "write it as docs/losses.md says"
-        raise UserError(f"--loss_type {name} failed: {reason(error)}; {where}") from error
+        raise fault(f"--loss_type {name} failed", error, "write it as docs/losses.md says"
+                    ) from error
     return loss, named
 
 

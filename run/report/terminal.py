@@ -19,7 +19,7 @@ from dataset.jsonl import is_finite, to_json, to_line
 from errors import UserError, cut, explained, printable, reason
 from reward.answers import kind_of
 
-from ..metrics import number
+from ..metrics import formatted
 
 # The most common ways in which a run fails, each with what to do.
 NO_SIGNAL = ("in most groups every completion got the same reward, so their advantages are 0 and "
@@ -36,9 +36,6 @@ OLD_WEIGHTS = ("the sampler's probabilities are far from the trainer's (rollout_
 
 BOLD, DIM, MAGENTA, CYAN = "1", "2", "35", "36"      # ANSI escape codes
 FIRST_ROWS = 2000       # rows whose gold answers are checked before a run
-RUN_BY = {"fast": "model/fast; --sampler plain runs the lines of train_grpo.py",
-          "plain": "the lines of train_grpo.py and model/",
-          "vllm": "vLLM samples, model/fast computes log-probabilities"}
 
 
 def add_flags(parser):
@@ -104,15 +101,13 @@ class Report:
         unswitched = PromptCollator(grpo.tokenizer, None, args.system_prompt, thinking=False)
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
-            "run by": getattr(policy, "run_by", "") or RUN_BY[args.sampler],     # or transformers
+            "run by": getattr(policy, "run_by", ""),        # transformers, which is slower
             "thinking": args.reasoning and collate.render(first) == unswitched.render(first)
                         and "left to the weights: the chat template has no switch for it",
-            "ended by": " ".join(grpo.tokenizer.decode([one]) or str(one)
-                                 for one in grpo.eos_ids),
             "device": f"{num_processes} x {grpo.world.device.type}",
             **{name: "; ".join(by) for name, by in grpo.changed.items()},
-            "prompts": f"{num_prompts:,} in {short(args.data_path)}",
-            "answers": kinds_of_answers(problems),
+            "prompts": f"{num_prompts:,} in {short(args.data_path)}; their answers: "
+                       f"{kinds_of_answers(problems)}",
             "held out": num_heldout and f"{num_heldout:,} in {short(args.eval_data_path)}, right "
                         f"if {' + '.join(args.eval_reward_funcs)} is at least 1",
             "rewards": " + ".join(f"{weight:g} {name}" for weight, name in
@@ -136,9 +131,9 @@ class Report:
         if step == self.start_step:         # no step's metrics include this evaluation
             self._log(metrics, step)
             self.training_started = time.perf_counter()     # so "left" does not count it
-        sampled = number(metrics.get("eval/accuracy"), ".1%")
-        greedy = number(metrics.get("eval/greedy_accuracy"), ".1%")
-        length = number(metrics.get("eval/mean_length"), ".0f")
+        sampled = formatted(metrics.get("eval/accuracy"), ".1%")
+        greedy = formatted(metrics.get("eval/greedy_accuracy"), ".1%")
+        length = formatted(metrics.get("eval/mean_length"), ".0f")
         self._print(styled(f"step {step:>3}  held-out accuracy {sampled} sampled, {greedy} greedy, "
                            f"{length} tokens", BOLD))
         if replies is not None:
@@ -264,7 +259,15 @@ class Report:
                             ("completions", "completions.jsonl"), ("the trained model", "final")):
             if self.run_dir and (self.run_dir / name).exists():
                 facts[label] = short(self.run_dir / name)
+        if "the trained model" in facts:
+            facts["chat with it"] = f"python -m model.chat {facts['the trained model']}"
+            facts["train longer"] = f"the same command with {again(self.args)} --max_steps N"
         self._print(facts_table(facts))
+
+
+def again(args):
+    """Returns the flags that continue a run, in addition to those of its command."""
+    return f"--resume --run_name {args.run_name}"
 
 
 def start_swanlab(run_dir, args):
@@ -326,9 +329,9 @@ def one_group(step, rows):
     copies = Counter()
     for row in sorted(rows[:8], reverse=True, key=lambda row:
                       row["reward"] if is_finite(row["reward"]) else -math.inf):
-        numbers = f"  {number(row['advantage'], '+.2f'):>9}  {number(row['reward']):>6}"
+        numbers = f"  {formatted(row['advantage'], '+.2f'):>9}  {formatted(row['reward']):>6}"
         for name, value in zip(names, row["rewards"].values()):
-            numbers += f"  {number(value):>{len(name)}}"
+            numbers += f"  {formatted(value):>{len(name)}}"
         turns = row["turns"] if "tool_tokens" in row else [row["completion"].strip()]
         copies[numbers, one_line(*turns)] += 1
     lines = [styled(title, BOLD), one_line(rows[0]["prompt"].strip()), styled(f"\n{head}", DIM)]
