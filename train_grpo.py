@@ -203,6 +203,8 @@ REWARD_WEIGHTS = {"format": 1.0, "tag": 1.0, "rm": 1.0, "accuracy": 1.0}
 #     sampling_logps, ref_logps  (N, R) log-probs from the sampler, and under the reference
 #     rewards, advantages        (N,); rewards_per_func {name: (N,)}
 #     select(rows)               a MicroBatch of these rows, cut to their longest completion
+#     minibatches(...)           lists of MicroBatches, which also have old_logps, at first None, and
+#                                num_sequences, num_tokens: of the minibatch, over all ranks
 #     sequences()                the inputs of token_logps: input_ids, attention_mask (N, T), and R
 
 
@@ -293,7 +295,7 @@ class GRPO:
         metrics = Metrics(world, args)
         if not world.sum((~rollout.rewards.isnan()).sum()):
             return {}
-        # Lists of micro-batches. Rows without a gradient are left out of them, but counted.
+        # Rows without a gradient are left out, but num_sequences and num_tokens count them.
         minibatches = rollout.minibatches(args, world, self.every_row_has_gradient)
 
         if args.num_iterations * len(minibatches) > 1:  # pi will move away from pi_old, so compute

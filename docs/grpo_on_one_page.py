@@ -56,14 +56,15 @@ def completion_mask(completion_ids, eos_token_id):
 def grpo_loss(logps, old_logps, advantages, mask, *, ref_logps, beta):
     """Returns the loss, a mean over each completion's tokens, then over completions; and the KL.
 
-    The tokens were drawn by pi_old. Before the first update, pi is pi_old: each ratio is 1, and its
-    gradient is that of log pi, so the loss has the gradient of -A log pi (plus the KL's). Once an
-    update has changed pi, the ratio corrects for the change; the clip removes a token's gradient
-    when pi has moved far enough in the direction of A's sign. The KL penalizes drift from the
-    initial weights. Example: two tokens were sampled with p = 0.5 and have A = 1 and -1. The ratio
-    is p / 0.5 and each token weighs 1/2, so d loss / dp = -A. Because weights are shared, an update
-    may raise both p to 0.7. Both ratios are then 1.4, above 1.2, so the token with A = 1 gets no
-    gradient, but the token with A = -1 still gets its gradient.
+    The tokens were drawn by pi_old, the policy as it was then; the ratio is pi / pi_old. Before the
+    first update, pi is pi_old: each ratio is 1, and its gradient is that of log pi, so the loss has
+    the gradient of -A log pi (plus the KL's). A is the advantage. Once an update has changed pi,
+    the ratio corrects for the change; the clip removes a token's gradient when pi has moved far
+    enough in the direction of A's sign. The KL penalizes drift from the initial weights. Example:
+    two tokens were sampled with p = 0.5 and have A = 1 and -1. The ratio is p / 0.5 and each token
+    weighs 1/2, so d loss / dp = -A. Because weights are shared, an update may raise both p to 0.7.
+    Both ratios are then 1.4, above 1.2, so the token with A = 1 gets no gradient, but the token
+    with A = -1 still gets its gradient.
 
     >>> A, old, mask = torch.tensor([1.0, -1.0]), torch.full((2, 1), 0.5).log(), torch.ones(2, 1)
     >>> for p in torch.full((2, 1), 0.5), torch.full((2, 1), 0.7):
