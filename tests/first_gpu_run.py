@@ -162,8 +162,8 @@ def two_on_one():
         code = ("import os, sys, torch, torch.distributed as dist; sys.path.insert(0, '.'); "
                 "os.environ['LOCAL_RANK'] = '0'; os.environ['LOCAL_WORLD_SIZE'] = '1'; "
                 "begin = dist.init_process_group; "
-                "dist.init_process_group = lambda kind, timeout, device_id: begin("
-                "'gloo', timeout=timeout); import train_grpo; train_grpo.main(sys.argv[1:])")
+                "dist.init_process_group = lambda kind, device_id, **options: begin("
+                "'gloo', **options); import train_grpo; train_grpo.main(sys.argv[1:])")
         script = Path(folder, "two.py")
         script.write_text(code)
         done = subprocess.run(
