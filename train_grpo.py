@@ -258,7 +258,7 @@ class GRPO:
     def compute_rewards(self, rollout, reward_funcs, reward_weights):
         """3. Returns (rewards, each): the weighted sum, (N,), and {function name: (N,) rewards}.
 
-        The sum leaves out NaNs, and is NaN if no function has scored the completion.
+        The sum leaves out NaNs. It is NaN if it is infinite, or if no function scored the completion.
         """
         given = rollout.for_rewards()           # prompts, completions, own_words, and columns
         each = {func.__name__: torch.tensor(func(**given)) for func in reward_funcs}

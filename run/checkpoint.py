@@ -156,7 +156,8 @@ class Saver:
         was = before.pop("trainer", now["trainer"])
         if was != now["trainer"]:
             raise UserError(f"--resume: the trainer of {self.run_dir} is {was}, and here it is "
-                            f"{now['trainer']}; pass trainer={was}, or start a new run")
+                            f"{now['trainer']}; continue it from the file that passes {was} as the "
+                            "trainer, or start a new run")
         for name, was in before.items():
             if now.get(name, was) != was:
                 print(f"--{name} was {was} when the run was started, and is now {now[name]}")

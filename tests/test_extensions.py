@@ -90,7 +90,7 @@ def test_an_own_class_is_named_in_files_and_a_resume_needs_it(tmp_path, capsys):
     assert "| trainer | Doubled |" in (run / "final/README.md").read_text()
     with pytest.raises(SystemExit, match="2"):
         train_grpo.main([*flags, "--resume", "--max_steps", "2"])
-    assert "is Doubled, and here it is GRPO; pass trainer=Doubled" in capsys.readouterr().err
+    assert "is Doubled, and here it is GRPO; continue it from" in capsys.readouterr().err
     train_grpo.main([*flags, "--resume", "--max_steps", "2"], trainer=Doubled)
     assert len(jsonl(run / "metrics.jsonl")) == 2
 

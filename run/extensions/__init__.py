@@ -5,7 +5,8 @@
 
 and, optionally,
 
-    is_on       returns which of its flags turn it on, a list (by default, NAME if it is set)
+    NAME        the flag that turns it on if it is set, unless the module has
+    is_on       returns which of its flags turn it on, a list of texts to print
     defaults    {flag: value}: if the extension is on, the defaults of flags that were not passed
     check       raises a UserError for flags that contradict it
 
@@ -14,8 +15,10 @@ in an extension, super() is the next one, or GRPO. An override that doesn't call
 the method. An extension must not import train_grpo.py: it runs as __main__, so an import would load
 it a second time. GRPO offers the script's functions as self.k3, self.token_logps and so on.
 """
+import sys
 import warnings
 from difflib import get_close_matches
+from pathlib import Path
 
 from errors import UserError
 
@@ -103,9 +106,16 @@ def class_of_run(base, args, own):
             if before and not calls_super:
                 raise UserError(f"{by} would undo that {name} is {before[-1]}; call super().{name} "
                                 "in it, or leave one of the two out")
-            how, file = "wrapped" if calls_super else "replaced", owner.__module__.replace(".", "/")
-            before.append(f"{how} by {by} ({file}.py)")
+            how = "wrapped" if calls_super else "replaced"
+            before.append(f"{how} by {by} ({file_of(owner)})")
     return kind
+
+
+def file_of(owner):
+    """Returns the file of a class, as a text: of a script, its name."""
+    if owner.__module__ == "__main__":
+        return Path(getattr(sys.modules["__main__"], "__file__", "this notebook")).name
+    return owner.__module__.replace(".", "/") + ".py"
 
 
 def warn_of_typo(base, owner, name):

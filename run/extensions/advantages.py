@@ -7,7 +7,6 @@ from errors import UserError
 from reward.baselines import BASELINES, SCALES, estimate, nanstd
 from reward.load import fault, import_function
 
-NAME = "--scale_rewards, --advantage_estimator"
 ESTIMATORS = ("grpo", *BASELINES, "gdpo")
 
 
@@ -27,8 +26,9 @@ def defaults(args):
 
 
 def is_on(args):
-    on = args.advantage_estimator != "grpo" or args.scale_rewards not in (None, "group")
-    return [NAME] if on else []
+    usual = {"advantage_estimator": "grpo", "scale_rewards": "group"}
+    return [f"--{name} {getattr(args, name)}" for name, value in usual.items()
+            if getattr(args, name) not in (None, value)]
 
 
 def check(args):

@@ -312,8 +312,8 @@ def defaults(args):
 
 def is_on(args):
     """Returns the flags that need family_loss instead of grpo_loss in train_grpo.py."""
-    return [f"--{name}" for name, usual in USUAL.items()
-            if getattr(args, name) not in (None, usual)]
+    return [f"--{name} {own}" if ":" in str(own) else f"--{name}" for name, usual in USUAL.items()
+            if (own := getattr(args, name)) not in (None, usual)]
 
 
 class OtherLoss:
