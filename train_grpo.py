@@ -203,8 +203,8 @@ REWARD_WEIGHTS = {"format": 1.0, "tag": 1.0, "rm": 1.0, "accuracy": 1.0}
 #     sampling_logps, ref_logps  (N, R) log-probs from the sampler, and under the reference
 #     rewards, advantages        (N,); rewards_per_func {name: (N,)}
 #     select(rows)               a MicroBatch of these rows, cut to their longest completion
-#     minibatches(...)           lists of MicroBatches, which also have old_logps, at first None, and
-#                                num_sequences, num_tokens: of the minibatch, over all ranks
+#     minibatches(...)           lists of MicroBatches; these also have old_logps (at first None),
+#                                num_sequences and num_tokens of their minibatch, over all ranks
 #     sequences()                the inputs of token_logps: input_ids, attention_mask (N, T), and R
 
 
@@ -258,7 +258,7 @@ class GRPO:
     def compute_rewards(self, rollout, reward_funcs, reward_weights):
         """3. Returns (rewards, each): the weighted sum, (N,), and {function name: (N,) rewards}.
 
-        The sum leaves out NaNs. It is NaN if it is infinite, or if no function scored the completion.
+        The sum leaves out NaNs. It is NaN if it is infinite, or if no function gave a score.
         """
         given = rollout.for_rewards()           # prompts, completions, own_words, and columns
         each = {func.__name__: torch.tensor(func(**given)) for func in reward_funcs}

@@ -79,7 +79,7 @@ CHAT, GYM = f"model.chat {WEIGHTS}", "dataset.reasoning_gym chain_sum --save new
     ("train_grpo --run_name a/b", "--run_name a/b without"), ("train_grpo --run_name ..", ".. /"),
     # What the run finds.
     ("train_grpo --model_path nowhere", "nowhere config.json"),
-    ("train_grpo --resume --run_name never_started", "--resume never_started"),
+    ("train_grpo --resume --out_dir never_started", "--resume never_started"),
     ("train_grpo --num_hidden_layers 9", "--num_hidden_layers 4"),
 ])
 def test_what_a_command_refuses_is_one_sentence_and_exit_code_2(

@@ -216,7 +216,7 @@ def test_a_run_that_fails_in_its_first_step_leaves_a_free_name_and_none_takes_a_
     assert run(tmp_path) == 130 and len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 1
     before, judge.act = files(tmp_path / "run"), None
     assert run(tmp_path) == 2 and files(tmp_path / "run") == before
-    assert "exists and is not empty; choose another name, delete it, or" in capsys.readouterr().err
+    assert "has the files of a run; choose another name, delete it, or" in capsys.readouterr().err
     assert run(tmp_path, "--resume") == 0   # it starts again
     assert [row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2, 3, 4]
 

@@ -74,7 +74,7 @@ def one_rank(rank, ports, weights, out):
     sys.path.insert(0, os.path.dirname(__file__))
     Report.draw = lambda *report, **pause: None          # takes longer than a run
     vllm.Engine._start = start_fake
-    train_grpo.token_logps = watched
+    train_grpo.GRPO.token_logps = staticmethod(watched)
     for port, (name, flags, calls_before) in zip(ports, RUNS):
         calls = calls_before
         os.environ |= zip(PLACE, (str(rank), "2", "localhost", str(port)))
