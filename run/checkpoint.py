@@ -62,7 +62,7 @@ def check(args):
 
 def default_name(flags):
     """Returns the name of a run without --run_name. flags: {flag: value}."""
-    name = Path(flags["model_path"]).name.removesuffix(".pth").strip("<>")
+    name = Path(flags.get("model_path", "")).name.removesuffix(".pth").strip("<>")
     return flags.get("save_weight") or f"grpo_{name}"
 
 

@@ -1,4 +1,4 @@
-"""Options wrap or replace the functions of a step: by name, in a declared order, run by run."""
+"""Options override the methods of a step: by name, in a declared order, run by run."""
 import itertools
 import json
 from types import SimpleNamespace

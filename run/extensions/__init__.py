@@ -5,8 +5,8 @@
 
 and, optionally,
 
-    NAME        the flag that turns it on if it is set, unless the module has
-    is_on       returns which of its flags turn it on, a list of texts to print
+    NAME        the flag that turns it on if it is set; or, if there are several flags,
+    is_on       returns those that turn it on, a list of texts to print
     defaults    {flag: value}: if the extension is on, the defaults of flags that were not passed
     check       raises a UserError for flags that contradict it
 
