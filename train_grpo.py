@@ -42,7 +42,7 @@ n those in a micro-batch, P prompt and R completion tokens, V vocabulary entries
 
 The algorithm is in this file, up to the end of `main`; `GRPO.step` shows the phases together. The
 sampler, two of the four rewards, and bookkeeping are in other files. By default, the sampler and
-`token_logps` are replaced by faster versions in model/fast.py, whose results agree up to rounding
+`token_logps` are replaced by faster versions in model/fast, whose results agree up to rounding
 (each run checks `token_logps`); `--sampler plain` runs the readable versions. Options override
 methods of the class GRPO. A run first prints the name of each such method, and the file.
 

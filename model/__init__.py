@@ -1,6 +1,6 @@
 """The policy: network, sampler and weights. Start with model.py and sampler.py. Other files are
 
-    fast.py                   faster versions of both files and of token_logps, used by default
+    fast/                     faster versions of both files and of token_logps, used by default
     vllm.py                   an inference engine that can replace the sampler
     lora.py                   adapters
     load.py, save.py          loading and saving of weights and tokenizers

@@ -8,7 +8,7 @@ from torch import nn
 
 from errors import GIVEN
 from model import load_tokenizer
-from model.fast import read_tree
+from model.fast.reading import read_tree
 from model.load import (
     build,
     explained,

@@ -49,7 +49,7 @@ from model import (  # noqa: E402
     load_tokenizer,
     save_pretrained,
 )
-from model import fast  # noqa: E402
+from model.fast import reading, shared_rows  # noqa: E402
 from reward.load import RewardFunction  # noqa: E402
 from reward.functions import RULES  # noqa: E402
 
@@ -303,13 +303,13 @@ def always_apart(branch):
 
 TRICKS = {      # name -> (what it speeds up, where it is, its name there, what to put in its place)
     "completions that agree so far are one row": (
-        "sampling", fast.Decoding, "branch", always_apart(fast.Decoding.branch)),
-    "weights packed for oneDNN": ("sampling", fast, "PACK_FROM", float("inf")),
+        "sampling", shared_rows.Decoding, "branch", always_apart(shared_rows.Decoding.branch)),
+    "weights packed for oneDNN": ("sampling", shared_rows, "PACK_FROM", float("inf")),
     "each distinct prefix is read once": (
-        "learning", fast, "shared_with_the_row_above",
+        "learning", reading, "shared_with_the_row_above",
         lambda rows: torch.zeros_like(rows, dtype=torch.bool)),
     "sequences of like size attend together": (
-        "learning", fast, "size_class", lambda count: torch.where(count > 0, 0.0, -1.0)),
+        "learning", reading, "size_class", lambda count: torch.where(count > 0, 0.0, -1.0)),
 }
 
 

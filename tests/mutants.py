@@ -13,7 +13,7 @@ The results so far are in --session: interrupted, the same command goes on from 
 change of the code, start a new one. Takes an hour.
 
 docs/in_practice.md has the result. Survivors that change nothing: another negative id for padding,
-or a bias of -1 for 0 at all that a query sees (model/fast.py; softmax takes it out); `>=` for
+or a bias of -1 for 0 at all that a query sees (model/fast; softmax takes it out); `>=` for
 `==` where a dict grows by one (lab/tasks/arithmetic.py) or `t + 1` reaches a maximum
 (model/sampler.py); no cache for `tries` (lab/tasks/countdown.py); a byte more in `readline`
 (dataset/prompts.py); a pixel of a picture (run/report/picture.py), the width of the bar and a

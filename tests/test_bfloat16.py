@@ -41,7 +41,7 @@ def test_logits_are_products_in_float32_under_autocast_too(stored):
     model.model.norm.register_forward_hook(lambda norm, inputs, hidden: read.append(hidden))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         plain = model(ids, mask)
-        decoding = fast.Decoding(model, ids, mask, 2, 4)
+        decoding = fast.shared_rows.Decoding(model, ids, mask, 2, 4)
         sampled = decoding.step(ids[:, 0])
         fast_logps = fast.token_logps(model, ids, mask, 4)
     with torch.no_grad():       # the hook has seen these hidden states: the second is the prompts'
@@ -56,10 +56,10 @@ def test_the_head_in_chunks_is_float32_with_its_gradients_too(monkeypatch):
     hidden, tokens = torch.randn(40, 64, requires_grad=True), torch.randint(500, (80,))
     found = []
     for chunk in (40, 7):
-        monkeypatch.setattr(fast, "CHUNK_LOGITS", 0)
-        monkeypatch.setattr(fast, "CHUNK_TOKENS", chunk)
+        monkeypatch.setattr(fast.reading, "CHUNK_LOGITS", 0)
+        monkeypatch.setattr(fast.reading, "CHUNK_TOKENS", chunk)
         with torch.autocast("cpu", torch.bfloat16, enabled=chunk == 7):
-            logps, entropy = fast.log_probs(head, hidden, row, tokens, temperature=0.7,
+            logps, entropy = fast.reading.log_probs(head, hidden, row, tokens, temperature=0.7,
                                             with_entropy=True)
             gradients = torch.autograd.grad((logps * torch.arange(80)).sum() + entropy.sum(),
                                             (hidden, head.weight))

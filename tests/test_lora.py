@@ -76,7 +76,7 @@ def test_the_fast_pair_merges_adapters_into_float32_weights_alone(dtype, pair, m
         packed.append(weight)
         return pack(weight)
 
-    monkeypatch.setattr(fast, "PACK_FROM", 1)
+    monkeypatch.setattr(fast.shared_rows, "PACK_FROM", 1)
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", packs)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         plain = sampler.sample(policy, IDS[:, :9], mask, **options)

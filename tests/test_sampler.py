@@ -200,7 +200,7 @@ def test_attention_in_bfloat16_tells_scores_of_30_and_30_and_a_sixteenth_apart()
     q, keys, values = torch.zeros(1, 1, 16), torch.zeros(1, 2, 16), torch.zeros(1, 2, 16)
     q[..., :2] = 4                                      # divided by sqrt(16): 1
     keys[0, :, 0], keys[0, 1, 1], values[0, 1] = 30, 1 / 16, 1
-    out = fast.fused_attention(q, keys.bfloat16(), values.bfloat16(), None)
+    out = fast.shared_rows.fused_attention(q, keys.bfloat16(), values.bfloat16(), None)
     assert out.dtype == torch.bfloat16          # between 16 and 32 its numbers are 1/8 apart
     torch.testing.assert_close(out.float(), torch.full((1, 16), 1 / (1 + math.exp(-1 / 16))),
                                rtol=0, atol=2**-9)
@@ -251,8 +251,8 @@ def assert_near(got, expected):
     ("qwen3", False, 7), ("qwen2", False, 1)])
 def test_the_fast_learning_pass_has_the_plain_ones_numbers_and_gradients(
         family, recompute, chunk, monkeypatch):
-    monkeypatch.setattr(fast, "CHUNK_TOKENS", chunk)
-    monkeypatch.setattr(fast, "CHUNK_LOGITS", 0)
+    monkeypatch.setattr(fast.reading, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(fast.reading, "CHUNK_LOGITS", 0)
     model, sequences = wide(**FAMILIES[family]), batch(pairs())
     mask = sequences[1][:, -sequences[2]:]
     model.model.gradient_checkpointing = recompute
@@ -268,12 +268,12 @@ def test_the_fast_learning_pass_has_the_plain_ones_numbers_and_gradients(
 
 
 def test_the_head_keeps_one_chunk_of_logits_for_the_backward_pass(monkeypatch):
-    monkeypatch.setattr(fast, "CHUNK_LOGITS", 0)
-    monkeypatch.setattr(fast, "CHUNK_TOKENS", 64)
+    monkeypatch.setattr(fast.reading, "CHUNK_LOGITS", 0)
+    monkeypatch.setattr(fast.reading, "CHUNK_TOKENS", 64)
     head, tokens, kept = nn.Linear(4, 1000, bias=False), torch.arange(256), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()),
                                                   lambda x: x):
-        fast.log_probs(head, torch.randn(256, 4), tokens, tokens, temperature=1.0,
+        fast.reading.log_probs(head, torch.randn(256, 4), tokens, tokens, temperature=1.0,
                        with_entropy=True)
     assert sum(kept) < 64 * 1000
 
