@@ -1,5 +1,6 @@
 """Samples completions token by token, and computes the log-probability of each sampled token."""
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 
 @torch.no_grad()
@@ -66,6 +67,24 @@ def next_token(logits, temperature, generator, greedy):
         # With NaN logits the result is V, which is not a token. The trainer skips such a step.
         tokens = tokens.clamp(max=logps.shape[1] - 1)
     return tokens, logps.gather(-1, tokens[:, None]).squeeze(1)
+
+
+def in_slices(sampler, most):
+    """Returns a sampler that processes at most `most` completions, or one group, at a time.
+
+    This limits the size of the KV cache. sampler: the function called for each part of the batch.
+    """
+    def joined(of_slices, padding):         # slices differ in length
+        return pad_sequence([row for rows in of_slices for row in rows], True, padding)
+
+    def sliced(model, prompt_ids, prompt_mask, *, num_generations, **options):
+        parts, prompts = [], max(1, most // num_generations)
+        for one in zip(prompt_ids.split(prompts), prompt_mask.split(prompts)):
+            parts.append(sampler(model, *one, num_generations=num_generations, **options))
+        ids, *others = zip(*parts)      # others: log-probs and, with a tool, a mask of drawn tokens
+        return joined(ids, options["pad_token_id"]), *(joined(other, 0) for other in others)
+
+    return sliced
 
 
 def rng_of(seed, *numbers, device="cpu"):

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from errors import COUNT_OR_0, GIVEN, POSITIVE, UserError, explained, number
 from model import fast
+from model.fast import graphs
 from model.in_memory import WithoutPeft, as_policy, frozen_copy
 from model.load import find_weights, load_pretrained
 from model.lora import AdaptersOff, with_adapters
 from model.model import MiniMindForCausalLM
-from model.sampler import sample
+from model.sampler import in_slices, sample
 
 from .fsdp import shard
 
@@ -37,6 +37,7 @@ class Policy:
     reader: Callable                    # called like train_grpo.token_logps
     world: object                       # its `autocast` sets the dtype of matrix products
     entropy_learns: bool = False        # False: the entropy is only a metric, without a gradient
+    slow_because: str = ""              # why it samples without CUDA graphs on a GPU
 
     def sample(self, *prompts, **options):
         model = self.model
@@ -161,18 +162,29 @@ def policy_of(model, path, world, args, token_logps, engine=None, *, learns=Fals
 
     path: the path of the weights. engine: vLLM's sampler, which replaces the default sampler.
     """
-    sampler, reader = sample, token_logps               # the plain pair
+    sampler, reader, lacking = sample, token_logps, ""  # the plain pair
     network = getattr(model, "policy", model)           # the model in lora.AdaptersOff
     if args.sampler != "plain" and isinstance(network, MiniMindForCausalLM):
         sampler, reader = fast.sample, checked(
             fast.token_logps, token_logps, world, learns)
+        if learns and engine is None and world.device.type == "cuda":
+            lacking = graphs.lacking(network, world.matrix_dtype, world.device)
+            engine = None if lacking else graphs_of(args, world)
     if engine is not None:
         sampler = engine
     elif args.rollout_batch_size:
         sampler = in_slices(sampler, args.rollout_batch_size)
     if args.shard:
         shard(model, world, world.matrix_dtype, path)
-    return Policy(model, sampler, reader, world)
+    return Policy(model, sampler, reader, world, slow_because=lacking)
+
+
+def graphs_of(args, world):
+    """Returns a sampler with CUDA graphs, whose memory is freed when the run ends."""
+    rollout = args.batch_size * args.accumulation_steps * args.num_generations
+    sampler = graphs.Graphs(args.rollout_batch_size or rollout, TOLERANCE[world.matrix_dtype])
+    world.cleanup.callback(sampler.free)
+    return sampler
 
 
 def checked(fast_logps, plain_logps, world, learns):
@@ -213,21 +225,3 @@ def checked(fast_logps, plain_logps, world, learns):
         return found
 
     return reader
-
-
-def in_slices(sampler, most):
-    """Returns a sampler that processes at most `most` completions, or one group, at a time.
-
-    This limits the size of the KV cache. sampler: the function called for each part of the batch.
-    """
-    def joined(of_slices, padding):         # slices differ in length
-        return pad_sequence([row for rows in of_slices for row in rows], True, padding)
-
-    def sliced(model, prompt_ids, prompt_mask, *, num_generations, **options):
-        parts, prompts = [], max(1, most // num_generations)
-        for one in zip(prompt_ids.split(prompts), prompt_mask.split(prompts)):
-            parts.append(sampler(model, *one, num_generations=num_generations, **options))
-        ids, *others = zip(*parts)      # others: log-probs and, with a tool, a mask of drawn tokens
-        return joined(ids, options["pad_token_id"]), *(joined(other, 0) for other in others)
-
-    return sliced

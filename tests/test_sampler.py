@@ -1,4 +1,4 @@
-"""Both samplers and both learning passes against one full forward for each token, and each other.
+"""The samplers and learning passes against one full forward for each token, and each other.
 
 The fast functions promise the numbers of the plain ones, and nothing here looks at how they do it.
 """
@@ -12,8 +12,8 @@ from torch import nn
 
 import train_grpo
 from model import MiniMindConfig, MiniMindForCausalLM, fast, sampler
-from model.sampler import next_token
-from run.policy import in_slices
+from model.fast import graphs, reading
+from model.sampler import in_slices, next_token
 from train_grpo import completion_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -73,9 +73,14 @@ def test_rows_part_where_a_device_sorts_only_32_bits(monkeypatch):
         assert torch.equal(ours, theirs)
 
 
-@pytest.fixture(params=[sampler, fast], ids=["plain", "fast"])
+SAMPLERS = {"plain": sampler.sample, "fast": fast.sample, "graphs": graphs.sample}
+
+
+@pytest.fixture(params=SAMPLERS)
 def sample(request):
-    return request.param.sample
+    if request.param == "graphs" and request.node.callspec.params.get("family") == "experts":
+        pytest.skip("CUDA graphs don't cover experts")
+    return SAMPLERS[request.param]
 
 
 def draw(sample, model, prompts=PROMPTS, *, num_generations=1, max_new_tokens=40, seed=0,
@@ -240,6 +245,14 @@ def both_passes(model, sequences, **options):
             for function in (train_grpo.token_logps, fast.token_logps)]
 
 
+@pytest.fixture(params=["tree", "packed"])
+def reader(request, monkeypatch):
+    """Makes `token_logps` use this reader, which the device would choose otherwise."""
+    if request.param == "packed":
+        packed = functools.partial(reading.read_packed, attend=reading.sdpa_attention)
+        monkeypatch.setattr(reading, "reader_of", lambda *sequences: packed)
+
+
 def assert_near(got, expected):
     """Near, as measured by the largest."""
     assert got.dtype == expected.dtype == torch.float32 and got.shape == expected.shape
@@ -250,7 +263,7 @@ def assert_near(got, expected):
     *((family, False, 1024) for family in FAMILIES), ("qwen3", True, 1024), ("experts", True, 7),
     ("qwen3", False, 7), ("qwen2", False, 1)])
 def test_the_fast_learning_pass_has_the_plain_ones_numbers_and_gradients(
-        family, recompute, chunk, monkeypatch):
+        family, recompute, chunk, reader, monkeypatch):
     monkeypatch.setattr(fast.reading, "CHUNK_TOKENS", chunk)
     monkeypatch.setattr(fast.reading, "CHUNK_LOGITS", 0)
     model, sequences = wide(**FAMILIES[family]), batch(pairs())

@@ -78,8 +78,8 @@ def one_rank(rank, ports, weights, out):
     for port, (name, flags, calls_before) in zip(ports, RUNS):
         calls = calls_before
         os.environ |= zip(PLACE, (str(rank), "2", "localhost", str(port)))
-        in_chunks = name == "lora_sharded"
-        fast.reading.CHUNK_TOKENS, fast.reading.CHUNK_LOGITS = (4, 4) if in_chunks else (1024, 2**24)
+        limits = (4, 4) if name == "lora_sharded" else (1024, 2**24)
+        fast.reading.CHUNK_TOKENS, fast.reading.CHUNK_LOGITS = limits
         code, expected = 0, 0 if calls_before else 128 + signal.SIGTERM
         try:
             train_grpo.main([

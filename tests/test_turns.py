@@ -15,12 +15,14 @@ import train_grpo
 from dataset import PromptCollator, PromptDataset
 from errors import UserError
 from model import eos_token_ids, fast, load_pretrained, sampler
+from model.fast import graphs
+from model.sampler import in_slices
 from reward import accuracy_reward
 from reward.load import import_function
 from reward.tools import Tool
 from run.distributed import World
 from run.extensions.tool import ToolCalls
-from run.policy import Policy, in_slices
+from run.policy import Policy
 from support import ROOT, jsonl, turns
 
 POLICY = ROOT / "model/weights/reason_128"
@@ -67,12 +69,12 @@ def in_turns(tool, state, *given, **options):
     return ToolCalls.generate(state, *given, **options)
 
 
-def rollout_of(sample, policy, tokenizer, function=dice, count=4):
+def rollout_of(sample, policy, tokenizer, function=dice, count=4, greedy=False):
     items = PromptDataset(ROOT / "dataset/heldout.jsonl")[:count]
     return in_turns(
         Tool(function, tokenizer, 3),
         state_of(policy, tokenizer, ["--max_gen_len", "40"], sample),
-        PromptCollator(tokenizer, 99)(items), torch.Generator().manual_seed(0), 6, greedy=False)
+        PromptCollator(tokenizer, 99)(items), torch.Generator().manual_seed(0), 6, greedy=greedy)
 
 
 @pytest.mark.parametrize("most", [0, 12])
@@ -83,17 +85,33 @@ def test_both_samplers_play_the_same_game_and_know_what_they_drew(policy, tokeni
         assert torch.equal(getattr(plain, name), getattr(fast_one, name)), name
     assert plain.turns == fast_one.turns and plain.completions == fast_one.completions
     assert {1, 3, 5} <= set(map(len, plain.turns))
-    # Every text is there, once, as it was said.
-    for ids, turn, mask in zip(plain.token_ids(), plain.turns, plain.loss_mask):
+    assert_drawn_and_told_apart(plain, policy, tokenizer)
+
+
+@pytest.mark.parametrize("most", [0, 12])
+def test_graphs_play_the_same_game_where_nothing_is_random(policy, tokenizer, most):
+    plain, of_graphs = (rollout_of(own, policy, tokenizer, greedy=True)
+                        for own in (sampler.sample, graphs.Graphs(most)))
+    for name in ("completion_ids", "completion_mask", "loss_mask", "ended", "turns"):
+        assert all(map(torch.equal if name != "turns" else list.__eq__,
+                       getattr(plain, name), getattr(of_graphs, name))), name
+    rollout = rollout_of(graphs.Graphs(most), policy, tokenizer)
+    assert {1, 3, 5} <= set(map(len, rollout.turns))
+    assert_drawn_and_told_apart(rollout, policy, tokenizer)
+
+
+def assert_drawn_and_told_apart(rollout, policy, tokenizer):
+    """Every text is there, once, as it was said; log-probs are of the policy's own words."""
+    for ids, turn, mask in zip(rollout.token_ids(), rollout.turns, rollout.loss_mask):
         assert tokenizer.decode(ids).removesuffix("<|im_end|>") == "".join(turn)
         forced = [tokenizer(text)["input_ids"] for text in turn[1::2]]
         assert len(ids) - mask.sum() == sum(map(len, forced))
-    chosen = plain.loss_mask.bool()
-    assert not plain.sampling_logps[~chosen].any()
+    chosen = rollout.loss_mask.bool()
+    assert not rollout.sampling_logps[~chosen].any()
     state = state_of(policy, tokenizer)
-    trained = state.compute_logps(state.policy, plain)
-    torch.testing.assert_close(trained * chosen, plain.sampling_logps, atol=1e-5, rtol=1e-5)
-    assert trained[plain.completion_mask.bool() & ~chosen].all()      # read, but not learned
+    trained = state.compute_logps(state.policy, rollout)
+    torch.testing.assert_close(trained * chosen, rollout.sampling_logps, atol=1e-5, rtol=1e-5)
+    assert trained[rollout.completion_mask.bool() & ~chosen].all()      # read, but not learned
 
 
 def test_the_gradient_is_that_of_a_loop_that_skips_the_tools_words(policy, tokenizer):

@@ -1,4 +1,11 @@
-"""Log-probabilities: `token_logps` with each distinct prefix read only once."""
+"""Log-probabilities: `token_logps` without padding, from one of two readers.
+
+    read_tree      reads each distinct prefix of the sequences once; for a CPU, and for float32
+    read_packed    reads all tokens of all sequences as one row; for bfloat16 on a GPU
+
+The tree computes less, but takes more and smaller kernels. On a GPU, starting those takes longer
+than what they save, unless long prompts are shared (see `WORTH_A_TREE`).
+"""
 import functools
 
 import torch
@@ -8,17 +15,22 @@ from ..model import rotary_frequencies, rotary_tables
 from .shared_rows import products_dtype
 
 CHUNK_TOKENS, CHUNK_LOGITS = 1024, 2**24    # a chunk in log_probs has at least this many
+# On a GPU, read_tree pays off if (tokens that sharing prompts saves) * (weights of a layer) is
+# larger. Derived from times on an H200 (docs/in_practice.md): per layer and pass, the tree takes
+# about 3 ms longer, and 3 ms are 5e11 operations, 6 for each token and weight, at 170 TFLOP/s.
+WORTH_A_TREE = 8e10
 
 
 def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temperature=1.0,
                 with_entropy=False):
-    """Like `token_logps` in train_grpo.py, but runs the model on each distinct prefix only once.
+    """Like `token_logps` in train_grpo.py, but doesn't run the model on padding.
 
     Padding must be at the start or end of a sequence, not inside it.
     """
     (N, R), device = (len(input_ids), num_completion_tokens), input_ids.device
     P = input_ids.shape[1] - R
-    hidden, node, mask = read_tree(model.model, input_ids, attention_mask, P)           # (n, D)
+    read = reader_of(model.model, input_ids, attention_mask, P)
+    hidden, node, mask = read(model.model, input_ids, attention_mask, P)                # (n, D)
     wanted = mask.flatten().nonzero().squeeze(1)                    # (p,) indices into N*R
     predicts, row = node.flatten()[wanted].unique(return_inverse=True)          # (m,), (p,)
     wanted, predicts, row = (x.to(device) for x in (wanted, predicts, row))
@@ -32,6 +44,66 @@ def token_logps(model, input_ids, attention_mask, num_completion_tokens, *, temp
     if not with_entropy:
         return spread(sampled)
     return spread(sampled), spread(entropy[row])
+
+
+def reader_of(decoder, input_ids, attention_mask, P):
+    """Returns read_tree or read_packed, whichever is faster here."""
+    device, d = input_ids.device, decoder.config.head_dim
+    dtype = products_dtype(device, decoder.embed_tokens.weight.dtype)
+    if (device.type != "cuda" or dtype != torch.bfloat16 or d % 8 or d > 256
+            or torch.cuda.get_device_capability(device) < (8, 0)):
+        return read_tree            # FlashAttention does not support these
+    repeats = (input_ids[1:, :P] == input_ids[:-1, :P]).all(1)      # the prompt of the row above
+    saved = (attention_mask[1:, :P].sum(1) * repeats).sum().item()
+    weights = sum(weight.numel() for weight in decoder.layers[0].parameters())
+    return read_tree if saved * weights > WORTH_A_TREE else read_packed
+
+
+def read_packed(decoder, input_ids, attention_mask, P, attend=None):
+    """Runs the decoder on the tokens of all sequences, packed. Returns the same as read_tree.
+
+    attend: the attention, flash_attention by default; sdpa_attention also runs on a CPU.
+    """
+    device, mask = input_ids.device, attention_mask.cpu()
+    lengths = mask.sum(1)
+    starts = F.pad(lengths.cumsum(0), (1, 0)).int()             # of each sequence among all tokens
+    real = mask.flatten().nonzero().squeeze(1).to(device)       # indices into N*T
+    positions = (mask.cumsum(1) - 1).flatten().to(device)[real]
+    rotary = rotary_tables(positions, rotary_frequencies(decoder.config, device))
+    attend = functools.partial(attend or flash_attention, starts=(starts.to(device),) * 2,
+                               longest=(int(lengths.max()),) * 2)
+    hidden = decoder.read(input_ids.flatten()[real], rotary, attend=attend)             # (n, D)
+    row = (mask.flatten().cumsum(0) - 1).view_as(mask)                                  # (N, T)
+    return hidden, row[:, P - 1:-1] * mask[:, P:], mask[:, P:]
+
+
+def flash_attention(q, k, v, *, starts, longest):
+    """Attention of each sequence's queries to its own keys, by FlashAttention: bfloat16 on CUDA.
+
+    q is (n, H, d), and k, v are (m, K, d). starts: for queries and for keys, where each sequence
+    begins and the last one ends, int32. longest: the longest sequence of both. Returns (n, H*d). If
+    a sequence has fewer queries than keys, the last query sees all of the keys.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    # Only keys to the left of each query: the window is aligned at the end of the keys.
+    return varlen_attn(q, k, v, *starts, *longest, window_size=(-1, 0)).flatten(1)
+
+
+def sdpa_attention(q, k, v, *, starts, longest):
+    """Like flash_attention, one sequence after the other, on any device and in any dtype."""
+    parts = [x.split(begins.diff().tolist())
+             for x, begins in zip((q, k, v), (starts[0], starts[1], starts[1]))]
+    out = []
+    for own in zip(*parts):
+        queries, keys, values = (x.transpose(0, 1)[None] for x in own)          # (1, H or K, ., d)
+        L, S = queries.shape[2], keys.shape[2]
+        mask = torch.ones(L, S, dtype=torch.bool, device=q.device).tril(S - L)
+        x = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask,
+                                           enable_gqa=queries.shape[1] != keys.shape[1])
+        out.append(x[0].transpose(0, 1).flatten(1))
+    return torch.cat(out)
 
 
 def read_tree(decoder, input_ids, attention_mask, P):
