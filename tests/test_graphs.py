@@ -3,7 +3,9 @@
 What only a GPU can show is in test_cuda.py. That results are right is tested in test_sampler.py.
 """
 import copy
+from contextlib import ExitStack
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +21,12 @@ from test_sampler import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import train_grpo
 from errors import UserError
 from model import sampler
 from model.fast import graphs
 from model.lora import adapters, with_adapters
+from run.policy import policy_of
 from train_grpo import completion_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -266,6 +270,23 @@ def test_a_graph_with_other_logits_ends_the_run(wrong, captured, monkeypatch):
     own = graphs.Graphs(tolerance=0.01)
     with pytest.raises(UserError, match="a CUDA graph's logits differ by .*--sampler plain"):
         draw(own, wide())
+
+
+def test_a_gpu_samples_with_graphs_of_the_size_of_a_rollout():
+    """A world with a GPU that is not there chooses, but cannot run."""
+    for name, family in FAMILIES.items():
+        for flags, most in (([], 16 * 8), (["--rollout_batch_size", "24"], 24)):
+            world = SimpleNamespace(device=torch.device("cuda"), matrix_dtype=torch.float32, rank=0,
+                                    cleanup=ExitStack())
+            policy = policy_of(wide(**family), name, world, train_grpo.parse_args(flags),
+                               train_grpo.token_logps, learns=True)
+            if name == "experts":
+                assert policy.slow_because == "its experts"
+                continue
+            assert isinstance(policy.sampler, graphs.Graphs) and policy.sampler.most == most
+            policy.sampler.buffers = object()
+            world.cleanup.close()               # as a run does, however it ends
+            assert policy.sampler.buffers is None and not policy.slow_because
 
 
 def test_lacking_names_experts():

@@ -280,6 +280,21 @@ def test_the_fast_learning_pass_has_the_plain_ones_numbers_and_gradients(
         assert_near(got, expected)
 
 
+def test_attention_over_segments_is_aligned_at_the_end_of_the_keys():
+    """Where a segment has fewer queries than keys, its last query sees all of them."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(5, 4, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
+    starts = torch.tensor([0, 2, 5]), torch.tensor([0, 4, 7])           # 2 of 4, and 3 of 3
+    out = reading.sdpa_attention(q, k, v, starts=starts, longest=(3, 4)).view(5, 4, 8)
+    seen = [range(0, 3), range(0, 4), range(4, 5), range(4, 6), range(4, 7)]
+    for i, keys in enumerate(seen):
+        for head in range(4):
+            scores = [float(q[i, head] @ k[j, head // 2]) / 8**0.5 for j in keys]
+            total = sum(map(math.exp, scores))
+            expected = sum(math.exp(s) / total * v[j, head // 2] for s, j in zip(scores, keys))
+            torch.testing.assert_close(out[i, head], expected)
+
+
 def test_the_head_keeps_one_chunk_of_logits_for_the_backward_pass(monkeypatch):
     monkeypatch.setattr(fast.reading, "CHUNK_LOGITS", 0)
     monkeypatch.setattr(fast.reading, "CHUNK_TOKENS", 64)
