@@ -1,5 +1,6 @@
 """Reads and writes jsonl files, in which each line is strict JSON."""
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,10 +31,28 @@ def columns(rows):
 def to_json(value):
     """Returns a copy of `value` that contains only the types of strict JSON.
 
-    NaN and infinity become None, tensors become numbers or lists, and other types become strings.
+    NaN and infinity become None, tensors and arrays become numbers or lists, sets become sorted
+    lists, and other types become strings: of an object that has no text of its own, its class.
     """
-    text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
+    text = json.dumps(with_text_keys(value), default=plain)
     return json.loads(text, parse_constant=lambda constant: None)
+
+
+def plain(value):
+    """Returns a value of any type as types of JSON. No address in memory becomes part of it."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def with_text_keys(value):
+    """Returns a copy in which the keys of all dicts are texts, as JSON needs them."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else str(plain(key)): with_text_keys(one)
+                for key, one in value.items()}
+    return [with_text_keys(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def to_line(row):

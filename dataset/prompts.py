@@ -67,6 +67,9 @@ class PromptDataset(list):
 
 def read_row(row, where):
     row = row if isinstance(row, dict) else {}
+    for name in row:
+        if not isinstance(name, str):
+            raise UserError(f"{where}: the field name {name!r} is not a text; rename the field")
     field = next((name for name in PROMPT_FIELDS if name in row), None)
     if not field and "target" in row and isinstance(row.get("nums"), list):
         field, row["prompt"] = "prompt", countdown_prompt(row["nums"], row["target"])

@@ -4,6 +4,7 @@ Flags are stored in args.json and compared between processes, so they can't cont
 functions. During the call, errors.GIVEN maps each name to its object.
 """
 import copy
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
@@ -11,12 +12,15 @@ from threading import RLock
 import torch
 from torch import nn
 
+from dataset.prompts import PROMPT_FIELDS
 from errors import GIVEN, UserError
 
 from . import transformers_model
 from .load import as_ours, unbuilt
-from .model import MiniMindForCausalLM
+from .model import Head, MiniMindForCausalLM
 
+NEEDED = {"model_path": "model", "data_path": "prompts", "reward_funcs": "reward_funcs"}
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ONE_AT_A_TIME = RLock()     # threads would share GIVEN and reward/child.py's process
 
 
@@ -26,10 +30,16 @@ def as_flags(flags, own):
 
     own: the named parameters of `train`, as {flag: value}; `flags` must not contain them.
     """
+    for flag, name in NEEDED.items():
+        if own[flag] is None or flag == "reward_funcs" and own[flag] in ([], ()):
+            raise UserError(f"{name} is {own[flag]}; pass what you want to train with")
     own = {flag: value for flag, value in own.items() if value is not None}
     for flag in own.keys() & flags.keys():
         raise UserError(f"{flag} is given twice, since it has a parameter of its own; pass it once")
     flags = flags | own
+    for flag in "data_path", "eval_data_path":
+        if not isinstance(flags.get(flag), (str, Path, type(None))):
+            flags[flag] = rows_of(flags[flag])
     with ONE_AT_A_TIME:
         before = GIVEN.copy()
         try:
@@ -63,6 +73,34 @@ def by_name(value, is_source):
     return name
 
 
+def rows_of(data):
+    """Returns the rows of a data set as a list: of a table, or of anything with a length.
+
+    data: a list, a Dataset of torch or datasets, a generator, a dict of columns, or a table of
+    pandas, polars or pyarrow. Raises a UserError for other objects.
+    """
+    who = f"prompts: <{type(data).__name__}>"
+    advice = 'pass a list of prompts, or of rows like {"prompt": ..., "answer": ...}'
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):           # pandas
+        return data.to_dict("records")
+    for name in "to_dicts", "to_pylist":                                # polars, pyarrow
+        if hasattr(data, name):
+            return getattr(data, name)()
+    if isinstance(data, Mapping):
+        columns = {name: list(values) for name, values in data.items()
+                   if hasattr(values, "__iter__") and not isinstance(values, str)}
+        if len(columns) < len(data) or not {*PROMPT_FIELDS, "nums"} & columns.keys() or len(
+                {len(values) for values in columns.values()}) > 1:
+            raise UserError(f"{who} has no columns of prompts of the same length; {advice}, or one "
+                            'of several splits, such as prompts["train"]')
+        return [dict(zip(columns, values)) for values in zip(*columns.values())]
+    if hasattr(data, "__next__"):
+        return list(data)
+    if isinstance(data, (str, bytes)) or not hasattr(data, "__len__"):
+        raise UserError(f"{who} has no rows, or no length; {advice}")
+    return list(data) if hasattr(data, "__iter__") else [data[i] for i in range(len(data))]
+
+
 class WithoutPeft:
     """The reference of a policy with PEFT adapters: the same model with adapters switched off."""
 
@@ -84,9 +122,15 @@ def prepare(model, device, matrix_dtype):
     if not isinstance(model, nn.Module) or not (
             hasattr(model, "get_output_embeddings") or hasattr(model, "new_cache")):
         raise UserError(f"{who} is not a causal model of transformers; pass one, or a path")
+    if not hasattr(model, "new_cache") and model.get_output_embeddings() is None:
+        raise UserError(f"{who} has no head that predicts tokens; load it with "
+                        "AutoModelForCausalLM")
     if any(weight.is_meta for weight in model.parameters()):
         raise UserError(f"{who} is on the meta device, so it has no values; load its weights")
-    if not all(weight.is_floating_point() for weight in model.parameters()):
+    # Weights of a byte or less have scales elsewhere, so they can't just be cast.
+    if getattr(model, "is_quantized", False) or not all(
+            weight.is_floating_point() and weight.element_size() > 1
+            for weight in model.parameters()):
         raise UserError(f"{who} is quantized, so it cannot be trained; pass one that is not")
     model.to(device).eval().zero_grad()
     for name, weight in model.named_parameters():
@@ -105,7 +149,7 @@ def as_policy(theirs, *, device, matrix_dtype):
         return theirs
     peft = theirs if hasattr(theirs, "get_base_model") else None
     base = theirs.get_base_model() if peft else theirs
-    lacking = "PEFT's adapters" if peft else unbuilt(base.config)
+    lacking = "PEFT's adapters" if peft else unbuilt(base.config) or own_code(base)
     if base.config.model_type == "qwen3_moe":       # its experts are one tensor in memory
         lacking = lacking or "its experts"
     if lacking:
@@ -124,6 +168,20 @@ def as_policy(theirs, *, device, matrix_dtype):
     eos = getattr(base.generation_config, "eos_token_id", None)
     model.generation_config = {} if eos is None else {"eos_token_id": eos}
     return model
+
+
+def own_code(model):
+    """Returns what in a model's modules would not run in model/model.py, or ""."""
+    for module in model.modules():
+        origin = type(module).__module__
+        if not origin.startswith(("transformers.models.", "torch.nn.modules.", "model.model")) and (
+                origin != "transformers.activations") or "forward" in vars(module):
+            return f"its {type(module).__name__}, which has code of its own"
+        if any(vars(module)[name] for name in HOOKS):
+            return "its hooks"
+    if type(model.get_output_embeddings()) not in (nn.Linear, Head):
+        return "its head"
+    return ""
 
 
 def frozen_copy(theirs, *, device, matrix_dtype):

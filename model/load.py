@@ -264,6 +264,10 @@ def load_tokenizer(path, vocab_size, advice="pass another with --tokenizer_path"
     padding or EOS token is not below vocab_size. `advice` is the end of the error message.
     """
     tokenizer = GIVEN.get(path)
+    if tokenizer is not None and not (
+            hasattr(tokenizer, "get_vocab") and hasattr(tokenizer, "apply_chat_template")):
+        raise UserError(f"{path} is no tokenizer of transformers; pass one, such as a processor's "
+                        "attribute tokenizer")
     if tokenizer is None:
         path = local_path(path, weights=False)
         if not path.is_dir():

@@ -5,6 +5,7 @@ runs. Some of these classes give wrong results for batches: they ignore padding,
 whose rows can't be selected. So each model is tested when it is loaded, and rejected if it fails.
 """
 import inspect
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -53,21 +54,34 @@ class AnyModel(nn.Module):
             attention_mask = input_ids.new_ones(len(input_ids), past + T)
         positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
         options = {"position_ids": positions, "logits_to_keep": logits_to_keep}
-        from transformers.modeling_layers import GradientCheckpointingLayer
-        # A layer only recomputes its activations in training mode. The modules in it stay in
-        # evaluation mode, because dropout would change the log-probs from pass to pass.
-        recompute = self.model.gradient_checkpointing and torch.is_grad_enabled()
-        for layer in self.model.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                layer.training = layer.gradient_checkpointing = recompute
-                layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-        out = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=cache is not None,
-            past_key_values=theirs,
-            **{name: options[name] for name in options.keys() & self.known})
+        with recomputing(self.model, self.model.gradient_checkpointing and torch.is_grad_enabled()):
+            out = self.model(
+                input_ids=input_ids, attention_mask=attention_mask, use_cache=cache is not None,
+                past_key_values=theirs,
+                **{name: options[name] for name in options.keys() & self.known})
         if cache is not None:
             cache.past, cache.length = out.past_key_values, past + T
         return out.logits[:, -logits_to_keep:]          # -0: all of them
+
+
+@contextmanager
+def recomputing(model, recompute):
+    """Context manager in which the layers recompute their activations in the backward pass, or not.
+
+    A layer only does so in training mode. The modules in it stay in evaluation mode, because
+    dropout would change the log-probs from pass to pass.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    before = [vars(layer).copy() for layer in layers]
+    for layer in layers:
+        layer.training = layer.gradient_checkpointing = recompute
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer, was in zip(layers, before):
+            vars(layer).update(was)
 
 
 def load(path, config, lacking, *, dtype=None, matrix_dtype=None, device=None):

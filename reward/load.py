@@ -147,10 +147,7 @@ class RewardFunction:
             check_columns(who, self.function, arguments)
         unanswered = CHILD.unanswered
         try:
-            values = self.function(**arguments)
-            if inspect.iscoroutine(values):     # in a thread, as a notebook already runs a loop
-                with ThreadPoolExecutor(1) as pool:
-                    values = pool.submit(asyncio.run, values).result()
+            values = COROUTINES.result(self.function(**copied(arguments)))
             values = values.tolist() if hasattr(values, "tolist") else values
             if not isinstance(values, (list, tuple)) or len(values) != count:
                 raise TypeError(f"it returned {reprlib.repr(values)} instead of a list of {count} "
@@ -186,6 +183,47 @@ class RewardFunction:
         self.reason = self.reason or what
         if self.failed[kind] == 1:
             warn_first(f"reward function {self.__name__} {what}")
+
+
+class Coroutines:
+    """Runs the coroutines of rewards and tools, all in one event loop, until `end` is called.
+
+    A semaphore or an HTTP client only works in the loop that first used it. The loop runs in a
+    thread, because a notebook already runs one in the main thread.
+    """
+
+    def __init__(self):
+        self.thread = self.runner = None
+
+    def result(self, value):
+        """Returns the result of a coroutine; any other value is returned as it is."""
+        if not inspect.iscoroutine(value):
+            return value
+        if self.thread is None:
+            self.thread, self.runner = ThreadPoolExecutor(1), asyncio.Runner()
+        return self.thread.submit(self.runner.run, value).result()
+
+    def end(self):
+        if self.thread is not None:
+            loop = self.runner.get_loop()
+            for task in asyncio.all_tasks(loop):        # after Ctrl-C, one may still run
+                loop.call_soon_threadsafe(task.cancel)
+            self.thread.submit(self.runner.close).result()
+            self.thread.shutdown()
+            self.thread = None
+
+
+COROUTINES = Coroutines()
+
+
+def copied(value):
+    """Returns a copy of nested lists and dicts, so that the function that gets it may change it."""
+    if isinstance(value, dict):
+        return {name: copied(one) for name, one in value.items()}
+    if not isinstance(value, list):
+        return value
+    is_nested = any(isinstance(one, (list, dict)) for one in value)
+    return [copied(one) for one in value] if is_nested else value.copy()
 
 
 def fault(what, error, advice):

@@ -13,7 +13,7 @@ import json
 
 from errors import UserError, cut, reason
 
-from .load import check_columns, show, warn_first
+from .load import COROUTINES, check_columns, copied, show, warn_first
 
 MOST_CHARACTERS = 4000      # per answer
 
@@ -43,7 +43,7 @@ class Tool:
         """
         check_columns(f"--tool {self.name}", self.function, columns, histories)
         try:
-            answers = self.function(histories, **columns)
+            answers = COROUTINES.result(self.function(histories, **copied(columns)))
             if not isinstance(answers, (list, tuple)) or len(answers) != len(histories):
                 raise TypeError("it must return a list with one answer for each of the "
                                 f"{len(histories)} histories")
@@ -91,7 +91,7 @@ def tool_calls(functions):
             call = json.loads(call)
             if call["name"] not in named:
                 raise LookupError(f"no tool {call['name']!r}; choose from {', '.join(named)}")
-            value = named[call["name"]](**call["arguments"])
+            value = COROUTINES.result(named[call["name"]](**call["arguments"]))
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             text.encode()       # as in Tool.checked, but for this call alone
             return text

@@ -17,14 +17,7 @@ from safetensors import SafetensorError
 from dataset.folders import is_free, numbered, write_whole
 from dataset.jsonl import to_json
 from errors import COUNT, GIVEN, UserError, explained, reason
-from model.load import (
-    load_pretrained,
-    local_path,
-    read_json,
-    read_state,
-    read_tensors,
-    read_weights,
-)
+from model.load import local_path, read_json, read_state, read_tensors, read_weights
 from model.lora import adapter_state, adapters
 from model.save import save_adapter, save_pretrained
 from model.transformers_model import AnyModel
@@ -243,7 +236,7 @@ def parts_of(given):
         return [("the weights", hash_of(given.state_dict()))]
     if hasattr(given, "get_vocab"):
         given = given.get_vocab(), given.chat_template
-    text = json.dumps(given, sort_keys=True, default=str)
+    text = json.dumps(to_json(given), sort_keys=True)
     return [("the content", hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:12])]
 
 
@@ -330,8 +323,12 @@ def load_checkpoint(folder, model, optimizer, others=None, reads=None):
             from peft import set_peft_model_state_dict
             saved_adapters = read_tensors(folder / "adapter_model.safetensors")
             set_peft_model_state_dict(model.peft, saved_adapters)
-        elif isinstance(model, AnyModel):
-            model.load_state_dict(load_pretrained(folder).state_dict())
+        elif isinstance(model, AnyModel):       # into the class that has saved it
+            theirs, info = type(model.model).from_pretrained(
+                folder, dtype="auto", local_files_only=True, output_loading_info=True)
+            if info["missing_keys"]:
+                raise ValueError(f"{min(info['missing_keys'])} is missing")
+            model.load_state_dict(theirs.state_dict())
         else:
             load_parts(model, read_state(folder)[1])
         load_moments(model, optimizer, saved["optimizer"])

@@ -1,5 +1,7 @@
 """Distributed training: the class World stands for all processes that train one model."""
+import hashlib
 import itertools
+import json
 import os
 import time
 from contextlib import ExitStack
@@ -40,6 +42,8 @@ class World:
         self.device, self.seed = choose_device(device, self.size), seed
         self.cleanup = ExitStack()     # cleanup.callback(f) calls f however the run ends
         self.joined = False            # whether it joined a process group that it must leave
+        self.cleanup.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             if torch.cuda.is_initialized():         # by a caller
@@ -114,6 +118,26 @@ class World:
         if self.size > 1:
             dist.all_gather_object(lists, rows)
         return [row for rows in lists for row in rows]
+
+    def share(self, model, name):
+        """Gives all ranks rank 0's weights of a model object, because theirs may differ."""
+        tensors = {path: one.data for path, one in
+                   (*model.named_parameters(), *model.named_buffers())} if self.size > 1 else {}
+        self.check_same(f"{name} has", [f"{path} {list(x.shape)}" for path, x in tensors.items()],
+                        "pass the same model")
+        for tensor in tensors.values():
+            dist.broadcast(tensor, 0)
+
+    def check_same(self, what, value, advice):
+        """Raises a UserError unless all ranks have this value, which is then not printed whole."""
+        if self.size == 1:
+            return
+        text = json.dumps(to_json(value), sort_keys=True)
+        content = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:12]
+        for rank, other in enumerate(self.gather([content])):
+            if other != content:
+                raise UserError(f"{what} other content on rank {self.rank} than on rank {rank}; "
+                                f"{advice} in each process")
 
     def rng(self, step, *, evaluating=False):
         """Returns a random generator that depends on seed, step, rank and `evaluating`."""

@@ -8,6 +8,7 @@ from collections import defaultdict
 import torch
 from tqdm import tqdm
 
+from dataset.jsonl import to_json
 from errors import COUNT, COUNT_OR_0
 
 from .signals import stop_if_cut_short
@@ -26,7 +27,7 @@ def add_flags(parser):
 def measure(args, problems):
     """Returns a description of the evaluation. Results are comparable if descriptions are equal."""
     asked = args.temperature, args.max_gen_len, args.reasoning, args.system_prompt, args.tool
-    content = json.dumps([asked, problems], sort_keys=True).encode()
+    content = json.dumps(to_json([asked, problems]), sort_keys=True).encode()
     rewards = " + ".join(sorted(args.eval_reward_funcs))
     return f"{rewards} on {len(problems)} problems, {hashlib.sha256(content).hexdigest()[:12]}"
 

@@ -6,6 +6,7 @@ from dataset.jsonl import to_json
 from dataset.prompts import asking_as_trained
 from errors import UserError
 from reward.child import CHILD
+from reward.load import COROUTINES
 
 from .checkpoint import Saver
 from .evaluate import evaluate
@@ -45,6 +46,7 @@ class Loop:
         self.grpo, args, world = grpo, self.args, self.world
         self.collate, self.problems, self.heldout = read_prompts(
             args, grpo.tokenizer, grpo.policy.model.config)
+        world.check_same(f"{args.data_path} has", self.problems, "pass the same prompts")
         self.last_step = last_step_of(len(self.problems), grpo.num_prompts, world, args)
         self.start_step, self.num_tokens = self.saver.resume(
             grpo.policy.model, grpo.optimizer, grpo.saved, len(self.problems),
@@ -150,6 +152,7 @@ class Loop:
             self.report.close(error)
             self.signals.leave()
             CHILD.end()
+            COROUTINES.end()
             if kind in (CutShort, Stopped):
                 self.world.gather([])       # wait, as torchrun ends all ranks when one exits
             if kind in (CutShort, Stopped, None):

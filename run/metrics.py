@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dataset.jsonl import is_finite
+from dataset.jsonl import is_finite, to_json
 from model.load import decode
 
 MOST_CHARACTERS = 2000      # per column of completions.jsonl, where every row repeats it
@@ -209,6 +209,7 @@ def describe(rollout, tokenizer, eos_ids, num_generations):
 
 def shortened(name, value):
     """Returns a column's value or, if its text is long, the start of the text and its length."""
+    value = to_json(value)
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     # Retraining a reward model needs answer and messages.
     if name in ("answer", "messages") or len(text) <= MOST_CHARACTERS:

@@ -107,6 +107,7 @@ def load_models(args, world, token_logps, engine=None):
         raise UserError(f"--num_hidden_layers {args.num_hidden_layers}: {path} has "
                         f"{model.config.num_hidden_layers} layers; leave the flag out")
     model.model.gradient_checkpointing = args.gradient_checkpointing
+    world.cleanup.callback(setattr, model.model, "gradient_checkpointing", False)
     base = model
     if args.lora_rank:          # the reference is the policy without its adapters
         model = with_adapters(
@@ -116,7 +117,12 @@ def load_models(args, world, token_logps, engine=None):
         return policy, None
     has_peft = getattr(model, "peft", None) is not None
     if args.reference_path or not (args.lora_rank or has_peft):
-        return policy, load_frozen(args.reference_path or path, world, args, token_logps)
+        reference = load_frozen(args.reference_path or path, world, args, token_logps)
+        sizes = [model.config.vocab_size for model in (base, reference.model)]
+        if sizes[1] < sizes[0]:
+            raise UserError(f"{args.reference_path}: the reference has {sizes[1]} tokens, but the "
+                            f"policy {sizes[0]}; pass a reference with the same tokens")
+        return policy, reference
     if has_peft:
         base = WithoutPeft(model)
     elif args.shard:            # keeping the base would keep all layers whole on the GPU
@@ -136,9 +142,11 @@ def of_object(name, args, world):
     if isinstance(theirs, torch.nn.Module) and hasattr(theirs, "get_output_embeddings"):
         # The head's class may change during training, and is restored at the end.
         head = theirs.get_output_embeddings()
-        world.cleanup.callback(setattr, head, "__class__", type(head))
+        if head is not None:
+            world.cleanup.callback(setattr, head, "__class__", type(head))
     with explained(name, "it cannot be run as a policy", "pass another model"):
         model = as_policy(theirs, device=world.device, matrix_dtype=world.matrix_dtype)
+    world.share(model, name)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise UserError(f"{name}: all its weights are frozen; unfreeze those to be trained (PEFT "
                         "loads adapters frozen unless you pass is_trainable=True)")
@@ -149,6 +157,7 @@ def load_frozen(path, world, args, token_logps, *, exact=False):
     """Loads a reference or teacher as a frozen Policy. With exact=True, weights are float32."""
     if path in GIVEN:
         model = frozen_copy(GIVEN[path], device=world.device, matrix_dtype=world.matrix_dtype)
+        world.share(model, path)
     else:
         model = load_pretrained(path, dtype=torch.float32,
                                 matrix_dtype=None if exact else world.matrix_dtype,

@@ -1,28 +1,36 @@
 """A call from Python: `train` with objects and functions does what the command line does."""
 import asyncio
+import datetime
+import decimal
 import importlib.util
+import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from test_run import POLICY
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 import errors
 import train_grpo
-from reward.child import CHILD
+from model.in_memory import rows_of
 from run.rollout import Rollout
 from support import ROOT, jsonl
 from train_grpo import train
@@ -42,6 +50,22 @@ TOKENIZER = AutoTokenizer.from_pretrained(POLICY)
 
 def qwen(path=POLICY):
     return AutoModelForCausalLM.from_pretrained(path)
+
+
+def tiny_config(kind=Qwen3Config, **options):
+    return kind(**{"vocab_size": len(TOKENIZER), "hidden_size": 32, "intermediate_size": 48,
+                   "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+                   "head_dim": 8, "bos_token_id": None, "pad_token_id": None,
+                   "eos_token_id": TOKENIZER.eos_token_id} | options)
+
+
+def in_float8(model):
+    """As transformers leaves a checkpoint of eight bits on a GPU: the scales are elsewhere."""
+    for layer in model.model.layers:
+        weight = layer.mlp.up_proj.weight
+        layer.mlp.up_proj.weight = torch.nn.Parameter(
+            weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    return model
 
 
 def weights(model):
@@ -101,6 +125,23 @@ def test_the_lines_of_the_readme_run(name, monkeypatch):
     ({"model": type(qwen())}, "<type> is not a causal model"),
     ({"loss_type": "sapo", "loss_options": {"tau_god": 2}}, "has no number tau_god"),
     ({"reference": POLICY, "beta": 0}, "with beta=0 it would not be used"),
+    ({"model": None}, "model is None"),
+    ({"prompts": None}, "prompts is None"),
+    ({"reward_funcs": []}, "reward_funcs is []"),
+    ({"model": AutoModel.from_pretrained(POLICY)}, "has no head that predicts tokens"),
+    ({"tokenizer": 7}, "<int> is no tokenizer of transformers"),
+    ({"tokenizer": SimpleNamespace(tokenizer=TOKENIZER, apply_chat_template=print)},
+     "<SimpleNamespace> is no tokenizer of transformers"),
+    ({"tokenizer": TOKENIZER.backend_tokenizer}, "<Tokenizer> is no tokenizer of transformers"),
+    ({"prompts": lambda: PROMPTS}, "prompts: <function> has no rows, or no length"),
+    ({"prompts": 7}, "prompts: <int> has no rows, or no length"),
+    ({"prompts": {"train": [{"prompt": "What is 1 + 1?"}]}}, 'such as prompts["train"]'),
+    ({"prompts": {"prompt": "What is 1 + 1?", "answer": "2"}}, "has no columns of prompts"),
+    ({"prompts": {"prompt": ["one", "two"], "answer": ["1"]}}, "of the same length"),
+    ({"prompts": [{"prompt": "What is 1 + 1?", 7: "x"}]}, "the field name 7 is not a text"),
+    ({"reference": Qwen3ForCausalLM(tiny_config(vocab_size=200)), "beta": 0.1},
+     "the reference has 200 tokens, but the policy 288"),
+    ({"model": in_float8(Qwen3ForCausalLM(tiny_config()))}, "is quantized"),
 ])
 def test_a_mistake_is_one_sentence_and_a_value_error(mistake, words):
     given = {"model": qwen(), "tokenizer": TOKENIZER, "reward_funcs": [length],
@@ -113,7 +154,18 @@ def test_a_mistake_is_one_sentence_and_a_value_error(mistake, words):
 def state_of_the_process():
     return (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM),
             torch.get_float32_matmul_precision(), torch.random.get_rng_state().tolist(),
-            errors.GIVEN.copy(), CHILD.process, threading.active_count(), [*os.scandir(".")])
+            torch.get_default_dtype(), errors.GIVEN.copy(), threading.active_count(),
+            [*os.scandir(".")], len(os.listdir("/proc/self/fd")) if LINUX else 0, zombies())
+
+
+LINUX = sys.platform == "linux"
+
+
+def zombies():
+    """The process ids of children that have ended, but were not waited for."""
+    found = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "stat="], capture_output=True,
+                           text=True).stdout.split() if shutil.which("ps") else []
+    return [state for state in found if state.startswith("Z")]
 
 
 @pytest.mark.parametrize("fails", [None, RuntimeError, KeyboardInterrupt])
@@ -124,12 +176,15 @@ def test_the_process_goes_on_as_it_was(tmp_path, monkeypatch, fails):
         return length(completions)
 
     monkeypatch.chdir(tmp_path)
+    torch.set_default_dtype(torch.float64)
     before = state_of_the_process()
+    rows = [{"prompt": PROMPTS[0], "answer": r"\sqrt{49}"}]        # math-verify's child is asked
     try:
-        train(qwen(), TOKENIZER, reward_funcs=["accuracy", reward], prompts=PROMPTS, **SHORT)
+        train(qwen(), TOKENIZER, reward_funcs=["accuracy", reward], prompts=rows, **SHORT)
     except (ValueError, KeyboardInterrupt):
         assert fails
     assert state_of_the_process() == before
+    torch.set_default_dtype(torch.float32)
     # Again, beside the main thread, and with a reward that awaits in a thread whose loop runs.
     calls = []
 
@@ -196,6 +251,218 @@ def test_a_resume_compares_what_objects_hold(tmp_path):
         with pytest.raises(ValueError, match=what):
             train(model, TOKENIZER, reward_funcs=length, prompts=prompts, **flags)
     assert len(train(qwen(), TOKENIZER, reward_funcs=length, prompts=PROMPTS, **flags)[1]) == 1
+
+
+class Mapped:
+    """A map-style data set, as torch's, whose repr is its address."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return self.rows[i]
+
+
+class Arrow(Mapped):
+    """As of the package datasets: its repr has only names and numbers."""
+
+    def __repr__(self):
+        return "Dataset({features: ['prompt', 'answer'], num_rows: 3})"
+
+
+ROWS = [{"prompt": f"What is {i} + 4?", "answer": str(i + 4)} for i in range(3)]
+
+
+def test_rows_of_tables_columns_and_data_sets_are_read():
+    columns = {name: [row[name] for row in ROWS] for name in ROWS[0]}
+    table = SimpleNamespace(columns=[*columns], to_dict=lambda orient: ROWS)
+    for given in (columns, {name: np.array(values) for name, values in columns.items()}, table,
+                  SimpleNamespace(to_dicts=lambda: ROWS), SimpleNamespace(to_pylist=lambda: ROWS),
+                  Mapped(ROWS), Arrow(ROWS), iter(ROWS), (row for row in ROWS), tuple(ROWS)):
+        assert rows_of(given) == ROWS, given
+    seen = set()
+
+    def spy(prompts, completions, answer, **others):
+        seen.update(answer)
+        return length(completions)
+
+    train(qwen(), TOKENIZER, reward_funcs=spy, prompts=(row for row in ROWS), **SHORT)
+    assert seen == {"4", "5", "6"}
+
+
+@pytest.mark.parametrize("kind", [Mapped, Arrow])
+def test_resume_compares_the_rows_of_a_data_set_and_not_its_repr(kind, tmp_path):
+    flags = SHORT | {"out_dir": tmp_path, "run_name": "run", "reward_funcs": ["rm", length],
+                     "reasoning": 0}
+
+    class Judge:        # has no content to compare, so another one is no reason to refuse
+        def get_scores(self, chats):
+            return [0.5] * len(chats)
+
+    train(qwen(), TOKENIZER, prompts=kind(ROWS), reward_model=Judge(), **flags | {"max_steps": 1})
+    others = [*ROWS[:2], ROWS[2] | {"answer": "8"}]
+    with pytest.raises(ValueError, match="the content of --data_path"):
+        train(qwen(), TOKENIZER, prompts=kind(others), reward_model=Judge(), resume=True, **flags)
+    _, history = train(qwen(), TOKENIZER, prompts=kind(ROWS), reward_model=Judge(), resume=True,
+                       **flags)
+    assert len(history) == 1
+
+
+def test_values_of_any_type_are_written_as_text(tmp_path):
+    values = {"when": datetime.date(2024, 2, 29), "price": decimal.Decimal("1.50"),
+              "count": np.int64(7), "image": np.arange(3), "tags": {"b", "a"}, "thing": object(),
+              "nested": {("a", 1): [datetime.time(12)]}}
+    got = []
+
+    def spy(completions, **columns):
+        got.append({name: columns[name][0] for name in values})
+        return length(completions)
+
+    rows = [row | values for row in ROWS]
+    train(qwen(), TOKENIZER, reward_funcs=spy, prompts=rows, eval_data_path=rows, eval_interval=2,
+          out_dir=tmp_path, run_name="run", **SHORT)
+    assert got[0]["when"] == values["when"] and got[0]["tags"] == values["tags"]
+    written = jsonl(tmp_path / "run/completions.jsonl")[0]["columns"]
+    assert {name: written[name] for name in values} == {
+        "when": "2024-02-29", "price": "1.50", "count": 7, "image": [0, 1, 2], "tags": ["a", "b"],
+        "thing": "<object object>", "nested": {"('a', 1)": ["12:00:00"]}}
+
+
+def test_messages_are_a_copy_for_each_reward_and_each_completion():
+    seen = []
+
+    def appends(completions, messages, **columns):
+        for chat, text in zip(messages, completions):
+            chat.append({"role": "assistant", "content": text})
+            chat[0]["content"] = "changed"
+        return length(completions)
+
+    def looks(completions, messages, **columns):
+        seen.extend((len(chat), chat[0]["content"]) for chat in messages)
+        return length(completions)
+
+    train(qwen(), TOKENIZER, reward_funcs=[appends, looks], prompts=PROMPTS[:1], **SHORT)
+    assert seen == [(1, "What is 3 + 4?")] * len(seen) and len(seen) == 8
+
+
+def test_async_rewards_and_tools_share_one_event_loop():
+    at_once, loops = asyncio.Semaphore(1), set()
+
+    async def counted(text):
+        async with at_once:
+            loops.add(asyncio.get_running_loop())
+            await asyncio.sleep(0)
+            return text
+
+    async def judge(completions, **columns):
+        await asyncio.gather(*map(counted, completions))
+        return length(completions)
+
+    async def tool(histories, **columns):
+        return await asyncio.gather(*(counted(" 7\n") for _ in histories))
+
+    tool.stop = "="
+    _, history = train(qwen(), TOKENIZER, reward_funcs=judge, prompts=PROMPTS, tool=tool,
+                       **SHORT | {"max_steps": 3, "max_gen_len": 40})
+    assert all(row["reward"] > 0 for row in history) and len(loops) == 1
+    assert sum(row["tools/call_frequency"] for row in history) > 0
+    assert not any(row["tools/failure_frequency"] for row in history)
+
+
+# --- models with code of their own ----------------------------------------------------------------
+
+
+class Steered(Qwen3ForCausalLM):
+    """A subclass whose logits are not those of its class."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.steer = torch.nn.Parameter(torch.zeros(config.hidden_size))
+
+    def forward(self, *args, **options):
+        self.calls = getattr(self, "calls", 0) + 1
+        out = super().forward(*args, **options)
+        out.logits = out.logits + self.steer.sum()
+        return out
+
+
+def hooked():
+    model = Qwen3ForCausalLM(tiny_config())
+    model.calls = 0
+
+    def hook(module, args, output):
+        model.calls += 1
+        return output * 1.5
+
+    model.model.layers[0].register_forward_hook(hook)
+    return model
+
+
+class Bottleneck(torch.nn.Linear):
+    pass
+
+
+def other_head():
+    model, calls = Qwen3ForCausalLM(tiny_config(tie_word_embeddings=False)), []
+    model.lm_head.__class__ = Bottleneck
+    model.lm_head.register_forward_pre_hook(lambda module, args: calls.append(1))
+    return model
+
+
+def experts():
+    return Qwen3MoeForCausalLM(tiny_config(
+        Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16))
+
+
+@pytest.mark.parametrize("make", [lambda: Steered(tiny_config()), hooked, other_head, experts],
+                         ids=["subclass", "hooks", "head", "experts"])
+def test_a_model_with_code_of_its_own_runs_in_its_class_and_resumes(make, tmp_path, capsys):
+    torch.manual_seed(0)
+    model = make()
+    state = {name: one.clone() for name, one in model.state_dict().items()}
+    flags = SHORT | {"out_dir": tmp_path, "reward_funcs": length, "prompts": PROMPTS}
+    train(model, TOKENIZER, run_name="run", **flags | {"max_steps": 1})
+    assert "without model/fast" in capsys.readouterr().out and getattr(model, "calls", 1) > 0
+    again = make()
+    again.load_state_dict(state)
+    resumed, history = train(again, TOKENIZER, run_name="run", resume=True, **flags)
+    whole = make()
+    whole.load_state_dict(state)
+    train(whole, TOKENIZER, run_name="whole", **flags)
+    assert [row["step"] for row in history] == [2] and type(resumed) is type(model)
+    torch.testing.assert_close(weights(resumed), weights(whole))
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_generate_says_after_a_call_what_it_would_have_said(enabled):
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(TOKENIZER), n_embd=32, n_layer=2, n_head=2,
+                                       bos_token_id=0, eos_token_id=TOKENIZER.eos_token_id)).eval()
+    if enabled:
+        model.activation_checkpointing_enable()
+
+    def modes():
+        return [(layer.training, layer.gradient_checkpointing) for layer in model.transformer.h]
+
+    before, ids = modes(), torch.tensor([[5, 6, 7]])
+    train(model, TOKENIZER, reward_funcs=length, prompts=PROMPTS, gradient_checkpointing=True,
+          **SHORT)
+    assert modes() == before and model.is_activation_checkpointing == enabled
+    said = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for t in range(8):
+        assert said[0, 3 + t] == model(said[:, :3 + t]).logits[0, -1].argmax()
+
+
+def test_stdout_of_any_encoding_prints_every_reply(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    prompts = ["Was ist drei plus vier? \u6570"]
+    train(qwen(), TOKENIZER, reward_funcs=length, prompts=prompts, **SHORT)
+    out.flush()
+    assert b"drei plus vier? ?" in out.buffer.getvalue()
 
 
 def test_functions_and_models_stand_for_names_and_paths(capsys):
@@ -283,6 +550,17 @@ import torch
 from run.distributed import World
 for _ in range(2):
     world = World.join(argparse.Namespace(device="cpu", dtype="float32", seed=0, shard=0))
+    torch.manual_seed(world.rank)
+    model = torch.nn.Linear(2, 2)
+    world.share(model, "<Linear>")
+    assert len(set(world.gather([model.weight.sum().item()]))) == 1
+    world.check_same("<list> has", [1, 2], "pass the same")
+    try:
+        world.check_same("<list> has", [world.rank], "pass the same prompts")
+    except ValueError as error:
+        assert "<list> has other content on rank" in str(error)
+    else:
+        raise AssertionError("different lists are the same")
     assert world.sum(torch.ones(1)).item() == 2 and torch.distributed.is_initialized()
     world.close()
     assert not torch.distributed.is_initialized()

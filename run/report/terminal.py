@@ -197,7 +197,8 @@ class Report:
     def _print(self, text):
         """Prints a text above the progress bar."""
         with suppress(OSError):     # the terminal or the pipe may be closed
-            tqdm.write(text)
+            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+            tqdm.write(text.encode(encoding, "replace").decode(encoding))
             sys.stdout.flush()
 
     def _warn_of_failures(self, metrics):
