@@ -81,11 +81,11 @@ def rows_of(data):
     """
     who = f"prompts: <{type(data).__name__}>"
     advice = 'pass a list of prompts, or of rows like {"prompt": ..., "answer": ...}'
-    if hasattr(data, "to_dict") and hasattr(data, "columns"):           # pandas
-        return data.to_dict("records")
     for name in "to_dicts", "to_pylist":                                # polars, pyarrow
         if hasattr(data, name):
             return getattr(data, name)()
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):           # pandas
+        return data.to_dict("records")
     if isinstance(data, Mapping):
         columns = {name: list(values) for name, values in data.items()
                    if hasattr(values, "__iter__") and not isinstance(values, str)}
