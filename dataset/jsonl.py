@@ -6,10 +6,14 @@ from pathlib import Path
 
 from errors import UserError, explained
 
+DECODE = "python -c \"open('new.jsonl', 'wb').write(open(r'FILE', encoding='{}').read().encode())\""
 OTHER_FILES = [     # first bytes, what such a file is, the command that converts it
+    ((b"\xff\xfe", b"\xfe\xff"), "it is UTF-16, not UTF-8", DECODE.format("utf-16")),
+    (b"{\0", "it is UTF-16, not UTF-8", DECODE.format("utf-16-le")),
+    (b"\0{", "it is UTF-16, not UTF-8", DECODE.format("utf-16-be")),
     (b"\x1f\x8b", "it is compressed with gzip", "gunzip -k FILE"),
     (b"[", "it is one JSON array", "python -c \"import json; [print(json.dumps(row)) for row in "
-     "json.load(open('FILE', encoding='utf-8-sig'))]\" > new.jsonl")]
+     "json.load(open(r'FILE', encoding='utf-8-sig'))]\" > new.jsonl")]
 
 
 def is_finite(value):
@@ -103,9 +107,12 @@ def read_lines(path):
 
 def parse(line, where):
     """Parses a line of UTF-8 bytes as strict JSON. Raises a UserError if the line is not valid."""
-    with explained(where, "not valid JSON in UTF-8", "write one object per line; to convert GBK: "
-                   f"iconv -f GB18030 -t UTF-8 {where.rpartition(', line')[0]} > new.jsonl"):
-        row = json.loads(line.decode("utf-8-sig"))
+    with explained(where, "not UTF-8", "to convert GBK: iconv -f GB18030 -t UTF-8 "
+                   f"{where.rpartition(', line')[0]} > new.jsonl"):
+        text = line.decode("utf-8-sig")
+    with explained(where, "not valid JSON", "write one object per line, in which a backslash is "
+                   r"written as two: C:\\data for C:\data"):
+        row = json.loads(text)
         json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
         return row
 

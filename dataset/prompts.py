@@ -5,6 +5,7 @@ import math
 import re
 import reprlib
 import warnings
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -44,9 +45,10 @@ class PromptDataset(list):
 
     If the last message is the assistant's, it is dropped. The answer is optional, but some reward
     functions need it. Each item of the dataset is {"messages": [...], **other_fields}. A field that
-    a line lacks is None. `places` holds "<path>, line <number>" for each item. From Python, you can
-    also pass a list of such dicts, or a list of prompts. An invalid line raises a UserError that
-    names the file and the line.
+    a line lacks is None. Fields of prompts and answers that are null, NaN or blank count as
+    missing. `places` holds "<path>, line <number>" for each item. From Python, you can also pass a
+    list of such dicts, or a list of prompts. An invalid line raises a UserError that names the file
+    and the line.
     """
 
     def __init__(self, path):
@@ -70,6 +72,8 @@ def read_row(row, where):
     for name in row:
         if not isinstance(name, str):
             raise UserError(f"{where}: the field name {name!r} is not a text; rename the field")
+    row = {name: value for name, value in row.items()
+           if name not in PROMPT_FIELDS or not is_missing(value)}
     field = next((name for name in PROMPT_FIELDS if name in row), None)
     if not field and "target" in row and isinstance(row.get("nums"), list):
         field, row["prompt"] = "prompt", countdown_prompt(row["nums"], row["target"])
@@ -82,7 +86,7 @@ def read_row(row, where):
                 gold is not None and not str(gold).rpartition("####")[2].strip()):
             raise UserError(f"{where}: the field {name} must be a text, a number, or a list of "
                             "these, and must not be empty; without an answer, leave it out")
-    if answer is not None:
+    if answer is not None or "answer" in row:
         row["answer"] = answer
     messages = row.pop(field)
     for name in RESERVED.intersection(row):
@@ -100,15 +104,38 @@ def read_row(row, where):
     if not messages or not messages[-1]["content"].strip():
         raise UserError(f"{where}: {field} has nothing to reply to; end it with a user turn that "
                         "is not empty")
-    tools = row.get("tools") or messages[0].get("tools")        # where TRL and MiniMind put it
+    tools = row.get("tools")                    # where TRL puts it
+    if is_missing(tools):
+        tools = messages[0].get("tools")        # where MiniMind puts it
     if tools and isinstance(tools, str):        # MiniMind's files and parquet store JSON text
         tools = parse(tools.encode(), f"{where}: tools")
     if tools and not isinstance(tools, list):
         raise UserError(f"{where}: tools must be a list, as apply_chat_template expects it, or "
                         "that list as JSON; rename the column if it means something else")
     if tools is not None:
-        messages[0]["tools"] = tools
+        messages[0]["tools"] = without_nulls(tools)
     return {**row, "messages": messages}
+
+
+def is_missing(value):
+    """Returns whether a field is empty: None, blank text, or NaN and the like from pandas."""
+    if isinstance(value, (str, list, dict)):
+        return isinstance(value, str) and not value.strip()
+    return str(value).lower() in ("none", "nan", "nat", "<na>")
+
+
+def without_nulls(schema, parent=""):
+    """Returns the descriptions of tools without null fields, which Arrow adds to rows of a column.
+
+    All rows of a column have the same fields there, so each tool gets the parameters of the others.
+    A parameter's default value may be null.
+    """
+    if isinstance(schema, list):
+        return [without_nulls(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {name: without_nulls(value, name) for name, value in schema.items()
+            if value is not None or name == "default" and parent != "properties"}
 
 
 def gold_of(row):
@@ -116,15 +143,13 @@ def gold_of(row):
 
     The answer is None if the row has no gold answer. A field `solution` must contain a box or ####.
     """
-    if row.get("answer") is not None:
-        return "answer", row["answer"]
-    verl = row.get("reward_model")
-    if isinstance(verl, dict) and verl.get("ground_truth") is not None:
-        return "reward_model.ground_truth", verl["ground_truth"]
-    for name in ("ground_truth", "final_answer", "solution"):
-        if row.get(name) is not None and (
-                name != "solution" or re.search(r"\\f?box|####", str(row[name]))):
-            return name, row[name]
+    if isinstance(row.get("reward_model"), dict):
+        row = row | {"reward_model.ground_truth": row["reward_model"].get("ground_truth")}
+    for name in ("answer", "reward_model.ground_truth", "ground_truth", "final_answer", "solution"):
+        gold = row.get(name)
+        if not is_missing(gold) and (
+                name != "solution" or re.search(r"\\f?box|####", str(gold))):
+            return name, gold
     return "answer", None
 
 
@@ -159,13 +184,13 @@ class PromptCollator:
                 raise UserError(f"--chat_template_kwargs: the chat template does not use {name}; "
                                 "check the name in the template, or leave it out")
 
-    def render(self, messages):
+    def render(self, messages, add_generation_prompt=True):
         """Applies the chat template to these messages, and returns the prompt as text."""
         tools = messages[0].get("tools")
         if self.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         render = partial(self.tokenizer.apply_chat_template, messages, **self.switches | {
-            "tokenize": False, "add_generation_prompt": True})
+            "tokenize": False, "add_generation_prompt": add_generation_prompt})
         try:
             text = render(tools=tools)
             shown = not tools or text != render()
@@ -178,6 +203,19 @@ class PromptCollator:
             raise UserError("the tokenizer's chat template ignores the field tools of the data; "
                             "leave the field out, or pass another --tokenizer_path")
         return text
+
+    def lacks_header(self, messages):
+        """Returns whether the chat template writes a text before replies, but not after prompts.
+
+        That is, it should support add_generation_prompt. A template without such a text needn't.
+        """
+        prompt, mark = self.render(messages), "reply to find"
+        with suppress(UserError):       # a template may refuse other chats than the policy's
+            if prompt == self.render(messages, add_generation_prompt=False):
+                chat = [*messages, {"role": "assistant", "content": mark}]
+                before = self.render(chat, add_generation_prompt=False).partition(mark)[0]
+                return before.strip() != prompt.strip()
+        return False
 
     def encode(self, items):
         """Returns (texts, ids): the prompt of each item as text, and as a list of token ids."""
@@ -308,12 +346,16 @@ def check(args):
     """Sets the default data files. If only --data_path is given, evaluation is off by default."""
     args.data_path = args.data_path or str(HERE / "train.jsonl")
     own_data = not is_arithmetic(args.data_path)
-    if args.eval_only and own_data and not args.eval_data_path:
-        raise UserError("--eval_only would evaluate on our arithmetic problems, not on your task; "
-                        "pass your problems with --eval_data_path")
-    if args.eval_interval is None:
-        args.eval_interval = 0 if own_data and not args.eval_data_path else 30
-    args.eval_data_path = args.eval_data_path or str(HERE / "heldout.jsonl")
+    if own_data and not args.eval_data_path:
+        if args.eval_only or args.eval_interval:
+            raise UserError(f"--{'eval_only' if args.eval_only else 'eval_interval'} would evaluate"
+                            " on our arithmetic problems, not on your task; pass your problems with"
+                            " --eval_data_path")
+        args.eval_interval = 0
+    elif args.eval_interval is None:
+        args.eval_interval = 30
+    if not own_data:
+        args.eval_data_path = args.eval_data_path or str(HERE / "heldout.jsonl")
 
 
 def is_arithmetic(path):
@@ -326,6 +368,10 @@ def read_prompts(args, tokenizer, config=None):
     collate = PromptCollator(tokenizer, args.max_seq_len, args.system_prompt, bool(args.reasoning),
                              json.loads(args.chat_template_kwargs))
     problems, heldout = PromptDataset(args.data_path), []
+    if collate.lacks_header(problems[0]["messages"]):
+        warnings.warn("the tokenizer's chat template ignores add_generation_prompt, so the policy "
+                      "has to write the header of the assistant's turn itself; add it to the "
+                      "template, or pass another --tokenizer_path", stacklevel=2)
     problems = without_overlong(problems, problems.places, collate, args, config)
     if args.eval_interval or args.eval_only:
         data = PromptDataset(args.eval_data_path)

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dataset.folders import new_folder
 from dataset.jsonl import read_lines
-from dataset.prompts import is_chat, read_row
+from dataset.prompts import is_chat, is_missing, read_row
 from errors import COUNT, COUNT_OR_0, Parser, UserError, explained, number, user_errors
 
 from . import MiniMindConfig, MiniMindForCausalLM, load_pretrained, load_tokenizer, save_pretrained
@@ -38,10 +38,10 @@ def read_chats(path):
     chats = []
     for where, row in read_lines(path):
         row = row if isinstance(row, dict) else {}
-        chat = row.get("conversations", row.get("messages"))
+        chat = row.get("conversations") or row.get("messages")
         has_reply = is_chat(chat, where) and any(turn["role"] == "assistant" for turn in chat)
         if not has_reply:
-            if row.get("answer") is None:
+            if is_missing(row.get("answer")):
                 raise UserError(f"{where}: there is no turn by the role assistant and no answer, "
                                 "so there is nothing to learn; remove the line")
             item = read_row(row, where)

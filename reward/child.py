@@ -17,9 +17,10 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
+from threading import Lock
 
 SECONDS = 2             # time limit for an answer, without imports
-MOST_LATE = 8           # late answers per step, after which no more questions are asked
+MOST_LATE = 8           # late answers per call, after which no more questions are asked
 AT_ONCE = 16            # questions in the pipe, since waiting for each one costs milliseconds
 LONGEST = 2000          # maximum characters of a question; longer ones are not asked
 MEMORY = 4 * 2**30      # limit on the child's address space, in bytes
@@ -30,18 +31,20 @@ class Child:
     """Sends questions to a child process, and restarts the process if it has ended."""
 
     def __init__(self):
-        self.process, self.late, self.unanswered = None, 0, 0     # numbers of questions
+        self.process, self.lock = None, Lock()
+        self.late = self.unanswered = 0         # numbers of questions: in the last call, in all
         self.given_up = self.cut_short = 0      # the signal; the same if questions were then left
 
     def ask(self, questions):
         """Returns a list of answers: 0 for a late one, and None after MOST_LATE late answers."""
-        answers = []
-        while len(answers) < len(questions) and self.late < MOST_LATE and not self.given_up:
-            answers += self.answers_to(questions[len(answers):len(answers) + AT_ONCE])
-        left = len(questions) - len(answers)
-        if left:
-            self.unanswered, self.cut_short = self.unanswered + left, self.given_up
-        return answers + [None] * left
+        with self.lock:     # so that each thread gets its own answers
+            answers, self.late = [], 0
+            while len(answers) < len(questions) and self.late < MOST_LATE and not self.given_up:
+                answers += self.answers_to(questions[len(answers):len(answers) + AT_ONCE])
+            left = len(questions) - len(answers)
+            if left:
+                self.unanswered, self.cut_short = self.unanswered + left, self.given_up
+            return answers + [None] * left
 
     def answers_to(self, questions):
         """Returns the child's answers up to and including the first late answer, which is 0."""
@@ -75,9 +78,10 @@ class Child:
 
     def end(self):
         """Ends the child process. The next question starts a new process."""
-        if self.process is not None:
-            self.process.kill()
-            self.process = None
+        process, self.process = self.process, None
+        if process is not None:
+            with suppress(OSError), process:    # which closes the pipes, and waits
+                process.kill()
 
 
 CHILD = Child()         # one per process: all reward functions share it and its late answers

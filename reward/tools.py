@@ -6,6 +6,7 @@ A completion calls the tool by sampling the token whose text is f.stop. Each his
 completion that has called the tool, and alternates between texts of the policy and answers of the
 tool. If the tool returns a text, the text is added to the completion, and sampling continues. If
 the tool returns None, nothing is added, and the completion ends if f.stop is an EOS token.
+Control tokens in the text, such as <|im_end|>, become tokens, since a turn of a chat needs them.
 `columns` holds `prompts`, the data's fields, and `seeds`, one number per completion. A tool that
 uses these seeds for its random numbers gives the same answers when a run is resumed.
 """
@@ -16,6 +17,11 @@ from errors import UserError, cut, reason
 from .load import COROUTINES, check_columns, copied, show, warn_first
 
 MOST_CHARACTERS = 4000      # per answer
+
+
+class Answer(str):
+    """An answer of tool_calls. `error` is the first exception that one of its results tells of."""
+    error = None
 
 
 class Tool:
@@ -35,6 +41,8 @@ class Tool:
                             f"{len(ids)} tokens with this tokenizer, but must be one; set "
                             f"{self.name}.stop to the text of the token that asks the tool")
         self.stop_id = ids[0]
+        if hasattr(function, "quote"):      # see tool_calls
+            function.quote = self.quote
 
     def __call__(self, histories, columns):
         """Returns (answer, is_error) for each history. After an error, each history is tried alone.
@@ -47,13 +55,17 @@ class Tool:
             if not isinstance(answers, (list, tuple)) or len(answers) != len(histories):
                 raise TypeError("it must return a list with one answer for each of the "
                                 f"{len(histories)} histories")
-            return [(self.checked(answer), False) for answer in answers]
+            errors = [getattr(answer, "error", None) for answer in answers]
+            for error in filter(None, errors):
+                self.warn(error)
+            return [(self.checked(answer), error is not None)
+                    for answer, error in zip(answers, errors)]
         except UserError:
             raise
         except (Exception, SystemExit) as error:
             if len(histories) == 1:
                 self.warn(error)
-                return [(reason(error), True)]
+                return [(self.quote(reason(error)), True)]
         return [self([history], {name: values[i:i + 1] for name, values in columns.items()})[0]
                 for i, history in enumerate(histories)]
 
@@ -63,13 +75,23 @@ class Tool:
         if not isinstance(answer, str):
             raise TypeError(f"an answer must be a text or None, not {answer!r}")
         answer.encode()         # raises for an unpaired surrogate, which no token can represent
-        return cut(answer, MOST_CHARACTERS)
+        # The results in an Answer are cut one by one, since a cut could take the tags between them.
+        return answer if isinstance(answer, Answer) else cut(answer, MOST_CHARACTERS)
+
+    def quote(self, text):
+        """Cuts a long text, and inserts a space into its control tokens: <|end|> -> < |end|>."""
+        text = cut(text, MOST_CHARACTERS)
+        for token in self.tokenizer.added_tokens_decoder.values():
+            if token.content.strip()[1:]:       # the others are spaces, or single characters
+                text = text.replace(token.content, f"{token.content[0]} {token.content[1:]}")
+        return text
 
     def warn(self, error):
         """Prints a warning and the traceback for the first error of each type."""
         if type(error) not in self.seen:
             self.seen.add(type(error))
-            show(error)
+            if not isinstance(error, json.JSONDecodeError):     # of what the policy wrote
+                show(error)
             warn_first(f"the tool {self.name} raised ({reason(error)}), which is now its answer")
 
 
@@ -80,23 +102,28 @@ def tool_calls(functions):
         {"name": "add", "arguments": {"a": 2, "b": 3}}
         </tool_call>
 
-    MiniMind-3 uses the same format. A completion may contain several calls after its thinking. All
-    results are returned in one turn. A result that is not a string is written as JSON. For a call
-    that failed, the result is the error message.
+    MiniMind-3 uses the same format. The arguments may also be JSON in a string, or missing. A
+    completion may contain several calls after its thinking. All results are returned in one turn.
+    A result that is not a string is written as JSON. For a call that failed, the result is the
+    error message. Control tokens in a result are written as text (Tool.quote).
     """
     named = {function.__name__: function for function in functions}
 
     def result(call):
+        """Returns (text, error), where error is None if the call succeeded."""
         try:
-            call = json.loads(call)
+            call = json.loads(call, strict=False)       # which accepts line breaks in strings
             if call["name"] not in named:
                 raise LookupError(f"no tool {call['name']!r}; choose from {', '.join(named)}")
-            value = COROUTINES.result(named[call["name"]](**call["arguments"]))
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            arguments = call.get("arguments")
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments.strip() or "{}", strict=False)
+            value = named[call["name"]](**(arguments or {}))
+            text = as_text(COROUTINES.result(value))
             text.encode()       # as in Tool.checked, but for this call alone
-            return text
-        except Exception as error:
-            return reason(error)
+            return text, None
+        except (Exception, SystemExit) as error:
+            return reason(error), error
 
     def tool(histories, prompts, **columns):
         answers = []
@@ -106,12 +133,27 @@ def tool_calls(functions):
             if not calls:
                 answers.append(None)
                 continue
-            answer = "\n<|im_start|>user"
-            for call in calls:
-                answer += f"\n<tool_response>\n{result(call)}\n</tool_response>"
+            texts, errors = zip(*map(result, calls))
+            turn = "".join(f"\n<tool_response>\n{tool.quote(text)}\n</tool_response>"
+                           for text in texts)
             begun = prompt.rpartition("<|im_start|>assistant\n")[2]
-            answers.append(f"{answer}<|im_end|>\n<|im_start|>assistant\n{begun}")
+            answers.append(Answer(f"\n<|im_start|>user{turn}<|im_end|>\n"
+                                  f"<|im_start|>assistant\n{begun}"))
+            answers[-1].error = next(filter(None, errors), None)
         return answers
 
-    tool.stop = "<|im_end|>"
+    tool.stop, tool.quote = "<|im_end|>", str       # Tool replaces str by its own quote
     return tool
+
+
+def as_text(value):
+    """Returns a tool's result as text: a string as it is, and any other value as JSON.
+
+    NumPy's numbers and arrays are written as numbers and lists, other objects as str() does.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False,
+                          default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
+    except (TypeError, ValueError):     # keys that JSON does not have, or a list that holds itself
+        return str(value)
+    return json.loads(text) if text.startswith('"') else text

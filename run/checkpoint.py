@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from contextlib import contextmanager, suppress
+from errno import ENOLCK, EOPNOTSUPP
 from pathlib import Path
 
 import torch
@@ -128,7 +129,9 @@ class Saver:
             held.acquire(blocking=False)
         except Timeout:
             return False
-        except NotImplementedError:                 # from filelock, for ENOSYS
+        except (NotImplementedError, OSError) as error:     # filelock raises the first for ENOSYS
+            if getattr(error, "errno", ENOLCK) not in (ENOLCK, EOPNOTSUPP):
+                raise
             return otherwise
         self.world.cleanup.callback(held.release)
         return True

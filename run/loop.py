@@ -60,7 +60,6 @@ class Loop:
         self.report.intro(grpo, self.collate, self.problems, len(self.heldout))
         if self.start_step == 0:
             self.evaluate_if_due(0)
-        CHILD.given_up = CHILD.cut_short = 0
         if self.watches:
             self.signals.watch()                # from here on, signals let the step finish
         self.done = self.start_step
@@ -111,7 +110,7 @@ class Loop:
             self.grpo.phase("checkpoint")       # its time counts for the next step
             self.save(step)
             self.report.draw()
-        self.done, CHILD.late = step, 0
+        self.done = step
         if signal:
             stop(signal, f"after step {step}, which is saved", again(self.args), self.world.rank)
         if hopeless:
@@ -153,6 +152,7 @@ class Loop:
             self.signals.leave()
             CHILD.end()
             COROUTINES.end()
+            CHILD.given_up = CHILD.cut_short = 0    # later calls in this process ask a new child
             if kind in (CutShort, Stopped):
                 self.world.gather([])       # wait, as torchrun ends all ranks when one exits
             if kind in (CutShort, Stopped, None):

@@ -1,7 +1,8 @@
 """How a run ends before its last step.
 
-    a signal   SIGINT (Ctrl-C), SIGTERM (from a scheduler) or SIGHUP (a closed terminal): all ranks
-               finish the step, save and stop. A second signal kills the process that receives it.
+    a signal   SIGINT (Ctrl-C), SIGTERM or SIGUSR1 (from a scheduler) or SIGHUP (a closed terminal):
+               all ranks finish the step, save and stop. A second signal kills the process that
+               receives it.
     an error   on one rank: torch's @record reports it to torchrun, which stops the other ranks.
 """
 import os
@@ -15,8 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from reward.child import CHILD
 
 LAUNCHER = os.getppid()                     # torchrun, if it started the run
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
-           if hasattr(signal, name)]        # Windows has no SIGHUP
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
+           if hasattr(signal, name)]        # Windows has only the first two
 
 
 class Stopped(SystemExit):

@@ -70,6 +70,7 @@ CHAT, GYM = f"model.chat {WEIGHTS}", "dataset.reasoning_gym chain_sum --save new
     ("train_grpo --kl_in_reward --beta 0", "--kl_in_reward --beta"),
     ("train_grpo --ref_model_sync_steps 5 --beta 0", "--ref_model_sync_steps --beta"),
     ("train_grpo --eval_only --data_path my.jsonl", "--eval_only --eval_data_path"),
+    ("train_grpo --eval_interval 9 --data_path my.jsonl", "--eval_interval --eval_data_path"),
     ("train_grpo --oversample 0", "--oversample 1"),
     ("train_grpo --ref_model_mixup_alpha 0", "--ref_model_mixup_alpha 0 1"),
     ("train_grpo --vllm_gpu_memory_utilization 0", "--vllm_gpu_memory_utilization 0 1"),

@@ -8,15 +8,17 @@ import re
 import runpy
 import subprocess
 import sys
+from decimal import Decimal
 from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 import torch
+from numpy import float32
 from tokenizers.processors import TemplateProcessing
 
 from dataset import PromptCollator, PromptDataset
-from dataset.prompts import rows_of_step, steps_per_epoch
+from dataset.prompts import read_prompts, read_row, rows_of_step, steps_per_epoch
 from errors import UserError
 from lab.tasks import arithmetic
 from lab.tasks.tokenizer import read_chats
@@ -60,6 +62,30 @@ def test_a_gold_answer_is_found_by_the_names_that_data_sets_have(line, gold, tmp
     assert row.get("answer") == gold
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("row, question, gold", [
+    ({"conversations": None, "problem": "1+1?", "answer": NAN}, "1+1?", None),
+    ({"question": "1+1?", "prompt": " ", "messages": None, "answer": float32(NAN)}, "1+1?", None),
+    ({"messages": turns("1+1?"), "prompt": NAN, "answer": "\n", "final_answer": 2}, "1+1?", 2),
+    ({"prompt": "1+1?", "answer": NAN, "reward_model": {"ground_truth": ""}, "ground_truth": None,
+      "solution": "\\boxed{2}"}, "1+1?", "\\boxed{2}"),
+    ({"prompt": "1+1?", "answer": Decimal("NaN"), "solution": "It follows."}, "1+1?", None),
+    ({"prompt": "1+1?", "problem": "1+2?", "answer": 0, "tools": NAN}, "1+1?", 0)])
+def test_null_nan_and_blank_are_missing_and_the_first_prompt_that_is_filled_is_read(
+        row, question, gold):
+    found = read_row(row, "row 1")
+    assert found["messages"] == turns(question) and found["answer"] == gold
+
+
+def test_what_is_fine_tuned_on_has_an_answer_that_is_not_blank(tmp_path):
+    rows = [{"prompt": "1+1?", "answer": "2"}, {"conversations": None, "messages": turns("a", "b")}]
+    assert len(read_chats(write(tmp_path / "chats.jsonl", rows))) == 2
+    with pytest.raises(UserError, match="line 1: there is no turn by the role assistant and no an"):
+        read_chats(write(tmp_path / "chats.jsonl", [{"prompt": "1+1?", "answer": " "}]))
+
+
 @pytest.mark.parametrize("line, named", [
     ("just words", "JSON"), ('{"prompt": "2+3?", "answer": "\udcff"}', "UTF-8"),
     ('["a list"]', "conversations"), ({"answer": "5"}, "conversations"),
@@ -84,6 +110,7 @@ def test_a_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
         dataset_of(tmp_path, "", "  ")
 
 
+UTF_16 = "utf-16", "utf-16-le", "utf-16-be"
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 
 
@@ -104,12 +131,45 @@ def test_tools_of_a_system_turn_or_a_column_reach_the_template(place, tools, tok
     assert not PromptCollator(tokenizer, 999).render([USER]).startswith("weather")
 
 
+def test_parameters_that_only_other_tools_have_are_left_out_and_a_default_of_null_is_kept():
+    def tool(name, **properties):
+        return {"function": {"name": name, "description": None, "parameters": {
+            "type": "object", "properties": properties}}}
+
+    count = {"type": "integer", "enum": [1, None], "default": None, "items": None}
+    tools = [tool("draw", count=count, default=None), tool("stop", count=None, default={})]
+    found = read_row({"prompt": "Draw.", "tools": tools}, "row 1")["messages"][0]["tools"]
+    draw, stop = (one["function"]["parameters"]["properties"] for one in found)
+    assert draw == {"count": {"type": "integer", "enum": [1, None], "default": None}}
+    assert stop == {"default": {}} and "description" not in found[0]["function"]
+
+
+# How a turn ends, what precedes a reply, and whether the policy would have to write that itself.
+@pytest.mark.parametrize("template, is_told", [
+    ("{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n\n{% endfor %}", True),
+    ("{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}"
+     " {{ m.content }}</s>{% endif %}{% endfor %}", False),
+    ("{% for m in messages %}{{ m.content }}\n{% endfor %}", False),
+    ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+     "{{ 'assistant: ' if add_generation_prompt }}", False),
+    ("{{ messages[0].content if messages | length == 1 else 1 / 0 }}", False)])
+def test_a_template_without_the_header_of_a_reply_is_a_warning(
+        template, is_told, tokenizer, tmp_path, recwarn):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    path = write(tmp_path / "some.jsonl", [{"prompt": "1+1?"}])
+    read_prompts(parse_args(["--data_path", str(path), "--max_seq_len", "99"]), tokenizer)
+    told = [one for one in recwarn if "ignores add_generation_prompt" in str(one.message)]
+    assert len(told) == is_told
+
+
 ARRAY = json.dumps([{"prompt": "1+1?"}], indent=1).encode()
 
 
 @pytest.mark.parametrize("content, line", [
     (gzip.compress(b"{}", mtime=0), "gunzip -k FILE"), (ARRAY, "python -c"),
-    ('{"prompt": "小明"}'.encode("gbk"), "iconv -f GB18030 -t UTF-8 FILE > new.jsonl")])
+    ('{"prompt": "小明"}'.encode("gbk"), "iconv -f GB18030 -t UTF-8 FILE > new.jsonl"),
+    *(('{"prompt": "1+1?"}'.encode(name), "it is UTF-16, not UTF-8") for name in UTF_16)])
 @pytest.mark.parametrize("read", [PromptDataset, read_chats, lambda path: read_pairs([path])])
 def test_other_files_are_named_with_the_line_that_converts_them(read, content, line, tmp_path):
     file = tmp_path / "some.jsonl"
@@ -117,10 +177,18 @@ def test_other_files_are_named_with_the_line_that_converts_them(read, content, l
     with pytest.raises(UserError, match=f"^{file}[:,]") as error:
         read(file)
     assert line.replace("FILE", str(file)) in str(error.value)
-    if line == "python -c":
+    if "python -c" in str(error.value):
         command = str(error.value).partition("file: ")[2]
         subprocess.run(command, shell=True, cwd=tmp_path, check=True)
         assert PromptDataset(tmp_path / "new.jsonl") == [{"messages": turns("1+1?")}]
+
+
+def test_a_windows_path_in_json_is_told_to_double_its_backslashes(tmp_path):
+    path = tmp_path / "some.jsonl"
+    path.write_text('{"prompt": "Open C:\\Users\\me."}')
+    with pytest.raises(UserError, match="some.jsonl, line 1: .* a backslash is wri") as error:
+        PromptDataset(path)
+    assert "UTF-8" not in str(error.value)
 
 
 def test_parquet_is_read_by_pyarrow(tmp_path, monkeypatch):

@@ -1,11 +1,12 @@
 """Replies, data and functions of other people that could slow, bend or end a run in silence."""
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from errors import UserError
-from reward import functions, llm_judge, process_rewards, tools
+from reward import child, functions, llm_judge, process_rewards, tools
 from reward.load import RewardFunction
 
 LONG = [start + piece * 50_000 + end for start, piece, end in [
@@ -24,6 +25,26 @@ def test_the_longest_reply_is_read_in_linear_time():
         tools.tool_calls([pow])([[text]], ["<|im_start|>assistant\n"])
         process_rewards.judge_lines(text)
         assert time.process_time() - began < 4, text[:30]       # 1 on a slow machine
+
+
+def test_each_thread_gets_the_answers_to_its_own_expressions():
+    def is_right(k):
+        return functions.accuracy_reward([""], [f"<answer>2x+{k}</answer>"],
+                                         answer=[f"x+{k - k % 3 % 2}+x"])[0]
+
+    with ThreadPoolExecutor(6) as pool:
+        assert [*pool.map(is_right, range(60))] == [float(k % 3 != 1) for k in range(60)]
+
+
+def test_late_answers_are_forgotten_with_the_call_that_had_them(monkeypatch):
+    monkeypatch.setattr(child, "SECONDS", 0.5)
+    monkeypatch.setattr(child, "MOST_LATE", 2)
+    late, right = "<answer>7^{7^{7^7}}</answer>", "<answer>1+x</answer>"
+    for _ in range(2):
+        assert functions.accuracy_reward([""] * 3, [late, late, right], answer=["x+1"] * 3) == [
+            0, 0, None]
+    monkeypatch.setattr(child, "SECONDS", 9)
+    assert functions.accuracy_reward([""], [right], answer=["x+1"]) == [1]
 
 
 def ask(judge, completion="a", **columns):

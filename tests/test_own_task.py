@@ -201,6 +201,44 @@ def test_a_slow_and_failing_server_costs_single_scores(server, monkeypatch):
         ask("slow")
 
 
+@pytest.mark.parametrize("place", ["head", "body"])
+def test_a_server_that_sends_a_byte_now_and_then_is_late(place, server, monkeypatch):
+    def drip(handler):
+        handler.rfile.read(int(handler.headers["Content-Length"]))
+        handler.wfile.write(b"HTTP/1.0 200 OK\r\n" + b"X: \r\n\r\n"[:9 if place == "body" else 3])
+        with suppress(OSError):         # who asked has gone
+            for _ in range(80):
+                handler.wfile.write(b" ")
+                time.sleep(0.05)
+
+    monkeypatch.setattr(Handler, "do_POST", drip)
+    monkeypatch.setattr(llm_judge, "TIMEOUT", 0.2)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match="the judge took more than 0.2 s"):
+        ask("a", "b")
+    assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_no_redirect_is_followed_with_the_key(status, server, monkeypatch):
+    gone = []
+    monkeypatch.setattr(Handler, "do_GET", gone.append, raising=False)
+    monkeypatch.setattr(llm_judge, "TRIES", 1)
+    port, first = server.server_port, server.answer
+    server.answer = lambda reply, trial: (
+        status, {"Location": f"http://localhost:{port}/x", "Content-Length": "0"}, "")
+    with pytest.raises(HTTPError, match=f"redirects to http://localhost:{port}/x; set JUDGE_U"):
+        ask("a")
+    server.answer = first
+    assert ask("a") == [0.7] and gone == []
+
+
+def test_a_response_without_end_costs_a_score(server, monkeypatch):
+    monkeypatch.setattr(llm_judge, "LONGEST", 1000)
+    server.answer = lambda reply, trial: (200, {}, "7" + " " * (2000 if reply == "long" else 10))
+    assert ask("long", "short") == [None, 0.7]
+
+
 def test_a_limit_of_the_rate_is_kept(server, monkeypatch):
     monkeypatch.setattr(llm_judge, "AT_ONCE", 3)
     first = {}

@@ -2,6 +2,7 @@
 
 tests/chaos.py has many more of them, by hand.
 """
+import errno
 import json
 import multiprocessing
 import os
@@ -43,6 +44,10 @@ def reward(prompts, completions, **columns):
     return [float(len(completion)) for completion in completions]
 
 
+def refused(file, operation):
+    raise OSError(refused.number, "refused by the file system")
+
+
 @pytest.fixture
 def judge():
     reward.calls, reward.act = 0, None
@@ -71,15 +76,16 @@ def at(call, function, *arguments):
 # --- signals --------------------------------------------------------------------------------------
 
 
-def test_a_signal_ends_the_step_saves_and_tells_how_to_go_on(judge, tmp_path, capsys):
-    before = signal.getsignal(signal.SIGHUP)
-    judge.act = at(3, signal.raise_signal, signal.SIGHUP)
-    assert run(tmp_path) == 128 + signal.SIGHUP
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_ends_the_step_saves_and_tells_how_to_go_on(number, judge, tmp_path, capsys):
+    before = signal.getsignal(number)
+    judge.act = at(3, signal.raise_signal, number)
+    assert run(tmp_path) == 128 + number
     said = capsys.readouterr().err
     assert "the step that is running ends" in said
-    assert "stopped by SIGHUP after step 3, which is saved; continue with" in said
+    assert f"stopped by {number.name} after step 3, which is saved; continue with" in said
     assert (tmp_path / "run/curves.png").is_file() and not (tmp_path / "run/final").exists()
-    assert signal.getsignal(signal.SIGHUP) == before
+    assert signal.getsignal(number) == before
     assert run(tmp_path, "--resume") == 0
     assert [row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2, 3, 4]
 
@@ -96,6 +102,7 @@ def test_a_signal_amid_foreign_mathematics_gives_the_step_up_and_a_resume_makes_
     assert "stopped by SIGTERM in step 3, which is given up; continue" in capsys.readouterr().err
     assert [row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2]
     judge.act = None
+    assert CHILD.ask([("math_verify", "x", "x")]) == [True]     # a later call in this process
     assert run(tmp_path, "--resume") == 0 and run(tmp_path / "whole") == 0
     for name in ("completions.jsonl", "final/model.safetensors"):
         assert (tmp_path / "run" / name).read_bytes() == (
@@ -203,6 +210,14 @@ def test_a_run_whose_folder_is_in_use_touches_nothing(judge, tmp_path, capsys):
     assert "another run is writing there" in capsys.readouterr().err
     assert not files(tmp_path / "run")
     assert run(tmp_path) == 0               # and the lock of a failed run is lifted
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
+def test_a_file_system_without_locks_is_no_reason_to_stop(number, judge, tmp_path, monkeypatch):
+    monkeypatch.setattr("fcntl.flock", refused)
+    monkeypatch.setattr(refused, "number", number, raising=False)
+    ends = [run(tmp_path), run(tmp_path), run(tmp_path, "--resume")]
+    assert ends == ([2, 2, 2] if number == errno.EIO else [0, 2, 0])   # EIO: a broken disk
 
 
 def test_a_run_that_fails_in_its_first_step_leaves_a_free_name_and_none_takes_a_taken_one(

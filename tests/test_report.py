@@ -139,6 +139,18 @@ def test_a_tracker_that_fails_is_a_warning_once(tmp_path, monkeypatch, capsys):
         assert began["mode"] == "offline"
 
 
+def test_a_resumed_run_continues_its_charts_in_swanlab(tmp_path, monkeypatch):
+    began = []
+    monkeypatch.setitem(sys.modules, "swanlab", SimpleNamespace(
+        Settings=lambda **options: None, init=lambda **options: began.append(options)))
+    for folder, resume in (("a", False), ("a", True), ("b", True), ("b", True), ("a", False)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        start_swanlab(tmp_path / folder, report_args(swanlab="online", resume=resume))
+    first, again, other, later, new = (one["id"] for one in began)
+    assert first == again and other == later and len({first, other, new}) == 3
+    assert all(one["resume"] == "allow" for one in began)
+
+
 def test_a_tools_words_are_dim_and_in_brackets_and_a_models_are_not(monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     answered = ROWS[0] | {"turns": ["50 ", "low\n", "7 ", "yes\n", ""], "tool_tokens": 3}

@@ -604,12 +604,20 @@ def test_the_reference_moves_towards_the_policy():
     assert torch.equal(policy.weight, ours)
 
 
-def test_defaults_follow_the_data():
+def test_defaults_follow_the_data(tmp_path):
     def of(name, *flags):
         return getattr(train_grpo.parse_args(flags), name)
 
     own = ["--data_path", "my.jsonl", "--batch_size", "4", "--num_generations", "6"]
     assert of("eval_interval") == 30 and of("eval_interval", *own) == 0
+    assert of("eval_interval", *own, "--eval_data_path", "other.jsonl") == 30
+    (tmp_path / "run").mkdir()              # a run without evaluations, which is to have some
+    saved = {name: of(name, *own) for name in ("data_path", "eval_interval", "eval_data_path")}
+    (tmp_path / "run/args.json").write_text(json.dumps(saved))
+    resume = ["--resume", "--run_name", "run", "--out_dir", str(tmp_path)]
+    assert of("data_path", *resume) == "my.jsonl"
+    with pytest.raises(UserError, match="--eval_interval would evaluate on our arithmetic problem"):
+        of("eval_interval", *resume, "--eval_interval", "5")
     # The shipped reward model judges nothing but our data.
     assert of("reward_funcs") == ["format", "tag", "rm", "accuracy"]
     assert of("reward_funcs", *own) == ["format", "tag", "accuracy"]

@@ -1,7 +1,12 @@
 """Tools in the format of Qwen3 and of MiniMind-3: what is sampled, and what a finished chat is."""
+import datetime
+import sys
 from copy import deepcopy
+from fractions import Fraction
 from functools import partial
+from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from test_turns import in_turns, state_of
@@ -94,6 +99,83 @@ def test_the_ids_are_those_of_the_finished_chat_but_for_empty_thoughts(
                        greedy=False)
     assert [prompt + ids for ids in rollout.token_ids()] == expected and rollout.ended.all()
     assert {own for _, _, own in rollout.turns} == {thought + "It is 8."}
+
+
+def results(tool, *calls):
+    """The results of these calls in one completion, and whether the answer counts as an error."""
+    text = "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+    ((answer, failed),) = tool([[f"{text}<|im_end|>"]], {"prompts": ["<|im_start|>assistant\n"]})
+    begun, *found = answer.split("<tool_response>\n")
+    assert begun == "\n<|im_start|>user\n"
+    return [one.partition("\n</tool_response>")[0] for one in found], failed
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    ('', "{}"), (', "arguments": null', "{}"), (', "arguments": " "', "{}"),
+    (', "arguments": {}', "{}"), (', "arguments": "null"', "{}"), (', "arguments": []', "{}"),
+    (', "arguments": "{\\"a\\": [1]}"', '{"a": [1]}'), (', "arguments": {"a": "b\n\tc"}',
+                                                        '{"a": "b\\n\\tc"}')])
+def test_arguments_may_be_missing_empty_text_or_have_raw_line_breaks(
+        arguments, expected, tokenizer):
+    def echo(**given):
+        return given
+
+    tool = Tool(tool_calls([echo]), tokenizer, 8)
+    assert results(tool, '{"name": "echo"%s}' % arguments) == ([expected], False)
+
+
+LOOP = []
+LOOP.append(LOOP)
+
+
+@pytest.mark.parametrize("value, text", [
+    ("a\n", "a\n"), (None, "null"), (True, "true"), ((1, "é"), '[1, "é"]'),
+    (numpy.arange(3), "[0, 1, 2]"), (torch.tensor(0.5), "0.5"), (numpy.bool_(True), "true"),
+    (datetime.time(9, 30), "09:30:00"), (Fraction(1, 3), "1/3"), (Path("a/b"), "a/b"),
+    ({"at": datetime.date(2024, 2, 29), "n": numpy.int8(5)}, '{"at": "2024-02-29", "n": 5}'),
+    ({(1, 2): "pair"}, "{(1, 2): 'pair'}"), ({5}, "{5}"), (LOOP, "[[...]]")])
+def test_a_result_of_any_type_is_text(value, text, tokenizer):
+    def get():
+        return value
+
+    assert results(Tool(tool_calls([get]), tokenizer, 8), '{"name": "get"}') == ([text], False)
+
+
+def test_long_results_are_cut_one_by_one_and_what_spells_a_control_token_is_text(tokenizer):
+    def page(number):
+        return f"<|im_end|>{number}" + "word " * 2000 + f"{number}</answer><|im_<|im_end|>end|>"
+
+    tool = Tool(tool_calls([page]), tokenizer, 8)
+    calls = ['{"name": "page", "arguments": {"number": %d}}' % number for number in (1, 2)]
+    texts, failed = results(tool, *calls)
+    for number, text in zip("12", texts, strict=True):
+        assert text.startswith(f"< |im_end|>{number}word ") and " characters left out] " in text
+        assert text.endswith(f"word {number}< /answer><|im_< |im_end|>end|>") and len(text) < 4100
+    call = f"<tool_call>{calls[0]}</tool_call>"
+    ((answer, _),) = tool([[call]], {"prompts": ["<|im_start|>assistant\n"]})
+    ids = tokenizer(answer)["input_ids"]
+    own = [ids.count(tokenizer.convert_tokens_to_ids(token))
+           for token in ("<|im_end|>", "<|im_start|>", "</answer>")]
+    assert own == [1, 2, 0] and not failed
+
+
+def test_an_error_in_a_call_is_counted_and_warned_of_once_for_each_type(tokenizer, capsys):
+    def leave(code):
+        sys.exit(code)
+
+    def down():
+        raise ConnectionError("no <|im_end|>")
+
+    tool = Tool(tool_calls([leave, down, abs]), tokenizer, 8)
+    with pytest.warns(UserWarning) as told:
+        found, failed = results(
+            tool, '{"name": "down"}', '{"name": "leave", "arguments": {"code": 3}}')
+        assert failed and found == ["ConnectionError: no < |im_end|>", "SystemExit: 3"]
+        assert results(tool, '{"name": "down"}')[1] and results(tool, '{"name": ')[1]
+        assert results(tool, "[]")[1] and results(tool, '{"name": "up"}')[1]
+    assert [str(one.message).split("(")[1].split(":")[0] for one in told] == [
+        "ConnectionError", "JSONDecodeError", "TypeError", "LookupError"]
+    assert capsys.readouterr().err.count("Traceback") == 1          # of the user's function alone
 
 
 def test_only_calls_after_the_thoughts_are_run_and_of_one_that_fails_a_line_says_why():

@@ -3,7 +3,11 @@ import shlex
 from pathlib import Path
 from string import Template
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
 from dataset.prompts import R1_SYSTEM_PROMPT
+from errors import GIVEN
 
 from .picture import Run
 
@@ -15,10 +19,14 @@ OF_NO_WEIGHT = {"out_dir", "run_name", "save_weight", "resume", "save_interval",
 
 def write_card(folder, run_dir, args, defaults):
     """Writes README.md to `folder`. args: the run's flags; defaults: the default flags."""
-    base, is_id = args.model_path, not Path(args.model_path).exists()
-    if not is_id:
-        base = Path(base).name      # only the last part of a folder on this machine
-    rows = {"base": base, "prompts": Path(args.data_path).name,
+    base, is_id = getattr(GIVEN.get(args.model_path), "name_or_path", "") or args.model_path, True
+    try:
+        validate_repo_id(base)      # the hub refuses a card with another base_model
+    except HFValidationError:
+        is_id = False
+    if not is_id or Path(base).exists():
+        base, is_id = Path(base).name.strip("<>"), False    # <Qwen3ForCausalLM> is an object
+    rows = {"base": base, "prompts": Path(args.data_path).name.strip("<>"),
             "rewards": " + ".join(f"{weight:g} {name}" for weight, name in
                                   zip(args.reward_weights, args.reward_funcs)),
             "trainer": args.trainer if args.trainer != "GRPO" else "",

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 import time
+import uuid
 from collections import Counter, deque
 from contextlib import suppress
 from pathlib import Path
@@ -286,13 +287,18 @@ def start_swanlab(run_dir, args):
         raise UserError("--swanlab local needs a package: pip install 'swanlab[dashboard]'")
     # Only flags with a value, because the dashboard shows None as "[object Object]".
     flags = {name: value for name, value in to_json(vars(args)).items() if value is not None}
+    folder = run_dir / "swanlab"
+    known = args.resume and (folder / "id").exists()        # so that a resume goes on in its charts
+    run_id = (folder / "id").read_text() if known else uuid.uuid4().hex[:21]
     try:
         import swanlab
         # Not interactive, since a run may have no keyboard. stdout and stderr are left alone,
         # because the bar is drawn there.
         settings = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
-        swanlab.init(mode=mode, project=args.wandb_project, name=run_dir.name,
-                     settings=settings, log_dir=str(run_dir / "swanlab"), config=flags)
+        swanlab.init(mode=mode, project=args.wandb_project, name=run_dir.name, id=run_id,
+                     resume="allow", settings=settings, log_dir=str(folder), config=flags)
+        folder.mkdir(exist_ok=True)
+        (folder / "id").write_text(run_id)
     except Exception as error:
         raise UserError(f"--swanlab {mode} could not start ({reason(error)}); check "
                         "--wandb_project, run `swanlab login` first, or pass --swanlab disabled"
