@@ -74,7 +74,8 @@ class Child:
     def give_up(self, signal=1):
         """Ends the child and asks no more questions, because this signal has stopped the run."""
         self.given_up = signal
-        self.end()
+        if self.process is not None:    # `ask` may be reading from it just now
+            self.process.kill()
 
     def end(self):
         """Ends the child process. The next question starts a new process."""

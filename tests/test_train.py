@@ -176,11 +176,12 @@ def test_the_process_goes_on_as_it_was(tmp_path, monkeypatch, fails):
         return length(completions)
 
     monkeypatch.chdir(tmp_path)
+    model = qwen()              # its progress bar starts a thread that stays
     torch.set_default_dtype(torch.float64)
     before = state_of_the_process()
     rows = [{"prompt": PROMPTS[0], "answer": r"\sqrt{49}"}]        # math-verify's child is asked
     try:
-        train(qwen(), TOKENIZER, reward_funcs=["accuracy", reward], prompts=rows, **SHORT)
+        train(model, TOKENIZER, reward_funcs=["accuracy", reward], prompts=rows, **SHORT)
     except (ValueError, KeyboardInterrupt):
         assert fails
     assert state_of_the_process() == before
