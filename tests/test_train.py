@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from test_run import POLICY
+from tqdm import tqdm
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -176,7 +177,7 @@ def test_the_process_goes_on_as_it_was(tmp_path, monkeypatch, fails):
         return length(completions)
 
     monkeypatch.chdir(tmp_path)
-    model = qwen()              # its progress bar starts a thread that stays
+    model, _ = qwen(), [*tqdm([], leave=False)]     # a first bar starts a thread that stays
     torch.set_default_dtype(torch.float64)
     before = state_of_the_process()
     rows = [{"prompt": PROMPTS[0], "answer": r"\sqrt{49}"}]        # math-verify's child is asked
