@@ -74,8 +74,9 @@ class Child:
     def give_up(self, signal=1):
         """Ends the child and asks no more questions, because this signal has stopped the run."""
         self.given_up = signal
-        if self.process is not None:    # `ask` may be reading from it just now
+        if self.process is not None:    # its pipes stay, as `ask` may be reading just now
             self.process.kill()
+            self.process.wait()
 
     def end(self):
         """Ends the child process. The next question starts a new process."""

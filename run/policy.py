@@ -107,7 +107,6 @@ def load_models(args, world, token_logps, engine=None):
         raise UserError(f"--num_hidden_layers {args.num_hidden_layers}: {path} has "
                         f"{model.config.num_hidden_layers} layers; leave the flag out")
     model.model.gradient_checkpointing = args.gradient_checkpointing
-    world.cleanup.callback(setattr, model.model, "gradient_checkpointing", False)
     base = model
     if args.lora_rank:          # the reference is the policy without its adapters
         model = with_adapters(
@@ -147,6 +146,7 @@ def of_object(name, args, world):
     with explained(name, "it cannot be run as a policy", "pass another model"):
         model = as_policy(theirs, device=world.device, matrix_dtype=world.matrix_dtype)
     world.share(model, name)
+    world.cleanup.callback(setattr, model.model, "gradient_checkpointing", False)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise UserError(f"{name}: all its weights are frozen; unfreeze those to be trained (PEFT "
                         "loads adapters frozen unless you pass is_trainable=True)")
