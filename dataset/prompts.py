@@ -125,17 +125,15 @@ def is_missing(value):
 
 
 def without_nulls(schema, parent=""):
-    """Returns the descriptions of tools without null fields, which Arrow adds to rows of a column.
+    """Returns tools without the null fields by which Arrow gives all of them the same parameters.
 
-    All rows of a column have the same fields there, so each tool gets the parameters of the others.
     A parameter's default value may be null.
     """
     if isinstance(schema, list):
         return [without_nulls(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {name: without_nulls(value, name) for name, value in schema.items()
-            if value is not None or name == "default" and parent != "properties"}
+    return schema if not isinstance(schema, dict) else {
+        name: without_nulls(value, name) for name, value in schema.items()
+        if value is not None or name == "default" and parent != "properties"}
 
 
 def gold_of(row):
@@ -205,10 +203,7 @@ class PromptCollator:
         return text
 
     def lacks_header(self, messages):
-        """Returns whether the chat template writes a text before replies, but not after prompts.
-
-        That is, it should support add_generation_prompt. A template without such a text needn't.
-        """
+        """Returns whether the template writes a header before replies, but not after prompts."""
         prompt, mark = self.render(messages), "reply to find"
         with suppress(UserError):       # a template may refuse other chats than the policy's
             if prompt == self.render(messages, add_generation_prompt=False):

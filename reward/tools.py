@@ -11,6 +11,7 @@ Control tokens in the text, such as <|im_end|>, become tokens, since a turn of a
 uses these seeds for its random numbers gives the same answers when a run is resumed.
 """
 import json
+from contextlib import suppress
 
 from errors import UserError, cut, reason
 
@@ -20,7 +21,7 @@ MOST_CHARACTERS = 4000      # per answer
 
 
 class Answer(str):
-    """An answer of tool_calls. `error` is the first exception that one of its results tells of."""
+    """An answer of tool_calls, whose results are quoted. error: the first that is among them."""
     error = None
 
 
@@ -55,11 +56,7 @@ class Tool:
             if not isinstance(answers, (list, tuple)) or len(answers) != len(histories):
                 raise TypeError("it must return a list with one answer for each of the "
                                 f"{len(histories)} histories")
-            errors = [getattr(answer, "error", None) for answer in answers]
-            for error in filter(None, errors):
-                self.warn(error)
-            return [(self.checked(answer), error is not None)
-                    for answer, error in zip(answers, errors)]
+            return [self.checked(answer) for answer in answers]
         except UserError:
             raise
         except (Exception, SystemExit) as error:
@@ -70,13 +67,16 @@ class Tool:
                 for i, history in enumerate(histories)]
 
     def checked(self, answer):
+        if isinstance(answer, Answer):
+            if answer.error is not None:
+                self.warn(answer.error)
+            return str(answer), answer.error is not None    # without the error and its frames
         if answer is None:
-            return None
+            return None, False
         if not isinstance(answer, str):
             raise TypeError(f"an answer must be a text or None, not {answer!r}")
         answer.encode()         # raises for an unpaired surrogate, which no token can represent
-        # The results in an Answer are cut one by one, since a cut could take the tags between them.
-        return answer if isinstance(answer, Answer) else cut(answer, MOST_CHARACTERS)
+        return cut(answer, MOST_CHARACTERS), False
 
     def quote(self, text):
         """Cuts a long text, and inserts a space into its control tokens: <|end|> -> < |end|>."""
@@ -147,13 +147,9 @@ def tool_calls(functions):
 
 
 def as_text(value):
-    """Returns a tool's result as text: a string as it is, and any other value as JSON.
-
-    NumPy's numbers and arrays are written as numbers and lists, other objects as str() does.
-    """
-    try:
+    """Returns a result as text: a string as it is, other values as JSON or else as str() does."""
+    with suppress(TypeError, ValueError):       # a list that holds itself, or keys unknown to JSON
         text = json.dumps(value, ensure_ascii=False,
                           default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
-    except (TypeError, ValueError):     # keys that JSON does not have, or a list that holds itself
-        return str(value)
-    return json.loads(text) if text.startswith('"') else text
+        return json.loads(text) if text.startswith('"') else text
+    return str(value)

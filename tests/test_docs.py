@@ -181,7 +181,8 @@ def test_every_flag_in_a_sentence_is_one_of_a_program_that_the_pages_run():
     named = {flag for text in PAGES.values() for code in inline(text)
              if code.split()[0] not in NOT_OURS and "eval_llm.py" not in code
              for flag in re.findall(r"(?<![\w-])--\w[\w-]*", code)}
-    assert named - known <= {"--model", "--shutdown-timeout"}   # vLLM's; torchrun's, of late
+    # vLLM's; torchrun's, of late; Slurm's
+    assert named - known <= {"--model", "--shutdown-timeout", "--signal"}
 
 
 @of_each_page

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 import train_grpo
-from errors import UserError, user_errors
+from errors import GIVEN, UserError, user_errors
 from run.metrics import (
     Clock,
     Mean,
@@ -21,9 +22,10 @@ from run.metrics import (
     rollout_metrics,
     token_texts,
 )
+from run.report.model_card import write_card
 from run.report.picture import Run, draw_curves, draw_time, smooth
 from run.report.terminal import Report, one_group, start_swanlab
-from support import report_args, write
+from support import ROOT, report_args, write
 
 
 def metrics(step, **changed):
@@ -149,6 +151,20 @@ def test_a_resumed_run_continues_its_charts_in_swanlab(tmp_path, monkeypatch):
     first, again, other, later, new = (one["id"] for one in began)
     assert first == again and other == later and len({first, other, new}) == 3
     assert all(one["resume"] == "allow" for one in began)
+
+
+@pytest.mark.parametrize("came_from, named, base", [
+    ("some/model-1B", "some/model-1B", "some/model-1B"), (str(ROOT / "model"), None, "model"),
+    ("/no/such/model", None, "model"), ("a/b/c", None, "c"), ("", None, "Mine")])
+def test_a_models_card_names_only_a_base_that_the_hub_takes(
+        came_from, named, base, tmp_path, monkeypatch):
+    run(tmp_path / "run", [1, 2])
+    args = train_grpo.parse_args([])
+    args.model_path, args.trainer = "<Mine>", "GRPO"
+    monkeypatch.setitem(GIVEN, "<Mine>", SimpleNamespace(name_or_path=came_from))
+    write_card(tmp_path, tmp_path / "run", args, train_grpo.parse_args([]))
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.base_model == named and f"| base | {base} |" in card.text
 
 
 def test_a_tools_words_are_dim_and_in_brackets_and_a_models_are_not(monkeypatch):

@@ -105,6 +105,7 @@ def results(tool, *calls):
     """The results of these calls in one completion, and whether the answer counts as an error."""
     text = "".join(f"<tool_call>{call}</tool_call>" for call in calls)
     ((answer, failed),) = tool([[f"{text}<|im_end|>"]], {"prompts": ["<|im_start|>assistant\n"]})
+    assert type(answer) is str              # ranks exchange it, and an error may not be pickled
     begun, *found = answer.split("<tool_response>\n")
     assert begun == "\n<|im_start|>user\n"
     return [one.partition("\n</tool_response>")[0] for one in found], failed
