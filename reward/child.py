@@ -84,16 +84,36 @@ CHILD = Child()         # one per process: all reward functions share it and its
 
 
 def math_verify(gold, given):
-    """Returns whether two LaTeX expressions are equal according to math-verify."""
-    from math_verify import parse, verify
-    one, other = (parse(f"${text}$", parsing_timeout=None) for text in (gold, given))
-    if not verify(one, other, timeout_seconds=None):
+    """Returns whether two LaTeX expressions are equal according to math-verify.
+
+    If math-verify's own parser fails, it reads the last number instead, so we parse without it.
+    """
+    from math_verify import verify
+    from math_verify.grader import should_treat_as_complex
+    from sympy import Eq, simplify
+    is_real = not any(map(should_treat_as_complex, (gold, given)))
+    one, other = parsed(gold, is_real), parsed(given, is_real)
+    if not all(verify(*pair, timeout_seconds=None, allow_set_relation_comp=True)
+               for pair in ((one, other), (other, one))):
         return False
+    if isinstance(one, Eq) and isinstance(other, Eq):   # two without a solution count as equal
+        factor = simplify((one.lhs - one.rhs) / (other.lhs - other.rhs))
+        return bool(factor.is_number and factor.is_finite and factor.is_nonzero)
     with suppress(Exception):           # raised unless both are numbers
-        x, y = one[0].evalf(), other[0].evalf()
+        x, y = one.evalf(), other.evalf()
         if abs(x - y) > 1e-4 * abs(y):      # math-verify takes both 1/2004! and 1/2006! for 0
             return False
-    return bool(RELATION.search(gold) or verify(other, one, timeout_seconds=None))
+    return True
+
+
+def parsed(text, is_real):
+    """Returns a SymPy expression with exact decimals. Raises an exception if it can't be parsed."""
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+    text = re.sub(r"(\d*)\.(\d+)", lambda found: r"{\frac{%s}{1%s}}" % (
+        found[1] + found[2], "0" * len(found[2])), text)
+    return latex2sympy(text, is_real=is_real, convert_degrees=False, conversion_config=ConversionConfig(lowercase_symbols=False), normalization_config=NormalizationConfig(
+        malformed_operators=True, boxed="none"))
 
 
 @functools.cache

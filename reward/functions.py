@@ -8,7 +8,7 @@ and their token ids without the answers of a tool. Most functions read only own_
 so that a tool's answers earn no reward. A function returns None for a completion that it can't
 score. If the chat template ends a prompt with `<think>`, the completions begin with `<think>`.
 """
-from .answers import TAGS, extract_answer, gold_text, read, same_answer
+from .answers import TAGS, after_thinking, answer_block, extract_answer, same_answer
 from .child import CHILD, LONGEST
 
 NGRAM = 4               # tokens per n-gram, in repetition_reward
@@ -38,11 +38,12 @@ def same(reply, gold):
     """Returns True, False, or a pair of expressions that math-verify has to compare."""
     if gold is None:
         return False
-    bare = not any(tag in reply for tag in TAGS)
-    if bare and read(reply)[2] == read(gold_text(gold))[2]:
-        return True
-    pair = same_answer(extract_answer(reply), gold)
-    return pair if len(str(pair)) <= LONGEST else False
+    answer = extract_answer(reply)
+    found = same_answer(answer, gold)
+    rest = after_thinking(reply)
+    if found is False and answer_block(reply) is None and not any(tag in rest for tag in TAGS):
+        found = same_answer(rest, gold)         # the reply may consist of only the answer
+    return found if len(str(found)) <= LONGEST else False
 
 
 def soft_overlong_reward(max_completion_length):
