@@ -4,9 +4,8 @@
     read(text)                  returns the number and its unit, or the words, in a text
     same_answer(given, gold)    returns True, False, or two expressions for math-verify to compare
 
-An answer is a number, mathematics, or text; docs/own_task.md gives the rule for each. An expression
-to be computed, such as `2^5`, `3-5` or `84/2`, is not a number. If the gold answer is a number,
-only a number can equal it. Otherwise, repeating the question would count as right.
+The rule is in docs/own_task.md. If the gold answer is a number, an expression to be computed, such
+as `2^5` or `84/2`, can't equal it. Otherwise, repeating the question would count as right.
 """
 import functools
 import re
@@ -23,74 +22,60 @@ BOX = re.compile(rf"\\f?box(?:ed)?\s*\{{({IN_BRACES})\}}|\\boxed\s*([^\s{{}}$]*[
 BESIDE = re.compile(r"(?:[\s$,;&]|\\q?quad|\\[()]|\\text\{\s*and\s*\}|and)*")     # between boxes
 LONGEST = 4000          # characters of an answer; longer ones are only compared as text
 
-# Spellings of one unit stand in one line; plurals in s and capital letters are the same spelling.
-UNITS = {spelling: line.split()[0] for line in r"""
-    mm millimeter millimetre 毫米; cm centimeter centimetre 厘米; m meter metre 米
-    km kilometer kilometre 千米 公里; in inch inches 英寸; ft foot feet 英尺; yd yard; mi mile 英里
-    mg milligram 毫克; g gram 克; kg kgs kilogram 千克 公斤; lb lbs pound 磅; oz ounce; ton 吨
-    ml milliliter millilitre 毫升; l L liter litre 升; s sec second 秒; min minute 分钟
-    h hr hrs hour 小时 时; day 天; week 周; month 月 个月; year yr yrs 年; mi/h mph; km/h kph kmh
-    am a.m; pm p.m; % percent percentage pct; ° deg degree 度; C celsius 摄氏度; F fahrenheit
-    $ dollar USD 美元; ¢ cent; € euro EUR 欧元; £ GBP; ¥ 元 块 圆 人民币 yuan RMB CNY 块钱 元钱
-    ₹ rupee Rs INR; person people 人 个人; unit""".replace("\n", ";").split(";") if line.strip()
-    for spelling in line.split()}
-# A number with one of these words after it is another number, or none.
-CHANGES = """half halve third quarter fourth fifth sixth seventh eighth ninth tenth hundredth
-    thousandth millionth billionth dozen score gross hundred thousand million billion trillion crore
-    lakh mn bn squared cubed factorial minus plus below above negative""".split()
-NO_UNITS = [*CHANGES, *"""and or not to of is times over under st nd rd th pi sqrt mod wrong incorrect
-    false binary hex bc bce""".split()]
-NO_UNIT = re.compile(r"(?i)\b(?:%s)s?\b|[万亿千百十半多余几不非是或和到至与加减乘除错负成折打下]|分之|以上" % "|".join(NO_UNITS))
-MEASURE_WORD = re.compile("^[个名只头本张件支枝条位棵颗辆艘座匹朵]")     # they only count a noun
+# The spellings of each unit without a plural s, its name first.
+UNITS = {spelling: names.split()[0] for names in """mm millimeter millimetre 毫米; yd yard; day 天
+    cm centimeter centimetre 厘米; m meter metre 米; km kilometer kilometre 千米 公里; mi mile 英里
+    in inch inches 英寸; ft foot feet 英尺; mg milligram 毫克; g gram 克; kg kgs kilogram 千克 公斤
+    lb lbs pound 磅; oz ounce; ml mL milliliter millilitre 毫升; l L liter litre 升; s sec second 秒
+    min minute 分钟; h hr hrs hour 小时 时; week 周; month 月; yr yrs year 年; am; pm; km/h kph kmh
+    mi/h mph; % percent percentage pct; ° deg degree 度; C celsius; °C 摄氏度; F fahrenheit; unit
+    $ dollar usd 美元; ¢ cent; £ gbp; € euro eur 欧元; ₹ Rs rupee; person people 人; square sq 平方
+    cubic cu 立方; / per 每; ¥ 元 块 块钱 圆 人民币 yuan rmb cny""".replace("\n", ";").split(";")
+         for spelling in names.split()}
+# Words that change the value of the number before them, and words that don't name a unit.
+CHANGES = r"""hal(?:f|ve) third quarter (?:four|fif|six|seven|eigh|nin|ten|hundred)th
+    (?:thousand|million|billion|trillion)(?:th)? hundred dozen score gross crore lakh [mb]n squared
+    cubed factorial minus plus below above""".split()
+NO_UNIT = re.compile(r"""(?ix)\b (?: %s | and|or|not|to|of|is|times|over|st|nd|rd|th|pi|sqrt|mod|wrong
+    |incorrect|false|binary|hex|bc ) s? \b | [万亿千百十半多余几不非是或和到至与加减乘除错负成折打下第]
+    | 分之 | 以上""" % "|".join(CHANGES))
+NAMES = {*UNITS.values(), ""}
+WORD = re.compile(r"平方|立方|每|[^\W\d_]+?(?=每)|[^\W\d_]+(?:-[^\W\d_]+)*|[%°$¢€£¥₹/]")
 
 # What counts as a number in a text that in_one_line has rewritten.
-FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
-TIMES_10 = re.compile(r"(?<=[\d.])\s*(?:\\times|\\cdot|[x*])\s*10\s*\^\s*(\{)?([-+]?\d+)(?(1)\})")
-DIGITS = r"""(?: \d{1,3} (?:,\d{3})+ (?!\d) | \d{1,3} (?:\ \d{3})+ (?!\d)
-    | \d{1,2} (?:,\d{2})+ ,\d{3} (?!\d) | \d+ )"""
-DECIMAL = rf"(?: {DIGITS} (?:\.\d*)? | \.\d+ )"
-MONEY = r"(?: (?:US)? \\?\$ | [€£¥₹] | Rs\.? )"
-NUMERAL = rf"""(?P<open> \( )? (?: (?P<money> {MONEY}) \s* )? (?P<sign> [-+]\s?)?
-    (?P<money2> {MONEY} )?
-    (?: (?P<start> \d*\.\d* ) (?: \\(?:overline|bar|dot) \s* \{{? | \( ) (?P<again> \d+ ) [)}}]?
-      | (?: (?P<whole> \d+) \s+ )? (?P<over> -?{DECIMAL}) \s? / \s? (?P<under> -?{DECIMAL})
-      | (?P<decimal> {DECIMAL}) (?: [eE] (?P<exponent> [-+]?\d{{1,3}}) )? ) (?(open) \) )"""
+DIGITS = r"(?: \d{1,3} (?:,\d{3})+ | \d{1,3} (?:\ \d{3})+ | \d{1,2} (?:,\d\d)+ ,\d{3} ) (?!\d) | \d+"
+DECIMAL = rf"(?: (?:{DIGITS}) (?:\.\d*)? | \.\d+ )"
+MONEY = r"(?: (?:US)? \$ | [€£¥₹] | Rs\.? )"
+NUMERAL = rf"""(?P<open> \( \s? )? (?: (?P<money> {MONEY}) \s* )? (?P<sign> [-+]\s?)?
+    (?P<money2> {MONEY} )? (?: (?P<whole> \d+) \s+ (?=\d+\s?/) )?
+    (?P<over> -?{DECIMAL} (?: [eE][-+]?\d{{1,3}}(?!\d) )? ) (?: \s?/\s? (?P<under> -?{DECIMAL}) )?
+    (?(open) \s? \) )"""
 NUMBER = re.compile(NUMERAL, re.VERBOSE)
 KNOWN = "|".join(re.escape(unit) for unit in sorted(UNITS, key=len, reverse=True))
-KNOWN = rf"(?:{KNOWN}|\\[%$]|\^?\{{?\\circ\}}?) s? (?![A-Za-z])"
-PER = r"\s*(?:/|\bper\b|每)\s*"
+KNOWN = rf"(?: (?:{KNOWN}) s? | \^?\{{?\\circ\}}? ) (?![A-Za-z]) (?: \s*(?:/|per\s)\s*\w+ )?"
 
 # A number within a bare reply.
-IN_A_TEXT = re.compile(rf"(?<![\d.,]) (?![-+]\s) {NUMERAL} (?: \s? {KNOWN} (?: {PER} [^\W\d_]+ )? )?",
-                       re.VERBOSE)
+IN_A_TEXT = re.compile(rf"(?<![\d.,]) (?![-+]\s) {NUMERAL} (?: \s? {KNOWN} )?", re.VERBOSE)
 # A number is part of something larger if one of these is next to it. Chinese text has no blanks.
-NOT_AFTER = re.compile(rf"""(?: [^\W\u3400-\u9fff] | [)\]}}] | [\w\\][(\[]        # x2, )2, f(2
-    | [-_^/*+×÷·<>|] [\ {{]* | \\(?!text|math)[a-zA-Z]+ [\ {{]*              # 5 - 2, \sqrt{{2
-    | \d \s* [^\W\d]* \s* (?: [,;:x~、到至和与或] | \b(?:or|and|to)\b ) \s*   # 1, 2 and 1 cm or 2
-    | \d \s* {KNOWN} \s*                                            # 5 feet 3
-    | (?: \b(?:not|than) | n['’]t ) \s* | 第 | 分之 | 零下 | 或者? | 也可能是? | [大小]于 | 超过 | [不非][是为等于]*
-    | [(\[] [^()\[\]A-Za-z]* [^()\[\]A-Za-z\s] [^()\[\]A-Za-z]* )$""", re.VERBOSE)     # (1, 2
+NOT_AFTER = re.compile(rf"""(?: [^\W\u3400-\u9fff] | [)\]}}] | [\w\\][(\[]          # x2, )2, f(2
+    | [-_^/*+×÷·<>≤≥≠±|] [\ {{]* | \\(?!text|math)[a-zA-Z]+ [\ {{]*           # 5 - 2, \sqrt{{2
+    | \d \s* [^\W\d]* \s* (?: [,;:x~、到至和与或] | \b(?:or|and|to)\b ) \s*     # 1, 2 or 1 cm to 2
+    | \d \s* {KNOWN} \s* | (?: \b(?:not|than) | n['’]t ) \s*                # 5 feet 3, not 3
+    | 第 | 分之 | 零下 | 或者? | 也可能是? | [大小]于 | 超过 | [不非][是为等于]*
+    | [(\[] [^()\[\]A-Za-z]* [^()\[\]A-Za-z\s] [^()\[\]A-Za-z]* )$""", re.VERBOSE)      # (1, 2
 SIGN_NOT_AFTER = re.compile(r"(?:\d|[)}\]]|(?<![\w'’])[b-zB-HJ-Z])\s*$")      # 5 -2, x -2
-NOT_BEFORE = re.compile(rf"""[^\W\u3400-\u9fff] | [(\[] | [万亿千百十半多余几成折不] | 个半 | 分之 | 以[上下]
-    | [.,:] \d | ! | [\ }}]* (?: [_^/*+×÷·=<>|] | \\(?!text|math) | - \s* [\w(\\] )
-    | \s* (?: (?:{'|'.join(CHANGES)}) s? | (?:is\s+)? (?:not|wrong|incorrect) )\b""", re.VERBOSE)
+NOT_BEFORE = re.compile(rf"""[^\W\u3400-\u9fff] | [(\[] | [.,:] \d | ! | 个半 | 分之 | 以[上下]
+    | [万亿千百十半多余几成折不] | [\ }}]* (?:[_^/*+×÷·=<>≤≥≠±|] | \\(?!text|math) | -\s*[\w(\\])
+    | \s* (?: (?:{"|".join(CHANGES)}) s? | (?:is\s+)? (?:not|wrong|incorrect) ) \b""", re.VERBOSE)
 
+BLANKS = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 TEXT = re.compile(r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}")
 GROUP = re.compile(rf"^(?:\\(?:text|math|bold)[a-z]*\s*)?\{{({IN_BRACES})\}}$")
-CHOICE = re.compile(r"^\(?([A-Za-z])(?:\)[.:]?)?$")
 LABEL = re.compile(r"^(?!-|not\b|.*\\sqrt)((?:[^\d=<>]|_\{?\d\}?)*)(?:=|\\in(?![a-z]))([^=]*)$", re.S)
-LAST_UNIT = re.compile(rf"(?<=\S)(?:\s*\\(?:text|math)[a-z]*\s*\{{[^{{}}\d]*\}}|\s+[a-z]{{2,}}(?:\s*/\s*[a-z]+)?"
-                       r"|\^?\s*\{?\\circ\}?|°|\\?%)(?:\^\{?\d\}?)?$")
-# Mathematics has a command, a power, a bracket, a relation, or an operator beside a single letter.
-MATHEMATICS = re.compile(r"\\[a-zA-Z{]|[\^<>=!|(\[{]|(?<![A-Za-z])(?:[A-Za-z]\s*[-+*/]|\d+[A-Za-z]{1,2}(?![A-Za-z]))"
-                         r"|[-+*/]\s*[A-Za-z](?![A-Za-z])")
-COMMAND = re.compile(r"\\(?:begin|end)\s*\{\w*\}|\\[a-zA-Z]+|a?(?:sin|cos|tan|cot|sec|csc)h?"
-                     r"|log|exp|lim|max|min|gcd|lcm|mod|abc|xyz|\binf(?:inity)?\b|\band\b")
-PROSE = re.compile(r"[A-Za-z)\]]\d|[^\W\d_]{3,}|(?<!_)\d\s+\d")      # H2O, (OH)2, words, 1 2
-SYMBOLS = {"π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ",
-           "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ",
-           "θ": r"\theta ", "∅": r"\emptyset ", "负": "-"}
-SYMBOLS = str.maketrans(SYMBOLS | {"⋅": r"\cdot "})
+LAST_UNIT = re.compile(rf"(?<=\S)(?: \s*{TEXT.pattern} | \s*[°%] | \s*(?<!\\)\b(?![A-Za-z]\b){KNOWN} )"
+                       r"(?:\^\{?\d\}?)?$", re.VERBOSE)
+MATHEMATICS = re.compile(r"""\\[a-zA-Z{] | [\^<>≤≥≠±√π∞∅=!|(\[{] | [-+*/×·÷]\s*[A-Za-z](?![A-Za-z])
+    | (?<![A-Za-z]) (?: [A-Za-z]\s*[-+*/×·÷] | \d+[A-Za-z]{1,2}(?![A-Za-z]) | pi\b)""", re.VERBOSE)
 
 
 def extract_answer(reply):
@@ -98,15 +83,12 @@ def extract_answer(reply):
 
     - the last answer block, or the last box in it if it has one;
     - the last box: \\boxed{...}, \\fbox{...} or \\boxed 2;
-    - without a block that is not closed, the line after the last ####, or else the last number.
+    - unless an answer block isn't closed, the line after the last ####, or else the last number.
     """
-    block = answer_block(reply)
-    rest = after_thinking(reply) if block is None else block
-    in_box = boxed(rest)
-    if in_box is not None or block is not None:
-        return block if in_box is None else in_box
-    if "<answer>" in rest or "</answer>" in rest:
-        return ""
+    block, rest = answer_block(reply), after_thinking(reply)
+    in_box = boxed(rest if block is None else block, block)
+    if in_box is not None or "answer>" in rest:
+        return in_box or ""
     _, hashes, line = rest.rpartition("####")
     return line.strip().partition("\n")[0] if hashes else last_number(rest[-LONGEST:])
 
@@ -138,12 +120,9 @@ def boxed(text, default=None):
 def last_number(text):
     """Returns the last number in a text, or "" if the number may be part of a larger expression."""
     text = in_one_line(plain(text))
-    numbers = [*IN_A_TEXT.finditer(text)]
-    if not numbers:
-        return ""
-    found = numbers[-1]
-    before = text[max(0, found.start() - 200):found.start()]
-    if (NOT_AFTER.search(before) or NOT_BEFORE.match(text, found.end())
+    *_, found = [None, *IN_A_TEXT.finditer(text)]
+    before = text[max(0, found.start() - 200):found.start()] if found else ""
+    if (not found or NOT_AFTER.search(before) or NOT_BEFORE.match(text, found.end())
             or found["sign"] and SIGN_NOT_AFTER.search(before)):
         return ""
     return found[0]
@@ -151,121 +130,102 @@ def last_number(text):
 
 @functools.lru_cache(4096)      # all completions of a group have the same gold answer
 def read(text):
-    """Returns (number, unit, words): a Fraction or None, the unit or "", and the text in LaTeX.
+    """Returns (number, unit, words): a Fraction or None, the unit or "", and what else to compare.
 
-    The words have no label before `=`. If they are mathematics, they have no unit either.
+    The words have no label before `=`. Mathematics has no unit, and text has no blanks or case.
     """
-    if len(text) > LONGEST:
-        return None, "", text.strip()
     text = labelled(text)[1]
+    if len(text) > LONGEST:
+        return None, "", text
     line = " ".join(in_one_line(TEXT.sub(r" \1 ", text)).split())
     found = NUMBER.match(re.sub(r"^\( ?([^()]*)\)$", r"\1", line))
     unit = unit_of(found.string[found.end():], found["money"] or found["money2"]) if found else None
     number = None if unit is None else value_of(found)
-    if number is not None:
-        return number, unit, line
-    end = LAST_UNIT.search(text)
-    unit = unit_of(TEXT.sub(r" \1 ", end[0]), unknown=0) if end else None
-    if unit and is_mathematics(text[:end.start()]):
-        text = text[:end.start()]
-    else:
-        unit = ""
-    return None, unit, CHOICE.sub(r"\1", " ".join(TEXT.sub(r"\1", text).split()))
+    if number is None:
+        end = LAST_UNIT.search(text)
+        if end and is_mathematics(text[:end.start()]):
+            unit = unit_of(TEXT.sub(r" \1 ", end[0]), most_unknown=0)
+            text = text[:end.start()] if unit else text
+        line = " ".join(TEXT.sub(r"\1", text).split())
+        line = re.sub(r"^\(?([A-Za-z])(?:\)[.:]?)?$", r"\1", line)          # a choice
+        if is_mathematics(line):
+            return None, unit or "", line
+    words = BLANKS.sub("", re.sub(r"(?<=\b[A-Za-z])\.", "", line))      # a.m.
+    return number, unit or "", words if len(words) == 1 else words.casefold()
 
 
 def plain(text):
-    """Writes digits, signs and symbols in ASCII and LaTeX; removes math and Markdown delimiters."""
+    """Writes digits and signs in ASCII and LaTeX, and removes math and Markdown delimiters."""
     text = re.sub("([⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+)", r"^{\1}", text)
     text = re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])", " ", text)            # NFKC would turn 2½ into 21/2
-    text = unicodedata.normalize("NFKC", text).replace("\u2044", "/").translate(SYMBOLS)
-    text = text.replace("<=", "\\le ").replace(">=", "\\ge ")
-    text = re.sub("[\u2010-\u2015\u2212]", "-", text)
-    text = re.sub(r"(?:√|(?<![\\A-Za-z])sqrt)\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[a-z]))",
-                  r"\\sqrt{\1\2\3}", text)
-    text = re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi ", text)
-    text = re.sub(r"\{([^{}]*)\\over\b([^{}]*)\}|^([^{}]*)\\over\b([^{}]*)$", r"\\frac{\1\3}{\2\4}", text)
-    text = re.sub(r"(?i)\b(?:minus|negative)\s+(?=[\d.])", "-", text)
+    text = unicodedata.normalize("NFKC", text).replace("\u2044", "/").replace("{,}", ",")
+    text = re.sub(r"_\{(\w)\}", r"_\1", text)
+    text = re.sub(r"[\u2010-\u2015\u2212负]|(?i:\b(?:minus|negative)\s+(?=[\d.]))", "-", text)
+    text = re.sub(r"\{?([^\s{}]{1,30})\s?\\over\b\s?([^\s{}]{1,30})\}?", r"\\frac{\1}{\2}", text)
     text = re.sub(r"</?(?:br|p|b|i|em|strong|span|div)\s*/?>|\\(?:left|right)(?![a-z])", " ", text)
     text = re.sub(r"(?<!\\)\\[()\[\]]|\\!\s*", "", text)
-    text = re.sub(r"(?<!\\)\\[,;: ]|~", " ", text).replace("{,}", ",")
+    text = re.sub(r"(?<!\\)\\[,;: ]|~", " ", text)
     text = re.sub(r"(?<!\\)(\$\$?)([^$]*)(?<!\\)\1", r"\2", text)
+    text = re.sub(r"\\([%$])", r"\1", text)
     return re.sub(r"(?<![\w)*])(\*{1,3}|__?)(?=\S)([^*_]+)(?<=\S)\1(?![\w(*])", r"\2", text)
 
 
 def in_one_line(text):
     """Rewrites \\frac{1}{2} as 1/2, 2\\frac12 as 2 1/2, and 1 \\times 10^6 as 1e6."""
     text = re.sub(r"(?<=\d)(?=\\[dtc]?frac)", " ", text)
-    text = FRACTION.sub(r"\1\2/\3\4 ", text)
-    return TIMES_10.sub(r"e\2", text).strip()
+    text = re.sub(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))", r"\1\2/\3\4 ", text)
+    text = re.sub(r"(?<=[\d.])\s*(?:\\times|\\cdot|[×·⋅x*])\s*10\s*\^\s*(\{)?([-+]?\d+)(?(1)\})",
+                  r"e\2", text)
+    return re.sub(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?", lambda found: "%d/%s%s" % (
+        int(found[1] + found[2] + found[3]) - int(found[1] + found[2] or 0),
+        "9" * len(found[3]), "0" * len(found[2])), text).strip()        # 0.1\overline{6} is 15/90
 
 
 def labelled(text):
-    """Returns (label, rest) of a text like `x = 5`, without delimiters and a final period."""
-    text = unwrapped(plain(text))
-    label = LABEL.search(text)
-    return (label[1].strip(), unwrapped(label[2])) if label else ("", text)
-
-
-def unwrapped(text):
-    """Removes outer spaces, a final period, and \\text{} around the whole text."""
-    before = None
+    """Returns (label, rest) of a text such as `x = 5`, without a final period or \\text{}."""
+    if len(text) > LONGEST:
+        return "", text.strip()
+    label, before, text = "", None, plain(text)
     while text != before:
-        before, text = text, GROUP.sub(r"\1", re.sub(r"(?<!\.\.)[.。]$", "", text.strip("` \n\t")))
-    return text
+        before, text = text, re.sub(r"(?<!\.\.)[.。]$", "", text.strip("` \n\t"))
+        text = GROUP.sub(r"\1", text)
+        if found := LABEL.search(text):
+            label, text = found[1].strip(), found[2]
+    return label, text
 
 
 def value_of(found):
     """Returns the value of a NUMBER match, or None for a division to compute, such as `84/2`."""
-    over, under, value, exponent, start = (
-        Fraction(re.sub(r"[, ]", "", (found[name] or "0").rstrip(".") or "0"))
-        for name in ("over", "under", "decimal", "exponent", "start"))
-    if found["over"]:
-        if under == 0 or (over / under).denominator == 1 or found["whole"] and not 0 < over < under:
-            return None
-        value = int(found["whole"] or 0) + over / under
-    if found["again"]:          # 0.1\overline{6} is 1/10 and 6/90
-        places, repeated = len(found["start"].partition(".")[2]), len(found["again"])
-        value = start + Fraction(int(found["again"]), 10**places * (10**repeated - 1))
-    value *= Fraction(10) ** exponent
+    over, under = (Fraction(re.sub(r"[, ]", "", found[name] or "1")) for name in ("over", "under"))
+    if found["under"] and (under == 0 or (over / under).denominator == 1
+                           or found["whole"] and not 0 < over < under):
+        return None
+    value = int(found["whole"] or 0) + over / under
     return -value if "-" in (found["sign"] or "") else value
 
 
-def unit_of(rest, money="", unknown=1):
-    """Returns the unit after a number as names from UNITS, or None if the rest is not a unit.
-
-    At most `unknown` words may be missing in UNITS.
-    """
-    money = UNITS.get(re.sub(r"US|[\\.\s]", "", money or ""), "")
-    rest = re.sub(r"\^?\s*\{?\\circ\}?", "°", rest.replace("per cent", "percent"))
-    rest = re.sub(r"(?:°|\bdegrees?)\s*(?=[CF])", " ", rest)
-    rest = re.sub(r"(?:\bsq(?:uare)?\.?\s+|平方)([^\W\d]+)", r"\1^2", rest)
-    rest = re.sub(r"(?:\bcu(?:bic)?\.?\s+|立方)([^\W\d]+)", r"\1^3", rest)
-    rest = re.sub(r"\\(?=[%$])|[{}()]", "", rest)
-    if re.match(r"[A-Za-z](?![A-Za-z/])", rest):        # 5m may be a product
+def unit_of(text, money="", most_unknown=1):
+    """Returns the name of a unit that follows a number, or None if the text isn't a unit."""
+    if re.match(r"\s*(?:/|per\b|$)", text):
+        text = f" {money or ''}{text}"
+    text = re.sub(r"\^?\s*\{?\\circ\}?", "°", text.replace("per cent", "%"))
+    text = re.sub(r"([^\W\d_]+)\s*\^\{?2\}?", r"square \1", text)
+    text = re.sub(r"([^\W\d_]+)\s*\^\{?3\}?", r"cubic \1", text)
+    words = WORD.findall(text)
+    unknown = [word for word in words if name_of(word) not in NAMES]
+    letter = "(?![\u3400-\u9fff])[^\\W\\d_]"        # a Chinese unit follows without a blank
+    if (WORD.sub("", text).strip(" .(){}") or len(unknown) > most_unknown
+            or NO_UNIT.search(" ".join(unknown)) or re.fullmatch(letter, "".join(unknown))
+            or re.match(rf"{letter}(?![A-Za-z/])", text) or unknown and re.match(letter, text)):
         return None
-    names = []
-    for piece in re.split(PER, rest.strip()):
-        part = re.fullmatch(r"([^\W\d_]+(?:-[^\W\d_]+)*|[ap]\.m|[%°$¢€£¥₹])\.?\s*(\^-?\d)?|()", piece)
-        if not part:
-            return None
-        word = MEASURE_WORD.sub("", part[1] or "")
-        spellings = (word, word.casefold() if len(word) > 1 else word, singular(word))
-        name = next((UNITS[one] for one in spellings if one in UNITS), None)
-        if part[3] is None and name is None:
-            unknown -= 1
-            name = singular(word)
-            attached = not names and part[1].isascii() and not rest[0].isspace()
-            if (attached or unknown < 0 or len(part[1]) == 1 and part[1].isascii()
-                    or NO_UNIT.search(part[1])):
-                return None
-        names.append((name or "") + (part[2] or ""))
-    if money and names[0] != money:
-        names[0] = money
-    return "/".join(names)
+    return "".join(name_of(word) for word in words)
 
 
-def singular(word):
-    return word if len(word) < 3 else re.sub("(?<=[xzh])es$|(?<!s)s$", "", word.casefold())
+def name_of(word):
+    """Returns the name of a unit: that in UNITS, or the word itself without case and plural s."""
+    word = re.sub("^[个名只头本张件支枝条位棵颗辆艘座匹朵]", "", word)      # 个苹果: an apple
+    singular = re.sub("(?<=[xzh])es$|(?<!s)s$", "", word.casefold()) if len(word) > 2 else word
+    return UNITS.get(word) or (len(word) > 1 and UNITS.get(word.casefold())) or UNITS.get(singular, singular)
 
 
 def gold_text(gold):
@@ -281,64 +241,31 @@ def gold_text(gold):
 def kind_of(gold):
     """Returns the kind of a gold answer: "number", "words" or "expression"."""
     number, _, words = read(gold_text(gold[0] if isinstance(gold, list) else gold))
-    if number is not None:
-        return "number"
-    return "expression" if is_mathematics(words) else "words"
+    return "number" if number is not None else "expression" if is_mathematics(words) else "words"
 
 
 def is_mathematics(text):
-    items = re.split(r"\s*(?:[,;]|\b(?:and|or)\b)\s*", text)
-    if len(items) > 1 and all(NUMBER.fullmatch(in_one_line(item)) for item in items):
-        return True
-    return bool(MATHEMATICS.search(text)) and not PROSE.search(COMMAND.sub(" ", text))
-
-
-def key(text):
-    """Returns what is compared of a text: no blanks, and no case unless it is mathematics."""
-    as_is = len(text) == 1 or is_mathematics(text)
-    text = re.sub(r"(?<=\b[A-Za-z])\.", "", text)       # a.m.
-    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
-    text = re.sub(r"\{(\w)\}", r"\1", text)
-    return text if as_is else text.casefold()
+    items = re.split(r"\s*(?:[,;]|\b(?:and|or)\b)\s*", text)        # a list of numbers is, too
+    all_numbers = all(NUMBER.fullmatch(in_one_line(item)) for item in items)
+    return len(items) > 1 and all_numbers or bool(MATHEMATICS.search(text))
 
 
 def same_answer(given, gold):
     """Returns True, False, or a pair of expressions that math-verify has to compare."""
     gold = gold_text(gold)
-    number, unit, words = read(gold)
-    given_number, given_unit, given_words = read(given)
-    (label, _), (given_label, _) = labelled(gold), labelled(given)
+    (number, unit, words), (given_number, given_unit, given_words) = read(gold), read(given)
+    (label, whole), (given_label, given_whole) = labelled(gold), labelled(given)
     if unit and given_unit and unit != given_unit:
         return False
-    whole, given_whole = unwrapped(plain(gold)), unwrapped(plain(given))
-    if "=" in whole and "=" in given_whole and key(label) != key(given_label):      # y = 3, x = 3
-        number = given_number = None
-        words, given_words = whole, given_whole
-    elif re.search("[-+*/]", label) and not given_label:                # the line x + y = 5
+    both = label and given_label or label and "=" in given_whole or given_label and "=" in whole
+    if both and label.split() != given_label.split():       # not the same: y = 3 and x = 3
+        return f"{label} = {whole}".strip("= "), f"{given_label} = {given_whole}".strip("= ")
+    if re.search("[-+*/]", label) and not given_label:      # x + y = 5 is a line
         return False
-    if number is not None and given_number is not None:
-        return number == given_number
-    if key(words) == key(given_words):
+    if None in (number, given_number) and BLANKS.sub("", words) == BLANKS.sub("", given_words):
         return True
     if number is not None or not is_mathematics(words):
-        return False
+        return number is not None and number == given_number
     if given_number is not None:
         given_words = "\\frac{%s}{%s}" % given_number.as_integer_ratio()
-    elif not is_mathematics(given_words):
-        return False
-    return comparable(words, given_words)
-
-
-def comparable(gold, given):
-    """Returns the pair for math-verify, or False where it would equate too much."""
-    for one, other, label in ((gold, given, r"[^\d=+*/^-]*="), (given, gold, r"(?!-)[^\d=]*=")):
-        if "=" in one and "=" not in other:     # math-verify would read only what follows =
-            if not all(re.match(label, item) for item in re.split(",|;|and|or", one) if "=" in item):
-                return False
-    sides = [gold, given]
-    pair, other = sorted(sides)     # "(" sorts first
-    if pair[:1] == "(" and other[:1] == "\\" and other.endswith("\\}"):
-        return False                # math-verify equates the pair (1, 2) with the set {1, 2}
-    if pair[:1] == "(" and "," in other and other[0] not in "([\\":
-        sides[sides.index(other)] = f"({other})"        # it also ignores the order of 1, 3
-    return tuple(sides)
+    return is_mathematics(given_words) and (words, given_words)
