@@ -36,22 +36,22 @@ UNITS = {spelling: names.split()[0] for names in """mm millimeter millimetre 毫
 CHANGES = r"""hal(?:f|ve) third quarter (?:four|fif|six|seven|eigh|nin|ten|hundred)th
     (?:thousand|million|billion|trillion)(?:th)? hundred dozen score gross crore lakh [mb]n squared
     cubed factorial minus plus below above""".split()
-NO_UNIT = re.compile(r"""(?ix)\b (?: %s | and|or|not|to|of|is|times|over|st|nd|rd|th|pi|sqrt|mod|wrong
-    |incorrect|false|binary|hex|bc ) s? \b | [万亿千百十半多余几不非是或和到至与加减乘除错负成折打下第]
-    | 分之 | 以上""" % "|".join(CHANGES))
+NO_UNIT = re.compile(r"""(?ix) \b (?: %s | and | or | not | to | of | is | times | over | st | nd | rd
+    | th | pi | sqrt | mod | wrong | incorrect | false | binary | hex | bc ) s? \b
+    | [万亿千百十半多余几不非是或和到至与加减乘除错负成折打下第] | 分之 | 以上""" % "|".join(CHANGES))
 NAMES = {*UNITS.values(), ""}
 WORD = re.compile(r"平方|立方|每|[^\W\d_]+?(?=每)|[^\W\d_]+(?:-[^\W\d_]+)*|[%°$¢€£¥₹/]")
 
 # What counts as a number in a text that in_one_line has rewritten.
-DIGITS = r"(?: \d{1,3} (?:,\d{3})+ | \d{1,3} (?:\ \d{3})+ | \d{1,2} (?:,\d\d)+ ,\d{3} ) (?!\d) | \d+"
+DIGITS = r"(?: \d{1,3} (?: (?:,\d{3})+ | (?:\ \d{3})+ ) | \d{1,2} (?:,\d\d)+ ,\d{3} ) (?!\d) | \d+"
 DECIMAL = rf"(?: (?:{DIGITS}) (?:\.\d*)? | \.\d+ )"
 MONEY = r"(?: (?:US)? \$ | [€£¥₹] | Rs\.? )"
 NUMERAL = rf"""(?P<open> \( \s? )? (?: (?P<money> {MONEY}) \s* )? (?P<sign> [-+]\s?)?
     (?P<money2> {MONEY} )? (?: (?P<whole> \d+) \s+ (?=\d+\s?/) )?
-    (?P<over> -?{DECIMAL} (?: [eE][-+]?\d{{1,3}}(?!\d) )? ) (?: \s?/\s? (?P<under> -?{DECIMAL}) )?
+    (?P<over> {DECIMAL} (?: [eE][-+]?\d{{1,3}}(?!\d) )? ) (?: \s?/\s? (?P<under> -?{DECIMAL}) )?
     (?(open) \s? \) )"""
 NUMBER = re.compile(NUMERAL, re.VERBOSE)
-KNOWN = "|".join(re.escape(unit) for unit in sorted(UNITS, key=len, reverse=True))
+KNOWN = "|".join(map(re.escape, sorted(UNITS, key=len, reverse=True)))
 KNOWN = rf"(?: (?:{KNOWN}) s? | \^?\{{?\\circ\}}? ) (?![A-Za-z]) (?: \s*(?:/|per\s)\s*\w+ )?"
 
 # A number within a bare reply.
@@ -71,19 +71,17 @@ NOT_BEFORE = re.compile(rf"""[^\W\u3400-\u9fff] | [(\[] | [.,:] \d | ! | 个半 
 BLANKS = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 TEXT = re.compile(r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}")
 GROUP = re.compile(rf"^(?:\\(?:text|math|bold)[a-z]*\s*)?\{{({IN_BRACES})\}}$")
-LABEL = re.compile(r"^(?!-|not\b|.*\\sqrt)((?:[^\d=<>]|_\{?\d\}?)*)(?:=|\\in(?![a-z]))([^=]*)$", re.S)
-LAST_UNIT = re.compile(rf"(?<=\S)(?: \s*{TEXT.pattern} | \s*[°%] | \s*(?<!\\)\b(?![A-Za-z]\b){KNOWN} )"
-                       r"(?:\^\{?\d\}?)?$", re.VERBOSE)
+LABEL = re.compile(r"^(?!-|not\b|.*\\sqrt)((?:[^\d=<>]|_\d)*)(?:=|\\in(?![a-z]))([^=]*)$", re.S)
+LAST_UNIT = re.compile(rf"""(?<=\S) \s* (?: {TEXT.pattern} | [°%] | (?<!\\)\b(?![A-Za-z]\b) {KNOWN} )
+    (?: \^\{{?\d\}}? )? $""", re.VERBOSE)
 MATHEMATICS = re.compile(r"""\\[a-zA-Z{] | [\^<>≤≥≠±√π∞∅=!|(\[{] | [-+*/×·÷]\s*[A-Za-z](?![A-Za-z])
     | (?<![A-Za-z]) (?: [A-Za-z]\s*[-+*/×·÷] | \d+[A-Za-z]{1,2}(?![A-Za-z]) | pi\b)""", re.VERBOSE)
 
 
 def extract_answer(reply):
     """Returns the first of these that exists after the thinking, or "" if none does:
-
-    - the last answer block, or the last box in it if it has one;
-    - the last box: \\boxed{...}, \\fbox{...} or \\boxed 2;
-    - unless an answer block isn't closed, the line after the last ####, or else the last number.
+    the last box (\\boxed{}, \\fbox{} or \\boxed 2) in the last answer block, or else the block; without
+    a block, the last box, the line after the last ####, or the last number.
     """
     block, rest = answer_block(reply), after_thinking(reply)
     in_box = boxed(rest if block is None else block, block)
@@ -173,10 +171,11 @@ def plain(text):
 def in_one_line(text):
     """Rewrites \\frac{1}{2} as 1/2, 2\\frac12 as 2 1/2, and 1 \\times 10^6 as 1e6."""
     text = re.sub(r"(?<=\d)(?=\\[dtc]?frac)", " ", text)
-    text = re.sub(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))", r"\1\2/\3\4 ", text)
+    part = r"\s*(?:\{([^{}]*)\}|(\d))"
+    text = re.sub(rf"\\[dtc]?frac{part}{part}", r"\1\2/\3\4 ", text)
     text = re.sub(r"(?<=[\d.])\s*(?:\\times|\\cdot|[×·⋅x*])\s*10\s*\^\s*(\{)?([-+]?\d+)(?(1)\})",
                   r"e\2", text)
-    return re.sub(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?", lambda found: "%d/%s%s" % (
+    return re.sub(r"(?<!\d)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?", lambda found: "%d/%s%s" % (
         int(found[1] + found[2] + found[3]) - int(found[1] + found[2] or 0),
         "9" * len(found[3]), "0" * len(found[2])), text).strip()        # 0.1\overline{6} is 15/90
 
@@ -225,7 +224,8 @@ def name_of(word):
     """Returns the name of a unit: that in UNITS, or the word itself without case and plural s."""
     word = re.sub("^[个名只头本张件支枝条位棵颗辆艘座匹朵]", "", word)      # 个苹果: an apple
     singular = re.sub("(?<=[xzh])es$|(?<!s)s$", "", word.casefold()) if len(word) > 2 else word
-    return UNITS.get(word) or (len(word) > 1 and UNITS.get(word.casefold())) or UNITS.get(singular, singular)
+    lower = word.casefold() if len(word) > 1 else word      # F is no f, but KM is km
+    return UNITS.get(word) or UNITS.get(lower) or UNITS.get(singular, singular)
 
 
 def gold_text(gold):
@@ -245,9 +245,9 @@ def kind_of(gold):
 
 
 def is_mathematics(text):
-    items = re.split(r"\s*(?:[,;]|\b(?:and|or)\b)\s*", text)        # a list of numbers is, too
-    all_numbers = all(NUMBER.fullmatch(in_one_line(item)) for item in items)
-    return len(items) > 1 and all_numbers or bool(MATHEMATICS.search(text))
+    items = re.split(r"\s*(?:[,;]|\b(?:and|or)\b)\s*", text[:LONGEST])
+    is_list = len(items) > 1 and all(NUMBER.fullmatch(in_one_line(item)) for item in items)
+    return len(text) <= LONGEST and (is_list or bool(MATHEMATICS.search(text)))
 
 
 def same_answer(given, gold):

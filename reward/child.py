@@ -23,8 +23,8 @@ MOST_LATE = 8           # late answers per step, after which no more questions a
 AT_ONCE = 16            # questions in the pipe, since waiting for each one costs milliseconds
 LONGEST = 2000          # maximum characters of a question; longer ones are not asked
 MEMORY = 4 * 2**30      # limit on the child's address space, in bytes
-SYMBOLS = {"π": "pi", "∞": "infty", "<=": "le", ">=": "ge", "≤": "le", "≥": "ge", "≠": "ne", "θ": "theta",
-           "∪": "cup", "∩": "cap", "∈": "in", "±": "pm", "×": "times", "·": "cdot", "⋅": "cdot",
+SYMBOLS = {"π": "pi", "∞": "infty", "<=": "le", ">=": "ge", "≤": "le", "≥": "ge", "≠": "ne",
+           "θ": "theta", "∪": "cup", "∩": "cap", "∈": "in", "±": "pm", "×": "times", "·": "cdot", "⋅": "cdot",
            "÷": "div", "∅": "emptyset"}
 # Text is no product of its letters: H2O, (OH)2, words of three letters but for these, 1 2.
 PROSE = re.compile(r"[A-Za-z)\]]\d|[^\W\d_]{3,}|(?<!_)\d\s+\d")
@@ -94,16 +94,17 @@ def math_verify(gold, given):
 
     If math-verify's own parser fails, it reads the last number instead, so we parse without it.
     """
+    from latex2sympy2_extended.sets import FiniteSet
     from math_verify import verify
     from math_verify.grader import should_treat_as_complex
-    from latex2sympy2_extended.sets import FiniteSet
     from sympy import Eq, Tuple, simplify
     if not comparable(gold, given):
         return False
     is_real = not any(map(should_treat_as_complex, (gold, given)))
     one, other = parsed(gold, is_real), parsed(given, is_real)
     if "(" in (gold[0], given[0]):      # a list beside a pair is ordered, too
-        one, other = (Tuple(*x._unsorted_args) if isinstance(x, FiniteSet) else x for x in (one, other))
+        one, other = (Tuple(*side._unsorted_args) if isinstance(side, FiniteSet) else side
+                      for side in (one, other))
     if not all(verify(*pair, timeout_seconds=None, allow_set_relation_comp=True)
                for pair in ((one, other), (other, one))):
         return False

@@ -2,6 +2,7 @@
 import itertools
 import math
 import random
+import re
 from fractions import Fraction
 
 import pytest
@@ -32,6 +33,16 @@ def test_the_cases(kind):
                               answer=[case["gold"] for case in cases])
     wrong = [case for case, reward in zip(cases, rewards) if reward != case["right"]]
     assert not wrong
+
+
+def test_the_table_of_the_page_is_right():
+    page = (ROOT / "docs/own_task.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(.+)` \| `(.+)` \| `(.+)` \|$", page[page.index("| gold answer |"):], re.M)
+    assert len(rows) == 8
+    for gold, right, wrong in rows:
+        for cell, expected in ((right, 1), (wrong, 0)):
+            for text in cell.split("`, `"):
+                assert paid(f"<answer>{text}</answer>", gold) == expected, (gold, text)
 
 
 def spellings(value, rng):
@@ -99,7 +110,7 @@ def test_what_is_no_number(text):
 
 @pytest.mark.parametrize("reply, answer", [
     ("It is 42", "42"), ("答案是42，对吗", "42"), ("共有42只鸡。", "42"),
-    ("Total: $1,234$ dollars", "1,234"),
+    ("Total: $1,234$ dollars", "1,234 dollars"),
     ("it is -3", "-3"), ("So x = 1/2", "1/2"), ("adds up to 42", "42"), ("**Answer:** 42", "42"),
     ("42\n- done", "42"), ("The share: 12.5%", "12.5%"),
     (r"\boxed{1} and \boxed{2}", "1, 2"), (r"$\boxed{1}$, $\boxed{2}$", "1, 2"),
