@@ -4,15 +4,12 @@
     read(text)                  returns the number and its unit, or the words, in a text
     same_answer(given, gold)    returns True, False, or two expressions for math-verify to compare
 
-The rule is in docs/own_task.md. If the gold answer is a number, an expression to be computed, such
-as `2^5` or `84/2`, can't equal it. Otherwise, repeating the question would count as right.
+docs/own_task.md gives the rule. A number that must be computed first, such as `2^5`, is none.
 """
 import functools
 import re
 import unicodedata
 from fractions import Fraction
-
-from errors import UserError
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 IN_BRACES = r"[^{}]*"
@@ -32,19 +29,18 @@ UNITS = {spelling: names.split()[0] for names in """mm millimeter millimetre 毫
     $ dollar usd 美元; ¢ cent; £ gbp; € euro eur 欧元; ₹ Rs rupee; person people 人; square sq 平方
     cubic cu 立方; / per 每; ¥ 元 块 块钱 圆 人民币 yuan rmb cny""".replace("\n", ";").split(";")
          for spelling in names.split()}
-# Words that change the value of the number before them, and words that don't name a unit.
-CHANGES = r"""hal(?:f|ve) third quarter (?:four|fif|six|seven|eigh|nin|ten|hundred)th
-    (?:thousand|million|billion|trillion)(?:th)? hundred dozen score gross crore lakh [mb]n squared
-    cubed factorial minus plus below above""".split()
-NO_UNIT = re.compile(r"""(?ix) \b (?: %s | and | or | not | to | of | is | times | over | st | nd | rd
-    | th | pi | sqrt | mod | wrong | incorrect | false | binary | hex | bc ) s? \b
-    | [万亿千百十半多余几不非是或和到至与加减乘除错负成折打下第] | 分之 | 以上""" % "|".join(CHANGES))
-NAMES = {*UNITS.values(), ""}
 WORD = re.compile(r"平方|立方|每|[^\W\d_]+?(?=每)|[^\W\d_]+(?:-[^\W\d_]+)*|[%°$¢€£¥₹/]")
+# Words that change the value of the number before them, and words that don't name a unit.
+CHANGES = r"""hal(?:f|ve)|third|quarter|(?:four|fif|six|seven|eigh|nin|ten|hundred)th|hundred
+    |(?:thousand|million|billion|trillion)(?:th)?|dozen|score|gross|crore|lakh|[mb]n|squared|cubed
+    |factorial|minus|plus|below|above"""
+NO_UNIT = re.compile(rf"""(?ix) \b (?: {CHANGES} |and|or|not|to|of|is|times|over|st|nd|rd|th|pi|sqrt
+    |mod|wrong|incorrect|false|binary|hex|bc ) s? \b
+    | [万亿千百十半多余几不非是或和到至与加减乘除错负成折打下第] | 分之 | 以上""")
 
 # What counts as a number in a text that in_one_line has rewritten.
-DIGITS = r"(?: \d{1,3} (?: (?:,\d{3})+ | (?:\ \d{3})+ ) | \d{1,2} (?:,\d\d)+ ,\d{3} ) (?!\d) | \d+"
-DECIMAL = rf"(?: (?:{DIGITS}) (?:\.\d*)? | \.\d+ )"
+DIGITS = r"(?: \d{1,3} (?:,\d{3})+ | \d{1,3} (?:\ \d{3})+ | \d{1,2} (?:,\d\d)+ ,\d{3} ) (?!\d)"
+DECIMAL = rf"(?: (?: {DIGITS} | \d+ ) (?:\.\d*)? | \.\d+ )"
 MONEY = r"(?: (?:US)? \$ | [€£¥₹] | Rs\.? )"
 NUMERAL = rf"""(?P<open> \( \s? )? (?: (?P<money> {MONEY}) \s* )? (?P<sign> [-+]\s?)?
     (?P<money2> {MONEY} )? (?: (?P<whole> \d+) \s+ (?=\d+\s?/) )?
@@ -53,7 +49,6 @@ NUMERAL = rf"""(?P<open> \( \s? )? (?: (?P<money> {MONEY}) \s* )? (?P<sign> [-+]
 NUMBER = re.compile(NUMERAL, re.VERBOSE)
 KNOWN = "|".join(map(re.escape, sorted(UNITS, key=len, reverse=True)))
 KNOWN = rf"(?: (?:{KNOWN}) s? | \^?\{{?\\circ\}}? ) (?![A-Za-z]) (?: \s*(?:/|per\s)\s*\w+ )?"
-
 # A number within a bare reply.
 IN_A_TEXT = re.compile(rf"(?<![\d.,]) (?![-+]\s) {NUMERAL} (?: \s? {KNOWN} )?", re.VERBOSE)
 # A number is part of something larger if one of these is next to it. Chinese text has no blanks.
@@ -66,22 +61,24 @@ NOT_AFTER = re.compile(rf"""(?: [^\W\u3400-\u9fff] | [)\]}}] | [\w\\][(\[]      
 SIGN_NOT_AFTER = re.compile(r"(?:\d|[)}\]]|(?<![\w'’])[b-zB-HJ-Z])\s*$")      # 5 -2, x -2
 NOT_BEFORE = re.compile(rf"""[^\W\u3400-\u9fff] | [(\[] | [.,:] \d | ! | 个半 | 分之 | 以[上下]
     | [万亿千百十半多余几成折不] | [\ }}]* (?:[_^/*+×÷·=<>≤≥≠±|] | \\(?!text|math) | -\s*[\w(\\])
-    | \s* (?: (?:{"|".join(CHANGES)}) s? | (?:is\s+)? (?:not|wrong|incorrect) ) \b""", re.VERBOSE)
+    | \s* (?: (?:{CHANGES}) s? | (?:is\s+)? (?:not|wrong|incorrect) ) \b""", re.VERBOSE)
 
 BLANKS = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 TEXT = re.compile(r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}")
 GROUP = re.compile(rf"^(?:\\(?:text|math|bold)[a-z]*\s*)?\{{({IN_BRACES})\}}$")
 LABEL = re.compile(r"^(?!-|not\b|.*\\sqrt)((?:[^\d=<>]|_\d)*)(?:=|\\in(?![a-z]))([^=]*)$", re.S)
-LAST_UNIT = re.compile(rf"""(?<=\S) \s* (?: {TEXT.pattern} | [°%] | (?<!\\)\b(?![A-Za-z]\b) {KNOWN} )
-    (?: \^\{{?\d\}}? )? $""", re.VERBOSE)
-MATHEMATICS = re.compile(r"""\\[a-zA-Z{] | [\^<>≤≥≠±√π∞∅=!|(\[{] | [-+*/×·÷]\s*[A-Za-z](?![A-Za-z])
-    | (?<![A-Za-z]) (?: [A-Za-z]\s*[-+*/×·÷] | \d+[A-Za-z]{1,2}(?![A-Za-z]) | pi\b)""", re.VERBOSE)
+LAST_UNIT = re.compile(rf"""(?<=\S) \s* (?: {TEXT.pattern} | [°%]
+    | (?<!\\)\b (?![A-Za-z]\b) {KNOWN} ) (?: \^\{{?\d\}}? )? $""", re.VERBOSE)
+MATHEMATICS = re.compile(r"""\\[a-zA-Z{] | [\^<>≤≥≠±√π∞∅=!|(\[{] | (?<![A-Za-z]) [A-Za-z]\s*[-+*/×·÷]
+    | [-+*/×·÷]\s*[A-Za-z](?![A-Za-z]) | (?<![A-Za-z]) (?:\d+[A-Za-z]{1,2}(?![A-Za-z]) | pi\b)""",
+                         re.VERBOSE)
 
 
 def extract_answer(reply):
     """Returns the first of these that exists after the thinking, or "" if none does:
-    the last box (\\boxed{}, \\fbox{} or \\boxed 2) in the last answer block, or else the block; without
-    a block, the last box, the line after the last ####, or the last number.
+
+    the last box in the last answer block, or else this block; without a block, the last box, the
+    line after the last ####, or the last number. A box is \\boxed{}, \\fbox{}, or \\boxed 2.
     """
     block, rest = answer_block(reply), after_thinking(reply)
     in_box = boxed(rest if block is None else block, block)
@@ -128,13 +125,18 @@ def last_number(text):
 
 @functools.lru_cache(4096)      # all completions of a group have the same gold answer
 def read(text):
-    """Returns (number, unit, words): a Fraction or None, the unit or "", and what else to compare.
+    """Returns (number, unit, words, label): a Fraction or None, the unit, and what else to compare.
 
-    The words have no label before `=`. Mathematics has no unit, and text has no blanks or case.
+    The label of `x = 5` is "x". Mathematics has no unit, and text has no blanks or case.
     """
-    text = labelled(text)[1]
     if len(text) > LONGEST:
-        return None, "", text
+        return None, "", text.strip(), ""
+    label, before, text = "", None, plain(text)
+    while text != before:
+        before, text = text, re.sub(r"(?<!\.\.)[.。]$", "", text.strip("` \n\t"))
+        text = GROUP.sub(r"\1", text)
+        if found := LABEL.search(text):
+            label, text = found[1].strip(), found[2]
     line = " ".join(in_one_line(TEXT.sub(r" \1 ", text)).split())
     found = NUMBER.match(re.sub(r"^\( ?([^()]*)\)$", r"\1", line))
     unit = unit_of(found.string[found.end():], found["money"] or found["money2"]) if found else None
@@ -145,11 +147,11 @@ def read(text):
             unit = unit_of(TEXT.sub(r" \1 ", end[0]), most_unknown=0)
             text = text[:end.start()] if unit else text
         line = " ".join(TEXT.sub(r"\1", text).split())
-        line = re.sub(r"^\(?([A-Za-z])(?:\)[.:]?)?$", r"\1", line)          # a choice
+        line = re.sub(r"^\(?([A-Za-z])(?:\)[.:]?)?$", r"\1", line)      # a choice
         if is_mathematics(line):
-            return None, unit or "", line
-    words = BLANKS.sub("", re.sub(r"(?<=\b[A-Za-z])\.", "", line))      # a.m.
-    return number, unit or "", words if len(words) == 1 else words.casefold()
+            return None, unit or "", line, label
+    words = BLANKS.sub("", re.sub(r"(?<=\b[A-Za-z])\.", "", line))      # a.m. is am
+    return number, unit or "", words if len(words) == 1 else words.casefold(), label
 
 
 def plain(text):
@@ -157,15 +159,14 @@ def plain(text):
     text = re.sub("([⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+)", r"^{\1}", text)
     text = re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])", " ", text)            # NFKC would turn 2½ into 21/2
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/").replace("{,}", ",")
-    text = re.sub(r"_\{(\w)\}", r"_\1", text)
     text = re.sub(r"[\u2010-\u2015\u2212负]|(?i:\b(?:minus|negative)\s+(?=[\d.]))", "-", text)
     text = re.sub(r"\{?([^\s{}]{1,30})\s?\\over\b\s?([^\s{}]{1,30})\}?", r"\\frac{\1}{\2}", text)
     text = re.sub(r"</?(?:br|p|b|i|em|strong|span|div)\s*/?>|\\(?:left|right)(?![a-z])", " ", text)
-    text = re.sub(r"(?<!\\)\\[()\[\]]|\\!\s*", "", text)
+    text = re.sub(r"(?<!\\)\\[()\[\]]|\\!\s*", "", re.sub(r"_\{(\w)\}", r"_\1", text))
     text = re.sub(r"(?<!\\)\\[,;: ]|~", " ", text)
-    text = re.sub(r"(?<!\\)(\$\$?)([^$]*)(?<!\\)\1", r"\2", text)
-    text = re.sub(r"\\([%$])", r"\1", text)
-    return re.sub(r"(?<![\w)*])(\*{1,3}|__?)(?=\S)([^*_]+)(?<=\S)\1(?![\w(*])", r"\2", text)
+    text = re.sub(r"(?<!\\)(\$\$?)([^$]*)(?<!\\)\1", r"\2", text).replace("\\%", "%")
+    text = re.sub(r"(?<![\w)*])(\*{1,3}|__?)(?=\S)([^*_]+)(?<=\S)\1(?![\w(*])", r"\2", text)
+    return text.replace("\\$", "$")
 
 
 def in_one_line(text):
@@ -173,24 +174,13 @@ def in_one_line(text):
     text = re.sub(r"(?<=\d)(?=\\[dtc]?frac)", " ", text)
     part = r"\s*(?:\{([^{}]*)\}|(\d))"
     text = re.sub(rf"\\[dtc]?frac{part}{part}", r"\1\2/\3\4 ", text)
-    text = re.sub(r"(?<=[\d.])\s*(?:\\times|\\cdot|[×·⋅x*])\s*10\s*\^\s*(\{)?([-+]?\d+)(?(1)\})",
-                  r"e\2", text)
-    return re.sub(r"(?<!\d)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?", lambda found: "%d/%s%s" % (
-        int(found[1] + found[2] + found[3]) - int(found[1] + found[2] or 0),
-        "9" * len(found[3]), "0" * len(found[2])), text).strip()        # 0.1\overline{6} is 15/90
-
-
-def labelled(text):
-    """Returns (label, rest) of a text such as `x = 5`, without a final period or \\text{}."""
-    if len(text) > LONGEST:
-        return "", text.strip()
-    label, before, text = "", None, plain(text)
-    while text != before:
-        before, text = text, re.sub(r"(?<!\.\.)[.。]$", "", text.strip("` \n\t"))
-        text = GROUP.sub(r"\1", text)
-        if found := LABEL.search(text):
-            label, text = found[1].strip(), found[2]
-    return label, text
+    power = r"10\s*\^\s*(\{)?([-+]?\d+)(?(1)\})"
+    text = re.sub(rf"(?<=[\d.])\s*(?:\\times|\\cdot|[×·⋅x*])\s*{power}", r"e\2", text)
+    repeated = r"(?<!\d)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?"
+    for start, places, again in re.findall(repeated, text):     # 0.1\overline{6} is (16 - 1)/90
+        over = int(start + places + again) - int(start + places or 0)
+        text = re.sub(repeated, f"{over}/{'9' * len(again)}{'0' * len(places)}", text, count=1)
+    return text.strip()
 
 
 def value_of(found):
@@ -210,38 +200,21 @@ def unit_of(text, money="", most_unknown=1):
     text = re.sub(r"\^?\s*\{?\\circ\}?", "°", text.replace("per cent", "%"))
     text = re.sub(r"([^\W\d_]+)\s*\^\{?2\}?", r"square \1", text)
     text = re.sub(r"([^\W\d_]+)\s*\^\{?3\}?", r"cubic \1", text)
-    words = WORD.findall(text)
-    unknown = [word for word in words if name_of(word) not in NAMES]
+    names, unknown = "", []
+    for word in WORD.findall(text):
+        word = re.sub("^[个名只头本张件支枝条位棵颗辆艘座匹朵]", "", word)      # 个苹果: an apple
+        lower = word if len(word) == 1 else word.casefold()             # KM is km, but F is not f
+        singular = re.sub("(?<=[xzh])es$|(?<!s)s$", "", lower) if len(word) > 2 else word
+        name = next((UNITS[one] for one in (word, lower, singular) if one in UNITS), None)
+        if word and name is None:
+            unknown.append(word)
+        names += name or singular
     letter = "(?![\u3400-\u9fff])[^\\W\\d_]"        # a Chinese unit follows without a blank
     if (WORD.sub("", text).strip(" .(){}") or len(unknown) > most_unknown
             or NO_UNIT.search(" ".join(unknown)) or re.fullmatch(letter, "".join(unknown))
             or re.match(rf"{letter}(?![A-Za-z/])", text) or unknown and re.match(letter, text)):
         return None
-    return "".join(name_of(word) for word in words)
-
-
-def name_of(word):
-    """Returns the name of a unit: that in UNITS, or the word itself without case and plural s."""
-    word = re.sub("^[个名只头本张件支枝条位棵颗辆艘座匹朵]", "", word)      # 个苹果: an apple
-    singular = re.sub("(?<=[xzh])es$|(?<!s)s$", "", word.casefold()) if len(word) > 2 else word
-    lower = word.casefold() if len(word) > 1 else word      # F is no f, but KM is km
-    return UNITS.get(word) or UNITS.get(lower) or UNITS.get(singular, singular)
-
-
-def gold_text(gold):
-    """Returns the gold answer alone: the text after ####, the content of a box, or all of it."""
-    _, hashes, text = str(gold).rpartition("####")
-    text = text.strip().partition("\n")[0] if hashes else text
-    text = boxed(text, text)
-    if not text.strip():
-        raise UserError("the column answer is empty; add the gold answer, or leave the field out")
-    return text
-
-
-def kind_of(gold):
-    """Returns the kind of a gold answer: "number", "words" or "expression"."""
-    number, _, words = read(gold_text(gold[0] if isinstance(gold, list) else gold))
-    return "number" if number is not None else "expression" if is_mathematics(words) else "words"
+    return names
 
 
 def is_mathematics(text):
@@ -252,15 +225,14 @@ def is_mathematics(text):
 
 def same_answer(given, gold):
     """Returns True, False, or a pair of expressions that math-verify has to compare."""
-    gold = gold_text(gold)
-    (number, unit, words), (given_number, given_unit, given_words) = read(gold), read(given)
-    (label, whole), (given_label, given_whole) = labelled(gold), labelled(given)
+    (number, unit, words, label), (given_number, given_unit, given_words, given_label) = (
+        read(gold), read(given))
     if unit and given_unit and unit != given_unit:
         return False
-    both = label and given_label or label and "=" in given_whole or given_label and "=" in whole
-    if both and label.split() != given_label.split():       # not the same: y = 3 and x = 3
-        return f"{label} = {whole}".strip("= "), f"{given_label} = {given_whole}".strip("= ")
-    if re.search("[-+*/]", label) and not given_label:      # x + y = 5 is a line
+    both = label and given_label or label and "=" in given_words or given_label and "=" in words
+    if both and label.split() != given_label.split():       # the lines y = 3 and x = 3
+        return f"{label} = {words}".strip("= "), f"{given_label} = {given_words}".strip("= ")
+    if re.search("[-+*/]", label) and not given_label:      # the line x + y = 5
         return False
     if None in (number, given_number) and BLANKS.sub("", words) == BLANKS.sub("", given_words):
         return True

@@ -24,8 +24,8 @@ AT_ONCE = 16            # questions in the pipe, since waiting for each one cost
 LONGEST = 2000          # maximum characters of a question; longer ones are not asked
 MEMORY = 4 * 2**30      # limit on the child's address space, in bytes
 SYMBOLS = {"π": "pi", "∞": "infty", "<=": "le", ">=": "ge", "≤": "le", "≥": "ge", "≠": "ne",
-           "θ": "theta", "∪": "cup", "∩": "cap", "∈": "in", "±": "pm", "×": "times", "·": "cdot", "⋅": "cdot",
-           "÷": "div", "∅": "emptyset"}
+           "θ": "theta", "∪": "cup", "∩": "cap", "∈": "in", "±": "pm", "×": "times",
+           "·": "cdot", "⋅": "cdot", "÷": "div", "∅": "emptyset"}
 # Text is no product of its letters: H2O, (OH)2, words of three letters but for these, 1 2.
 PROSE = re.compile(r"[A-Za-z)\]]\d|[^\W\d_]{3,}|(?<!_)\d\s+\d")
 FUNCTION = re.compile(r"\\(?:begin|end)\s*\{\w*\}|\\[a-zA-Z]+|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?"

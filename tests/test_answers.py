@@ -9,8 +9,9 @@ import pytest
 
 from errors import UserError
 from reward import accuracy_reward, child, load_reward_funcs
-from reward.answers import extract_answer, kind_of, read, same_answer
+from reward.answers import extract_answer, read, same_answer
 from reward.child import CHILD, Child
+from reward.functions import kind_of
 from run.report.terminal import kinds_of_answers
 from support import ROOT, jsonl
 
@@ -37,7 +38,8 @@ def test_the_cases(kind):
 
 def test_the_table_of_the_page_is_right():
     page = (ROOT / "docs/own_task.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(.+)` \| `(.+)` \| `(.+)` \|$", page[page.index("| gold answer |"):], re.M)
+    page = page[page.index("| gold answer |"):]
+    rows = re.findall(r"^\| `(.+)` \| `(.+)` \| `(.+)` \|$", page, re.M)
     assert len(rows) == 8
     for gold, right, wrong in rows:
         for cell, expected in ((right, 1), (wrong, 0)):
