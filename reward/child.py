@@ -24,7 +24,13 @@ MOST_LATE = 8           # late answers per call, after which no more questions a
 AT_ONCE = 16            # questions in the pipe, since waiting for each one costs milliseconds
 LONGEST = 2000          # maximum characters of a question; longer ones are not asked
 MEMORY = 4 * 2**30      # limit on the child's address space, in bytes
-RELATION = re.compile(r"[<>≤≥]|\\[lg](?:e|t|eq)q?\b")
+SYMBOLS = {"π": "pi", "∞": "infty", "<=": "le", ">=": "ge", "≤": "le", "≥": "ge", "≠": "ne",
+           "θ": "theta", "∪": "cup", "∩": "cap", "∈": "in", "±": "pm", "×": "times",
+           "·": "cdot", "⋅": "cdot", "÷": "div", "∅": "emptyset"}
+# Text is no product of its letters: H2O, (OH)2, words of three letters but for these, 1 2.
+PROSE = re.compile(r"[A-Za-z)\]]\d|[^\W\d_]{3,}|(?<!_)\d\s+\d")
+FUNCTION = re.compile(r"\\(?:begin|end)\s*\{\w*\}|\\[a-zA-Z]+|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?"
+                      r"|log|exp|lim|max|min|gcd|lcm|mod|abc|xyz|sqrt|\binf(?:inity)?\b|\band\b")
 
 
 class Child:
@@ -90,16 +96,62 @@ CHILD = Child()         # one per process: all reward functions share it and its
 
 
 def math_verify(gold, given):
-    """Returns whether two LaTeX expressions are equal according to math-verify."""
-    from math_verify import parse, verify
-    one, other = (parse(f"${text}$", parsing_timeout=None) for text in (gold, given))
-    if not verify(one, other, timeout_seconds=None):
+    """Returns whether two LaTeX expressions are equal according to math-verify.
+
+    If math-verify's own parser fails, it reads the last number instead, so we parse without it.
+    """
+    from latex2sympy2_extended.sets import FiniteSet
+    from math_verify import verify
+    from math_verify.grader import should_treat_as_complex
+    from sympy import Eq, Tuple, simplify
+    if not comparable(gold, given):
         return False
+    is_real = not any(map(should_treat_as_complex, (gold, given)))
+    one, other = parsed(gold, is_real), parsed(given, is_real)
+    if "(" in (gold[0], given[0]):      # a list beside a pair is ordered, too
+        one, other = (Tuple(*side._unsorted_args) if isinstance(side, FiniteSet) else side
+                      for side in (one, other))
+    if not all(verify(*pair, timeout_seconds=None, allow_set_relation_comp=True)
+               for pair in ((one, other), (other, one))):
+        return False
+    if isinstance(one, Eq) and isinstance(other, Eq):   # two without a solution count as equal
+        factor = simplify((one.lhs - one.rhs) / (other.lhs - other.rhs))
+        return bool(factor.is_number and factor.is_finite and factor.is_nonzero)
     with suppress(Exception):           # raised unless both are numbers
-        x, y = one[0].evalf(), other[0].evalf()
+        x, y = one.evalf(), other.evalf()
         if abs(x - y) > 1e-4 * abs(y):      # math-verify takes both 1/2004! and 1/2006! for 0
             return False
-    return bool(RELATION.search(gold) or verify(other, one, timeout_seconds=None))
+    return True
+
+
+def comparable(gold, given):
+    """Returns False where math-verify would equate too much: it reads what follows the last `=`."""
+    for one, other, label in ((gold, given, r"[^\d=+*/^-]*="), (given, gold, r"(?!-)[^\d=]*=")):
+        if "=" in one and "=" not in other:
+            items = [item for item in re.split(",|;|and|or", one) if "=" in item]
+            if not all(re.match(label, item) for item in items):
+                return False
+    pair, other = sorted((gold, given))     # "(" sorts first
+    return not (pair[:1] == "(" and other[:2] == "\\{")     # the pair (1, 2) is no set {1, 2}
+
+
+def parsed(text, is_real):
+    """Returns a SymPy expression with exact decimals, or raises an exception."""
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+    if PROSE.search(FUNCTION.sub(",", text)):
+        raise ValueError("this would be read as a product of its letters")
+    for symbol, command in SYMBOLS.items():
+        text = text.replace(symbol, rf"\{command} ")
+    text = re.sub(r"(?:√|(?<![\\A-Za-z])sqrt)\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[a-z]))",
+                  r"\\sqrt{\1\2\3}", text)
+    text = re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi ", text)
+    text = re.sub(r"(\d*)\.(\d+)", lambda found: r"(\frac{%d}{1%s})" % (
+        int(found[1] + found[2]), "0" * len(found[2])), text)
+    return latex2sympy(text, is_real=is_real, convert_degrees=False,
+                       conversion_config=ConversionConfig(lowercase_symbols=False),
+                       normalization_config=NormalizationConfig(
+                           malformed_operators=True, boxed="none"))
 
 
 @functools.cache

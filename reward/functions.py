@@ -8,7 +8,18 @@ and their token ids without the answers of a tool. Most functions read only own_
 so that a tool's answers earn no reward. A function returns None for a completion that it can't
 score. If the chat template ends a prompt with `<think>`, the completions begin with `<think>`.
 """
-from .answers import TAGS, extract_answer, gold_text, read, same_answer
+from errors import UserError
+
+from .answers import (
+    TAGS,
+    after_thinking,
+    answer_block,
+    boxed,
+    extract_answer,
+    is_mathematics,
+    read,
+    same_answer,
+)
 from .child import CHILD, LONGEST
 
 NGRAM = 4               # tokens per n-gram, in repetition_reward
@@ -38,11 +49,31 @@ def same(reply, gold):
     """Returns True, False, or a pair of expressions that math-verify has to compare."""
     if gold is None:
         return False
-    bare = not any(tag in reply for tag in TAGS)
-    if bare and read(reply)[2] == read(gold_text(gold))[2]:
-        return True
-    pair = same_answer(extract_answer(reply), gold)
-    return pair if len(str(pair)) <= LONGEST else False
+    gold = gold_text(gold)
+    answer = extract_answer(reply)
+    found = same_answer(answer, gold)
+    rest = after_thinking(reply)
+    if found is False and answer_block(reply) is None and not any(tag in rest for tag in TAGS):
+        found = same_answer(rest, gold)         # the reply may consist of only the answer
+    return found if len(str(found)) <= LONGEST else False
+
+
+def gold_text(gold):
+    """Returns the gold answer alone: the text after ####, the content of a box, or all of it."""
+    _, hashes, text = str(gold).rpartition("####")
+    text = text.strip().partition("\n")[0] if hashes else text
+    text = boxed(text, text)
+    if not text.strip():
+        raise UserError("the column answer is empty; add the gold answer, or leave the field out")
+    return text
+
+
+def kind_of(gold):
+    """Returns the kind of a gold answer: "number", "words" or "expression"."""
+    number, _, words, _ = read(gold_text(gold[0] if isinstance(gold, list) else gold))
+    if number is not None:
+        return "number"
+    return "expression" if is_mathematics(words) else "words"
 
 
 def soft_overlong_reward(max_completion_length):

@@ -2,14 +2,16 @@
 import itertools
 import math
 import random
+import re
 from fractions import Fraction
 
 import pytest
 
 from errors import UserError
 from reward import accuracy_reward, child, load_reward_funcs
-from reward.answers import extract_answer, kind_of, read, same_answer
+from reward.answers import extract_answer, read, same_answer
 from reward.child import CHILD, Child
+from reward.functions import kind_of
 from run.report.terminal import kinds_of_answers
 from support import ROOT, jsonl
 
@@ -32,6 +34,17 @@ def test_the_cases(kind):
                               answer=[case["gold"] for case in cases])
     wrong = [case for case, reward in zip(cases, rewards) if reward != case["right"]]
     assert not wrong
+
+
+def test_the_table_of_the_page_is_right():
+    page = (ROOT / "docs/own_task.md").read_text(encoding="utf-8")
+    page = page[page.index("| gold answer |"):]
+    rows = re.findall(r"^\| `(.+)` \| `(.+)` \| `(.+)` \|$", page, re.M)
+    assert len(rows) == 8
+    for gold, right, wrong in rows:
+        for cell, expected in ((right, 1), (wrong, 0)):
+            for text in cell.split("`, `"):
+                assert paid(f"<answer>{text}</answer>", gold) == expected, (gold, text)
 
 
 def spellings(value, rng):
@@ -99,7 +112,7 @@ def test_what_is_no_number(text):
 
 @pytest.mark.parametrize("reply, answer", [
     ("It is 42", "42"), ("答案是42，对吗", "42"), ("共有42只鸡。", "42"),
-    ("Total: $1,234$ dollars", "1,234"),
+    ("Total: $1,234$ dollars", "1,234 dollars"),
     ("it is -3", "-3"), ("So x = 1/2", "1/2"), ("adds up to 42", "42"), ("**Answer:** 42", "42"),
     ("42\n- done", "42"), ("The share: 12.5%", "12.5%"),
     (r"\boxed{1} and \boxed{2}", "1, 2"), (r"$\boxed{1}$, $\boxed{2}$", "1, 2"),

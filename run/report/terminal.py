@@ -18,7 +18,7 @@ from tqdm import tqdm
 from dataset import PromptCollator
 from dataset.jsonl import is_finite, to_json, to_line
 from errors import UserError, cut, explained, printable, reason
-from reward.answers import kind_of
+from reward.functions import kind_of
 
 from ..metrics import formatted
 
