@@ -9,24 +9,23 @@ IN_BRACES = r"[^{}]*"
 for _ in range(8):      # nested braces, but no box inside a box
     IN_BRACES = rf"(?:(?!\\f?box)[^{{}}]|\{{{IN_BRACES}\}})*+"
 BOX = re.compile(rf"\\f?box(?:ed)?\s*\{{({IN_BRACES})\}}|\\boxed\s*([^\s{{}}$]*[^\s{{}}$.,])")
-BESIDE = re.compile(r"(?:[\s$,;&]|\\q?quad|\\[()]|\\text\{\s*and\s*\}|and)*")     # between boxes
+BESIDE = re.compile(r"(?:[\s$,;&]|\\q?quad|\\[()]|\\text\{\s*(?:and|or)\s*\}|and|or)*")    # of two
 LONGEST = 4000          # characters of an answer; longer ones are only compared as text
 # The spellings of each unit without a plural s, its name first.
 UNITS = {one: names.split()[0] for names in """mm millimeter millimetre 毫米; yd yard; mg; day 天;
     cm centimeter centimetre 厘米; m meter metre 米; km kilometer kilometre 千米 公里; pm; am;
-    in inch inches 英寸; ft foot feet 英尺; mi mile 英里; g gram 克; kg kgs kilogram 千克 公斤; ¢ cent;
+    in inch inches 英寸; ft foot feet 英尺; mi mile 英里; g gram 克; kg kgs kilogram 千克 公斤;
     lb lbs pound 磅; oz ounce; ml mL milliliter millilitre 毫升; l L liter litre 升; mi/h mph; unit;
     s sec second 秒; min minute 分钟; h hr hrs hour 小时 时; week 周; month 月; yr yrs year 年;
     km/h kph kmh; % percent percentage pct; ° deg degree 度; C celsius; °C 摄氏度; F fahrenheit;
-    $ dollar usd 美元; £ gbp; € euro eur 欧元; ₹ Rs rupee; person people 人; square sq 平方;
+    $ dollar usd 美元; £ gbp; ¢ cent; € euro eur 欧元; ₹ Rs rupee; person people 人; square sq 平方;
     cubic cu 立方; / per 每; ¥ 元 块 块钱 人民币 yuan rmb""".split(";") for one in names.split()}
 WORD = re.compile(r"平方|立方|每|[^\W\d_]+?(?=每)|[^\W\d_]+(?:-[^\W\d_]+)*|[%°$¢€£¥₹/]")
 # Words that change the value of the number before them, and words that don't name a unit.
 CHANGES = r"""hal(?:f|ve)|third|quarter|(?:four|fif|six|seven|eigh|nin|ten)th|hundred(?:th)?|dozen
-    |(?:thousand|million|billion|trillion)(?:th)?|crore|lakh|squared|cubed|minus|plus|below|above
-"""
-NO_UNIT = re.compile(rf"""(?ix) \b (?: {CHANGES}|gross|score|factorial|times|over|and|or|not|to|of|is
-    |st|nd|rd|th|pi|sqrt|mod|wrong|false|binary|bc ) s? \b
+    |(?:thousand|million|billion|trillion)(?:th)?|crore|lakh|squared|cubed|minus|plus|below|above"""
+NO_UNIT = re.compile(rf"""(?ix) \b (?: {CHANGES}|gross|score|factorial|times|over|and|or|not|to|of
+    |is|st|nd|rd|th|pi|sqrt|mod|wrong|false|binary|bc ) s? \b
     | 分之 | 以上 | [万亿千百十半多余几不非是或和到至与加减乘除错负成折打下第]""")
 # What counts as a number in a text that in_one_line has rewritten.
 PART = r"\s*(?:\{([^{}]*)\}|(\d))"        # of a fraction
@@ -46,7 +45,7 @@ IN_A_TEXT = re.compile(rf"(?<![\d.,]) (?![-+]\s) {NUMERAL} (?: \s? {KNOWN} )?", 
 NOT_AFTER = re.compile(rf"""(?: [^\W\u3400-\u9fff] | [)\]}}] | [\w\\][(\[]          # x2, )2, f(2
     | [-_^/*+×÷·<>≤≥≠±|] [\ {{]* | \\(?!text|math)[a-zA-Z]+ [\ {{]*           # 5 - 2, \sqrt{{2
     | \d \s* [^\W\d]* \s* (?: [,;:x~、到至和与或] | \b(?:or|and|to)\b ) \s*     # 1, 2 or 1 cm to 2
-    | \d \s* {KNOWN} \s* | (?: \b(?:not|than) | n['’]t ) \s*                # 5 feet 3, not 3
+    | \d \s* {KNOWN} \s* | (?: \b(?i:not|than) | n['’]t ) \s*             # 5 feet 3, not 3
     | 第 | 分之 | 零下 | 或者? | 也可能是? | [大小]于 | 超过 | [不非][是为等于]*
     | [(\[] [^()\[\]A-Za-z]* [^()\[\]A-Za-z\s] [^()\[\]A-Za-z]* )$""", re.X)      # (1, 2
 SIGN_NOT_AFTER = re.compile(r"(?:\d|[)}\]]|(?<![\w'’])[b-zB-HJ-Z])\s*$")      # 5 -2, x -2
