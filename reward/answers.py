@@ -25,7 +25,7 @@ WORD = re.compile(r"平方|立方|每|[^\W\d_]+?(?=每)|[^\W\d_]+(?:-[^\W\d_]+)*
 CHANGES = r"""hal(?:f|ve)|third|quarter|(?:four|fif|six|seven|eigh|nin|ten)th|hundred(?:th)?|dozen
     |(?:thousand|million|billion|trillion)(?:th)?|crore|lakh|squared|cubed|minus|plus|below|above"""
 NO_UNIT = re.compile(rf"""(?ix) \b (?: {CHANGES}|gross|score|factorial|times|over|and|or|not|to|of
-    |is|st|nd|rd|th|pi|sqrt|mod|wrong|false|binary|bc ) s? \b
+    |is|st|nd|rd|th|pi|sqrt|mod|wrong|false|binary|bc|doubled|tripled|halved ) s? \b
     | 分之 | 以上 | [万亿千百十半多余几不非是或和到至与加减乘除错负成折打下第]""")
 # What counts as a number in a text that in_one_line has rewritten.
 PART = r"\s*(?:\{([^{}]*)\}|(\d))"        # of a fraction
@@ -45,7 +45,7 @@ IN_A_TEXT = re.compile(rf"(?<![\d.,]) (?![-+]\s) {NUMERAL} (?: \s? {KNOWN} )?", 
 NOT_AFTER = re.compile(rf"""(?: [^\W\u3400-\u9fff] | [)\]}}] | [\w\\][(\[]          # x2, )2, f(2
     | [-_^/*+×÷·<>≤≥≠±|] [\ {{]* | \\(?!text|math)[a-zA-Z]+ [\ {{]*           # 5 - 2, \sqrt{{2
     | \d \s* [^\W\d]* \s* (?: [,;:x~、到至和与或] | \b(?:or|and|to)\b ) \s*     # 1, 2 or 1 cm to 2
-    | \d \s* {KNOWN} \s* | (?: \b(?i:not|than) | n['’]t ) \s*             # 5 feet 3, not 3
+    | \d \s* {KNOWN} \s* | (?: \b(?i:not|than|maybe) | n['’]t ) \s*       # 5 feet 3, not 3
     | 第 | 分之 | 零下 | 或者? | 也可能是? | [大小]于 | 超过 | [不非][是为等于]*
     | [(\[] [^()\[\]A-Za-z]* [^()\[\]A-Za-z\s] [^()\[\]A-Za-z]* )$""", re.X)      # (1, 2
 SIGN_NOT_AFTER = re.compile(r"(?:\d|[)}\]]|(?<![\w'’])[b-zB-HJ-Z])\s*$")      # 5 -2, x -2
@@ -59,7 +59,7 @@ LABEL = re.compile(r"^(?!-|not\b|.*\\sqrt)((?:[^\d=<>]|_\d)*)(?:=|\\in(?![a-z]))
 LAST_UNIT = re.compile(rf"""(?<=\S) \s* (?: {TEXT.pattern} | [°%] | (?<!\\)\b(?![A-Za-z]\b) {KNOWN})
     (?: \^\{{?\d\}}? )? $""", re.X)
 MATHEMATICS = re.compile(r"""\\[a-zA-Z{] | [\^<>≤≥≠±√π∞∅=!|(\[{] | [-+*/×·÷]\s*[A-Za-z](?![A-Za-z])
-    | (?<![A-Za-z]) (?: [A-Za-z]\s*[-+*/×·÷] | (?: \d+[A-Za-z]{1,2} | pi ) (?![A-Za-z]) )""", re.X)
+    | (?<![A-Za-z\d]) (?: [A-Za-z]\s*[-+*/×·÷] | (?:\d+[A-Za-z]{1,2} | pi) (?![A-Za-z]) )""", re.X)
 
 
 def extract_answer(reply):
@@ -141,7 +141,8 @@ def plain(text):
     text = re.sub("([⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+)", r"^{\1}", text)
     text = re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])", " ", text)            # NFKC would turn 2½ into 21/2
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/").replace("{,}", ",")
-    text = re.sub(r"[\u2010-\u2015\u2212负]|(?i:\b(?:minus|negative)\s+(?=[\d.]))", "-", text)
+    text = re.sub("[\u2010-\u2015\u2212负]", "-", text)
+    text = re.sub(r"(?i)(?:\\text\{ ?)?\b(?:minus|negative)[\s}]+(?=[\d.])", "-", text)
     text = re.sub(r"\{?([^\s{}]{1,30})\s?\\over\b\s?([^\s{}]{1,30})\}?", r"\\frac{\1}{\2}", text)
     text = re.sub(r"</?(?:br|p|b|i|em|strong|span|div)\s*/?>|\\(?:left|right)(?![a-z])", " ", text)
     text = re.sub(r"(?<!\\)\\[()\[\]]|\\!\s*", "", re.sub(r"_\{(\w)\}", r"_\1", text))
@@ -193,7 +194,7 @@ def unit_of(text, money="", most_unknown=1):
 def is_mathematics(text):
     items = re.split(r"\s*(?:[,;]|\b(?:and|or)\b)\s*", text[:LONGEST])       # a list of numbers
     all_numbers = all(NUMBER.fullmatch(in_one_line(item)) for item in items)
-    return len(items) > 1 and all_numbers or bool(MATHEMATICS.search(text))
+    return len(items) > 1 and all_numbers or bool(MATHEMATICS.search(text[:LONGEST]))
 
 
 def same_answer(given, gold):
