@@ -14,8 +14,8 @@ divided by the time with it (python tests/bench.py --tricks). Differences below 
 Reward models with the architecture of model.py also process each distinct prefix only once. So the
 rewards of a step with default flags take 0.056 s instead of 0.089 s.
 
-On a CUDA GPU, starting the kernels takes longer than computing, so other tricks count (H200, torch
-2.11; an earlier version of these files: docs/in_practice.md):
+On a CUDA GPU, starting the kernels takes longer than computing, so other tricks count. The times
+are those of a prototype on an H200; the present files never ran on a GPU (docs/in_practice.md):
 
     without ...                                          default   Qwen3-0.6B's shape
     sampling: a step is one CUDA graph                    13         6.6
