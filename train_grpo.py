@@ -391,7 +391,7 @@ def train(model, tokenizer=None, *, reward_funcs, prompts, reference=None, rewar
     adapters. Otherwise, if beta is above 0, the default reference is a copy of the model. With
     lora_rank, shard, ref_model_sync_steps or sampler="vllm", `model` must be a path.
     reward_funcs: a list of functions, names of rewards, or strings "module:function".
-    prompts: strings, chats or rows like {"prompt": ..., "answer": ...}, or a table; or a file.
+    prompts: strings, chats, or rows like {"prompt": ..., "answer": ...}; in a list, table or file.
     out_dir: the folder for output files. If it is None, no files are written.
     trainer: a subclass of GRPO with methods of your own, which are called before those of options.
     flags: any flags that --help lists, as keyword arguments. Where --help says "module:function",

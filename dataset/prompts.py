@@ -131,9 +131,10 @@ def without_nulls(schema, parent=""):
     """
     if isinstance(schema, list):
         return [without_nulls(one) for one in schema]
-    return schema if not isinstance(schema, dict) else {
-        name: without_nulls(value, name) for name, value in schema.items()
-        if value is not None or name == "default" and parent != "properties"}
+    if not isinstance(schema, dict):
+        return schema
+    return {name: without_nulls(value, name) for name, value in schema.items()
+            if value is not None or name == "default" and parent != "properties"}
 
 
 def gold_of(row):

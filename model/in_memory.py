@@ -20,6 +20,8 @@ from .load import as_ours, unbuilt
 from .model import Head, MiniMindForCausalLM
 
 NEEDED = {"model_path": "model", "data_path": "prompts", "reward_funcs": "reward_funcs"}
+KNOWN_CODE = ("torch.nn.modules.", "transformers.models.", "transformers.activations",
+              "model.model")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ONE_AT_A_TIME = RLock()     # threads would share GIVEN and reward/child.py's process
 
@@ -39,7 +41,7 @@ def as_flags(flags, own):
     flags = flags | own
     for flag in "data_path", "eval_data_path":
         if not isinstance(flags.get(flag), (str, Path, type(None))):
-            flags[flag] = rows_of(flags[flag])
+            flags[flag] = rows_of(flags[flag], NEEDED.get(flag, flag))
     with ONE_AT_A_TIME:
         before = GIVEN.copy()
         try:
@@ -73,13 +75,13 @@ def by_name(value, is_source):
     return name
 
 
-def rows_of(data):
+def rows_of(data, name="prompts"):
     """Returns the rows of a data set as a list: of a table, or of anything with a length.
 
     data: a list, a Dataset of torch or datasets, a generator, a dict of columns, or a table of
-    pandas, polars or pyarrow. Raises a UserError for other objects.
+    pandas, polars or pyarrow. Raises a UserError for other objects; name: of the parameter.
     """
-    who = f"prompts: <{type(data).__name__}>"
+    who = f"{name}: <{type(data).__name__}>"
     advice = 'pass a list of prompts, or of rows like {"prompt": ..., "answer": ...}'
     for name in "to_dicts", "to_pylist":                                # polars, pyarrow
         if hasattr(data, name):
@@ -173,9 +175,8 @@ def as_policy(theirs, *, device, matrix_dtype):
 def own_code(model):
     """Returns what in a model's modules would not run in model/model.py, or ""."""
     for module in model.modules():
-        origin = type(module).__module__
-        if not origin.startswith(("transformers.models.", "torch.nn.modules.", "model.model")) and (
-                origin != "transformers.activations") or "forward" in vars(module):
+        is_theirs = type(module).__module__.startswith(KNOWN_CODE)
+        if not is_theirs or "forward" in vars(module):
             return f"its {type(module).__name__}, which has code of its own"
         if any(vars(module)[name] for name in HOOKS):
             return "its hooks"

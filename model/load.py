@@ -176,6 +176,13 @@ def decode(ids, tokenizer, eos_ids):
     return tokenizer.decode([one for one in ids if one not in hidden])
 
 
+def spelled_out(text, tokens):
+    """Inserts a space into each of these tokens in the text: <|im_end|> becomes < |im_end|>."""
+    for token in tokens:
+        text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text
+
+
 # --- weights and tokenizers -----------------------------------------------------------------------
 
 

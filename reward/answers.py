@@ -12,14 +12,15 @@ BOX = re.compile(rf"\\f?box(?:ed)?\s*\{{({IN_BRACES})\}}|\\boxed\s*([^\s{{}}$]*[
 BESIDE = re.compile(r"(?:[\s$,;&]|\\q?quad|\\[()]|\\text\{\s*(?:and|or)\s*\}|and|or)*")    # of two
 LONGEST = 4000          # characters of an answer; longer ones are only compared as text
 # The spellings of each unit without a plural s, its name first.
-UNITS = {one: names.split()[0] for names in """mm millimeter millimetre 毫米; yd yard; mg; day 天;
-    cm centimeter centimetre 厘米; m meter metre 米; km kilometer kilometre 千米 公里; pm; am;
-    in inch inches 英寸; ft foot feet 英尺; mi mile 英里; g gram 克; kg kgs kilogram 千克 公斤;
-    lb lbs pound 磅; oz ounce; ml mL milliliter millilitre 毫升; l L liter litre 升; mi/h mph; unit;
-    s sec second 秒; min minute 分钟; h hr hrs hour 小时 时; week 周; month 月; yr yrs year 年;
-    km/h kph kmh; % percent percentage pct; ° deg degree 度; C celsius; °C 摄氏度; F fahrenheit;
-    $ dollar usd 美元; £ gbp; ¢ cent; € euro eur 欧元; ₹ Rs rupee; person people 人; square sq 平方;
-    cubic cu 立方; / per 每; ¥ 元 块 块钱 人民币 yuan rmb""".split(";") for one in names.split()}
+UNITS = {one: names.split()[0] for names in """
+    mm millimeter millimetre 毫米; cm centimeter centimetre 厘米; m meter metre 米; yd yard; mi mile
+    英里; km kilometer kilometre 千米 公里; in inch inches 英寸; ft foot feet 英尺; square sq 平方;
+    cubic cu 立方; ml mL milliliter millilitre 毫升; l L liter litre 升; mg; g gram 克; oz ounce;
+    kg kgs kilogram 千克 公斤; lb lbs pound 磅; s sec second 秒; min minute 分钟; day 天; week 周;
+    h hr hrs hour 小时 时; month 月; yr yrs year 年; am; pm; / per 每; km/h kph kmh; mi/h mph; unit;
+    % percent percentage pct; ° deg degree 度; C celsius; °C 摄氏度; F fahrenheit; person people 人;
+    $ dollar usd 美元; ¢ cent; £ gbp; € euro eur 欧元; ₹ Rs rupee; ¥ 元 块 块钱 人民币 yuan rmb
+    """.split(";") for one in names.split()}
 WORD = re.compile(r"平方|立方|每|[^\W\d_]+?(?=每)|[^\W\d_]+(?:-[^\W\d_]+)*|[%°$¢€£¥₹/]")
 # Words that change the value of the number before them, and words that don't name a unit.
 CHANGES = r"""hal(?:f|ve)|third|quarter|(?:four|fif|six|seven|eigh|nin|ten)th|hundred(?:th)?|dozen

@@ -17,6 +17,7 @@ from model.load import (
     read_hub_config,
     read_json,
     read_weights,
+    spelled_out,
     unbuilt,
 )
 from model.model import Decoder
@@ -66,10 +67,8 @@ class RewardModel(nn.Module):
         return self.tokenizer.apply_chat_template(chats, tokenize=True, return_dict=False)
 
     def without_markers(self, text):
-        """Inserts a space into each special token in the text: <|im_end|> becomes < |im_end|>."""
-        for marker in self.markers:
-            text = text.replace(marker, f"{marker[0]} {marker[1:]}")
-        return text
+        """Makes special tokens in the text ordinary text."""
+        return spelled_out(text, self.markers)
 
     def pad(self, ids):
         """Returns (input_ids, last): ids (N, T), padded on the right, and last positions (N,)."""

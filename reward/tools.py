@@ -14,6 +14,7 @@ import json
 from contextlib import suppress
 
 from errors import UserError, cut, reason
+from model.load import spelled_out
 
 from .load import COROUTINES, check_columns, copied, show, warn_first
 
@@ -21,8 +22,13 @@ MOST_CHARACTERS = 4000      # per answer
 
 
 class Answer(str):
-    """An answer of tool_calls, whose results are quoted. error: the first that is among them."""
-    error = None
+    """An answer of tool_calls. error: the first exception among its results, or None."""
+
+    def __new__(cls, parts, error):
+        """parts: texts that belong to the chat's format, alternating with results."""
+        answer = super().__new__(cls, "".join(parts))
+        answer.parts, answer.error = parts, error
+        return answer
 
 
 class Tool:
@@ -42,8 +48,8 @@ class Tool:
                             f"{len(ids)} tokens with this tokenizer, but must be one; set "
                             f"{self.name}.stop to the text of the token that asks the tool")
         self.stop_id = ids[0]
-        if hasattr(function, "quote"):      # see tool_calls
-            function.quote = self.quote
+        added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+        self.markers = [text for text in added if text.strip()[1:]]     # not spaces and characters
 
     def __call__(self, histories, columns):
         """Returns (answer, is_error) for each history. After an error, each history is tried alone.
@@ -70,7 +76,9 @@ class Tool:
         if isinstance(answer, Answer):
             if answer.error is not None:
                 self.warn(answer.error)
-            return str(answer), answer.error is not None    # without the error and its frames
+            # Each result is cut and quoted on its own. A plain str has no error, and no frames.
+            return "".join(self.quote(part) if i % 2 else part
+                           for i, part in enumerate(answer.parts)), answer.error is not None
         if answer is None:
             return None, False
         if not isinstance(answer, str):
@@ -79,12 +87,8 @@ class Tool:
         return cut(answer, MOST_CHARACTERS), False
 
     def quote(self, text):
-        """Cuts a long text, and inserts a space into its control tokens: <|end|> -> < |end|>."""
-        text = cut(text, MOST_CHARACTERS)
-        for token in self.tokenizer.added_tokens_decoder.values():
-            if token.content.strip()[1:]:       # the others are spaces, or single characters
-                text = text.replace(token.content, f"{token.content[0]} {token.content[1:]}")
-        return text
+        """Cuts a long text, and makes control tokens in it ordinary text."""
+        return spelled_out(cut(text, MOST_CHARACTERS), self.markers)
 
     def warn(self, error):
         """Prints a warning and the traceback for the first error of each type."""
@@ -105,7 +109,7 @@ def tool_calls(functions):
     MiniMind-3 uses the same format. The arguments may also be JSON in a string, or missing. A
     completion may contain several calls after its thinking. All results are returned in one turn.
     A result that is not a string is written as JSON. For a call that failed, the result is the
-    error message. Control tokens in a result are written as text (Tool.quote).
+    error message. A Tool makes control tokens in a result ordinary text.
     """
     named = {function.__name__: function for function in functions}
 
@@ -134,15 +138,16 @@ def tool_calls(functions):
                 answers.append(None)
                 continue
             texts, errors = zip(*map(result, calls))
-            turn = "".join(f"\n<tool_response>\n{tool.quote(text)}\n</tool_response>"
-                           for text in texts)
             begun = prompt.rpartition("<|im_start|>assistant\n")[2]
-            answers.append(Answer(f"\n<|im_start|>user{turn}<|im_end|>\n"
-                                  f"<|im_start|>assistant\n{begun}"))
-            answers[-1].error = next(filter(None, errors), None)
+            parts = ["\n<|im_start|>user"]
+            for text in texts:
+                parts[-1] += "\n<tool_response>\n"
+                parts += text, "\n</tool_response>"
+            parts[-1] += f"<|im_end|>\n<|im_start|>assistant\n{begun}"
+            answers.append(Answer(parts, next(filter(None, errors), None)))
         return answers
 
-    tool.stop, tool.quote = "<|im_end|>", str       # Tool replaces str by its own quote
+    tool.stop = "<|im_end|>"
     return tool
 
 

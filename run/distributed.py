@@ -123,20 +123,20 @@ class World:
         """Gives all ranks rank 0's weights of a model object, because theirs may differ."""
         tensors = {path: one.data for path, one in
                    (*model.named_parameters(), *model.named_buffers())} if self.size > 1 else {}
-        self.check_same(f"{name} has", [f"{path} {list(x.shape)}" for path, x in tensors.items()],
+        self.check_same(name, [f"{path} {list(x.shape)}" for path, x in tensors.items()],
                         "pass the same model")
         for tensor in tensors.values():
             dist.broadcast(tensor, 0)
 
-    def check_same(self, what, value, advice):
-        """Raises a UserError unless all ranks have this value, which is then not printed whole."""
+    def check_same(self, name, value, advice):
+        """Raises a UserError unless all ranks have the same value; name: what it is called."""
         if self.size == 1:
             return
         text = json.dumps(to_json(value), sort_keys=True)
         content = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:12]
         for rank, other in enumerate(self.gather([content])):
             if other != content:
-                raise UserError(f"{what} other content on rank {self.rank} than on rank {rank}; "
+                raise UserError(f"{name} differs between rank {self.rank} and rank {rank}; "
                                 f"{advice} in each process")
 
     def rng(self, step, *, evaluating=False):

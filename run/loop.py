@@ -46,7 +46,7 @@ class Loop:
         self.grpo, args, world = grpo, self.args, self.world
         self.collate, self.problems, self.heldout = read_prompts(
             args, grpo.tokenizer, grpo.policy.model.config)
-        world.check_same(f"{args.data_path} has", self.problems, "pass the same prompts")
+        world.check_same(args.data_path, self.problems, "pass the same prompts")
         self.last_step = last_step_of(len(self.problems), grpo.num_prompts, world, args)
         self.start_step, self.num_tokens = self.saver.resume(
             grpo.policy.model, grpo.optimizer, grpo.saved, len(self.problems),

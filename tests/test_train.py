@@ -136,6 +136,7 @@ def test_the_lines_of_the_readme_run(name, monkeypatch):
     ({"tokenizer": TOKENIZER.backend_tokenizer}, "<Tokenizer> is no tokenizer of transformers"),
     ({"prompts": lambda: PROMPTS}, "prompts: <function> has no rows, or no length"),
     ({"prompts": 7}, "prompts: <int> has no rows, or no length"),
+    ({"eval_data_path": 7}, "eval_data_path: <int> has no rows, or no length"),
     ({"prompts": {"train": [{"prompt": "What is 1 + 1?"}]}}, 'such as prompts["train"]'),
     ({"prompts": {"prompt": "What is 1 + 1?", "answer": "2"}}, "has no columns of prompts"),
     ({"prompts": {"prompt": ["one", "two"], "answer": ["1"]}}, "of the same length"),
@@ -556,11 +557,11 @@ for _ in range(2):
     model = torch.nn.Linear(2, 2)
     world.share(model, "<Linear>")
     assert len(set(world.gather([model.weight.sum().item()]))) == 1
-    world.check_same("<list> has", [1, 2], "pass the same")
+    world.check_same("<list>", [1, 2], "pass the same")
     try:
-        world.check_same("<list> has", [world.rank], "pass the same prompts")
+        world.check_same("<list>", [world.rank], "pass the same prompts")
     except ValueError as error:
-        assert "<list> has other content on rank" in str(error)
+        assert "<list> differs between rank" in str(error)
     else:
         raise AssertionError("different lists are the same")
     assert world.sum(torch.ones(1)).item() == 2 and torch.distributed.is_initialized()

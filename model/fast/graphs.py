@@ -108,7 +108,7 @@ class Graphs:
         for t in range(max_new_tokens):
             going = None if tool is None else ~buffers.done[:n]
             if t == 0:
-                buffers.draw_first(n)
+                buffers.draw(n, buffers.generator)      # from the logits of the prompts
             else:
                 buffers.replay(n, P + t)
             if tool is not None:
@@ -118,9 +118,10 @@ class Graphs:
                 left, lengths = torch.stack(((~ended).sum(), buffers.lengths.max())).tolist()
                 if left == 0:
                     break
-                if n > FEWEST and left <= n // 2:       # half of the rows leave
+                fewer = halved(n, left)
+                if fewer < n:               # the rows that have ended leave, by halves
                     write()
-                    n = fewer(n, left)
+                    n = fewer
                     rows = ended.int().argsort(stable=True)[:n]
                     completion_of = completion_of[rows]
                     buffers.keep(rows, P + t)
@@ -134,7 +135,7 @@ def sample(model, prompt_ids, prompt_mask, **options):
     return Graphs()(model, prompt_ids, prompt_mask, **options)
 
 
-def fewer(n, left):
+def halved(n, left):
     """Halves n as long as `left` rows fit, and n is above FEWEST."""
     while n > FEWEST and left <= n // 2:
         n //= 2
@@ -218,11 +219,6 @@ class Buffers:
         with torch.autocast(self.device.type, enabled=False):       # weights are cast already
             self.decode(n, S)
             self.draw(n, generator)
-
-    def draw_first(self, n):
-        """Draws the tokens that follow the prompts."""
-        with torch.autocast(self.device.type, enabled=False):
-            self.draw(n, self.generator)
 
     def draw(self, n, generator):
         """Draws a token for each row from the softmax of its logits, and writes it down.
@@ -328,8 +324,8 @@ class Buffers:
             self.graphs.clear()
             self.captures, self.generator = False, torch.Generator(self.device)
             self.generator.manual_seed(self.seed + 1)
-            warnings.warn("sampling takes several times as long as it could, because no CUDA graph "
-                          f"could be captured ({reason(error)})", stacklevel=2)
+            warnings.warn("sampling takes longer, because no CUDA graph could be captured "
+                          f"({reason(error)})", stacklevel=2)
         return expected
 
     def record(self, n, S):

@@ -104,7 +104,7 @@ class Report:
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             "run by": getattr(policy, "run_by", ""),        # transformers, which is slower
             "sampler": grpo.policy.slow_because and "without CUDA graphs, because of "
-                       f"{grpo.policy.slow_because}: several times slower",
+                       f"{grpo.policy.slow_because}: slower",
             "thinking": args.reasoning and collate.render(first) == unswitched.render(first)
                         and "left to the weights: the chat template has no switch for it",
             "device": f"{num_processes} x {grpo.world.device.type}",
