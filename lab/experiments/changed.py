@@ -2,10 +2,15 @@
 
     python -m lab.experiments.changed --change noise:2 --max_steps 40
 
-It takes the flags of train_grpo.py, and --change: a name of CHANGES and, for some, a number.
+It takes the flags of train_grpo.py, and --change: a name of CHANGES and, for some, a number. The
+changes recipe, echo and behind_without_ratio run the code of docs/recipes.md.
 """
 import argparse
+import re
+import sys
+import types
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -104,8 +109,31 @@ def of_top_p(logits, temperature, p):
     return logits.masked_fill(kept == 0, -1e9)        # -inf would make an entropy NaN
 
 
+def recipe(name):
+    """The class of a recipe, or None if its file only has a function, for --loss_type NAME:..."""
+    page = (Path(__file__).parents[2] / "docs/recipes.md").read_text(encoding="utf-8")
+    code = re.search(rf"^```python\n(# {name}\.py\n.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
+    sys.modules[name] = module = types.ModuleType(name)
+    exec(compile(code, f"{name}.py", "exec"), vars(module))
+    return next((one for one in vars(module).values() if isinstance(one, type)
+                 and issubclass(one, GRPO) and one is not GRPO), None)
+
+
+def echo(weight):
+    kind = recipe("echo")
+    kind.weight = float(weight)
+    return kind
+
+
+def behind_without_ratio(_):
+    kind = recipe("behind")
+    del kind.compute_loss
+    return kind
+
+
 CHANGES = {"noise": noise, "above_0": above_0, "whole_answers": whole_answers, "moved": moved,
-           "top_p": top_p}
+           "top_p": top_p, "recipe": recipe, "echo": echo,
+           "behind_without_ratio": behind_without_ratio}
 
 
 @user_errors("lab.experiments.changed")
