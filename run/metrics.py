@@ -175,7 +175,8 @@ def describe(rollout, tokenizer, eos_ids, num_generations):
     "columns" has the fields of the data, "reward" the total reward, "rewards" the reward from each
     function, and "advantage" the advantage of the first token. Rows of the first group also have
     "tokens" (the text of each token), "token_logps", and, if each token has its own advantage,
-    "token_advantages". With a tool, all rows have "turns", "failed_calls" and "tool_tokens", and
+    "token_advantages". They have "token_bounded" if a bound has removed the gradient of any of
+    these tokens in the last update, 1 for such tokens (losses.py). With a tool, all rows have "turns", "failed_calls" and "tool_tokens", and
     rows of the first group have "token_drawn", which is 0 for tokens of the tool's answers.
     """
     N = len(rollout.completions)
@@ -194,6 +195,9 @@ def describe(rollout, tokenizer, eos_ids, num_generations):
     fields = {"token_logps": rollout.sampling_logps[:num_generations].tolist()}
     if rollout.advantages.dim() == 2:
         fields["token_advantages"] = advantages
+    bounded = rollout.extra.get("bounded", rollout.loss_mask[:0])[:num_generations]
+    if bounded.any():
+        fields["token_bounded"] = bounded.tolist()
     if rollout.turns is not None:
         fields["token_drawn"] = rollout.loss_mask[:num_generations].tolist()
         tool_tokens = (rollout.completion_mask - rollout.loss_mask).sum(1).tolist()

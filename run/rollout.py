@@ -34,6 +34,7 @@ class MicroBatch(Sequences):
     num_sequences: int = None                   # completions in the optimizer step, all ranks
     num_tokens: int = None                      # trained tokens in that step, on all ranks
     old_logps: torch.Tensor = None              # (n, R) under pi_old
+    rows: torch.Tensor = None                   # (n,) indices of its rows in the rollout
 
 
 @dataclass(slots=True, kw_only=True)
@@ -171,7 +172,7 @@ class Rollout(Sequences):
             self.prompt_ids[rows, -P:], self.prompt_mask[rows, -P:], cut(self.completion_ids),
             cut(self.completion_mask), cut(self.loss_mask), cut(self.sampling_logps),
             cut(self.ref_logps), cut(self.advantages),
-            {name: cut(values) for name, values in self.extra.items()})
+            {name: cut(values) for name, values in self.extra.items()}, rows=rows)
 
 
 def rows_of(value, rows):

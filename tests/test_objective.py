@@ -336,6 +336,30 @@ def test_clipped_tokens_count_by_token_and_clipped_completions_by_completion(opt
         assert metrics == pytest.approx(clip_ratios(0, 0))
 
 
+def fades(ratio, advantages, logps, mask, **options):
+    """A bound that calls tokens low or high although they keep a gradient."""
+    return -ratio * advantages, {"low": ratio < 0.9, "high": ratio > 1.1}
+
+
+@pytest.mark.parametrize("options, rises, falls", [     # tokens of A = 1, of A = -1
+    ({"loss_type": "bnpo"}, "100", "010"), ({"loss_type": "bnpo", "delta": 1.3}, "100", "110"),
+    (SEQUENCE | {"epsilon_high": 0.003}, "111", "000"), ({"loss_type": "sapo"}, "000", "000"),
+    ({"loss_type": "cispo", "epsilon_high": 1.2}, "000", "000"),        # a cap removes nothing
+    ({"loss_type": "dppo", "epsilon_low": 0.1, "epsilon_high": 0.3}, "000", "010"),
+    ({"loss_type": "gmpo", "epsilon_low": 0.4, "epsilon_high": 0.4}, "100", "010"),
+    ({"loss_type": "test_objective:fades"}, "000", "000")], ids=str)
+def test_bounded_marks_tokens_that_lose_their_gradient(options, rises, falls):
+    d = torch.tensor([0.5, -0.5, 0.01, 5.0]).expand(3, 4)       # the last is padding
+    logps = (math.log(0.4) + d).requires_grad_()        # pi - pi_old: 0.26, -0.16, 0.004
+    mask, marks = torch.tensor([[1, 1, 1, 0]]).expand(3, 4), torch.zeros(3, 4).int()
+    given = (logps - d).detach(), torch.tensor([1.0, -1, 0]), mask
+    loss, _ = family_loss(logps, *given, beta=0.1, ref_logps=given[0] - 1, bounded=marks, **options)
+    assert ["".join(map(str, row)) for row in marks.tolist()] == [f"{rises}0", f"{falls}0", "0000"]
+    marked, = torch.autograd.grad(loss, logps)
+    loss, _ = family_loss(logps, *given, beta=0.1, ref_logps=given[0] - 1, **options)
+    assert torch.equal(marked, *torch.autograd.grad(loss, logps))       # marks change no gradient
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dppo", "gmpo", "r1"])
 def test_completions_that_are_all_masked_out_have_loss_0(loss_type):
     logps = torch.zeros(2, 3, requires_grad=True)

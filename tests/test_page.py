@@ -156,6 +156,27 @@ def test_a_tools_words_are_marked_with_and_without_tokens(tmp_path):
     assert "slanted</span>: the tool's words: read, not learned." in dom
 
 
+BOUND = """<script>
+const found = [...document.querySelectorAll(".bounded")], before = $("readout").textContent;
+found[0].onpointerenter();
+document.title = JSON.stringify([found.map(token => token.innerHTML), before,
+                                 $("readout").textContent]);
+</script>"""
+
+
+def test_bounded_tokens_are_underlined(tmp_path):
+    page, tokens = tmp_path / "page.html", {"tokens": ["5", "7", ""], "token_logps": [-1.0] * 3}
+    rows = [row(1, **tokens, token_bounded=marks) for marks in ([0, 1, 0], [0, 0, 0])]
+    write_page(write_run(tmp_path / "run", rows, 1), page)
+    assert [one["bounded"] for one in embedded(page)["steps"][0]["groups"][0]["rows"]] == [
+        [0, 1, 0], [0, 0, 0]]
+    page.write_text(page.read_text().replace("</body>", f"{BOUND}</body>"))
+    dom = dom_after(page)
+    found, before, after = json.loads(html.unescape(re.search("<title>(.*?)</title>", dom)[1]))
+    assert found == ["7"] and "Underlined: the bound removed" in before
+    assert '"7"' in after and after.endswith("removed its gradient in the last update")
+
+
 KEYS = """<script>
 const seen = [], see = () => seen.push([current.step, current.place, $("found").textContent]);
 const press = key => {

@@ -367,7 +367,7 @@ def test_a_rollout_is_described_one_row_per_completion():
         rewards=torch.tensor([1.5, 0.0]), advantages=torch.tensor([0.5, -0.5]),
         rewards_per_func={"tag_reward": torch.tensor([0.5, 0.0])},
         sampling_logps=-torch.arange(4.0).reshape(2, 2) / 8, token_ids=lambda: [b"1", b"11"],
-        turns=None)
+        turns=None, extra={"bounded": torch.tensor([[0, 0], [0, 1]])})
     theirs = {"messages": chats[0], "reward": "of the file", "step": "x", "tokens": 9}
     rows = [
         {"prompt": "q", "completion": "1", "length": 1, "ended": True, "reward": 1.5,
@@ -376,7 +376,8 @@ def test_a_rollout_is_described_one_row_per_completion():
          "rewards": {"tag_reward": 0.0}, "advantage": -0.5, "columns": theirs | {"nums": None}}]
     rows[0] |= {"tokens": ["1"], "token_logps": [0.0]}
     assert describe(rollout, Bytes(), [], 1) == rows        # only the first group has tokens
-    rows[1] |= {"tokens": ["1", "1"], "token_logps": [-0.25, -0.375]}
+    rows[1] |= {"tokens": ["1", "1"], "token_logps": [-0.25, -0.375], "token_bounded": [0, 1]}
+    rows[0]["token_bounded"] = [0]
     rollout.advantages = torch.tensor([[0.5, 1.5], [-0.5, 0.5]])        # (N, R)
     rows[0]["token_advantages"], rows[1]["token_advantages"] = [0.5], [-0.5, 0.5]
     assert describe(rollout, Bytes(), [], 2) == rows

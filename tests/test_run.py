@@ -403,6 +403,18 @@ def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps,
     world.close()
 
 
+def test_bounded_tokens_are_marked_in_their_own_rows(policy, six):
+    six.rewards[2] = 0.3                                # all have one
+    ratio = (six.sampling_logps - six.old_logps).exp()
+    A = six.advantages[:, None].expand_as(ratio)
+    expected = ((ratio > 1.02) & (A > 0) | (ratio < 0.98) & (A < 0)) & six.loss_mask.bool()
+    assert expected.any(1).sum() > 2
+    for micro_batch_size in (1, 2, 6):
+        gradient(policy, six, fast.token_logps, loss_type="bnpo", epsilon_low=0.02,
+                 epsilon_high=0.02, micro_batch_size=micro_batch_size)
+        assert torch.equal(six.extra.pop("bounded").bool(), expected), micro_batch_size
+
+
 def free_ports(count):
     """Free ports below those that the system hands out: nobody else gets one before its use."""
     def is_free(port):

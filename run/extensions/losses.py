@@ -161,11 +161,13 @@ def kl_penalty(logps, ref_logps, *, k3, kl_type="k3"):
 def family_loss(logps, old_logps, advantages, mask, *, k3, ref_logps=None, beta=0.0,
                 epsilon_low=0.2, epsilon_high=0.2, num_sequences=None, num_tokens=None,
                 loss_type="grpo", kl_type="k3", delta=None, importance_sampling_level="token",
-                max_completion_length=None, use_bias_correction_kl=False, loss_options=()):
+                max_completion_length=None, use_bias_correction_kl=False, loss_options=(),
+                bounded=None):
     """Returns (loss, metrics) for GRPO or a variant of it, like grpo_loss in train_grpo.py.
 
     k3: the function k3 in train_grpo.py. If num_sequences and num_tokens are None, the batch is
-    assumed to be the whole batch of the optimizer step.
+    assumed to be the whole batch of the optimizer step. bounded: a tensor of zeros, (n, R), or None
+    (default). It becomes 1 at tokens whose gradient the bound removes, apart from that of the KL.
     """
     options = dict(ref_logps=ref_logps, beta=beta, epsilon_low=epsilon_low,
                    epsilon_high=epsilon_high, num_sequences=num_sequences, num_tokens=num_tokens,
@@ -184,6 +186,9 @@ def family_loss(logps, old_logps, advantages, mask, *, k3, ref_logps=None, beta=
     ratio = importance_ratio(logps, old_logps, mask, level=importance_sampling_level)
     loss, where = bound(ratio, advantages, logps.masked_fill(mask == 0, 0), mask,     # (N, 1 or R)
                         epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta, **numbers)
+    if bounded is not None and loss.requires_grad:
+        gradient, = torch.autograd.grad(loss.sum(), logps, retain_graph=True)
+        bounded.copy_((gradient == 0) & (advantages != 0) & (mask != 0))
     lengths = mask.sum(1, keepdim=True).clamp(min=1)                                    # (N, 1)
     metrics = clip_ratios(where, mask, num_sequences, num_tokens, level=importance_sampling_level)
     if ref_logps is not None:
@@ -317,10 +322,25 @@ def is_on(args):
 
 
 class OtherLoss:
+    def update_policy(self, rollout):
+        """Also marks tokens for report.html, as rollout.extra["bounded"], (N, R).
+
+        A mark means that the bound removed the token's gradient in the last update of its row.
+        """
+        rollout.extra["bounded"] = torch.zeros_like(rollout.loss_mask)
+        self.marks = rollout.extra["bounded"]
+        return super().update_policy(rollout)
+
+    def compute_loss(self, part, logps, entropy):
+        self.bounded = torch.zeros_like(part.loss_mask)                                 # (n, R)
+        loss_and_metrics = super().compute_loss(part, logps, entropy)
+        self.marks[part.rows, :logps.shape[1]] = self.bounded
+        return loss_and_metrics
+
     def grpo_loss(self, *tensors, **options):
         of_flags = {name: getattr(self.args, name) for name in USUAL}
         return family_loss(*tensors, k3=self.k3, max_completion_length=self.args.max_gen_len,
-                           **of_flags, **options)
+                           bounded=self.bounded, **of_flags, **options)
 
 
 def check(args):

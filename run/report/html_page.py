@@ -115,7 +115,7 @@ def shown_row(row, args):
     # The middle of a long completion is cut, and a token without numbers takes its place.
     half = max(1, room // 8)        # a text of `room` characters has about room / 4 tokens
     left_out = len(row["tokens"]) - 2 * half
-    for name in ("tokens", "token_logps", "token_advantages", "token_drawn"):
+    for name in ("tokens", "token_logps", "token_advantages", "token_drawn", "token_bounded"):
         if name in row:
             values = [round(x, 2) if isinstance(x, float) else x for x in row[name]]
             if left_out > 0:
