@@ -175,9 +175,10 @@ def describe(rollout, tokenizer, eos_ids, num_generations):
     "columns" has the fields of the data, "reward" the total reward, "rewards" the reward from each
     function, and "advantage" the advantage of the first token. Rows of the first group also have
     "tokens" (the text of each token), "token_logps", and, if each token has its own advantage,
-    "token_advantages". They have "token_bounded" if a bound has removed the gradient of any of
-    these tokens in the last update, 1 for such tokens (losses.py). With a tool, all rows have "turns", "failed_calls" and "tool_tokens", and
-    rows of the first group have "token_drawn", which is 0 for tokens of the tool's answers.
+    "token_advantages". If a bound has removed the gradient of any of these tokens, they also have
+    "token_bounded", which is 1 for such tokens (run/extensions/losses.py). With a tool, all rows
+    have "turns", "failed_calls" and "tool_tokens", and rows of the first group have "token_drawn",
+    which is 0 for tokens of the tool's answers.
     """
     N = len(rollout.completions)
     lengths, ended = rollout.loss_mask.sum(1).tolist(), rollout.ended.tolist()

@@ -157,9 +157,9 @@ def test_a_tools_words_are_marked_with_and_without_tokens(tmp_path):
 
 
 BOUND = """<script>
-const found = [...document.querySelectorAll(".bounded")], before = $("readout").textContent;
-found[0].onpointerenter();
-document.title = JSON.stringify([found.map(token => token.innerHTML), before,
+const under = [...document.querySelectorAll(".bounded")], before = $("readout").textContent;
+under[0].onpointerenter();
+document.title = JSON.stringify([under.map(token => token.innerHTML), before,
                                  $("readout").textContent]);
 </script>"""
 
