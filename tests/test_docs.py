@@ -78,7 +78,8 @@ def numbers(text):
 NOT_OURS = {".", "accelerate", "cd", "curl", "git", "hf", "jupyter", "modelscope", "pip", "pytest",
             "ray", "ruff", "swanlab", "tensorboard", "venv", "sglang.launch_server",
             "verl.trainer.main_ppo", "vllm", "vllm.entrypoints.openai.api_server"}
-MADE_BY_THE_READER = {"sorting.py", "train_mine.py", "after.py", "hopeful.py", "restarts.py"}
+MADE_BY_THE_READER = {"sorting.py", "train_mine.py", "after.py", "hopeful.py", "restarts.py",
+                      "echo.py", "behind.py"}
 # Measurements that a page names with the commit which had them.
 OF_EARLIER_COMMITS = {f"tests/{name}.py" for name in (
     "bench_curves", "bench_loading", "bench_memory", "gradients", "pass_at_k")}
