@@ -417,10 +417,11 @@ def behaviour(row):
         found["tries"] = len(verdicts)
         found["hit"] = "yes" in verdicts
         found["gave_up"] = row["ended"] and "yes" not in verdicts
-    if "secret" in row:
+    of_data = row.get("columns", {})
+    if "secret" in of_data:
         found |= places(row["turns"])
-    if "level" in row:
-        found[f"calls/{row['level']}"] = len(row["turns"]) // 2
+    if "level" in of_data:
+        found[f"calls/{of_data['level']}"] = len(row["turns"]) // 2
     return found
 
 

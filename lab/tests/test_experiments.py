@@ -217,6 +217,9 @@ def test_a_game_by_where_its_guesses_fall():
     assert {k: v for k, v in command.places(
         ["70 ", "high\n", "63 ", "high\n", "21 ", "low\n", "9 ", "low\n", "x"]).items() if v} == {
             "guesses": 4, "place/14": 0.5, "place/5": 0.5}
+    row = {"completion": "", "reward": 1.0, "length": 9, "ended": True, "turns": halving,
+           "columns": {"secret": 26, "level": 2}}
+    assert [command.behaviour(row)[name] for name in ("guesses", "place/7", "calls/2")] == [5, 1, 5]
 
 
 def test_answers_by_chance_know_a_hit_and_follow_from_the_seed():
