@@ -126,7 +126,9 @@ def test_the_flags_of_every_arm_go_together(monkeypatch):
             flags = shlex.split(flags.format(out="out"))
             if flags[:1] == ["-m"] and flags[1].startswith("lab.experiments."):
                 module = importlib.import_module(flags[1])
-                flags = module.parse_args(flags[2:])[1]         # without its own
+                own, flags = module.parse_args(flags[2:])[:2]
+                if str(own).startswith("recipe:"):      # it makes a module that flags may name
+                    module.recipe(own.removeprefix("recipe:"))
             train_grpo.parse_args(flags[flags.index("train_grpo.py") + 1:] if "-m" in flags
                                   else flags)
 
