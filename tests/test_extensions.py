@@ -128,8 +128,8 @@ def test_two_runs_do_not_meet_and_each_says_whose_functions_it_calls(tmp_path, c
     in_reward = "wrapped by --kl_in_reward (run/extensions/kl_in_reward.py)"
     for line in (f"compute_advantages {in_reward}", "grpo_loss replaced by --loss_type, --kl_type "
                  f"(run/extensions/losses.py); {in_reward}",
-                 "compute_loss wrapped by --loss_type, --kl_type (run/extensions/losses.py); wrapped "
-                 "by --entropy_coef (run/extensions/entropy.py)"):
+                 "compute_loss wrapped by --loss_type, --kl_type (run/extensions/losses.py); "
+                 "wrapped by --entropy_coef (run/extensions/entropy.py)"):
         assert line in printed[1], printed[1]
     assert "run/extensions" not in printed[0] + printed[2]
 
