@@ -196,9 +196,9 @@ def describe(rollout, tokenizer, eos_ids, num_generations):
     fields = {"token_logps": rollout.sampling_logps[:num_generations].tolist()}
     if rollout.advantages.dim() == 2:
         fields["token_advantages"] = advantages
-    bounded = rollout.extra.get("bounded", rollout.loss_mask[:0])[:num_generations]
-    if bounded.any():
-        fields["token_bounded"] = bounded.tolist()
+    bounded = rollout.extra.get("bounded")
+    if bounded is not None and bounded[:num_generations].any():
+        fields["token_bounded"] = bounded[:num_generations].tolist()
     if rollout.turns is not None:
         fields["token_drawn"] = rollout.loss_mask[:num_generations].tolist()
         tool_tokens = (rollout.completion_mask - rollout.loss_mask).sum(1).tolist()

@@ -22,9 +22,9 @@ FLAGS = """--max_steps 4 --batch_size 2 --num_generations 4 --eval_samples 8 --e
     3 --eval_reward_funcs all:right --loss_type smooth:smooth_clip
     --advantage_estimator median:above_median""".split()
 IN_A_COPY = b"""
-import itertools, json, os, sys, types
+import itertools, json, math, os, sys, types
 from unittest.mock import MagicMock, Mock
-import math, torch, train_grpo
+import torch, train_grpo
 import after, behind, echo, hopeful, ipo, median, restarts, smooth
 from reward import reward_model
 from run.report import picture

@@ -327,9 +327,10 @@ class OtherLoss:
 
         A mark means that the bound removed the token's gradient in the last update of its row.
         """
-        rollout.extra["bounded"] = torch.zeros_like(rollout.loss_mask)
-        self.marks = rollout.extra["bounded"]
-        return super().update_policy(rollout)
+        self.marks = torch.zeros_like(rollout.loss_mask)
+        metrics = super().update_policy(rollout)
+        rollout.extra["bounded"] = self.marks
+        return metrics
 
     def compute_loss(self, part, logps, entropy):
         self.bounded = torch.zeros_like(part.loss_mask)                                 # (n, R)
