@@ -3,18 +3,28 @@ import gc
 import json
 import multiprocessing
 import os
+import random
 import signal
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+POLICY = ROOT / "model/weights/reason_128"
+SMALL = "--batch_size 4 --num_generations 4 --eval_samples 16 --max_gen_len 64".split()
+PLACE = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"      # a test that reaches for the network fails, everywhere
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:      # -n 2: they share the cores, and do not wait
     threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+import torch  # noqa: E402 - it reads that variable
+from transformers import AutoTokenizer  # noqa: E402
+
+from model import MiniMindConfig, MiniMindForCausalLM, load_pretrained  # noqa: E402
+
 # How to start processes that need not import torch once more: they fork from one that has.
 START = "spawn" if os.name == "nt" else "forkserver"
 multiprocessing.set_forkserver_preload(["pytest", "train_grpo", "torch._dynamo"])
@@ -36,6 +46,28 @@ def jsonl(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def measured(folder):
+    """A run's metrics, without those that a clock has measured."""
+    clocks = ("timing_s", "perf", "step_time")
+    return [{name: value for name, value in line.items() if not name.startswith(clocks)}
+            for line in jsonl(folder / "metrics.jsonl")]
+
+
+def assert_same_weights(first, second):
+    ours, theirs = load_pretrained(first).state_dict(), load_pretrained(second).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def free_ports(count):
+    """Free ports below those that the system hands out: nobody else gets one before its use."""
+    def is_free(port):
+        with socket.socket() as client:
+            return client.connect_ex(("localhost", port)) != 0
+
+    return list(filter(is_free, random.sample(range(10_000, 30_000), 2 * count)))[:count]
+
+
 def turns(*contents):
     """A chat of these texts, by user and assistant in turn."""
     return [{"role": ("user", "assistant")[i % 2], "content": content}
@@ -51,8 +83,6 @@ def report_args(**changed):
 
 def left_padded(lengths, vocab_size):
     """Random ids (N, T) of these lengths, padded on the left with id 0, and their mask (N, T)."""
-    import torch
-
     T, generator = max(lengths), torch.Generator().manual_seed(0)
     mask = torch.tensor([[0] * (T - length) + [1] * length for length in lengths])
     return torch.randint(1, vocab_size, (len(lengths), T), generator=generator) * mask, mask
@@ -126,23 +156,13 @@ def own_module(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory):
-    """A tokenizer trained on a few strings, as it comes back from disk."""
-    from transformers import AutoTokenizer
-
-    from lab.tasks.tokenizer import train_tokenizer
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    texts = ["user", "assistant", "What is 7 + 3*7?", "The answer is 28."]
-    train_tokenizer(texts).save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
+def tokenizer():
+    return AutoTokenizer.from_pretrained(POLICY)
 
 
 @pytest.fixture(scope="module")
 def one_thread():
     """For small tensors: a second thread would only wait for the first, and slow a busy machine."""
-    import torch
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -152,11 +172,19 @@ def one_thread():
 @pytest.fixture(scope="session")
 def tiny_policy(tokenizer):
     """The tokenizer and a policy with random weights."""
-    import torch
-
-    from model import MiniMindConfig, MiniMindForCausalLM
-
     torch.manual_seed(0)
     config = MiniMindConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64,
                             num_hidden_layers=2, head_dim=8)
     return tokenizer, MiniMindForCausalLM(config)
+
+
+@pytest.fixture
+def policy():
+    return load_pretrained(POLICY, dtype=torch.float32)
+
+
+@pytest.fixture
+def six(policy):
+    from steps import rollout_of_six
+
+    return rollout_of_six(policy)

@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from test_run import measured
 
 import train_grpo
 from errors import UserError
@@ -16,7 +15,7 @@ from model.load import read_config
 from model.lora import adapter_state, adapters, merged_state, with_adapters
 from model.transformers_model import AnyModel, Cache
 from run.fsdp import shard
-from support import edit, left_padded
+from support import edit, left_padded, measured
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,27 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_objective import loop_loss, random_case
-from test_run import POLICY, SMALL, arguments, gradient, jsonl, rollout_of_six, state_of
 
 import train_grpo
 from model import fast, load_pretrained
 from model.model import Head
 from run.extensions import correction as of_sampler
 from run.rollout import MicroBatch
+from steps import arguments, gradient, loop_loss, random_case, state_of
+from support import POLICY, SMALL, jsonl
 from train_grpo import family_loss, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def policy():
-    return load_pretrained(POLICY, dtype=torch.float32)
-
-
-@pytest.fixture
-def six(policy):
-    return rollout_of_six(policy)
 
 
 # --- the head -------------------------------------------------------------------------------------

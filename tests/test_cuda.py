@@ -5,12 +5,12 @@ import sys
 
 import pytest
 import torch
-from test_sampler import EOS, FAMILIES, PAD, PROMPTS, TEMPERATURE, batch, padded, pairs, wide
 
 import train_grpo
 from model import fast, sampler
 from model.fast import graphs, reading, shared_rows
 from model.lora import adapters, with_adapters
+from sampling import EOS, FAMILIES, PAD, PROMPTS, TEMPERATURE, one_batch, padded, pairs, wide
 from support import ROOT, jsonl
 from train_grpo import completion_mask
 
@@ -110,7 +110,7 @@ def test_flash_attention_is_aligned_at_the_end_of_the_keys():
 @every_dtype
 @every_policy
 def test_the_learning_passes_agree(family, dtype):
-    model, sequences = policy(family), [*batch(pairs())]
+    model, sequences = policy(family), [*one_batch(pairs())]
     sequences[:2] = (x.to(DEVICE) for x in sequences[:2])
     mask, results = sequences[1][:, -sequences[2]:] == 1, []
     for token_logps in (train_grpo.token_logps, fast.token_logps):

@@ -1,11 +1,11 @@
 """Options override the methods of a step: by name, in a declared order, run by run."""
+import ast
 import itertools
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_run import POLICY, SMALL, state_of
 from transformers import AutoTokenizer
 
 import train_grpo
@@ -13,7 +13,8 @@ from errors import UserError
 from run import extensions
 from run.policy import Policy
 from run.rollout import MicroBatch, Rollout
-from support import jsonl
+from steps import state_of
+from support import POLICY, ROOT, SMALL, assert_same_weights, jsonl, measured
 from train_grpo import GRPO
 
 FLAGS = {       # how each is switched on
@@ -216,3 +217,43 @@ def test_an_own_estimator_is_called_and_its_mistake_is_one_sentence(
     assert all(word in str(error.value) for word in words.split()), error.value
     shown = capsys.readouterr().err
     assert ("mine.py" in shown) == ("above" in words) == bool(shown) and "advantages" not in shown
+
+
+def test_unused_options_change_no_number(tmp_path, monkeypatch):
+    for name in ("whole", "bare"):
+        train_grpo.main([*SMALL, "--max_gen_len", "24", "--max_steps", "2", "--eval_interval", "0",
+                         "--out_dir", str(tmp_path), "--run_name", name])
+        # The script itself fills in the defaults of these two.
+        monkeypatch.setattr(extensions, "EXTENSIONS", {
+            extensions.advantages: extensions.advantages.OtherAdvantages,
+            extensions.losses: extensions.losses.OtherLoss})
+    assert measured(tmp_path / "whole") == measured(tmp_path / "bare")
+    assert_same_weights(tmp_path / "whole/final", tmp_path / "bare/final")
+
+
+ROOMS = ["errors", "dataset", "model", "reward", "run", "train_grpo"]     # the ground first
+
+
+def imported(path):
+    """The full names of the modules, and of what is imported from them, in a file."""
+    package, names = path.relative_to(ROOT).with_suffix("").parts[:-1], set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[:len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_imports_go_from_the_script_down_and_never_back():
+    """So no extension imports the script, which runs as __main__ and would be loaded twice."""
+    found, paths = {}, [*ROOT.glob("*.py"), *(
+        path for room in ROOMS[1:-1] for path in ROOT.glob(f"{room}/**/*.py"))]
+    for path in paths:
+        room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        if room in ROOMS:
+            above = [*ROOMS[ROOMS.index(room) + 1:], "lab"]     # the trainer imports none of it
+            found[path] = {name for name in imported(path) if name.partition(".")[0] in above}
+    assert len(found) > 40 and not any(found.values()), found

@@ -9,7 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_sampler import (
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train_grpo
+from errors import UserError
+from model import sampler
+from model.fast import graphs
+from model.lora import adapters, with_adapters
+from run.policy import policy_of
+from sampling import (
     EOS,
     FAMILIES,
     PROMPTS,
@@ -19,14 +27,6 @@ from test_sampler import (
     trained_logps,
     wide,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import train_grpo
-from errors import UserError
-from model import sampler
-from model.fast import graphs
-from model.lora import adapters, with_adapters
-from run.policy import policy_of
 from train_grpo import completion_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -4,12 +4,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_run import POLICY, SMALL, rollout_of_six
 
 import train_grpo
 from model import MiniMindConfig, MiniMindForCausalLM, fast, load_pretrained, sampler
 from model.lora import adapters, merged_state, with_adapters
-from support import jsonl
+from steps import rollout_of_six
+from support import POLICY, SMALL, jsonl
 from train_grpo import token_logps
 
 LAYERS = [f"self_attn.{name}_proj" for name in "qkvo"] + [

@@ -103,13 +103,12 @@ def test_a_chat_prints_whole_characters_and_each_reply_sees_the_turns_before(
     assert prompts == [["one"], ["one", replies[0], "two"]]
 
 
-def test_a_chat_at_temperature_0_says_what_greedy_sampling_says(tokenizer):
-    model = tiny(seed=3, vocab_size=len(tokenizer))
+def test_chat_at_temperature_0_says_what_greedy_sampling_says(policy, tokenizer):
     messages = [{"role": "user", "content": "What is 3+4*5?"}]
-    text = chat.reply_to(model, tokenizer, messages, max_new_tokens=12, temperature=0)
+    text = chat.reply_to(policy, tokenizer, messages, max_new_tokens=12, temperature=0)
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
-    sampled, _ = sample(model, ids, torch.ones_like(ids), num_generations=1, max_new_tokens=12,
+    sampled, _ = sample(policy, ids, torch.ones_like(ids), num_generations=1, max_new_tokens=12,
                         greedy=True, eos_token_id=tokenizer.eos_token_id,
                         pad_token_id=tokenizer.pad_token_id)
     assert text == tokenizer.decode(sampled[0], skip_special_tokens=True) != ""

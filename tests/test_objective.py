@@ -8,7 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from test_sampler import batch as one_batch
 
 import train_grpo
 from errors import UserError
@@ -17,6 +16,8 @@ from reward.baselines import estimate
 from run.extensions import losses
 from run.extensions.advantages import gdpo
 from run.extensions.losses import LOSS_TYPES
+from sampling import one_batch
+from steps import loop_loss, random_case
 from train_grpo import (
     World,
     completion_mask,
@@ -109,65 +110,6 @@ def test_mask_ends_with_the_first_eos_and_keeps_it():
     expected = [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]
     assert completion_mask(ids, 2).tolist() == expected
     assert completion_mask(ids, [2, 9]).tolist()[3] == [1, 1, 0, 0]
-
-
-def loop_loss(logps, old_logps, advantages, mask, ref_logps, *, beta=0.0, kl_type="k3",
-              epsilon_low=0.2, epsilon_high=0.2, delta=math.inf, loss_type="grpo", level="token",
-              L=None, corrected=False, largest_weight=20, tau_good=1.0, tau_bad=1.05):
-    """The same formulas, a token at a time, with Python's min and max; autograd sees scalars.
-
-    The loss, and the KL of a token, or of a completion that is one action, in the mean.
-    """
-    rows = [[t for t in range(mask.shape[1]) if mask[i, t]] for i in range(len(mask))]
-    N, num_tokens, total, kls = len(rows), sum(map(len, rows)), 0.0, []
-    for i, tokens in enumerate(rows):
-        if not tokens:                      # a row that is masked counts in N and in nothing else
-            continue
-        A = [advantages[i, t] if advantages.dim() == 2 else advantages[i] for t in tokens]
-        d = [logps[i, t] - old_logps[i, t] for t in tokens]
-        x = [ref_logps[i, t] - logps[i, t] for t in tokens]
-        logp, weight = [logps[i, t] for t in tokens], 1 / num_tokens
-        if loss_type == "r1":               # one action: exp and clip of sums over the tokens
-            A, d, x = A[:1], [sum(d)], [sum(x)]
-        if level == "sequence":
-            d = [sum(d) / len(d)] * len(d)
-        if loss_type in ("grpo", "sapo", "gmpo"):
-            weight = 1 / len(tokens) / N
-        elif loss_type in ("dr_grpo", "luspo", "r1"):
-            weight = 1 / N / (L or 1)
-        bounded = [min(a.sign() * e, a.sign() * max(min(e, epsilon_high), -epsilon_low)) * a.sign()
-                   for a, e in zip(A, d)]
-        for k in range(len(d)):
-            ratio = torch.exp(d[k])
-            clipped = max(min(ratio, 1 + epsilon_high), 1 - epsilon_low)
-            policy = -min(min(ratio, delta) * A[k], clipped * A[k])
-            if loss_type == "cispo":
-                policy = -min(ratio.detach(), epsilon_high) * A[k] * logp[k]
-            elif loss_type == "dppo":
-                gained = (torch.exp(logp[k]) - torch.exp(logp[k] - d[k])) * A[k].sign()
-                inside = gained <= (epsilon_high if A[k] > 0 else epsilon_low)
-                policy = -min(ratio.detach(), largest_weight) * A[k] * logp[k] * inside
-            elif loss_type == "sapo":
-                tau = tau_good if A[k] > 0 else tau_bad
-                policy = -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * A[k]
-            elif loss_type == "gmpo":
-                policy = -A[k] * torch.exp(sum(bounded) / len(d))
-            k2, k3 = x[k] * x[k] / 2, torch.exp(min(x[k], 20)) - min(x[k], 20) - 1
-            kl = {"k1": -x[k], "k2": k2, "k3": k3, "k3+": k3.detach() + k2 - k2.detach(),
-                  "abs": abs(x[k])}[kl_type]
-            total = total + weight * (policy + beta * (ratio * kl if corrected else kl))
-            kls.append(kl.detach())
-    return total, sum(kls) / (N if loss_type == "r1" else len(kls))
-
-
-def random_case(seed, N=8, R=9):
-    """logps, old_logps, advantages, mask, ref_logps: an EOS at once, full rows, one that is masked,
-    ratios from 1/50 to 50, both signs of A."""
-    rng = torch.Generator().manual_seed(seed)
-    random = {"generator": rng, "dtype": torch.float64}
-    logps, old_logps, ref_logps = (-2 + torch.randn(N, R, **random) for _ in range(3))
-    mask = (torch.arange(R) < torch.tensor([1, R, 4, 2, R, 6, 3, 0])[:, None]).int()
-    return logps, old_logps, torch.randn(N, **random), mask, ref_logps
 
 
 SEQUENCE = {"importance_sampling_level": "sequence"}

@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_docs import PAGES, blocks
 from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 import train_grpo
 from model import eos_token_ids, load_pretrained, load_tokenizer, save_pretrained
+from pages import PAGES, blocks
 from run import checkpoint
 from run.distributed import World
 from run.policy import load_models

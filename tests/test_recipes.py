@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from test_docs import PAGES, blocks, commands_of
 
+from pages import PAGES, blocks, commands_of
 from support import ROOT, jsonl, write
 
 BLOCKS = blocks(PAGES["docs/recipes.md"])

@@ -6,12 +6,10 @@ of functions change a gradient, and that a user's mistake ends in one sentence.
 import itertools
 import json
 import os
-import random
-import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,46 +24,26 @@ from errors import UserError
 from model import eos_token_ids, fast, load_pretrained
 from reward.load import RewardFunction
 from run.evaluate import evaluate, measure
-from run.extensions import class_of_run, moving_reference, teacher
-from run.policy import Policy
-from support import ROOT, START, jsonl, turns, write
-from train_grpo import GRPO, Rollout, World, completion_mask, token_logps
+from run.extensions import moving_reference, teacher
+from steps import arguments, gradient, rollout_of_six, state_of
+from support import (
+    PLACE,
+    POLICY,
+    ROOT,
+    SMALL,
+    START,
+    assert_same_weights,
+    free_ports,
+    jsonl,
+    measured,
+    turns,
+    write,
+)
+from train_grpo import GRPO, World, completion_mask, token_logps
 
-POLICY = ROOT / "model/weights/reason_128"
-SMALL = "--batch_size 4 --num_generations 4 --eval_samples 16 --max_gen_len 64".split()
-NAN, PLACE = float("nan"), ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NAN = float("nan")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def arguments(*flags, **changes):
-    """The flags that the functions of a step read: no KL, and a gradient that nothing clips."""
-    args = train_grpo.parse_args(list(flags))
-    vars(args).update({"beta": 0.0, "grad_clip": 1e9, "max_gen_len": 12} | changes)
-    return args
-
-
-def state_of(model, args, world=None, reader=fast.token_logps, **fields):
-    """The GRPO of a model, with the options that its flags turn on, but without a reference.
-
-    fields: of GRPO, or methods that its options find in the place of its own.
-    """
-    world, own = world or World("cpu"), {name: fields.pop(name) for name in [*fields]
-                                         if name not in GRPO.__dataclass_fields__}
-
-    class Base(GRPO):
-        def __post_init__(self):
-            super().__post_init__()
-            vars(self).update({name: own[name] for name in own if not hasattr(GRPO, name)})
-
-    for name in own:
-        if hasattr(GRPO, name):
-            setattr(Base, name, own[name])
-    with patch.object(teacher, "load_teacher"):
-        return class_of_run(Base, args, Base)(**{
-            "args": args, "world": world, "policy": Policy(model, fast.sample, reader, world),
-            "tokenizer": None, "eos_ids": [2], "reference": None, "optimizer": None,
-            "reward_funcs": [], "eval_funcs": []} | fields)
 
 
 def test_a_run_leaves_all_its_files(tmp_path, capsys, monkeypatch, pictures):
@@ -113,19 +91,6 @@ def test_a_run_leaves_all_its_files(tmp_path, capsys, monkeypatch, pictures):
     # At each evaluation the same problem; the included weights begin carelessly.
     assert printed.count("\n  What is 24 + 33*8?\n") == 3
     assert "\n  wrong: <think>⏎ 33*8 is 264⏎ 264+24 is 272⏎ </think>" in printed
-
-
-def measured(folder):
-    """A run's metrics, without those that a clock has measured."""
-    clocks = ("timing_s", "perf", "step_time")
-    return [{name: value for name, value in line.items() if not name.startswith(clocks)}
-            for line in jsonl(folder / "metrics.jsonl")]
-
-
-def assert_same_weights(first, second):
-    ours, theirs = load_pretrained(first).state_dict(), load_pretrained(second).state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
@@ -245,57 +210,6 @@ def test_weights_that_give_no_probabilities_are_refused(policy):
 # --- rollouts -------------------------------------------------------------------------------------
 
 
-@dataclass
-class Known(Rollout):
-    """A rollout whose old_logps are given, instead of those of the policy before an update."""
-    old_logps: torch.Tensor = None
-
-    def select(self, rows):
-        part = Rollout.select(self, rows)
-        if self.old_logps is not None:
-            part.old_logps = self.old_logps[rows, :part.loss_mask.shape[1]]
-        return part
-
-
-def rollout_of_six(model, token_logps=fast.token_logps):
-    """Six completions of different lengths for two prompts, the second padded. The old and the
-    reference policy are near the model."""
-    rng = torch.Generator().manual_seed(0)
-    completion_ids = torch.randint(3, 280, (6, 12), generator=rng)
-    for row, length in enumerate((3, 12, 5, 1, 7, 12)):
-        if length < 12:
-            completion_ids[row, length - 1:] = 2
-    prompt_ids = torch.randint(3, 280, (2, 9), generator=rng).repeat_interleave(3, 0)
-    prompt_mask = torch.ones_like(prompt_ids)
-    prompt_mask[3:, :4] = 0
-    mask = completion_mask(completion_ids, 2)
-    rewards = torch.tensor([2.0, 0.5, NAN, 0.0, 1.0, 1.5])
-    rollout = Known(
-        prompts=[*"aaabbb"], columns={"answer": [*"111222"], "number": [0, 1, 2, 3, 4, 5]},
-        prefills=[""] * 3 + ["<think>\n"] * 3, completions=[*"uvwxyz"], prompt_ids=prompt_ids,
-        prompt_mask=prompt_mask, completion_ids=completion_ids,
-        completion_mask=mask, loss_mask=mask,
-        ended=mask.sum(1) < 12, sampling_logps=torch.zeros(6, 12), rewards=rewards,
-        rewards_per_func={"half": rewards / 2, "rest": rewards - rewards / 2},
-        advantages=torch.tensor([1.0, -0.5, 0.3, -1.2, 0.0, 0.1]))
-    state = state_of(model, arguments(), reader=token_logps)
-    rollout.sampling_logps = logps = state.compute_logps(state.policy, rollout)
-    rollout.old_logps, rollout.ref_logps, teacher_logps = (
-        logps + 0.3 * torch.randn(6, 12, generator=rng) for _ in range(3))
-    rollout.extra = {"teacher_logps": teacher_logps}
-    return rollout
-
-
-@pytest.fixture
-def policy():
-    return load_pretrained(POLICY, dtype=torch.float32)
-
-
-@pytest.fixture
-def six(policy):
-    return rollout_of_six(policy)
-
-
 @pytest.mark.parametrize("times, spreads, theirs, kept, rounds, flat", [
     (3, "-+.+++", [0, 1, 1], [1, 3], 3, 3 / 8),     # two ranks, each with the other's numbers of
     (3, "++-+++", [1, 2, 2], [0, 1], 3, 3 / 8),     # groups without a spread: it samples along
@@ -358,19 +272,6 @@ ADVANTAGES = [{"advantage_estimator": "gdpo", "reward_weights": [1.0, 3.0]},
               {"scale_rewards": "batch"}, {"advantage_estimator": "rloo"}]
 
 
-def gradient(model, rollout, token_logps, world=None, **changes):
-    """The gradient of the last update of a step, as one vector, None if that took no step; and the
-    metrics of the step."""
-    found, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer.step = lambda: found.append(torch.cat(
-        [parameter.grad.flatten() for parameter in model.parameters()]))
-    state = state_of(model, arguments(**changes), world, token_logps, optimizer=optimizer,
-                     every_row_has_gradient=rollout.ref_logps is not None)
-    metrics = state.update_policy(rollout)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    return found[-1] if found else None, metrics
-
-
 def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps, folder):
     """Saves the gradient of this rank's share of the six under each objective, the weights some
     steps later, and its advantages; in float64, so that the logits differ by nothing that float32
@@ -413,15 +314,6 @@ def test_bounded_tokens_are_marked_in_their_own_rows(policy, six):
         gradient(policy, six, fast.token_logps, loss_type="bnpo", epsilon_low=0.02,
                  epsilon_high=0.02, micro_batch_size=micro_batch_size)
         assert torch.equal(six.extra.pop("bounded").bool(), expected), micro_batch_size
-
-
-def free_ports(count):
-    """Free ports below those that the system hands out: nobody else gets one before its use."""
-    def is_free(port):
-        with socket.socket() as client:
-            return client.connect_ex(("localhost", port)) != 0
-
-    return list(filter(is_free, random.sample(range(10_000, 30_000), 2 * count)))[:count]
 
 
 def test_ranks_micro_batches_and_the_pair_change_no_gradient(tmp_path, monkeypatch):

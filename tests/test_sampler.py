@@ -11,52 +11,27 @@ import torch
 from torch import nn
 
 import train_grpo
-from model import MiniMindConfig, MiniMindForCausalLM, fast, sampler
+from model import fast, sampler
 from model.fast import graphs, reading
 from model.sampler import in_slices, next_token
+from sampling import (
+    EOS,
+    FAMILIES,
+    PAD,
+    PROMPTS,
+    TEMPERATURE,
+    draw,
+    one_batch,
+    padded,
+    pairs,
+    trained_logps,
+    wide,
+)
 from train_grpo import completion_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# One prompt of a single token, two that are equal, one that begins another.
-PROMPTS = [[3, 9, 27, 11, 2, 8, 8, 31, 5], [6, 4], [1, 30, 17, 3, 12], [6, 4], [6]]
-PAD, EOS = 3, [13, 21, 38]                  # PAD is a token that the model may also sample
-TEMPERATURE = 0.7
-FAMILIES = {
-    "qwen3": {},
-    "qwen2": {"qk_norm": False, "qkv_bias": True},
-    "llama with one key head": {
-        "qk_norm": False, "num_key_value_heads": 1, "attention_bias": True,
-        "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-    "a key head for each head": {"num_key_value_heads": 4, "tie_word_embeddings": True},
-    "experts": {"num_experts": 3, "moe_intermediate_size": 320},
-}
 every_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-def wide(**changes):
-    """Random weights, biases and norms too; some layers are large, which takes other paths."""
-    torch.manual_seed(1)
-    sizes = {"vocab_size": 40, "hidden_size": 320, "intermediate_size": 320, "head_dim": 16,
-             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-             "tie_word_embeddings": False, "initializer_range": 0.06}
-    model = MiniMindForCausalLM(MiniMindConfig(**sizes | changes))
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            nn.init.normal_(parameter, std=0.5)
-        if name.endswith("norm.weight"):
-            nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
-
-
-def padded(sequences, side="left"):
-    """Ids and mask, (N, T) each."""
-    T, rows, masks = max(map(len, sequences)), [], []
-    for ids in sequences:
-        pads, real = [PAD] * (T - len(ids)), [1] * len(ids)
-        rows.append(pads + ids if side == "left" else ids + pads)
-        masks.append([0] * len(pads) + real if side == "left" else real + [0] * len(pads))
-    return torch.tensor(rows), torch.tensor(masks)
 
 
 def test_rows_part_where_a_device_sorts_only_32_bits(monkeypatch):
@@ -81,23 +56,6 @@ def sample(request):
     if request.param == "graphs" and request.node.callspec.params.get("family") == "experts":
         pytest.skip("CUDA graphs don't cover experts")
     return SAMPLERS[request.param]
-
-
-def draw(sample, model, prompts=PROMPTS, *, num_generations=1, max_new_tokens=40, seed=0,
-         eos=EOS, **options):
-    return sample(model, *padded(prompts), num_generations=num_generations,
-                  max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=PAD,
-                  generator=torch.Generator().manual_seed(seed), **options)
-
-
-@torch.no_grad()
-def trained_logps(model, prompts, completion_ids, mask, **options):
-    """What the plain trainer makes of these completions (N, R), adjacent for each prompt."""
-    G = len(completion_ids) // len(prompts)
-    prompt_ids, prompt_mask = (x.repeat_interleave(G, 0) for x in padded(prompts))
-    return train_grpo.token_logps(
-        model, torch.cat((prompt_ids, completion_ids), 1), torch.cat((prompt_mask, mask), 1),
-        mask.shape[1], **options)
 
 
 # --- what is sampled ------------------------------------------------------------------------------
@@ -214,31 +172,6 @@ def test_attention_in_bfloat16_tells_scores_of_30_and_30_and_a_sixteenth_apart()
 # --- the learning pass ----------------------------------------------------------------------------
 
 
-def batch(pairs):
-    """Prompts and completions as token_logps takes them: input_ids, attention_mask, R."""
-    prompts, completions = zip(*pairs)
-    left, right = padded(prompts), padded(completions, "right")
-    return *(torch.cat(both, 1) for both in zip(left, right)), right[0].shape[1]
-
-
-def pairs():
-    """Shared beginnings of every kind, and none."""
-    generator = torch.Generator().manual_seed(0)
-    long, short, common = PROMPTS[0], PROMPTS[1], [25, 7, 30, 2, 11, 19]
-
-    def random(length):
-        return torch.randint(0, 40, (length,), generator=generator).tolist()
-
-    return [
-        *((long, common[:n] + random(4 * n)) for n in (1, 3, 6)),       # part after n tokens
-        *((long, common[:n]) for n in (2, 6, 5)),                       # begin one another
-        *((short, ids) for ids in ([9, 9, 9, 21], [9, 9, 9, 21], [9])),     # are the same
-        *(([6], ids) for ids in ([4, 9, 9, 9, 21, 5], [4], [13])),      # go on as `short` does
-        (long[:4], long[4:] + common[:3]),                              # goes on as `long` does
-        *((PROMPTS[2], random(n)) for n in (17, 1, 30, 2)),
-    ]
-
-
 def both_passes(model, sequences, **options):
     """(logps, entropy) from the plain function and from the fast one."""
     return [function(model, *sequences, with_entropy=True, **options)
@@ -266,7 +199,7 @@ def test_the_fast_learning_pass_has_the_plain_ones_numbers_and_gradients(
         family, recompute, chunk, reader, monkeypatch):
     monkeypatch.setattr(fast.reading, "CHUNK_TOKENS", chunk)
     monkeypatch.setattr(fast.reading, "CHUNK_LOGITS", 0)
-    model, sequences = wide(**FAMILIES[family]), batch(pairs())
+    model, sequences = wide(**FAMILIES[family]), one_batch(pairs())
     mask = sequences[1][:, -sequences[2]:]
     model.model.gradient_checkpointing = recompute
     plain, fast_one = both_passes(model, sequences, temperature=TEMPERATURE)

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_run import PLACE, free_ports
-from test_vllm import FakeLLM
 from torch import multiprocessing
 
 import train_grpo
@@ -18,7 +16,8 @@ from run.checkpoint import load_checkpoint
 from run.fsdp import is_sharded
 from run.policy import load_models
 from run.report.terminal import Report
-from support import ROOT, START, jsonl, write
+from sampling import FakeLLM
+from support import PLACE, ROOT, START, free_ports, jsonl, write
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="sends itself a signal to stop")
 SHARD = ["--shard", "1"]

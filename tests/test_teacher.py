@@ -8,13 +8,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from test_run import POLICY, SMALL
 
 import train_grpo
 from errors import UserError
 from model import fast, load_tokenizer
 from run.extensions.teacher import load_teacher, towards_teacher
-from support import ROOT, edit, jsonl
+from support import POLICY, ROOT, SMALL, edit, jsonl
 from train_grpo import World, family_loss, parse_args, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,6 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_run import POLICY
 from tqdm import tqdm
 from transformers import (
     AutoModel,
@@ -33,7 +32,7 @@ import errors
 import train_grpo
 from model.in_memory import rows_of
 from run.rollout import Rollout
-from support import ROOT, jsonl
+from support import POLICY, ROOT, jsonl
 from train_grpo import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")

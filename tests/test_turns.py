@@ -2,27 +2,23 @@
 
 The policy is the shipped one, whose every line of arithmetic ends with the token that asks.
 """
-import random
 import re
 from copy import deepcopy
 
 import pytest
-import test_run
 import torch
 from transformers import AutoTokenizer
 
 import train_grpo
-from dataset import PromptCollator, PromptDataset
+from dataset import PromptCollator
 from errors import UserError
-from model import eos_token_ids, fast, load_pretrained, sampler
+from model import fast, load_pretrained, sampler
 from model.fast import graphs
 from model.sampler import in_slices
 from reward import accuracy_reward
 from reward.load import import_function
 from reward.tools import Tool
-from run.distributed import World
-from run.extensions.tool import ToolCalls
-from run.policy import Policy
+from sampling import dice, in_turns, rollout_of, state_of_tool
 from support import ROOT, jsonl, turns
 
 POLICY = ROOT / "model/weights/reason_128"
@@ -42,39 +38,7 @@ def policy():
     return load_pretrained(POLICY, dtype=torch.float32)
 
 
-def dice(histories, answer, seeds, **columns):
-    """Random words, some with an end token, for half of the rows."""
-    answers = []
-    for history, seed in zip(histories, seeds):
-        rng = random.Random(seed + len(history))
-        text = f"{rng.randint(1, 99)}*{rng.choice(['<|im_end|>', '2', ''])}\n"
-        answers.append(rng.choice([text, None]))
-    return answers
-
-
 dice.stop = "\n"
-
-
-def state_of(model, tokenizer, flags=(), sample=sampler.sample, reader=train_grpo.token_logps):
-    """The GRPO of a loaded model, without a reference."""
-    world = World("cpu")
-    return test_run.state_of(
-        model, train_grpo.parse_args([*flags]), world, tokenizer=tokenizer,
-        eos_ids=eos_token_ids(model, tokenizer), policy=Policy(model, sample, reader, world),
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
-
-
-def in_turns(tool, state, *given, **options):
-    state.tool = tool
-    return ToolCalls.generate(state, *given, **options)
-
-
-def rollout_of(sample, policy, tokenizer, function=dice, count=4, greedy=False):
-    items = PromptDataset(ROOT / "dataset/heldout.jsonl")[:count]
-    return in_turns(
-        Tool(function, tokenizer, 3),
-        state_of(policy, tokenizer, ["--max_gen_len", "40"], sample),
-        PromptCollator(tokenizer, 99)(items), torch.Generator().manual_seed(0), 6, greedy=greedy)
 
 
 @pytest.mark.parametrize("most", [0, 12])
@@ -108,7 +72,7 @@ def assert_drawn_and_told_apart(rollout, policy, tokenizer):
         assert len(ids) - mask.sum() == sum(map(len, forced))
     chosen = rollout.loss_mask.bool()
     assert not rollout.sampling_logps[~chosen].any()
-    state = state_of(policy, tokenizer)
+    state = state_of_tool(policy, tokenizer)
     trained = state.compute_logps(state.policy, rollout)
     torch.testing.assert_close(trained * chosen, rollout.sampling_logps, atol=1e-5, rtol=1e-5)
     assert trained[rollout.completion_mask.bool() & ~chosen].all()      # read, but not learned
@@ -121,7 +85,7 @@ def test_the_gradient_is_that_of_a_loop_that_skips_the_tools_words(policy, token
     rollout.rewards, rollout.advantages = torch.arange(6.0), torch.randn(6)
     before = deepcopy(policy).double()
     flags = ["--beta", "0", "--grad_clip", "1e9", "--micro_batch_size", "4"]
-    state_of(policy, tokenizer, flags, reader=fast.token_logps).update_policy(rollout)
+    state_of_tool(policy, tokenizer, flags, reader=fast.token_logps).update_policy(rollout)
     loss = 0
     for i, ids in enumerate(rollout.token_ids()):
         prompt = rollout.prompt_ids[i][rollout.prompt_mask[i].bool()].tolist()
@@ -163,7 +127,7 @@ def test_a_scripted_reply(monkeypatch, policy, tokenizer, stop, answers, drawn, 
     function.stop = stop
     batch = PromptCollator(tokenizer, 99)([{"messages": turns("?")}])
     rollout = in_turns(Tool(function, tokenizer, 2),
-                       state_of(policy, tokenizer, ["--max_gen_len", "10"]), batch,
+                       state_of_tool(policy, tokenizer, ["--max_gen_len", "10"]), batch,
                        torch.Generator(), 1, greedy=False)
     assert rollout.token_ids() == [script] and rollout.ended.tolist() == [ended]
     assert rollout.loss_mask[0, :len(script)].tolist() == is_drawn and next(draws, None) is None
@@ -229,7 +193,7 @@ def test_rewards_tell_own_words_from_the_tools(policy, tokenizer):
 
 
 def test_a_run_with_a_tool_resumes_as_if_it_had_never_stopped(tmp_path, own_module):
-    own_module("my_tool", "import test_turns\nroll = test_turns.dice\n")
+    own_module("my_tool", "import sampling\nroll = sampling.dice\n")
     flags = [*SMALL, "--tool", "my_tool:roll", "--max_gen_len", "40", "--num_minibatches", "2",
              "--save_interval", "2", "--out_dir", str(tmp_path)]
     whole, parts = [*flags, "--run_name", "whole"], [*flags, "--run_name", "parts"]

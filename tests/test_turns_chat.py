@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from test_turns import in_turns, state_of
 from transformers import AutoTokenizer
 
 from dataset.prompts import PromptCollator, asking_as_trained, read_row
 from model import MiniMindConfig, MiniMindForCausalLM, fast, sampler
 from reward.tools import Tool, tool_calls
+from sampling import in_turns, state_of_tool
 
 # What theirs write of these chats, but for a few words about tools. They differ in KEPT and OPENED.
 TEMPLATE = (
@@ -94,7 +94,7 @@ def test_the_ids_are_those_of_the_finished_chat_but_for_empty_thoughts(
     prompt = batch["prompt_ids"][0].tolist()
     scripts = [ids[len(prompt):] for ids in expected]
     model = MiniMindForCausalLM(MiniMindConfig(len(tokenizer), 16, 16, 1))
-    state = state_of(model, tokenizer, ["--max_gen_len", "999"], module.sample)
+    state = state_of_tool(model, tokenizer, ["--max_gen_len", "999"], module.sample)
     rollout = in_turns(Tool(tool_calls([pow]), tokenizer, 8), state, batch, torch.Generator(), 2,
                        greedy=False)
     assert [prompt + ids for ids in rollout.token_ids()] == expected and rollout.ended.all()

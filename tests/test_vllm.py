@@ -20,14 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from test_sampler import draw, trained_logps
-from test_turns import rollout_of
 
 import train_grpo
 from model import fast, load_pretrained, load_tokenizer, sampler, vllm
-from model.load import read_tensors
 from model.lora import adapters, with_adapters
 from run.distributed import World
+from sampling import FakeLLM, draw, rollout_of, trained_logps
 from support import ROOT, jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,48 +33,6 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None,
                                 reason="needs vLLM: docs/requirements-vllm.txt")
 
 # --- the hand-over --------------------------------------------------------------------------------
-
-
-class FakeLLM:
-    """In place of vLLM: random tokens, and a list of what it was asked to do."""
-
-    def __init__(self, *weights, **options):
-        self.events, self.awake, self.generator = [], True, torch.Generator().manual_seed(0)
-        self.options, self.llm_engine = options, self
-        self.engine_core = SimpleNamespace(shutdown=lambda: None)
-
-    def collective_rpc(self, method, kwargs):
-        assert method == "reload_weights" and self.awake and kwargs["weights_iterator"]
-        self.events.append("weights")
-
-    def reset_prefix_cache(self):
-        self.events.append("reset")
-
-    def wake_up(self):
-        assert not self.awake
-        self.awake = True
-
-    def sleep(self, level):
-        assert level == 2 and self.awake
-        self.awake = False
-        self.events.append("sleep")
-
-    def add_lora(self, request):
-        """As vLLM does: it reads the adapter, in the dtype of its matrices."""
-        self.events.append("adapter")
-        tensors = read_tensors(Path(request.lora_path, "adapter_model.safetensors"))
-        self.adapter = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-
-    def generate(self, prompts, options, use_tqdm, lora_request):
-        assert self.awake and not torch.is_autocast_enabled("cpu")
-        self.events.append("sample")
-        return [SimpleNamespace(outputs=[self.answer() for _ in range(option.n)])
-                for option in options]
-
-    def answer(self):
-        ids = torch.randint(3, 200, (4,), generator=self.generator).tolist()
-        return SimpleNamespace(token_ids=ids,
-                               logprobs=[{token: SimpleNamespace(logprob=-5.0)} for token in ids])
 
 
 def first_token(prompts, completions, completion_ids, **columns):
@@ -350,7 +306,7 @@ def finish(process):
 
 
 @needs_vllm
-@pytest.mark.parametrize("tool", [[], ["--tool", "test_turns:dice"]])
+@pytest.mark.parametrize("tool", [[], ["--tool", "sampling:dice"]])
 def test_a_run_that_is_stopped_and_resumed_ends_as_one_that_was_not(tool, tmp_path):
     whole, parts = (start(tmp_path, "--run_name", name, *tool) for name in ("whole", "parts"))
     metrics = tmp_path / "parts/metrics.jsonl"
@@ -370,7 +326,7 @@ def test_a_run_that_is_stopped_and_resumed_ends_as_one_that_was_not(tool, tmp_pa
 @needs_vllm
 @pytest.mark.parametrize("flags, ranks, most", [
     ("", 2, 1e-6), ("--lora_rank 4 --shard 1 --dtype bfloat16", 2, 2e-2),
-    ("--lora_rank 12 --learning_rate 1e-2", 1, 1e-6), ("--tool test_turns:dice", 2, 1e-6),
+    ("--lora_rank 12 --learning_rate 1e-2", 1, 1e-6), ("--tool sampling:dice", 2, 1e-6),
     ("--model_path gpt2 --max_gen_len 16 --reward_funcs repetition", 0, 1e-6)])
 def test_each_rank_has_an_engine_for_our_models_and_others(flags, ranks, most, tmp_path):
     if "gpt2" in flags:

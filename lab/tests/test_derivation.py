@@ -5,11 +5,11 @@ import re
 
 import pytest
 import torch
-from test_docs import PAGES, floats, tables
 
 from errors import UserError
 from lab.experiments.__main__ import source_of
 from lab.experiments.pages import CODE, code_as_now, renamed
+from pages import PAGES, floats, tables
 from reward.baselines import estimate
 from run.extensions.losses import KL_TYPES
 from train_grpo import family_loss, grpo_loss, k3, kl_penalty, parse_args

@@ -12,13 +12,13 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from test_docs import PAGES, tables
 
 import train_grpo
 from errors import UserError
 from lab.experiments import __main__ as command
 from lab.experiments import figures, pages, pass_at_k, tasks
 from lab.experiments.__main__ import EXPERIMENTS, RESULTS
+from pages import PAGES, tables
 from support import ROOT, jsonl, write
 
 
@@ -203,8 +203,8 @@ def test_the_test_of_an_exhibit_catches_its_error(heading, monkeypatch, tmp_path
     wrong.__file__ = str(ROOT / file)
     monkeypatch.setitem(sys.modules, wrong.__name__, wrong)
     exec(compile(source, file, "exec"), wrong.__dict__)
-    for name in [name for name in sys.modules if name.startswith("test_")]:
-        monkeypatch.delitem(sys.modules, name)      # what they import of each other, too
+    for name in [name for name in sys.modules if name.startswith(("test_", "steps", "sampling"))]:
+        monkeypatch.delitem(sys.modules, name)
     assert pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
                         f"{ROOT}/tests/{test}"]) == 1
 

@@ -14,9 +14,9 @@ from urllib.error import HTTPError
 import pytest
 import torch
 import transformers
-from test_docs import ENGLISH, blocks, commands_of
 
 import train_grpo
+from pages import ENGLISH, blocks, commands_of
 from reward import llm_judge
 from support import ROOT, jsonl, turns
 
