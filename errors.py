@@ -187,7 +187,8 @@ class Parser(argparse.ArgumentParser):
             if isinstance(value, (list, tuple)):
                 words += [f"--{name}", *map(str, value)]
             elif flag.nargs == 0:           # a switch
-                words += [f"--{name}"] * bool(value)
+                if value:
+                    words.append(f"--{name}")
             elif value is not None:
                 words.append(f"--{name}={int(value) if isinstance(value, bool) else value}")
         return words

@@ -122,6 +122,7 @@ class Engine:
                 eos_token_id, pad_token_id, generator=None, greedy=False, tool=None):
         eos_ids = prompt_ids.new_tensor(eos_token_id).flatten().tolist()
         prompts = [ids[mask.bool()].tolist() for ids, mask in zip(prompt_ids, prompt_mask)]
+
         def write(prompts, n, rooms, stops):
             """Returns a list of (ids, log-probs), with n completions per prompt."""
             seeds = torch.randint(2**31, (len(prompts),), generator=generator,
@@ -139,9 +140,13 @@ class Engine:
         else:
             prompts = [ids for ids in prompts for _ in range(num_generations)]
             rows = in_rounds(write, prompts, max_new_tokens, eos_ids, tool, prompt_ids)
-        paddings = pad_token_id, 0.0, 1
-        return tuple(pad_sequence([torch.tensor(x, device=prompt_ids.device) for x in column], True,
-                                  padding) for column, padding in zip(zip(*rows), paddings))
+
+        def padded(column, value):
+            tensors = [torch.tensor(row, device=prompt_ids.device) for row in column]
+            return pad_sequence(tensors, batch_first=True, padding_value=value)
+
+        paddings = pad_token_id, 0.0, 1         # of ids, log-probs and, with a tool, the loss mask
+        return tuple(padded(column, value) for column, value in zip(zip(*rows), paddings))
 
 
 @contextmanager

@@ -204,8 +204,9 @@ def same_answer(given, gold):
     given_number, given_unit, given_words, given_label = read(given)
     if unit and given_unit and unit != given_unit or re.search("[-+*/]", label) and not given_label:
         return False            # other units; x + y = 5 is a line, and no number
-    both = label and given_label or label and "=" in given_words or given_label and "=" in words
-    if both and label.split() != given_label.split():       # the lines y = 3 and x = 3
+    both_are_equations = (label or "=" in words) and (given_label or "=" in given_words) and (
+        label or given_label)
+    if both_are_equations and label.split() != given_label.split():     # the lines y = 3 and x = 3
         return f"{label} = {words}".strip("= "), f"{given_label} = {given_words}".strip("= ")
     if None in (number, given_number) and BLANKS.sub("", words) == BLANKS.sub("", given_words):
         return True

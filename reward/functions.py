@@ -41,7 +41,10 @@ def accuracy_reward(prompts, completions, answer=None, own_words=None, **columns
                 rows.append(len(rewards) - 1)
                 questions.append(("math_verify", *pair))
     for row, said in zip(rows, CHILD.ask(questions)):
-        rewards[row] = None if None in (said, rewards[row]) else max(rewards[row], float(said))
+        if said is None:                        # it took too long
+            rewards[row] = None
+        elif rewards[row] is not None:
+            rewards[row] = max(rewards[row], float(said))
     return rewards
 
 

@@ -200,11 +200,14 @@ def train(model, args, *, bare_answers=True):
         return ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items())
 
     print(f"{len(own) or len(earlier)} pairs; before training {percentages()}")
-    replayed = round(args.replay * args.batch_size) * bool(earlier) if own else args.batch_size
+    replayed = args.batch_size
+    if own:
+        replayed = round(args.replay * args.batch_size) if earlier else 0
 
     def next_loss():
         batch = rng.choices(earlier, k=replayed)
-        batch += rng.choices(own or [None], k=args.batch_size - replayed)
+        if replayed < args.batch_size:
+            batch += rng.choices(own, k=args.batch_size - replayed)
         chats = [pair[side] for side in (0, 1) for pair in batch]
         return loss_of(model, *model.pad(model.tokenize(chats)))
 

@@ -98,7 +98,7 @@ class Saver:
         self.writes = world.rank == 0 and args.out_dir is not None and not args.eval_only
         if self.writes:
             args.run_name = self._make_folder(args)
-        args.run_name, *_ = world.gather([args.run_name])       # as rank 0 says
+        args.run_name = world.gather([args.run_name])[0]        # as rank 0 says
         if args.out_dir is not None and args.run_name:
             # An absolute path, because a reward function may change the working directory.
             self.run_dir = Path(args.out_dir).absolute() / args.run_name
@@ -144,11 +144,15 @@ class Saver:
         first checkpoint starts again.
         """
         args = self.args
-        reads = what_is_read(args, num_problems, prompts_per_step) if self.writes else {}
-        self.reads, *_ = self.world.gather([reads])
+        reads, before = {}, {}
+        if self.writes:
+            reads = what_is_read(args, num_problems, prompts_per_step)
+        self.reads = self.world.gather([reads])[0]      # rank 0's
         if not args.resume:
             return 0, 0
-        now, before = as_saved(args), flags_of_run(args) if self.writes else {}
+        if self.writes:
+            before = flags_of_run(args)
+        now = as_saved(args)
         was = before.pop("trainer", now["trainer"])
         if was != now["trainer"]:
             raise UserError(f"--resume: the trainer of {self.run_dir} is {was}, and here it is "

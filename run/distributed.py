@@ -121,8 +121,10 @@ class World:
 
     def share(self, model, name):
         """Gives all ranks rank 0's weights of a model object, because theirs may differ."""
-        tensors = {path: one.data for path, one in
-                   (*model.named_parameters(), *model.named_buffers())} if self.size > 1 else {}
+        if self.size == 1:
+            return
+        named = [*model.named_parameters(), *model.named_buffers()]
+        tensors = {path: one.data for path, one in named}
         self.check_same(name, [f"{path} {list(x.shape)}" for path, x in tensors.items()],
                         "pass the same model")
         for tensor in tensors.values():

@@ -5,7 +5,6 @@ import math
 import warnings
 from collections import defaultdict
 
-import torch
 from tqdm import tqdm
 
 from dataset.jsonl import to_json
@@ -40,11 +39,14 @@ def evaluate(state, problems, collate, step):
     the first batch of greedy completions, from which an example is printed.
     """
     args, world = state.args, state.world
-    rng, weights = world.rng(step, evaluating=True), [1.0] * len(state.eval_funcs)
-    k, found = args.num_generations_eval, defaultdict(list)     # metric -> a number per problem
+    rng = world.rng(step, evaluating=True)
+    weights = [1.0] * len(state.eval_funcs)
+    k = args.num_generations_eval
+    found = defaultdict(list)                   # metric -> a number per problem
     # Ranks wait for each other in every batch (stop_if_cut_short, and --shard when sampling), so a
     # rank with one problem fewer than others answers an extra problem, which isn't counted.
-    mine, share = problems[world.rank::world.size], -(-len(problems) // world.size)
+    mine = problems[world.rank::world.size]
+    share = math.ceil(len(problems) / world.size)
     answered = mine + problems[:share - len(mine)]
     # A rollout's number of completions fits in memory; for a small model, more fit.
     at_once = max(1, args.batch_size * args.num_generations // k)
@@ -54,23 +56,26 @@ def evaluate(state, problems, collate, step):
     for start in tqdm(range(0, share, at_once), desc="evaluation", leave=False, dynamic_ncols=True,
                       disable=True if world.rank > 0 else None):
         batch = collate(answered[start:start + at_once])
-        rollouts = [state.generate(batch, rng, n, greedy) for n, greedy in ((1, True), (k, False))]
-        of_greedy, sampled = (
-            state.compute_rewards(rollout, state.eval_funcs, weights)[0].view(-1, n)
-            for rollout, n in zip(rollouts, (1, k)))                            # (B, 1), (B, k)
+        greedy = state.generate(batch, rng, 1, greedy=True)
+        sampled = state.generate(batch, rng, k)
+        greedy.rewards, _ = state.compute_rewards(greedy, state.eval_funcs, weights)    # (B,)
+        rewards, _ = state.compute_rewards(sampled, state.eval_funcs, weights)
+        rewards = rewards.view(-1, k)                                                   # (B, k)
         stop_if_cut_short(world)
         if start == 0:
-            first = rollouts[0]
-            first.rewards = of_greedy[:, 0]
-        judged = ~torch.cat((of_greedy, sampled), 1).isnan().any(1)                     # (B,)
+            first = greedy
+        judged = ~(greedy.rewards.isnan() | rewards.isnan().any(1))                     # (B,)
         judged = judged[:len(mine) - start]     # the extra problem is the last one
         found["judged"] += judged.tolist()
-        right = (sampled >= 1).float()                                                  # (B, k)
-        for name, numbers in {
-            "accuracy": right.mean(1), "reward": sampled.mean(1), f"pass@{k}": right.amax(1),
-            "greedy_accuracy": (of_greedy[:, 0] >= 1).float(),
-            "mean_length": rollouts[1].lengths.cpu().float().view(-1, k).mean(1),
-        }.items():
+        right = (rewards >= 1).float()                                                  # (B, k)
+        numbers_of_problems = {
+            "accuracy": right.mean(1),
+            "reward": rewards.mean(1),
+            f"pass@{k}": right.amax(1),
+            "greedy_accuracy": (greedy.rewards >= 1).float(),
+            "mean_length": sampled.lengths.cpu().float().view(-1, k).mean(1),
+        }
+        for name, numbers in numbers_of_problems.items():
             found[name] += numbers[:len(judged)][judged].tolist()
     if k == 1:
         del found["pass@1"]         # it equals the accuracy

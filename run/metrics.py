@@ -124,9 +124,10 @@ def joined(parts):
     one = {}
     for name, metrics in by_name(parts).items():
         if name.endswith("_max"):               # np.max keeps a NaN
-            one[name] = float(np.max([*map(float, metrics)]))
+            one[name] = float(np.max([float(metric) for metric in metrics]))
         elif isinstance(metrics[0], tuple):
-            one[name] = type(metrics[0])(*map(float, map(sum, zip(*metrics))))
+            sums = [float(sum(numbers)) for numbers in zip(*metrics)]
+            one[name] = type(metrics[0])(*sums)
         else:
             one[name] = float(sum(metrics))
     return one

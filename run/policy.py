@@ -171,11 +171,12 @@ def policy_of(model, path, world, args, token_logps, engine=None, *, learns=Fals
 
     path: the path of the weights. engine: vLLM's sampler, which replaces the default sampler.
     """
-    sampler, reader, lacking = sample, token_logps, ""  # the plain pair
+    sampler, reader = sample, token_logps               # the plain pair
+    lacking = ""
     network = getattr(model, "policy", model)           # the model in lora.AdaptersOff
     if args.sampler != "plain" and isinstance(network, MiniMindForCausalLM):
-        sampler, reader = fast.sample, checked(
-            fast.token_logps, token_logps, world, learns)
+        sampler = fast.sample
+        reader = checked(fast.token_logps, token_logps, world, learns)
         if learns and engine is None and world.device.type == "cuda":
             lacking = graphs.lacking(network, world.matrix_dtype, world.device)
             engine = None if lacking else graphs_of(args, world)
@@ -212,19 +213,20 @@ def checked(fast_logps, plain_logps, world, learns):
             model, input_ids, attention_mask, R, with_entropy=with_entropy, **options)
         if compared:
             return found
-        compared, V = True, model.config.vocab_size
+        compared = True
+        V = model.config.vocab_size
         short = min(R, max(1, MOST_LOGITS // V))
-        rows, T = min(ROWS, max(1, MOST_LOGITS // (short * V))), input_ids.shape[1] - R + short
+        rows = min(ROWS, max(1, MOST_LOGITS // (short * V)))
+        T = input_ids.shape[1] - R + short
         with torch.no_grad():
             plain = plain_logps(model, input_ids[:rows, :T], attention_mask[:rows, :T], short,
                                 with_entropy=with_entropy, **options)
         ours, theirs = (one[0] if with_entropy else one for one in (found, plain))
-        difference = (ours[:rows, :short].detach() - theirs).abs()      # 0 at padding
-        if world.matrix_dtype == torch.float32:
-            how, difference = "", difference.max().item()
-        else:
+        apart = (ours[:rows, :short].detach() - theirs).abs()           # 0 at padding
+        how, difference = "", apart.max().item()
+        if world.matrix_dtype != torch.float32:
             tokens = attention_mask[:rows, T - short:T].sum()
-            how, difference = " on average", (difference.sum() / tokens).item()
+            how, difference = " on average", (apart.sum() / tokens).item()
         if not difference <= TOLERANCE[world.matrix_dtype]:
             raise UserError(f"log-probs of model/fast and token_logps differ by {difference:.1g}"
                             f"{how} on this machine; pass --sampler plain, and report this")

@@ -390,10 +390,11 @@ class Product:
             if bases[0].bias is not None:
                 bias = weights.copied((*name, "bias", i), [x.bias for x in bases[those]], dtype)
             self.parts.append((matrix, bias))
-        for i, layer in enumerate(layers if adapted and not merges else ()):
-            pair = layer.lora_A, layer.scale * layer.lora_B
-            self.adapters.append([weights.copied((*name, "AB"[j], i), [x], dtype)
-                                  for j, x in enumerate(pair)])
+        if adapted and not merges:
+            for i, layer in enumerate(layers):
+                A, B = layer.lora_A, layer.scale * layer.lora_B
+                self.adapters.append((weights.copied((*name, "A", i), [A], dtype),
+                                      weights.copied((*name, "B", i), [B], dtype)))
 
     def __call__(self, x):
         y = joined([F.linear(x, matrix, bias) for matrix, bias in self.parts])

@@ -91,7 +91,8 @@ def class_of_run(base, args, own):
     """
     on = {option: is_on(extension, args) for extension, option in EXTENSIONS.items()}
     on = {option: flags for option, flags in on.items() if flags}
-    kind = type(own.__name__, (*[own] * (own is not base), *on, base), {"changed": {}})
+    bases = [*on, base] if own is base else [own, *on, base]
+    kind = type(own.__name__, tuple(bases), {"changed": {}})
     for owner in reversed(kind.__mro__[1:kind.__mro__.index(base)]):
         by = ", ".join(on.get(owner, [owner.__name__]))
         for name, function in vars(owner).items():

@@ -32,8 +32,12 @@ def add_flags(parser):
 
 
 def is_on(args):
-    return ["--sampler_correction"] * (args.sampler_correction != "none") + [
-        "--off_policy_mask_threshold"] * (args.off_policy_mask_threshold > 0)
+    flags = []
+    if args.sampler_correction != "none":
+        flags.append("--sampler_correction")
+    if args.off_policy_mask_threshold > 0:
+        flags.append("--off_policy_mask_threshold")
+    return flags
 
 
 def check(args):

@@ -56,9 +56,11 @@ class Oversample:
             self.phase("reward")
             part.rewards, part.rewards_per_func = self.compute_rewards(
                 part, self.reward_funcs, self.args.reward_weights)
-            rollout, rounds = rollout.joined(part) if rollout else part, rounds + 1
+            rollout = rollout.joined(part) if rollout else part
+            rounds += 1
             rewards = rollout.rewards.view(-1, self.args.num_generations)
-            is_flat, done = nanstd(rewards)[:, 0] <= 1e-6, len(rewards)
+            done = len(rewards)
+            is_flat = nanstd(rewards)[:, 0] <= 1e-6
             # `missing` must be the same on all ranks: they wait for each other in gather.
             flat = self.world.gather([is_flat.sum().item()])
             missing = min(total - done, max(flat) - done + B)

@@ -65,8 +65,9 @@ class Report:
         self.last_step, self.start_step, self.current_step = last_step, start_step, start_step
         if self.rank > 0:
             return
-        for name in ("metrics", "eval", "completions") if self.run_dir else ():
-            drop_lines_after(start_step, self.run_dir / f"{name}.jsonl")
+        if self.run_dir:
+            for name in ("metrics", "eval", "completions"):
+                drop_lines_after(start_step, self.run_dir / f"{name}.jsonl")
         self.swanlab = start_swanlab(self.run_dir, self.args)
         self.bar = tqdm(total=last_step, initial=start_step, dynamic_ncols=True,
                         bar_format="{n_fmt:>4}/{total_fmt} |{bar:12}|{desc}",
@@ -97,27 +98,24 @@ class Report:
         policy = grpo.policy.model
         size = sum(parameter.numel() for parameter in policy.parameters())
         prompts = min(grpo.num_prompts, num_prompts // num_processes) * num_processes
-        up_to = "up to " * (grpo.num_prompts > args.batch_size * args.accumulation_steps)
-        first = problems[0]["messages"]
-        unswitched = PromptCollator(grpo.tokenizer, None, args.system_prompt, thinking=False)
+        oversamples = grpo.num_prompts > args.batch_size * args.accumulation_steps
+        up_to = "up to " if oversamples else ""
+        slow = grpo.policy.slow_because
         facts = {
             "policy": f"{short(args.model_path)}, {size / 1e6:,.2f} M parameters",
             "run by": getattr(policy, "run_by", ""),        # transformers, which is slower
-            "sampler": grpo.policy.slow_because and "without CUDA graphs, because of "
-                       f"{grpo.policy.slow_because}: slower",
-            "thinking": args.reasoning and collate.render(first) == unswitched.render(first)
-                        and "left to the weights: the chat template has no switch for it",
+            "sampler": f"without CUDA graphs, because of {slow}: slower" if slow else "",
+            "thinking": thinking(args, collate, problems[0]["messages"]),
             "device": f"{num_processes} x {grpo.world.device.type}",
             **{name: "; ".join(by) for name, by in grpo.changed.items()},
             "prompts": f"{num_prompts:,} in {short(args.data_path)}; their answers: "
                        f"{kinds_of_answers(problems)}",
-            "held out": num_heldout and f"{num_heldout:,} in {short(args.eval_data_path)}, right "
-                        f"if {' + '.join(args.eval_reward_funcs)} is at least 1",
+            "held out": held_out(args, num_heldout),
             "rewards": " + ".join(f"{weight:g} {name}" for weight, name in
                                   zip(args.reward_weights, args.reward_funcs)),
             "steps": f"{self.last_step}, each with {up_to}{prompts} prompts x "
                      f"{args.num_generations} completions",
-            "files": self.run_dir and f"{short(self.run_dir)}/",
+            "files": f"{short(self.run_dir)}/" if self.run_dir else "",
         }
         self._print(facts_table(facts))
 
@@ -153,9 +151,10 @@ class Report:
             return
         self._write("metrics", step, metrics)
         self._write("completions", step, *rows)
-        for file, lines in self.waiting if self.run_dir else ():
-            with open(self.run_dir / file, "a", encoding="utf-8") as opened:
-                opened.writelines(lines)
+        if self.run_dir:
+            for file, lines in self.waiting:
+                with open(self.run_dir / file, "a", encoding="utf-8") as opened:
+                    opened.writelines(lines)
         self.waiting.clear()
         self._log(metrics, step)
 
@@ -222,7 +221,9 @@ class Report:
 
     def _warn_of_unjudged(self, rows):
         """Warns if a reward function scored no completion in the first step."""
-        for name in rows[0]["rewards"] if rows else ():
+        if not rows:
+            return
+        for name in rows[0]["rewards"]:
             if not any(is_finite(row["rewards"][name]) for row in rows):
                 columns = ", ".join(rows[0]["columns"])
                 self.warn(f"{name} scored none of the {len(rows)} completions of the first step: "
@@ -304,6 +305,22 @@ def start_swanlab(run_dir, args):
                         "--wandb_project, run `swanlab login` first, or pass --swanlab disabled"
                         ) from error
     return swanlab
+
+
+def thinking(args, collate, messages):
+    """Returns a remark if --reasoning 1 changes nothing in the prompt of these messages."""
+    without = PromptCollator(collate.tokenizer, None, args.system_prompt, thinking=False)
+    if args.reasoning and collate.render(messages) == without.render(messages):
+        return "left to the weights: the chat template has no switch for it"
+    return ""
+
+
+def held_out(args, count):
+    """Returns how many held-out problems there are, and which completions count as right."""
+    if not count:
+        return ""
+    rewards = " + ".join(args.eval_reward_funcs)
+    return f"{count:,} in {short(args.eval_data_path)}, right if {rewards} is at least 1"
 
 
 def kinds_of_answers(problems):
