@@ -10,6 +10,7 @@ import train_grpo
 from dataset import PromptCollator, PromptDataset
 from model import MiniMindConfig, MiniMindForCausalLM, eos_token_ids, sampler
 from model.load import read_tensors
+from model.lora import adapters, with_adapters
 from reward.tools import Tool
 from run.distributed import World
 from run.extensions.tool import ToolCalls
@@ -47,6 +48,20 @@ def wide(**changes):
     return model
 
 
+def adapted():
+    """With adapters whose B is not 0."""
+    model = with_adapters(wide(), rank=4, alpha=32)
+    torch.manual_seed(0)
+    for layer in adapters(model).values():
+        nn.init.normal_(layer.lora_B, std=0.05)
+    return model
+
+
+def model_of(name):
+    """The model of a family, or the one with adapters."""
+    return adapted() if name == "adapters" else wide(**FAMILIES[name])
+
+
 def padded(sequences, side="left"):
     """Ids and mask, (N, T) each."""
     T, rows, masks = max(map(len, sequences)), [], []
@@ -59,19 +74,27 @@ def padded(sequences, side="left"):
 
 def draw(sample, model, prompts=PROMPTS, *, num_generations=1, max_new_tokens=40, seed=0,
          eos=EOS, **options):
-    return sample(model, *padded(prompts), num_generations=num_generations,
+    device = next(model.parameters()).device
+    return sample(model, *(x.to(device) for x in padded(prompts)), num_generations=num_generations,
                   max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=PAD,
-                  generator=torch.Generator().manual_seed(seed), **options)
+                  generator=torch.Generator(device).manual_seed(seed), **options)
 
 
 @torch.no_grad()
 def trained_logps(model, prompts, completion_ids, mask, **options):
     """What the plain trainer makes of these completions (N, R), adjacent for each prompt."""
     G = len(completion_ids) // len(prompts)
-    prompt_ids, prompt_mask = (x.repeat_interleave(G, 0) for x in padded(prompts))
+    prompt_ids, prompt_mask = (x.repeat_interleave(G, 0).to(mask.device) for x in padded(prompts))
     return train_grpo.token_logps(
         model, torch.cat((prompt_ids, completion_ids), 1), torch.cat((prompt_mask, mask), 1),
         mask.shape[1], **options)
+
+
+def sampler_is_off_by(model, completion_ids, logps):
+    """How far what a sampler says of completions of PROMPTS is from token_logps, on average."""
+    mask = train_grpo.completion_mask(completion_ids, EOS)
+    trained = trained_logps(model, PROMPTS, completion_ids, mask, temperature=TEMPERATURE)
+    return (logps - trained)[mask == 1].abs().mean().item()
 
 
 def one_batch(pairs):
