@@ -191,7 +191,7 @@ def in_turns(tool, state, *given, **options):
     return ToolCalls.generate(state, *given, **options)
 
 
-def rollout_of(sample, policy, tokenizer, function=dice, count=4, greedy=False):
+def rollout_of(sample, policy, tokenizer, function=dice, count=3, greedy=False):
     items = PromptDataset(ROOT / "dataset/heldout.jsonl")[:count]
     return in_turns(
         Tool(function, tokenizer, 3),
