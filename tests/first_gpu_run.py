@@ -98,12 +98,14 @@ def rows_of(out, file):
     return read_jsonl(next(Path(out).glob(f"*/{file}.jsonl")))
 
 
-def figures(metrics):
-    last = metrics[-1]
-    if last["rollout_probs_diff_mean"] > 5e-3:
-        raise RuntimeError(f"sampler and trainer differ by {last['rollout_probs_diff_mean']:.1e}")
+def three_steps(*flags, **options):
+    with tempfile.TemporaryDirectory() as folder:
+        *_, last = run(folder, *flags, **options)
+    apart = last["rollout_probs_diff_mean"]
+    if apart > 5e-3:
+        raise RuntimeError(f"sampler and trainer differ by {apart:.1e}")
     return (f"reward {last['reward']:.2f}, gradient norm {last['grad_norm']:.2f}, sampler and "
-            f"trainer differ by {last['rollout_probs_diff_mean']:.1e}")
+            f"trainer differ by {apart:.1e}")
 
 
 def parts_of_a_step(metrics):
@@ -139,47 +141,35 @@ def read(state, rollout, reader):
     return state.compute_logps(replace(state.policy, reader=reader), rollout).cpu()
 
 
-def readers(state, rollout):
-    """How far apart three programs are at the tokens of a rollout: two readers and the sampler."""
-    ours, plain = (read(state, rollout, one) for one in (fast.token_logps, train_grpo.token_logps))
-    mask = rollout.completion_mask.cpu() == 1
-    apart, sampled = (ours - plain)[mask].abs(), (ours - rollout.sampling_logps.cpu())[mask].abs()
-    return (f"model/fast and token_logps at most {apart.max():.1e} apart, on average "
-            f"{apart.mean():.1e}, sampler and model/fast on average {sampled.mean():.1e}, at "
-            f"{len(apart)} tokens")
-
-
 def same_texts(first, second):
     same = sum(map(str.__eq__, first.completions, second.completions))
     return f"{same} of {len(first.completions)}"
 
 
-def greedy_texts(*states):
-    return f"{same_texts(*(answers(state, greedy=True) for state in states))} greedy texts the same"
-
-
 def pair():
-    """plain against fast, float32"""
-    plain, state = (loaded("float32", name) for name in ("plain", "fast"))
-    return f"{greedy_texts(plain, state)}, {readers(state, answers(state))}"
-
-
-def bfloat16():
-    """bfloat16: the same, and against float32"""
-    plain, state = (loaded("bfloat16", name) for name in ("plain", "fast"))
-    rollout = answers(state)
-    logps = read(state, rollout, fast.token_logps)
-    others = read(loaded("float32"), rollout, fast.token_logps)
-    apart = (logps - others).abs()[rollout.completion_mask.cpu() == 1]
-    return (f"log-probs {apart.mean():.1e} apart on average, {greedy_texts(plain, state)}, "
-            f"{same_texts(rollout, answers(state))} the same from one seed, "
-            f"{readers(state, rollout)}")
+    """plain against fast, in float32 and bfloat16"""
+    found, in_float32 = [], loaded("float32")
+    for dtype in ("float32", "bfloat16"):
+        plain, state = (loaded(dtype, name) for name in ("plain", "fast"))
+        drawn, greedy = answers(state), [answers(one, greedy=True) for one in (plain, state)]
+        ours, theirs = (read(state, drawn, one) for one in (fast.token_logps,
+                                                            train_grpo.token_logps))
+        exact = read(in_float32, drawn, fast.token_logps)
+        mask = drawn.completion_mask.cpu() == 1
+        apart, sampled, rounded = ((ours - other)[mask].abs() for other in (
+            theirs, drawn.sampling_logps.cpu(), exact))
+        found.append(
+            f"{dtype}: model/fast and token_logps at most {apart.max():.1e} apart, on average "
+            f"{apart.mean():.1e}, sampler and model/fast on average {sampled.mean():.1e}, "
+            f"model/fast here and in float32 {rounded.mean():.1e}, at {len(apart)} tokens; "
+            f"{same_texts(*greedy)} greedy texts the same, {same_texts(drawn, answers(state))} the "
+            "same from one seed")
+    return "; ".join(found)
 
 
 def lora():
     """LoRA, three steps"""
-    with tempfile.TemporaryDirectory() as folder:
-        return figures(run(folder, "--lora_rank", "8"))
+    return three_steps("--lora_rank", "8")
 
 
 TWO_ON_ONE = """
@@ -199,15 +189,14 @@ def two_on_one():
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "two.py")
         script.write_text(TWO_ON_ONE)
-        return figures(run(folder, ranks=2, script=str(script)))
+        return three_steps(ranks=2, script=str(script))
 
 
 def two_on_two():
     """two processes on two cards, by NCCL"""
     if torch.cuda.device_count() < 2:
         raise Skipped("there is one card")
-    with tempfile.TemporaryDirectory() as folder:
-        return figures(run(folder, ranks=2))
+    return three_steps(ranks=2)
 
 
 def resume():
@@ -226,9 +215,7 @@ def vllm():
     """vLLM, one rank under torchrun for each of at most two cards"""
     if importlib.util.find_spec("vllm") is None:
         raise Skipped("vLLM is not installed")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = max(1, min(2, torch.cuda.device_count()))
-        return figures(run(folder, "--sampler", "vllm", ranks=ranks))
+    return three_steps("--sampler", "vllm", ranks=max(1, min(2, torch.cuda.device_count())))
 
 
 def memory():
@@ -372,7 +359,7 @@ def step():
 
 
 ROWS = {row.__name__: row for row in (
-    suite, pair, bfloat16, lora, two_on_one, two_on_two, resume, vllm, memory, rollout, token,
+    suite, pair, lora, two_on_one, two_on_two, resume, vllm, memory, rollout, token,
     update, default, step)}
 
 if __name__ == "__main__":
