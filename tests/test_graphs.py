@@ -4,6 +4,7 @@ What only a GPU can show is in test_cuda.py. That results are right is tested in
 """
 import copy
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 
@@ -54,7 +55,8 @@ class Graph:
     watched = False         # True: check that it does, which takes longer
 
     def __init__(self, buffers, n, S):
-        self.step, self.addresses = lambda: buffers.step(n, S, buffers.generator), None
+        self.buffers, self.addresses = buffers, None
+        self.step = partial(buffers.step, n, S, buffers.generator)
 
     def replay(self):
         if not self.watched:
@@ -243,33 +245,28 @@ def test_graphs_free_their_buffers_when_another_error_goes_up(error, captured, m
 
 @pytest.mark.parametrize("wrong", [0.1, float("nan")])
 def test_graphs_with_other_logits_end_the_run(wrong, captured, monkeypatch):
-    class Shifted(Graph):
-        def __init__(self, buffers, n, S):
-            super().__init__(buffers, n, S)
-            self.logits = buffers.logits
+    def replay(graph):
+        graph.step()
+        graph.buffers.logits += wrong
 
-        def replay(self):
-            super().replay()
-            self.logits += wrong
-
-    monkeypatch.setattr(graphs.Buffers, "record", lambda *args: Shifted(*args))
+    monkeypatch.setattr(Graph, "replay", replay)
     own = graphs.Graphs(tolerance=0.01)
     with pytest.raises(UserError, match="logits differ by .*--sampler plain"):
         draw(own, wide())
 
 
-def test_graphs_of_the_size_of_a_rollout_are_a_gpus_sampler():
+@pytest.mark.parametrize("family", ["qwen3", "experts"])
+def test_graphs_of_the_size_of_a_rollout_are_a_gpus_sampler(family):
     """A world with a GPU that is not there chooses, but cannot run."""
-    for name, family in FAMILIES.items():
-        for flags, most in (([], 16 * 8), (["--rollout_batch_size", "24"], 24)):
-            world = SimpleNamespace(device=torch.device("cuda"), matrix_dtype=torch.float32, rank=0,
-                                    cleanup=ExitStack())
-            policy = policy_of(wide(**family), name, world, train_grpo.parse_args(flags),
-                               train_grpo.token_logps, learns=True)
-            if name == "experts":
-                assert policy.slow_because == "its experts"
-                continue
-            assert isinstance(policy.sampler, graphs.Graphs) and policy.sampler.most == most
-            policy.sampler.buffers = object()
-            world.cleanup.close()               # as a run does, however it ends
-            assert policy.sampler.buffers is None and not policy.slow_because
+    for flags, most in (([], 16 * 8), (["--rollout_batch_size", "24"], 24)):
+        world = SimpleNamespace(device=torch.device("cuda"), matrix_dtype=torch.float32, rank=0,
+                                cleanup=ExitStack())
+        policy = policy_of(wide(**FAMILIES[family]), family, world, train_grpo.parse_args(flags),
+                           train_grpo.token_logps, learns=True)
+        if family == "experts":
+            assert policy.slow_because == "its experts"
+            continue
+        assert policy.sampler.most == most and not policy.slow_because
+        policy.sampler.buffers = object()
+        world.cleanup.close()               # as a run does, however it ends
+        assert policy.sampler.buffers is None

@@ -89,15 +89,10 @@ def fake(monkeypatch):
     return make
 
 
-def shipped(rank=0):
-    base = load_pretrained(POLICY, dtype=torch.float32,
-                           matrix_dtype=torch.bfloat16 if rank else None)
-    return with_adapters(base, rank=rank, alpha=32) if rank else base
-
-
 def test_vllm_gets_an_update_of_adapters_in_bfloat16(fake):
     engine, world = fake("--lora_rank", "12", "--dtype", "bfloat16")
-    policy = shipped(12)
+    policy = with_adapters(load_pretrained(POLICY, dtype=torch.float32,
+                                           matrix_dtype=torch.bfloat16), rank=12, alpha=32)
     with world.autocast():
         draw(engine, policy)
     assert engine.llm.options["max_lora_rank"] == 16        # one of those that vLLM takes
@@ -116,16 +111,16 @@ def test_vllm_gets_an_update_of_adapters_in_bfloat16(fake):
         assert ((B @ A) * update).sum() / update.square().sum() > 0.99
 
 
-def test_vllm_leaves_torch_its_settings_and_wakes_when_the_cache_is_given_back(fake, monkeypatch):
+def test_vllm_leaves_torch_its_settings_and_wakes_when_there_is_room(fake, policy, monkeypatch):
     engine, world = fake("--rollout_batch_size", "2", on_gpu=True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: engine.llm.events.append("cache"))
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            draw(engine, shipped())
+            draw(engine, policy)
             engine.sleep("update")
-            draw(engine, shipped())
+            draw(engine, policy)
             assert torch.is_autocast_enabled("cpu")
         assert torch.get_float32_matmul_precision() == "high"
     finally:
@@ -134,7 +129,7 @@ def test_vllm_leaves_torch_its_settings_and_wakes_when_the_cache_is_given_back(f
                                  "cache", "weights", "reset", "sample"]
 
 
-def test_vllm_on_one_rank_of_torchrun_finds_the_store_that_is_there(fake, monkeypatch):
+def test_vllm_on_one_rank_of_torchrun_finds_the_store_that_is_there(fake, policy, monkeypatch):
     def rendezvous(*weights, distributed_executor_backend, **options):
         """What vLLM's executors do: a store of its own, or what the environment names."""
         method = {"uni": f"tcp://127.0.0.1:{free_ports(1)[0]}", "external_launcher": "env://"}
@@ -149,7 +144,7 @@ def test_vllm_on_one_rank_of_torchrun_finds_the_store_that_is_there(fake, monkey
                         store.port, "TORCHELASTIC_RUN_ID": "run",
                         "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, str(value))
-    draw(fake()[0], shipped())
+    draw(fake()[0], policy)
 
 
 class WritesAhead(FakeLLM):
