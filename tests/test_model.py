@@ -159,3 +159,12 @@ def test_sft_learns_what_the_assistant_says_in_any_chat_template(template, learn
     forced = {"role": "assistant", "content": "7 high", "forced": [[2, 6]]}
     with pytest.raises(UserError, match="rewrites a turn with the field forced, '7 high'"):
         train_sft.encode([[*turns("7?"), forced]], other)
+
+
+def test_sft_loss_is_the_cross_entropy_of_each_labeled_token(policy):
+    batch = [([3, 9, 27, 11], [-100, -100, 27, 11]), ([6, 4], [-100, 4])]
+    expected = 0
+    for ids, labels in batch:
+        logps = policy(torch.tensor([ids]))[0].log_softmax(-1)
+        expected -= sum(logps[t - 1, ids[t]] for t, label in enumerate(labels) if label != -100)
+    torch.testing.assert_close(train_sft.loss_of(policy, batch, 3, "cpu"), expected / 3)

@@ -181,15 +181,15 @@ def test_turns_tell_rewards_own_words_from_the_tools(policy, tokenizer):
 
 def test_resume_with_a_tool_ends_where_an_unbroken_run_does(tmp_path, own_module):
     own_module("my_tool", "import sampling\nroll = sampling.dice\n")
-    flags = ["--batch_size", "2", "--num_generations", "4", "--eval_interval", "0", "--tool",
-             "my_tool:roll", "--max_gen_len", "40", "--num_minibatches", "2", "--out_dir",
+    flags = ["--batch_size", "2", "--num_generations", "2", "--eval_interval", "0", "--tool",
+             "my_tool:roll", "--max_gen_len", "24", "--num_minibatches", "2", "--out_dir",
              str(tmp_path), "--warmup_steps", "3"]      # of any length, a run begins with the same
     train_grpo.main([*flags, "--run_name", "whole", "--max_steps", "3"])
     train_grpo.main([*flags, "--run_name", "parts", "--max_steps", "2", "--save_interval", "2"])
     train_grpo.main([*flags, "--run_name", "parts", "--max_steps", "3", "--resume"])
     rows, of_parts = (jsonl(tmp_path / f"{name}/completions.jsonl") for name in ("whole", "parts"))
-    assert rows == of_parts and len(rows) == 3 * 8
+    assert rows == of_parts and len(rows) == 3 * 4
     metrics, *_ = jsonl(tmp_path / "whole/metrics.jsonl")
-    assert metrics["tools/call_frequency"] == sum(len(row["turns"]) // 2 for row in rows[:8]) / 8
+    assert metrics["tools/call_frequency"] == sum(len(row["turns"]) // 2 for row in rows[:4]) / 4
     assert metrics["tools/call_frequency"] > 0 == metrics["tools/failure_frequency"]
-    assert metrics["num_tokens"] == sum(row["length"] + row["tool_tokens"] for row in rows[:8])
+    assert metrics["num_tokens"] == sum(row["length"] + row["tool_tokens"] for row in rows[:4])
