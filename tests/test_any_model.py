@@ -1,6 +1,5 @@
 """Models that transformers' own classes run: exact in a batch, trained, saved, or refused."""
 import json
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ import train_grpo
 from errors import UserError
 from model import load_pretrained, sampler, save_pretrained
 from model.load import read_config
-from model.lora import adapter_state, adapters, merged_state, with_adapters
+from model.lora import adapters, merged_state, with_adapters
 from model.transformers_model import AnyModel, Cache
 from run.fsdp import shard
 from support import edit, left_padded, measured
@@ -68,7 +67,7 @@ of_each_family = pytest.mark.parametrize("family", FAMILIES)
 
 def flags(folder, out, *more):
     return ["--model_path", folder, "--out_dir", str(out), "--run_name", "run", "--max_steps", "2",
-            "--batch_size", "2", "--num_generations", "4", "--max_gen_len", "12", "--eval_interval",
+            "--batch_size", "2", "--num_generations", "2", "--max_gen_len", "8", "--eval_interval",
             "0", "--learning_rate", "1e-2", "--reward_funcs", "odd:odd", *more]
 
 
@@ -87,7 +86,7 @@ def test_rows_of_a_batch_are_sampled_and_scored_as_each_alone(family, saved, tok
     folder, theirs = saved(family)
     policy, lengths = load_pretrained(folder), (11, 6, 2)
     ids, mask = left_padded(lengths, len(tokenizer))
-    completions, logps = sampler.sample(        # four ends: rows leave at many steps
+    completions, logps = sampler.sample(        # many ends: rows leave at many steps
         policy, ids, mask, num_generations=3, max_new_tokens=10, temperature=0.7,
         eos_token_id=[*range(80)], pad_token_id=0, generator=torch.Generator().manual_seed(0))
     kept = train_grpo.completion_mask(completions, [*range(80)])
@@ -111,20 +110,16 @@ def test_rows_of_a_batch_are_sampled_and_scored_as_each_alone(family, saved, tok
     assert torch.equal(plain, scored)
 
 
-def test_gradient_checkpointing_recomputes_each_layer_and_changes_no_gradient(saved):
+def test_gradient_checkpointing_recomputes_each_layer_of_any_model(saved):
     policy = load_pretrained(saved("FalconH1ForCausalLM")[0])
-    ids, mask = left_padded((9, 4), 200)
-    calls, gradients = [], []
+    (ids, mask), calls, gradients = left_padded((9, 4), 200), [], []
     layer = policy.model.model.layers[0].feed_forward
     layer.register_forward_pre_hook(lambda *_: calls.append(1))
-    for recompute in (False, True):
-        policy.model.gradient_checkpointing = recompute
-        policy.zero_grad()
-        policy(ids, mask).logsumexp(-1)[mask.bool()].sum().backward()
-        gradients.append([weight.grad for weight in policy.parameters()])
+    for policy.model.gradient_checkpointing in (False, True):
+        loss = policy(ids, mask).logsumexp(-1)[mask.bool()].sum()
+        gradients.append(torch.autograd.grad(loss, [*policy.parameters()]))
     assert len(calls) == 1 + 2
-    for one, other in zip(*gradients):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 def test_dropout_is_off_and_the_head_is_float32_under_autocast(saved):
@@ -136,7 +131,7 @@ def test_dropout_is_off_and_the_head_is_float32_under_autocast(saved):
         assert policy(ids, mask).dtype == torch.float32
 
 
-def test_a_bias_of_the_head_and_a_head_of_its_own_are_kept(tokenizer, tmp_path):
+def test_head_with_a_bias_or_of_its_own_is_kept(tokenizer, tmp_path):
     sizes = {name: SIZES[name] for name in SIZES if name != "head_dim"}
     theirs = transformers.PhiForCausalLM(transformers.PhiConfig(vocab_size=280, **sizes)).eval()
     theirs.lm_head.bias.data.normal_(std=2)
@@ -154,12 +149,11 @@ def test_a_bias_of_the_head_and_a_head_of_its_own_are_kept(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["Gemma3ForCausalLM", "Qwen3_5ForCausalLM"])
-def test_two_steps_are_taken_and_transformers_reads_what_they_leave(
+def test_run_of_any_model_takes_steps_and_transformers_reads_what_it_leaves(
         family, saved, odd, tmp_path, capsys):
     folder, before = saved(family)
     train_grpo.main(flags(folder, tmp_path))
-    printed = capsys.readouterr().out
-    assert f"run by    transformers' {family}, because of model_type" in printed
+    assert f"transformers' {family}, because of model_type" in capsys.readouterr().out
     first, second = measured(tmp_path / "run")
     assert first["rollout_probs_diff_max"] < 1e-6 and first["grad_norm"] > 0
     assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 1e-4
@@ -173,8 +167,6 @@ def test_two_steps_are_taken_and_transformers_reads_what_they_leave(
     for (name, weight), old in zip(after.state_dict().items(), before.state_dict().values()):
         assert torch.equal(weight, trained[name])
         assert not weight.is_floating_point() or not torch.equal(weight, old), name
-    modes = {file.stat().st_mode for file in (tmp_path / "run/final").iterdir()}
-    assert len(modes) == 1          # whoever may read config.json may read the weights
 
 
 def test_adapters_learn_in_every_linear_layer_and_have_the_names_of_peft(saved, odd, tmp_path):
@@ -196,46 +188,42 @@ def test_adapters_learn_in_every_linear_layer_and_have_the_names_of_peft(saved, 
                                    theirs.get_submodule(name).weight + 32 / 2 * B @ A)
 
 
-def test_a_frozen_base_has_the_dtype_of_the_products_but_for_its_head(saved):
-    folder, _ = saved("Lfm2ForCausalLM")
-    base = load_pretrained(folder, dtype=torch.float32, matrix_dtype=torch.bfloat16)
-    dtypes = {name: weight.dtype for name, weight in base.model.named_parameters()}
-    assert dtypes["model.layers.0.feed_forward.w1.weight"] == torch.bfloat16
-    assert dtypes["model.embed_tokens.weight"] == base.lm_head.weight.dtype == torch.float32
+def test_frozen_base_has_the_dtype_of_the_products_but_for_its_head(saved):
+    base = load_pretrained(
+        saved("Lfm2ForCausalLM")[0], dtype=torch.float32, matrix_dtype=torch.bfloat16)
+    assert base.model.model.layers[0].feed_forward.w1.weight.dtype == torch.bfloat16
+    assert base.model.model.embed_tokens.weight.dtype == base.lm_head.weight.dtype == torch.float32
     policy = with_adapters(base, rank=2, alpha=4)
     assert policy.lm_head is policy.model.lm_head and policy.lm_head is not base.lm_head
-    assert merged_state(policy).keys() == base.state_dict().keys() and adapter_state(policy)
+    assert merged_state(policy).keys() == base.state_dict().keys()
     assert adapters(policy) and not adapters(base)
 
 
 # --- refused --------------------------------------------------------------------------------------
 
 
-def test_a_model_that_mixes_rows_is_refused_in_a_sentence(saved, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        train_grpo.main(flags(saved("RwkvForCausalLM")[0], tmp_path))
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "transformers cannot run it as a policy" in error and "choose other weights" in error
-
-
-def test_more_tokens_than_positions_are_refused_at_the_start(saved, tmp_path, capsys):
+@pytest.mark.parametrize("family, more, words", [
+    ("RwkvForCausalLM", [], "transformers cannot run it as a policy"),      # rows mix
+    ("GPT2LMHeadModel", ["--max_gen_len", "120"], "train.jsonl, line 128 positions --max_gen_len")])
+def test_run_that_a_model_cannot_take_is_one_sentence(family, more, words, saved, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
-        train_grpo.main([*flags(saved("GPT2LMHeadModel")[0], tmp_path), "--max_gen_len", "120"])
-    assert re.search(r"train.jsonl, line \d+: \d+ tokens, and 120 that may follow, are more than "
-                     r"the 128 positions .* lower --max_gen_len", capsys.readouterr().err)
+        train_grpo.main(flags(saved(family)[0], tmp_path, *more))
+    error = capsys.readouterr().err.splitlines()[-1]
+    for word in words.split():
+        assert word in error
 
 
-def test_a_router_whose_loss_is_left_out_is_a_warning(tmp_path):
+def test_router_whose_loss_is_left_out_is_a_warning(tmp_path):
     config = transformers.Qwen3MoeConfig(
         **SIZES, vocab_size=9, num_experts=3, num_experts_per_tok=2,
         moe_intermediate_size=8, output_router_logits=True)
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="config.json asks for the router's balancing loss"):
+    with pytest.warns(UserWarning, match="router's balancing loss"):
         load_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("wrong", ["positions", "cache"])
-def test_what_differs_from_single_sequences_is_noticed(wrong, saved, monkeypatch):
+def test_rows_that_differ_from_single_sequences_are_noticed(wrong, saved, monkeypatch):
     folder, _ = saved("GPT2LMHeadModel")
     forward, select = AnyModel.forward, Cache.select
     if wrong == "positions":
@@ -248,18 +236,18 @@ def test_what_differs_from_single_sequences_is_noticed(wrong, saved, monkeypatch
         load_pretrained(folder)
 
 
-def test_what_such_a_model_cannot_have_is_refused(saved, tmp_path):
+def test_lora_and_shard_need_layers_that_they_know(saved):
     folder, _ = saved("GPT2LMHeadModel")
     policy = load_pretrained(folder)
-    with pytest.raises(UserError, match="--lora_rank: some/path has no layer .* nn.Linear"):
+    with pytest.raises(UserError, match="--lora_rank: some/path"):
         with_adapters(policy, rank=1, alpha=1, name="some/path")
-    with pytest.raises(UserError, match="--shard 1 divides the layers of model/model.py"):
+    with pytest.raises(UserError, match="--shard 1"):
         shard(policy, SimpleNamespace(), torch.float32, folder)
 
 
 @pytest.mark.parametrize("change, message", [
     ({"n_layer": 3}, "is missing"), ({"model_type": "somebodys"}, "model type")])
-def test_a_folder_that_does_not_hold_such_a_model_is_refused(change, message, saved, tmp_path):
+def test_config_json_of_another_model_is_refused(change, message, saved, tmp_path):
     saved("GPT2LMHeadModel")[1].save_pretrained(tmp_path)
     edit(tmp_path / "config.json", **change)
     with pytest.raises(UserError, match=message):
@@ -278,7 +266,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 
     ("Qwen3", WINDOW, "sliding_window 8"), ("Qwen2", WINDOW, "sliding_window 8"),
     ("Qwen3", {"use_sliding_window": False, "sliding_window": 8}, ""),
 ])
-def test_an_option_that_our_network_lacks_leaves_a_model_to_transformers(
+def test_config_json_with_an_option_that_we_lack_leaves_a_model_to_transformers(
         family, options, lacking, tmp_path):
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(

@@ -77,6 +77,7 @@ CHAT, GYM = f"model.chat {WEIGHTS}", "dataset.reasoning_gym chain_sum --save new
     ("train_grpo --reward_model_path x --reward_funcs tag", "--reward_model_path x --reward_funcs"),
     ("train_grpo --loss_type sapo --epsilon_high 0.3", "--loss_type sapo --epsilon_high"),
     ("train_grpo --loss_type cispo --epsilon_low 0.1", "--loss_type cispo --epsilon_low"),
+    ("train_grpo --tool gess", "--tool gess module:function"),
     ("train_grpo --run_name a/b", "--run_name a/b without"), ("train_grpo --run_name ..", ".. /"),
     # What the run finds.
     ("train_grpo --model_path nowhere", "nowhere config.json"),

@@ -1,18 +1,22 @@
-"""What only a GPU can show: python -m pytest tests/test_cuda.py. All other tests hide it."""
-import importlib.util
-import subprocess
-import sys
+"""What only a GPU can show: python -m pytest tests/test_cuda.py. All other tests hide it.
 
+Whole runs on a GPU are rows of tests/first_gpu_run.py.
+"""
 import pytest
 import torch
 
 import train_grpo
 from model import fast, sampler
 from model.fast import graphs, reading, shared_rows
-from model.lora import adapters, with_adapters
-from sampling import EOS, FAMILIES, PAD, PROMPTS, TEMPERATURE, one_batch, padded, pairs, wide
-from support import ROOT, jsonl
-from train_grpo import completion_mask
+from sampling import (
+    FAMILIES,
+    TEMPERATURE,
+    draw,
+    model_of,
+    one_batch,
+    pairs,
+    sampler_is_off_by,
+)
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -25,53 +29,36 @@ def precision(dtype):
     return torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 
-def draw(sample, model, dtype, *, max_new_tokens=40, seed=0, **options):
-    prompts = [x.to(DEVICE) for x in padded(PROMPTS)]
+def drawn(sample, model, dtype, **options):
     with precision(dtype):
-        return sample(model, *prompts, num_generations=4, max_new_tokens=max_new_tokens,
-                      temperature=TEMPERATURE, eos_token_id=EOS, pad_token_id=PAD,
-                      generator=torch.Generator(DEVICE).manual_seed(seed), **options)
+        return draw(sample, model, num_generations=4, temperature=TEMPERATURE, **options)
 
 
-def policy(family):
-    if family != "adapters":
-        return wide(**FAMILIES[family]).to(DEVICE)
-    adapted = with_adapters(wide(), rank=4, alpha=32)
-    for layer in adapters(adapted).values():
-        torch.nn.init.normal_(layer.lora_B, std=0.05)
-    return adapted.to(DEVICE)
+def is_off_by(sample, model, dtype, **options):
+    found = drawn(sample, model, dtype, **options)
+    with precision(dtype):
+        return sampler_is_off_by(model, *found)
 
 
 @every_dtype
 @every_policy
 @pytest.mark.parametrize("sample", [shared_rows.sample, graphs.sample], ids=["rows", "graphs"])
-def test_the_sampler_against_plain_forward(sample, family, dtype):
-    model = policy(family)
+def test_sampled_logps_are_those_of_a_plain_forward_on_a_gpu(sample, family, dtype):
+    model = model_of(family).to(DEVICE)
     if sample is graphs.sample and graphs.lacking(model, dtype, torch.device(DEVICE)):
         pytest.skip("graphs don't cover this model")
-    ids, logps = draw(sample, model, dtype)
-    assert apart(model, ids, logps, dtype) < (1e-4 if dtype == torch.float32 else 0.02)
+    assert is_off_by(sample, model, dtype) < (1e-4 if dtype == torch.float32 else 0.02)
     if dtype == torch.float32:
-        greedy = [draw(one, model, dtype, greedy=True)[0] for one in (sample, sampler.sample)]
+        greedy = [drawn(one, model, dtype, greedy=True)[0] for one in (sample, sampler.sample)]
         assert torch.equal(*greedy)
-
-
-def apart(model, ids, logps, dtype):
-    """How far the sampler's log-probs are from those of token_logps, on average."""
-    mask = completion_mask(ids, EOS)
-    prompt_ids, prompt_mask = (x.to(DEVICE).repeat_interleave(4, 0) for x in padded(PROMPTS))
-    sequences = torch.cat((prompt_ids, ids), 1), torch.cat((prompt_mask, mask), 1), ids.shape[1]
-    with torch.no_grad(), precision(dtype):
-        trained = train_grpo.token_logps(model, *sequences, temperature=TEMPERATURE)
-    return (logps - trained)[mask == 1].abs().mean()
 
 
 @every_dtype
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "adapters"])
 def test_graphs_follow_weights_that_change_or_move(family, dtype):
-    model, own = policy(family), graphs.Graphs()
+    model, own = model_of(family).to(DEVICE), graphs.Graphs()
     for i in range(4):
-        assert apart(model, *draw(own, model, dtype, seed=i), dtype) < 0.02
+        assert is_off_by(own, model, dtype, seed=i) < 0.02
         number = len(own.buffers.graphs)
         for weight in model.parameters():
             weight.data = weight.data * 1.1 if i == 1 else weight.data.mul_(1.1)
@@ -79,15 +66,15 @@ def test_graphs_follow_weights_that_change_or_move(family, dtype):
 
 
 def test_graphs_draw_by_their_seed_and_free_their_memory():
-    model, own = policy("qwen3"), graphs.Graphs()
-    found = [draw(own, model, torch.bfloat16, seed=seed)[0].tolist() for seed in (0, 1, 0)]
+    model, own = model_of("qwen3").to(DEVICE), graphs.Graphs()
+    found = [drawn(own, model, torch.bfloat16, seed=seed)[0].tolist() for seed in (0, 1, 0)]
     assert found[0] == found[2] != found[1]
     del model
     own.free()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     for _ in range(3):
-        draw(own, policy("qwen3"), torch.bfloat16)
+        drawn(own, model_of("qwen3").to(DEVICE), torch.bfloat16)
         own.free()
     assert torch.cuda.memory_allocated() <= before + 2**20
 
@@ -109,8 +96,8 @@ def test_flash_attention_is_aligned_at_the_end_of_the_keys():
 
 @every_dtype
 @every_policy
-def test_the_learning_passes_agree(family, dtype):
-    model, sequences = policy(family), [*one_batch(pairs())]
+def test_fast_logps_and_gradients_are_those_of_token_logps_on_a_gpu(family, dtype):
+    model, sequences = model_of(family).to(DEVICE), [*one_batch(pairs())]
     sequences[:2] = (x.to(DEVICE) for x in sequences[:2])
     mask, results = sequences[1][:, -sequences[2]:] == 1, []
     for token_logps in (train_grpo.token_logps, fast.token_logps):
@@ -122,31 +109,3 @@ def test_the_learning_passes_agree(family, dtype):
     (plain, plain_gradient), (ours, gradient) = results
     assert (plain - ours).abs().mean() < (1e-5 if dtype == torch.float32 else 0.02)
     assert torch.cosine_similarity(plain_gradient, gradient, dim=0) > 0.99
-
-
-def train(out, *flags, ranks=1):
-    """The metrics of a run of the script."""
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
-         "train_grpo.py", "--device", DEVICE, "--out_dir", str(out), "--run_name", "run", *flags],
-        cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return jsonl(out / "run/metrics.jsonl")
-
-
-@every_dtype
-def test_accuracy_rises_within_30_steps(dtype, tmp_path):
-    metrics = train(tmp_path, "--max_steps", "30", "--eval_samples", "400",
-                    "--dtype", str(dtype).removeprefix("torch."))
-    before, *_, after = (line["eval/accuracy"] for line in jsonl(tmp_path / "run/eval.jsonl"))
-    assert len(metrics) == 30 and before < 0.5 and after > before + 0.25
-    assert max(line["rollout_probs_diff_mean"] for line in metrics) < 2e-3
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
-@pytest.mark.parametrize("ranks", range(1, 1 + min(2, torch.cuda.device_count())))
-def test_vllm_samples_with_the_weights_of_each_step(ranks, tmp_path):
-    metrics = train(tmp_path, "--sampler", "vllm", "--max_steps", "6", "--eval_samples", "16",
-                    ranks=ranks)
-    assert len(metrics) == 6 and metrics[5]["kl"] > 1e-4
-    assert max(line["rollout_probs_diff_mean"] for line in metrics) < 5e-3

@@ -1,18 +1,15 @@
-"""The network, a chat, fine-tuning and the tokenizer."""
+"""The network, a chat and fine-tuning."""
 import copy
-import functools
 import io
 import itertools
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 import train_grpo
 from dataset import PromptCollator
 from dataset.prompts import asking_as_trained
 from errors import UserError
-from lab.tasks.tokenizer import CHAT_TEMPLATE, TAGS, train_tokenizer
 from model import (
     MiniMindConfig,
     MiniMindForCausalLM,
@@ -22,26 +19,21 @@ from model import (
     train_sft,
 )
 from model.model import KVCache, MixtureOfExperts
-from support import ROOT, left_padded, turns
+from support import left_padded, turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # --- the network (against transformers' own: test_real_weights.py) --------------------------------
 
 
-def tiny(seed, vocab_size=8):
-    """Random weights, large enough that the next token depends on all the tokens before."""
-    torch.manual_seed(seed)
-    return MiniMindForCausalLM(MiniMindConfig(
-        vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False,
-        initializer_range=0.4))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("lengths", [[11, 11, 11], [11, 7, 6]])
-def test_a_sequence_read_in_pieces_with_a_cache_is_the_whole_sequence(lengths):
-    model = tiny(seed=0)
+def test_cache_of_pieces_of_a_sequence_gives_what_the_whole_does(lengths):
+    torch.manual_seed(0)        # weights so large that a token depends on all before
+    model = MiniMindForCausalLM(MiniMindConfig(
+        vocab_size=8, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False,
+        initializer_range=0.4))
     ids, mask = left_padded(lengths, 8)
     whole, cache, pieces, read = model(ids, mask), KVCache(), [], 0
     for T in (6, 4, 1):         # a prompt, several tokens at once, one token
@@ -71,7 +63,7 @@ def test_gradient_checkpointing_computes_each_layer_twice_and_changes_no_gradien
         assert stored.abs().max() > 0 and torch.equal(stored, recomputed)
 
 
-def test_the_experts_that_nobody_chooses_have_a_gradient_of_0():
+def test_experts_that_nobody_chooses_have_a_gradient_of_0():
     mlp = MixtureOfExperts(MiniMindConfig(hidden_size=16, num_experts=5, num_experts_per_tok=4))
     mlp.gate.weight.data[3] = -9.0          # with inputs above 0 nobody chooses it
     mlp(torch.rand(2, 7, 16)).sum().backward()
@@ -81,30 +73,29 @@ def test_the_experts_that_nobody_chooses_have_a_gradient_of_0():
 # --- a chat ---------------------------------------------------------------------------------------
 
 
-def test_a_chat_prints_whole_characters_and_each_reply_sees_the_turns_before(
-        tokenizer, tmp_path, monkeypatch, capsys):
-    save_pretrained(tiny(seed=0, vocab_size=len(tokenizer)), tokenizer, tmp_path)
-    replies = ["小明有🙂", "<think>naïve</think>"]
+def test_chat_prints_whole_characters_and_each_reply_sees_the_turns_before(
+        tiny_policy, tmp_path, monkeypatch, capsys):
+    tokenizer, model = tiny_policy
+    save_pretrained(model, tokenizer, tmp_path)
+    replies = ["小明有🙂", "<think>naïve</think>"]        # several tokens for a character
     eos = [tokenizer.eos_token_id]
     tokens = iter([i for reply in replies for i in tokenizer(reply)["input_ids"] + eos])
     monkeypatch.setattr(chat, "next_token", lambda *_: (torch.tensor([next(tokens)]), None))
-    pieces, prompts, reply_to = [], [], chat.reply_to
+    prompts, reply_to = [], chat.reply_to
 
     def listen(model, tokenizer, messages, **sampling):
         prompts.append([message["content"] for message in messages])
         return reply_to(model, tokenizer, messages, **sampling)
 
     monkeypatch.setattr(chat, "reply_to", listen)
-    monkeypatch.setattr(chat, "printable", lambda piece: pieces.append(piece) or piece)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n\nthree\n"))    # an empty line ends it
     chat.main([str(tmp_path)])
     assert capsys.readouterr().out == "小明有🙂\n<think>naïve</think>\n"
-    assert [piece for piece in pieces if piece][:4] == list("小明有🙂")    # several tokens each
     assert prompts == [["one"], ["one", replies[0], "two"]]
 
 
 def test_chat_at_temperature_0_says_what_greedy_sampling_says(policy, tokenizer):
-    messages = [{"role": "user", "content": "What is 3+4*5?"}]
+    messages = turns("What is 3+4*5?")
     text = chat.reply_to(policy, tokenizer, messages, max_new_tokens=12, temperature=0)
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
@@ -115,11 +106,11 @@ def test_chat_at_temperature_0_says_what_greedy_sampling_says(policy, tokenizer)
 
 
 @pytest.mark.parametrize("reasoning", [1, 0])
-def test_a_chat_has_the_prompts_of_a_run(reasoning, tokenizer, tmp_path, monkeypatch):
-    tokenizer = copy.deepcopy(tokenizer)
+def test_chat_has_the_prompts_of_a_run(reasoning, tiny_policy, tmp_path, monkeypatch):
+    tokenizer, model = copy.deepcopy(tiny_policy[0]), tiny_policy[1]
     tokenizer.chat_template += "{{ '' if enable_thinking | default(true) else 'quiet' }}"
-    save_pretrained(tiny(seed=0, vocab_size=len(tokenizer)),
-                    asking_as_trained(tokenizer, {"enable_thinking": bool(reasoning)}), tmp_path)
+    save_pretrained(model, asking_as_trained(tokenizer, {"enable_thinking": bool(reasoning)}),
+                    tmp_path)
     asked, args = [], train_grpo.parse_args(["--system_prompt", "r1", f"--reasoning={reasoning}"])
     collate = PromptCollator(tokenizer, 99, args.system_prompt, bool(args.reasoning))
 
@@ -132,14 +123,14 @@ def test_a_chat_has_the_prompts_of_a_run(reasoning, tokenizer, tmp_path, monkeyp
     monkeypatch.setattr(chat, "load_tokenizer", lambda *_: tokenizer)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
     chat.main([str(tmp_path), "--system_prompt", "r1", "--max_new_tokens", "1"])
-    assert asked[0] == collate.render([{"role": "user", "content": "one"}])
+    assert asked[0] == collate.render(turns("one"))
     assert "and </answer>" in asked[0] and asked[0].endswith("quiet") != bool(reasoning)
 
 
 # --- fine-tuning ----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("template, learnt", [
-    (CHAT_TEMPLATE, ["is 28<|im_end|>", "<think>sure<|im_end|>"]),
+    (None, ["is 28<|im_end|>", "<think>sure<|im_end|>"]),
     # another header, and no EOS at the end of a turn
     ("{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}"
      "{% if add_generation_prompt %}assistant:\n{% endif %}", ["is 28\n", "<think>sure\n"]),
@@ -150,9 +141,9 @@ def test_a_chat_has_the_prompts_of_a_run(reasoning, tokenizer, tmp_path, monkeyp
      "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
      ["is 28<|im_end|>", "<think>sure<|im_end|>"]),
 ])
-def test_what_the_assistant_says_is_learnt_in_any_chat_template(template, learnt, tokenizer):
+def test_sft_learns_what_the_assistant_says_in_any_chat_template(template, learnt, tokenizer):
     other = copy.deepcopy(tokenizer)
-    other.chat_template = template
+    template = other.chat_template = template or tokenizer.chat_template
     chats = [turns("7 + 3*7?", "is 28", "sure? 小明", "<think>sure"), turns("7?", "7")]
     for chat_, wanted in zip(chats, (learnt, [learnt[0].replace("is 28", "7")])):
         (ids, labels), = train_sft.encode([chat_], other)
@@ -164,39 +155,16 @@ def test_what_the_assistant_says_is_learnt_in_any_chat_template(template, learnt
     other.chat_template = "{{ messages | length }}" + template
     with pytest.raises(UserError, match="chat 1: .* no reply can be located"):
         train_sft.encode([turns("7?", "7")], other)
-    other.chat_template = CHAT_TEMPLATE.replace("content", "content | upper")
+    other.chat_template = "{% for m in messages %}{{ m.content | upper }}<|im_end|>{% endfor %}"
     forced = {"role": "assistant", "content": "7 high", "forced": [[2, 6]]}
     with pytest.raises(UserError, match="rewrites a turn with the field forced, '7 high'"):
         train_sft.encode([[*turns("7?"), forced]], other)
 
 
-# --- the tokenizer --------------------------------------------------------------------------------
-
-
-def test_a_tokenizer_has_512_tokens_at_most_unless_asked_for_more():
-    texts = ["a" * n + "bcd"[n % 3] * n for n in range(1, 200)]
-    assert [len(train_tokenizer(texts, *size)) for size in ([], [300])] == [512, 300]
-
-
-@pytest.mark.parametrize("which", ["trained", "shipped"])
-def test_a_tokenizer_keeps_any_text_its_tags_and_digits_and_opens_a_turn_when_asked(
-        which, tokenizer):
-    if which == "shipped":
-        tokenizer = AutoTokenizer.from_pretrained(ROOT / "model/weights/reason_128")
-    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
-    for text in ("小明有3个苹果，又买了12个。", "🙂👨‍👩‍👧 naïve é", "a\tb\r\n\n  c ",
-                 " leading , and n't . spaces ", "7 + 3*7=28", ""):
-        assert tokenizer.decode(encode(text)) == text
-    assert [tokenizer.decode([i]) for i in encode("1234+56*78=90")] == list("1234+56*78=90")
-    assert [len(encode(tag)) for tag in TAGS] == [1, 1, 1, 1]
-    text = "<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>"
-    ids = encode(text) + [tokenizer.eos_token_id, tokenizer.pad_token_id]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == text
-    closed = tokenizer.apply_chat_template(turns("1+1?"), tokenize=False)
-    assert closed == "<|im_start|>user\n1+1?<|im_end|>\n"
-    assert tokenizer.apply_chat_template(turns("1+1?"), tokenize=False,
-                                         add_generation_prompt=True) == (
-        closed + "<|im_start|>assistant\n")
-    assert tokenizer.decode(tokenizer.eos_token_id) == "<|im_end|>"
-    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
-    assert tokenizer.model_max_length == 2048
+def test_sft_loss_is_the_cross_entropy_of_each_labeled_token(policy):
+    batch = [([3, 9, 27, 11], [-100, -100, 27, 11]), ([6, 4], [-100, 4])]
+    expected = 0
+    for ids, labels in batch:
+        logps = policy(torch.tensor([ids]))[0].log_softmax(-1)
+        expected -= sum(logps[t - 1, ids[t]] for t, label in enumerate(labels) if label != -100)
+    torch.testing.assert_close(train_sft.loss_of(policy, batch, 3, "cpu"), expected / 3)

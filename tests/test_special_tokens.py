@@ -1,25 +1,25 @@
 """Tokens that end a reply, or that a tokenizer calls special: what stops, and what rewards see."""
+from copy import deepcopy
+
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from dataset import PromptCollator
-from model import eos_token_ids, load_pretrained
+from model import eos_token_ids
 from model.load import decode
 from reward.answers import TAGS
 from reward.tools import Tool
 from reward.turns import Turns
 from run.rollout import Rollout
-from support import ROOT, turns
+from support import turns
 from train_grpo import completion_mask, format_reward, tag_reward
 
-POLICY = ROOT / "model/weights/reason_128"
 RIGHT = "<think>\n7+3=10\n</think>\n<answer>\n10\n</answer>"
 
 
 @pytest.fixture
-def tokenizer():
-    return AutoTokenizer.from_pretrained(POLICY)
+def tokenizer(tokenizer):
+    return deepcopy(tokenizer)              # to be changed
 
 
 def rollout_of(text, tokenizer):
@@ -43,19 +43,18 @@ def test_tags_that_are_special_tokens_are_seen_by_rewards(tokenizer):
     assert decode([tokenizer.pad_token_id, end], tokenizer, [end]) == ""
 
 
-def test_the_token_with_which_the_template_ends_a_turn_ends_a_reply(tokenizer):
-    model = load_pretrained(POLICY, dtype=torch.float32)
-    end, = eos_token_ids(model, tokenizer)
+def test_eos_is_also_the_token_with_which_the_template_ends_a_turn(policy, tokenizer):
+    end, = eos_token_ids(policy, tokenizer)
     tokenizer.eos_token = "<|endoftext|>"               # as base weights have it
-    model.config.eos_token_id, model.generation_config = tokenizer.eos_token_id, {}
-    assert eos_token_ids(model, tokenizer) == sorted([end, tokenizer.eos_token_id])
+    policy.config.eos_token_id, policy.generation_config = tokenizer.eos_token_id, {}
+    assert eos_token_ids(policy, tokenizer) == sorted([end, tokenizer.eos_token_id])
     for template in (None, "{{ raise_exception('no') }}",
                      "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"):
         tokenizer.chat_template = template
-        assert eos_token_ids(model, tokenizer) == [tokenizer.eos_token_id]
+        assert eos_token_ids(policy, tokenizer) == [tokenizer.eos_token_id]
 
 
-def test_nobody_is_paid_for_a_tools_words(tokenizer):
+def test_rewards_do_not_count_a_tools_words(tokenizer):
     reply = rollout_of(RIGHT, tokenizer)
     reply.turns = [["<think>\n7+3=", "10\n</think>\n<answer>\n10\n</answer>", ""]]
     drawn = len(tokenizer("<think>\n7+3=", add_special_tokens=False)["input_ids"])
@@ -66,7 +65,7 @@ def test_nobody_is_paid_for_a_tools_words(tokenizer):
     assert given["own_ids"] == [reply.token_ids()[0][:drawn]]
 
 
-def test_a_reply_that_wanted_to_ask_once_more_is_cut_off(tokenizer):
+def test_turns_that_wanted_to_ask_once_more_are_cut_off(tokenizer):
     def tool(histories, wants, **columns):
         asked.append(histories)
         return ["more" if want else None for want in wants]

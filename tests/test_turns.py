@@ -7,59 +7,42 @@ from copy import deepcopy
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 import train_grpo
 from dataset import PromptCollator
 from errors import UserError
-from model import fast, load_pretrained, sampler
+from model import fast, sampler
 from model.fast import graphs
 from model.sampler import in_slices
 from reward import accuracy_reward
-from reward.load import import_function
 from reward.tools import Tool
-from sampling import dice, in_turns, rollout_of, state_of_tool
+from sampling import in_turns, rollout_of, state_of_tool
 from support import ROOT, jsonl, turns
-
-POLICY = ROOT / "model/weights/reason_128"
-SMALL = ["--batch_size", "4", "--num_generations", "4", "--eval_samples", "8",
-         "--eval_interval", "2", "--device", "cpu", "--dtype", "float32"]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(POLICY)
-
-
-@pytest.fixture
-def policy():
-    return load_pretrained(POLICY, dtype=torch.float32)
-
-
-dice.stop = "\n"
-
-
-@pytest.mark.parametrize("most", [0, 12])
-def test_both_samplers_play_the_same_game_and_know_what_they_drew(policy, tokenizer, most):
-    plain, fast_one = (rollout_of(in_slices(own, most or 99), policy, tokenizer)
-                       for own in (sampler.sample, fast.sample))
+def assert_same_game(first, second):
+    assert first.turns == second.turns and {1, 3, 5} <= set(map(len, first.turns))
     for name in ("completion_ids", "completion_mask", "loss_mask", "ended"):
-        assert torch.equal(getattr(plain, name), getattr(fast_one, name)), name
-    assert plain.turns == fast_one.turns and plain.completions == fast_one.completions
-    assert {1, 3, 5} <= set(map(len, plain.turns))
+        assert torch.equal(getattr(first, name), getattr(second, name)), name
+
+
+@pytest.mark.parametrize("most", [99, 12])
+def test_turns_are_the_same_with_both_samplers_which_know_what_they_drew(policy, tokenizer, most):
+    plain, fast_one = (rollout_of(in_slices(own, most), policy, tokenizer)
+                       for own in (sampler.sample, fast.sample))
+    assert_same_game(plain, fast_one)
+    assert plain.completions == fast_one.completions
     assert_drawn_and_told_apart(plain, policy, tokenizer)
 
 
 @pytest.mark.parametrize("most", [0, 12])
-def test_graphs_play_the_same_game_where_nothing_is_random(policy, tokenizer, most):
-    plain, of_graphs = (rollout_of(own, policy, tokenizer, greedy=True)
-                        for own in (sampler.sample, graphs.Graphs(most)))
-    for name in ("completion_ids", "completion_mask", "loss_mask", "ended", "turns"):
-        assert all(map(torch.equal if name != "turns" else list.__eq__,
-                       getattr(plain, name), getattr(of_graphs, name))), name
-    rollout = rollout_of(graphs.Graphs(most), policy, tokenizer)
+def test_turns_are_the_same_with_graphs_where_nothing_is_random(policy, tokenizer, most):
+    own = graphs.Graphs(most)
+    assert_same_game(*(rollout_of(sample, policy, tokenizer, greedy=True)
+                       for sample in (fast.sample, own)))
+    rollout = rollout_of(own, policy, tokenizer)
     assert {1, 3, 5} <= set(map(len, rollout.turns))
     assert_drawn_and_told_apart(rollout, policy, tokenizer)
 
@@ -94,7 +77,7 @@ def test_the_gradient_is_that_of_a_loop_that_skips_the_tools_words(policy, token
         terms = [logps[len(prompt) + t - 1, ids[t]] for t in chosen]
         loss = loss - rollout.advantages[i].double() * sum(terms) / len(terms) / 6
     loss.backward()
-    for old, new in zip(before.parameters(), policy.parameters()):
+    for old, new in zip(before.parameters(), policy.parameters(), strict=True):
         torch.testing.assert_close(old - new, old.grad, atol=2e-6, rtol=1e-3, check_dtype=False)
 
 
@@ -109,7 +92,7 @@ def test_the_gradient_is_that_of_a_loop_that_skips_the_tools_words(policy, token
     ("<|im_end|>", ["5"], "123456789<|im_end|>", False),     # there is no room for any of it
     ("<|im_end|>", [None], "123456789<|im_end|>", True),
 ])
-def test_a_scripted_reply(monkeypatch, policy, tokenizer, stop, answers, drawn, ended):
+def test_turns_of_a_scripted_reply(monkeypatch, policy, tokenizer, stop, answers, drawn, ended):
     left = iter(answers)
     script, is_drawn = [], []
     for i, part in enumerate(drawn.replace(")", "(").split("(")):
@@ -136,7 +119,7 @@ def test_a_scripted_reply(monkeypatch, policy, tokenizer, stop, answers, drawn, 
     assert said == re.sub("[()]", "", drawn).removesuffix("<|im_end|>")
 
 
-def test_a_tool_that_fails_says_why_and_the_others_go_on(policy, tokenizer, capsys):
+def test_tool_that_fails_says_why_and_the_other_rows_go_on(policy, tokenizer, capsys):
     def broken(histories, answer, seeds, messages, **columns):
         messages.clear()
         raise KeyError("no such city")
@@ -148,9 +131,10 @@ def test_a_tool_that_fails_says_why_and_the_others_go_on(policy, tokenizer, caps
     asked = [turn for turn in rollout.turns if len(turn) > 1]
     assert asked and {turn[1] for turn in asked} == {"KeyError: 'no such city'"}
     assert rollout.failed_calls == [len(turn) // 2 for turn in rollout.turns]
-    assert all(rollout.columns["messages"])
+    assert all(rollout.columns["messages"])                 # those of the run are whole
 
 
+def test_tool_that_exits_or_answers_with_no_text_counts_as_failed(tokenizer):
     def half(histories, columns, **others):
         if "no\n" in columns:
             exit()
@@ -160,19 +144,22 @@ def test_a_tool_that_fails_says_why_and_the_others_go_on(policy, tokenizer, caps
     with pytest.warns(UserWarning, match="the tool half raised .SystemExit"):
         *answers, (no_text, _) = Tool(half, tokenizer, 1)(
             [["a\n"]] * 5, {"columns": ["yes", "no\n", "none", 3, "\ud800"]})
-        assert answers == [("yes", False), ("SystemExit: None", True), (None, False),
-                           ("TypeError: an answer must be a text or None, not 3", True)]
-        assert no_text.startswith("UnicodeEncodeError: ")
-    with pytest.raises(UserError, match="<lambda>: its attribute stop is '', which is 0 tokens"):
-        Tool(lambda histories, **columns: histories, tokenizer, 1)
-    broken.stop = "no"
-    with pytest.raises(UserError, match="broken.stop to the text of the token"):
-        Tool(broken, tokenizer, 1)
-    with pytest.raises(UserError, match="--tool gess: .* write module:function"):
-        import_function("--tool", "gess")
+    assert answers == [("yes", False), ("SystemExit: None", True), (None, False),
+                       ("TypeError: an answer must be a text or None, not 3", True)]
+    assert no_text.startswith("UnicodeEncodeError: ")
 
 
-def test_the_tools_of_the_page_answer(tokenizer):
+@pytest.mark.parametrize("stop", ["", "no"])
+def test_tool_whose_stop_is_not_one_token_is_refused(stop, tokenizer):
+    def guess(histories, **columns):
+        return histories
+
+    guess.stop = stop
+    with pytest.raises(UserError, match=f"--tool guess: .*{stop!r}.* guess.stop"):
+        Tool(guess, tokenizer, 1)
+
+
+def test_tools_of_the_page_answer(tokenizer):
     page = (ROOT / "docs/turns.md").read_text(encoding="utf-8")
     search, chat = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     names = {}
@@ -186,33 +173,23 @@ def test_the_tools_of_the_page_answer(tokenizer):
     assert "<tool_response>\n5\n</tool_response>" in answer
 
 
-def test_rewards_tell_own_words_from_the_tools(policy, tokenizer):
+def test_turns_tell_rewards_own_words_from_the_tools(policy, tokenizer):
     assert accuracy_reward(["?"], ["3 high 5"], answer=["5"], own_words=["3 "]) == [0.0]
     rollout = rollout_of(fast.sample, policy, tokenizer)
     assert rollout.own_words == ["".join(turn[::2]) for turn in rollout.turns]
 
 
-def test_a_run_with_a_tool_resumes_as_if_it_had_never_stopped(tmp_path, own_module):
+def test_resume_with_a_tool_ends_where_an_unbroken_run_does(tmp_path, own_module):
     own_module("my_tool", "import sampling\nroll = sampling.dice\n")
-    flags = [*SMALL, "--tool", "my_tool:roll", "--max_gen_len", "40", "--num_minibatches", "2",
-             "--save_interval", "2", "--out_dir", str(tmp_path)]
-    whole, parts = [*flags, "--run_name", "whole"], [*flags, "--run_name", "parts"]
-    train_grpo.main([*whole, "--max_steps", "4"])
-    with pytest.raises(SystemExit, match="130"), pytest.MonkeyPatch.context() as patch:
-        step = train_grpo.GRPO.step
-
-        def until_third(state, batch, number, lr):
-            if number == 3:
-                raise KeyboardInterrupt
-            return step(state, batch, number, lr)
-
-        patch.setattr(train_grpo.GRPO, "step", until_third)
-        train_grpo.main([*parts, "--max_steps", "4"])
-    train_grpo.main([*parts, "--max_steps", "4", "--resume"])
-    rows, metrics = jsonl(tmp_path / "whole/completions.jsonl"), jsonl(
-        tmp_path / "whole/metrics.jsonl")
-    assert rows == jsonl(tmp_path / "parts/completions.jsonl") and len(rows) == 4 * 16
-    calls = sum(len(row["turns"]) // 2 for row in rows[:16])
-    assert metrics[0]["tools/call_frequency"] == calls / 16 > 0
-    assert metrics[0]["tools/failure_frequency"] == 0
-    assert metrics[0]["num_tokens"] == sum(row["length"] + row["tool_tokens"] for row in rows[:16])
+    flags = ["--batch_size", "2", "--num_generations", "2", "--eval_interval", "0", "--tool",
+             "my_tool:roll", "--max_gen_len", "24", "--num_minibatches", "2", "--out_dir",
+             str(tmp_path), "--warmup_steps", "3"]      # of any length, a run begins with the same
+    train_grpo.main([*flags, "--run_name", "whole", "--max_steps", "3"])
+    train_grpo.main([*flags, "--run_name", "parts", "--max_steps", "2", "--save_interval", "2"])
+    train_grpo.main([*flags, "--run_name", "parts", "--max_steps", "3", "--resume"])
+    rows, of_parts = (jsonl(tmp_path / f"{name}/completions.jsonl") for name in ("whole", "parts"))
+    assert rows == of_parts and len(rows) == 3 * 4
+    metrics, *_ = jsonl(tmp_path / "whole/metrics.jsonl")
+    assert metrics["tools/call_frequency"] == sum(len(row["turns"]) // 2 for row in rows[:4]) / 4
+    assert metrics["tools/call_frequency"] > 0 == metrics["tools/failure_frequency"]
+    assert metrics["num_tokens"] == sum(row["length"] + row["tool_tokens"] for row in rows[:4])

@@ -15,6 +15,7 @@ from dataset.prompts import PromptCollator, asking_as_trained, read_row
 from model import MiniMindConfig, MiniMindForCausalLM, fast, sampler
 from reward.tools import Tool, tool_calls
 from sampling import in_turns, state_of_tool
+from support import turns
 
 # What theirs write of these chats, but for a few words about tools. They differ in KEPT and OPENED.
 TEMPLATE = (
@@ -39,8 +40,8 @@ ASK = '<tool_call>\n{"name": "pow", "arguments": {"base": 2, "exp": 3}}\n</tool_
 
 @pytest.mark.parametrize("thinking", [True, False])
 @pytest.mark.parametrize("template", [QWEN3, MINIMIND3, QWEN3_2507])
-def test_who_asks_the_final_weights_asks_as_training_did(template, thinking, tokenizer, tmp_path):
-    tokenizer, chat = deepcopy(tokenizer), [{"role": "user", "content": "2**3?"}]
+def test_chat_template_of_final_weights_asks_as_trained(template, thinking, tokenizer, tmp_path):
+    tokenizer, chat = deepcopy(tokenizer), turns("2**3?")
     tokenizer.chat_template = template
     asks, other = (PromptCollator(tokenizer, 999, thinking=on) for on in (thinking, not thinking))
     trained = asks.render(chat)
@@ -62,7 +63,7 @@ def test_who_asks_the_final_weights_asks_as_training_did(template, thinking, tok
     (QWEN3, False, NO, "", ["", NO]), (QWEN3_2507, True, "", "", ["", ""]),
     (MINIMIND3, True, "<think>\n", YES[8:], [YES, YES]), (MINIMIND3, False, NO, "", [NO, NO])])
 @pytest.mark.parametrize("module", [sampler, fast])
-def test_the_ids_are_those_of_the_finished_chat_but_for_empty_thoughts(
+def test_turns_have_the_ids_of_the_finished_chat_but_for_empty_thoughts(
         module, template, thinking, prefill, thought, kept, tokenizer, one_thread, monkeypatch):
     tokenizer = deepcopy(tokenizer)
     tokenizer.chat_template = template
@@ -111,18 +112,19 @@ def results(tool, *calls):
     return [one.partition("\n</tool_response>")[0] for one in found], failed
 
 
+def given(**arguments):
+    return arguments
+
+
 @pytest.mark.parametrize("arguments, expected", [
     ('', "{}"), (', "arguments": null', "{}"), (', "arguments": " "', "{}"),
     (', "arguments": {}', "{}"), (', "arguments": "null"', "{}"), (', "arguments": []', "{}"),
-    (', "arguments": "{\\"a\\": [1]}"', '{"a": [1]}'), (', "arguments": {"a": "b\n\tc"}',
-                                                        '{"a": "b\\n\\tc"}')])
-def test_arguments_may_be_missing_empty_text_or_have_raw_line_breaks(
+    (', "arguments": "{\\"a\\": [1]}"', '{"a": [1]}'),
+    (', "arguments": {"a": "b\n\tc"}', '{"a": "b\\n\\tc"}')])
+def test_tool_calls_may_lack_arguments_or_have_empty_text_or_raw_line_breaks(
         arguments, expected, tokenizer):
-    def echo(**given):
-        return given
-
-    tool = Tool(tool_calls([echo]), tokenizer, 8)
-    assert results(tool, '{"name": "echo"%s}' % arguments) == ([expected], False)
+    tool = Tool(tool_calls([given]), tokenizer, 8)
+    assert results(tool, '{"name": "given"%s}' % arguments) == ([expected], False)
 
 
 LOOP = []
@@ -135,14 +137,14 @@ LOOP.append(LOOP)
     (datetime.time(9, 30), "09:30:00"), (Fraction(1, 3), "1/3"), (Path("a/b"), "a/b"),
     ({"at": datetime.date(2024, 2, 29), "n": numpy.int8(5)}, '{"at": "2024-02-29", "n": 5}'),
     ({(1, 2): "pair"}, "{(1, 2): 'pair'}"), ({5}, "{5}"), (LOOP, "[[...]]")])
-def test_a_result_of_any_type_is_text(value, text, tokenizer):
+def test_tool_results_of_any_type_are_text(value, text, tokenizer):
     def get():
         return value
 
     assert results(Tool(tool_calls([get]), tokenizer, 8), '{"name": "get"}') == ([text], False)
 
 
-def test_long_results_are_cut_one_by_one_and_what_spells_a_control_token_is_text(tokenizer):
+def test_tool_results_are_cut_one_by_one_and_what_spells_a_control_token_is_text(tokenizer):
     def page(number):
         return f"<|im_end|>{number}" + "word " * 2000 + f"{number}</answer><|im_<|im_end|>end|>"
 
@@ -160,37 +162,40 @@ def test_long_results_are_cut_one_by_one_and_what_spells_a_control_token_is_text
     assert own == [1, 2, 0] and not failed
 
 
-def test_an_error_in_a_call_is_counted_and_warned_of_once_for_each_type(tokenizer, capsys):
+FAILING = {
+    '{"name": "down"}': "ConnectionError: no < |im_end|>",
+    '{"name": "leave", "arguments": {"code": 3}}': "SystemExit: 3",
+    '{"name": "pow", "arguments": {"base": 2, "exp": "3"}}': "TypeError: ",
+    '{"name": ': "JSONDecodeError: ", "[]": "TypeError: ",
+    r'{"name": "str", "arguments": {"object": "\ud800"}}': "UnicodeEncodeError: ",
+    '{"name": "up"}': "LookupError: no tool 'up'; choose from leave, down, str, pow",
+}
+
+
+def test_tool_calls_that_fail_say_why_and_each_type_of_error_is_one_warning(tokenizer, capsys):
     def leave(code):
         sys.exit(code)
 
     def down():
         raise ConnectionError("no <|im_end|>")
 
-    tool = Tool(tool_calls([leave, down, abs]), tokenizer, 8)
+    tool = Tool(tool_calls([leave, down, str, pow]), tokenizer, 8)
     with pytest.warns(UserWarning) as told:
-        found, failed = results(
-            tool, '{"name": "down"}', '{"name": "leave", "arguments": {"code": 3}}')
-        assert failed and found == ["ConnectionError: no < |im_end|>", "SystemExit: 3"]
-        assert results(tool, '{"name": "down"}')[1] and results(tool, '{"name": ')[1]
-        assert results(tool, "[]")[1] and results(tool, '{"name": "up"}')[1]
-    assert [str(one.message).split("(")[1].split(":")[0] for one in told] == [
-        "ConnectionError", "JSONDecodeError", "TypeError", "LookupError"]
-    assert capsys.readouterr().err.count("Traceback") == 1          # of the user's function alone
+        for call, why in FAILING.items():
+            (result,), failed = results(tool, call)
+            assert failed and result.startswith(why), call
+            found, failed = results(tool, call, '{"name": "str", "arguments": {"object": 5}}')
+            assert failed and found == [result, "5"]            # the other call is answered
+    for kind in {why.partition(":")[0] for why in FAILING.values()}:
+        assert sum(kind in str(one.message) for one in told) == 1, kind
+    assert capsys.readouterr().err.count("Traceback") == 2      # of our functions alone
 
 
-def test_only_calls_after_the_thoughts_are_run_and_of_one_that_fails_a_line_says_why():
-    tool = tool_calls([pow, str])
-    prompts = ["<|im_start|>assistant\n"] * 3
-    assert tool([[f"<think>{ASK}</think>8"], [ASK[:-1]], [ASK, "...", "8"]], prompts) == [None] * 3
-    failing = ASK.replace("pow", "sub") + ASK.replace("3", '"3"') + ASK.replace("{", "no", 1)
-    failing += r'<tool_call>{"name": "str", "arguments": {"object": "\ud800"}}</tool_call>'
-    answer, other = tool([[failing], [f"<think>8</think>{ASK}<|im_end|>"]], prompts)
-    assert answer.splitlines()[3::3] == [
-        "LookupError: no tool 'sub'; choose from pow, str",
-        "TypeError: unsupported operand type(s) for ** or pow(): 'int' and 'str'",
-        "JSONDecodeError: Expecting value: line 2 column 1 (char 1)",
-        "UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud800' in position 0: "
-        "surrogates not allowed"]
-    assert other == ("\n<|im_start|>user\n<tool_response>\n8\n</tool_response><|im_end|>\n"
-                     "<|im_start|>assistant\n")
+def test_tool_calls_are_run_after_the_thoughts_alone():
+    tool = tool_calls([pow])
+    prompts = ["<|im_start|>assistant\n"] * 4
+    histories = [[f"<think>{ASK}</think>8"], [ASK[:-1]], [ASK, "...", "8"],
+                 [f"<think>8</think>{ASK}<|im_end|>"]]
+    answer = ("\n<|im_start|>user\n<tool_response>\n8\n</tool_response><|im_end|>\n"
+              "<|im_start|>assistant\n")
+    assert tool(histories, prompts) == [None, None, None, answer]

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,11 +21,11 @@ import torch.distributed as dist
 import transformers
 
 import train_grpo
-from model import fast, load_pretrained, load_tokenizer, sampler, vllm
+from model import fast, load_pretrained, sampler, vllm
 from model.lora import adapters, with_adapters
 from run.distributed import World
 from sampling import FakeLLM, draw, rollout_of, trained_logps
-from support import ROOT, jsonl
+from support import POLICY, ROOT, free_ports, jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None,
@@ -40,18 +39,21 @@ def first_token(prompts, completions, completion_ids, **columns):
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_weights_are_handed_over_once_an_update_and_the_engine_sleeps_to_learn(
-        on_gpu, tmp_path, monkeypatch):
-    llm, update = FakeLLM(), train_grpo.GRPO.update_policy
+def test_vllm_gets_weights_once_an_update_and_sleeps_while_the_policy_learns(
+        on_gpu, fake, tmp_path, monkeypatch):
+    engines, update = [], train_grpo.GRPO.update_policy
 
-    def start(engine, model):
-        engine.llm, engine.SamplingParams, engine.may_sleep = llm, SimpleNamespace, on_gpu
+    class Engine(vllm.Engine):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.may_sleep = on_gpu
+            engines.append(self)
 
     def update_policy(*args):
-        assert llm.awake is not on_gpu
+        assert engines[0].llm.awake is not on_gpu
         return update(*args)
 
-    monkeypatch.setattr(vllm.Engine, "_start", start)
+    monkeypatch.setattr(vllm, "Engine", Engine)
     monkeypatch.setattr(train_grpo.GRPO, "update_policy", update_policy)
     train_grpo.main(["--sampler", "vllm", "--device", "cpu", "--max_steps", "2", "--batch_size",
                      "2", "--num_generations", "2", "--max_gen_len", "8", "--eval_interval", "1",
@@ -59,7 +61,7 @@ def test_weights_are_handed_over_once_an_update_and_the_engine_sleeps_to_learn(
                      "--eval_samples", "6", "--out_dir", str(tmp_path)])
     evaluation = ["weights", "reset", *["sample"] * 2]
     learning = ["sleep"] if on_gpu else []
-    assert llm.events == [*evaluation, *["sample", *learning, *evaluation] * 2]
+    assert engines[0].llm.events == ["sample", *evaluation, *["sample", *learning, *evaluation] * 2]
 
 
 @pytest.fixture
@@ -87,15 +89,10 @@ def fake(monkeypatch):
     return make
 
 
-def shipped(rank=0):
-    base = load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32,
-                           matrix_dtype=torch.bfloat16 if rank else None)
-    return with_adapters(base, rank=rank, alpha=32) if rank else base
-
-
-def test_an_update_of_adapters_arrives_in_bfloat16(fake):
+def test_vllm_gets_an_update_of_adapters_in_bfloat16(fake):
     engine, world = fake("--lora_rank", "12", "--dtype", "bfloat16")
-    policy = shipped(12)
+    policy = with_adapters(load_pretrained(POLICY, dtype=torch.float32,
+                                           matrix_dtype=torch.bfloat16), rank=12, alpha=32)
     with world.autocast():
         draw(engine, policy)
     assert engine.llm.options["max_lora_rank"] == 16        # one of those that vLLM takes
@@ -114,31 +111,28 @@ def test_an_update_of_adapters_arrives_in_bfloat16(fake):
         assert ((B @ A) * update).sum() / update.square().sum() > 0.99
 
 
-def test_torch_keeps_its_settings_and_gives_its_cache_away_before_the_engine_wakes(
-        fake, monkeypatch):
+def test_vllm_leaves_torch_its_settings_and_wakes_when_there_is_room(fake, policy, monkeypatch):
     engine, world = fake("--rollout_batch_size", "2", on_gpu=True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: engine.llm.events.append("cache"))
-    precision = torch.get_float32_matmul_precision()
+    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            draw(engine, shipped())
+            draw(engine, policy)
             engine.sleep("update")
-            engine.outdate()
-            draw(engine, shipped())
+            draw(engine, policy)
             assert torch.is_autocast_enabled("cpu")
         assert torch.get_float32_matmul_precision() == "high"
     finally:
-        torch.set_float32_matmul_precision(precision)
+        torch.set_float32_matmul_precision(before)
     assert engine.llm.events == ["sample", "weights", "reset", "sample", "sleep",
                                  "cache", "weights", "reset", "sample"]
-    assert "max_num_seqs" not in engine.llm.options     # slices are another matter
 
 
-def test_under_torchrun_one_rank_finds_the_store_that_is_there(fake, monkeypatch):
+def test_vllm_on_one_rank_of_torchrun_finds_the_store_that_is_there(fake, policy, monkeypatch):
     def rendezvous(*weights, distributed_executor_backend, **options):
         """What vLLM's executors do: a store of its own, or what the environment names."""
-        method = {"uni": f"tcp://127.0.0.1:{free_port()}", "external_launcher": "env://"}
+        method = {"uni": f"tcp://127.0.0.1:{free_ports(1)[0]}", "external_launcher": "env://"}
         dist.init_process_group("gloo", method[distributed_executor_backend], world_size=1, rank=0,
                                 timeout=timedelta(seconds=3))
         dist.destroy_process_group()
@@ -150,58 +144,58 @@ def test_under_torchrun_one_rank_finds_the_store_that_is_there(fake, monkeypatch
                         store.port, "TORCHELASTIC_RUN_ID": "run",
                         "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, str(value))
-    draw(fake()[0], shipped())
+    draw(fake()[0], policy)
 
 
 class WritesAhead(FakeLLM):
     """Greedy tokens of a policy, up to one of the stop ids: what an engine does with a prompt."""
 
+    def __init__(self, policy):
+        super().__init__()
+        self.policy, self.answers = policy, {}
+
     def generate(self, prompts, options, use_tqdm, lora_request):
-        for prompt, option in zip(prompts, options):
+        return [SimpleNamespace(outputs=[self.known_answer(
+            prompt["prompt_token_ids"], option.max_tokens, option.stop_token_ids)])
+            for prompt, option in zip(prompts, options)]
+
+    def known_answer(self, *task):
+        if str(task) not in self.answers:
+            prompt, most, stops = task
             ids, logps = (x[0].tolist() for x in draw(
-                sampler.sample, self.policy, [prompt["prompt_token_ids"]], greedy=True,
-                max_new_tokens=option.max_tokens, eos=option.stop_token_ids))
-            chosen = [{token: SimpleNamespace(logprob=logp)} for token, logp in zip(ids, logps)]
-            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=chosen)])
+                sampler.sample, self.policy, [prompt], greedy=True, max_new_tokens=most, eos=stops))
+            self.answers[str(task)] = SimpleNamespace(token_ids=ids, logprobs=[
+                {token: SimpleNamespace(logprob=logp)} for token, logp in zip(ids, logps)])
+        return self.answers[str(task)]
 
 
 def greedily(sample):
     return lambda *inputs, **options: sample(*inputs, **options | {"greedy": True})
 
 
-def same_game(sample, policy):
+def assert_same_game(sample, policy, tokenizer):
     """Both samplers say the same, and so does the tool, which is random, and answers half."""
-    tokenizer = load_tokenizer(ROOT / "model/weights/reason_128", 10**9)
-    ours, theirs = (rollout_of(own, policy, tokenizer) for own in (greedily(fast.sample), sample))
+    ours, theirs = (rollout_of(own, policy, tokenizer)
+                    for own in (greedily(fast.sample), greedily(sample)))
     assert ours.turns == theirs.turns and {1, 3, 5} <= set(map(len, ours.turns))
     for name in ("completion_ids", "completion_mask", "loss_mask", "ended"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     torch.testing.assert_close(ours.sampling_logps, theirs.sampling_logps, atol=1e-4, rtol=1e-4)
 
 
-def test_a_tool_is_asked_in_rounds(fake):
+def test_vllm_asks_a_tool_in_rounds(fake, policy, tokenizer):
     engine, _ = fake()
-    policy = shipped()
-    engine.llm, engine.SamplingParams, engine.is_outdated = WritesAhead(), SimpleNamespace, False
-    engine.llm.policy = policy
-    same_game(greedily(engine), policy)
+    engine.llm, engine.SamplingParams, engine.is_outdated = (
+        WritesAhead(policy), SimpleNamespace, False)
+    assert_same_game(engine, policy, tokenizer)
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-# --- the flag -------------------------------------------------------------------------------------
-
-
-def test_without_vllm_the_run_ends_in_a_sentence(tmp_path, monkeypatch, capsys):
+def test_vllm_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         train_grpo.main(["--sampler", "vllm", "--batch_size", "2", "--out_dir", str(tmp_path)])
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "error: --sampler vllm: " in said and said.endswith("see docs/requirements-vllm.txt")
+    assert "--sampler vllm" in said and "docs/requirements-vllm.txt" in said
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {".lock"}
 
 
@@ -214,7 +208,7 @@ def made(tmp_path_factory):
     args = train_grpo.parse_args(["--sampler", "vllm", "--device", "cpu", "--max_seq_len", "200",
                                   "--out_dir", str(tmp_path_factory.mktemp("vllm"))])
     world = World("cpu", args.dtype)
-    policy = load_pretrained(ROOT / "model/weights/reason_128", dtype=torch.float32)
+    policy = load_pretrained(POLICY, dtype=torch.float32)
     engine = vllm.Engine(world, args)
     threads = torch.get_num_threads()
 
@@ -230,7 +224,7 @@ def made(tmp_path_factory):
 
 
 @needs_vllm
-def test_it_samples_what_the_trainer_computes(made):
+def test_vllm_samples_what_the_trainer_computes(made):
     _, sample, policy = made
     eos, prompts = [5, 6, 7, 8, 9, *range(60, 90)], [[3, 9, 27, 11, 2], [6, 4]]
     options = dict(num_generations=8, max_new_tokens=12, temperature=1.3, eos=eos)
@@ -252,13 +246,13 @@ def test_it_samples_what_the_trainer_computes(made):
 
 
 @needs_vllm
-def test_it_plays_the_same_game_as_fast(made):
-    engine, sample, policy = made
-    same_game(greedily(sample), policy)
+def test_vllm_plays_the_same_game_as_fast(made, tokenizer):
+    _, sample, policy = made
+    assert_same_game(sample, policy, tokenizer)
 
 
 @needs_vllm
-def test_each_kind_of_tensor_arrives(made):
+def test_vllm_gets_each_kind_of_tensor(made):
     engine, sample, policy = made
     kinds, generator = defaultdict(list), torch.Generator().manual_seed(0)
     for name, weight in policy.named_parameters():
@@ -307,7 +301,7 @@ def finish(process):
 
 @needs_vllm
 @pytest.mark.parametrize("tool", [[], ["--tool", "sampling:dice"]])
-def test_a_run_that_is_stopped_and_resumed_ends_as_one_that_was_not(tool, tmp_path):
+def test_vllm_resumes_a_run_that_ends_as_an_unbroken_one(tool, tmp_path):
     whole, parts = (start(tmp_path, "--run_name", name, *tool) for name in ("whole", "parts"))
     metrics = tmp_path / "parts/metrics.jsonl"
     while not metrics.exists() or not metrics.read_text():
@@ -328,9 +322,9 @@ def test_a_run_that_is_stopped_and_resumed_ends_as_one_that_was_not(tool, tmp_pa
     ("", 2, 1e-6), ("--lora_rank 4 --shard 1 --dtype bfloat16", 2, 2e-2),
     ("--lora_rank 12 --learning_rate 1e-2", 1, 1e-6), ("--tool sampling:dice", 2, 1e-6),
     ("--model_path gpt2 --max_gen_len 16 --reward_funcs repetition", 0, 1e-6)])
-def test_each_rank_has_an_engine_for_our_models_and_others(flags, ranks, most, tmp_path):
+def test_vllm_runs_on_each_rank_with_our_models_and_others(
+        flags, ranks, most, tokenizer, tmp_path):
     if "gpt2" in flags:
-        tokenizer = load_tokenizer(ROOT / "model/weights/reason_128", 10**9)
         config = transformers.GPT2Config(
             vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=2, bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id)

@@ -1,16 +1,17 @@
-"""The tasks' rewards, tools and texts to imitate."""
+"""The tasks' rewards, tools, texts to imitate, and their tokenizer."""
+import functools
 import random
 import time
 
 import pytest
-from transformers import AutoTokenizer
 
 from errors import UserError
 from lab.tasks import calculator, guess, sentences
 from lab.tasks.countdown import countdown_reward
+from lab.tasks.tokenizer import TAGS, train_tokenizer
 from model import train_sft
 from reward import load_reward_funcs
-from support import ROOT
+from support import turns
 
 
 def test_the_game_is_won_by_own_words_and_its_tool_compares():
@@ -20,8 +21,7 @@ def test_the_game_is_won_by_own_words_and_its_tool_compares():
     assert guess.guess(games, secret=[5, 4, 9]) == ["high\n", "yes\n", "?\n"]
 
 
-def test_the_games_to_imitate_are_true_and_nobody_learns_the_tools_words():
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "model/weights/reason_128")
+def test_the_games_to_imitate_are_true_and_nobody_learns_the_tools_words(tokenizer):
     rng, kinds = random.Random(0), {"random": 1, "bounded": 1, "halving": 1}
     chats = [row["conversations"] for row in guess.games(rng, kinds, 300)]
     encoded = train_sft.encode(chats[:20], tokenizer)
@@ -79,3 +79,32 @@ def test_a_long_reply_is_read_in_linear_time(text):
     calculator.calculator([[text + "="]])
     sentences.sentence_reward([""], [text], words=[["cat"]])
     assert time.process_time() - began < 1
+
+
+def test_tokenizer_has_512_tokens_at_most_unless_asked_for_more():
+    texts = ["a" * n + "bcd"[n % 3] * n for n in range(1, 200)]
+    assert [len(train_tokenizer(texts, *size)) for size in ([], [300])] == [512, 300]
+
+
+@pytest.mark.parametrize("which", ["trained", "shipped"])
+def test_tokenizer_keeps_any_text_its_tags_and_digits_and_opens_a_turn_when_asked(
+        which, tokenizer):
+    if which == "trained":
+        tokenizer = train_tokenizer(["<think>\n7+3=10\n</think>", "What is 7 + 3*7?"])
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    for text in ("小明有3个苹果，又买了12个。", "🙂👨‍👩‍👧 naïve é", "a\tb\r\n\n  c ",
+                 " leading , and n't . spaces ", "7 + 3*7=28", ""):
+        assert tokenizer.decode(encode(text)) == text
+    assert [tokenizer.decode([i]) for i in encode("1234+56*78=90")] == list("1234+56*78=90")
+    assert [len(encode(tag)) for tag in TAGS] == [1, 1, 1, 1]
+    text = "<think>\n27*6=162\n</think>\n<answer>\n162\n</answer>"
+    ids = encode(text) + [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    closed = tokenizer.apply_chat_template(turns("1+1?"), tokenize=False)
+    assert closed == "<|im_start|>user\n1+1?<|im_end|>\n"
+    assert tokenizer.apply_chat_template(turns("1+1?"), tokenize=False,
+                                         add_generation_prompt=True) == (
+        closed + "<|im_start|>assistant\n")
+    assert tokenizer.decode(tokenizer.eos_token_id) == "<|im_end|>"
+    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
+    assert tokenizer.model_max_length == 2048
