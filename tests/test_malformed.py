@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from dataset import PromptCollator, PromptDataset
 from errors import UserError, printable
-from lab.tasks.tokenizer import read_chats
 from model import load
 from model.load import load_pretrained, load_tokenizer
 from model.lora import adapter_state, with_adapters
 from model.save import save_adapter, save_pretrained
+from model.train_sft import read_chats
 from reward import load_reward_model
 from reward.train_reward_model import read_pairs
 from run.checkpoint import load_adapter, load_checkpoint, save_checkpoint
