@@ -77,7 +77,9 @@ def test_null_nan_and_blank_are_missing_and_the_first_prompt_that_is_filled_is_r
 
 
 @pytest.mark.parametrize("line, named", [
-    ("just words", "JSON"), (r'{"prompt": "C:\Users\me"}', "JSON.* a backslash is written as two"),
+    ("just words", "JSON"), ('{"a":' + "[" * 100_000, "JSON"), ('{"prompt": NaN}', "JSON"),
+    (r'{"prompt": "\ud800"}', "JSON"), ({"prompt": [{"role": ["user"], "content": "a"}]}, "role"),
+    (r'{"prompt": "C:\Users\me"}', "JSON.* a backslash is written as two"),
     ('{"prompt": "2+3?", "answer": "\udcff"}', "UTF-8"),
     ('["a list"]', "conversations"), ({"answer": "5"}, "conversations"),
     ({"conversations": [{"role": "user"}]}, "conversations"), ({"prompt": " "}, "prompt"),
@@ -91,14 +93,21 @@ def test_null_nan_and_blank_are_missing_and_the_first_prompt_that_is_filled_is_r
     ({"conversations": [USER, REPLY | {"role": "Assistant"}]}, "role, system, user or assistant,"),
     ({"prompt": "2+3?", "answer": True}, "answer must be"),
     ({"prompt": "2+3?", "reward_weights": 1}, "field name reward_weights is reserved"),
+    ({"prompt": "2+3?", "messages": []}, "field name messages is reserved"),
     ({"prompt": "2+3?", "tools": {"a": 1}}, "tools must"),
     ({"messages": [USER | {"content": [{"type": "text", "text": "2"}]}]}, "turn..content.. = "),
 ])
-def test_a_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
+def test_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
     with pytest.raises(ValueError, match=rf"^{tmp_path}/some.jsonl, line 3: .*{named}.*\Z"):
         dataset_of(tmp_path, {"prompt": "2+3?"}, "", line)
     with pytest.raises(ValueError, match="some.jsonl: there are no prompts"):
         dataset_of(tmp_path, "", "  ")
+
+
+def test_byte_order_mark_line_ends_of_windows_and_nul_are_read(tmp_path):
+    file = tmp_path / "some.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a\\u0000"}\r\n\r\n{"prompt": "b"}\r\n')
+    assert PromptDataset(file) == [{"messages": turns(text)} for text in ("a\0", "b")]
 
 
 UTF_16 = "utf-16", "utf-16-le", "utf-16-be"
@@ -230,9 +239,11 @@ def test_an_epoch_over_two_ranks_reads_every_row_once_in_an_order_of_its_own():
     assert first[0][0] + first[0][1] != [*range(8)]
     assert rows_by_step([1, 3, 4], shuffle=False) == [
         [[0, 2, 4, 6], [1, 3, 5, 7]], [[16, 18, 20], [17, 19, 21]], [[0, 2, 4, 6], [1, 3, 5, 7]]]
-    args = parse_args(["--shuffle", "0"])           # a run's batches
-    loop = SimpleNamespace(args=args, world=World("cpu"), collate=list, problems="abcde",
-                           grpo=SimpleNamespace(num_prompts=2))
+
+
+def test_shuffle_0_takes_the_rows_of_a_step_in_their_order():
+    loop = SimpleNamespace(args=parse_args(["--shuffle", "0"]), world=World("cpu"), collate=list,
+                           problems="abcde", grpo=SimpleNamespace(num_prompts=2))
     assert Loop.batch(loop, 2) == ["c", "d"]
 
 
