@@ -219,20 +219,17 @@ BUGS = [        # in which loss, the old and the new text, and what the mutant m
     (A, "torch.exp(logps - old_logps)", "torch.exp((logps - old_logps).half()).double()",
      "NaN under the mask"),
 ]
-CONVENTIONS = [
-    (A, "rows.mean()", "rows.sum()", "average"),
-    (A, ".sum(1) / mask.sum(1).clamp(min=1)", ".sum(1)", "average"),
-    (B, "completion_mask.sum()", "completion_mask.numel()", "average"),
-    (A, "torch.exp(x) - x - 1", "x ** 2 / 2", "KL"),
-    (B, "max=1.28", "max=1.2", "bound"),
-    (A, "-torch.min(ratio * A, clipped * A)", "-ratio * A", "bound"),
-]
-COSTS = [       # what of these conventions a mark says
-    (A, "eps=0.2", "eps=0.3", {}),
-    (A, "-torch.min(ratio * A, clipped * A)", "-ratio * A", {"bound": "no bound"}),
-    (A, "mask.sum(1).clamp(min=1)", "mask.sum(1).clamp(min=1)**2", {"average": "length twice"}),
-    (A, "mask.sum(1).clamp(min=1)", "mask.shape[1]", {"average": "padded width"}),
-    (A, "torch.exp(x) - x - 1", "-x", {"KL": "holds nothing back"}),
+CONVENTIONS = [     # the same, which fact changes, and what a mark says of it
+    (A, "eps=0.2", "eps=0.3", "bound", ""),
+    (A, "-torch.min(ratio * A, clipped * A)", "-ratio * A", "bound", "no bound"),
+    (B, "max=1.28", "max=1.2", "bound", ""),
+    (A, "rows.mean()", "rows.sum()", "average", "the larger the batch"),
+    (A, ".sum(1) / mask.sum(1).clamp(min=1)", ".sum(1)", "average", "the longer the completions"),
+    (B, "completion_mask.sum()", "completion_mask.numel()", "average", "padded width"),
+    (A, "mask.sum(1).clamp(min=1)", "mask.sum(1).clamp(min=1)**2", "average", "length twice"),
+    (A, "mask.sum(1).clamp(min=1)", "mask.shape[1]", "average", "padded width"),
+    (A, "torch.exp(x) - x - 1", "x ** 2 / 2", "KL", "its value is not"),
+    (A, "torch.exp(x) - x - 1", "-x", "KL", "holds nothing back"),
 ]
 
 
@@ -251,19 +248,13 @@ def test_mutant_is_called_by_its_name(source, old, new, name):
     assert name in report.bugs + report.notes, str(report)
 
 
-def test_convention_is_no_bug():
-    for source, old, new, name in CONVENTIONS:
-        right, report = report_of(source), report_of(source, old, new)
-        assert not report.bugs and report.facts[name] != right.facts[name], str(report)
-
-
-@pytest.mark.parametrize("source, old, new, costs", COSTS)
-def test_convention_other_than_grpos_carries_a_mark_with_its_cost(source, old, new, costs):
-    report = report_of(source, old, new)
-    assert not report.bugs and report.marks.keys() == costs.keys(), str(report)
-    for name, text in costs.items():
-        assert text in report.marks[name], str(report)
-    assert ("not GRPO's default" in str(report)) == bool(costs)
+@pytest.mark.parametrize("source, old, new, name, mark", CONVENTIONS)
+def test_convention_is_no_bug_and_carries_a_mark_if_it_is_not_grpos(source, old, new, name, mark):
+    right, report = report_of(source), report_of(source, old, new)
+    assert not report.bugs and report.facts[name] != right.facts[name], str(report)
+    assert report.marks.keys() == right.marks.keys() | ({name} if mark else set()), str(report)
+    assert not mark or mark in report.marks[name], str(report)
+    assert ("not GRPO's default" in str(report)) == bool(report.marks)
 
 
 @pytest.mark.parametrize("formula, text", [

@@ -1,12 +1,9 @@
 """The pages (README, CONTRIBUTING, docs) say what is so: commands, files, links, two languages."""
 import argparse
 import functools
-import importlib.util
 import os
 import re
 import runpy
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from unittest.mock import patch
@@ -218,14 +215,3 @@ def test_python_of_a_page_prints_what_its_last_comment_says(page, code, capsys):
     exec(code, {})
     promised = floats(code.rpartition("#")[2])
     assert floats(capsys.readouterr().out) == pytest.approx(promised, abs=1e-4) and promised
-
-
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")
-def test_python_for_weights_and_biases_takes_a_run_there(tmp_path):
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", PAGES["docs/in_practice.md"],
-                                             re.DOTALL) if "wandb" in block)
-    (tmp_path / "out/run").mkdir(parents=True)
-    (tmp_path / "out/run/metrics.jsonl").write_text('{"step": 1, "reward": 0.5, "kl": null}\n')
-    (tmp_path / "take.py").write_text(code)
-    subprocess.run([sys.executable, "take.py", "run"], cwd=tmp_path, check=True)
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
