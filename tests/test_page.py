@@ -44,7 +44,7 @@ def embedded(path):
 
 
 def test_page_holds_what_the_run_wrote(tmp_path):
-    rows = [row(step, f"answer {step} {i}", float(i % 3 == 0), prompt=f"What is {step}+{i // G}?",
+    rows = [row(step, HOSTILE[i % 4], float(i % 3 == 0), prompt=f"What is {step}+{i // G}?",
                 advantage=i / 7, ended=i != 1)
             for step in range(1, 6) for i in range(2 * G)]
     write_page(write_run(tmp_path / "run", rows, 5), tmp_path / "page.html")
